@@ -84,6 +84,13 @@ class Interleave:
         sources = np.concatenate(parts) if len(parts) != 1 else parts[0]
         return sources, numbered(sources, self.counts(start))
 
+    def place_of(self, source: int, number: int) -> int:
+        """Return the place of a sample of a source, whose samples are numbered from 0."""
+        share = self._shares[source]
+        first = number * self.period // share
+        sources, numbers = self.places(first, -(-(number + 1) * self.period // share))
+        return first + int(np.flatnonzero((sources == source) & (numbers == number))[0])
+
     def _block(self, number: int) -> tuple[Places, list[int], list[int]]:
         """Return the sources of a block of places of a cycle, and the counts before and after."""
         if number in self._blocks:

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.data.interleave import Interleave
-from megatron_ext.data.permutation import Ints, Words, derived, permute
+from megatron_ext.data.permutation import Ints, Words, derived, permute, unpermute
 from megatron_ext.data.windows import Phase, Source, group_keys, groups
 
 BLOCK = 4096
@@ -101,6 +101,24 @@ def joined(parts: Sequence[Pieces]) -> Pieces:
 
 
 @dataclass(frozen=True)
+class Taken:
+    """The samples of one source in one stage, among a range of samples of the run.
+
+    Attributes:
+        stage, source: indices in the order.
+        phase: the samples of the source between two changes of their length; equal phases of equal
+            sources (`SampleOrder.to_dict`) have the same samples, also in different runs.
+        first, end: range of the samples, numbered within the phase.
+    """
+
+    stage: int
+    source: int
+    phase: Phase
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
 class _Placed:
     """A stage with the phases of its sources, and how many samples of each phase came before."""
 
@@ -133,6 +151,21 @@ class SampleOrder:
         self._tokens = np.array([source.tokens for source in self.sources])
         self._keys: Words = np.array([source.key for source in self.sources], dtype=np.uint64)
         self._blocks: OrderedDict[tuple[int, int], Pieces] = OrderedDict()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what determines the order, as values that JSON can hold."""
+        return {
+            "seed": self.seed,
+            "window": self.window,
+            "tokens": {source.name: source.tokens for source in self.sources},
+            "stages": [stage.to_dict() for stage in self.stages],
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SampleOrder:
+        """Build the order from the values of `to_dict`; other keys are ignored."""
+        stages = [Stage.from_dict(stage) for stage in values["stages"]]
+        return cls(dict(values["tokens"]), stages, int(values["window"]), int(values["seed"]))
 
     def _place(self, stage: Stage) -> _Placed:
         weights = [stage.weights.get(source.name, Fraction(0)) for source in self.sources]
@@ -169,6 +202,45 @@ class SampleOrder:
             if inside > 0:
                 found.append(placed.interleave.counts(inside))
         return found
+
+    def taken(self, start: int, stop: int) -> list[Taken]:
+        """Return what the samples from ``start`` to ``stop`` - 1 take of each source, by stage."""
+        found = []
+        for index, placed in enumerate(self._placed):
+            begin = placed.stage.start
+            end = self._starts[index + 1] if index + 1 < len(self._starts) else stop
+            low, high = max(start, begin), min(stop, end)
+            if low >= high:
+                continue
+            before, after = (placed.interleave.counts(at - begin) for at in (low, high))
+            for source, (first, last) in enumerate(zip(before, after, strict=True)):
+                if first < last:
+                    used = placed.used[source]
+                    phase = placed.phases[source]
+                    found.append(Taken(index, source, phase, used + first, used + last))
+        return found
+
+    def number_of(self, stage: int, source: int, number: int) -> int:
+        """Return the sample of the run that a sample of a source is, numbered within its phase."""
+        placed = self._placed[stage]
+        place = placed.interleave.place_of(source, number - placed.used[source])
+        return placed.stage.start + place
+
+    def first_tokens(self, source: int, epochs: Ints) -> Ints:
+        """Return the first token of the windows of some epochs of a source, in its circle."""
+        own = self.sources[source]
+        keys = derived(np.full(len(epochs), own.key, dtype=np.uint64), epochs, _SHIFT)
+        shifts: Ints = (keys % np.uint64(own.tokens)).astype(np.int64)
+        return shifts
+
+    def windows_at(self, source: int, epochs: Ints, places: Ints) -> Ints:
+        """Return the windows of a source, counted over epochs, that read places of its circle.
+
+        Place p of an epoch is its p-th window from the epoch's first token on.
+        """
+        own = self.sources[source]
+        keys = derived(np.full(len(epochs), own.key, dtype=np.uint64), epochs, _ORDER)
+        return epochs * own.windows + unpermute(places, own.windows, keys)
 
     def tokens_used(self, number: int) -> dict[str, int]:
         """Return the tokens that the first ``number`` samples take of each source.

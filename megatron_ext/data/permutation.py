@@ -16,6 +16,7 @@ numbers on every machine and in every release of numpy.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,45 +62,96 @@ def permute(indices: Ints, sizes: Ints | int, keys: Words | int) -> Ints:
         sizes: the size of each element, ``[m]``, or of all; from 1 to `LARGEST`.
         keys: the key of each element, ``[m]``, or of all.
     """
-    count = len(indices)
+    return _walked(indices, sizes, keys, _ranks, _network)
+
+
+def unpermute(images: Ints, sizes: Ints | int, keys: Words | int) -> Ints:
+    """Return the indices whose images are ``images`` (see `permute`)."""
+    return _walked(images, sizes, keys, _of_ranks, _inverse_network)
+
+
+_Bijection = Callable[[Words, Words, Words], Words]
+
+
+def _walked(
+    values: Ints, sizes: Ints | int, keys: Words | int, small: _Bijection, network: _Bijection
+) -> Ints:
+    """Permute values by ``small`` up to size `_RANKED`, else by ``network`` until it is in range.
+
+    The inverse of a network walks the same cycle backwards.
+    """
+    count = len(values)
     size = np.broadcast_to(np.asarray(sizes, dtype=np.uint64), (count,))
     key = np.broadcast_to(np.asarray(keys, dtype=np.uint64), (count,))
-    found = indices.astype(np.uint64)
-    small = np.flatnonzero(size <= np.uint64(_RANKED))
-    if len(small):
-        found[small] = _ranks(found[small], size[small], key[small])
+    found = values.astype(np.uint64)
+    ranked = np.flatnonzero(size <= np.uint64(_RANKED))
+    if len(ranked):
+        found[ranked] = small(found[ranked], size[ranked], key[ranked])
     walking = np.flatnonzero(size > np.uint64(_RANKED))
     while len(walking):
         all_walk = len(walking) == count
         own_size, own_key = (size, key) if all_walk else (size[walking], key[walking])
-        images = _network(found if all_walk else found[walking], own_size, own_key)
+        images = network(found if all_walk else found[walking], own_size, own_key)
         found[walking] = images
         walking = walking[images >= own_size]
     return found.astype(np.int64)
 
 
+def _weights(sizes: Words, keys: Words) -> tuple[Words, NDArray[np.bool_]]:
+    """Return the keys of all values up to the largest size, and which lie below each size."""
+    all_values = np.arange(int(sizes.max()), dtype=np.int64)
+    return derived(keys[:, None], all_values), all_values < sizes.astype(np.int64)[:, None]
+
+
 def _ranks(values: Words, sizes: Words, keys: Words) -> Words:
     """Return the rank of each value's key among the keys of all values below its size."""
-    all_values = np.arange(int(sizes.max()), dtype=np.int64)
-    weights = derived(keys[:, None], all_values)
+    weights, is_inside = _weights(sizes, keys)
     own = np.take_along_axis(weights, values.astype(np.int64)[:, None], axis=1)
-    is_lower = (weights < own) & (all_values < sizes.astype(np.int64)[:, None])
-    ranks: Words = is_lower.sum(axis=1).astype(np.uint64)
+    ranks: Words = ((weights < own) & is_inside).sum(axis=1).astype(np.uint64)
     return ranks
+
+
+def _of_ranks(ranks: Words, sizes: Words, keys: Words) -> Words:
+    """Return the value whose key has a rank among the keys of all values below its size."""
+    weights, is_inside = _weights(sizes, keys)
+    order = np.lexsort((weights, ~is_inside), axis=1)
+    values = np.take_along_axis(order, ranks.astype(np.int64)[:, None], axis=1)[:, 0]
+    return values.astype(np.uint64)
+
+
+def _halves(values: Words, sizes: Words) -> tuple[Words, Words, Words, Words, Words]:
+    """Cut words of b bits, where b is the number of bits of ``sizes - 1``.
+
+    Return both halves, the masks of both, and the number of bits of the right one.
+    """
+    bits = _bit_lengths(sizes - _ONE)
+    low = bits >> _ONE
+    low_mask, high_mask = (_ONE << low) - _ONE, (_ONE << (bits - low)) - _ONE
+    return values >> low, values & low_mask, high_mask, low_mask, low
 
 
 def _network(values: Words, sizes: Words, keys: Words) -> Words:
     """Permute words of b bits, where b is the number of bits of ``sizes - 1``."""
-    bits = _bit_lengths(sizes - _ONE)
-    low = bits >> _ONE
-    low_mask, high_mask = (_ONE << low) - _ONE, (_ONE << (bits - low)) - _ONE
-    left, right = values >> low, values & low_mask
+    left, right, high_mask, low_mask, low = _halves(values, sizes)
     round_keys = keys
     for _ in range(_ROUNDS // 2):
         round_keys = round_keys + _GOLDEN
         left = left ^ (mixed(right + mixed(round_keys)) & high_mask)
         round_keys = round_keys + _GOLDEN
         right = right ^ (mixed(left + mixed(round_keys)) & low_mask)
+    joined: Words = (left << low) | right
+    return joined
+
+
+def _inverse_network(values: Words, sizes: Words, keys: Words) -> Words:
+    """Return the words that `_network` permutes to ``values``: its rounds, the last one first."""
+    left, right, high_mask, low_mask, low = _halves(values, sizes)
+    round_keys = keys + np.uint64(_ROUNDS * int(_GOLDEN) % 2**64)
+    for _ in range(_ROUNDS // 2):
+        right = right ^ (mixed(left + mixed(round_keys)) & low_mask)
+        round_keys = round_keys - _GOLDEN
+        left = left ^ (mixed(right + mixed(round_keys)) & high_mask)
+        round_keys = round_keys - _GOLDEN
     joined: Words = (left << low) | right
     return joined
 

@@ -29,6 +29,7 @@ from megatron_ext.text.convert.training import (
 from megatron_ext.text.cost.network import GPT_COST
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.gpt import build_gpt_datasets, check_gpt_data
+from megatron_ext.text.data.recording import DataLedger
 from megatron_ext.text.data.splits import build_direct, prepare_direct, text_source
 from megatron_ext.text.data.storage import StorageNotes
 from megatron_ext.text.evaluation.config import TaskEvaluationConfig
@@ -151,7 +152,7 @@ GPT = Task(
     chunk_sections={build_gpt_chunk: (HybridConfig,)},
     prepare_batches=prepare_batches,
     step_stats=text_step_stats,
-    callbacks=(TaskScores, HuggingFaceFolders, StorageNotes),
+    callbacks=(DataLedger, TaskScores, HuggingFaceFolders, StorageNotes),
     cost=GPT_COST,
     perplexity=True,
 )

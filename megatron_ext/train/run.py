@@ -92,6 +92,8 @@ class Run:
     Attributes:
         stores: the places where the run keeps snapshots.
         restored_from: where its state comes from: "start", "checkpoint", "memory" or "peer".
+        rewinds: each return to an earlier state since the run started, as the iteration after which
+            it happened and the iteration whose state it is.
         best_before: the best checkpoints before the one that is saved next, if that is a new best.
     """
 
@@ -119,6 +121,7 @@ class Run:
     saves: Saves = field(default_factory=lambda: Saves(None, 0))
     stores: list[MemoryCheckpoints] = field(default_factory=list)
     restored_from: str = "start"
+    rewinds: list[tuple[int, int]] = field(default_factory=list)
     best_before: list[BestCheckpoint] | None = None
     _best_if_failed: list[BestCheckpoint] | None = None
 

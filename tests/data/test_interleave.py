@@ -60,6 +60,15 @@ def test_any_place_is_found_as_if_all_before_it_had_been_scheduled(kind: str) ->
         )
 
 
+@pytest.mark.parametrize("kind", ["decimals", "token counts", "skewed"])
+def test_the_place_of_a_sample_is_where_it_was_scheduled(kind: str) -> None:
+    weights = _weights(kind, 12, 6)
+    sources, numbers = Interleave(weights).places(0, PLACES)
+    fresh = Interleave(weights)
+    for place in (0, 1, 777, 1024, 16_384, PLACES - 1):
+        assert fresh.place_of(int(sources[place]), int(numbers[place])) == place
+
+
 def test_counts_are_exact_at_any_distance() -> None:
     for kind in ("decimals", "token counts", "skewed"):
         weights = _weights(kind, 20, 8)

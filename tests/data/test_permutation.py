@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from megatron_ext.data.permutation import Ints, derived, key_of, permute
+from megatron_ext.data.permutation import Ints, derived, key_of, permute, unpermute
 
 EDGES = [1, 2, 3, 31, 32, 33, 34]
 POWERS = [2**k + d for k in range(6, 18) for d in (-1, 0, 1)]
@@ -31,6 +31,14 @@ def test_samples_of_large_sizes_have_different_images_inside(size: int) -> None:
     assert len(np.unique(images)) == len(chosen)
 
 
+def test_the_inverse_finds_every_index_again() -> None:
+    for size in [*SIZES[::7], 2**32 + 15, 10**12 + 39, 2**62]:
+        indices = np.unique(np.random.default_rng(6).integers(0, int(size), 300))
+        key = key_of("inverse", size)
+        assert (unpermute(permute(indices, int(size), key), int(size), key) == indices).all(), size
+        assert (permute(unpermute(indices, int(size), key), int(size), key) == indices).all(), size
+
+
 def test_elements_of_one_call_have_sizes_and_keys_of_their_own() -> None:
     rng = np.random.default_rng(2)
     sizes = rng.integers(1, 5000, 300)
@@ -42,6 +50,7 @@ def test_elements_of_one_call_have_sizes_and_keys_of_their_own() -> None:
         for i, n, k in zip(indices, sizes, keys, strict=True)
     ]
     assert together.tolist() == alone
+    assert unpermute(together, sizes, keys).tolist() == indices.tolist()
 
 
 MASK = 2**64 - 1

@@ -44,12 +44,7 @@ class RunPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `plan_run` needs to go on, as values that JSON can hold."""
-        return {
-            "seed": self.order.seed,
-            "window": self.order.window,
-            "tokens": {source.name: source.tokens for source in self.order.sources},
-            "stages": [stage.to_dict() for stage in self.order.stages],
-        }
+        return self.order.to_dict()
 
 
 def schedule_of(config: RunConfig) -> Schedule:

@@ -149,6 +149,7 @@ class Spikes(Callback):
             run.reporters.say(f"iteration {iteration}: there is no checkpoint to go back to yet")
             return
         run.progress.skipped_iterations += iteration - 1 - restored
+        run.rewinds.append((iteration, restored))
         announce(
             run, "rewind",
             f"iteration {iteration}: the state is that of iteration {restored} again, and the run "

@@ -1,0 +1,128 @@
+"""The inverse of the order of samples: which samples of a run read some tokens of a source.
+
+The windows of an epoch that hold the tokens follow from its first token, their places in the order
+from the inverse of the epoch's permutation, and the numbers in the run from the schedule of the
+sources. So nothing is searched, but the parts that a change of length has left over, which are few.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.data.order import SampleOrder, Taken
+from megatron_ext.data.permutation import Ints, unpermute
+from megatron_ext.data.windows import group_keys, groups
+
+
+def samples_with(order: SampleOrder, source: int, begin: int, end: int, stop: int) -> list[int]:
+    """Return the samples before ``stop`` that hold any token of a source, in ascending order.
+
+    Args:
+        source: index of the source.
+        begin, end: range of the tokens in the circle of the source.
+    """
+    found = []
+    for taken in order.taken(0, stop):
+        if taken.source != source:
+            continue
+        left_over = taken.phase.rest_samples
+        numbers = _rest_numbers(order, taken, begin, end)
+        if taken.end > left_over:
+            fresh = _fresh_numbers(order, taken, begin, end) + left_over
+            inside = (fresh >= max(taken.first, left_over)) & (fresh < taken.end)
+            numbers += np.unique(fresh[inside]).tolist()
+        found += [order.number_of(taken.stage, source, number) for number in numbers]
+    return sorted(found)
+
+
+def _meets(
+    order: SampleOrder, source: int, begins: Ints, lengths: Ints, begin: int, end: int
+) -> NDArray[np.bool_]:
+    """Return which ranges of a circle share a token with the one from ``begin`` to ``end`` - 1."""
+    tokens = order.sources[source].tokens
+    return ((begin - begins) % tokens < lengths) | ((begins - begin) % tokens < end - begin)
+
+
+def _rest_numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> list[int]:
+    """Return the samples made of left-over parts, numbered within the phase, that hold tokens."""
+    source, phase = order.sources[taken.source], taken.phase
+    numbers = range(taken.first, min(taken.end, phase.rest_samples))
+    rows = [(n, *rest) for n in numbers for _, *rest in source.rest_pieces(phase, n)]
+    if not rows:
+        return []
+    number, window, offset, length = np.array(rows, dtype=np.int64).T
+    limits = int(window.min()), int(window.max()) + 1
+    windows, begins = _windows(order, taken.source, begin, end, *limits)
+    known = dict(zip(windows.tolist(), begins.tolist(), strict=True))
+    own = np.array([x in known for x in window.tolist()])
+    first = offset[own] + [known[x] for x in window[own].tolist()]
+    chosen = number[own][_meets(order, taken.source, first, length[own], begin, end)]
+    return [int(n) for n in np.unique(chosen)]
+
+
+def _fresh_numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> Ints:
+    """Return the samples of a phase after its rests, numbered from there, that hold tokens."""
+    phase, own = taken.phase, order.sources[taken.source]
+    length = phase.seq_length
+    first, last = (max(0, n - phase.rest_samples) for n in (taken.first, taken.end - 1))
+    if length >= order.window:
+        joins = length // order.window
+        low, high = phase.first_window + first * joins, phase.first_window + (last + 1) * joins
+        windows, _ = _windows(order, taken.source, begin, end, low, high)
+        return (windows - phase.first_window) // joins
+    per_window = order.window // length
+    zero, size, group = (
+        np.array([value], dtype=np.int64) for value in (phase.first_window, own.windows, own.group)
+    )
+    ends = np.array([first, last], dtype=np.int64)
+    firsts, counts, _ = groups(ends, zero, size, group, per_window)
+    low, high = int(firsts[0]), int(firsts[1] + counts[1])
+    windows, begins = _windows(order, taken.source, begin, end, low, high)
+    whole = (windows - phase.first_window) * per_window
+    firsts, counts, _ = groups(whole, zero, size, group, per_window)
+    # All parts of these windows, of which some hold the tokens.
+    at = np.repeat(np.arange(len(windows)), per_window)
+    part = np.tile(np.arange(per_window), len(windows))
+    lengths = np.full(len(part), length)
+    holds = _meets(order, taken.source, begins[at] + part * length, lengths, begin, end)
+    at, part = at[holds], part[holds]
+    keys = group_keys(np.full(len(windows), phase.key, dtype=np.uint64), firsts)
+    places = (windows - firsts)[at] * per_window + part
+    numbers = unpermute(places, (counts * per_window)[at], keys[at])
+    return numbers + ((firsts - phase.first_window) * per_window)[at]
+
+
+def _windows(
+    order: SampleOrder, source: int, begin: int, end: int, low: int, high: int
+) -> tuple[Ints, Ints]:
+    """Return the windows from ``low`` to ``high`` - 1, counted over epochs, that hold tokens.
+
+    The second array has the first token of each, which is counted on past the circle's end.
+    """
+    count = order.sources[source].windows
+    epochs = np.arange(low // count, (high - 1) // count + 1, dtype=np.int64)
+    epoch, place, first = _places(order, source, begin, end, epochs)
+    found = order.windows_at(source, epoch, place)
+    inside = (found >= low) & (found < high)
+    return found[inside], first[inside]
+
+
+def _places(
+    order: SampleOrder, source: int, begin: int, end: int, epochs: Ints
+) -> tuple[Ints, Ints, Ints]:
+    """Return epoch, place in the epoch's circle, and first token of the windows with tokens."""
+    own, window = order.sources[source], order.window
+    # Counted from the first token of an epoch, a range may pass the end of the circle once.
+    shifts = order.first_tokens(source, epochs)
+    starts = (begin - shifts) % own.tokens
+    ends = starts + end - begin
+    steps = np.arange((end - begin - 1) // window + 2, dtype=np.int64)
+    found = []
+    for start, stop in ((starts, np.minimum(ends, own.tokens)), (starts * 0, ends - own.tokens)):
+        places = (start // window)[:, None] + steps
+        rows, columns = np.nonzero((places * window < stop[:, None]) & (places < own.windows))
+        place = places[rows, columns]
+        found.append((epochs[rows], place, shifts[rows] + place * window))
+    epoch, place, first = (np.concatenate(each) for each in zip(*found, strict=True))
+    return epoch, place, first

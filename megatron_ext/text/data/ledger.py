@@ -1,0 +1,358 @@
+"""The ledger of a run: which documents it was trained on, when and how often.
+
+It joins the record of the run's steps (`step_record`) with the order of samples, which is a
+function (`megatron_ext.data.order`), and with the boundaries of documents in the index files. So
+it holds no list of samples, and costs the same for any length of a run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import yaml
+
+from megatron_ext.config.run import section_name
+from megatron_ext.data.indexed import Array, Index, is_address, read_index
+from megatron_ext.data.lookup import samples_with
+from megatron_ext.data.order import Pieces, SampleOrder
+from megatron_ext.data.permutation import Ints
+from megatron_ext.data.token_spans import open_span
+from megatron_ext.data.windows import Source
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.text.data.config import DataConfig
+from megatron_ext.text.data.step_record import History, StepRecord, Steps
+from megatron_ext.train.reporting.files import CONFIGURATION_FILE
+
+Section = TypeVar("Section")
+
+_KNOWN = {"kind", "seed", "window", "tokens", "stages", "first_tokens", "split"}
+"""Keys of an order in a record."""
+
+
+class Documents:
+    """The documents of one source.
+
+    Args:
+        prefix: the dataset.
+        first: first token of the split in the file.
+        tokens: tokens of the split.
+        data: the flags of the run, which say how addresses of object storage are read.
+
+    Attributes:
+        starts: ``[D + 1]``, first token in the file of each document, then the end of the file.
+    """
+
+    def __init__(self, prefix: str, first: int, tokens: int, data: DataConfig) -> None:
+        self.prefix, self.first, self.tokens, self._data = prefix, first, tokens, data
+        index = self._index()
+        edges = np.zeros(len(index.lengths) + 1, dtype=np.int64)
+        np.cumsum(index.lengths, out=edges[1:])
+        self.starts: Ints = edges[index.documents]
+        if first + tokens > self.starts[-1]:
+            raise DataError(
+                f"{prefix} holds {self.starts[-1]} tokens, but the run read up to token "
+                f"{first + tokens}; the dataset was changed since, so give the old files."
+            )
+
+    def _index(self) -> Index:
+        if not is_address(self.prefix):
+            return read_index(self.prefix)
+        # torch comes with it, for which nobody should wait whose data is on a disk.
+        from megatron_ext.text.data.storage import index_of
+
+        return index_of(self._data, self.prefix)
+
+    def length(self, document: int) -> int:
+        return int(self.starts[document + 1] - self.starts[document])
+
+    def range_of(self, document: int) -> tuple[int, int]:
+        """Return first token and end of a document in the circle of the split, as far as inside.
+
+        Raises:
+            ConfigError: there is no such document.
+        """
+        if not 0 <= document < len(self.starts) - 1:
+            raise ConfigError(
+                f"`--document` ({self.prefix} {document}) must be from 0 to "
+                f"{len(self.starts) - 2}, the last document of the dataset."
+            )
+        begin, end = (int(self.starts[i]) - self.first for i in (document, document + 1))
+        return max(0, begin), min(self.tokens, end)
+
+    def read(self, begin: int, length: int) -> Array:
+        """Return tokens from a place in the file on."""
+        if is_address(self.prefix):
+            from megatron_ext.text.data.storage import open_tokens
+
+            span = open_tokens(self._data, self.prefix, 0, None)
+        else:
+            span = open_span(self.prefix, 0, None)
+        tokens: Array = span.read(np.array([begin], dtype=np.int64), length)[0]
+        return tokens
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Parts of documents in samples, ordered by sample and place; all are ``[r]`` int64.
+
+    Attributes:
+        samples: number of the sample in the run.
+        columns: place of the part in the sample.
+        sources: index of the source in the order.
+        documents: number of the document in its dataset.
+        begins: first token of the part in the document.
+        lengths: tokens of the part.
+    """
+
+    samples: Ints
+    columns: Ints
+    sources: Ints
+    documents: Ints
+    begins: Ints
+    lengths: Ints
+
+    def of(self, chosen: Array) -> Rows:
+        """Return the rows that an index or a mask chooses."""
+        return Rows(*(getattr(self, each.name)[chosen] for each in dataclasses.fields(self)))
+
+
+@dataclass(frozen=True)
+class Read:
+    """A part of a document in a sample: tokens of the document from ``begin`` to ``end`` - 1.
+
+    ``reason`` says why the step does not count; None if it does. ``step`` is None if only the
+    sample is known.
+    """
+
+    step: int | None
+    sample: int
+    begin: int
+    end: int
+    reason: str | None
+
+
+class Ledger:
+    """Answers about the run in a save folder.
+
+    Args:
+        iteration: take the state of the run after this step; None for the newest.
+
+    Raises:
+        ConfigError: the folder has no record, or not of that step.
+    """
+
+    def __init__(self, folder: str | Path, iteration: int | None = None) -> None:
+        self.folder, self.record = Path(folder), StepRecord(folder)
+        if not self.record.rows:
+            raise ConfigError(
+                f"{self.record.path} does not exist or is empty; give the save folder of a run "
+                "with `--data-order direct`, which keeps it."
+            )
+        self.history: History = self.record.history(iteration)
+        self._first: dict[str, int] = {}
+        for row in self.record.rows:
+            self._first |= row.get("first_tokens", {})
+        self._moved = _moves(row for row in self.record.rows if row["kind"] == "order")
+        self._orders: dict[str, SampleOrder] = {}
+        self.documents = functools.cache(self._documents)
+        self.sources = sorted(self._first.keys() - self._moved.keys())
+
+    def order_of(self, steps: Steps) -> SampleOrder:
+        """Return the order of some steps; raise a ConfigError if it was not recorded."""
+        if steps.order is None:
+            raise ConfigError(
+                f"Steps {steps.iteration + 1} to {steps.done} were in another order than the "
+                "direct one, or ran before it was recorded, so that their documents are not known."
+            )
+        new = sorted(steps.order.keys() - _KNOWN)
+        if new:
+            raise ConfigError(
+                f"{self.record.path} has an order with `{new[0]}`, which this version does not "
+                "know; use the version that has written it."
+            )
+        key = json.dumps(steps.order)
+        if key not in self._orders:
+            self._orders[key] = SampleOrder.from_dict(steps.order)
+        return self._orders[key]
+
+    def _documents(self, prefix: str, tokens: int) -> Documents:
+        if prefix not in self._first:
+            raise ConfigError(
+                f"{prefix} was no longer read when {self.record.path} began, which does not tell "
+                "what its split was."
+            )
+        data = self.section(DataConfig) if is_address(prefix) else DataConfig()
+        return Documents(prefix, self._first[prefix], tokens, data)
+
+    def section(self, kind: type[Section]) -> Section:
+        """Return a section of the run's configuration, from the file in its folder.
+
+        Raises:
+            ConfigError: the file is missing, damaged or of another version.
+        """
+        path = self.folder / CONFIGURATION_FILE
+        try:
+            settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+            return kind(**settings[section_name(kind)])
+        except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{path} cannot be read ({error}), but says how the data of the run is read; give "
+                "a save folder with the configuration of its run."
+            ) from None
+
+    def name_of(self, source: Source) -> str:
+        """Return the prefix under which the run has read a source last."""
+        return self._moved.get(source.name, source.name)
+
+    def documents_of(self, prefix: str) -> Documents:
+        """Return the documents of a source; raise a ConfigError if the run has no such source."""
+        for row in reversed(self.record.rows):
+            if row["kind"] == "order" and prefix in row["tokens"]:
+                return self.documents(prefix, row["tokens"][prefix])
+        raise ConfigError(
+            f"{prefix} is no source of the run; name one of {', '.join(self.sources)}, as there."
+        )
+
+    def steps(self, *, with_lost: bool) -> list[Steps]:
+        """Return the steps that count; ``with_lost`` those too that do not, or no longer."""
+        if not with_lost:
+            return [each for each in self.history.steps if each.reason is None]
+        return [*self.history.steps, *self.history.lost]
+
+    def unknown(self, *, with_lost: bool) -> list[Steps]:
+        """Return the steps whose order is not known."""
+        return [each for each in self.steps(with_lost=with_lost) if each.order is None]
+
+    def rows(self, order: SampleOrder, first: int, end: int) -> Rows:
+        """Return the parts of documents in the samples from ``first`` to ``end`` - 1."""
+        pieces, found = order.locate(first, end), []
+        for source in np.unique(pieces.sources).tolist():
+            own = order.sources[source]
+            documents = self.documents(self.name_of(own), own.tokens)
+            found.append(_parts(pieces, first, source, documents))
+        rows = Rows(*(np.concatenate(x) for x in zip(*map(_arrays, found), strict=True)))
+        return rows.of(np.lexsort((rows.columns, rows.samples)))
+
+    def step(self, iteration: int) -> tuple[Steps, int, int]:
+        """Return the steps to which a step belongs, and the range of its samples.
+
+        Raises:
+            ConfigError: the run has no such step.
+        """
+        for each in self.steps(with_lost=True):
+            if each.iteration < iteration <= each.done:
+                self.order_of(each)
+                if each.batch is None:
+                    raise ConfigError(
+                        f"`--step` ({iteration}) is not recorded by itself, as steps "
+                        f"{each.iteration + 1} to {each.done} ran before the record began."
+                    )
+                return each, each.sample_at(iteration - 1), each.sample_at(iteration)
+        raise ConfigError(
+            f"`--step` ({iteration}) was not trained; the run has steps from 1 to "
+            f"{self.history.iteration}."
+        )
+
+    def steps_with(self, iteration: int, sample: int) -> Steps | None:
+        """Return the last recorded steps in which a step began with a sample; None without any."""
+        for each in reversed(self.steps(with_lost=True)):
+            if each.batch is None or not each.iteration < iteration <= each.done:
+                continue
+            if each.sample_at(iteration - 1) == sample:
+                return each
+        return None
+
+    def reads_of(self, prefix: str, document: int, *, with_lost: bool) -> list[Read]:
+        """Return where the run read a document, in the order of its steps.
+
+        Steps whose order is not known (`unknown`) are left out.
+
+        Raises:
+            ConfigError: the run has no such source, or the source no such document.
+        """
+        found = list[Read]()
+        begin, end = self.documents_of(prefix).range_of(document)
+        if begin >= end:
+            return found
+        steps = [each for each in self.steps(with_lost=with_lost) if each.order is not None]
+        stop = max((each.stop for each in steps), default=0)
+        in_order: dict[SampleOrder, list[int]] = {}
+        for each in steps:
+            order = self.order_of(each)
+            names = [self.name_of(source) for source in order.sources]
+            if prefix not in names:
+                continue
+            source = names.index(prefix)
+            if order not in in_order:
+                in_order[order] = samples_with(order, source, begin, end, stop)
+            low, high = (bisect_left(in_order[order], at) for at in (each.sample, each.stop))
+            for sample in in_order[order][low:high]:
+                step = None
+                if each.batch is not None:
+                    step = each.iteration + 1 + (sample - each.sample) // each.batch
+                rows = self.rows(order, sample, sample + 1)
+                own = rows.of((rows.sources == source) & (rows.documents == document))
+                parts = zip(own.begins.tolist(), own.lengths.tolist(), strict=True)
+                found += [Read(step, sample, b, b + n, each.reason) for b, n in parts]
+        return found
+
+
+def _moves(orders: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the last name by earlier name of each source that has moved (`plan_run`)."""
+    found, before = dict[str, str](), dict[str, int]()
+    for order in orders:
+        tokens: dict[str, int] = order["tokens"]
+        for old in before.keys() - tokens.keys():
+            for new in tokens.keys() - before.keys():
+                same_name = new.rpartition("/")[2] == old.rpartition("/")[2]
+                if same_name and tokens[new] == before[old]:
+                    found |= {name: new for name, last in found.items() if last == old}
+                    found[old] = new
+                    found.pop(new, None)
+        before = tokens
+    return found
+
+
+def _arrays(rows: Rows) -> tuple[Ints, ...]:
+    return tuple(getattr(rows, each.name) for each in dataclasses.fields(rows))
+
+
+def _parts(pieces: Pieces, sample: int, source: int, documents: Documents) -> Rows:
+    """Cut the pieces of one source at the boundaries of its documents."""
+    own = pieces.sources == source
+    rows, columns = pieces.rows[own], pieces.columns[own]
+    begins, lengths = pieces.begins[own], pieces.lengths[own]
+    # A piece that passes the end of the circle goes on at its beginning.
+    inside = np.minimum(lengths, documents.tokens - begins)
+    over = np.flatnonzero(inside < lengths)
+    rows, columns = (
+        np.concatenate([x, y]) for x, y in ((rows, rows[over]), (columns, (columns + inside)[over]))
+    )
+    begins = np.concatenate([begins, over * 0])
+    lengths = np.concatenate([inside, (lengths - inside)[over]])
+    begins = begins + documents.first
+    ends = begins + lengths
+    first = np.searchsorted(documents.starts, begins, side="right") - 1
+    counts = np.searchsorted(documents.starts, ends, side="left") - first
+    at = np.repeat(np.arange(len(rows)), counts)
+    number = first[at] + np.arange(len(at)) - np.repeat(np.cumsum(counts) - counts, counts)
+    low = np.maximum(begins[at], documents.starts[number])
+    high = np.minimum(ends[at], documents.starts[number + 1])
+    kept = np.flatnonzero(low < high)
+    at, number, low, high = at[kept], number[kept], low[kept], high[kept]
+    return Rows(
+        samples=sample + rows[at],
+        columns=columns[at] + low - begins[at],
+        sources=np.full(len(at), source, dtype=np.int64),
+        documents=number,
+        begins=low - documents.starts[number],
+        lengths=high - low,
+    )

@@ -1,0 +1,310 @@
+"""The record of a run's steps in its save folder: which samples each step has used.
+
+``data_ledger.jsonl`` has one JSON object a line, of these kinds:
+
+- ``order``: the order of samples from here on (`SampleOrder.to_dict`), its ``split``, and by source
+  the first token of the split in its file (``first_tokens``). It is written again if it changes.
+- ``start``: the run begins or goes on after ``iteration`` steps and ``sample`` samples. Steps after
+  ``iteration`` that stand above are no longer part of the run: their work is lost. ``from`` names
+  another folder whose record follows. At its own starts a run writes ``time`` and ``generation``,
+  how often it was restarted; one that begins anew has nothing to do with what stands above.
+- ``steps``: steps after ``iteration``, which begin with ``sample`` and take ``batch`` samples each;
+  ``done`` is the last one that ended, and ``begun`` the last one that began. These two numbers
+  have a fixed width and are overwritten with each step, so that the record of an unbroken run is a
+  single line, and a run that is killed has its last step written down. A ``batch`` of null says
+  that only the samples are known, up to ``end``.
+- ``left_out``: the steps from ``first`` to ``last`` do not count in the weights, and ``why``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import ConfigError
+
+LEDGER_FILE = "data_ledger.jsonl"
+_COUNTS = ', "done": {:15d}, "begun": {:15d}}}\n'
+REWOUND, NO_UPDATE, LOST = "rewound", "no update", "lost by a restart"
+"""Reasons why a step does not count: state went back, no update, or work lost by a restart."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps that follow one another with the same number of samples.
+
+    Attributes:
+        iteration, sample: steps and samples before the first one.
+        batch: samples of a step; None if only the samples of all steps are known.
+        done, begun: number of the last step that has ended, and of the last that has begun.
+        end: number of samples up to the last step; given where ``batch`` is None.
+        order: the order of samples with what belongs to it, as in the file; None if unknown.
+        reason: why the steps do not count; None if they do.
+    """
+
+    iteration: int
+    sample: int
+    batch: int | None
+    done: int
+    begun: int
+    end: int = 0
+    order: Mapping[str, Any] | None = field(default=None, compare=False)
+    reason: str | None = None
+
+    @property
+    def stop(self) -> int:
+        """Return the number of samples up to the last step that has ended."""
+        return self.end if self.batch is None else self.sample_at(self.done)
+
+    def sample_at(self, iteration: int) -> int:
+        """Return the number of samples before the step after ``iteration``."""
+        assert self.batch is not None
+        return self.sample + (iteration - self.iteration) * self.batch
+
+    def between(self, first: int, last: int, reason: str | None = None) -> Steps:
+        """Return the steps from ``first`` to ``last`` of these, as steps that have ended."""
+        if self.batch is None:
+            return dataclasses.replace(self, reason=reason)
+        sample = self.sample_at(first - 1)
+        return dataclasses.replace(
+            self, iteration=first - 1, sample=sample, done=last, begun=last, reason=reason
+        )
+
+
+@dataclass
+class History:
+    """The steps that led to a state of a run, and those that did not.
+
+    Attributes:
+        steps: the steps in order, those that do not count cut apart.
+        lost: steps whose work was lost by restarts, and which began or were done then.
+    """
+
+    steps: list[Steps] = field(default_factory=list)
+    lost: list[Steps] = field(default_factory=list)
+
+    @property
+    def iteration(self) -> int:
+        return self.steps[-1].done if self.steps else 0
+
+    @property
+    def samples(self) -> int:
+        return self.steps[-1].stop if self.steps else 0
+
+    def cut(self, iteration: int) -> None:
+        """Let the history end with a step; later ones are lost."""
+        kept = list[Steps]()
+        for each in self.steps:
+            last = max(each.done, each.begun)
+            if last <= iteration or each.batch is None:
+                (kept if last <= iteration else self.lost).append(each)
+                continue
+            if each.iteration < iteration:
+                kept.append(each.between(each.iteration + 1, iteration, each.reason))
+            first = max(each.iteration, iteration) + 1
+            self.lost.append(each.between(first, last, LOST))
+        self.steps = kept
+
+    def leave_out(self, first: int, last: int, why: str) -> None:
+        """Note that steps do not count."""
+        found = []
+        for each in self.steps:
+            low, high = max(first, each.iteration + 1), min(last, each.done)
+            if each.batch is None or low > high:
+                found.append(each)
+                continue
+            if each.iteration + 1 < low:
+                found.append(each.between(each.iteration + 1, low - 1, each.reason))
+            found.append(each.between(low, high, why))
+            if high < max(each.done, each.begun):
+                rest = each.between(high + 1, each.done, each.reason)
+                found.append(dataclasses.replace(rest, begun=each.begun))
+        self.steps = joined(found)
+
+
+def joined(steps: Iterable[Steps]) -> list[Steps]:
+    """Join steps that follow one another in the same order and for the same reason."""
+    found = list[Steps]()
+    for each in steps:
+        before = found[-1] if found else None
+        if before is not None and before.batch is not None and before.begun == each.iteration:
+            alike = before.batch, before.order, before.reason, before.stop
+            if alike == (each.batch, each.order, each.reason, each.sample):
+                found[-1] = dataclasses.replace(before, done=each.done, begun=each.begun)
+                continue
+        found.append(each)
+    return found
+
+
+class StepRecord:
+    """The lines of a record, oldest first; lines that a full disk has cut are left out."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.path = Path(folder) / LEDGER_FILE
+        self.rows: list[dict[str, Any]] = []
+        if not self.path.is_file():
+            return
+        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and isinstance(row.get("kind"), str):
+                self.rows.append(row)
+
+    @property
+    def taken_from(self) -> str | None:
+        """Return the folder whose record this one has taken over last; None if there is none."""
+        return next((row["from"] for row in reversed(self.rows) if "from" in row), None)
+
+    @property
+    def own_start(self) -> int:
+        """Return the step after which the run began in this folder; 0 if it began anew."""
+        taken_over = [at for at, row in enumerate(self.rows) if "from" in row]
+        rows = self.rows[taken_over[-1] :] if taken_over else self.rows
+        own = (row for row in rows if row["kind"] == "start" and "time" in row)
+        return min((int(row["iteration"]) for row in own), default=0)
+
+    def history(self, iteration: int | None = None) -> History:
+        """Return the steps that led to ``iteration``, as last passed; by default, to the end.
+
+        Raises:
+            ConfigError: the record does not hold that step.
+        """
+        if iteration is None:
+            return self._replayed(self.rows)
+        for at in range(len(self.rows) - 1, -1, -1):
+            row = self.rows[at]
+            if row["kind"] == "steps" and row["iteration"] < iteration <= row["done"]:
+                later = (i for i in range(at, len(self.rows)) if self.rows[i]["kind"] == "start")
+                found = self._replayed(self.rows[: next(later, None)])
+                lost = len(found.lost)
+                found.cut(iteration)
+                del found.lost[lost:]
+                if found.iteration == iteration:
+                    return found
+        raise ConfigError(
+            f"{self.path} does not record step {iteration} by itself; the last one that it records "
+            f"is {self.history().iteration}."
+        )
+
+    def _replayed(self, rows: Sequence[Mapping[str, Any]]) -> History:
+        found, order = History(), None
+        for row in rows:
+            if row["kind"] == "order":
+                order = row
+            elif row["kind"] == "start":
+                is_new = row["iteration"] == 0 and not row.get("generation")
+                if is_new:
+                    found = History()
+                found.cut(row["iteration"])
+                found.lost = joined(found.lost)
+            elif row["kind"] == "steps":
+                names = ("iteration", "sample", "batch", "done", "begun")
+                counts = {name: row[name] for name in names}
+                found.steps.append(Steps(**counts, end=row.get("end", 0), order=order))
+            elif row["kind"] == "left_out":
+                found.leave_out(row["first"], row["last"], row["why"])
+        return found
+
+
+class RecordWriter:
+    """Writes the record of a run; one process of the run has one."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._known = known = StepRecord(folder)
+        orders = [row for row in known.rows if row["kind"] == "order"]
+        self._order = orders[-1] if orders else None
+        known.path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        self._file = os.open(known.path, flags, 0o666)
+        self._end = os.fstat(self._file).st_size
+        self._counts = 0
+        if self._end and os.pread(self._file, 1, self._end - 1) != b"\n":
+            self._append("\n")
+
+    def _append(self, text: str) -> None:
+        content = text.encode()
+        os.pwrite(self._file, content, self._end)
+        self._end += len(content)
+
+    def write(self, kind: str, **facts: Any) -> None:
+        self._append(json.dumps({"kind": kind, **facts}, allow_nan=False) + "\n")
+
+    def order(self, order: Mapping[str, Any]) -> None:
+        """Write the order of the samples of later lines, if it is not that of the lines before."""
+        row = {"kind": "order", **order}
+        if row != self._order:
+            self.write(**row)
+            self._order = row
+
+    def steps(self, steps: Steps) -> None:
+        """Begin a line of steps, which `count` keeps up to date."""
+        row: dict[str, Any] = {"kind": "steps", "iteration": steps.iteration}
+        row |= {"sample": steps.sample, "batch": steps.batch}
+        if steps.batch is None:
+            row["end"] = steps.end
+        self._append(json.dumps(row)[:-1])
+        self._counts = self._end
+        self._append(_COUNTS.format(steps.done, steps.begun))
+
+    def count(self, done: int, begun: int) -> None:
+        """Write the last step that has ended, and the last that has begun."""
+        os.pwrite(self._file, _COUNTS.format(done, begun).encode(), self._counts)
+
+    def start(
+        self,
+        iteration: int,
+        sample: int,
+        folder: str | Path | None,
+        past: Mapping[str, Any] | None,
+        **facts: Any,
+    ) -> None:
+        """Write that the run begins, or goes on after some steps and samples.
+
+        A run that is loaded from another ``folder`` takes over the record there. Of steps that no
+        record holds it says what follows from the two counts, and from ``past``, their order, if
+        that is known.
+        """
+        known = self._known.history()
+        known.cut(iteration)
+        other = None if folder is None else os.path.realpath(folder)
+        if other not in (None, os.path.realpath(self._known.path.parent), self._known.taken_from):
+            known = self._take_over(iteration, sample, str(other))
+        elif known.iteration > iteration or known.samples > sample:
+            known = History()
+        if known.iteration < iteration:
+            if past is not None:
+                self.order(past)
+            steps, samples = iteration - known.iteration, sample - known.samples
+            batch = samples // steps if samples % steps == 0 else None
+            self.write("start", iteration=known.iteration, sample=known.samples)
+            missing = known.iteration, known.samples, batch, iteration, iteration
+            self.steps(Steps(*missing, end=sample))
+        self.write("start", iteration=iteration, sample=sample, **facts)
+
+    def _take_over(self, iteration: int, sample: int, folder: str) -> History:
+        """Write another folder's history up to a step, if its record leads there; return it."""
+        try:
+            found = StepRecord(folder).history(iteration)
+        except ConfigError:
+            found = History()
+        if found.samples != sample:
+            found = History()
+        self.write("start", iteration=0, sample=0, **{"from": folder})
+        for each in found.steps:
+            if each.order is not None:
+                self.order({name: x for name, x in each.order.items() if name != "kind"})
+            self.steps(each)
+            if each.reason is not None:
+                first, last = each.iteration + 1, each.done
+                self.write("left_out", first=first, last=last, why=each.reason)
+        return found
+
+    def close(self) -> None:
+        os.close(self._file)

@@ -1,0 +1,181 @@
+"""A simulated run with many changes: the ledger and the tokens themselves tell the same."""
+
+import itertools
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_ext.data import windows
+from megatron_ext.data.indexed_writer import IndexedWriter
+from megatron_ext.data.mixture import continued
+from megatron_ext.data.order import SampleOrder, Stage
+from megatron_ext.data.token_spans import open_span
+from megatron_ext.errors import ConfigError
+from megatron_ext.text.data.direct import DirectDataset, Marks
+from megatron_ext.text.data.ledger import Ledger
+from megatron_ext.text.data.ledger_counts import check_of, holes, merged, shared, uses
+from megatron_ext.text.data.step_record import RecordWriter, Steps
+
+WINDOW = 16
+MARKS = Marks(eod=10**6, pad=-1, vocab_size=10**7, eod_mask_loss=False, reset_position_ids=False)
+
+
+def _dataset(prefix: Path, windows: int, rng: Any) -> np.ndarray:
+    """Write documents whose tokens count up from 1; return the first token of each."""
+    edges = {0, *rng.integers(1, windows * WINDOW, windows).tolist()}
+    starts = np.array(sorted(edges))
+    ends = np.append(starts[1:], windows * WINDOW)
+    with IndexedWriter(str(prefix), np.dtype(np.int32)) as writer:
+        for begin, end in zip(starts.tolist(), ends.tolist(), strict=True):
+            writer.add_document(np.arange(begin + 1, end + 1), [end - begin])
+    return starts + 1
+
+
+class Simulated:
+    """Goes through the steps of a run, which begins again and again with changes."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.save, self.starts = folder / "save", {}
+        for name in "abc":
+            windows = int(self.rng.integers(8, 30))
+            self.starts[str(folder / name)] = _dataset(folder / name, windows, self.rng)
+        self.spans = [open_span(name, 0, None) for name in self.starts]
+        self.tokens: dict[int, list[tuple[str, int]]] = {}
+        self.states: list[tuple[int, int, list[Stage]]] = [(0, 0, [])]
+        self.lost = 0
+
+    def begin(self, generation: int) -> None:
+        """Go on from a state that was saved, mostly the last, with other flags for some steps."""
+        rng = self.rng
+        back = int(rng.integers(0, 3)) % len(self.states)
+        del self.states[len(self.states) - back :]
+        at, sample, stages = self.states[-1]
+        self.lost += max(self.tokens, default=0) - at
+        self.tokens = {step: read for step, read in self.tokens.items() if step <= at}
+        names = rng.permutation(list(self.starts))[: rng.integers(1, 4)].tolist()
+        weights = {name: Fraction(int(rng.integers(1, 9)), 10) for name in names}
+        length = int(rng.choice([4, 8, 16, 32]))
+        stages = continued(stages, [Stage(0, length, weights)], sample)
+        sizes = {span.name: span.tokens for span in self.spans}
+        order = SampleOrder(sizes, stages, WINDOW, 5)
+        writer = RecordWriter(self.save)
+        writer.start(at, sample, None, None, time=0.0, generation=generation)
+        writer.order({**order.to_dict(), "first_tokens": dict.fromkeys(sizes, 0)})
+        batch = int(rng.integers(1, 9))
+        writer.steps(Steps(at, sample, batch, at, at))
+        dataset = DirectDataset(order, dict(enumerate(self.spans)), MARKS, 10**6)
+        for _ in range(int(rng.integers(1, 6))):
+            writer.count(at, at + 1)
+            self.tokens[at + 1] = self._read(dataset, sample, sample + batch)
+            at, sample = at + 1, sample + batch
+            writer.count(at, at)
+        writer.close()
+        self.states.append((at, sample, stages))
+
+    def _read(self, dataset: DirectDataset, first: int, end: int) -> list[tuple[str, int]]:
+        """Read a step in micro-batches of any size; return each token with its source."""
+        cuts = sorted({first, end, *self.rng.integers(first, end + 1, 2).tolist()})
+        found = []
+        for begin, stop in itertools.pairwise(cuts):
+            tokens = dataset.batch(begin, stop)["tokens"].numpy()
+            pieces = dataset.order.locate(begin, stop)
+            for row, column, source, length in zip(
+                pieces.rows, pieces.columns, pieces.sources, pieces.lengths, strict=True
+            ):
+                own = tokens[row, column : column + length].tolist()
+                found += [(self.spans[source].name, token) for token in own]
+        return found
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_fifty_changes_repeat_and_miss_nothing(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some of them follow a crash. Weights, sources, lengths, batches and micro-batches change.
+
+    Each token is its own place in its source, so that the tokens alone tell what was read.
+    """
+    monkeypatch.setattr(windows, "GROUP", 5)
+    run = Simulated(tmp_path, seed)
+    for generation in range(50):
+        run.begin(generation)
+    assert run.lost > 10
+    ledger = Ledger(run.save)
+    assert check_of(ledger) == (0, 0)
+    assert sum(each.done - each.iteration for each in ledger.history.lost) == run.lost
+    visits = Counter(token for read in run.tokens.values() for token in read)
+    for span in run.spans:
+        times = [visits[span.name, token] for token in range(1, span.tokens + 1)]
+        assert max(times) - min(times) <= 1, "every token comes once in each epoch"
+    assert sum(use.counted for use in uses(ledger)) == run.states[-1][1]
+    for step, read in run.tokens.items():
+        steps, first, end = ledger.step(step)
+        order = ledger.order_of(steps)
+        rows, found = ledger.rows(order, first, end), Counter[tuple[str, int]]()
+        for source, document, length in zip(
+            rows.sources, rows.documents, rows.lengths, strict=True
+        ):
+            found[order.sources[source].name, int(document)] += int(length)
+        wanted = Counter(
+            (name, int(np.searchsorted(run.starts[name], token, side="right")) - 1)
+            for name, token in read
+        )
+        assert found == wanted, step
+
+
+def test_samples_that_a_record_has_twice_or_never_are_counted(tmp_path: Path) -> None:
+    order = SampleOrder({"a": 160}, [Stage(0, 16, {"a": Fraction(1)})], WINDOW, 5)
+    for name, sample, wanted in (("twice", 8, (4, 0)), ("never", 15, (0, 3))):
+        writer = RecordWriter(tmp_path / name)
+        writer.start(0, 0, None, None, time=0.0, generation=0)
+        writer.order({**order.to_dict(), "first_tokens": {"a": 0}})
+        writer.steps(Steps(0, 0, 4, 3, 3))
+        writer.steps(Steps(3, sample, 4, 5, 5))
+        assert check_of(Ledger(tmp_path / name)) == wanted
+
+
+def test_an_order_of_a_later_version_is_refused(tmp_path: Path) -> None:
+    """It would otherwise be taken for an order without what is new."""
+    order = SampleOrder({"a": 160}, [Stage(0, 16, {"a": Fraction(1)})], WINDOW, 5)
+    writer = RecordWriter(tmp_path)
+    writer.start(0, 0, None, None, time=0.0, generation=0)
+    writer.order({**order.to_dict(), "shuffled": True})
+    writer.steps(Steps(0, 0, 4, 3, 3))
+    with pytest.raises(ConfigError, match="has an order with `shuffled`, which this version does"):
+        uses(Ledger(tmp_path))
+
+
+def test_ranges_are_merged_shared_and_have_holes() -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(50):
+        drawn = [sorted(rng.integers(0, 30, 2).tolist()) for _ in range(8)]
+        first, second = ([(a, b + 1) for a, b in part] for part in (drawn[:4], drawn[4:]))
+        one, two = ({n for a, b in part for n in range(a, b)} for part in (first, second))
+        assert {n for a, b in merged(first) for n in range(a, b)} == one
+        assert shared(first, second) == len(one & two)
+        assert holes(first) == len(set(range(max(one))) - one)
+    assert holes([]) == 0
+
+
+def test_data_that_has_moved_is_one_source(tmp_path: Path) -> None:
+    """Its documents are looked up where it lies now."""
+    for number, folder in enumerate(("old", "new")):
+        (tmp_path / folder).mkdir()
+        _dataset(tmp_path / folder / "a", 10, np.random.default_rng(0))
+        name = str(tmp_path / folder / "a")
+        order = SampleOrder({name: 160}, [Stage(0, 16, {name: Fraction(1)})], WINDOW, 5)
+        writer = RecordWriter(tmp_path)
+        writer.start(5 * number, 10 * number, None, None, time=0.0, generation=number)
+        writer.order({**order.to_dict(), "first_tokens": {name: 0}})
+        writer.steps(Steps(5 * number, 10 * number, 2, 5 * number + 5, 5 * number + 5))
+    (tmp_path / "old" / "a.idx").unlink()
+    ledger = Ledger(tmp_path)
+    assert check_of(ledger) == (0, 0) and ledger.sources == [name]
+    assert [(use.source, use.counted) for use in uses(ledger)] == [(name, 20)]
+    reads = ledger.reads_of(name, 0, with_lost=False)
+    assert {read.step <= 5 for read in reads if read.step is not None} == {True, False}

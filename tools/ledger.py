@@ -1,0 +1,37 @@
+#!/usr/bin/env python3
+"""Tells which documents a run was trained on, when and how often, from its save folder.
+
+    python tools/ledger.py out/run                              # tokens and epochs by source
+    python tools/ledger.py out/run --document data/web 1234     # where a document was read
+    python tools/ledger.py out/run --step 500 --text            # what a step has read
+    python tools/ledger.py out/run --spike --text               # and each step with a spike
+    python tools/ledger.py out/run --compare out/continued      # samples read again, or missed
+    python tools/ledger.py out/run --export read.parquet        # all of it
+
+Runs with --data-order direct keep the record that it reads, `data_ledger.jsonl`. Exit code 0:
+answered; 2: bad flags, or a question that the record cannot answer.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_ext.errors import end_on_interrupt, run_program
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
+from megatron_ext.text.data import ledger_tool
+
+
+def main(argv: Sequence[str]) -> int:
+    """Answer the question that the flags ask; return the exit code."""
+    return ledger_tool.main(argv, str(__doc__))
+
+
+if __name__ == "__main__":
+    run_program(main)
