@@ -289,8 +289,6 @@ the checkpoint option is not supported; use the default format and `--use-checkp
     distrib-optim-fully-reshardable-mem-efficient save-tokenizer-assets
 the data option is not supported; use `--data-path`:
     phase-transition-iterations dataloader-fast-cache-load dataloader-defer-npy-index-mmap
-    fim-data fim-rate fim-spm-rate fim-split-sample fim-fragment-rate
-    fim-no-prefix fim-prefix-token fim-middle-token fim-suffix-token fim-pad-token fim-eod-token
     iterations-to-skip sample-rate manual-gc-eval no-weight-decay-cond-type
 models other than GPT are not supported; use the program made for them:
     output-bert-embeddings bert-embedder-type bert-no-binary-head mask-prob short-seq-prob

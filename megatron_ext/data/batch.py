@@ -42,8 +42,9 @@ class Batch:
             int32; attention does not cross documents. None means that it is causal alone.
         mtp_labels, mtp_loss_weights: labels and their weights for each MTP depth (a
             multi-token-prediction module).
-        sample_ids: index in the dataset of the sample that each position belongs to, -1 in
-            padding, ``[b, s/c]`` int64; None if the dataset does not provide them.
+        sample_ids: index in the dataset of the sample that each position belongs to, or number in
+            its row of the packed document, -1 in padding, ``[b, s/c]`` int64; None if the dataset
+            does not provide them.
         loss_inputs: values that a custom loss has prepared for this micro-batch.
     """
 
@@ -158,7 +159,7 @@ class StepLoader:
             other than the first, which receive by broadcast.
         shape: ``(micro_batch_size, seq_length)``.
         mask_documents_at: end-of-document id; neither attention nor multi-token prediction
-            crosses it. With None no token ends a document.
+            crosses it, or leaves a packed document. With None no token ends a document.
         documents_by_position: a document begins wherever a position id is 0; this setting
             overrides ``mask_documents_at``.
         with_sample_ids: the samples have ``sample_ids`` too.
@@ -200,7 +201,9 @@ class StepLoader:
             if self.documents_by_position:
                 documents = documents_of_positions(batch.position_ids)
             elif self.mask_documents_at is not None:
-                documents = documents_of_tokens(batch.tokens, self.mask_documents_at)
+                documents = batch.sample_ids
+                if documents is None:
+                    documents = documents_of_tokens(batch.tokens, self.mask_documents_at)
             if documents is not None:
                 batch = replace(batch, attention_mask=documents.int())
             batch = with_mtp_targets(batch, self.mtp_depths, documents)

@@ -152,7 +152,7 @@ def limited(
         stages = _without(order.stages, {first.name}, first.number)
         if stops or stages is None:
             return order, first.number, found
-        order = SampleOrder(tokens, stages, order.window, order.seed)
+        order = order.with_stages(stages)
 
 
 def _last_within(order: SampleOrder, name: str, budget: Fraction, total: int) -> int:

@@ -167,6 +167,11 @@ class SampleOrder:
         stages = [Stage.from_dict(stage) for stage in values["stages"]]
         return cls(dict(values["tokens"]), stages, int(values["window"]), int(values["seed"]))
 
+    def with_stages(self, stages: Sequence[Stage]) -> SampleOrder:
+        """Return the order of the same sources under other mixtures."""
+        tokens = {source.name: source.tokens for source in self.sources}
+        return SampleOrder(tokens, stages, self.window, self.seed)
+
     def _place(self, stage: Stage) -> _Placed:
         weights = [stage.weights.get(source.name, Fraction(0)) for source in self.sources]
         phases, used = [], []

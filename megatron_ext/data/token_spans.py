@@ -58,6 +58,15 @@ class TokenSpan(ABC):
             found[row] = np.concatenate(parts)
         return found
 
+    def gather_ranges(self, begins: Ints, lengths: Ints) -> Array:
+        """Return the tokens of ranges of different lengths ``[m]``, one after another.
+
+        Each begins within the circle, and may go on around it.
+        """
+        ranges = zip(begins.tolist(), lengths.tolist(), strict=True)
+        parts = [self.gather(np.array([begin]), length)[0] for begin, length in ranges]
+        return np.concatenate(parts)
+
     @abstractmethod
     def read(self, begins: Ints, length: int) -> Array:
         """Return the tokens ``[m, length]`` from each of ``begins`` on, none past the end."""
@@ -81,6 +90,19 @@ class MappedSpan(TokenSpan):
         self._was_slow = time.perf_counter() - started > _SLOW * len(begins)
         return rows
 
+    def gather_ranges(self, begins: Ints, lengths: Ints) -> Array:
+        ends = begins + lengths
+        if int(ends.max()) > self.tokens:
+            return super().gather_ranges(begins, lengths)
+        tokens = self._windows(1)[:, 0]
+        if self._was_slow:
+            self._ask_for_pages(begins, lengths)
+        started = time.perf_counter()
+        parts = [tokens[a:b] for a, b in zip(begins.tolist(), ends.tolist(), strict=True)]
+        joined: Array = np.concatenate(parts)
+        self._was_slow = time.perf_counter() - started > _SLOW * len(begins)
+        return joined
+
     def _windows(self, length: int) -> Array:
         """Return all ranges of a length, ``[tokens - length + 1, length]``, without a copy."""
         if self._map is None:
@@ -95,7 +117,7 @@ class MappedSpan(TokenSpan):
         windows: Array = np.ndarray(shape, self.dtype, self._map, begin, (size, size))
         return windows
 
-    def _ask_for_pages(self, begins: Ints, length: int) -> None:
+    def _ask_for_pages(self, begins: Ints, length: Ints | int) -> None:
         assert self._map is not None
         size, page = self.dtype.itemsize, mmap.PAGESIZE
         first = (self.first + begins) * size // page * page

@@ -21,7 +21,7 @@ from megatron_ext.config.rules.latent_attention import latent_attention_errors
 from megatron_ext.config.rules.optimizer import target_errors
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.data.config import DataConfig, direct_errors
+from megatron_ext.text.data.config import FIM_NEEDS, DataConfig, FimConfig, direct_errors
 from megatron_ext.text.evaluation.config import TaskEvaluationConfig
 from megatron_ext.text.hybrid import HybridConfig, hybrid_errors, resolve_hybrid
 
@@ -75,6 +75,8 @@ _NOT_WITH_SFT = {
     "mmap_bin_files": "tokens are always mapped into memory",
     "data_order": "conversations have an order of their own",
     "data_schedule": "conversations have no mixture that changes",
+    "document_packing": "conversations are packed by --sft-batching",
+    "fim_data": "conversations are trained as they are",
     "multiple_validation_sets": "the validation files are one split",
     "data_sharding": "samples are dealt to replicas by their cost",
     "reset_position_ids": "positions always start anew with each conversation",
@@ -176,7 +178,8 @@ def _sft_errors(sft: SftConfig, run: RunConfig) -> list[str]:
         if training.train_epochs is not None:
             found.append("`--train-epochs` needs `--sft`; give `--train-iters`.")
         return found
-    changes = {name: x for x in (training, run.section(DataConfig)) for name in changed_fields(x)}
+    sections = training, run.section(DataConfig), run.section(FimConfig)
+    changes = {name: section for section in sections for name in changed_fields(section)}
     found = [
         f"`{spelling_of(changes[name], name)}` does not go with `--sft`: {reason}; leave it out."
         for name, reason in _NOT_WITH_SFT.items()
@@ -205,10 +208,17 @@ def _sft_errors(sft: SftConfig, run: RunConfig) -> list[str]:
     return found
 
 
-SECTIONS = (DataConfig, SftConfig, TokenizerConfig, HybridConfig, TaskEvaluationConfig)
+SECTIONS = (
+    DataConfig,
+    FimConfig,
+    SftConfig,
+    TokenizerConfig,
+    HybridConfig,
+    TaskEvaluationConfig,
+)
 """The sections that pretrain_gpt.py adds to the engine's flags."""
 
-NEEDS = {"--dataloader-type cyclic": "data_sharding"}
+NEEDS = {"--dataloader-type cyclic": "data_sharding", **FIM_NEEDS}
 """Fields without effect unless the flag that is the key is given (`megatron_flags.NEEDS`)."""
 
 
@@ -236,6 +246,7 @@ def text_rules(given: RunConfig, run: RunConfig) -> list[str]:
         *hybrid_errors(given, run),
         *data.own_errors(full_validation=run.training.full_validation),
         *direct_errors(data, run, sft=sft.sft),
+        *run.section(FimConfig).own_errors(),
         *_sft_errors(sft, run),
         *target_errors(run.lora, _targets(run.model)),
         *_mask_errors(data, sft, run.model.transformer_impl),

@@ -186,7 +186,8 @@ class _Replica:
         self, microbatch: int, batch: Batch, reaches: Tensor, drawn: dict[str, Tensor]
     ) -> Iterator[Row]:
         for i in range(batch.tokens.size(0)):
-            samples = None if batch.sample_ids is None else batch.sample_ids[i].numpy()
+            documents = None if batch.sample_ids is None else batch.sample_ids[i].numpy()
+            samples = None if isinstance(self._dataset, DirectDataset) else documents
             numbers = [] if samples is None else [int(x) for x in np.unique(samples) if x >= 0]
             yield Row(
                 dp_rank=self._rank,
@@ -197,6 +198,7 @@ class _Replica:
                 positions=batch.position_ids[i].numpy(),
                 weights=batch.loss_weights[i].numpy(),
                 samples=samples,
+                documents=None if documents is samples else documents,
                 reaches=reaches[i].numpy(),
                 mtp_labels=_depths(batch.mtp_labels, i, batch.tokens),
                 mtp_weights=_depths(batch.mtp_loss_weights, i, batch.loss_weights),
@@ -260,6 +262,7 @@ class Numbered(Dataset[dict[str, Any]]):
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self.plan: StepPlan | None = getattr(dataset, "plan", None)
+        self.packs_documents: bool = getattr(dataset, "packs_documents", False)
 
     def __len__(self) -> int:
         return len(self._dataset)

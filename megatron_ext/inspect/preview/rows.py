@@ -3,13 +3,15 @@
 Position t reads token t and predicts token t + 1, so the weight at t belongs to token t + 1. A
 document of n positions that stands by itself therefore has n + 1 tokens: its first is only read,
 its last only predicted. In a row cut from a stream of documents, the first token of a document is
-predicted from the end of the document before.
+predicted from the end of the document before. So it is in a packed row, whose documents may lack
+such an end.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -50,6 +52,8 @@ class Row:
             cut from a stream of documents.
         reaches: a position's attention reaches the position before it, ``[s]``; False at 0.
         mtp_labels, mtp_weights: ``[K, s]``.
+        documents: number of the packed document at each position, -1 in padding, ``[s]``; None
+            where ``samples`` or the ends of documents tell them apart.
         provenance: origin of a row without ``samples``, if it is known.
         sample_provenance: origin of each sample, by its number.
     """
@@ -67,6 +71,7 @@ class Row:
     mtp_weights: Floats
     provenance: Provenance | None
     sample_provenance: dict[int, Provenance]
+    documents: Ints | None = None
 
     @property
     def size(self) -> int:
@@ -75,7 +80,8 @@ class Row:
     @property
     def is_padding(self) -> NDArray[np.bool_]:
         """Return which positions are padding, ``[s]``."""
-        return np.zeros(self.size, np.bool_) if self.samples is None else self.samples < 0
+        numbers = self.documents if self.samples is None else self.samples
+        return np.zeros(self.size, np.bool_) if numbers is None else numbers < 0
 
 
 @dataclass(frozen=True)
@@ -182,6 +188,15 @@ def documents_of(row: Row, eod: int) -> list[Document]:
 
     In a row cut from a stream ``eod`` ends a document, and the last label may begin another one.
     """
+    if row.documents is not None:
+        count = int((row.documents >= 0).sum())
+        edges = (np.flatnonzero(np.diff(row.documents[:count])) + 1).tolist()
+        bounds = [0, *edges, count]
+        is_cut = count == row.size and bool(row.weights[-1])
+        return [
+            Document(row, i, start, end, start == 0, is_cut and end == count, row.provenance)
+            for i, (start, end) in enumerate(pairwise(bounds), 1)
+        ]
     if row.samples is None:
         tokens = torch.from_numpy(np.append(row.tokens, row.labels[-1])).unsqueeze(0)
         numbers = documents_of_tokens(tokens, eod)[0].numpy()

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from megatron_ext.config.flags import PROCESSES, Range, changed_fields, flag, spelling_of
+from megatron_ext.config.flags import PROCESSES, SHARE, Range, changed_fields, flag, spelling_of
 from megatron_ext.config.run import RunConfig
 
 DEFAULT_SPLIT = "969, 30, 1"
@@ -54,6 +54,12 @@ class DataConfig:
         Range(1 / 1024, 1e6),
         "GiB",
         if_changed="allow",
+    )
+    document_packing: str = flag(
+        "concatenate",
+        "what shares a training sample of --data-order direct: a window of the text, which cuts "
+        "documents (concatenate), or documents that fit together, few of which are cut (best_fit)",
+        choices=("concatenate", "best_fit"),
     )
     mmap_bin_files: bool = flag(True, "map .bin files into memory", if_changed="allow")
     mock_data: bool = flag(False, "train on made-up samples")
@@ -126,6 +132,58 @@ class DataConfig:
         return found
 
 
+@dataclass(frozen=True)
+class FimConfig:
+    """The flags of fill-in-the-middle; names and defaults are Megatron-LM's.
+
+    Megatron-LM's ``fim_eod_token`` is ``<|endoftext|>``, here the tokenizer's own by default.
+    """
+
+    fim_data: bool = flag(
+        False, "move the middle of documents to their end, between the tokens below"
+    )
+    fim_rate: float = flag(0.5, "share of documents whose middle is moved", bounds=SHARE)
+    fim_spm_rate: float = flag(
+        0.5, "share of these whose suffix comes before their prefix", bounds=SHARE
+    )
+    fim_split_sample: str | None = flag(
+        None, "a token that cuts a document into fragments, such as the files of a repository"
+    )
+    fim_fragment_rate: float | None = flag(
+        None, "share of the fragments of a chosen document whose middle is moved", bounds=SHARE
+    )
+    fim_no_prefix: str | None = flag(
+        None, "leave documents and fragments as they are that start with this text"
+    )
+    fim_prefix_token: str = flag("<fim_prefix>", "token before the prefix")
+    fim_middle_token: str = flag("<fim_middle>", "token before the middle")
+    fim_suffix_token: str = flag("<fim_suffix>", "token before the suffix")
+    fim_pad_token: str = flag(
+        "<fim_pad>", "token that fills up samples which have become shorter; it has no loss"
+    )
+    fim_eod_token: str | None = flag(
+        None, "token that ends a document; default: the tokenizer's end of document"
+    )
+
+    def own_errors(self) -> list[str]:
+        if self.fim_data and self.fim_split_sample and self.fim_fragment_rate is None:
+            return [
+                f"`--fim-split-sample` ({self.fim_split_sample}) needs `--fim-fragment-rate`, the "
+                "share of fragments whose middle is moved; give it, such as 0.5."
+            ]
+        return []
+
+
+FIM_NEEDS = {
+    "--fim-data": (
+        "fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix fim_prefix_token "
+        "fim_middle_token fim_suffix_token fim_pad_token fim_eod_token"
+    ),
+    "--fim-split-sample": "fim_fragment_rate",
+}
+"""Fields without effect unless the flag that is the key is given (`megatron_flags.NEEDS`)."""
+
+
 def _is_split(split: str) -> bool:
     try:
         shares = [float(part) for part in split.replace("/", ",").split(",") if part.strip()]
@@ -165,12 +223,17 @@ def direct_errors(data: DataConfig, run: RunConfig, *, sft: bool) -> list[str]:
             for name in ("object_storage_cache_path", "object_storage_cache_size")
             if name in changed
         ]
-        if data.data_schedule is not None:
-            found.append(
-                f"`--data-schedule` ({data.data_schedule}) needs an order that can change during "
-                "a run; give `--data-order direct`."
-            )
-        return found
+        needed = {
+            f"`--data-schedule` ({data.data_schedule}) needs an order that can change during a "
+            "run": data.data_schedule is not None,
+            f"`--document-packing` ({data.document_packing}) needs an order that packs documents "
+            "when they are read": data.document_packing != "concatenate",
+            "`--fim-data` needs an order whose samples do not depend on who reads them": (
+                run.section(FimConfig).fim_data and not sft
+            ),
+        }
+        given = [f"{what}; give `--data-order direct`." for what, is_so in needed.items() if is_so]
+        return found + given
     if sft:
         return []
     found = [

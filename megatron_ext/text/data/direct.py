@@ -8,6 +8,10 @@ the file, in each epoch at other places, and the windows are shuffled. So the do
 are neighbours in the file, and a file that is sorted, for example by web site, gives samples of one
 site each. Shuffle such a corpus before it is preprocessed, or keep documents apart with
 ``--reset-attention-mask``.
+
+With ``--document-packing best_fit`` a sample holds documents that fit together (`packed_order`). A
+document that is cut at a sample's end has its next token as the label there; one that ends there
+has no label.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +26,10 @@ from torch.utils.data import Dataset
 from megatron_ext.data.indexed import Array
 from megatron_ext.data.object_store import RemoteSpan
 from megatron_ext.data.order import Pieces
+from megatron_ext.data.packed_order import PackedOrder, PackedPieces
 from megatron_ext.data.permutation import Ints
 from megatron_ext.data.token_spans import TokenSpan
+from megatron_ext.text.data.fim import FillInTheMiddle
 from megatron_ext.text.data.inspect import check_ids
 
 
@@ -94,17 +100,25 @@ class DirectDataset(Dataset[dict[str, Tensor]]):
         order: where the tokens of a sample are.
         spans: the tokens of each source that the order names by its index.
         size: number of samples; the order itself may go on.
+        fim: moves the middle of documents to their end; None leaves them as they are.
 
     Attributes:
         is_training: the split is read on from where a resumed run stood.
+        packs_documents: samples are packed documents, which ``sample_ids`` tells apart.
     """
 
     is_training = False
 
     def __init__(
-        self, order: Order, spans: Mapping[int, TokenSpan], marks: Marks, size: int
+        self,
+        order: Order,
+        spans: Mapping[int, TokenSpan],
+        marks: Marks,
+        size: int,
+        fim: FillInTheMiddle | None = None,
     ) -> None:
-        self.order, self.spans, self.marks, self._size = order, spans, marks, size
+        self.order, self.spans, self.marks, self.fim, self._size = order, spans, marks, fim, size
+        self.packs_documents = isinstance(order, PackedOrder)
 
     def __len__(self) -> int:
         return self._size
@@ -147,9 +161,13 @@ class DirectDataset(Dataset[dict[str, Tensor]]):
     def batch(self, start: int, stop: int) -> dict[str, Tensor]:
         """Return the samples from ``start`` to ``stop`` - 1, which have one length s.
 
-        ``tokens``, ``labels``, ``position_ids`` are ``[b, s]`` int64, ``loss_mask`` is float32.
+        ``tokens``, ``labels``, ``position_ids`` are ``[b, s]`` int64, ``loss_mask`` is float32. So
+        are ``sample_ids`` of packed samples, which number the documents of each.
         """
-        tokens, labels = self._read(start, stop)
+        tokens, labels, documents = self._read(start, stop)
+        if self.fim is not None:
+            tokens, labels = tokens.copy(), labels.copy()  # they may share memory
+            self.fim.permute_rows(tokens, labels, documents, start)
         if max(int(tokens.max()), int(labels.max())) >= self.marks.vocab_size:
             self._refuse_ids(start, stop)
         marks, rows = self.marks, stop - start
@@ -157,8 +175,11 @@ class DirectDataset(Dataset[dict[str, Tensor]]):
         mask = torch.ones(tokens.shape)
         if marks.eod_mask_loss:
             mask[inputs == marks.eod] = 0.0
+        ends = tokens == marks.eod
+        if documents is not None:
+            ends[:, :-1] |= documents[:, 1:] != documents[:, :-1]
         if marks.reset_position_ids:
-            positions = torch.from_numpy(positions_after(tokens == marks.eod))
+            positions = torch.from_numpy(positions_after(ends))
         else:
             positions = torch.arange(tokens.shape[1]).expand(rows, -1)
         targets = torch.from_numpy(labels)
@@ -168,16 +189,25 @@ class DirectDataset(Dataset[dict[str, Tensor]]):
             mask[(targets == pad) | (targets < 0)] = 0.0
             inputs = torch.where((inputs == pad) | (inputs < 0), 0, inputs)
             targets = torch.where((targets == pad) | (targets < 0), 0, targets)
-        return {"tokens": inputs, "labels": targets, "loss_mask": mask, "position_ids": positions}
+        found = {"tokens": inputs, "labels": targets, "loss_mask": mask, "position_ids": positions}
+        if documents is not None:
+            numbers = np.cumsum(ends, axis=1) - ends
+            found["sample_ids"] = torch.from_numpy(np.where(documents < 0, -1, numbers))
+        return found
 
-    def _read(self, start: int, stop: int) -> tuple[Array, Array]:
-        """Return tokens and labels ``[b, s]``; what joined windows do not fill is -1."""
+    def _read(self, start: int, stop: int) -> tuple[Array, Array, Array | None]:
+        """Return tokens and labels ``[b, s]``, -1 where a sample has none.
+
+        The third is the number of the piece at each position of packed samples, ``[b, s]``.
+        """
         pieces = self.order.locate(start, stop)
         length, rows = self.order.seq_length(start), stop - start
+        if isinstance(pieces, PackedPieces):
+            return self._packed(pieces, length)
         if len(pieces.rows) == rows and bool((pieces.lengths == length).all()):
             text = np.empty((rows, length + 1), dtype=np.int64)
             self._fill(text, text, pieces, np.arange(rows), length)
-            return text[:, :-1], text[:, 1:]
+            return text[:, :-1], text[:, 1:], None
         tokens = np.full((rows, length), -1, dtype=np.int64)
         labels = np.full((rows, length), -1, dtype=np.int64)
         for size in np.unique(pieces.lengths).tolist():
@@ -185,7 +215,28 @@ class DirectDataset(Dataset[dict[str, Tensor]]):
                 own = np.flatnonzero((pieces.lengths == size) & (pieces.columns == column))
                 there = slice(column, column + size)
                 self._fill(tokens[:, there], labels[:, there], pieces, own, size)
-        return tokens, labels
+        return tokens, labels, None
+
+    def _packed(self, pieces: PackedPieces, length: int) -> tuple[Array, Array, Array]:
+        """Return tokens, labels and numbers of pieces of packed samples, ``[b, s]``."""
+        rows = len(pieces.goes_on)
+        firsts = np.searchsorted(pieces.rows, np.arange(rows + 1))
+        # The token after the last piece is a label, where its document goes on.
+        lengths = pieces.lengths.copy()
+        lengths[firsts[1:] - 1] += 1
+        sources = pieces.sources[firsts[:-1]]
+        text = np.empty((rows, length + 1), dtype=np.int64)
+        for source in np.flatnonzero(np.bincount(sources)).tolist():
+            own, span = pieces.sources == source, self.spans[source]
+            found = span.gather_ranges(pieces.begins[own], lengths[own])
+            if found.dtype.kind == "i" and found.min() < 0:
+                check_ids(span.name, found, self.marks.vocab_size)
+            text[sources == source] = found.reshape(-1, length + 1)
+        labels = text[:, 1:].copy()
+        labels[~pieces.goes_on, -1] = -1
+        number = np.arange(len(pieces.rows)) - firsts[pieces.rows]
+        numbers = np.repeat(number, pieces.lengths).reshape(rows, length)
+        return text[:, :-1], labels, numbers
 
     def _fill(self, tokens: Array, labels: Array, pieces: Pieces, own: Ints, length: int) -> None:
         """Put pieces of one length into their rows of ``tokens`` and ``labels``.

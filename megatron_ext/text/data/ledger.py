@@ -172,6 +172,12 @@ class Ledger:
                 f"Steps {steps.iteration + 1} to {steps.done} were in another order than the "
                 "direct one, or ran before it was recorded, so that their documents are not known."
             )
+        if "packing" in steps.order:
+            raise ConfigError(
+                f"Steps {steps.iteration + 1} to {steps.done} read packed documents "
+                "(`--document-packing best_fit`), which cannot be looked up here; "
+                "`tools/preview_batch.py` shows those of a step."
+            )
         new = sorted(steps.order.keys() - _KNOWN)
         if new:
             raise ConfigError(

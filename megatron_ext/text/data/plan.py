@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from rich.table import Table
@@ -16,6 +17,8 @@ from megatron_ext.checkpoint.stored import PROGRESS, find, read_json
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.mixture import Exhausted, Planned, continued, limited, stages_of
 from megatron_ext.data.order import SampleOrder, Stage
+from megatron_ext.data.packed_order import Cuts, PackedOrder
+from megatron_ext.data.packing import IndexedDocuments
 from megatron_ext.data.token_spans import TokenSpan
 from megatron_ext.errors import DataError
 from megatron_ext.text.data.blend import SPLITS, Blend, BlendSpec, training_blend
@@ -123,7 +126,9 @@ def plan_run(config: RunConfig, history: Mapping[str, Any] | None, consumed: int
     planned, _, batch = schedule.stages, *config.training.batch_sizes
     past = history if consumed else None
     window = length if past is None else int(past["window"])
-    _check_lengths(planned, window)
+    packing = config.section(DataConfig).document_packing
+    _check_lengths(planned, window, packing)
+    _check_packing(past, packing)
     spans = {
         name: checked_span(split_span(config, name, 0), 0, window)
         for name in dict.fromkeys(name for stage in planned for name in stage.weights)
@@ -145,6 +150,12 @@ def plan_run(config: RunConfig, history: Mapping[str, Any] | None, consumed: int
         planned = tuple(_left(stage, gone) for stage in planned)
     stages = continued(stages_before, stages_of(planned, consumed, batch), consumed)
     order = SampleOrder(before, stages, window, seed)
+    if packing == "best_fit":
+        documents = {
+            name: IndexedDocuments(partial(index_of, config.section(DataConfig), name), span.first)
+            for name, span in spans.items()
+        }
+        order = PackedOrder(before, stages, window, seed, documents)
     steps = number_of_iterations(config.training, length, config.parallel.data_parallel_size)
     total = split_sizes(config.training, steps)[0] or 0
     order, end, exhausted = limited(order, schedule.limits, total, stops=schedule.stops)
@@ -195,8 +206,24 @@ def _left(stage: Planned, gone: set[str]) -> Planned:
     return dataclasses.replace(stage, weights=weights or stage.weights)
 
 
-def _check_lengths(stages: Sequence[Planned], window: int) -> None:
+def _check_packing(past: Mapping[str, Any] | None, packing: str) -> None:
+    before = packing if past is None else past.get("packing", "concatenate")
+    if before != packing:
+        raise DataError(
+            f"`--document-packing` ({packing}) must stay {before}, as it was when the run began, "
+            "so that each token of an epoch is read once; give that, or start a new run from the "
+            "weights alone."
+        )
+
+
+def _check_lengths(stages: Sequence[Planned], window: int, packing: str) -> None:
     for length in sorted({stage.seq_length for stage in stages}):
+        if packing == "best_fit" and length != window:
+            raise DataError(
+                f"Samples of {length} tokens do not go with `--document-packing` (best_fit), which "
+                f"packs the documents of this run into samples of {window} tokens; give all stages "
+                "that length, or use concatenate."
+            )
         if length % window and window % length:
             raise DataError(
                 f"Samples of {length} tokens do not fit the windows of {window} tokens with which "
@@ -228,4 +255,41 @@ def use_table(plan: RunPlan) -> Table:
     starts = [f"{s.start:,} ({s.seq_length} tokens)" for s in plan.order.stages]
     shown = starts if len(starts) <= 8 else [*starts[:4], "…", *starts[-3:]]
     table.caption = f"mixtures start at samples {', '.join(shown)}"
+    return table
+
+
+LOOKED_AT = 16
+"""Blocks in which documents that are cut are counted before training."""
+
+
+def cuts_by_source(order: PackedOrder, spans: Mapping[int, TokenSpan]) -> dict[int, Cuts]:
+    """Count the documents that packing cuts, in at least one block of each of up to 16 sources."""
+    chosen = list(spans)[:: -(-len(spans) // LOOKED_AT)]
+    most = max(1, LOOKED_AT // len(chosen))
+    return {source: order.cuts(source, most) for source in chosen}
+
+
+def packing_sentence(order: PackedOrder, cuts: Mapping[int, Cuts]) -> str:
+    """Return a sentence on the documents that packing cuts, and concatenation would cut."""
+    total = sum(cuts.values(), Cuts(0, 0, 0, 0))
+    documents = max(1, total.documents)
+    shares = (total.packed, total.concatenated, total.longer)
+    packed, concatenated, longer = (f"{share / documents:.1%}" for share in shares)
+    return (
+        f"> best-fit packing cuts {packed} of the documents, concatenation would cut "
+        f"{concatenated}; {longer} are longer than a sample. No sample has padding. (Counted on "
+        f"{total.documents:,} documents in blocks of {order.block_samples} samples.)"
+    )
+
+
+def packing_table(plan: RunPlan, cuts: Mapping[int, Cuts]) -> Table:
+    """Return a table of the documents of each source that are cut, as counted."""
+    table = Table(
+        "source", "documents counted", "longer than a sample", "cut by best-fit packing",
+        "cut by concatenation", title="packing of documents",
+    )  # fmt: skip
+    for source, each in cuts.items():
+        shares = (each.longer, each.packed, each.concatenated)
+        shown = (f"{share / max(1, each.documents):.2%}" for share in shares)
+        table.add_row(plan.order.sources[source].name, f"{each.documents:,}", *shown)
     return table

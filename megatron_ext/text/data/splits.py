@@ -20,18 +20,23 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.data.loader import BatchSource, build_source
 from megatron_ext.data.mixture import shares
 from megatron_ext.data.order import SampleOrder, Stage
+from megatron_ext.data.packed_order import PackedOrder
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.planning.report import console
 from megatron_ext.text.data.blend import SPLITS, BlendSpec, read_blend, source_options
-from megatron_ext.text.data.config import DEFAULT_SPLIT, DataConfig
+from megatron_ext.text.data.config import DEFAULT_SPLIT, DataConfig, FimConfig
 from megatron_ext.text.data.direct import DirectDataset, EveryWindow, Marks
+from megatron_ext.text.data.fim import FillInTheMiddle
 from megatron_ext.text.data.gpt import dataset_config
 from megatron_ext.text.data.inspect import check_ids
 from megatron_ext.text.data.plan import (
     RunPlan,
     blend_of,
     checked_span,
+    cuts_by_source,
     history_of,
+    packing_sentence,
+    packing_table,
     plan_run,
     schedule_of,
     split_span,
@@ -58,14 +63,26 @@ def prepare_direct(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
         first_ids = span.read(np.zeros(1, dtype=np.int64), min(CHECKED_IDS, span.tokens))
         check_ids(span.name, first_ids, entries)
     build_held_out(config, tokenizer)
+    fim_of(config, tokenizer, 0)
     first = int(os.environ.get("RANK", "0")) == 0
     for each in plan.exhausted if first else ():
         print(f"> {each.name} reaches its limit of epochs at sample {each.number}", flush=True)
     _check_lengths(config, plan)
     config = _shortened(config, plan, tell=first)
-    if config.planning.dry_run and first:
-        console().print(use_table(plan))
+    if first:
+        _report(config, plan)
     return config
+
+
+def _report(config: RunConfig, plan: RunPlan) -> None:
+    """Print what packing cuts; under ``--dry-run``, also the use of each source."""
+    tables = [use_table(plan)]
+    if isinstance(plan.order, PackedOrder):
+        cuts = cuts_by_source(plan.order, plan.spans)
+        print(packing_sentence(plan.order, cuts), flush=True)
+        tables.append(packing_table(plan, cuts))
+    for table in tables if config.planning.dry_run else ():
+        console().print(table)
 
 
 def _check_lengths(config: RunConfig, plan: RunPlan) -> None:
@@ -147,6 +164,14 @@ def marks_of(config: RunConfig, tokenizer: Tokenizer) -> Marks:
     )
 
 
+def fim_of(config: RunConfig, tokenizer: Tokenizer, split: int) -> FillInTheMiddle | None:
+    """Return what moves the middle of a split's documents; None without ``--fim-data``."""
+    fim = config.section(FimConfig)
+    if not fim.fim_data:
+        return None
+    return FillInTheMiddle(fim, tokenizer, config.training.seed, SPLITS[split])
+
+
 def build_held_out(
     config: RunConfig, tokenizer: Tokenizer
 ) -> tuple[Dataset[Any] | list[Dataset[Any]] | None, Dataset[Any] | None]:
@@ -159,13 +184,14 @@ def build_held_out(
 
     def build(split: int, prefixes: Mapping[str, Fraction], size: int | None) -> DirectDataset:
         found = [checked_span(split_span(config, name, split), split, length) for name in prefixes]
+        fim = fim_of(config, tokenizer, split)
         if size is None:
             windows = EveryWindow(found, length)
-            return DirectDataset(windows, dict(enumerate(found)), marks, len(windows))
+            return DirectDataset(windows, dict(enumerate(found)), marks, len(windows), fim)
         tokens = {f"{SPLITS[split]} {span.name}": span.tokens for span in found}
         weights = dict(zip(tokens, prefixes.values(), strict=True))
         order = SampleOrder(tokens, [Stage(0, length, weights)], length, training.seed)
-        return DirectDataset(order, dict(enumerate(found)), marks, size)
+        return DirectDataset(order, dict(enumerate(found)), marks, size, fim)
 
     built: list[Any] = []
     for split, size in enumerate(sizes, 1):
@@ -200,7 +226,8 @@ def _held_out_weights(config: RunConfig, split: int) -> dict[str, Fraction]:
 def build_direct(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
     """Build the splits on every rank; the training split takes its history from `goes_on`."""
     plan = plan_run(config, *history_of(config))
-    train = DirectDataset(plan.order, plan.spans, marks_of(config, tokenizer), plan.total)
+    fim = fim_of(config, tokenizer, 0)
+    train = DirectDataset(plan.order, plan.spans, marks_of(config, tokenizer), plan.total, fim)
     train.is_training = True
     return Datasets(train, *build_held_out(config, tokenizer))
 
@@ -220,7 +247,7 @@ def goes_on(run: Run, dataset: DirectDataset) -> DirectDataset:
             shown = ", ".join(f"{name} {float(share):.4g}" for name, share in mixed.items())
             print(f"> the mixture changes at sample {consumed}: {shown}", flush=True)
     progress.data_order = plan.to_dict()
-    return DirectDataset(plan.order, plan.spans, dataset.marks, plan.total)
+    return DirectDataset(plan.order, plan.spans, dataset.marks, plan.total, dataset.fim)
 
 
 def text_source(

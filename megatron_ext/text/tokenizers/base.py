@@ -69,6 +69,10 @@ class Tokenizer(ABC):
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ids; special tokens are left out if the library can recognize them."""
 
+    def token_id(self, text: str) -> int:
+        """Return the id of the token that is spelled ``text``, or -1 if there is none."""
+        return NO_TOKEN
+
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
         """Return the ids of each text, as an array or a list, without starting threads."""
         return [self.tokenize(text) for text in texts]
@@ -114,6 +118,10 @@ class ByteLevelTokenizer(Tokenizer):
     def __init__(self, vocab_size: int = 512, special_tokens: Sequence[str] = ()) -> None:
         super().__init__(None, {"vocab_size": vocab_size, "special": list(special_tokens) or None})
         self.vocab_size = vocab_size + len(special_tokens)
+        self._special = {token: vocab_size + i for i, token in enumerate(special_tokens)}
+
+    def token_id(self, text: str) -> int:
+        return self._special.get(text, NO_TOKEN)
 
     def tokenize(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))

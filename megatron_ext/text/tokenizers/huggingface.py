@@ -57,6 +57,10 @@ class HuggingFaceTokenizer(Tokenizer):
     def tokenize(self, text: str) -> list[int]:
         return list(self._backend.encode(text, add_special_tokens=self._include_special).ids)
 
+    def token_id(self, text: str) -> int:
+        known = self._backend.token_to_id(text)
+        return NO_TOKEN if known is None else int(known)
+
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
         encodings = self._backend.encode_batch_fast(
             list(texts), add_special_tokens=self._include_special

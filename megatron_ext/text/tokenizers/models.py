@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.text.tokenizers.base import FastKind, Ids, Tokenizer, require_package
+from megatron_ext.text.tokenizers.base import (
+    NO_TOKEN,
+    FastKind,
+    Ids,
+    Tokenizer,
+    require_package,
+)
 
 _USER_DEFINED = 4
 _USER_DEFINED_PIECE = re.compile(rb"\x15....\x18\x04", re.DOTALL)  # a score, then the type
@@ -68,6 +74,10 @@ class SentencePieceTokenizer(Tokenizer):
             ids.extend(piece)
             ids.append(self._special[token])
             text = text[at + len(token) :]
+
+    def token_id(self, text: str) -> int:
+        known = int(self._special.get(text, self._model.piece_to_id(text)))
+        return NO_TOKEN if known == self.unk else known
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
         if self._special:
@@ -179,6 +189,12 @@ class TikTokenizer(Tokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         return list(self._encoding.encode(text, allowed_special="all"))
+
+    def token_id(self, text: str) -> int:
+        try:
+            return int(self._encoding.encode_single_token(text))
+        except KeyError:
+            return NO_TOKEN
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
         return [self._encoding.encode_to_numpy(text, allowed_special="all") for text in texts]

@@ -1,0 +1,190 @@
+"""The order of packed samples as a function: blocks are packed when their samples are read.
+
+An epoch has the windows of `order`, and some hundred of them that stand side by side in the text
+are a block, which `packing` packs into as many samples. Blocks are permuted by the epoch's key, and
+the samples of `BLOCKS` of them at a time are permuted together. Only these blocks need to be known,
+so nothing is built before the first sample, and memory does not grow with the data. A sample number
+stands for the same tokens on every rank and in every process, and an epoch reads every token once.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.data.order import Pieces, SampleOrder, Stage
+from megatron_ext.data.packing import DocumentStarts, PackedBlock, pack_block
+from megatron_ext.data.permutation import Ints, Words, derived, permute
+
+SAMPLES, FEWEST, TOKENS = 1024, 128, 1 << 22
+"""Samples of a block, which are packed together: the most, the fewest, and its tokens between."""
+BLOCKS = 8
+"""Blocks whose samples are permuted together."""
+_BLOCK_ORDER, _SAMPLE_ORDER = 4, 5
+"""Purposes of keys: the blocks of an epoch, and the samples of some blocks."""
+
+
+@dataclass(frozen=True)
+class PackedPieces(Pieces):
+    """Pieces of packed samples, each of one document.
+
+    Attributes:
+        goes_on: whether the document of a row's last piece goes on after it, ``[rows]``.
+    """
+
+    goes_on: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """How many documents packing cuts, counted in some blocks.
+
+    Attributes:
+        documents: documents that begin in the blocks.
+        longer: those longer than a sample, which are cut in any case.
+        packed, concatenated: those that lie in several samples with packing, and without it.
+    """
+
+    documents: int
+    longer: int
+    packed: int
+    concatenated: int
+
+    def __add__(self, other: Cuts) -> Cuts:
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Cuts(*(a + b for a, b in pairs))
+
+
+class PackedOrder(SampleOrder):
+    """A `SampleOrder` whose samples are packed; all have the length of a window.
+
+    Args:
+        documents: where the documents of each source start, by name. A source that only earlier
+            runs of the training have read needs none.
+    """
+
+    def __init__(
+        self,
+        tokens: Mapping[str, int],
+        stages: Sequence[Stage],
+        window: int,
+        seed: int,
+        documents: Mapping[str, DocumentStarts],
+    ) -> None:
+        super().__init__(tokens, stages, window, seed)
+        self._documents = documents
+        self.block_samples = min(SAMPLES, max(FEWEST, TOKENS // window))
+        self._packed: dict[int, OrderedDict[tuple[int, int], PackedBlock]] = {}
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {"packing": "best_fit"}
+
+    def with_stages(self, stages: Sequence[Stage]) -> PackedOrder:
+        tokens = {source.name: source.tokens for source in self.sources}
+        return PackedOrder(tokens, stages, self.window, self.seed, self._documents)
+
+    def locate(self, start: int, stop: int) -> PackedPieces:
+        windows = super().locate(start, stop)
+        epochs, blocks, samples = self._places(windows.sources, windows.begins)
+        found: list[list[Ints]] = []
+        goes_on = np.empty(stop - start, dtype=np.bool_)
+        keys, which = np.unique(
+            np.stack([windows.sources, epochs, blocks]), axis=1, return_inverse=True
+        )
+        for number, (source, epoch, block) in enumerate(keys.T.tolist()):
+            packed, first = self._block_of(source, epoch, block)
+            # numpy 2.0 keeps the axis.
+            own = np.flatnonzero(which.reshape(-1) == number)
+            counts, columns, begins, lengths = packed.pieces_of(samples[own])
+            begins = (first + begins) % self.sources[source].tokens
+            found.append([np.repeat(own, counts), columns, begins, lengths])
+            goes_on[own] = packed.goes_on[samples[own]]
+        arrays = [np.concatenate(each) for each in zip(*found, strict=True)]
+        order = np.argsort(arrays[0], kind="stable")
+        rows, columns, begins, lengths = (each[order] for each in arrays)
+        return PackedPieces(rows, columns, windows.sources[rows], begins, lengths, goes_on)
+
+    def _begins(self, sources: Ints, windows: Ints, offsets: Ints) -> Ints:
+        """Return the numbers of the windows, whose tokens `locate` looks up when they are read."""
+        return windows
+
+    def _places(self, sources: Ints, windows: Ints) -> tuple[Ints, Ints, Ints]:
+        """Return epoch, block and number in the block of windows counted through all epochs."""
+        counts, keys = self._windows[sources], self._keys[sources]
+        epochs, places = np.divmod(windows, counts)
+        most = self.block_samples * BLOCKS
+        groups, inside = np.divmod(places, most)
+        sizes = np.minimum(counts - groups * most, most)
+        group_keys = derived(derived(keys, epochs, _SAMPLE_ORDER), groups)
+        nth, samples = np.divmod(permute(inside, sizes, group_keys), self.block_samples)
+        nth += groups * BLOCKS
+        # The last block may be shorter, and then it comes last.
+        whole = counts // self.block_samples
+        is_whole = nth < whole
+        blocks = nth.copy()
+        block_keys: Words = derived(keys, epochs, _BLOCK_ORDER)[is_whole]
+        blocks[is_whole] = permute(nth[is_whole], whole[is_whole], block_keys)
+        return epochs, blocks, samples
+
+    def _block_of(self, source: int, epoch: int, block: int) -> tuple[PackedBlock, int]:
+        """Return a block and its first token in the circle of its source."""
+        first, end = self._range(source, epoch, block)
+        known = self._packed.setdefault(source, OrderedDict())
+        if (epoch, block) in known:
+            known.move_to_end((epoch, block))
+            return known[epoch, block], first
+        starts, ends_document = self._document_starts(source, first, end)
+        packed = pack_block(starts, end, self.window, ends_document=ends_document)
+        known[epoch, block] = packed
+        if len(known) > BLOCKS + 1:
+            known.popitem(last=False)
+        return packed, first
+
+    def _range(self, source: int, epoch: int, block: int) -> tuple[int, int]:
+        """Return the first token of a block in its circle, and the one after its last."""
+        tokens, windows = self.sources[source].tokens, self.sources[source].windows
+        shift = int(self.first_tokens(source, np.array([epoch]))[0])
+        begin = block * self.block_samples
+        first = (shift + begin * self.window) % tokens
+        return first, first + min(self.block_samples, windows - begin) * self.window
+
+    def cuts(self, source: int, most: int) -> Cuts:
+        """Count documents that are cut in up to ``most`` blocks of the first epoch of a source."""
+        blocks = -(-self.sources[source].windows // self.block_samples)
+        total = Cuts(0, 0, 0, 0)
+        for block in np.unique(np.linspace(0, blocks - 1, most).astype(int)).tolist():
+            first, end = self._range(source, 0, block)
+            starts, ends_document = self._document_starts(source, first, end)
+            packed, _ = self._block_of(source, 0, block)
+            begins, sizes = starts - first, np.diff(starts, append=end)
+            own = np.searchsorted(begins, packed.begins, side="right") - 1
+            is_cut = np.bincount(own, minlength=len(starts)) > 1
+            crosses = begins // self.window != (begins + sizes - 1) // self.window
+            if not ends_document:
+                is_cut[-1] = crosses[-1] = True
+            begun = np.ones(len(starts), dtype=np.bool_)
+            begun[0] = self._is_start(source, first)
+            counted = (begun, sizes > self.window, is_cut, crosses)
+            total += Cuts(*(int((begun & each).sum()) for each in counted))
+        return total
+
+    def _document_starts(self, source: int, first: int, end: int) -> tuple[Ints, bool]:
+        """Return where documents start in a range, its first token included.
+
+        Also tell whether a document ends with the range. The range may pass the circle's end.
+        """
+        starts, tokens = self._documents[self.sources[source].name], self.sources[source].tokens
+        found = [np.array([first]), starts(first, min(end, tokens))]
+        if end > tokens:
+            found.append(starts(0, end - tokens) + tokens)
+        return np.unique(np.concatenate(found)), self._is_start(source, end % tokens)
+
+    def _is_start(self, source: int, token: int) -> bool:
+        """Tell whether a document starts at a token, as one does where the circle is closed."""
+        starts = self._documents[self.sources[source].name]
+        return token == 0 or len(starts(token, token + 1)) > 0

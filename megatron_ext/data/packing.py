@@ -1,0 +1,182 @@
+"""Best-fit packing: a block of the token stream as samples that cut few documents.
+
+Concatenation cuts the stream every ``length`` tokens, through most documents. Packing puts whole
+documents where they fit best ("best-fit decreasing", Ding et al. 2024, arXiv:2404.10830). As there,
+a document longer than a sample is cut into whole samples and a rest, and the rest is packed.
+
+In the paper the number of samples follows from the packing, and gaps are padded. Here a block is
+packed into exactly the samples that its tokens fill: documents that fit nowhere as a whole are cut
+and fill the gaps, the largest gap first, so that cuts are few. Hence samples have no padding, an
+epoch has as many of them as with concatenation, and it reads every token once. In a sample only the
+last document can be cut at its end, so that all others are followed by their end-of-document token.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.data.indexed import Index
+from megatron_ext.data.permutation import Ints
+
+DocumentStarts = Callable[[int, int], Ints]
+"""``(begin, end)`` to the first tokens of the documents that start at ``begin`` to ``end`` - 1."""
+
+
+class IndexedDocuments:
+    """The starts of the documents of an indexed dataset, looked up in its mapped index.
+
+    Args:
+        read: opens the index, once in each process.
+        first: number in its file of the token that is counted as token 0.
+    """
+
+    def __init__(self, read: Callable[[], Index], first: int) -> None:
+        self._read, self._first = read, first
+        self._index: Index | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_index": None}
+
+    def __call__(self, begin: int, end: int) -> Ints:
+        if self._index is None:
+            self._index = self._read()
+        offsets, size = self._index.offsets, self._index.dtype.itemsize
+        # numpy's search would copy the whole array, which is not aligned in its file.
+        a, b = (bisect.bisect_left(offsets, (self._first + at) * size) for at in (begin, end))
+        starts: Ints = np.unique(offsets[a:b].astype(np.int64)) // size - self._first
+        return starts
+
+
+@dataclass(frozen=True)
+class PackedBlock:
+    """The samples of a block; sample i has the pieces from ``firsts[i]`` to ``firsts[i + 1]`` - 1.
+
+    Attributes:
+        firsts: ``[samples + 1]``.
+        begins: first token of each piece, counted from the block's first token, ``[pieces]``.
+        lengths: tokens of each piece, ``[pieces]``.
+        goes_on: whether the document of a sample's last piece goes on after it, ``[samples]``.
+    """
+
+    firsts: NDArray[np.int32]
+    begins: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+    goes_on: NDArray[np.bool_]
+
+    def pieces_of(self, samples: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """Return the pieces of some samples, one sample after another.
+
+        Return the number of pieces of each sample, then the column, first token and length of each
+        piece.
+        """
+        counts = (self.firsts[samples + 1] - self.firsts[samples]).astype(np.int64)
+        before = np.cumsum(counts) - counts
+        pieces = np.arange(counts.sum()) + np.repeat(self.firsts[samples] - before, counts)
+        lengths = self.lengths[pieces].astype(np.int64)
+        passed = np.cumsum(lengths) - lengths
+        columns = passed - np.repeat(passed[before], counts)
+        return counts, columns, self.begins[pieces].astype(np.int64), lengths
+
+
+def best_fit(sizes: Ints, capacity: int, count: int) -> Ints:
+    """Put each item, largest first, into the fullest of ``count`` bins that has room for it.
+
+    Of equally full bins the first is taken, and of equal items the first comes first.
+
+    Return the bin of each item, ``[items]``; -1 if no bin has room for it.
+    """
+    found = np.full(len(sizes), -1, dtype=np.int64)
+    # Room and number of each bin in one integer, rising.
+    bins = [capacity * count + number for number in range(count)]
+    for item in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[item])
+        at = bisect.bisect_left(bins, size * count)
+        if at == len(bins):
+            continue
+        room, number = divmod(bins.pop(at), count)
+        found[item] = number
+        if room > size:
+            bisect.insort(bins, (room - size) * count + number)
+    return found
+
+
+def pack_block(starts: Ints, end: int, length: int, *, ends_document: bool) -> PackedBlock:
+    """Pack consecutive tokens into samples of ``length`` tokens, which they fill exactly.
+
+    Args:
+        starts: the first token, and the first of each further document, ``[documents]``.
+        end: the token after the last.
+        ends_document: a document ends with the last token; otherwise it goes on after it.
+    """
+    sizes = np.diff(starts, append=end)
+    whole, rests = np.divmod(sizes, length)
+    chunks = int(whole.sum())
+    samples = int(sizes.sum()) // length
+    nth = np.arange(chunks) - np.repeat(np.cumsum(whole) - whole, whole)
+    chunk_begins = np.repeat(starts, whole) + nth * length
+    is_end = (nth + 1 == np.repeat(whole, whole)) & (np.repeat(rests, whole) == 0)
+    items = np.flatnonzero(rests)
+    open_item = -1 if ends_document or not rests[-1] else len(items) - 1
+    if chunks and not ends_document and not rests[-1]:
+        is_end[-1] = False
+    begins, bins, lengths, last = _placed(
+        (starts + whole * length)[items], rests[items], length, samples - chunks, open_item
+    )
+    begins = np.concatenate([chunk_begins, begins]) - starts[0]
+    bins = np.concatenate([np.arange(chunks), bins + chunks])
+    lengths = np.concatenate([np.full(chunks, length), lengths])
+    last = np.concatenate([~is_end, last])
+    order = np.lexsort((begins, last, bins))
+    firsts = np.searchsorted(bins[order], np.arange(samples + 1))
+    return PackedBlock(
+        firsts.astype(np.int32),
+        begins[order].astype(np.int32),
+        lengths[order].astype(np.int32),
+        last[order][firsts[1:] - 1],
+    )
+
+
+def _placed(
+    begins: Ints, sizes: Ints, length: int, samples: int, open_item: int
+) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
+    """Place documents, or rests of documents, of less than a sample; cut those that do not fit.
+
+    Args:
+        begins, sizes: first token and number of tokens of each, ``[items]``.
+        open_item: the item whose document goes on after it; -1 if there is none.
+
+    Returns:
+        First token, sample and number of tokens of each piece, and whether its document goes on
+        after it. A sample has one such piece at most.
+    """
+    bins = best_fit(sizes, length, samples)
+    whole, others = np.flatnonzero(bins >= 0), np.flatnonzero(bins < 0)
+    goes_on = whole == open_item
+    gaps = length - np.bincount(bins[whole], sizes[whole], samples).astype(np.int64)
+    if not gaps.any():
+        return begins[whole], bins[whole], sizes[whole], goes_on
+    # The last gap ends with the last document. So it may come before a piece that goes on.
+    after = np.zeros(samples, dtype=np.bool_)
+    after[bins[whole[goes_on]]] = True
+    gap_bins = np.lexsort((-gaps, after))
+    gap_bins = gap_bins[gaps[gap_bins] > 0]
+    others = others[np.lexsort((-sizes[others], others == open_item))]
+    ends, gap_ends = np.cumsum(sizes[others]), np.cumsum(gaps[gap_bins])
+    cuts = np.union1d(ends, gap_ends)
+    at = np.concatenate([[0], cuts[:-1]])
+    item = np.searchsorted(ends, at, side="right")
+    gap = np.searchsorted(gap_ends, at, side="right")
+    item_begins = begins[others] - (ends - sizes[others])
+    is_open = ~np.isin(cuts, ends) | (others[item] == open_item)
+    return (
+        np.concatenate([begins[whole], item_begins[item] + at]),
+        np.concatenate([bins[whole], gap_bins[gap]]),
+        np.concatenate([sizes[whole], cuts - at]),
+        np.concatenate([goes_on, is_open]),
+    )
