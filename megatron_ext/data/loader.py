@@ -117,11 +117,9 @@ def build_source(
     Args:
         dataset: the split, None on ranks that do not read it. A dataset with a ``plan`` must be
             given on every rank, and its samples must have ``sample_ids``. One whose samples differ
-            in length has ``seq_length_of`` and must be given on every rank too. So must one whose
-            samples hold packed documents, which has ``packs_documents`` and whose ``sample_ids``
-            tell them apart. One that collates batches itself has ``__getitems__`` and ``collate``.
-            One that fetches samples from elsewhere has ``expect``, which takes the numbers of a
-            coming batch.
+            in length has ``seq_length_of``, one with ``sample_ids`` of packed documents has
+            ``packs_documents``; both must be given on every rank too. One that collates batches has
+            ``__getitems__`` and ``collate``, one that fetches samples has ``expect`` (numbers).
         consumed_samples: samples used so far by all data-parallel ranks together.
         mask_documents_at: the end-of-document id that attention may not cross; None lets attention
             cross documents.

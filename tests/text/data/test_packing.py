@@ -153,7 +153,7 @@ def test_changes_of_layout_workers_and_mixture_lose_and_repeat_nothing(tmp_path:
 
 
 def test_held_out_splits_stay_windows_of_the_text(tmp_path: Path) -> None:
-    """Their losses compare with those of a run that concatenates documents."""
+    """Validation losses compare with those of a run that concatenates documents."""
     prefix = _documents(tmp_path / "docs")
     more = ["--data-path", prefix, "--split", "80,20,0", "--eval-iters", "2"]
     packed = _config(*more)
