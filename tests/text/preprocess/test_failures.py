@@ -116,7 +116,7 @@ def test_the_failure_of_a_worker_ends_the_run(
     start = time.monotonic()
     with pytest.raises(error, match=sentence):
         run(tmp_path, path)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
     assert [name for name in left_in(tmp_path) if not name.endswith(".parts")] == []
 
 
@@ -131,7 +131,7 @@ def test_a_part_whose_worker_is_killed_is_encoded_again_alone(
 
     def encode(self: Any, lines: Any, *rest: Any) -> int:
         if any(b"MARK" in line for line in lines):
-            found = len(list((tmp_path / "out.parts").glob("p*.json")))
+            found = len(list((tmp_path / "out.parts").glob("p0*.json")))
             with markers.open("a") as out:
                 out.write(f"{found} ")
             if len(markers.read_text().split()) < 3:
