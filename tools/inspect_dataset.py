@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Check .bin/.idx datasets and show counts, lengths and decoded samples.
+"""Check .bin/.idx datasets and show counts, lengths and decoded samples; measure their quality.
 
 Exit code 0: whole (there may be warnings); 1: damaged; 2: bad flags.
 """
@@ -29,7 +29,11 @@ from megatron_ext.text.data.inspect import (
     write_digests,
 )
 from megatron_ext.text.preprocess.options import add_tokenizer_flags, tokenizer_config
+from megatron_ext.text.quality.measure import QualityOptions, measure
+from megatron_ext.text.quality.page import write_quality_page
+from megatron_ext.text.quality.results import check_output, lines, write_duplicates, write_json
 from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.text.tokenizers.base import Tokenizer
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,9 +52,10 @@ def main(argv: Sequence[str]) -> int:
         action="store_true",
         help="write the SHA-256 of both files to PREFIX.sha256, which `sha256sum -c` reads too",
     )
+    _add_quality_flags(parser)
     add_tokenizer_flags(parser)
     args = parser.parse_args(argv)
-    damaged = False
+    damaged, whole = False, list[str]()
     try:
         if args.samples < 0:
             raise ConfigError(f"`--samples` ({args.samples}) must not be negative; use 0 or more.")
@@ -62,6 +67,7 @@ def main(argv: Sequence[str]) -> int:
         if settings.tokenizer_type is None and settings != TokenizerConfig(tokenizer_type=None):
             raise ConfigError("`--tokenizer-type` is missing beside its other flags; name it.")
         tokenizer = build_tokenizer(settings) if settings.tokenizer_type else None
+        quality = _quality_options(args)
     except MegatronExtError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
@@ -71,15 +77,108 @@ def main(argv: Sequence[str]) -> int:
             found = inspect_dataset(
                 prefix, tokenizer, samples=args.samples, seed=args.seed, scan=not args.no_scan
             )
-            lines = found.lines + _digest_lines(prefix, args)
+            told = found.lines + _digest_lines(prefix, args)
         except MegatronExtError as error:
             print(f"error: {error}", file=sys.stderr)
             damaged = True
             continue
-        print("\n".join(lines))
+        whole.append(prefix)
+        print("\n".join(told))
         for warning in found.warnings:
             print(f"warning: {warning}", file=sys.stderr)
+    if quality is not None and whole:
+        try:
+            _tell_quality(whole, tokenizer, quality, args)
+        except MegatronExtError as error:
+            print(f"error: {error}", file=sys.stderr)
+            damaged = True
     return int(damaged)
+
+
+def _add_quality_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "quality", "Each of these flags asks for the figures of quality, of all datasets together."
+    )
+    group.add_argument(
+        "--quality",
+        action="store_true",
+        help="exact duplicates, lengths, frequent and special tokens, control characters, "
+        "languages and repeated spans, as far as tokenizer and installed packages allow",
+    )
+    group.add_argument(
+        "--near-duplicates",
+        type=float,
+        metavar="JACCARD",
+        help="also find documents whose sets of runs of 5 tokens have at least this Jaccard "
+        "similarity, for example 0.8; needs the package rensa",
+    )
+    group.add_argument(
+        "--sample-documents",
+        type=int,
+        metavar="N",
+        help="look at N documents only, chosen by --seed; use it where there are too many",
+    )
+    group.add_argument(
+        "--text-documents",
+        type=int,
+        metavar="N",
+        help="documents that are decoded to look at characters and languages (10000)",
+    )
+    group.add_argument(
+        "--span-tokens",
+        type=int,
+        metavar="N",
+        help="tokens that are searched for repeated spans, 60 bytes of memory each (4000000)",
+    )
+    group.add_argument(
+        "--duplicates-out",
+        type=Path,
+        metavar="FILE",
+        help="write all groups of duplicates to a .parquet or .jsonl file",
+    )
+    group.add_argument("--html", type=Path, metavar="FILE", help="write a page with all figures")
+    group.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON")
+
+
+def _quality_options(args: argparse.Namespace) -> QualityOptions | None:
+    """Return what to measure, None if no flag asks for it; raise a ConfigError for a wrong flag."""
+    names = "near_duplicates", "sample_documents", "text_documents", "span_tokens"
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    outputs = {"--duplicates-out": args.duplicates_out, "--html": args.html, "--json": args.json}
+    if not (args.quality or given or any(outputs.values())):
+        return None
+    for flag, path in outputs.items():
+        check_output(flag, path)
+    if "text_documents" in given and args.tokenizer_type is None:
+        raise ConfigError(
+            f"`--text-documents` ({args.text_documents}) are decoded by a tokenizer; give "
+            "`--tokenizer-type` too."
+        )
+    return QualityOptions(**given, seed=args.seed)
+
+
+def _tell_quality(
+    prefixes: Sequence[str],
+    tokenizer: Tokenizer | None,
+    options: QualityOptions,
+    args: argparse.Namespace,
+) -> None:
+    """Print the quality of datasets, and write the files that flags ask for."""
+    quality, documents = measure(prefixes, tokenizer, options)
+    print("\n".join(lines(quality)))
+    path: Path | None = None
+    try:
+        for path in filter(None, (args.duplicates_out, args.json, args.html)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path is args.duplicates_out:
+                write_duplicates(quality, documents, path)
+            elif path is args.json:
+                write_json(quality, path)
+            else:
+                write_quality_page(quality, path)
+            print(f"written    {path}")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}); give another.") from None
 
 
 def _digest_lines(prefix: str, args: argparse.Namespace) -> list[str]:

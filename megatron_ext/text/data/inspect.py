@@ -112,15 +112,25 @@ def document_lengths(index: Index) -> Iterator[Any]:
         yield np.diff(sums[edges - edges[0]])
 
 
+def length_counts(lengths: Array) -> Array:
+    """Return the number of documents in each bin of lengths, ``[64]``."""
+    # frexp's exponent is the number of bits: exact where log2 would round.
+    return np.bincount(np.frexp(lengths.astype(np.float64))[1], minlength=64)
+
+
+def length_bin(number: int) -> tuple[int, int]:
+    """Return the first and the last length of one of the bins 0, 1, 2-3, 4-7, ..."""
+    return 1 << number >> 1, (1 << number) - 1
+
+
 def _histogram(index: Index) -> list[str]:
-    """Return the lines of a histogram of document lengths with bins 0, 1, 2-3, 4-7, ..."""
+    """Return the lines of a histogram of document lengths."""
     counts = np.zeros(64, np.int64)
     for lengths in document_lengths(index):
-        # frexp's exponent is the number of bits: exact where log2 would round.
-        counts += np.bincount(np.frexp(lengths.astype(np.float64))[1], minlength=64)
+        counts += length_counts(lengths)
     lines = ["tokens per document"]
     for bits in np.flatnonzero(counts):
-        first, last = (0, 0) if bits == 0 else (1 << (bits - 1), (1 << bits) - 1)
+        first, last = length_bin(int(bits))
         span = f"{first}" if first == last else f"{first}-{last}"
         bar = "#" * max(1, round(_BAR * int(counts[bits]) / int(counts.max())))
         lines.append(f"  {span:>15}  {int(counts[bits]):>12}  {bar}")

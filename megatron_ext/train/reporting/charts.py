@@ -140,9 +140,6 @@ def line_chart(
     y = Axis.over(low if from_zero and low == 0 else low - margin, high + margin, count=4)
     x = Axis.over(*x_range, whole=True)
     drawn = Markup("").join(_line(decimated(curve), x, y) for curve in curves)
-    grid = Markup("").join(
-        _svg_line(0, HEIGHT * (1 - y.at(t)), WIDTH, HEIGHT * (1 - y.at(t)), "grid") for t in y.ticks
-    )
     crossed = Markup("").join(
         _svg_line(WIDTH * x.at(m.x), 0, WIDTH * x.at(m.x), HEIGHT, f"mark {m.kind}") for m in marks
     )
@@ -161,7 +158,7 @@ def line_chart(
         w=WIDTH,
         h=HEIGHT,
         text=text,
-        grid=grid,
+        grid=_grid(y),
         crossed=crossed,
         drawn=drawn,
         flags=_flags(marks, x),
@@ -238,6 +235,48 @@ def _labels(which: str, axis: Axis) -> Markup:
         )
         for tick in axis.ticks
     )
+
+
+def column_chart(
+    title: str, columns: Sequence[tuple[str, str, float]], *, unit: str
+) -> Markup | None:
+    """Draw columns from zero on; return None if there are none.
+
+    Args:
+        title: stands above the chart.
+        columns: for each its name, a short label below it, and its height.
+        unit: what the heights count.
+    """
+    if not columns or max(height for _, _, height in columns) <= 0:
+        return None
+    y = Axis.over(0.0, max(height for _, _, height in columns) * 1.04, count=4, whole=True)
+    width = WIDTH / len(columns)
+    drawn, labels = Markup(""), Markup("")
+    for index, (name, label, height) in enumerate(columns):
+        left, right, top = (
+            (index + 0.06) * width,
+            (index + 0.94) * width,
+            HEIGHT * (1 - y.at(height)),
+        )
+        if height > 0:
+            drawn += Markup(
+                '<path class="columns" d="M{:.1f} {}V{:.1f}H{:.1f}V{}Z"><title>{}</title></path>'
+            ).format(left, HEIGHT, min(top, HEIGHT - 1), right, HEIGHT, f"{name}: {show(height)}")
+        labels += Markup('<span class="tick x" style="left:{:.2f}%">{}</span>').format(
+            100 * (index + 0.5) / len(columns), label
+        )
+    text = "; ".join(f"{name}: {show(height)} {unit}" for name, _, height in columns)
+    return Markup(
+        '<figure class="chart"><figcaption><span class="name">{}</span></figcaption>'
+        '<div class="plot"><svg viewBox="0 0 {} {}" preserveAspectRatio="none" role="img" '
+        'aria-label="{}"><desc>{}</desc>{}{}</svg>{}{}</div></figure>'
+    ).format(title, WIDTH, HEIGHT, title, text, _grid(y), drawn, _labels("y", y), labels)
+
+
+def _grid(y: Axis) -> Markup:
+    """Draw a line across the chart at each tick."""
+    heights = (HEIGHT * (1 - y.at(tick)) for tick in y.ticks)
+    return Markup("").join(_svg_line(0, height, WIDTH, height, "grid") for height in heights)
 
 
 def share_bar(seconds: dict[str, float]) -> Markup:

@@ -74,32 +74,45 @@ def write_report(run: RunFolder, output: Path | None = None) -> Goodput:
     """
     path = output or run.path / REPORT_FILE
     goodput = account(run.rows, run.events)
-    text = render(run, goodput, now=time.time(), beside=path.parent)
+    write_page(path, render(run, goodput, now=time.time(), beside=path.parent))
+    return goodput
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page, whole or not at all; an OSError is raised if it cannot be written."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8", errors="replace")
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    return goodput
+
+
+def page_of(template: Path, **facts: object) -> str:
+    """Return a page whose template extends `layout.html`, the look of all pages of reports.
+
+    A template may take macros from `macros.html`. Each string of ``facts`` is escaped.
+    """
+    # Imported here, since only a page needs it.
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader([template.parent, Path(__file__).parent]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(template.name).render(style=Markup(style_sheet()), **facts)
 
 
 def render(folder: RunFolder, goodput: Goodput, *, now: float, beside: Path) -> str:
     """Return the page on a run at the time ``now``; its links start at the folder ``beside``."""
-    # Imported here, since only a page needs it.
-    from jinja2 import Environment, StrictUndefined
-
     stories = fault_stories(folder)
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    template = environment.from_string(
-        Path(__file__).with_name("report.html").read_text(encoding="utf-8")
-    )
     state = state_of(folder, now)
     noticed = noticed_table(folder)
-    return template.render(
-        style=Markup(style_sheet()),
+    return page_of(
+        Path(__file__).with_name("report.html"),
         name=text_of(folder.path.resolve().name or str(folder.path), 200),
         path=text_of(str(folder.path.resolve()), 1000),
         written=moment(now),

@@ -4,7 +4,6 @@ import base64
 import json
 import re
 import time
-from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,54 +24,17 @@ from tests.train.reporting.made_runs import (
     train_row,
     write_lines,
 )  # fmt: skip
+from tests.train.reporting.whole_page import WholePage
 
-VOID = {"meta", "img", "input", "br", "link"}
 SVG = b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9"><path d="M0 0H9V9Z"/></svg>'
 EVIL = '"><script>alert(1)</script><img src=x onerror=alert(2)>'
 
 
-class _Whole(HTMLParser):
-    """Checks that each tag is closed in order, and collects texts, ids and addresses."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.ids: list[str] = []
-        self.addresses: list[str] = []
-        self.tags: list[str] = []
-        self.texts: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        for name, value in attributes:
-            assert not name.startswith("on"), (name, value)
-            if name == "id":
-                self.ids.append(value or "")
-            if name in ("href", "src", "action", "data", "srcset"):
-                self.addresses.append(value or "")
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attributes)
-        if tag not in VOID:
-            self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-
-
-def _written(folder: Path) -> tuple[str, _Whole]:
+def _written(folder: Path) -> tuple[str, WholePage]:
     """Write the report of a folder; return it after checks that hold for every page."""
     write_report(read_run_folder(folder))
     text = (folder / "report.html").read_text(encoding="utf-8")
-    found = _Whole(text)
+    found = WholePage(text)
     assert len(found.ids) == len(set(found.ids))
     for address in found.addresses:
         assert re.match(r"#[\w-]+$|\./|data:image/svg\+xml;base64,", address), address
@@ -295,7 +257,8 @@ def test_text_and_colours_stand_out_in_both_themes(theme: int) -> None:
 
 
 def test_every_category_and_variable_has_its_style() -> None:
-    text = Path(page.__file__).with_name("report.html").read_text() + style_sheet()
+    parts = [Path(page.__file__).with_name(n).read_text() for n in ("layout.html", "report.html")]
+    text = "".join(parts) + style_sheet()
     used = set(re.findall(r"var\(--([\w-]+)\)", text))
     defined = set(re.findall(r"--([\w-]+):", text))
     assert used <= defined

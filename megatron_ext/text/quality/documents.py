@@ -1,0 +1,185 @@
+"""Documents of one or several indexed datasets, numbered through, and read in blocks.
+
+Tokens pass through memory block by block, so that a dataset of any size can be examined. What is
+kept of a document is a few numbers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from megatron_ext.data.indexed import (
+    SCAN_ITEMS,
+    Array,
+    Index,
+    bin_path,
+    byte_bar,
+    read_index,
+    readable,
+)
+from megatron_ext.data.permutation import Ints, key_of, permute
+from megatron_ext.data.token_spans import tokens_before
+
+_AT_ONCE = 1 << 16
+"""Documents whose places in their file are computed at once."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive chosen documents of one dataset.
+
+    Attributes:
+        tokens: the documents' tokens, one document after another, ``[t]``.
+        edges: where each document begins in ``tokens``, and the end of the last one, ``[d + 1]``.
+        first: position of the first document among all chosen ones.
+    """
+
+    tokens: Array
+    edges: Ints
+    first: int
+
+    def __iter__(self) -> Iterator[tuple[int, Array]]:
+        """Yield position and tokens of each document."""
+        edges = self.edges.tolist()
+        for i in range(len(edges) - 1):
+            yield self.first + i, self.tokens[edges[i] : edges[i + 1]]
+
+
+class Documents:
+    """The documents of datasets, or a sample of them; each has a position from 0 on.
+
+    Args:
+        prefixes: datasets that `check_indexed_dataset` has found whole.
+        sample: the number of documents to choose, by ``seed``; None for all. A larger sample with
+            the same seed holds each smaller one.
+    """
+
+    def __init__(self, prefixes: Sequence[str], *, sample: int | None = None, seed: int = 0):
+        self.prefixes = list(prefixes)
+        self._indices = [read_index(prefix) for prefix in self.prefixes]
+        counts = [len(index.documents) - 1 for index in self._indices]
+        self._firsts: Ints = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        self._seed = seed
+        self.available = int(self._firsts[-1])
+        self._chosen: Ints | None = None
+        if sample is not None and sample < self.available:
+            self._chosen = self._draw(self.available, sample, "documents")
+
+    @property
+    def common_dtype(self) -> np.dtype[Any]:
+        """Return a type that holds the tokens of all datasets."""
+        return np.result_type(*(index.dtype for index in self._indices))
+
+    def __len__(self) -> int:
+        return self.available if self._chosen is None else len(self._chosen)
+
+    def _draw(self, count: int, sample: int, purpose: str) -> Ints:
+        """Return ``sample`` different integers below ``count`` in rising order."""
+        numbers = np.arange(min(sample, count), dtype=np.int64)
+        if sample >= count:
+            return numbers
+        return np.sort(permute(numbers, count, key_of(self._seed, purpose)))
+
+    def some(self, positions: Ints, count: int, purpose: str) -> Ints:
+        """Return ``count`` of the positions, or all if there are fewer, in rising order."""
+        return positions[self._draw(len(positions), count, purpose)]
+
+    def place(self, position: int) -> tuple[str, int]:
+        """Return the prefix of a document's dataset, and its number there."""
+        number = position if self._chosen is None else int(self._chosen[position])
+        dataset = int(np.searchsorted(self._firsts, number, side="right")) - 1
+        return self.prefixes[dataset], number - int(self._firsts[dataset])
+
+    def lengths(self) -> Ints:
+        """Return the number of tokens of each document, ``[documents]``."""
+        found = [ends - begins for _, _, begins, ends in self._extents(None)]
+        return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+    def blocks(
+        self, what: str, positions: Ints | None = None, max_tokens: int = SCAN_ITEMS
+    ) -> Iterator[Block]:
+        """Yield documents in blocks of about ``max_tokens`` tokens, with a bar called ``what``.
+
+        Args:
+            positions: the documents to read, in rising order; None for all. A block then numbers
+                its documents by their places in this array.
+        """
+        total = sum(
+            int((ends - begins).sum()) * self._indices[dataset].dtype.itemsize
+            for dataset, _, begins, ends in self._extents(positions)
+        )
+        with ExitStack() as stack:
+            bar = stack.enter_context(byte_bar(what, total))
+            opened: dict[int, BinaryIO] = {}
+            for dataset, first, begins, ends in self._extents(positions):
+                path, dtype = bin_path(self.prefixes[dataset]), self._indices[dataset].dtype
+                with readable(path):
+                    if dataset not in opened:
+                        opened[dataset] = stack.enter_context(open(path, "rb"))
+                    for low, high in _cuts(ends - begins, max_tokens):
+                        stream = opened[dataset]
+                        tokens = _read(stream, dtype, begins[low:high], ends[low:high])
+                        lengths = ends[low:high] - begins[low:high]
+                        edges = np.concatenate([[0], np.cumsum(lengths)])
+                        yield Block(tokens, edges, first + low)
+                        bar.update(tokens.nbytes)
+
+    def read(self, position: int, max_tokens: int) -> Array:
+        """Return the first tokens of a document, ``[at most max_tokens]``."""
+        ((dataset, _, begins, ends),) = self._extents(np.array([position], dtype=np.int64))
+        path, dtype = bin_path(self.prefixes[dataset]), self._indices[dataset].dtype
+        stop = np.minimum(ends, begins + max_tokens)
+        with readable(path), open(path, "rb") as stream:
+            return _read(stream, dtype, begins, stop)
+
+    def _extents(self, positions: Ints | None) -> Iterator[tuple[int, int, Ints, Ints]]:
+        """Yield a dataset, the place of the first document, and first and last tokens of some."""
+        count = len(self) if positions is None else len(positions)
+        for start in range(0, count, _AT_ONCE):
+            stop = min(start + _AT_ONCE, count)
+            some = np.arange(start, stop) if positions is None else positions[start:stop]
+            numbers = some if self._chosen is None else self._chosen[some]
+            cuts = np.searchsorted(numbers, self._firsts)
+            for dataset, index in enumerate(self._indices):
+                low, high = int(cuts[dataset]), int(cuts[dataset + 1])
+                if low < high:
+                    own = numbers[low:high] - self._firsts[dataset]
+                    yield dataset, start + low, _begins(index, own), _begins(index, own + 1)
+
+
+def _begins(index: Index, documents: Ints) -> Ints:
+    """Return the number of the first token of each document; the end for the one after the last."""
+    sequences = index.documents[documents]
+    if not len(index.offsets):
+        return np.zeros(len(documents), np.int64)
+    last = len(index.offsets) - 1
+    found = index.offsets[np.minimum(sequences, last)] // index.dtype.itemsize
+    return np.where(sequences > last, tokens_before(index, last + 1), found)
+
+
+def _cuts(lengths: Ints, max_tokens: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of documents of at most ``max_tokens`` tokens, or of one longer document."""
+    ends = np.cumsum(lengths)
+    low, done = 0, 0
+    while low < len(lengths):
+        high = max(low + 1, int(np.searchsorted(ends, done + max_tokens, side="right")))
+        yield low, high
+        low, done = high, int(ends[high - 1])
+
+
+def _read(stream: BinaryIO, dtype: np.dtype[Any], begins: Ints, ends: Ints) -> Array:
+    """Read ranges of tokens one after another; neighbours are read at once."""
+    breaks = np.flatnonzero(begins[1:] != ends[:-1]) + 1
+    firsts = begins[np.concatenate([[0], breaks])].tolist()
+    lasts = ends[np.concatenate([breaks - 1, [len(ends) - 1]])].tolist()
+    found = []
+    for first, last in zip(firsts, lasts, strict=True):
+        stream.seek(first * dtype.itemsize, os.SEEK_SET)
+        found.append(np.fromfile(stream, dtype, last - first))
+    return found[0] if len(found) == 1 else np.concatenate(found)
