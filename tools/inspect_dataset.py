@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         tokenizer = build_tokenizer(settings) if settings.tokenizer_type else None
         quality = _quality_options(args)
     except MegatronExtError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     for name in args.prefix:
         prefix = plain_prefix(name[:-4] if name.endswith((".bin", ".idx")) else name)
@@ -82,7 +82,8 @@ def main(argv: Sequence[str]) -> int:
             print(f"error: {error}", file=sys.stderr)
             damaged = True
             continue
-        whole.append(prefix)
+        if prefix not in whole:
+            whole.append(prefix)
         print("\n".join(told))
         for warning in found.warnings:
             print(f"warning: {warning}", file=sys.stderr)

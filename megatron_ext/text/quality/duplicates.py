@@ -69,7 +69,7 @@ class Digests:
 
 def bands_for(threshold: float) -> tuple[int, int]:
     """Return bands and MinHashes of a band that find 99% of the pairs at a similarity."""
-    rows = [r for r in range(1, _HASHES) if shared(threshold, _HASHES // r, r) >= _WANTED]
+    rows = [r for r in range(1, _HASHES + 1) if shared(threshold, _HASHES // r, r) >= _WANTED]
     best = max(rows, default=1)
     return _HASHES // best, best
 

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -196,10 +197,10 @@ def decoded(tokenizer: Tokenizer, ids: Array, *, is_cut: bool = False) -> str:
 def language_classifier() -> Callable[[str], str] | None:
     """Return a function from texts to codes of ISO 639-1; None if py3langid is not installed."""
     try:
-        from py3langid import langid
+        import py3langid  # noqa: F401
     except ImportError:
         return None
-    identifier: Any = langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
+    identifier = _language_model()
 
     def classify(text: str) -> str:
         start = text[:_LANGUAGE_CHARACTERS]
@@ -209,3 +210,11 @@ def language_classifier() -> Callable[[str], str] | None:
         return str(language) if confidence >= _LEAST_CONFIDENCE else UNCLEAR
 
     return classify
+
+
+@cache
+def _language_model() -> Any:
+    """Load the model that py3langid brings, which takes a second."""
+    from py3langid import langid
+
+    return langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
