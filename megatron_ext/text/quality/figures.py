@@ -73,7 +73,7 @@ class Frequency:
 
 @dataclass
 class Tokens:
-    """What the tokens of documents are.
+    """Figures of the tokens of documents.
 
     Attributes:
         distinct: number of different ids.
@@ -137,7 +137,7 @@ class Odd:
 
 @dataclass
 class Texts:
-    """What the texts of a sample of documents are.
+    """Figures of the texts of a sample of documents.
 
     Attributes:
         documents: number of documents in the sample.

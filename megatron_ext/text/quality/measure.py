@@ -37,7 +37,7 @@ _SHOWN_CHARACTERS = 200
 
 @dataclass(frozen=True)
 class QualityOptions:
-    """What to measure; the fields are flags of tools/inspect_dataset.py."""
+    """The choice of what to measure; the fields are flags of tools/inspect_dataset.py."""
 
     near_duplicates: float | None = None
     sample_documents: int | None = None

@@ -32,7 +32,7 @@ class Span:
 
 @dataclass
 class RepeatedSpans:
-    """What was found in a sample of documents.
+    """Repeated spans that were found in a sample of documents.
 
     Attributes:
         documents: number of documents in the sample.
