@@ -92,6 +92,7 @@ class Run:
     Attributes:
         stores: the places where the run keeps snapshots.
         restored_from: where its state comes from: "start", "checkpoint", "memory" or "peer".
+        saved_at: iteration of the newest save, or of the checkpoint that the run has found.
         best_before: the best checkpoints before the one that is saved next, if that is a new best.
     """
 
@@ -119,6 +120,7 @@ class Run:
     saves: Saves = field(default_factory=lambda: Saves(None, 0))
     stores: list[MemoryCheckpoints] = field(default_factory=list)
     restored_from: str = "start"
+    saved_at: int = 0
     best_before: list[BestCheckpoint] | None = None
     _best_if_failed: list[BestCheckpoint] | None = None
 

@@ -92,17 +92,21 @@ def reason_resume_differs(words: Sequence[str]) -> str | None:
     return next((text for text, rule in RESUME_DIFFERS if rule(settings)), None)
 
 
-def reason_restart_differs(words: Sequence[str], source: str | None) -> str | None:
+def reason_restart_differs(words: Sequence[str], source: str, restored: int) -> str | None:
     """Return why a run of which a rank was killed may differ from an undisturbed one.
 
     A checkpoint may lack what a snapshot has, and the start lacks nothing.
 
     Args:
         source: what the run went on from, as its list of events says it.
+        restored: the iteration of that state.
     """
+    settings = settings_of(words)
+    if _on("exit_interval")(settings) and restored:
+        if restored % int(settings["exit_interval"][1][0]) == 0:
+            return "each --exit-interval ends a run, also one that a fault keeps from ending"
     if source != "checkpoint":
         return None
-    settings = settings_of(words)
     return next((text for text, rule in NOT_IN_CHECKPOINTS if rule(settings)), None)
 
 

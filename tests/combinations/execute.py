@@ -136,8 +136,7 @@ def execute(
     """Run ``main`` in a process of its own.
 
     Its files in the work directory begin with its name. After ``limit`` seconds it counts as
-    hanging. ``pictures`` draws ``loss.png``, which takes a third of the time of a short run, and the
-    pictures of post-mortems.
+    hanging. ``pictures`` draws ``loss.png`` and post-mortems, which takes longer than a short run.
     """
     temporary = folder / f"{name}.tmp"
     temporary.mkdir()

@@ -256,7 +256,7 @@ def _kill(bench: Bench, first: Ended) -> None:
     if problems := kills.problems(*folders):
         raise _Failed("kill untold or unfinished", "\n".join(problems))
     source, restored = kills.restart_of(folders[2])
-    if reason := reason_restart_differs(words, source):
+    if reason := reason_restart_differs(words, source, restored):
         bench.verdict.excused["kill"] = reason
         return
     wanted, got = ({row["iteration"]: logged(row) for row in steps(x)} for x in (first, second))
@@ -323,7 +323,9 @@ def differing_last(bench: Bench, name: str) -> list[str]:
     """Return tensors in which the last checkpoint of a run differs from that of the first run."""
     last = f"iter_{bench.case.program.iterations:07d}"
     folders = [bench.folder / run / last for run in ("a", name)]
-    return differing_tensors(*folders) if all(folder.is_dir() for folder in folders) else []
+    if not folders[0].is_dir():
+        return []
+    return differing_tensors(*folders) if folders[1].is_dir() else ["all, for there is none"]
 
 
 def differing_tensors(a: Path, b: Path) -> list[str]:
