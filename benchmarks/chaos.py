@@ -59,6 +59,7 @@ def main() -> int:
     """Run all cases, print the tables, and return 1 if anything was not survived."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--layouts", default=LAYOUTS)
     parser.add_argument("--minutes", type=float, default=0.0)
     parser.add_argument("--per-minute", type=float, default=4.0)
@@ -71,7 +72,7 @@ def main() -> int:
         campaign, results = Campaign(TEXT, FLAGS.split(), Path(name)), list[Result]()
         layouts = split_layouts(args.layouts)
         for layout in layouts:
-            for seed in range(args.seeds):
+            for seed in range(args.first_seed, args.first_seed + args.seeds):
                 results.append(run(campaign, layout, seed))
                 print(f"> {layout.name} {seed} {results[-1].survived}", flush=True)
         if results:

@@ -33,7 +33,11 @@ from megatron_ext.parallel.context import ParallelContext
 
 
 class Resume:
-    """Finds and loads the state to go on from; all ranks call each method together."""
+    """Finds and loads the state to go on from; all ranks call each method together.
+
+    Attributes:
+        saved_at: iteration of the newest checkpoint, which snapshots may be ahead of; 0 for none.
+    """
 
     def __init__(
         self,
@@ -49,6 +53,7 @@ class Resume:
         self._passes_over = self._again or may_be_restarted(config.fault_tolerance)
         self._damaged: Damaged = {}
         self._own: CheckpointRef | None = None
+        self.saved_at = 0
 
     def load(
         self, stores: Sequence[MemoryCheckpoints], **parts: Any
@@ -65,11 +70,14 @@ class Resume:
         while True:
             best = self._newest_snapshots(stores, found)
             if best is not None:
+                self.saved_at = 0 if found is None or found.weights_only else found.iteration
                 return self._from_snapshots(*best, parts), told(best[1])
             if found is None:
                 return None, "start"
             if self._is_intact(found):
-                return self._loaded(found, parts), "checkpoint"
+                loaded = self._loaded(found, parts)
+                self.saved_at = 0 if loaded is None else loaded.iteration
+                return loaded, "checkpoint"
             # Snapshots that are older than a damaged checkpoint may be newer than the next one.
             found = self._find()
 

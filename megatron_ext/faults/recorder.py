@@ -171,7 +171,12 @@ class Recorder:
         self._charge(now)
         outer = self._charged[-1]
         self._charged.append(outer if outer in _WHOLE else phase)
-        self._event(EventKind.BEGIN, name, now, about, detail)
+        try:
+            self._event(EventKind.BEGIN, name, now, about, detail)
+        except BaseException as error:
+            # A listener has failed, so that no context has been entered that would end the phase.
+            self._leave(name, type(error))
+            raise
 
     def _leave(self, name: str, error: type[BaseException] | None) -> None:
         """End the innermost phase; a first ``error`` is marked while the phase is still known."""

@@ -37,30 +37,31 @@ from megatron_ext.train.step_losses import means_of
 
 def train(run: Run) -> int | None:
     """Train to the last iteration and return None, or the exit code if the run ends early."""
+    metrics = IntervalMetrics(run)
+
+    def save(superseded: Sequence[int] = (), *, is_last: bool = False) -> None:
+        if run.saved_at != run.progress.iteration:
+            metrics.settle()
+            if run.save(superseded, is_last=is_last):
+                run.saved_at = run.progress.iteration
+
     early_stopping = EarlyStopping(run)
     if early_stopping.exhausted:
         reason = early_stopping.exhausted
         run.reporters.say(f"nothing to do at iteration {run.progress.iteration} ({reason})")
+        save(is_last=True)
         return 0
     callbacks: list[Callback] = [RestartReport(run), WeightAverage(run), StepProfiler(run)]
     callbacks += [Invariants(run), NonFinite(run), Rerun(run), Spikes(run), RestingState(run)]
     callbacks.append(Evaluation(run, callbacks))
     callbacks += [build(run) for build in run.task.callbacks]
     callbacks += [GarbageCollection(run), StopConditions(run), early_stopping]
-    metrics = IntervalMetrics(run)
     snapshots = Snapshots(run, metrics.settle)
-    saved_at = run.progress.iteration
-
-    def save(superseded: Sequence[int] = (), *, is_last: bool = False) -> None:
-        nonlocal saved_at
-        if saved_at != run.progress.iteration:
-            metrics.settle()
-            if run.save(superseded, is_last=is_last):
-                saved_at = run.progress.iteration
-
     snapshots.start()
     for callback in callbacks:
         callback.on_train_start()
+    if _has_lost_a_save(run):
+        save()
     decision = Decision()
     while run.progress.iteration < run.num_iterations and decision.stop is None:
         if run.batch_size.update(run.progress.consumed_train_samples):
@@ -90,6 +91,12 @@ def train(run: Run) -> int | None:
     save(is_last=True)
     snapshots.end()
     return None if decision.stop is None else decision.exit_code
+
+
+def _has_lost_a_save(run: Run) -> bool:
+    """Return whether a run goes on from snapshots after a fault that has ended a save under way."""
+    interval = run.config.checkpoint.save_interval
+    return interval is not None and run.saved_at // interval < run.progress.iteration // interval
 
 
 def take_step(run: Run, metrics: IntervalMetrics) -> StepResult:

@@ -94,6 +94,7 @@ class Run:
         restored_from: where its state comes from: "start", "checkpoint", "memory" or "peer".
         rewinds: each return to an earlier state since the run started, as the iteration after which
             it happened and the iteration whose state it is.
+        saved_at: iteration of the newest save, or of the checkpoint that the run has found.
         best_before: the best checkpoints before the one that is saved next, if that is a new best.
     """
 
@@ -122,6 +123,7 @@ class Run:
     stores: list[MemoryCheckpoints] = field(default_factory=list)
     restored_from: str = "start"
     rewinds: list[tuple[int, int]] = field(default_factory=list)
+    saved_at: int = 0
     best_before: list[BestCheckpoint] | None = None
     _best_if_failed: list[BestCheckpoint] | None = None
 

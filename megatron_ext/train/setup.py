@@ -98,6 +98,7 @@ def build_run(
         saves=saves,
         stores=stores,
         restored_from=source,
+        saved_at=resume.saved_at,
     )
     # Data loaders that start draw a number from torch's generator. A run that starts draws it too,
     # as Megatron-LM does; a run that goes on has drawn it before it saved its state.

@@ -16,7 +16,8 @@ CANDIDATES = 16
 class Case:
     """One combination: texts of options in a layout, and names of further comparisons.
 
-    `other` is the layout that the checkpoint is continued in.
+    `other` is the layout that the checkpoint is continued in, and `strike` the seed that says when
+    a rank is killed.
     """
 
     number: int
@@ -25,6 +26,7 @@ class Case:
     layout: Layout = ONE
     judges: tuple[str, ...] = ()
     other: Layout | None = None
+    strike: int = 0
 
     @property
     def program(self) -> Program:
@@ -142,5 +144,6 @@ def cases_of(
         for name in names:
             wanted[name] -= 1
         other = draws.other_layout(case) if "relayout" in names else None
-        cases.append(replace(case, judges=tuple(names), other=other))
+        strike = dice.randrange(10**6) if "kill" in names else 0
+        cases.append(replace(case, judges=tuple(names), other=other, strike=strike))
     return cases

@@ -56,11 +56,16 @@ LAYOUTS_DIFFER: tuple[tuple[str, _Rule], ...] = (
 )
 """Why layouts differ by more than rounding; docs/numerics.md, "What is not invariant"."""
 
-RESUME_DIFFERS: tuple[tuple[str, _Rule], ...] = (
+NOT_IN_CHECKPOINTS: tuple[tuple[str, _Rule], ...] = (
     ("the optimizer is not kept", _on("no_save_optim")),
+    ("random numbers are not kept", lambda s: _on("no_save_rng")(s) and _dropout(s)),
+)
+"""Why a checkpoint does not hold all that a run needs to go on."""
+
+RESUME_DIFFERS: tuple[tuple[str, _Rule], ...] = (
+    *NOT_IN_CHECKPOINTS,
     ("the optimizer is not loaded", _on("no_load_optim")),
     ("--finetune starts at step 0", _on("finetune")),
-    ("random numbers are not kept", lambda s: _on("no_save_rng")(s) and _dropout(s)),
     ("random numbers are not loaded", lambda s: _on("no_load_rng")(s) and _dropout(s)),
     ("each --exit-interval ends a run", _on("exit_interval")),
 )
@@ -85,6 +90,42 @@ def reason_starts_differ(words: Sequence[str], layouts: Sequence[Layout]) -> str
 def reason_resume_differs(words: Sequence[str]) -> str | None:
     settings = settings_of(words)
     return next((text for text, rule in RESUME_DIFFERS if rule(settings)), None)
+
+
+def reason_restart_differs(words: Sequence[str], source: str, restored: int) -> str | None:
+    """Return why a run of which a rank was killed may differ from an undisturbed one.
+
+    A checkpoint may lack what a snapshot has, and the start lacks nothing.
+
+    Args:
+        source: what the run went on from, as its list of events says it.
+        restored: the iteration of that state.
+    """
+    settings = settings_of(words)
+    if _on("exit_interval")(settings) and restored:
+        if restored % int(settings["exit_interval"][1][0]) == 0:
+            return "each --exit-interval ends a run, also one that a fault keeps from ending"
+    if source != "checkpoint":
+        return None
+    return next((text for text, rule in NOT_IN_CHECKPOINTS if rule(settings)), None)
+
+
+def report_of_fewer_steps(words: Sequence[str], restored: int) -> int | None:
+    """Return the report that averages fewer steps since a run was restarted; None for none.
+
+    The steps before the restart in the same interval are missing from it. The first step counts
+    again in the first full interval (`IntervalMetrics.report_if_due`).
+    """
+    interval = int(settings_of(words).get("log_interval", (True, ("1",)))[1][0])
+    if restored % interval == 0 and restored != 1:
+        return None
+    return (restored // interval + 1) * interval
+
+
+def is_averaged(name: str) -> bool:
+    """Return whether a value of a report is a mean or a sum over the steps of an interval."""
+    counts = name in ("skipped_iterations", "nan_iterations")
+    return counts or ("loss" in name and name != "loss_scale")
 
 
 def reason_replicas_differ(kind: str, layouts: Sequence[Layout]) -> str | None:

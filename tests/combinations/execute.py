@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,11 +23,15 @@ from typing import IO, Any
 
 import torch
 
+from megatron_ext.faults import host
+from megatron_ext.faults.postmortem import Drawings
 from megatron_ext.train.reporting import files as plot
 from megatron_ext.train.reporting.files import read_metrics
 from megatron_ext.train.reporting.start import STARTED
 
 ROOT = Path(__file__).resolve().parents[2]
+SHARED = Path("/dev/shm")
+"""The folder in memory in which a run makes its host folder."""
 BUSY = 20.0
 """Seconds of computing after which a process of a tiny run counts as hanging, however late its wall
 clock is on a busy machine."""
@@ -127,11 +131,12 @@ def execute(
     limit: float,
     pictures: bool = False,
     stdin: Path | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> Ended:
     """Run ``main`` in a process of its own.
 
     Its files in the work directory begin with its name. After ``limit`` seconds it counts as
-    hanging. ``pictures`` draws ``loss.png``, which takes a third of the time of a short run.
+    hanging. ``pictures`` draws ``loss.png`` and post-mortems, which takes longer than a short run.
     """
     temporary = folder / f"{name}.tmp"
     temporary.mkdir()
@@ -141,6 +146,7 @@ def execute(
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
+        os.environ.update(environment or {})
         _child(main, folder, temporary, (stdin or Path(os.devnull), out, err), pictures)
     code = _wait(pid, begin + limit)
     seconds = time.monotonic() - begin
@@ -152,6 +158,10 @@ def execute(
         # Empty folders of torch's loaders stay where a run ends before its data.
         files = sorted(name for name in names if not name.startswith(("torch_", "pymp-")))
         left += [f"{x} is left in the temporary folder" for x in files]
+    for shared in SHARED.glob(f"{_host_prefix(pid)}*"):
+        if code is not None:
+            left.append(f"{shared} is left behind")
+        shutil.rmtree(shared, ignore_errors=True)
     shutil.rmtree(temporary, ignore_errors=True)
     metrics = folder / name / "metrics.jsonl"
     rows = read_metrics(metrics) if metrics.exists() else []
@@ -178,8 +188,10 @@ def _child(
         faulthandler.register(signal.SIGXCPU, all_threads=True, file=2)
         os.chdir(folder)
         os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
+        host._PREFIX = _host_prefix(os.getpid())
         if not pictures:
-            plot.LossPlot._draw = lambda self: None  # type: ignore[method-assign]
+            plot.LossPlot.close = lambda self: None  # type: ignore[method-assign]
+            Drawings.start = lambda self, folder: None  # type: ignore[method-assign]
         code = main() or 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -192,6 +204,11 @@ def _child(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _host_prefix(pid: int) -> str:
+    """Return how the names of the host folders begin that a program makes, by its process."""
+    return f"megatron_ext_{os.getuid()}_{pid}_of_case_"
 
 
 def _stream(number: int) -> IO[str]:

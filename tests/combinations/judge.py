@@ -4,7 +4,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ext.faults.inject import as_variable, record_file
 from tests.checkpoint.tiny import whole_tensors
+from tests.combinations import kills
 from tests.combinations.draw import Case, has
 from tests.combinations.exceptions import (
     NOT_IN_LOGS,
+    is_averaged,
     reason_layouts_differ,
     reason_replicas_differ,
+    reason_restart_differs,
     reason_resume_differs,
     reason_starts_differ,
+    report_of_fewer_steps,
     tolerance_of,
 )
 from tests.combinations.execute import Ended, execute
@@ -71,18 +76,24 @@ class Bench:
     limit: float
     verdict: Verdict = field(default_factory=lambda: Verdict("trained"))
 
-    def run(self, name: str, more: Sequence[str] = (), layout: Layout | None = None) -> Ended:
+    def run(
+        self,
+        name: str,
+        more: Sequence[str] = (),
+        layout: Layout | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Ended:
         words = self.case.words(str(self.data), layout)
         saved = "--save-interval" in words
         interval = [] if saved else ["--save-interval", str(self.case.program.saved_at)]
         words = [*words, "--save", name, *interval, *more]
-        self.verdict.commands.append(shown(self.case, words))
+        self.verdict.commands.append(shown(self.case, words, environment or {}))
         ranks = (layout or self.case.layout).ranks
         busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
         limit = self.limit * (1 + ranks / 4) * min(busy, 3.0)
         return execute(
             lambda: self.case.program.main(words), self.folder, name=name, limit=limit,
-            pictures=self.case.number % 16 == 0,
+            pictures=self.case.number % 16 == 0, environment=environment,
         )  # fmt: skip
 
     def trained(self, ended: Ended, *, goes_on: bool = False) -> bool:
@@ -191,11 +202,8 @@ def _resume(bench: Bench, first: Ended) -> None:
     got = {row["iteration"]: logged(row) for row in steps(second)}
     if wanted != got:
         raise _Failed("resume differs", _first_difference(got, wanted))
-    last = f"iter_{bench.case.program.iterations:07d}"
-    folders = [bench.folder / name / last for name in ("a", "b")]
-    if all(folder.is_dir() for folder in folders):
-        if names := differing_tensors(*folders):
-            raise _Failed("resume differs", f"in the last checkpoint: {', '.join(names[:5])}")
+    if names := differing_last(bench, "b"):
+        raise _Failed("resume differs", f"in the last checkpoint: {', '.join(names[:5])}")
     bench.verdict.compared.append("resume")
 
 
@@ -232,7 +240,38 @@ def _elsewhere(bench: Bench, name: str, first: Ended, layout: Layout, at: int = 
         _close(bench, name, *((theirs, mine) if at else (mine, theirs)))
 
 
-_JUDGES = {"resume": _resume, "relayout": _relayout, "one rank": _one_rank}
+def _kill(bench: Bench, first: Ended) -> None:
+    """Kill a rank; the run goes on, and neither the rows nor the last checkpoint may differ."""
+    words, strike = bench.case.words(str(bench.data)), bench.case.strike
+    folders = [bench.folder / name for name in ("k.faults", "a", "k")]
+    folders[0].mkdir()
+    fault = kills.draw(strike, steps(first))
+    more = kills.flags(strike, words)
+    second = bench.run("k", more, environment=as_variable([fault], folders[0]))
+    if not bench.trained(second):
+        raise _Failed("kill refused", second.err.strip())
+    if not record_file(folders[0], 0).exists():
+        bench.verdict.excused["kill"] = f"the run has no {fault.at} to be killed in"
+        return
+    if problems := kills.problems(*folders):
+        raise _Failed("kill untold or unfinished", "\n".join(problems))
+    source, restored = kills.restart_of(folders[2])
+    if reason := reason_restart_differs(words, source, restored):
+        bench.verdict.excused["kill"] = reason
+        return
+    wanted, got = ({row["iteration"]: logged(row) for row in steps(x)} for x in (first, second))
+    short = report_of_fewer_steps(words, restored)
+    for rows in (wanted, got):
+        if short in rows:
+            rows[short] = {k: v for k, v in rows[short].items() if not is_averaged(k)}
+    if wanted != got:
+        raise _Failed("kill differs", _first_difference(got, wanted))
+    if names := differing_last(bench, "k"):
+        raise _Failed("kill differs", f"in the last checkpoint: {', '.join(names[:5])}")
+    bench.verdict.compared.append(f"kill, restarted from {source}")
+
+
+_JUDGES = {"resume": _resume, "relayout": _relayout, "one rank": _one_rank, "kill": _kill}
 
 
 def _vocabularies_differ(bench: Bench, name: str, a: Ended, b: Ended) -> bool:
@@ -280,6 +319,15 @@ def _first_difference(got: dict[int, Any], wanted: dict[int, Any]) -> str:
     return ""
 
 
+def differing_last(bench: Bench, name: str) -> list[str]:
+    """Return tensors in which the last checkpoint of a run differs from that of the first run."""
+    last = f"iter_{bench.case.program.iterations:07d}"
+    folders = [bench.folder / run / last for run in ("a", name)]
+    if not folders[0].is_dir():
+        return []
+    return differing_tensors(*folders) if folders[1].is_dir() else ["all, for there is none"]
+
+
 def differing_tensors(a: Path, b: Path) -> list[str]:
     """Return names of tensors that only one of two checkpoints has, or that differ in bits."""
     mine, theirs = (whole_tensors(path, path.with_suffix(".whole")) for path in (a, b))
@@ -296,7 +344,8 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-def shown(case: Case, words: Sequence[str]) -> str:
+def shown(case: Case, words: Sequence[str], environment: Mapping[str, str]) -> str:
     import shlex
 
-    return f"python {case.program.script} {shlex.join(words)}"
+    before = "".join(f"{name}={shlex.quote(value)} " for name, value in environment.items())
+    return f"{before}python {case.program.script} {shlex.join(words)}"

@@ -2,6 +2,7 @@
 
 python tests/combinations/run.py --seed 7 --cases 100
 python tests/combinations/run.py --seed 7 --cases 1000 --resume 200 --relayout 200 --jobs 2
+python tests/combinations/run.py --seed 7 --cases 100 --kill 100
 python tests/combinations/run.py --replay 'CASE'    # as a failure prints it
 """
 
@@ -181,6 +182,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--resume", type=int, help="cases that are resumed; default: a fifth")
     parser.add_argument("--relayout", type=int, help="cases continued in another layout")
     parser.add_argument("--one", type=int, help="cases compared with one rank; default: half")
+    parser.add_argument("--kill", type=int, help="cases in which a rank is killed")
     parser.add_argument("--max-ranks", type=int, default=8, help="of a layout")
     parser.add_argument("--jobs", type=int, default=1, help="cases side by side")
     parser.add_argument("--minutes", type=float, help="start no case after this")
@@ -194,13 +196,14 @@ def main(argv: list[str]) -> int:
         load()
         return OTHERS[arguments.kind].search(arguments, inputs.make(arguments.data))
     arguments.cases = 100 if arguments.cases is None else arguments.cases
-    for name, share in (("resume", 5), ("relayout", 5), ("one", 2)):
+    for name, share in (("resume", 5), ("relayout", 5), ("one", 2), ("kill", 5)):
         if getattr(arguments, name) is None:
             setattr(arguments, name, arguments.cases // share)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if arguments.replay is not None:
         return search([replayed(arguments.replay)], arguments)
     judged = {"resume": arguments.resume, "relayout": arguments.relayout, "one rank": arguments.one}
+    judged["kill"] = arguments.kill
     number = arguments.start + arguments.cases
     cases = cases_of(arguments.kind, arguments.seed, number, judged, arguments.max_ranks)
     return search(cases[arguments.start :], arguments)

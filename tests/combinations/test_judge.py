@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.faults import events, host, inject
+from megatron_ext.inspect.chaos.plan import MOMENTS
 from megatron_ext.train.reporting.start import STARTED
-from tests.combinations import layouts, programs
+from tests.combinations import kills, layouts, programs
 from tests.combinations.draw import Case, Draws
+from tests.combinations.exceptions import report_of_fewer_steps
 from tests.combinations.judge import judge
 from tests.combinations.options import (
     FIXED,
@@ -39,6 +42,7 @@ def _train(words: list[str], loss: float = 1.0) -> int:
     folder = Path(words[words.index("--save") + 1])
     folder.mkdir()
     row = {"kind": "train", "iteration": 1, "lm loss": loss, "grad_norm": 1.0}
+    row["seconds_per_iteration"] = 0.1
     (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     return 0
 
@@ -75,6 +79,7 @@ def _leave_a_process(words: list[str]) -> int:
         (_sleep, "hang", "in _sleep"),
         (lambda words: tempfile.mkdtemp("", "mine_") and _train(words), "left behind", "mine_"),
         (_leave_a_process, "left behind", "processes"),
+        (lambda words: host._make(None) and _train(words), "left behind", "/dev/shm/megatron_ext_"),
         (lambda words: _train(words, float("nan")), "not finite", "lm loss is nan"),
         (lambda words: 3, "exit code 3", ""),
     ],
@@ -86,6 +91,69 @@ def test_each_end_has_a_name(
     monkeypatch.setitem(programs.PROGRAMS, "gpt", fake)
     verdict = judge(Case(1, "gpt"), tmp_path, tmp_path, limit=1.0)
     assert verdict.kind == kind and text in verdict.text
+
+
+def _killed(
+    *,
+    loss: float = 1.0,
+    rank: int = 1,
+    kind: str = "fault",
+    left: str = "faults.jsonl",
+    restored: int = 0,
+) -> Main:
+    """Return a program that behaves like a run whose rank 1 is killed where a fault is injected."""
+
+    def main(words: list[str]) -> int:
+        if inject.VARIABLE not in os.environ:
+            return _train(words)
+        code, folder = _train(words, loss), Path(words[words.index("--save") + 1])
+        (folder / left).touch()
+        events.append_event(folder, kind, rank=rank, cause="SIGKILL")
+        events.append_event(folder, "restart", restored_from="memory", restored_iteration=restored)
+        records = Path(json.loads(os.environ[inject.VARIABLE])["folder"])
+        inject.record_file(records, 0).write_text('{"rank": 1}')
+        return code
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ("main", "kind", "text"),
+    [
+        (_killed(), "trained", ""),
+        (_killed(loss=2.0), "kill differs", "step 1: lm loss is 2.0 for 1.0"),
+        (_killed(rank=0), "kill untold or unfinished", "rank 1 was killed, but (rank, cause)"),
+        (_killed(kind="slow_rank"), "kill untold or unfinished", "of the events are []"),
+        (_killed(left="iter_0000002.tmp"), "kill untold or unfinished", "iter_0000002.tmp is left"),
+    ],
+)
+def test_a_run_that_is_killed_tells_it_and_ends_alike(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, main: Main, kind: str, text: str
+) -> None:
+    fake = dataclasses.replace(programs.GPT, main=main)
+    monkeypatch.setitem(programs.PROGRAMS, "gpt", fake)
+    verdict = judge(Case(1, "gpt", judges=("kill",)), tmp_path, tmp_path, limit=5.0)
+    assert verdict.kind == kind and text in verdict.text
+    assert verdict.compared == (["kill, restarted from memory"] if kind == "trained" else [])
+
+
+@pytest.mark.parametrize(
+    ("interval", "restored", "report"),
+    [(1, 0, None), (1, 1, 2), (1, 2, None), (2, 0, None), (2, 1, 2), (2, 2, None), (2, 3, 4)],
+)
+def test_the_report_after_a_restart_within_its_interval_averages_fewer_steps(
+    interval: int, restored: int, report: int | None
+) -> None:
+    words = ["--log-interval", str(interval)]
+    assert report_of_fewer_steps(words, restored) == report
+
+
+def test_kills_strike_at_every_moment_of_a_run() -> None:
+    rows = [{"iteration": step, "seconds_per_iteration": 0.1} for step in (1, 2, 3, 4)]
+    drawn = [kills.draw(seed, rows) for seed in range(300)]
+    assert {fault.at for fault in drawn} == {"start", "save", "end of save", *MOMENTS}
+    assert {fault.iteration for fault in drawn} == {0, 1, 2, 3, 4}
+    assert kills.draw(7, rows) == drawn[7]
 
 
 def test_a_failure_shrinks_to_its_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -69,6 +69,19 @@ def test_a_run_resumes_to_the_same_bits(case: Case) -> None:
     passes(case)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        *numbers("gpt", 3, "kill", slow=60, seed=19),
+        *numbers("sft", 1, "kill", slow=20, seed=19),
+        *numbers("flow", 1, "kill", slow=20, seed=19),
+        *numbers("streaming", 1, "kill", slow=20, seed=19),
+    ],
+)
+def test_a_run_goes_on_after_a_kill_as_if_there_had_been_none(case: Case) -> None:
+    passes(case)
+
+
 @pytest.mark.parametrize("case", numbers("gpt", 10, "relayout", slow=40, seed=17))
 def test_a_run_goes_on_in_another_layout(case: Case) -> None:
     passes(case)

@@ -146,6 +146,24 @@ def _write_forever(path: Path, started: Any) -> None:
             pass
 
 
+def test_a_phase_ends_whose_beginning_a_listener_refuses(
+    board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = open_slot(board, 0, tmp_path, monkeypatch)
+    recorder.step(1)
+
+    def refuse(name: str, iteration: int, detail: Any) -> None:
+        if detail == "begin":
+            raise RuntimeError
+
+    recorder.listeners.append(refuse)
+    with pytest.raises(RuntimeError), recorder.phase("update"):
+        pass
+    [seen] = board.read()
+    assert seen.phase == "other"
+    assert [event.name for event in seen.events] == ["step", "update", "RuntimeError", "update"]
+
+
 def test_a_reader_never_sees_a_torn_event(board: Board, tmp_path: Path) -> None:
     fork = multiprocessing.get_context("fork")
     started = fork.Event()

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from megatron_ext.checkpoint.files import folder_of, published, read_tracker
 from megatron_ext.config.fault_tolerance import FaultToleranceConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
@@ -152,6 +154,32 @@ def test_a_run_with_four_faults_ends_as_one_without(
     assert shown.out.count("> loaded ") == 3  # the first restart begins at step 0 again
     assert shared.read_text() != "None" and not Path(shared.read_text()).exists()
     assert set(psutil.Process().children()) <= set(before)
+
+
+class EndedAtItsEnd(Struck):
+    """Kills a rank after the last step for the first time, just before the last save."""
+
+    def on_train_end(self) -> None:
+        if here(self.run)[:2] == (1, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_save_that_a_fault_has_ended_is_made_up_for(tmp_path: Path) -> None:
+    """The state itself is in memory; that of step 2 is a checkpoint that was never published."""
+
+    def strike(run: Run) -> None:
+        if here(run) == (0, 0, 3):
+            shutil.rmtree(folder_of(tmp_path, 2))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    task = dataclasses.replace(GPT, callbacks=(partial(EndedAtItsEnd, strike=strike),))
+    words = "--train-iters 5 --save-interval 2 --max-restarts 3 --peer-checkpoint-interval 1"
+    flags = [*FLAGS, *words.split(), "--nproc-per-node", "2", "--save", str(tmp_path)]
+    assert main(task, flags) == 0
+    restarts = [x["restored_from"] for x in read_events(tmp_path) if x["kind"] == "restart"]
+    assert restarts == ["memory"]  # The second one has no step left.
+    assert published(tmp_path) == [3, 4, 5]
+    assert read_tracker(tmp_path) == 5
 
 
 def test_a_fault_that_comes_back_and_the_last_restart_end_the_run(

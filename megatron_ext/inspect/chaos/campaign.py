@@ -17,6 +17,8 @@ from megatron_ext.inspect.chaos.outcome import Result, Row, Truth, digests, judg
 from megatron_ext.inspect.chaos.plan import Case, completed
 from megatron_ext.inspect.chaos.run import run_program
 from megatron_ext.inspect.layouts import NamedLayout
+from megatron_ext.train.reporting.files import read_metrics
+from megatron_ext.train.reporting.goodput import account
 from megatron_ext.train.task import Task, TaskChoice
 
 _SECONDS_FOR_A_RUN = 60.0
@@ -94,9 +96,10 @@ class Campaign:
 
     def point(self, result: Result) -> Point:
         """Return the goodput that a long run with faults has had, and its rate of faults."""
-        useful = result.case.steps * self.costs(result.case.layout).step
-        hours = result.seconds / 3600.0
-        return Point(len(result.case.faults) / hours, useful / result.seconds)
+        assert result.folder is not None
+        save = result.folder / "save"
+        goodput = account(read_metrics(save / "metrics.jsonl"), read_events(save))
+        return Point(len(result.case.faults) / (goodput.wall / 3600.0), goodput.share)
 
     def run(self, case: Case) -> Result:
         """Run a case, and return what became of its faults."""
@@ -113,7 +116,8 @@ class Campaign:
             environment=as_variable(case.faults, records),
             deadline=deadline,
         )
-        return judge(case, ended, folder / "save", records, truth)
+        most = self._snapshot_interval
+        return judge(case, ended, folder / "save", records, truth, most_lost=most)
 
     def _folder(self, name: str) -> Path:
         folder = self.folder / name

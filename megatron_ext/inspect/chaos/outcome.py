@@ -49,8 +49,6 @@ RESTARTS = {kind for kind, (event, _) in TOLD.items() if event == "fault"}
 SECONDS_UNTIL_SLOWNESS_IS_TOLD = 50.0
 """Time after which a rank that stays slow must have been told: the ranks' times are measured every
 15 seconds, and a rank must be slow in two measurements in a row."""
-MOST_STEPS_LOST = 1
-"""Steps that a fault may cost where a copy of the state is in memory."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +136,13 @@ def steps_of(save: Path) -> dict[int, Row]:
     return {row["iteration"]: row for row in rows if row["kind"] == "train"}
 
 
-def judge(case: Case, ended: Ended, save: Path, records: Path, truth: Truth) -> Result:
-    """Compare what a run with faults told and reached with what was done to it."""
+def judge(
+    case: Case, ended: Ended, save: Path, records: Path, truth: Truth, *, most_lost: int = 1
+) -> Result:
+    """Compare what a run with faults told and reached with what was done to it.
+
+    ``most_lost`` are the steps that a fault may cost where a copy of the state is in memory.
+    """
     struck = [_read(record_file(records, index)) for index in range(len(case.faults))]
     events, begun = read_events(save), _begun(records)
     times = sorted(row["time"] for row in struck if row)
@@ -150,7 +153,7 @@ def judge(case: Case, ended: Ended, save: Path, records: Path, truth: Truth) -> 
             continue
         until = min((time for time in times if time > row["time"]), default=float("inf"))
         later = [event for event in events if row["time"] <= event["time"]]
-        outcomes.append(_outcome(fault, row, later, begun, until))
+        outcomes.append(_outcome(fault, row, later, begun, until, most_lost))
     problems = _problems(ended)
     different = None
     if ended.code == 0:
@@ -165,7 +168,12 @@ def judge(case: Case, ended: Ended, save: Path, records: Path, truth: Truth) -> 
 
 
 def _outcome(
-    fault: Fault, row: Row, events: Sequence[Row], begun: list[Row], until: float
+    fault: Fault,
+    row: Row,
+    events: Sequence[Row],
+    begun: list[Row],
+    until: float,
+    most_lost: int,
 ) -> Outcome:
     kind, causes = TOLD[fault.kind]
     mine = [event for event in events if event["time"] < until]
@@ -190,7 +198,7 @@ def _outcome(
     lost, resumed = _steps_lost(row, begun, until)
     restored = None if restart is None else restart.get("restored_from")
     if restart is not None:
-        if fault.kind != "corrupt checkpoint" and (lost or 0) > MOST_STEPS_LOST:
+        if fault.kind != "corrupt checkpoint" and (lost or 0) > most_lost:
             problems.append(f"{lost} steps were lost")
     elif fault.kind in RESTARTS:
         problems.append("no restart was told")

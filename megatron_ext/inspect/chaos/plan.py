@@ -106,16 +106,20 @@ def draw_by_time(
     *,
     step_seconds: float,
 ) -> Case:
-    """Draw faults that come by chance, ``per_minute`` on average, in a run of ``minutes``."""
+    """Draw faults that come by chance, ``per_minute`` on average, in a run of ``minutes``.
+
+    Those that come close together are moved apart, so that each can be told.
+    """
     random = Random(f"{layout.name} {seed} by time")
     clock, kinds_and_times = 0.0, []
     while (clock := clock + random.expovariate(per_minute / 60.0)) < 60.0 * minutes:
         kinds_and_times.append((random.choice(kinds), clock))
     drawn = draw([kind for kind, _ in kinds_and_times], layout, seed, step_seconds=step_seconds)
-    faults = [
-        dataclasses.replace(fault, iteration=max(FIRST, round(time / step_seconds)))
-        for fault, (_, time) in zip(drawn.faults, kinds_and_times, strict=True)
-    ]
+    faults, after = list[Fault](), FIRST
+    for fault, (_, time) in zip(drawn.faults, kinds_and_times, strict=True):
+        iteration = max(after, round(time / step_seconds))
+        faults.append(dataclasses.replace(fault, iteration=iteration))
+        after = iteration + APART
     return Case(layout, seed, tuple(faults), round(60.0 * minutes / step_seconds))
 
 
