@@ -111,12 +111,12 @@ def test_a_marker_of_a_part_names_files_of_its_folder(tmp_path: Path) -> None:
     folder.mkdir()
     counts = {"lines": 1, "documents": 1, "tokens": 1, "rejected": 0}
     done = PartMarker("p000000.1", "key", **counts, sizes={}, host="a", seconds=1.0, ended=2.0)
-    marker_path(folder, 0).write_text(json.dumps(dataclasses.asdict(done)))
+    marker_path(folder, "key", 0).write_text(json.dumps(dataclasses.asdict(done)))
     assert read_marker(folder, "key", 0) == done
     assert read_marker(folder, "other", 0) is None
     for changed in ({"stem": "../secret"}, {"sizes": {"../secret.bin": 4}}):
         strange = dataclasses.replace(done, **changed)  # type: ignore[arg-type]
-        marker_path(folder, 0).write_text(json.dumps(dataclasses.asdict(strange)))
+        marker_path(folder, "key", 0).write_text(json.dumps(dataclasses.asdict(strange)))
         assert read_marker(folder, "key", 0) is None
 
 

@@ -201,8 +201,8 @@ def _remove_other_shards(options: PreprocessOptions, count: int) -> None:
         before, after = options.dataset_prefix(key, "*").rsplit("*", 1)
         for kind in ("idx", "bin"):
             for name in glob.glob(f"{glob.escape(before)}[0-9]*{glob.escape(after)}.{kind}"):
-                number = name[len(before) :].partition("_")[0]
-                if len(number) >= 5 and number.isdigit() and int(number) >= count:
+                number = name[len(before) :].removesuffix(f"{after}.{kind}")
+                if len(number) == 5 and number.isdigit() and int(number) >= count:
                     os.unlink(name)
 
 

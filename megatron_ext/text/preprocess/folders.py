@@ -69,8 +69,16 @@ def _saved_files(folder: str, state: str) -> list[str]:
 
 
 def texts_below(folder: str) -> Iterator[tuple[str, int]]:
-    """Yield path and size of each file below a folder, sorted; hidden ones are left out."""
-    entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    """Yield path and size of each file below a folder, sorted; hidden ones are left out.
+
+    Raise a DataError for a folder that cannot be read.
+    """
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as error:
+        raise DataError(
+            f"{folder} in `--input` cannot be read ({error.strerror}); check its permissions."
+        ) from None
     for entry in entries:
         if entry.name.startswith("."):
             continue

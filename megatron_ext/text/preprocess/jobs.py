@@ -19,6 +19,9 @@ from megatron_ext.text.preprocess.parts import PartWriter, read_marker
 ATTEMPTS = 3
 """How often a part is tried whose worker dies or whose machine fails, before the run gives up."""
 
+SECONDS_FOR_FILES = 30.0
+"""How long the files of another machine may take to be seen here, as on NFS."""
+
 Say = Callable[[str], None]
 
 

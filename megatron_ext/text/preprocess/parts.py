@@ -1,10 +1,10 @@
 """Files of encoded input parts in `<prefix>.parts/`, from which a killed run is resumed.
 
 The files `<stem>.k<key>.s<stream>.bin`, `.len` and `.doc` hold a part's tokens, tokens per sequence
-and sequences per document; `<stem>.rejected` holds refused lines. The marker `<part>.json` is
-renamed into place last, so that its existence means complete files. A random number in the stem
-prevents a worker that outlives its killed run, on this machine or another one, from writing into
-files of the next run.
+and sequences per document; `<stem>.rejected` holds refused lines. The marker `<part>.<plan>.json`
+is renamed into place last, so that its existence means complete files. A random number in the stem,
+and the key of the plan in the marker's name, prevent a worker that outlives its killed run, on this
+machine or another one, from writing into files of the next run.
 """
 
 import json
@@ -27,6 +27,8 @@ from megatron_ext.text.preprocess.encode import Encoded
 from megatron_ext.text.preprocess.inputs import Part
 
 _FORMAT = 2
+SLURM_JOB = "slurm_job"
+"""The file with the number of the job array that encodes parts now."""
 _SECONDS_FOR_DYING_WORKERS = 1.0
 
 
@@ -106,7 +108,8 @@ class PartWriter:
             ended=time.time(),
             **self._counts,
         )
-        replace_file(marker_path(self._folder, self._number), json.dumps(asdict(done)))
+        path = marker_path(self._folder, self._key, self._number)
+        replace_file(path, json.dumps(asdict(done)))
 
     def abandon(self) -> None:
         for name, stream in self._files.items():
@@ -114,15 +117,15 @@ class PartWriter:
             (self._folder / name).unlink(missing_ok=True)
 
 
-def marker_path(folder: Path, number: int) -> Path:
-    """Return the path of the JSON file that marks a part as finished."""
-    return folder / f"p{number:06}.json"
+def marker_path(folder: Path, key: str, number: int) -> Path:
+    """Return the path of the JSON file that marks a part of the plan with this key as finished."""
+    return folder / f"p{number:06}.{key}.json"
 
 
 def read_marker(folder: Path, key: str, number: int) -> PartMarker | None:
     """Return the marker of a part of the plan with this key; None without one, or if files lack."""
     try:
-        done = PartMarker(**json.loads(marker_path(folder, number).read_bytes()))
+        done = PartMarker(**json.loads(marker_path(folder, key, number).read_bytes()))
         if any(Path(name).name != name for name in (done.stem, *done.sizes)):
             return None
         whole = all(os.path.getsize(folder / name) == size for name, size in done.sizes.items())
@@ -245,8 +248,9 @@ class WorkDirectory:
         self.begin(self._plan.fingerprint, self._plan.parts)
 
     def clear(self) -> None:
+        """Remove what an earlier run has left, but for its job, which may have to be cancelled."""
         for path in self.folder.iterdir():
-            if path.name != "lock":
+            if path.name not in ("lock", SLURM_JOB):
                 path.unlink()
 
     def finished(self, count: int) -> dict[int, PartMarker]:

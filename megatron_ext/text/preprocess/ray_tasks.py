@@ -5,6 +5,7 @@ for all tasks of a run that it gets.
 """
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,14 @@ from megatron_ext.errors import ConfigError, MachineFault, MegatronExtError
 from megatron_ext.text.preprocess.inputs import Part
 from megatron_ext.text.preprocess.jobs import (
     ATTEMPTS,
+    SECONDS_FOR_FILES,
     Build,
     Job,
     Say,
     StopAtLine,
     bad_line,
     encode_part,
+    unfinished,
 )
 from megatron_ext.text.preprocess.options import PreprocessOptions
 from megatron_ext.text.preprocess.parts import read_marker
@@ -118,6 +121,9 @@ def encode_by_ray(job: Job, todo: Sequence[int], say: Say) -> None:
                 done += job.parts[number].num_bytes
                 documents += marker.documents if marker else 0
             progress.show(done, documents)
+        until = time.monotonic() + SECONDS_FOR_FILES
+        while unfinished(job, todo) and time.monotonic() < until:
+            time.sleep(0.5)
     finally:
         for reference in running:
             ray.cancel(reference, force=True)

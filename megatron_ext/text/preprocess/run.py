@@ -124,6 +124,12 @@ def plan_for_slurm(options: PreprocessOptions, build: Build, say: Say = say_to_s
             )
         job = _job(options, work, parts, build, encoding, say)
         todo = unfinished(job, range(len(parts)))
+        if not todo:
+            raise ConfigError(
+                f"`--slurm-script` ({options.slurm_script}) would hold no work, since none of the "
+                f"{len(parts)} parts of the input is left to encode; run without the flag to join "
+                "them."
+            )
         write_script(job, todo, Path(options.slurm_script or ""), say)
         work.keep = True
 
@@ -162,13 +168,16 @@ def planned(
 def _sources(
     options: PreprocessOptions, files: Sequence[str], folder: Path, say: Say
 ) -> list[Source]:
-    """Return what is to be cut: files, copies of streams and of packed files, lists of texts."""
+    """Return what is to be cut: files, copies of streams and of packed files, lists of texts.
+
+    Their paths are absolute, so that a run that is resumed in another folder reads the same files.
+    """
     workers = options.all_workers
     copied = inputs.needs_spool(files, workers)
     sources = []
     for i, path in enumerate(files):
         shown = "standard input" if path == "-" else path
-        target = folder / f"unpacked{i}.jsonl"
+        target = Path(os.path.abspath(folder)) / f"unpacked{i}.jsonl"
         if path in copied:
             verb = "Copying" if is_stream(path) else "Unpacking"
             say(f"{verb} {shown} into {folder}, to share it among {workers} workers.")
@@ -176,10 +185,10 @@ def _sources(
             sources.append(Source(str(target), shown, packing_of(str(target))))
         elif packing_of(path) == "texts":
             key_of_texts(path, options.columns)
-            write_list(path, target)
+            write_list(os.path.abspath(path), target)
             sources.append(Source(str(target), shown, "texts"))
         else:
-            sources.append(Source(path, shown, packing_of(path)))
+            sources.append(Source(os.path.abspath(path), shown, packing_of(path)))
     return sources
 
 

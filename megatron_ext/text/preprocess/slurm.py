@@ -18,15 +18,20 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megatron_ext.errors import ConfigError, DataError, MachineFault
-from megatron_ext.text.preprocess.jobs import ATTEMPTS, Job, Say
-from megatron_ext.text.preprocess.parts import PartMarker, read_marker, replace_file
+from megatron_ext.text.preprocess.jobs import ATTEMPTS, SECONDS_FOR_FILES, Job, Say
+from megatron_ext.text.preprocess.parts import (
+    SLURM_JOB,
+    PartMarker,
+    read_marker,
+    replace_file,
+)
 from megatron_ext.text.preprocess.progress import Progress
 from megatron_ext.text.tokenizers.fast import InexactEngine
 
 _LONGEST_PAUSE = 15.0
-_SECONDS_FOR_FILES = 30.0
-"""How long the files of another machine may take to be seen here, as on NFS."""
 _TASKS_OF_ONE_PART = 100
+_UNKNOWN = "unknown: "
+"""The beginning of a state where squeue answers with an error."""
 _SCRIPT = """#!/usr/bin/env bash
 #SBATCH --job-name=preprocess
 #SBATCH --ntasks=1
@@ -59,8 +64,9 @@ exec "${{TASK[@]}}"
 def write_script(job: Job, todo: Sequence[int], path: Path, say: Say) -> None:
     """Write the job script to ``path``, and the options for its tasks to the work directory."""
     options, folder = job.options, Path(os.path.abspath(job.folder))
-    about = {"options": asdict(options), "fast": job.fast, "cwd": os.getcwd()}
-    replace_file(folder / "job.json", json.dumps({"kind": type(options).__name__, **about}))
+    about = {"kind": type(options).__name__, "options": asdict(options), "key": job.key}
+    about |= {"fast": job.fast, "cwd": os.getcwd()}
+    replace_file(folder / "job.json", json.dumps(about))
     tasks = _dealt(todo, options.slurm_tasks)
     path.write_text(
         _SCRIPT.format(
@@ -150,9 +156,9 @@ def encode_by_slurm(job: Job, todo: Sequence[int], say: Say) -> None:
 
 def _forget_former_run(folder: Path) -> None:
     """Cancel the job of a coordinating process that was killed, and remove the errors of tasks."""
-    if (folder / "slurm_job").exists():
-        _call("scancel", (folder / "slurm_job").read_text())
-        (folder / "slurm_job").unlink()
+    if (folder / SLURM_JOB).exists():
+        _call("scancel", (folder / SLURM_JOB).read_text())
+        (folder / SLURM_JOB).unlink()
     for path in folder.glob("failed.*.json"):
         path.unlink()
 
@@ -169,6 +175,8 @@ class _Watch:
         """Show the progress; return the unfinished parts, or raise the error of a task."""
         for path in self._job.folder.glob("failed.*.json"):
             failed = json.loads(path.read_bytes())
+            if failed["key"] != self._job.key:  # of a task that has outlived its plan
+                continue
             if failed["kind"] == "inexact":
                 raise InexactEngine(failed["messages"][0])
             raise DataError(failed["messages"])
@@ -191,10 +199,11 @@ class _Array:
         done = _call("sbatch", *words)
         if done.returncode:
             raise ConfigError(
-                f"sbatch refused the job array ({_said(done)}); change `--slurm-args`."
+                f"sbatch refused the job array ({_said(done)}); change `--slurm-args` or "
+                "`--slurm-tasks`."
             )
         self.number = done.stdout.strip().partition(";")[0]
-        replace_file(folder / "slurm_job", self.number)
+        replace_file(folder / SLURM_JOB, self.number)
 
     def __enter__(self) -> "_Array":
         return self
@@ -202,15 +211,15 @@ class _Array:
     def __exit__(self, *_: object) -> None:
         if not self._ended:
             _call("scancel", self.number)
-        (self._folder / "slurm_job").unlink(missing_ok=True)
+        (self._folder / SLURM_JOB).unlink(missing_ok=True)
 
     def wait(self, watch: _Watch, say: Say) -> list[int]:
         """Wait until no task is left in the queue; return the unfinished parts."""
         pause, shown = 0.5, ""
         while True:
-            watch.look()
+            left = watch.look()
             states = self._queued()
-            if states is None:
+            if states is None or (not left and all(s.startswith(_UNKNOWN) for s in states)):
                 left = watch.look()
                 break
             kinds = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
@@ -220,7 +229,7 @@ class _Array:
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE)
         self._ended = True
-        until = time.monotonic() + _SECONDS_FOR_FILES
+        until = time.monotonic() + SECONDS_FOR_FILES
         while left and self._may_be_late(left) and time.monotonic() < until:
             time.sleep(0.5)
             left = watch.look()
@@ -233,7 +242,7 @@ class _Array:
         )
         if done.returncode:
             # A job that ended minutes ago is forgotten; other errors are those of a busy server.
-            return None if "Invalid job id" in done.stderr else Counter(["unknown: " + _said(done)])
+            return None if "Invalid job id" in done.stderr else Counter([_UNKNOWN + _said(done)])
         lines = [line.strip().replace(" (None)", "") for line in done.stdout.splitlines()]
         return Counter(filter(None, lines)) or None
 

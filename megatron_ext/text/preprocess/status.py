@@ -1,16 +1,17 @@
 """Tells how far a run is from the files in its work directory, without running anything."""
 
+import fcntl
 import glob
 import json
 import re
 import statistics
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -134,8 +135,9 @@ def _lines(
             f"{tqdm.format_interval(left * seconds / read)}."
         )
     for path in sorted(folder.glob("failed.*.json")):
-        for message in json.loads(path.read_bytes())["messages"]:
-            yield f"A task has failed: {message}"
+        with suppress(FileNotFoundError):
+            for message in json.loads(path.read_bytes())["messages"]:
+                yield f"A task has failed: {message}"
 
 
 def _started(folder: Path) -> float:
@@ -147,22 +149,25 @@ def _started(folder: Path) -> float:
 
 def _begun(folder: Path, markers: Sequence[PartMarker | None], now: float) -> int:
     """Return how many parts without a marker have files that were written to lately."""
-    names = {
-        path.name[1:7]
-        for path in folder.glob("p*.k0.s0.bin")
-        if now - path.stat().st_mtime < _SECONDS_OF_SILENCE
-    }
+    names = set()
+    for path in folder.glob("p*.k0.s0.bin"):
+        with suppress(FileNotFoundError):  # the run may end meanwhile
+            if now - path.stat().st_mtime < _SECONDS_OF_SILENCE:
+                names.add(path.name[1:7])
     numbers = {int(name) for name in names if name.isdigit()}
     return sum(number < len(markers) and markers[number] is None for number in numbers)
 
 
 def _is_held(folder: Path) -> bool:
-    """Tell whether a process holds the lock of the work directory."""
+    """Tell whether a process holds the lock of the work directory, which is not written."""
     try:
-        with FileLock(folder / "lock", timeout=0):
+        with open(folder / "lock", "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False
-    except Timeout:
+    except BlockingIOError:
         return True
+    except OSError:  # the run has ended meanwhile
+        return False
 
 
 def _show_datasets(prefix: str, console: Console) -> None:

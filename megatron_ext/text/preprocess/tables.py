@@ -124,7 +124,16 @@ def _parquet_rows(
 
 
 def _lines(batch: Any) -> bytes:
-    return b"".join(map(_line, batch.to_pylist()))
+    """Return rows as lines of JSON; one with a text that is not UTF-8 becomes a line that is not.
+
+    Such a line is refused with its number, as the line of a text file is.
+    """
+    try:
+        return b"".join(map(_line, batch.to_pylist()))
+    except UnicodeDecodeError as error:
+        if batch.num_rows == 1:
+            return bytes(error.object).replace(b"\n", b" ") + b"\n"
+        return b"".join(_lines(batch.slice(row, 1)) for row in range(batch.num_rows))
 
 
 def _line(row: dict[str, Any]) -> bytes:

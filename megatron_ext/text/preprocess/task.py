@@ -59,9 +59,18 @@ def finish(options: PreprocessOptions) -> int:
 
 
 def encode(folder: Path, saved: dict[str, Any], numbers: list[int]) -> None:
-    """Encode the parts with these numbers, but for those that are finished."""
+    """Encode the parts with these numbers, but for those that are finished.
+
+    Raise a DataError if the folder has another plan than the one that was ``saved`` for its tasks.
+    """
+    plan = read_plan(folder)
+    if plan.key != saved["key"]:
+        raise DataError(
+            f"The parts in {folder} were cut anew after this job had been submitted; submit the "
+            "job of the new parts instead."
+        )
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    options, plan = options_of(saved), read_plan(folder)
+    options = options_of(saved)
     sft = isinstance(options, SftPreprocessOptions)
     build: Build = conversation_encoding if sft else TextEncoding
     encoding = build(options)
@@ -91,7 +100,7 @@ def main(argv: list[str]) -> int:
     for message in messages:
         say_to_stderr(f"error: {message}")
     if kind != "fault":  # another attempt would end the same way
-        failed = {"kind": kind, "messages": messages}
+        failed = {"kind": kind, "messages": messages, "key": saved["key"]}
         replace_file(folder / f"failed.{secrets.token_hex(6)}.json", json.dumps(failed))
     return 1
 

@@ -30,6 +30,8 @@ SHINGLE = 5
 MAX_TOKENS = 1 << 20
 """Tokens of a document that are compared for near duplicates; what follows is not looked at."""
 _HASHES = 128
+_CACHED = 1 << 26
+"""Shingles that are kept in memory, of 8 bytes each, while pairs are compared."""
 _WANTED = 0.99
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
@@ -151,7 +153,9 @@ def _grouped(documents: Documents, candidates: Ints, keys: Words, threshold: flo
     leaders = np.arange(count)
     refused = np.zeros(0, dtype=np.int64)
 
-    @lru_cache(maxsize=4096)
+    longest = min(int(documents.lengths()[candidates].max()), MAX_TOKENS)
+
+    @lru_cache(maxsize=max(2, min(4096, _CACHED // longest)))
     def shingle_set(place: int) -> Words:
         tokens = documents.read(int(candidates[place]), MAX_TOKENS)
         return np.unique(shingles(tokens, np.array([0, len(tokens)]))[0])

@@ -76,6 +76,8 @@ def work(job, count, script):
         time.sleep(0.02)
 
 def squeue():
+    if os.path.exists("{folder}/busy"):
+        sys.exit("slurm_load_jobs error: Unable to contact slurm controller")
     for state in states(sys.argv[sys.argv.index("--jobs") + 1]).values():
         if state not in ENDED:
             print(f"{{state}} ({{'Priority' if state == 'PENDING' else 'None'}})")

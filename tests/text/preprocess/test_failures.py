@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_ext.data import indexed_writer
@@ -18,7 +19,7 @@ from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.preprocess import encode as texts
 from megatron_ext.text.preprocess import inputs
 from megatron_ext.text.preprocess import workers as worker_module
-from megatron_ext.text.preprocess.parts import WorkDirectory
+from megatron_ext.text.preprocess.parts import PartWriter, WorkDirectory, read_marker
 from tests.text import tiny
 from tests.text.preprocess.runs import (
     check_pair,
@@ -240,3 +241,28 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert read_pair(tmp_path / "out_text_document") == old
     assert run(tmp_path, tmp_path / "lines.jsonl")[0].resumed_parts > 0
     check_pair(tmp_path, texts_of(tiny.corpus(60)))
+
+
+def test_a_worker_that_outlives_its_plan_leaves_the_markers_of_the_next_one(tmp_path: Path) -> None:
+    """The worker begins a part after the next run has cleared the folder, and ends it last."""
+    for key in ("new", "old"):
+        writer = PartWriter(tmp_path, key, 0, 1, [np.dtype("uint16")])
+        writer.count(5, 5 if key == "new" else 4)
+        writer.finish()
+    found = read_marker(tmp_path, "new", 0)
+    assert found is not None and (found.key, found.documents) == ("new", 5)
+    assert read_marker(tmp_path, "other", 0) is None
+
+
+def test_a_run_resumed_in_another_folder_reads_the_same_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        tiny.write_jsonl(tmp_path / name / "in.jsonl", tiny.corpus(300, seed=ord(name)))
+    monkeypatch.chdir(tmp_path / "a")
+    stop_after(4, monkeypatch, tmp_path, Path("in.jsonl"))
+    monkeypatch.chdir(tmp_path / "b")
+    report, _ = run(tmp_path, "../a/in.jsonl")
+    assert report.resumed_parts == 4
+    check_pair(tmp_path, texts_of(tiny.corpus(300, seed=ord("a"))))

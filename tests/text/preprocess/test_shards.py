@@ -64,13 +64,15 @@ def test_shards_of_an_earlier_run_are_removed_and_the_way_to_use_them_is_said(
     from megatron_ext.text.preprocess.run import run_or_explain
 
     path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(60))
-    (tmp_path / "out_00090_title_document.bin").touch()
+    of_others = ["out_00090_sub_text_document.bin", "out_00090_title_document.bin"]
+    for name in of_others:
+        (tmp_path / name).touch()
     report, _ = run(tmp_path, path, shard_tokens=150)
     assert len(report.prefixes) > 10
     report, _ = run(tmp_path, path, shard_tokens=1000)
     count = len(report.prefixes)
     names = [f"out_{n:05}_text_document.{kind}" for n in range(count) for kind in ("bin", "idx")]
-    assert left_in(tmp_path) == [*names, "out_00090_title_document.bin"]
+    assert left_in(tmp_path) == [*names, *of_others]
     assert run_or_explain(lambda: report) == 0
     last = f"{tmp_path}/out_{{00000..{count - 1:05}}}_text_document"
     said = capsys.readouterr().err

@@ -1,16 +1,21 @@
 """Preprocessing in a job array of Slurm writes the bytes of one machine, over deaths and errors."""
 
+import json
 import subprocess
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_ext.errors import ConfigError, DataError, MachineFault
-from megatron_ext.text.preprocess.cli import main
-from megatron_ext.text.preprocess.slurm import numbers_of, ranges
+from megatron_ext.text.preprocess import task
+from megatron_ext.text.preprocess.cli import _run, main
+from megatron_ext.text.preprocess.parts import WorkDirectory
+from megatron_ext.text.preprocess.slurm import _forget_former_run, _Watch, numbers_of, ranges
+from megatron_ext.text.tokenizers.fast import InexactEngine
 from tests.text import tiny
 from tests.text.preprocess.faults import deaths, plant_deaths
 from tests.text.preprocess.runs import check_pair, left_in, run, texts_of
@@ -134,16 +139,53 @@ def test_without_slurm_or_where_it_refuses_the_run_says_so(
     )
     with pytest.raises(ConfigError, match=refused):
         run(tmp_path, path, **SLURM)
-    with pytest.raises(ConfigError, match="`--slurm-script` needs inputs that can be read again"):
-        words = ["--input", "/dev/null", "--output-prefix", str(tmp_path / "o"), "--executor=slurm"]
-        words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9", "--slurm-script", "s"]
-        _raise(words)
+    (tmp_path / "empty.jsonl").touch()
+    words = ["--output-prefix", str(tmp_path / "o"), "--executor=slurm", "--slurm-script", "s"]
+    words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9", "--input"]
+    for name, why in (
+        ("/dev/null", "needs inputs that can"),
+        ("empty.jsonl", r"\(s\) would hold"),
+    ):
+        with pytest.raises(ConfigError, match=f"`--slurm-script` {why}"):
+            _run([*words, str(tmp_path / name)])
 
 
-def _raise(words: list[str]) -> None:
-    from megatron_ext.text.preprocess.cli import _run
+def test_only_the_tasks_of_this_plan_end_the_run(tmp_path: Path) -> None:
+    options = SimpleNamespace(log_interval=1)
+    watch = _Watch(SimpleNamespace(folder=tmp_path, key="new", parts=[], options=options), [])
+    for key in ("former", "new"):
+        assert watch.look() == []
+        failed = {"kind": "inexact", "messages": ["ids differ"], "key": key}
+        (tmp_path / f"failed.{key}.json").write_text(json.dumps(failed))
+    with pytest.raises(InexactEngine, match="ids differ"):
+        watch.look()
 
-    _run(words)
+
+def test_a_queue_that_does_not_answer_delays_no_finished_run(slurm: Slurm, tmp_path: Path) -> None:
+    (slurm.folder / "busy").touch()
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(5))
+    _, said = run(tmp_path, path, workers=1, **{**SLURM, "slurm_tasks": 1})
+    assert any("unknown: slurm_load_jobs error: Unable to contact" in line for line in said)
+    check_pair(tmp_path, texts_of(tiny.corpus(5)))
+
+
+def test_the_job_of_a_killed_run_is_cancelled_and_its_tasks_encode_nothing_of_the_next_plan(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", [{"txt": "x"}])
+    with pytest.raises(DataError, match="has no key 'text'"):
+        run(tmp_path, path, workers=1, **SLURM)
+    folder = tmp_path / "out.parts"
+    saved = json.loads((folder / "job.json").read_bytes())
+    with pytest.raises(DataError, match="were cut anew after this job had been submitted; submit"):
+        task.encode(folder, {**saved, "key": "former"}, [0])
+    (folder / "slurm_job").write_text("100")
+    with WorkDirectory(str(tmp_path / "out")) as work:
+        work.clear()
+        work.keep = True
+    _forget_former_run(folder)
+    assert slurm.cancelled() == ["100", "100"]
+    assert not (folder / "slurm_job").exists()
 
 
 def test_numbers_of_parts_are_written_short() -> None:

@@ -41,7 +41,7 @@ def test_a_run_is_followed_to_its_end(tmp_path: Path) -> None:
     words += ["--tokenizer-type", "SentencePieceTokenizer"]
     words += ["--tokenizer-model", str(tiny.sentencepiece_model())]
     with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
-        while not (tmp_path / "out.parts" / "p000000.json").exists():
+        while not list((tmp_path / "out.parts").glob("p000000.*.json")):
             assert process.poll() is None
             time.sleep(0.01)
         text = shown(tmp_path)
@@ -71,7 +71,9 @@ def test_a_stopped_run_and_its_failed_tasks_are_told(tmp_path: Path) -> None:
         run(tmp_path, f"{tmp_path}/*.jsonl", workers=1)
     failed = {"kind": "refused", "messages": ["99.jsonl line 1 has no key 'text'"]}
     (tmp_path / "out.parts" / "failed.0.json").write_text(json.dumps(failed))
+    (tmp_path / "out.parts" / "p000001.0.k0.s0.bin").symlink_to("gone")  # as if removed meanwhile
     text = shown(tmp_path)
+    (tmp_path / "out.parts" / "p000001.0.k0.s0.bin").unlink()
     assert cells(text, f"{tmp_path}/99.jsonl")[1] == "0/1"
     assert cells(text, "11 other inputs")[1] == "11/11"
     assert cells(text, "all")[1:4] == ["30/31", *cells(text, "all")[2:3], "90"]

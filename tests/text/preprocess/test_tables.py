@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -193,3 +194,31 @@ def test_without_pyarrow_tables_are_refused(
         ConfigError, match="in.arrow\\) is a file of the kind Arrow, which needs the"
     ):
         tables.group_sizes(str(path), "arrow stream", None)
+
+
+def test_a_row_that_is_not_utf8_is_refused_with_its_number(tmp_path: Path) -> None:
+    offsets, data = np.array([0, 3, 7, 10], np.int32), b"oneb\nd\xfftwo"
+    buffers = [None, pyarrow.py_buffer(offsets.tobytes()), pyarrow.py_buffer(data)]
+    column = pyarrow.Array.from_buffers(pyarrow.string(), 3, buffers)
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a.parquet line 2 is not UTF-8 \(byte 4 of the line\);"):
+        run(tmp_path, tmp_path / "a.parquet")
+    report, _ = run(tmp_path, tmp_path / "a.parquet", on_bad_line="quarantine")
+    assert (report.documents, report.rejected) == (2, 1)
+    check_pair(tmp_path, ["one", "two"])
+
+
+def test_a_folder_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_texts(tmp_path / "in", ["one"])
+    real = folders.os.scandir
+
+    def scandir(path: str) -> Any:
+        if path.endswith("000"):
+            raise PermissionError(13, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(folders.os, "scandir", scandir)
+    with pytest.raises(DataError, match=r"in/000 in `--input` cannot be read \(Permission denied"):
+        folders.files_of(str(tmp_path / "in"))
