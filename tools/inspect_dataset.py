@@ -36,7 +36,7 @@ from megatron_ext.text.tokenizers import build_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
 
 
-def main(argv: Sequence[str]) -> int:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("prefix", nargs="+", help="paths, with or without .bin/.idx")
     parser.add_argument("--samples", type=int, default=3, help="documents to show (3)")
@@ -54,7 +54,12 @@ def main(argv: Sequence[str]) -> int:
     )
     _add_quality_flags(parser)
     add_tokenizer_flags(parser)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Inspect the datasets of one command line; return the exit code."""
+    args = _parser().parse_args(argv)
     damaged, whole = False, list[str]()
     try:
         if args.samples < 0:

@@ -90,12 +90,7 @@ def parse_options(argv: Sequence[str]) -> tuple[PreprocessOptions, list[str]]:
         for flag, why in _NOT_HERE.items()
         if flag in given
     ]
-    known = [option for action in parser._actions for option in action.option_strings]
-    for flag in unknown:
-        near = difflib.get_close_matches(flag, known, n=1)
-        hint = f"did you mean `{near[0]}`?" if near else "see --help."
-        kind = "flag" if flag.startswith("-") else "argument"
-        wrong.append(f"Unknown {kind} `{flag}`; {hint}")
+    wrong += _about_unknown(parser, unknown)
     if wrong:
         raise ConfigError(wrong)
     no_effect = [(flag, why) for flag, why in _NO_EFFECT.items() if flag in given]
@@ -120,6 +115,18 @@ def parse_options(argv: Sequence[str]) -> tuple[PreprocessOptions, list[str]]:
     return PreprocessOptions(**chosen), notes
 
 
+def _about_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> list[str]:
+    """Return a sentence for each unknown argument, with the flag that may be meant."""
+    known = [option for action in parser._actions for option in action.option_strings]
+    wrong = []
+    for flag in unknown:
+        near = difflib.get_close_matches(flag, known, n=1)
+        hint = f"did you mean `{near[0]}`?" if near else "see --help."
+        kind = "flag" if flag.startswith("-") else "argument"
+        wrong.append(f"Unknown {kind} `{flag}`; {hint}")
+    return wrong
+
+
 def _dashed(argv: Sequence[str]) -> list[str]:
     """Return arguments with dashes for underscores in flags: `--json_keys` is `--json-keys`."""
     return [
@@ -132,7 +139,11 @@ def _run(argv: Sequence[str]) -> Report | None:
     if "--status" in argv:
         from megatron_ext.text.preprocess.status import show_status
 
-        show_status(_parser(status=True).parse_known_args(_dashed(argv))[0].output_prefix)
+        parser = _parser(status=True)
+        args, unknown = parser.parse_known_args(_dashed(argv))
+        if unknown:
+            raise ConfigError(_about_unknown(parser, unknown))
+        show_status(args.output_prefix)
         return None
     from megatron_ext.text.sft.preprocess import (
         SftPreprocessOptions,

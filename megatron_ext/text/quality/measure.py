@@ -27,10 +27,11 @@ from megatron_ext.text.quality.figures import (
     text_figures,
     token_figures,
 )
-from megatron_ext.text.quality.spans import RepeatedSpans, repeated_spans, suffix_library
+from megatron_ext.text.quality.spans import RepeatedSpans, Span, repeated_spans, suffix_library
 from megatron_ext.text.tokenizers.base import Tokenizer
 
 _SHOWN = 10
+_SPAN_TOKENS = 4_000_000
 _SHOWN_TOKENS = 64
 _SHOWN_CHARACTERS = 200
 
@@ -42,7 +43,7 @@ class QualityOptions:
     near_duplicates: float | None = None
     sample_documents: int | None = None
     text_documents: int = 10_000
-    span_tokens: int = 4_000_000
+    span_tokens: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -64,6 +65,11 @@ class QualityOptions:
             raise ConfigError(wrong)
         if near is not None:
             require_rensa()
+        if self.span_tokens is not None and suffix_library() is None:
+            raise ConfigError(
+                f"`--span-tokens` ({self.span_tokens}) needs the package pydivsufsort, which is "
+                "not installed; run `pip install pydivsufsort`, or leave the flag out."
+            )
 
 
 @dataclass
@@ -178,13 +184,9 @@ def measure(
     near = None
     if options.near_duplicates is not None:
         near = view.duplicates(_near(documents, leaders, alone, lengths, options))
-    sample, spans = None, list[Excerpt]()
+    sample = None
     if suffix_library() is not None:
-        sample = repeated_spans(documents, alone, lengths, options.span_tokens)
-        for span in sample.longest:
-            places = [view.place(position, token) for position, token in span.places[:_SHOWN]]
-            text = view.shown(span.tokens[:_SHOWN_TOKENS])
-            spans.append(Excerpt(len(span.tokens), len(span.places), places, text))
+        sample = repeated_spans(documents, alone, lengths, options.span_tokens or _SPAN_TOKENS)
     texts, odd = None, list[Excerpt]()
     if tokenizer is not None:
         texts = text_figures(documents, tokenizer, options.text_documents)
@@ -205,7 +207,7 @@ def measure(
         near=near,
         near_threshold=options.near_duplicates,
         span_sample=sample,
-        spans=spans,
+        spans=[] if sample is None else [view.span(span) for span in sample.longest],
         texts=texts,
         odd=odd,
         notes=[],
@@ -243,6 +245,12 @@ class _View:
         if self.tokenizer is None:
             return " ".join(map(str, ids[:16].tolist()))
         return decoded(self.tokenizer, ids)[:_SHOWN_CHARACTERS]
+
+    def span(self, span: Span) -> Excerpt:
+        """Return a repeated span with its first places and its beginning."""
+        places = [self.place(position, token) for position, token in span.places[:_SHOWN]]
+        text = self.shown(span.tokens[:_SHOWN_TOKENS])
+        return Excerpt(len(span.tokens), len(span.places), places, text)
 
     def duplicates(self, leaders: Ints) -> Duplicates:
         """Return the figures of groups that are named by their leaders."""

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 _SITE = """
-import os, signal, sys
+import os, signal, subprocess, sys
 if "{root}" in sys.path or "{root}" in os.environ.get("PYTHONPATH", ""):
     sys.path.append("{root}")
     from megatron_ext.text.preprocess import encode
@@ -19,6 +19,7 @@ if "{root}" in sys.path or "{root}" in os.environ.get("PYTHONPATH", ""):
                     os.close(os.open(f"{folder}/death{{number}}", os.O_CREAT | os.O_EXCL))
                 except FileExistsError:
                     continue
+                {before}
                 for process in [os.getppid()] * {parent} + [os.getpid()]:
                     os.kill(process, signal.SIGKILL)
         return real(self, lines, *rest)
@@ -28,15 +29,24 @@ if "{root}" in sys.path or "{root}" in os.environ.get("PYTHONPATH", ""):
 
 
 def plant_deaths(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, word: str, *, times: int, parent: bool
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    word: str,
+    *,
+    times: int,
+    parent: bool,
+    before: str = "pass",
 ) -> None:
     """Let SIGKILL end the first ``times`` processes that encode a line with ``word``, in mid-part.
 
-    With ``parent`` their parents are killed too, as when a machine is lost.
+    With ``parent`` their parents are killed too, as when a machine is lost. The statement
+    ``before`` is executed first.
     """
     (folder / "site").mkdir()
     root = str(Path(__file__).resolve().parents[3])
-    text = _SITE.format(root=root, word=word, times=times, folder=folder, parent=int(parent))
+    text = _SITE.format(
+        root=root, word=word, times=times, folder=folder, parent=int(parent), before=before
+    )
     (folder / "site" / "sitecustomize.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", f"{folder / 'site'}:{root}")
 

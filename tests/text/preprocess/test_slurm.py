@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,20 +84,14 @@ def test_a_bad_line_ends_the_array(slurm: Slurm, tmp_path: Path) -> None:
     check_pair(tmp_path, texts_of(tiny.corpus(100)))
 
 
-def test_a_cancelled_job_is_not_submitted_again(slurm: Slurm, tmp_path: Path) -> None:
-    path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(20_000))
-
-    def cancel() -> None:
-        while not list((tmp_path / "out.parts").glob("p*.bin")):
-            time.sleep(0.02)
-        subprocess.run(["scancel", "100"], check=True)
-
-    thread = threading.Thread(target=cancel)
-    thread.start()
-    how = {**SLURM, "engine": "native", "part_megabytes": 1.0}
+def test_a_cancelled_job_is_not_submitted_again(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = marked(tmp_path, 5, 1)
+    cancel = "subprocess.run(['scancel', '100'], start_new_session=True)"
+    plant_deaths(tmp_path, monkeypatch, "MARK", times=1, parent=True, before=cancel)
     with pytest.raises(DataError, match="Slurm job 100 was cancelled; finished parts are kept, so"):
-        run(tmp_path, path, workers=1, **how)
-    thread.join()
+        run(tmp_path, path, workers=1, **{**SLURM, "slurm_tasks": 1})
     assert len(slurm.submitted()) == 1
 
 

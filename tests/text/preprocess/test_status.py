@@ -88,8 +88,10 @@ def test_the_command_needs_only_the_prefix(
     assert main(["--output-prefix", str(tmp_path / "none"), "--status"]) == 2
     assert "none.parts nor datasets; give the prefix of the run." in capsys.readouterr().err
     run(tmp_path, tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(9)))
-    assert main(["--status", "--output_prefix", str(tmp_path / "out")]) == 0
+    assert main(["--status", "--output_prefix", str(tmp_path / "out"), "--input", "a"]) == 0
     assert "finished" in capsys.readouterr().out
+    assert main(["--status", "--output-prefix", str(tmp_path / "out"), "--worker"]) == 2
+    assert "Unknown flag `--worker`; did you mean `--workers`?" in capsys.readouterr().err
     (tmp_path / "out.parts").mkdir()
     (tmp_path / "out.parts" / "plan.json").write_text("{}")
     with pytest.raises(DataError, match="plan.json cannot be read"):

@@ -175,3 +175,13 @@ def test_near_duplicates_without_the_library_are_refused(monkeypatch: pytest.Mon
         "`--near-duplicates` needs the package rensa, which is not installed; run `pip install "
         "rensa`, or leave the flag out."
     )
+
+
+def test_a_bound_of_spans_without_the_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pydivsufsort", None)
+    with pytest.raises(ConfigError) as caught:
+        QualityOptions(span_tokens=5)
+    assert str(caught.value) == (
+        "`--span-tokens` (5) needs the package pydivsufsort, which is not installed; run `pip "
+        "install pydivsufsort`, or leave the flag out."
+    )
