@@ -64,9 +64,8 @@ exec "${{TASK[@]}}"
 def write_script(job: Job, todo: Sequence[int], path: Path, say: Say) -> None:
     """Write the job script to ``path``, and the options for its tasks to the work directory."""
     options, folder = job.options, Path(os.path.abspath(job.folder))
-    about = {"kind": type(options).__name__, "options": asdict(options), "key": job.key}
-    about |= {"fast": job.fast, "cwd": os.getcwd()}
-    replace_file(folder / "job.json", json.dumps(about))
+    about = {"options": asdict(options), "key": job.key, "fast": job.fast, "cwd": os.getcwd()}
+    replace_file(folder / "job.json", json.dumps({"kind": type(options).__name__, **about}))
     tasks = _dealt(todo, options.slurm_tasks)
     path.write_text(
         _SCRIPT.format(
