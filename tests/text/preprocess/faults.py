@@ -1,5 +1,6 @@
 """Faults of workers, planted into every Python process that a test starts."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,8 @@ def plant_deaths(
         root=root, word=word, times=times, folder=folder, parent=int(parent), before=before
     )
     (folder / "site" / "sitecustomize.py").write_text(text)
-    monkeypatch.setenv("PYTHONPATH", f"{folder / 'site'}:{root}")
+    for path in (root, str(folder / "site")):
+        monkeypatch.setenv("PYTHONPATH", path, prepend=os.pathsep)
 
 
 def deaths(folder: Path) -> int:
