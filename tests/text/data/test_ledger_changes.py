@@ -163,7 +163,7 @@ def test_ranges_are_merged_shared_and_have_holes() -> None:
 
 
 def test_data_that_has_moved_is_one_source(tmp_path: Path) -> None:
-    """Its documents are looked up where it lies now."""
+    """The documents of a moved dataset are looked up where it lies now."""
     for number, folder in enumerate(("old", "new")):
         (tmp_path / folder).mkdir()
         _dataset(tmp_path / folder / "a", 10, np.random.default_rng(0))
