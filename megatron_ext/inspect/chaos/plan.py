@@ -91,6 +91,7 @@ def draw(
                 rank=random.randrange(layout.ranks),
                 at=at,
                 seconds=seconds,
+                steps=APART,
                 generation=None,
                 seed=random.randrange(1 << 30),
             )
