@@ -100,6 +100,14 @@ def here(run: Run) -> tuple[int, int, int]:
     return generation(), run.context.rank, run.progress.iteration
 
 
+def draws(process: psutil.Process) -> bool:
+    """Tell whether a process draws a picture, for which no run waits without end, or has ended."""
+    try:
+        return "megatron_ext.faults.picture" in process.cmdline()
+    except psutil.Error:
+        return True
+
+
 def test_a_run_with_four_faults_ends_as_one_without(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,7 +161,7 @@ def test_a_run_with_four_faults_ends_as_one_without(
     assert "restart 4 of 4" in shown.out and "out of luck" in shown.err
     assert shown.out.count("> loaded ") == 3  # the first restart begins at step 0 again
     assert shared.read_text() != "None" and not Path(shared.read_text()).exists()
-    assert set(psutil.Process().children()) <= set(before)
+    assert [x for x in psutil.Process().children() if x not in before and not draws(x)] == []
 
 
 class EndedAtItsEnd(Struck):

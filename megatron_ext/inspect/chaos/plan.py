@@ -15,11 +15,11 @@ from megatron_ext.faults.inject import KINDS, SLOW, Fault
 from megatron_ext.inspect.layouts import NamedLayout
 
 TWELVE = (
-    "SIGKILL", "SIGSTOP", "SIGSEGV", "exception", "slow rank", "memory", "failed fsync",
-    "full disk", "corrupt checkpoint", "NaN gradient", "bit flip", "lost socket",
+    "SIGKILL", "SIGSTOP", "SIGSEGV", "exception", "slow rank", "memory", "full disk",
+    "NaN gradient", "corrupt checkpoint", "bit flip", "failed fsync", "lost socket",
 )  # fmt: skip
-"""The faults that a run can have everywhere, of which a full disk is told at once, as one must be
-that comes before a damaged checkpoint; "memory kill" needs a control group with a limit."""
+"""The faults that a run can have everywhere; "memory kill" needs a control group with a limit. A
+failed save is told some steps later, so no damaged checkpoint comes directly after one."""
 ENDING = {"SIGKILL", "SIGSTOP", "SIGSEGV", "exception", "memory", "memory kill", "lost socket"}
 """Faults that end or stop a rank, whatever it does, so that it may be struck at any moment."""
 MOMENTS = ("step", "data", "forward", "backward", "reduce", "update")
