@@ -190,6 +190,17 @@ def test_a_save_that_a_fault_has_ended_is_made_up_for(tmp_path: Path) -> None:
     assert read_tracker(tmp_path) == 5
 
 
+def test_a_time_limit_counts_from_the_start_of_the_launcher(tmp_path: Path) -> None:
+    def strike(run: Run) -> None:
+        if here(run) == (0, 1, 1):
+            time.sleep(3.0)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    words = "--train-iters 500 --max-restarts 1 --exit-duration-in-mins 0.05".split()
+    assert run_with(strike, tmp_path, words) == 0
+    assert (read_tracker(tmp_path) or 500) <= 2
+
+
 def test_a_fault_that_comes_back_and_the_last_restart_end_the_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
