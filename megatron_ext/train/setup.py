@@ -46,7 +46,6 @@ def build_run(
     device: torch.device,
     assets: Any,
     helper: Helper | None = None,
-    *,
     started: float | None = None,
 ) -> Run:
     """Build what a run needs on this rank, load its checkpoint, and let ``helper`` write others.
