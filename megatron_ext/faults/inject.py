@@ -24,10 +24,10 @@ import torch
 
 from megatron_ext.faults.host import generation, host_folder
 from megatron_ext.faults.recorder import Recorder
-from megatron_ext.faults.strikes import FROM_ANY_THREAD, STRIKES, Target, is_saving, watch_fsync
+from megatron_ext.faults.strikes import FROM_ANY_THREAD, STRIKES, Target, watch_fsync
 
 VARIABLE = "MEGATRON_EXT_FAULTS"
-SLOW, DAMAGE = "slow rank", "corrupt checkpoint"
+SLOW = "slow rank"
 KINDS = (*STRIKES, SLOW)
 _SECONDS_OF_A_SLOW_PASS = 0.05
 _COMPUTED = {"F": "forward", "B": "backward", "W": "backward"}
@@ -111,7 +111,6 @@ class Injector:
         self._undo_at = 0
         self._fsync_fails = watch_fsync()
         self._slow_until, self._delay = 0, 0.0
-        self._damage_from = 0
 
     def __call__(self, name: str, iteration: int, detail: Any = None) -> None:
         """Take one event of the recorder."""
@@ -128,12 +127,7 @@ class Injector:
         for entry in list(self._waiting):
             fault = entry[1]
             fits = event == fault.at or event.startswith(f"{fault.at} of micro-batch")
-            if not fits or iteration < fault.iteration:
-                continue
-            if fault.kind == DAMAGE and is_saving(self._save):
-                # The run has a whole step to tell how that save ends.
-                self._damage_from = iteration + 2
-            if fault.kind != DAMAGE or iteration >= self._damage_from:
+            if fits and iteration >= fault.iteration:
                 self._waiting.remove(entry)
                 self._start(*entry, iteration, event)
 

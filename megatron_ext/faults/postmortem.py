@@ -218,8 +218,11 @@ class Drawings:
     def wait(self) -> None:
         """Wait until all pictures are drawn, each for a bounded time."""
         for process in self._processes:
-            with suppress(subprocess.TimeoutExpired):
+            try:
                 process.wait(_SECONDS_FOR_DRAWING)
+            except subprocess.TimeoutExpired:
+                # It ends by itself, and Python must not warn that nobody has waited for it.
+                process.returncode = 0
 
 
 def start_drawing(folder: Path) -> subprocess.Popen[bytes] | None:

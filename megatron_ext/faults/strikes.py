@@ -15,6 +15,7 @@ import shutil
 import signal
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ _SPARE_MEMORY = 64 * _MIB
 """Address space left to a process whose memory is exhausted."""
 _LARGEST_FILE = 64 << 10
 """Bytes that a file may have while the disk counts as full."""
+_SECONDS_FOR_A_SAVE = 2.0
+"""How long a strike waits for the end of a save."""
 _TCP_INFO_BYTES_ACKED = 120
 """Offset of ``tcpi_bytes_acked`` and, after it, ``tcpi_bytes_received`` in Linux's tcp_info."""
 
@@ -162,8 +165,14 @@ def watch_fsync() -> mmap.mmap:
 def damage_checkpoint(target: Target) -> None:
     """Change a byte in the newest checkpoint, take the copies in memory away, and end by SIGKILL.
 
-    The copies go too, since a run that still has them does not read the checkpoint.
+    The copies go too, since a run that still has them does not read the checkpoint. A save that is
+    under way, which would give the run a newer checkpoint, is waited for.
     """
+    until = time.monotonic() + _SECONDS_FOR_A_SAVE
+    while target.save is not None and any(target.save.glob("iter_???????.*")):
+        if time.monotonic() > until:
+            break  # It is what an earlier fault has left of a save.
+        time.sleep(0.005)
     folders = sorted(target.save.glob("iter_???????")) if target.save is not None else []
     if not folders:
         raise InjectedFault("there is no checkpoint to damage")
@@ -178,11 +187,6 @@ def damage_checkpoint(target: Target) -> None:
         file.seek(middle)
         file.write(bytes([byte ^ 0xFF]))
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def is_saving(save: Path | None) -> bool:
-    """Return whether a save is under way, so that it is open which checkpoint is the newest."""
-    return save is not None and any(save.glob("iter_???????.*"))
 
 
 def spoil_gradient(target: Target) -> None:

@@ -88,14 +88,15 @@ def verdicts(
 def limit_of(
     running: Sequence[RankRecord], stopped: Sequence[RankRecord], limits: Limits, *, busy: bool
 ) -> float:
-    """Return after how many seconds of silence the ranks hang."""
+    """Return after how many seconds of silence the ranks hang.
+
+    For a stopped rank it does not matter in which phase the others wait.
+    """
     usual = max((record.mean_step for record in running), default=0.0)
     limit = max(limits.floor, limits.steps * usual)
-    going_on = [record for record in running if record not in stopped]
-    unknown = any(record.phase in BOUNDLESS or record.steps < 2 for record in going_on)
-    if stopped and not unknown:
+    if stopped:
         return limit
-    if unknown:
+    if any(record.phase in BOUNDLESS or record.steps < 2 for record in running):
         return max(limits.boundless, limit)
-    reads = any(record.phase == "data" for record in going_on)
+    reads = any(record.phase == "data" for record in running)
     return limit * limits.busy if busy or reads else limit

@@ -244,7 +244,9 @@ def pretrain(
             compile_alike()
         save = config.checkpoint.save
         with hang_guard(config, context.rank), hold_save_folder(save, context), ending(helper):
-            run = build_run(config, task, context, torch_device, assets, helper)
+            # A time limit is one of the whole job, with all its restarts.
+            started = None if launched is None else launched.started
+            run = build_run(config, task, context, torch_device, assets, helper, started=started)
             if injector is not None:
                 injector.chunks = run.chunks
             at, steps = run.progress.iteration, run.num_iterations

@@ -117,7 +117,7 @@ class Saves:
         else:
             is_running, failed = self._background.look_at_newest()
         self._is_open = is_running or failed
-        return failed and not is_running
+        return failed
 
     def newest_has_failed(self) -> bool:
         """Wait for the newest save, and return whether it failed; all ranks call this together."""

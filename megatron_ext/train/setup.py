@@ -46,9 +46,13 @@ def build_run(
     device: torch.device,
     assets: Any,
     helper: Helper | None = None,
+    started: float | None = None,
 ) -> Run:
-    """Build what a run needs on this rank, load its checkpoint, and let ``helper`` write others."""
-    started = time.time()
+    """Build what a run needs on this rank, load its checkpoint, and let ``helper`` write others.
+
+    A time limit of the run counts from ``started``, in seconds since 1970; by default from now.
+    """
+    started = time.time() if started is None else started
     prepare_transformer_engine(config)
     if config.model.transformer_impl != TE_IMPL:
         use_flash_3(config.model, device)

@@ -80,6 +80,10 @@ def test_stopped_and_dead_ranks_are_named() -> None:
     board = [record(0, 100.0), record(1, 99.0)]
     [hangs] = verdicts(board, 106.0, states(ALIVE, STOPPED), LIMITS)
     assert (hangs.fault, hangs.ranks) == (Fault.HANG, (1,))
+    between_steps = [record(0, 100.0, "other"), record(1, 99.0, "other")]
+    [hangs] = verdicts(between_steps, 106.0, states(ALIVE, STOPPED), LIMITS)
+    assert (hangs.fault, hangs.ranks) == (Fault.HANG, (1,))
+    assert verdicts(between_steps, 106.0, states(ALIVE, ALIVE), LIMITS) == []
     [dead] = verdicts(board, 100.5, states(ALIVE, GONE), LIMITS)
     assert (dead.fault, dead.ranks, dead.silent) == (Fault.DEAD, (1,), 1.5)
 

@@ -16,9 +16,10 @@ from megatron_ext.inspect.layouts import NamedLayout
 
 TWELVE = (
     "SIGKILL", "SIGSTOP", "SIGSEGV", "exception", "slow rank", "memory", "full disk",
-    "failed fsync", "corrupt checkpoint", "NaN gradient", "bit flip", "lost socket",
+    "NaN gradient", "corrupt checkpoint", "bit flip", "failed fsync", "lost socket",
 )  # fmt: skip
-"""The faults that a run can have everywhere; "memory kill" needs a control group with a limit."""
+"""The faults that a run can have everywhere; "memory kill" needs a control group with a limit. A
+failed save is told some steps later, so no damaged checkpoint comes directly after one."""
 ENDING = {"SIGKILL", "SIGSTOP", "SIGSEGV", "exception", "memory", "memory kill", "lost socket"}
 """Faults that end or stop a rank, whatever it does, so that it may be struck at any moment."""
 MOMENTS = ("step", "data", "forward", "backward", "reduce", "update")
@@ -90,6 +91,7 @@ def draw(
                 rank=random.randrange(layout.ranks),
                 at=at,
                 seconds=seconds,
+                steps=APART,
                 generation=None,
                 seed=random.randrange(1 << 30),
             )
