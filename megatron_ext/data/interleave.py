@@ -97,10 +97,7 @@ class Interleave:
             self._blocks.move_to_end(number)
             return self._blocks[number]
         start, stop = number * BLOCK, min((number + 1) * BLOCK, self._cycle)
-        if number - 1 in self._blocks:
-            counts = self._blocks[number - 1][2]
-        else:
-            counts = self._counts_before(start)
+        counts = self._counts_before(start)
         sources, after = self._schedule(counts, start, stop)
         self._blocks[number] = np.array(sources, dtype=np.uint16), counts, after
         if len(self._blocks) > _BLOCKS_KEPT:
@@ -110,11 +107,16 @@ class Interleave:
     def _counts_before(self, place: int) -> list[int]:
         """Return the counts at a place of the cycle, from a schedule that starts shortly before.
 
-        It starts with the whole part of each quota, and one more for the sources whose next
-        deadlines come first, so that all deadlines are met.
+        It starts after the last block that is known, if that is nearer. Otherwise it starts with
+        the whole part of each quota, and one more for the sources whose next deadlines come first,
+        so that all deadlines are met.
         """
         least = min(self._shares[i] for i in self._present)
         start = place - 2 * -(-self.period // least) - 1
+        before = max((number for number in self._blocks if number < place // BLOCK), default=-1)
+        known = (before + 1) * BLOCK
+        if before >= 0 and known >= start:
+            return self._schedule(self._blocks[before][2], known, place)[1]
         if start <= 0:
             return self._schedule([0] * len(self._shares), 0, place)[1]
         counts = [start * share // self.period for share in self._shares]

@@ -106,14 +106,15 @@ def _apportioned(wanted: Mapping[str, Fraction], total: int) -> dict[str, int]:
 def continued(history: Sequence[Stage], plan: Sequence[Stage], number: int) -> list[Stage]:
     """Return the stages of a run that goes on at sample ``number`` with another plan.
 
-    What came before stays. A mixture that is the same before and after goes on unchanged.
+    What came before stays. A mixture that is the same before and after goes on unchanged, unless
+    the plan begins a stage there, as it would without the interruption.
     """
     if not history or number == 0:
         return list(plan)
     past = [stage for stage in history if stage.start < number]
     now = [stage for stage in plan if stage.start <= number][-1]
     found = list(past)
-    if not past[-1].goes_on_as(now):
+    if now.start == number or not past[-1].goes_on_as(now):
         found.append(replace(now, start=number))
     return found + [stage for stage in plan if stage.start > number]
 

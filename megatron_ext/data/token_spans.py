@@ -14,6 +14,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
+import weakref
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -141,6 +142,7 @@ class ReadSpan(TokenSpan):
         if self._file is None or self._owner != os.getpid():
             with readable(path):
                 self._file, self._owner = os.open(path, os.O_RDONLY), os.getpid()
+            weakref.finalize(self, os.close, self._file)
         found = np.empty((len(begins), length), dtype=self.dtype)
         size = length * self.dtype.itemsize
         rows, preadv, file = found.view(np.uint8).reshape(-1).data, os.preadv, self._file

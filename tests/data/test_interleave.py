@@ -58,6 +58,10 @@ def test_any_place_is_found_as_if_all_before_it_had_been_scheduled(kind: str) ->
         assert (
             Interleave(weights).counts(start) == np.bincount(sources[:start], minlength=12).tolist()
         )
+    # As a worker reads that skips what others read.
+    fresh = Interleave(weights)
+    for start in (0, 3000, 3100, 9000, 2000, PLACES - 300):
+        assert fresh.places(start, start + 300)[0].tolist() == sources[start : start + 300].tolist()
 
 
 @pytest.mark.parametrize("kind", ["decimals", "token counts", "skewed"])

@@ -75,6 +75,10 @@ def test_a_run_that_goes_on_with_the_same_mixture_is_not_changed() -> None:
     assert continued(plan, scaled, 300) == plan
     assert continued(plan, plan, 500) == plan
     assert continued([], plan, 300) == plan
+    # A stage with the weights of the one before begins its own count in an unbroken run too.
+    plan = [Stage(0, 8, _weights(a=3, b=7)), Stage(95, 8, _weights(a=3, b=7))]
+    for number in (94, 95, 96):
+        assert continued(plan, plan, number) == plan
 
 
 def test_other_weights_count_from_where_the_run_stands() -> None:

@@ -1,6 +1,7 @@
 """Token spans: mapped and read alike, around the end of a split, and damage told."""
 
 import ctypes
+import gc
 import mmap
 import os
 import pickle
@@ -55,6 +56,16 @@ def test_a_span_reads_in_other_processes(mapped: bool, tmp_path: Path) -> None:
     if pid == 0:
         os._exit(int(span.gather(begins, 9).tolist() != before.tolist()))
     assert os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_span_that_is_no_longer_used_holds_no_file(mapped: bool, tmp_path: Path) -> None:
+    _write(tmp_path / "docs")
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        open_span(str(tmp_path / "docs"), 0, None, mapped=mapped).gather(np.array([5]), 9)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("mapped", [True, False])

@@ -125,10 +125,8 @@ class DirectDataset(Dataset[dict[str, Tensor]]):
 
     @property
     def seq_length_of(self) -> Callable[[int], int] | None:
-        """Return the function from a sample's number to its tokens; None if all have the same."""
-        stages = getattr(self.order, "stages", ())
-        several = len({stage.seq_length for stage in stages}) > 1
-        return self.order.seq_length if several else None
+        """Return the function from a sample's number to its tokens; None for a whole pass."""
+        return None if isinstance(self.order, EveryWindow) else self.order.seq_length
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
         return {name: values[0] for name, values in self.batch(number, number + 1).items()}

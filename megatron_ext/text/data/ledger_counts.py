@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from megatron_ext.data.order import SampleOrder
 from megatron_ext.data.windows import Phase
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.data.ledger import Ledger
@@ -62,8 +63,11 @@ def uses(ledger: Ledger) -> list[Use]:
     return sorted(found.values(), key=lambda use: use.stage)
 
 
-Key = tuple[int, int, int, str, Phase]
-"""Key, tokens, window and name of a source, and a phase: equal keys number the same samples."""
+Same = tuple[int, int, int]
+"""Key and tokens of a source, and how many such sources stand before it in the order: the same
+wherever its data lies."""
+Key = tuple[Same, int, Phase]
+"""A source, the tokens of a window, and a phase: equal keys number the same samples."""
 Samples = dict[Key, list[Range]]
 """Samples by key as ranges, which may overlap."""
 
@@ -73,11 +77,28 @@ def samples_of(ledger: Ledger, steps: Iterable[Steps]) -> Samples:
     found: Samples = defaultdict(list)
     for each in steps:
         order = ledger.order_of(each)
+        sources = _same(order)
         for taken in order.taken(each.sample, each.stop):
-            own = order.sources[taken.source]
-            name = own.name.rpartition("/")[2]
-            key = own.key, own.tokens, order.window, name, taken.phase
+            key = sources[taken.source], order.window, taken.phase
             found[key].append((taken.first, taken.end))
+    return found
+
+
+def _same(order: SampleOrder) -> list[Same]:
+    """Return what tells the sources of an order apart, also those that share name and length."""
+    kinds = [(source.key, source.tokens) for source in order.sources]
+    return [(*kind, kinds[:at].count(kind)) for at, kind in enumerate(kinds)]
+
+
+def _names(ledgers: Iterable[Ledger]) -> dict[Same, str]:
+    """Return the prefix of each source, as the last of some ledgers that has read it tells."""
+    found: dict[Same, str] = {}
+    for ledger in ledgers:
+        for each in ledger.history.steps:
+            if each.order is not None:
+                order = ledger.order_of(each)
+                names = map(ledger.name_of, order.sources)
+                found |= zip(_same(order), names, strict=True)
     return found
 
 
@@ -156,18 +177,19 @@ def compare(first: Ledger, second: Ledger) -> tuple[int, list[Compared]]:
         samples_of(ledger, _between(ledger.history, low, high))
         for ledger, low, high in ((first, 0, branch), (first, branch, None), (second, branch, None))
     )
-    _check_phases(before, one, two)
-    found: dict[str, Compared] = {}
+    names = _names((second, first))
+    _check_phases(before, one, two, names)
+    found: dict[Same, Compared] = {}
     for key in dict.fromkeys([*before, *one, *two]):
         a, b, c = (part.get(key, []) for part in (before, one, two))
-        row = found.setdefault(key[3], Compared(key[3]))
+        row = found.setdefault(key[0], Compared(names[key[0]]))
         row.before += size(a)
         row.first += size(b)
         row.second += size(c)
         row.both += shared(b, c)
         row.repeated += shared(a, c)
         row.lost += holes([*a, *c]) if c else 0
-    return branch, [found[name] for name in sorted(found)]
+    return branch, sorted(found.values(), key=lambda row: row.source)
 
 
 def _between(history: History, low: int, high: int | None) -> list[Steps]:
@@ -186,12 +208,14 @@ def _between(history: History, low: int, high: int | None) -> list[Steps]:
     return found
 
 
-def _check_phases(before: Samples, one: Samples, two: Samples) -> None:
+def _check_phases(before: Samples, one: Samples, two: Samples, names: Mapping[Same, str]) -> None:
     """Raise a ConfigError if a source has samples of other lengths in each of two runs."""
-    for name in {key[3] for key in one}:
-        own, other = ({key for key in part if key[3] == name} for part in (one, two))
+    for last in {names[key[0]].rpartition("/")[2] for key in one}:
+        own, other = (
+            {key for key in part if names[key[0]].rpartition("/")[2] == last} for part in (one, two)
+        )
         if other and own - other - before.keys() and other - own - before.keys():
             raise ConfigError(
-                f"The samples of {name} cannot be matched, since both runs read it in an order of "
+                f"The samples of {last} cannot be matched, since both runs read it in an order of "
                 "their own (seed, tokens or length of samples); compare their `--export`s instead."
             )

@@ -26,7 +26,7 @@ from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.gpt import split_bounds
 from megatron_ext.text.data.schedule import Schedule, read_schedule
 from megatron_ext.text.data.storage import index_of, open_tokens
-from megatron_ext.train.batch_size import number_of_iterations, split_sizes
+from megatron_ext.train.batch_size import BatchSize, number_of_iterations, split_sizes
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,15 @@ class RunPlan:
     Attributes:
         order: the order of all samples, those of earlier runs of the same training included.
         spans: the tokens of each source of the order, by its index, that is still read.
-        total: number of samples, fewer than the flags ask for where a limit ends the run.
+        total: number of samples, fewer than ``asked`` where a limit ends the run.
+        asked: number of samples that the flags ask for.
         exhausted: the sources that reached their limits, in time's order.
     """
 
     order: SampleOrder
     spans: Mapping[int, TokenSpan]
     total: int
+    asked: int
     exhausted: Sequence[Exhausted]
 
     def to_dict(self) -> dict[str, Any]:
@@ -101,21 +103,28 @@ def checked_span(span: TokenSpan, split: int, window: int) -> TokenSpan:
     return span
 
 
-def history_of(config: RunConfig) -> tuple[dict[str, Any] | None, int]:
-    """Return the data order in the checkpoint that a run resumes, and its consumed samples."""
+def history_of(config: RunConfig) -> tuple[dict[str, Any] | None, int, int]:
+    """Return the data order in the checkpoint that a run resumes, its samples and its steps."""
     found = find(config.checkpoint)
     if found is None or found.weights_only:
-        return None, 0
+        return None, 0, 0
     progress = read_json(found.path / PROGRESS)
-    return progress.get("data_order"), int(progress.get("consumed_train_samples", 0))
+    consumed = int(progress.get("consumed_train_samples", 0))
+    return progress.get("data_order"), consumed, found.iteration
 
 
-def plan_run(config: RunConfig, history: Mapping[str, Any] | None, consumed: int) -> RunPlan:
+def plan_run(
+    config: RunConfig,
+    history: Mapping[str, Any] | None,
+    consumed: int,
+    iteration: int | None = None,
+) -> RunPlan:
     """Return the order of a run's training samples.
 
     Args:
         history: `RunPlan.to_dict` of the run that is resumed; None for a new one.
         consumed: samples of the run so far.
+        iteration: steps of the run so far; None takes all for steps of the present batch size.
 
     Raises:
         DataError: a source is missing or too short, has changed since, or the lengths of samples do
@@ -123,7 +132,9 @@ def plan_run(config: RunConfig, history: Mapping[str, Any] | None, consumed: int
     """
     schedule, length = schedule_of(config), config.model.seq_length
     assert length is not None
-    planned, _, batch = schedule.stages, *config.training.batch_sizes
+    planned, replicas = schedule.stages, config.parallel.data_parallel_size
+    # As ranks can share it; a schedule goes with batches of one size only.
+    batch = BatchSize(config.training, length, replicas).global_batch_size
     past = history if consumed else None
     window = length if past is None else int(past["window"])
     packing = config.section(DataConfig).document_packing
@@ -146,7 +157,9 @@ def plan_run(config: RunConfig, history: Mapping[str, Any] | None, consumed: int
             )
     seed = config.training.seed if past is None else int(past["seed"])
     if stages_before:
-        gone = _gone(SampleOrder(before, stages_before, window, seed), schedule, consumed)
+        plan = stages_of(planned, consumed, batch)
+        order = SampleOrder(before, stages_before, window, seed)
+        gone = _gone(order, plan, schedule.limits, consumed)
         planned = tuple(_left(stage, gone) for stage in planned)
     stages = continued(stages_before, stages_of(planned, consumed, batch), consumed)
     order = SampleOrder(before, stages, window, seed)
@@ -156,12 +169,15 @@ def plan_run(config: RunConfig, history: Mapping[str, Any] | None, consumed: int
             for name, span in spans.items()
         }
         order = PackedOrder(before, stages, window, seed, documents)
-    steps = number_of_iterations(config.training, length, config.parallel.data_parallel_size)
+    steps = number_of_iterations(config.training, length, replicas)
     total = split_sizes(config.training, steps)[0] or 0
+    if iteration is not None and config.training.train_samples is None:
+        # Steps before may have been larger than those which are left.
+        total = max(total, consumed + (steps - iteration) * config.training.batch_sizes[1])
     order, end, exhausted = limited(order, schedule.limits, total, stops=schedule.stops)
     indices = {source.name: index for index, source in enumerate(order.sources)}
     own = {indices[name]: span for name, span in spans.items()}
-    return RunPlan(order, own, end, exhausted)
+    return RunPlan(order, own, end, total, exhausted)
 
 
 def _after_moves(past: Mapping[str, Any], spans: Mapping[str, TokenSpan]) -> Mapping[str, Any]:
@@ -187,18 +203,27 @@ def _after_moves(past: Mapping[str, Any], spans: Mapping[str, TokenSpan]) -> Map
     }
 
 
-def _gone(order: SampleOrder, schedule: Schedule, consumed: int) -> set[str]:
-    """Return the sources that a limit took out of the mixture before ``consumed`` samples."""
-    stage = order.stages[order.stage_at(consumed - 1)]
-    used = order.tokens_used(consumed)
+def _gone(
+    order: SampleOrder, plan: Sequence[Stage], limits: Mapping[str, Fraction], consumed: int
+) -> set[str]:
+    """Return the sources that a limit took out of the mixture before ``consumed`` samples.
+
+    Such a source is no longer in the order, though the plan names it there, since its next sample
+    would have passed the limit.
+    """
+    used, found = order.tokens_used(consumed), set[str]()
     tokens = {source.name: source.tokens for source in order.sources}
-    return {
-        name
-        for name, limit in schedule.limits.items()
-        if name in used
-        and name not in stage.weights
-        and used[name] + stage.seq_length > limit * tokens[name]
-    }
+    past = [stage for stage in order.stages if stage.start < consumed]
+    for name in limits.keys() & used.keys():
+        named = [at for at, stage in enumerate(past) if stage.weights.get(name)]
+        if not named or named[-1] + 1 == len(past):
+            continue
+        left = past[named[-1] + 1]
+        planned = [stage for stage in plan if stage.start <= left.start][-1]
+        is_full = used[name] + left.seq_length > limits[name] * tokens[name]
+        if is_full and planned.weights.get(name):
+            found.add(name)
+    return found
 
 
 def _left(stage: Planned, gone: set[str]) -> Planned:

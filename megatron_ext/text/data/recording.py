@@ -26,7 +26,9 @@ from megatron_ext.train.step import StepResult
 class DataLedger(Callback):
     """Records which samples each step uses, in the save folder of a run in the direct order.
 
-    Rank 0 writes, and a record that cannot be written ends without ending the run.
+    A run that goes on from there in Megatron-LM's order records its steps without their order, so
+    that a later run in the direct order does not take them for its own. Rank 0 writes, and a
+    record that cannot be written ends without ending the run.
     """
 
     def __init__(self, run: Run) -> None:
@@ -37,8 +39,7 @@ class DataLedger(Callback):
 
     def on_train_start(self) -> None:
         run, save = self.run, self.run.config.checkpoint.save
-        in_order = run.config.section(DataConfig).data_order == "direct"
-        if run.context.rank != 0 or save is None or not in_order or not run.progress.data_order:
+        if run.context.rank != 0 or save is None or not run.progress.data_order:
             return
         with self._writing():
             self._writer = RecordWriter(save)
@@ -47,10 +48,11 @@ class DataLedger(Callback):
     def _start(self, writer: RecordWriter) -> None:
         run, progress = self.run, self.run.progress
         here = progress.iteration, progress.consumed_train_samples
-        plan = plan_run(run.config, progress.data_order, here[1])
-        first = {span.name: span.first for span in plan.spans.values()}
-        split = run.config.section(DataConfig).split
-        order = {**plan.to_dict(), "first_tokens": first, "split": split}
+        data, order = run.config.section(DataConfig), None
+        if data.data_order == "direct":
+            plan = plan_run(run.config, progress.data_order, *reversed(here))
+            first = {span.name: span.first for span in plan.spans.values()}
+            order = {**plan.to_dict(), "first_tokens": first, "split": data.split}
         loaded = find(run.config.checkpoint) if run.restored_from == "checkpoint" else None
         folder, past = None, None
         if loaded is not None and not loaded.weights_only:

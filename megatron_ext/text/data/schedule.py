@@ -115,7 +115,7 @@ class _Reader:
         scale = _SUFFIXES.get(text[-1:], 1)
         try:
             count = Fraction(text[:-1] if scale > 1 else text) * scale
-        except ValueError:
+        except (ValueError, ZeroDivisionError):
             count = Fraction(0)
         if count < 1 or count.denominator != 1:
             self.fail(f"has `{name}` ({given}) in {where}, which must be a whole number of at "
@@ -126,9 +126,12 @@ class _Reader:
         if not isinstance(values, dict):
             self.fail(f"must give {what} as a mapping from sources to numbers")
         found = {}
-        for name, value in values.items():
+        for given, value in values.items():
+            name = plain_prefix(str(given))
+            if name in found:
+                self.fail(f"names {name} twice in {what}; name each source once")
             try:
-                found[plain_prefix(str(name))] = Fraction(str(value))
+                found[name] = Fraction(str(value))
             except (ValueError, ZeroDivisionError):
                 self.fail(f"gives {value} for {name} in {what}, which must be a number")
         return found

@@ -44,7 +44,7 @@ from megatron_ext.text.data.plan import (
     weights_of,
 )
 from megatron_ext.text.tokenizers.base import Tokenizer
-from megatron_ext.train.batch_size import number_of_iterations, split_sizes
+from megatron_ext.train.batch_size import BatchSize, number_of_iterations, split_sizes
 from megatron_ext.train.run import Run
 from megatron_ext.train.task import Datasets
 
@@ -57,7 +57,8 @@ def prepare_direct(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
 
     A limit of epochs that ends the run shortens it. ``--dry-run`` prints the use of each source.
     """
-    plan = plan_run(config, *history_of(config))
+    history, consumed, iteration = history_of(config)
+    plan = plan_run(config, history, consumed, iteration)
     entries = config.model.padded_vocab_size or tokenizer.vocab_size
     for span in plan.spans.values():
         first_ids = span.read(np.zeros(1, dtype=np.int64), min(CHECKED_IDS, span.tokens))
@@ -67,8 +68,8 @@ def prepare_direct(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     first = int(os.environ.get("RANK", "0")) == 0
     for each in plan.exhausted if first else ():
         print(f"> {each.name} reaches its limit of epochs at sample {each.number}", flush=True)
-    _check_lengths(config, plan)
-    config = _shortened(config, plan, tell=first)
+    _check_lengths(config, plan, consumed)
+    config = _shortened(config, plan, consumed, iteration, tell=first)
     if first:
         _report(config, plan)
     return config
@@ -85,12 +86,13 @@ def _report(config: RunConfig, plan: RunPlan) -> None:
         console().print(table)
 
 
-def _check_lengths(config: RunConfig, plan: RunPlan) -> None:
-    """Raise a ConfigError if ranks or kernels cannot take samples of one of the lengths."""
-    lengths = {stage.seq_length for stage in plan.order.stages if stage.start < plan.total}
-    if len(lengths) < 2:
-        return
+def _check_lengths(config: RunConfig, plan: RunPlan, consumed: int) -> None:
+    """Raise a ConfigError if ranks or kernels cannot take samples of a length that still comes."""
     path = config.section(DataConfig).data_schedule
+    stages = plan.order.stages[plan.order.stage_at(consumed) :]
+    lengths = {stage.seq_length for stage in stages if stage.start < plan.total}
+    if path is None or lengths == {config.model.seq_length}:
+        return
     errors = [
         f"`--data-schedule` ({path}): {error}"
         for length in sorted(lengths)
@@ -112,18 +114,15 @@ def _check_lengths(config: RunConfig, plan: RunPlan) -> None:
         raise ConfigError(errors)
 
 
-def _iterations(config: RunConfig, **changes: Any) -> int:
-    training = dataclasses.replace(config.training, **changes)
-    replicas = config.parallel.data_parallel_size
-    return number_of_iterations(training, config.model.seq_length, replicas)
-
-
-def _shortened(config: RunConfig, plan: RunPlan, *, tell: bool) -> RunConfig:
+def _shortened(
+    config: RunConfig, plan: RunPlan, consumed: int, iteration: int, *, tell: bool
+) -> RunConfig:
     """Return a configuration of as many whole steps as the plan's samples are enough for."""
-    steps = _iterations(config)
-    if plan.total >= (split_sizes(config.training, steps)[0] or 0):
+    if plan.total >= plan.asked:
         return config
-    kept = _iterations(config, train_samples=plan.total, train_iters=None)
+    batches = config.training, config.model.seq_length, config.parallel.data_parallel_size
+    steps, batch = number_of_iterations(*batches), BatchSize(*batches).global_batch_size
+    kept = iteration + max(0, plan.total - consumed) // batch
     if not kept:
         raise DataError(
             f"`--data-schedule` ({config.section(DataConfig).data_schedule}) ends the run at "
@@ -236,7 +235,7 @@ def goes_on(run: Run, dataset: DirectDataset) -> DirectDataset:
     """Return the training split with the order of the run so far, which progress keeps."""
     progress = run.progress
     consumed, history = progress.consumed_train_samples, progress.data_order
-    plan = plan_run(run.config, history, consumed)
+    plan = plan_run(run.config, history, consumed, progress.iteration)
     stage = plan.order.stage_at(consumed)
     if consumed and run.context.rank == 0:
         if history is None:

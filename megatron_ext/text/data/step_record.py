@@ -4,6 +4,7 @@
 
 - ``order``: the order of samples from here on (`SampleOrder.to_dict`), its ``split``, and by source
   the first token of the split in its file (``first_tokens``). It is written again if it changes.
+- ``other_order``: the order of samples from here on is not known, as in Megatron-LM's order.
 - ``start``: the run begins or goes on after ``iteration`` steps and ``sample`` samples. Steps after
   ``iteration`` that stand above are no longer part of the run: their work is lost. ``from`` names
   another folder whose record follows. At its own starts a run writes ``time`` and ``generation``,
@@ -30,6 +31,7 @@ from megatron_ext.errors import ConfigError
 
 LEDGER_FILE = "data_ledger.jsonl"
 _COUNTS = ', "done": {:15d}, "begun": {:15d}}}\n'
+OTHER_ORDER = {"kind": "other_order"}
 REWOUND, NO_UPDATE, LOST = "rewound", "no update", "lost by a restart"
 """Reasons why a step does not count: state went back, no update, or work lost by a restart."""
 
@@ -182,7 +184,10 @@ class StepRecord:
             row = self.rows[at]
             if row["kind"] == "steps" and row["iteration"] < iteration <= row["done"]:
                 later = (i for i in range(at, len(self.rows)) if self.rows[i]["kind"] == "start")
-                found = self._replayed(self.rows[: next(later, None)])
+                rows = self.rows[: next(later, None)]
+                # A later return to an earlier state does not concern the state that was left.
+                known = [r for r in rows if r["kind"] != "left_out" or r["last"] <= iteration]
+                found = self._replayed(known)
                 lost = len(found.lost)
                 found.cut(iteration)
                 del found.lost[lost:]
@@ -198,6 +203,8 @@ class StepRecord:
         for row in rows:
             if row["kind"] == "order":
                 order = row
+            elif row["kind"] == "other_order":
+                order = None
             elif row["kind"] == "start":
                 is_new = row["iteration"] == 0 and not row.get("generation")
                 if is_new:
@@ -218,8 +225,8 @@ class RecordWriter:
 
     def __init__(self, folder: str | Path) -> None:
         self._known = known = StepRecord(folder)
-        orders = [row for row in known.rows if row["kind"] == "order"]
-        self._order = orders[-1] if orders else None
+        orders = [row for row in known.rows if row["kind"] in ("order", "other_order")]
+        self._order = orders[-1] if orders else OTHER_ORDER
         known.path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         self._file = os.open(known.path, flags, 0o666)
@@ -236,9 +243,12 @@ class RecordWriter:
     def write(self, kind: str, **facts: Any) -> None:
         self._append(json.dumps({"kind": kind, **facts}, allow_nan=False) + "\n")
 
-    def order(self, order: Mapping[str, Any]) -> None:
-        """Write the order of the samples of later lines, if it is not that of the lines before."""
-        row = {"kind": "order", **order}
+    def order(self, order: Mapping[str, Any] | None) -> None:
+        """Write the order of the samples of later lines, if it is not that of the lines before.
+
+        None says that it is not known.
+        """
+        row = OTHER_ORDER if order is None else {**order, "kind": "order"}
         if row != self._order:
             self.write(**row)
             self._order = row
@@ -279,8 +289,7 @@ class RecordWriter:
         elif known.iteration > iteration or known.samples > sample:
             known = History()
         if known.iteration < iteration:
-            if past is not None:
-                self.order(past)
+            self.order(past)
             steps, samples = iteration - known.iteration, sample - known.samples
             batch = samples // steps if samples % steps == 0 else None
             self.write("start", iteration=known.iteration, sample=known.samples)
@@ -298,8 +307,7 @@ class RecordWriter:
             found = History()
         self.write("start", iteration=0, sample=0, **{"from": folder})
         for each in found.steps:
-            if each.order is not None:
-                self.order({name: x for name, x in each.order.items() if name != "kind"})
+            self.order(each.order)
             self.steps(each)
             if each.reason is not None:
                 first, last = each.iteration + 1, each.done

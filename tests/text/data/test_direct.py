@@ -19,7 +19,7 @@ from megatron_ext.text.data.blend import BlendSpec, read_blend
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.direct import DirectDataset
 from megatron_ext.text.data.plan import RunPlan, plan_run
-from megatron_ext.text.data.splits import build_direct, marks_of
+from megatron_ext.text.data.splits import _check_lengths, build_direct, marks_of
 from megatron_ext.text.tokenizers import build_tokenizer
 from tests.training_runs import TINY, check_refused, config_of, prepared, without
 
@@ -182,6 +182,59 @@ def test_fifty_changes_of_layout_workers_mixture_and_length_lose_and_repeat_noth
             own = visits[first:end]
             assert own.max() - own.min() <= 1, change
     assert visits.min() >= 1 and visits.max() > 3
+
+
+def _schedule(path: Path, *stages: str, more: str = "") -> list[str]:
+    lines = "".join(f"  - {{{stage}}}\n" for stage in stages)
+    path.write_text(f"stages:\n{lines}{more}\n")
+    return ["--data-schedule", str(path), "--train-iters", "40"]
+
+
+def test_a_resume_at_any_step_has_the_order_of_the_unbroken_run(tmp_path: Path) -> None:
+    """Also where stages have equal weights, and where shorter samples follow the end of a source.
+
+    After the limit a shorter sample of the source would fit, for which an unbroken run does not
+    look either.
+    """
+    a, b = _numbered(tmp_path / "a", 0, 40), _numbered(tmp_path / "b", 9000, 9)
+    weights = f"weights: {{{a}: 3, {b}: 7}}"
+    limit = f"max_epochs: {{{b}: {401 / 576}}}"
+    words = _schedule(
+        tmp_path / "mixture.yaml", f"samples: 12, {weights}", f"samples: 18, {weights}",
+        f"samples: 33, {weights}", f"seq_length: 4, {weights}", more=limit,
+    )  # fmt: skip
+    config = _config(*words, length=16, batch=6, vocabulary=20_000)
+    whole, _ = _plan(config)
+    assert whole.exhausted and whole.exhausted[0].number < 63
+    assert whole.order.tokens_used(63)[b] + 4 <= 401
+    history = whole.to_dict()
+    for consumed in range(6, 240, 6):
+        plan, _ = _plan(config, history, consumed)
+        assert plan.to_dict() == history, consumed
+
+
+def test_a_change_of_length_waits_for_a_step_of_the_ranks(tmp_path: Path) -> None:
+    """They cannot share 10 samples, and take 8 in a step."""
+    a = _numbered(tmp_path / "a", 0, 90)
+    words = _schedule(
+        tmp_path / "mixture.yaml", f"samples: 20, weights: {{{a}: 1}}",
+        f"seq_length: 8, weights: {{{a}: 1}}",
+    )  # fmt: skip
+    words += "--decrease-batch-size-if-needed --micro-batch-size 4 --nproc-per-node 2".split()
+    plan, _ = _plan(_config(*words, batch=10, vocabulary=20_000))
+    assert [stage.start for stage in plan.order.stages] == [0, 24]
+
+
+def test_a_run_that_goes_on_with_another_length_is_not_asked_for_those_before(
+    tmp_path: Path,
+) -> None:
+    """Two ranks cannot share a sample of 6 tokens, but such samples do not come again."""
+    a = _numbered(tmp_path / "a", 0, 40)
+    words = ["--data-path", a]
+    before, _ = _plan(_config(*words, length=6, vocabulary=20_000))
+    words += "--context-parallel-size 2 --nproc-per-node 2".split()
+    config = _config(*words, length=12, vocabulary=20_000)
+    _check_lengths(config, _plan(config, before.to_dict(), 24)[0], 24)
 
 
 def test_a_batch_tells_which_tokens_of_which_file_it_holds(tmp_path: Path) -> None:

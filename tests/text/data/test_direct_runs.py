@@ -14,6 +14,8 @@ import pytest
 from megatron_ext.checkpoint.files import TRACKER
 from megatron_ext.errors import ConfigError
 from megatron_ext.inspect.preview.collect import collect
+from megatron_ext.text.data.ledger import Ledger
+from megatron_ext.text.data.ledger_counts import uses
 from megatron_ext.train.reporting.files import read_metrics
 from tests.training_runs import (
     NULL,
@@ -93,6 +95,17 @@ def test_lengths_that_change_are_equal_on_every_layout(
     progress = json.loads((tmp_path / "one" / "iter_0000009" / "progress.json").read_text())
     stages = progress["data_order"]["stages"]
     assert [(x["start"], x["seq_length"]) for x in stages] == [(0, 32), (48, 64), (96, 16)]
+
+
+def test_a_single_length_below_the_longest_is_known_to_pipeline_stages(
+    data: list[str], tmp_path: Path
+) -> None:
+    flags = [*without(DIRECT, "--train-iters"), "--train-iters", "2"]
+    flags += _schedule(tmp_path / "mixture.yaml", data, [32])
+    wanted = train_steps(flags, tmp_path / "one")
+    rows = train_steps([*flags, *LAYOUTS["pp2"].split()], tmp_path / "two", 2)
+    for row, want in zip(rows, wanted, strict=True):
+        assert math.isclose(row["lm loss"], want["lm loss"], rel_tol=1e-6)
 
 
 def test_a_resumed_run_goes_on_as_if_nothing_had_happened(data: list[str], tmp_path: Path) -> None:
@@ -176,6 +189,22 @@ def test_a_run_in_megatrons_order_goes_on_in_the_direct_one(
     shown = capfd.readouterr().out
     assert "> the samples so far were in another order; the direct one takes its place" in shown
     assert "`--data-order` (direct, before megatron)" in shown
+
+
+def test_steps_in_megatrons_order_between_direct_ones_are_not_known_to_the_ledger(
+    data: list[str], tmp_path: Path
+) -> None:
+    save = tmp_path / "save"
+    words = [*WORDS, *f"--train-iters 3 --data-cache-path {tmp_path} --data-path".split(), *data]
+    direct = [*without(words, "--data-cache-path"), "--data-order", "direct"]
+    train_steps([*direct, "--exit-interval", "1"], save)
+    train_steps([*words, "--load", str(save), "--exit-interval", "2"], save)
+    train_steps([*direct, "--load", str(save)], save)
+    ledger = Ledger(save)
+    assert [(x.iteration + 1, x.done) for x in ledger.unknown(with_lost=True)] == [(2, 2)]
+    assert sum(use.counted for use in uses(ledger)) == 32
+    with pytest.raises(ConfigError, match="Steps 2 to 2 were in another order than the direct"):
+        ledger.step(2)
 
 
 def test_lengths_that_ranks_cannot_share_are_refused(data: list[str], tmp_path: Path) -> None:

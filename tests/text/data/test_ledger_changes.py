@@ -17,7 +17,7 @@ from megatron_ext.data.token_spans import open_span
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.data.direct import DirectDataset, Marks
 from megatron_ext.text.data.ledger import Ledger
-from megatron_ext.text.data.ledger_counts import check_of, holes, merged, shared, uses
+from megatron_ext.text.data.ledger_counts import check_of, compare, holes, merged, shared, uses
 from megatron_ext.text.data.step_record import RecordWriter, Steps
 
 WINDOW = 16
@@ -179,3 +179,20 @@ def test_data_that_has_moved_is_one_source(tmp_path: Path) -> None:
     assert [(use.source, use.counted) for use in uses(ledger)] == [(name, 20)]
     reads = ledger.reads_of(name, 0, with_lost=False)
     assert {read.step <= 5 for read in reads if read.step is not None} == {True, False}
+
+
+def test_sources_that_share_name_and_length_are_counted_apart(tmp_path: Path) -> None:
+    """As with one name in a folder for each corpus."""
+    for folder in ("web", "code"):
+        (tmp_path / folder).mkdir()
+        _dataset(tmp_path / folder / "text", 10, np.random.default_rng(0))
+    names = [str(tmp_path / folder / "text") for folder in ("web", "code")]
+    weights = dict(zip(names, map(Fraction, (3, 1)), strict=True))
+    order = SampleOrder(dict.fromkeys(names, 160), [Stage(0, 16, weights)], WINDOW, 5)
+    writer = RecordWriter(tmp_path)
+    writer.start(0, 0, None, None, time=0.0, generation=0)
+    writer.order({**order.to_dict(), "first_tokens": dict.fromkeys(names, 0)})
+    writer.steps(Steps(0, 0, 4, 10, 10))
+    assert check_of(Ledger(tmp_path)) == (0, 0)
+    _, rows = compare(Ledger(tmp_path), Ledger(tmp_path))
+    assert {row.source: row.first for row in rows} == {names[0]: 30, names[1]: 10}

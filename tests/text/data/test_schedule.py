@@ -46,6 +46,8 @@ STAGE = "stages: [{weights: {a: 1}}]\n"
         ("stages: [{weights: {a: 1}, tokens: 3, samples: 2}]", "gives both `tokens` and `samples`"),
         ("stages: [{weights: {a: 1}, samples: many}]", "has `samples` (many) in stage 1"),
         ("stages: [{weights: {a: 1}, samples: 0.5}]", "has `samples` (0.5) in stage 1"),
+        ("stages: [{weights: {a: 1}, samples: 1/0}]", "has `samples` (1/0) in stage 1"),
+        ("stages: [{weights: {a: 1, 'file:///a': 1, /a: 2}}]", "names /a twice in the weights of"),
         ("stages: [{weights: {a: 1}, ramp: 1}]", "has `ramp` (1) in stage 1"),
         ("stages: [{weights: {a: 1}, samples: 2, ramp: true}]", "has a ramp in stage 1, but"),
         ("stages: [{weights: {a: 1}}, {weights: {a: 1}}]", "must say in stage 1 how long it lasts"),

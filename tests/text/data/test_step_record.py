@@ -102,9 +102,11 @@ def test_steps_that_do_not_count_are_cut_out(tmp_path: Path) -> None:
         (1, 2, 0, 3, None), (3, 3, 4, 5, NO_UPDATE), (4, 5, 6, 9, None),
         (6, 7, 10, 13, REWOUND), (8, 10, 14, 19, None),
     ]  # fmt: skip
-    assert [x.reason for x in StepRecord(tmp_path).history(6).steps] == [
+    assert [x.reason for x in StepRecord(tmp_path).history(7).steps] == [
         None, NO_UPDATE, None, REWOUND
     ]  # fmt: skip
+    # A checkpoint of step 6, which was written before the return, has been trained on step 6.
+    assert [x.reason for x in StepRecord(tmp_path).history(6).steps] == [None, NO_UPDATE, None]
 
 
 def test_a_run_that_is_loaded_from_another_folder_takes_its_record_over(tmp_path: Path) -> None:
@@ -146,6 +148,27 @@ def test_steps_without_a_record_are_as_far_known_as_their_counts_say(tmp_path: P
     assert _shown(StepRecord(tmp_path / "c").history()) == [
         (1, 2, 0, 7, None), (3, 5, 8, 19, None), (6, 6, 20, 23, None)
     ]  # fmt: skip
+
+
+def test_steps_between_two_runs_in_the_direct_order_are_not_taken_for_theirs(
+    tmp_path: Path,
+) -> None:
+    """Whether the run in between has recorded its steps, or only left a gap."""
+    for name, records in (("recorded", True), ("gap", False)):
+        _run(tmp_path / name, 4, 4, 4)
+        if records:
+            _run(tmp_path / name, 4, 4, at=2, sample=8, order=None)
+        _run(tmp_path / name, 4, at=4 if records else 5, sample=16 if records else 20)
+        other = tmp_path / f"from {name}"
+        _run(other, 4, at=5, sample=20, loaded=tmp_path / name)
+        for folder in (tmp_path / name, other):
+            steps = StepRecord(folder).history(5 if records else 6).steps
+            known = [(x.iteration + 1, x.done) for x in steps if x.order is not None]
+            unknown = [(x.iteration + 1, x.done) for x in steps if x.order is None]
+            wanted = ([(1, 2), (5, 5)], [(3, 4)]) if records else ([(1, 3), (6, 6)], [(4, 5)])
+            if folder == other and not records:
+                wanted = ([(6, 6)], [(1, 5)])  # nobody has recorded where it begins
+            assert (known, unknown) == wanted, folder
 
 
 def test_a_line_that_a_full_disk_has_cut_is_left_out(tmp_path: Path) -> None:
