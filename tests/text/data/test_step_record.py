@@ -166,8 +166,6 @@ def test_steps_between_two_runs_in_the_direct_order_are_not_taken_for_theirs(
             known = [(x.iteration + 1, x.done) for x in steps if x.order is not None]
             unknown = [(x.iteration + 1, x.done) for x in steps if x.order is None]
             wanted = ([(1, 2), (5, 5)], [(3, 4)]) if records else ([(1, 3), (6, 6)], [(4, 5)])
-            if folder == other and not records:
-                wanted = ([(6, 6)], [(1, 5)])  # nobody has recorded where it begins
             assert (known, unknown) == wanted, folder
 
 
