@@ -214,7 +214,7 @@ def test_a_resume_at_any_step_has_the_order_of_the_unbroken_run(tmp_path: Path) 
 
 
 def test_a_change_of_length_waits_for_a_step_of_the_ranks(tmp_path: Path) -> None:
-    """Of 10 samples, micro-batches of 4 take 8 in a step."""
+    """The run takes 8 of 10 samples in a step, since micro-batches have 4."""
     a = _numbered(tmp_path / "a", 0, 90)
     words = _schedule(
         tmp_path / "mixture.yaml", f"samples: 20, weights: {{{a}: 1}}",

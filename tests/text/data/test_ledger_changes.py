@@ -182,7 +182,7 @@ def test_data_that_has_moved_is_one_source(tmp_path: Path) -> None:
 
 
 def test_sources_that_share_name_and_length_are_counted_apart(tmp_path: Path) -> None:
-    """As with one name in a folder for each corpus."""
+    """The folders tell the corpora apart, as where all files have one name."""
     for folder in ("web", "code"):
         (tmp_path / folder).mkdir()
         _dataset(tmp_path / folder / "text", 10, np.random.default_rng(0))
