@@ -29,7 +29,7 @@ from megatron_ext.schedules.plan import (
     with_messages,
 )
 
-NUM_PLANS = 2000
+NUM_PLANS = 700
 
 
 def random_plan(generator: random.Random) -> tuple[Plan, int]:

@@ -80,8 +80,8 @@ EXPERTS = "--num-experts 4 --moe-router-load-balancing-type none"
     ("optimizer", "precision", "tolerance"),
     [
         ("--use-distributed-optimizer", "", 1e-6),
-        ("--no-use-distributed-optimizer", "", 1e-6),
-        ("--no-use-distributed-optimizer", "--bf16", 1e-2),
+        pytest.param("--no-use-distributed-optimizer", "", 1e-6, marks=pytest.mark.slow),
+        pytest.param("--no-use-distributed-optimizer", "--bf16", 1e-2, marks=pytest.mark.slow),
     ],
 )
 def test_experts_with_biases_resume_whether_or_not_ranks_share_them_out(

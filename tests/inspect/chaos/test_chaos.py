@@ -22,7 +22,7 @@ from tests.video import clips
 WORDS = [*without(SMALL, "--train-iters", "--eval-interval", "--eval-iters"), "--eval-iters", "0"]
 """The smallest GPT-2, whose steps the cases count."""
 LAYOUTS = "tp2 pp2 cp2 dp2 tp2pp2 pp2dp2".split()
-QUICK = [("dp2", 0), ("tp2pp2", 0)]
+QUICK = [("dp2", 0)]
 GRID = [(layout, seed) for layout in LAYOUTS for seed in range(5)]
 CASES = [pytest.param(*x, marks=() if x in QUICK else pytest.mark.slow) for x in GRID]
 
