@@ -3,6 +3,8 @@
 The windows of an epoch that hold the tokens follow from its first token, their places in the order
 from the inverse of the epoch's permutation, and the numbers in the run from the schedule of the
 sources. So nothing is searched, but the parts that a change of length has left over, which are few.
+In a packed order, windows are packed samples: the blocks that hold the tokens are packed again, one
+or two for each epoch and document.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.data.order import SampleOrder, Taken
+from megatron_ext.data.packed_order import PackedOrder
 from megatron_ext.data.permutation import Ints, unpermute
 from megatron_ext.data.windows import group_keys, groups
 
@@ -26,14 +29,40 @@ def samples_with(order: SampleOrder, source: int, begin: int, end: int, stop: in
     for taken in order.taken(0, stop):
         if taken.source != source:
             continue
-        left_over = taken.phase.rest_samples
-        numbers = _rest_numbers(order, taken, begin, end)
-        if taken.end > left_over:
-            fresh = _fresh_numbers(order, taken, begin, end) + left_over
-            inside = (fresh >= max(taken.first, left_over)) & (fresh < taken.end)
-            numbers += np.unique(fresh[inside]).tolist()
+        if isinstance(order, PackedOrder):
+            numbers = _packed_numbers(order, taken, begin, end)
+        else:
+            numbers = _numbers(order, taken, begin, end)
         found += [order.number_of(taken.stage, source, number) for number in numbers]
     return sorted(found)
+
+
+def _numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> list[int]:
+    """Return the samples that hold tokens, numbered within the phase."""
+    left_over = taken.phase.rest_samples
+    numbers = _rest_numbers(order, taken, begin, end)
+    if taken.end > left_over:
+        fresh = _fresh_numbers(order, taken, begin, end) + left_over
+        inside = (fresh >= max(taken.first, left_over)) & (fresh < taken.end)
+        numbers += np.unique(fresh[inside]).tolist()
+    return numbers
+
+
+def _packed_numbers(order: PackedOrder, taken: Taken, begin: int, end: int) -> list[int]:
+    """Return the packed samples that hold tokens, numbered within the phase, their only one."""
+    source, found = taken.source, list[int]()
+    count = order.sources[source].windows
+    epochs = np.arange(taken.first // count, (taken.end - 1) // count + 1, dtype=np.int64)
+    epoch, place, _ = _places(order, source, begin, end, epochs)
+    blocks = np.unique(np.stack([epoch, place // order.block_samples]), axis=1)
+    for number, block in blocks.T.tolist():
+        packed, first = order.packed_block(source, number, block)
+        begins, lengths = (x.astype(np.int64) for x in (packed.begins, packed.lengths))
+        pieces = np.flatnonzero(_meets(order, source, first + begins, lengths, begin, end))
+        samples = np.unique(np.searchsorted(packed.firsts, pieces, side="right") - 1)
+        places = block * order.block_samples + samples
+        found += order.windows_at(source, np.full_like(places, number), places).tolist()
+    return [each for each in found if taken.first <= each < taken.end]
 
 
 def _meets(

@@ -257,10 +257,9 @@ class RemoteSpan(TokenSpan):
         super().__init__(name, dtype, first, tokens)
         self._store, self._source = store, store.open_tokens(f"{name}.bin")
 
-    def expect(self, begins: Ints, length: int) -> None:
-        """Begin to fetch ranges that are read soon; those past the end only as far as it."""
-        ends = np.minimum(begins + length, self.tokens)
-        pages, _ = self._pages_of(begins, int((ends - begins).max()))
+    def expect(self, begins: Ints, lengths: Ints) -> None:
+        """Begin to fetch ranges that are read soon; each may go on around the circle."""
+        pages, _ = self._pages_of(*self._cut(begins, lengths))
         self._store.expect(self._source, pages)
 
     def read(self, begins: Ints, length: int) -> Array:
@@ -271,21 +270,48 @@ class RemoteSpan(TokenSpan):
             here = (slots >= 0)[places].all(axis=1)
             content = cache.view(self.dtype)
             found[here] = self._take(content, slots[places[here]], begins[here], length)
-            if here.all():
-                return found
-            needed = np.unique(places[~here])
-            kept = needed[slots[needed] >= 0]
-            own = np.zeros((len(pages), PAGE // self.dtype.itemsize), dtype=self.dtype)
-            own[kept] = content.reshape(-1, own.shape[1])[slots[kept]]
-        missing = needed[slots[needed] < 0]
-        fetched = self._store.fetch(self._source, pages[missing])
-        for at in missing.tolist():
-            page = np.frombuffer(fetched[int(pages[at])], dtype=self.dtype)
-            own[at, : len(page)] = page
-        found[~here] = self._take(own.reshape(-1), places[~here], begins[~here], length)
+        if not here.all():
+            needed, own = np.unique(places[~here], return_inverse=True)
+            content = self._contents(pages[needed]).reshape(-1)
+            own = own.reshape(-1, places.shape[1])
+            found[~here] = self._take(content, own, begins[~here], length)
         return found
 
-    def _pages_of(self, begins: Ints, length: int) -> tuple[Ints, Ints]:
+    def gather_ranges(self, begins: Ints, lengths: Ints) -> Array:
+        begins, lengths = self._cut(begins, lengths)
+        pages, places = self._pages_of(begins, lengths)
+        content = self._contents(pages)
+        ranges = np.repeat(np.arange(len(begins)), lengths)
+        within = np.arange(len(ranges)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        starts = (self.first + begins) % content.shape[1]
+        page, offset = np.divmod(starts[ranges] + within, content.shape[1])
+        found: Array = content[places[ranges, page], offset]
+        return found
+
+    def _cut(self, begins: Ints, lengths: Ints) -> tuple[Ints, Ints]:
+        """Return ranges in order, of which those around the circle are cut at its end."""
+        over = np.flatnonzero(begins + lengths > self.tokens)
+        rest = begins[over] + lengths[over] - self.tokens
+        begins, lengths = np.insert(begins, over + 1, 0), np.insert(lengths, over + 1, rest)
+        lengths[over + np.arange(len(over))] -= rest
+        return begins, lengths
+
+    def _contents(self, pages: Ints) -> Array:
+        """Return copies of pages ``[p, tokens of a page]``; those not here are fetched together."""
+        found = np.zeros((len(pages), PAGE // self.dtype.itemsize), dtype=self.dtype)
+        with self._store.reading() as cache:
+            slots = cache.find(_key(self._source), pages)
+            here = slots >= 0
+            found[here] = cache.view(self.dtype).reshape(-1, found.shape[1])[slots[here]]
+        missing = np.flatnonzero(~here)
+        if len(missing):
+            fetched = self._store.fetch(self._source, pages[missing])
+            for at in missing.tolist():
+                page = np.frombuffer(fetched[int(pages[at])], dtype=self.dtype)
+                found[at, : len(page)] = page
+        return found
+
+    def _pages_of(self, begins: Ints, length: Ints | int) -> tuple[Ints, Ints]:
         """Return the pages that ranges touch, ascending, and for each range its places in them.
 
         The places are ``[m, k]``; k is the most pages of a range, and others repeat their last.

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from megatron_ext.data.order import Pieces, SampleOrder, Stage
 from megatron_ext.data.packing import DocumentStarts, PackedBlock, pack_block
-from megatron_ext.data.permutation import Ints, Words, derived, permute
+from megatron_ext.data.permutation import Ints, Words, derived, permute, unpermute
 
 SAMPLES, FEWEST, TOKENS = 1024, 128, 1 << 22
 """Samples of a block, which are packed together: the most, the fewest, and its tokens between."""
@@ -97,7 +97,7 @@ class PackedOrder(SampleOrder):
             np.stack([windows.sources, epochs, blocks]), axis=1, return_inverse=True
         )
         for number, (source, epoch, block) in enumerate(keys.T.tolist()):
-            packed, first = self._block_of(source, epoch, block)
+            packed, first = self.packed_block(source, epoch, block)
             # numpy 2.0 keeps the axis.
             own = np.flatnonzero(which.reshape(-1) == number)
             counts, columns, begins, lengths = packed.pieces_of(samples[own])
@@ -131,8 +131,27 @@ class PackedOrder(SampleOrder):
         blocks[is_whole] = permute(nth[is_whole], whole[is_whole], block_keys)
         return epochs, blocks, samples
 
-    def _block_of(self, source: int, epoch: int, block: int) -> tuple[PackedBlock, int]:
-        """Return a block and its first token in the circle of its source."""
+    def windows_at(self, source: int, epochs: Ints, places: Ints) -> Ints:
+        """Return the windows of a source, counted over epochs, that are some packed samples.
+
+        Place p of an epoch is sample p % `block_samples` of its block p // `block_samples`.
+        """
+        own, most = self.sources[source], self.block_samples * BLOCKS
+        keys = np.full(len(epochs), own.key, dtype=np.uint64)
+        nth, samples = np.divmod(places, self.block_samples)
+        whole = own.windows // self.block_samples
+        is_whole = nth < whole
+        block_keys: Words = derived(keys, epochs, _BLOCK_ORDER)[is_whole]
+        nth[is_whole] = unpermute(nth[is_whole], whole, block_keys)
+        groups, inside = np.divmod(nth, BLOCKS)
+        sizes = np.minimum(own.windows - groups * most, most)
+        group_keys = derived(derived(keys, epochs, _SAMPLE_ORDER), groups)
+        within = unpermute(inside * self.block_samples + samples, sizes, group_keys)
+        found: Ints = epochs * own.windows + groups * most + within
+        return found
+
+    def packed_block(self, source: int, epoch: int, block: int) -> tuple[PackedBlock, int]:
+        """Return a block of an epoch and its first token in the circle of its source."""
         first, end = self._range(source, epoch, block)
         known = self._packed.setdefault(source, OrderedDict())
         if (epoch, block) in known:
@@ -160,7 +179,7 @@ class PackedOrder(SampleOrder):
         for block in np.unique(np.linspace(0, blocks - 1, most).astype(int)).tolist():
             first, end = self._range(source, 0, block)
             starts, ends_document = self._document_starts(source, first, end)
-            packed, _ = self._block_of(source, 0, block)
+            packed, _ = self.packed_block(source, 0, block)
             begins, sizes = starts - first, np.diff(starts, append=end)
             own = np.searchsorted(begins, packed.begins, side="right") - 1
             is_cut = np.bincount(own, minlength=len(starts)) > 1

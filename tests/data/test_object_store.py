@@ -109,6 +109,40 @@ def test_requests_that_fail_hang_or_are_cut_short_are_repeated_and_counted(
     assert counts["waited_us"] > 0 and counts["not_kept"] == 0
 
 
+def test_ranges_of_many_lengths_are_fetched_together_and_nothing_else_is(
+    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packed samples have such ranges. Some go around the end, one is longer than a page."""
+    store = ObjectStore(tmp_path, 6_000_000)
+    span, local = open_remote_span(f"flaky://{prefix}", 3, 95, store), open_span(prefix, 3, 95)
+    fetched, fetch = [], store.fetch
+    monkeypatch.setattr(store, "fetch", lambda *args: fetched.append(0) or fetch(*args))
+    for seed in range(4):
+        at, lengths = begins(span, seed, 8), np.random.default_rng(seed).integers(1, 2000, 8)
+        at[2:4], lengths[2:4], lengths[5] = span.tokens - np.array([300, 1]), (301, 900), 70_000
+        FlakyStorage.asked.clear()
+        if seed == 0:
+            span.expect(at, lengths)
+        found = span.gather_ranges(at, lengths)
+        assert np.array_equal(found, local.gather_ranges(at, lengths))
+        assert len(fetched) <= seed + 1
+        wanted = {
+            (span.first + (first + number) % span.tokens) * 2 // PAGE
+            for first, length in zip(at.tolist(), lengths.tolist(), strict=True)
+            for number in range(length)
+        }
+        asked = [
+            page
+            for _, begin, end in FlakyStorage.asked
+            for page in range(begin // PAGE, -(-end // PAGE))
+        ]
+        assert set(asked) <= wanted and (seed or set(asked) == wanted)
+        assert seed == 0 or len(asked) == len(set(asked))
+    asked = list(FlakyStorage.asked)
+    span.gather_ranges(at, lengths)
+    assert asked == FlakyStorage.asked and len(fetched) <= 4, "all of it is in the cache"
+
+
 def test_a_storage_that_does_not_recover_is_told_in_a_sentence(
     prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -207,7 +241,7 @@ def test_processes_share_the_cache_and_a_killed_one_leaves_it_whole(
     span = open_remote_span(f"flaky://{prefix}", 0, None, ObjectStore(tmp_path, SCARCE))
     local = open_span(prefix, 0, None)
     same(span, local, 0)
-    span.expect(begins(span, 1), 700)
+    span.expect(begins(span, 1), np.full(40, 700))
     children = []
     for seed in range(3):
         pid = os.fork()
@@ -234,7 +268,7 @@ def test_what_is_expected_is_fetched_before_it_is_read_and_not_twice(
     store = ObjectStore(tmp_path, AMPLE)
     span, local = open_remote_span(f"flaky://{prefix}", 0, None, store), open_span(prefix, 0, None)
     FlakyStorage.asked.clear()
-    span.expect(begins(span, 0), 700)
+    span.expect(begins(span, 0), np.full(40, 700))
     same(span, local, 0)
     before = list(FlakyStorage.asked)
     assert len(set(before)) == len(before) > 0

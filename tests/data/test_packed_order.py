@@ -21,19 +21,20 @@ def _stage(start: int, **weights: int) -> Stage:
     return Stage(start, WINDOW, {name: Fraction(weight) for name, weight in weights.items()})
 
 
-def _documents(seed: int, tokens: int) -> Ints:
+def documents_of_circle(seed: int, tokens: int) -> Ints:
     """Return the starts of documents of 1 to 40 tokens that fill a circle."""
     sizes = np.random.default_rng(seed).integers(1, 40, tokens)
     starts = np.cumsum(sizes) - sizes
     return starts[starts < tokens]
 
 
-def _of(starts: Ints) -> DocumentStarts:
+def starts_in(starts: Ints) -> DocumentStarts:
+    """Return what finds those of some starts that lie in a range."""
     return lambda begin, end: starts[(starts >= begin) & (starts < end)]
 
 
 def _order(stages: list[Stage], seed: int = 1, **tokens: int) -> PackedOrder:
-    found = {name: _of(_documents(number, count)) for number, (name, count) in
+    found = {name: starts_in(documents_of_circle(number, count)) for number, (name, count) in
              enumerate(tokens.items())}  # fmt: skip
     return PackedOrder(tokens, stages, WINDOW, seed, found)
 
@@ -77,7 +78,7 @@ def test_tokens_that_fill_no_window_rest_elsewhere_in_each_epoch() -> None:
 
 def test_pieces_are_documents_and_only_the_last_of_a_sample_goes_on() -> None:
     order = _order([_stage(0, a=1)], a=5000)
-    starts = {*_documents(0, 5000).tolist(), 5000}
+    starts = {*documents_of_circle(0, 5000).tolist(), 5000}
     pieces = order.locate(0, 312)
     for row in range(312):
         own = pieces.rows == row
@@ -125,7 +126,7 @@ def test_a_limit_of_epochs_keeps_the_packing() -> None:
 
 def test_counts_of_cut_documents_are_those_of_the_samples_themselves() -> None:
     order = _order([_stage(0, a=1)], a=3000 * WINDOW)
-    starts, windows = _documents(0, 3000 * WINDOW), 3000
+    starts, windows = documents_of_circle(0, 3000 * WINDOW), 3000
     cuts = order.cuts(0, 1000)
     pieces = order.locate(0, windows)
     own = np.searchsorted(starts, pieces.begins, side="right") - 1

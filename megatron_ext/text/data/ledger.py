@@ -7,7 +7,6 @@ it holds no list of samples, and costs the same for any length of a run.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 from bisect import bisect_left
@@ -20,108 +19,22 @@ import numpy as np
 import yaml
 
 from megatron_ext.config.run import section_name
-from megatron_ext.data.indexed import Array, Index, is_address, read_index
+from megatron_ext.data.indexed import is_address
 from megatron_ext.data.lookup import samples_with
-from megatron_ext.data.order import Pieces, SampleOrder
-from megatron_ext.data.permutation import Ints
-from megatron_ext.data.token_spans import open_span
+from megatron_ext.data.order import SampleOrder
+from megatron_ext.data.packed_order import PackedOrder
+from megatron_ext.data.packing import DocumentStarts
 from megatron_ext.data.windows import Source
-from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.errors import ConfigError
 from megatron_ext.text.data.config import DataConfig
+from megatron_ext.text.data.ledger_documents import Documents, Rows, joined, parts_of
 from megatron_ext.text.data.step_record import History, StepRecord, Steps
 from megatron_ext.train.reporting.files import CONFIGURATION_FILE
 
 Section = TypeVar("Section")
 
-_KNOWN = {"kind", "seed", "window", "tokens", "stages", "first_tokens", "split"}
+_KNOWN = {"kind", "seed", "window", "tokens", "stages", "first_tokens", "split", "packing"}
 """Keys of an order in a record."""
-
-
-class Documents:
-    """The documents of one source.
-
-    Args:
-        prefix: the dataset.
-        first: first token of the split in the file.
-        tokens: tokens of the split.
-        data: the flags of the run, which say how addresses of object storage are read.
-
-    Attributes:
-        starts: ``[D + 1]``, first token in the file of each document, then the end of the file.
-    """
-
-    def __init__(self, prefix: str, first: int, tokens: int, data: DataConfig) -> None:
-        self.prefix, self.first, self.tokens, self._data = prefix, first, tokens, data
-        index = self._index()
-        edges = np.zeros(len(index.lengths) + 1, dtype=np.int64)
-        np.cumsum(index.lengths, out=edges[1:])
-        self.starts: Ints = edges[index.documents]
-        if first + tokens > self.starts[-1]:
-            raise DataError(
-                f"{prefix} holds {self.starts[-1]} tokens, but the run read up to token "
-                f"{first + tokens}; the dataset was changed since, so give the old files."
-            )
-
-    def _index(self) -> Index:
-        if not is_address(self.prefix):
-            return read_index(self.prefix)
-        # torch comes with it, for which nobody should wait whose data is on a disk.
-        from megatron_ext.text.data.storage import index_of
-
-        return index_of(self._data, self.prefix)
-
-    def length(self, document: int) -> int:
-        return int(self.starts[document + 1] - self.starts[document])
-
-    def range_of(self, document: int) -> tuple[int, int]:
-        """Return first token and end of a document in the circle of the split, as far as inside.
-
-        Raises:
-            ConfigError: there is no such document.
-        """
-        if not 0 <= document < len(self.starts) - 1:
-            raise ConfigError(
-                f"`--document` ({self.prefix} {document}) must be from 0 to "
-                f"{len(self.starts) - 2}, the last document of the dataset."
-            )
-        begin, end = (int(self.starts[i]) - self.first for i in (document, document + 1))
-        return max(0, begin), min(self.tokens, end)
-
-    def read(self, begin: int, length: int) -> Array:
-        """Return tokens from a place in the file on."""
-        if is_address(self.prefix):
-            from megatron_ext.text.data.storage import open_tokens
-
-            span = open_tokens(self._data, self.prefix, 0, None)
-        else:
-            span = open_span(self.prefix, 0, None)
-        tokens: Array = span.read(np.array([begin], dtype=np.int64), length)[0]
-        return tokens
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Parts of documents in samples, ordered by sample and place; all are ``[r]`` int64.
-
-    Attributes:
-        samples: number of the sample in the run.
-        columns: place of the part in the sample.
-        sources: index of the source in the order.
-        documents: number of the document in its dataset.
-        begins: first token of the part in the document.
-        lengths: tokens of the part.
-    """
-
-    samples: Ints
-    columns: Ints
-    sources: Ints
-    documents: Ints
-    begins: Ints
-    lengths: Ints
-
-    def of(self, chosen: Array) -> Rows:
-        """Return the rows that an index or a mask chooses."""
-        return Rows(*(getattr(self, each.name)[chosen] for each in dataclasses.fields(self)))
 
 
 @dataclass(frozen=True)
@@ -172,13 +85,9 @@ class Ledger:
                 f"Steps {steps.iteration + 1} to {steps.done} were in another order than the "
                 "direct one, or ran before it was recorded, so that their documents are not known."
             )
-        if "packing" in steps.order:
-            raise ConfigError(
-                f"Steps {steps.iteration + 1} to {steps.done} read packed documents "
-                "(`--document-packing best_fit`), which cannot be looked up here; "
-                "`tools/preview_batch.py` shows those of a step."
-            )
         new = sorted(steps.order.keys() - _KNOWN)
+        if steps.order.get("packing", "best_fit") != "best_fit":
+            new.append(f"packing: {steps.order['packing']}")
         if new:
             raise ConfigError(
                 f"{self.record.path} has an order with `{new[0]}`, which this version does not "
@@ -186,8 +95,20 @@ class Ledger:
             )
         key = json.dumps(steps.order)
         if key not in self._orders:
-            self._orders[key] = SampleOrder.from_dict(steps.order)
+            self._orders[key] = self._order(steps.order)
         return self._orders[key]
+
+    def _order(self, values: Mapping[str, Any]) -> SampleOrder:
+        order = SampleOrder.from_dict(values)
+        if "packing" not in values:
+            return order
+        documents = {source.name: self._starts_of(source) for source in order.sources}
+        return PackedOrder(values["tokens"], order.stages, order.window, order.seed, documents)
+
+    def _starts_of(self, source: Source) -> DocumentStarts:
+        """Return what tells where the documents of a source start; its index is read when asked."""
+        name = self.name_of(source)
+        return lambda begin, end: self.documents(name, source.tokens).packed_starts(begin, end)
 
     def _documents(self, prefix: str, tokens: int) -> Documents:
         if prefix not in self._first:
@@ -243,9 +164,8 @@ class Ledger:
         for source in np.unique(pieces.sources).tolist():
             own = order.sources[source]
             documents = self.documents(self.name_of(own), own.tokens)
-            found.append(_parts(pieces, first, source, documents))
-        rows = Rows(*(np.concatenate(x) for x in zip(*map(_arrays, found), strict=True)))
-        return rows.of(np.lexsort((rows.columns, rows.samples)))
+            found.append(parts_of(pieces, first, source, documents))
+        return joined(found)
 
     def step(self, iteration: int) -> tuple[Steps, int, int]:
         """Return the steps to which a step belongs, and the range of its samples.
@@ -325,40 +245,3 @@ def _moves(orders: Iterable[Mapping[str, Any]]) -> dict[str, str]:
                     found.pop(new, None)
         before = tokens
     return found
-
-
-def _arrays(rows: Rows) -> tuple[Ints, ...]:
-    return tuple(getattr(rows, each.name) for each in dataclasses.fields(rows))
-
-
-def _parts(pieces: Pieces, sample: int, source: int, documents: Documents) -> Rows:
-    """Cut the pieces of one source at the boundaries of its documents."""
-    own = pieces.sources == source
-    rows, columns = pieces.rows[own], pieces.columns[own]
-    begins, lengths = pieces.begins[own], pieces.lengths[own]
-    # A piece that passes the end of the circle goes on at its beginning.
-    inside = np.minimum(lengths, documents.tokens - begins)
-    over = np.flatnonzero(inside < lengths)
-    rows, columns = (
-        np.concatenate([x, y]) for x, y in ((rows, rows[over]), (columns, (columns + inside)[over]))
-    )
-    begins = np.concatenate([begins, over * 0])
-    lengths = np.concatenate([inside, (lengths - inside)[over]])
-    begins = begins + documents.first
-    ends = begins + lengths
-    first = np.searchsorted(documents.starts, begins, side="right") - 1
-    counts = np.searchsorted(documents.starts, ends, side="left") - first
-    at = np.repeat(np.arange(len(rows)), counts)
-    number = first[at] + np.arange(len(at)) - np.repeat(np.cumsum(counts) - counts, counts)
-    low = np.maximum(begins[at], documents.starts[number])
-    high = np.minimum(ends[at], documents.starts[number + 1])
-    kept = np.flatnonzero(low < high)
-    at, number, low, high = at[kept], number[kept], low[kept], high[kept]
-    return Rows(
-        samples=sample + rows[at],
-        columns=columns[at] + low - begins[at],
-        sources=np.full(len(at), source, dtype=np.int64),
-        documents=number,
-        begins=low - documents.starts[number],
-        lengths=high - low,
-    )

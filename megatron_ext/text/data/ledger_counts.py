@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from megatron_ext.data.order import SampleOrder
+from megatron_ext.data.packed_order import PackedOrder
 from megatron_ext.data.windows import Phase
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.data.ledger import Ledger
@@ -66,8 +67,11 @@ def uses(ledger: Ledger) -> list[Use]:
 Same = tuple[int, int, int]
 """Key and tokens of a source, and how many such sources stand before it in the order: the same
 wherever its data lies."""
-Key = tuple[Same, int, Phase]
-"""A source, the tokens of a window, and a phase: equal keys number the same samples."""
+Key = tuple[Same, int, bool, Phase]
+"""A source, the tokens of a window, whether documents are packed, and a phase.
+
+Equal keys number the same samples.
+"""
 Samples = dict[Key, list[Range]]
 """Samples by key as ranges, which may overlap."""
 
@@ -77,9 +81,9 @@ def samples_of(ledger: Ledger, steps: Iterable[Steps]) -> Samples:
     found: Samples = defaultdict(list)
     for each in steps:
         order = ledger.order_of(each)
-        sources = _same(order)
+        sources, packed = _same(order), isinstance(order, PackedOrder)
         for taken in order.taken(each.sample, each.stop):
-            key = sources[taken.source], order.window, taken.phase
+            key = sources[taken.source], order.window, packed, taken.phase
             found[key].append((taken.first, taken.end))
     return found
 
@@ -169,8 +173,8 @@ def compare(first: Ledger, second: Ledger) -> tuple[int, list[Compared]]:
     Return the step after which the two go their own ways, and the samples by source.
 
     Raises:
-        ConfigError: the length of samples changes at other places in one of them, so that their
-            samples cannot be matched, or the order of some steps is not known.
+        ConfigError: one of them packs documents, or changes the length of samples at other places,
+            so that their samples cannot be matched, or the order of some steps is not known.
     """
     branch = max(first.record.own_start, second.record.own_start)
     before, one, two = (
@@ -217,5 +221,6 @@ def _check_phases(before: Samples, one: Samples, two: Samples, names: Mapping[Sa
         if other and own - other - before.keys() and other - own - before.keys():
             raise ConfigError(
                 f"The samples of {last} cannot be matched, since both runs read it in an order of "
-                "their own (seed, tokens or length of samples); compare their `--export`s instead."
+                "their own (seed, tokens, packing or length of samples); compare their `--export`s "
+                "instead."
             )

@@ -14,11 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ext.config.flags import NATURAL
+from megatron_ext.data.indexed import plain_prefix
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.faults.events import read_events
 from megatron_ext.text.config import TokenizerConfig
-from megatron_ext.text.data.ledger import Documents, Ledger, Read, Rows
+from megatron_ext.text.data.ledger import Ledger, Read
 from megatron_ext.text.data.ledger_counts import Use, check_of, compare, uses
+from megatron_ext.text.data.ledger_documents import Documents, Rows
 from megatron_ext.text.data.step_record import Steps
 from megatron_ext.text.tokenizers import build_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
@@ -79,7 +81,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
         raise ConfigError("`--text` shows the texts of a step; give `--step` or `--spike` too.")
     if args.document is not None:
         prefix, number = args.document
-        _show_document(ledger, prefix, number, console, with_lost=args.with_lost)
+        _show_document(ledger, plain_prefix(prefix), number, console, with_lost=args.with_lost)
     elif args.step is not None:
         steps, first, end = ledger.step(args.step)
         _show_samples(ledger, steps, args.step, (first, end), console, texts)

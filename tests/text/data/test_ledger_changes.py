@@ -3,43 +3,59 @@
 import itertools
 from collections import Counter
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
-from megatron_ext.data import windows
+from megatron_ext.data import packed_order, windows
+from megatron_ext.data.indexed import read_index
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.data.mixture import continued
 from megatron_ext.data.order import SampleOrder, Stage
+from megatron_ext.data.packed_order import PackedOrder
+from megatron_ext.data.packing import IndexedDocuments
 from megatron_ext.data.token_spans import open_span
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.data.direct import DirectDataset, Marks
 from megatron_ext.text.data.ledger import Ledger
 from megatron_ext.text.data.ledger_counts import check_of, compare, holes, merged, shared, uses
 from megatron_ext.text.data.step_record import RecordWriter, Steps
+from tools.ledger import main as tool
 
 WINDOW = 16
 MARKS = Marks(eod=10**6, pad=-1, vocab_size=10**7, eod_mask_loss=False, reset_position_ids=False)
 
 
 def _dataset(prefix: Path, windows: int, rng: Any) -> np.ndarray:
-    """Write documents whose tokens count up from 1; return the first token of each."""
+    """Write documents whose tokens count up from 1; return the first token of each.
+
+    Some documents are of two sequences, which packing takes for two documents.
+    """
     edges = {0, *rng.integers(1, windows * WINDOW, windows).tolist()}
     starts = np.array(sorted(edges))
     ends = np.append(starts[1:], windows * WINDOW)
     with IndexedWriter(str(prefix), np.dtype(np.int32)) as writer:
         for begin, end in zip(starts.tolist(), ends.tolist(), strict=True):
-            writer.add_document(np.arange(begin + 1, end + 1), [end - begin])
+            size = end - begin
+            sequences = [size] if size % 3 else [1, size - 1]
+            writer.add_document(np.arange(begin + 1, end + 1), sequences)
     return starts + 1
+
+
+def _packed(sizes: dict[str, int], stages: list[Stage]) -> PackedOrder:
+    documents = {name: IndexedDocuments(partial(read_index, name), 0) for name in sizes}
+    return PackedOrder(sizes, stages, WINDOW, 5, documents)
 
 
 class Simulated:
     """Goes through the steps of a run, which begins again and again with changes."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        self.rng = np.random.default_rng(seed)
+    def __init__(self, folder: Path, seed: int, *, packs: bool) -> None:
+        self.rng, self.packs = np.random.default_rng(seed), packs
         self.save, self.starts = folder / "save", {}
         for name in "abc":
             windows = int(self.rng.integers(8, 30))
@@ -59,10 +75,12 @@ class Simulated:
         self.tokens = {step: read for step, read in self.tokens.items() if step <= at}
         names = rng.permutation(list(self.starts))[: rng.integers(1, 4)].tolist()
         weights = {name: Fraction(int(rng.integers(1, 9)), 10) for name in names}
-        length = int(rng.choice([4, 8, 16, 32]))
+        length = WINDOW if self.packs else int(rng.choice([4, 8, 16, 32]))
         stages = continued(stages, [Stage(0, length, weights)], sample)
         sizes = {span.name: span.tokens for span in self.spans}
         order = SampleOrder(sizes, stages, WINDOW, 5)
+        if self.packs:
+            order = _packed(sizes, stages)
         writer = RecordWriter(self.save)
         writer.start(at, sample, None, None, time=0.0, generation=generation)
         writer.order({**order.to_dict(), "first_tokens": dict.fromkeys(sizes, 0)})
@@ -92,16 +110,19 @@ class Simulated:
         return found
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("seed", "packs"), [(0, False), (1, False), (7, True)])
 def test_fifty_changes_repeat_and_miss_nothing(
-    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seed: int, packs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some of them follow a crash. Weights, sources, lengths, batches and micro-batches change.
 
-    Each token is its own place in its source, so that the tokens alone tell what was read.
+    Each token is its own place in its source, so that the tokens alone tell what was read. Packed
+    samples keep their length.
     """
     monkeypatch.setattr(windows, "GROUP", 5)
-    run = Simulated(tmp_path, seed)
+    monkeypatch.setattr(packed_order, "SAMPLES", 6)
+    monkeypatch.setattr(packed_order, "BLOCKS", 2)
+    run = Simulated(tmp_path, seed, packs=packs)
     for generation in range(50):
         run.begin(generation)
     assert run.lost > 10
@@ -126,6 +147,22 @@ def test_fifty_changes_repeat_and_miss_nothing(
             for name, token in read
         )
         assert found == wanted, step
+    assert sum(_reads(ledger, run, name, at) for name in run.starts for at in (0, 3)) > 8
+
+
+def _reads(ledger: Ledger, run: Simulated, name: str, document: int) -> int:
+    """Compare when a document was read with a count of its tokens; return in how many steps."""
+    first, end = run.starts[name][document : document + 2].tolist()
+    wanted = {
+        step: count
+        for step, read in run.tokens.items()
+        if (count := Counter(t for source, t in read if source == name and first <= t < end))
+    }
+    found: dict[Any, Counter[int]] = {}
+    for each in ledger.reads_of(name, document, with_lost=False):
+        found.setdefault(each.step, Counter()).update(range(first + each.begin, first + each.end))
+    assert found == wanted
+    return len(wanted)
 
 
 def test_samples_that_a_record_has_twice_or_never_are_counted(tmp_path: Path) -> None:
@@ -148,6 +185,30 @@ def test_an_order_of_a_later_version_is_refused(tmp_path: Path) -> None:
     writer.steps(Steps(0, 0, 4, 3, 3))
     with pytest.raises(ConfigError, match="has an order with `shuffled`, which this version does"):
         uses(Ledger(tmp_path))
+    writer.order({**order.to_dict(), "packing": "next_fit"})
+    writer.steps(Steps(3, 12, 4, 5, 5))
+    with pytest.raises(ConfigError, match="with `packing: next_fit`, which this version does not"):
+        Ledger(tmp_path).step(5)
+
+
+def test_packed_samples_are_not_matched_with_windows(tmp_path: Path) -> None:
+    """Equal numbers are other tokens there. A branch of a packed run has the same samples."""
+    _dataset(tmp_path / "a", 10, np.random.default_rng(0))
+    sizes, name = {str(tmp_path / "a"): 160}, str(tmp_path / "a")
+    stages = [Stage(0, 16, {name: Fraction(1)})]
+    orders = {"plain": SampleOrder(sizes, stages, WINDOW, 5), "packed": _packed(sizes, stages)}
+    for folder, order in orders.items():
+        writer = RecordWriter(tmp_path / folder)
+        writer.start(0, 0, None, None, time=0.0, generation=0)
+        writer.order({**order.to_dict(), "first_tokens": {name: 0}})
+        writer.steps(Steps(0, 0, 4, 5, 5))
+    plain, packed = (Ledger(tmp_path / folder) for folder in orders)
+    with pytest.raises(ConfigError, match=r"order of their own \(seed, tokens, packing or length"):
+        compare(plain, packed)
+    assert [(row.both, row.first) for row in compare(packed, packed)[1]] == [(20, 20)]
+    assert tool([str(packed.folder), "--export", str(tmp_path / "rows.parquet")]) == 0
+    rows = pq.read_table(tmp_path / "rows.parquet").to_pylist()
+    assert sum(row["length"] for row in rows) == 20 * WINDOW
 
 
 def test_ranges_are_merged_shared_and_have_holes() -> None:

@@ -1,12 +1,16 @@
 """Training on packed documents: equal on every layout, and on from a checkpoint in another one."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_ext.inspect.preview.collect import collect
 from megatron_ext.inspect.preview.rows import documents_of
+from megatron_ext.text.data.ledger import Ledger
+from megatron_ext.text.data.ledger_counts import check_of
 from tests.training_runs import NULL, SAME_WEIGHTS, documents, prepared, train_steps, without
 
 WORDS = [
@@ -40,6 +44,26 @@ def test_losses_are_equal_on_every_layout(layout: str, data: list[str], tmp_path
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
     for row, want in zip(rows, wanted, strict=True):
         assert math.isclose(row["lm loss"], want["lm loss"], rel_tol=1e-6), (row, want)
+    _check_ledger(save, words)
+
+
+def _check_ledger(save: Path, words: Sequence[str]) -> None:
+    """Compare the documents that the ledger names with the batches of all four steps."""
+    ledger = Ledger(save)
+    task, config, tokenizer = prepared(words)
+    train = task.datasets(config, tokenizer, (64, 0, 0), lambda: True).train
+    assert check_of(ledger) == (0, 0) and ledger.history.iteration == 4
+    for step in range(1, 5):
+        steps, first, end = ledger.step(step)
+        order, found = ledger.order_of(steps), []
+        rows = ledger.rows(order, first, end)
+        for source, document, begin, length in zip(
+            rows.sources, rows.documents, rows.begins, rows.lengths, strict=True
+        ):
+            own = ledger.documents(order.sources[source].name, order.sources[source].tokens)
+            found.append(own.read(int(own.starts[document] + begin), int(length)))
+        tokens = train.batch(first, end)["tokens"].flatten().tolist()
+        assert np.concatenate(found).tolist() == tokens
 
 
 def test_the_preview_shows_the_documents_of_packed_samples(data: list[str]) -> None:

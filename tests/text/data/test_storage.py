@@ -11,6 +11,7 @@ from typing import Any
 
 import fsspec
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -21,6 +22,7 @@ from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.data import storage
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.direct import DirectDataset
+from megatron_ext.text.data.ledger import Ledger
 from megatron_ext.text.data.plan import plan_run
 from megatron_ext.text.data.splits import marks_of
 from megatron_ext.text.data.storage import note_of, store_of
@@ -36,6 +38,7 @@ from tests.training_runs import (
     train_steps,
     without,
 )
+from tools.ledger import main as ledger_tool
 
 # Python 3.12 warns of forks while the thread of requests, which is idle then, exists.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
@@ -79,7 +82,7 @@ def _dataset(where: str, *more: str, samples: int = 4) -> tuple[DirectDataset, D
 
 def _same_samples(where: str, folder: Path, cache: Path, *more: str) -> dict[str, int]:
     """Compare all samples of 25 steps with those of a disk; return the counts of requests."""
-    local, _ = _dataset(str(folder), samples=25)
+    local, _ = _dataset(str(folder), *more, samples=25)
     there, data = _dataset(where, "--object-storage-cache-path", str(cache), *more, samples=25)
     names = {name.rpartition("/")[2] for _, name, *_ in there.token_ranges(0, 50)}
     assert names == {"a", "b"}
@@ -120,6 +123,32 @@ def test_ranks_train_as_from_a_disk_also_when_data_moves_and_the_note_tells_the_
     cache, load = str(tmp_path / "another"), ["--load", str(tmp_path / "disk"), "--ckpt-step", "2"]
     assert run(there, "moved", *load, "--num-workers", "1") == wanted[2:]
     assert "the mixture changes" not in capfd.readouterr().out
+    _check_ledgers(tmp_path, folder, there)
+
+
+def _check_ledgers(saves: Path, folder: Path, there: str) -> None:
+    """Compare what the runs on addresses have read with that of the run on a disk."""
+    found = {}
+    for name in ("disk", "there", "moved"):
+        path = saves / f"{name}.parquet"
+        assert ledger_tool([str(saves / name), "--export", str(path)]) == 0
+        found[name] = pq.read_table(path).to_pylist()
+    for row in found["disk"]:
+        row["source"] = row["source"].replace(str(folder), there)
+    assert {row["step"] for row in found["disk"]} == {1, 2, 3, 4}
+    assert found["disk"] == found["there"] == found["moved"]
+    for name in ("a", "b"):
+        texts = [
+            Ledger(saves / run).documents_of(f"{where}/{name}").read(1000, 50).tolist()
+            for run, where in (("disk", folder), ("there", there))
+        ]
+        assert texts[0] == texts[1]
+    assert ledger_tool([str(saves / "disk"), "--document", f"file://{folder}/a", "5"]) == 0
+
+
+def test_packed_samples_are_those_of_the_disk(folder: Path, tmp_path: Path) -> None:
+    counts = _same_samples(f"flaky://{folder}", folder, tmp_path, "--document-packing", "best_fit")
+    assert counts["requests"] > 4
 
 
 def test_a_run_with_a_schedule_and_other_validation_data_reads_from_addresses(
