@@ -1,4 +1,4 @@
-"""What becomes of processes: signals, ranks that stop, faults that come back, exit codes."""
+"""The supervisor of restarts tells what became of processes, and ends runs that cannot go on."""
 
 import os
 import signal
