@@ -26,9 +26,9 @@ from megatron_ext.data.interleave import Interleave
 from megatron_ext.data.permutation import Ints, Words, derived, permute, unpermute
 from megatron_ext.data.windows import Phase, Source, group_keys, groups
 
-BLOCK = 4096
+BLOCK = 1024
 """Samples that are located together."""
-_BLOCKS_KEPT = 4
+_BLOCKS_KEPT = 16
 _ORDER, _SHIFT = 1, 2
 """Purposes of keys: the windows of an epoch, and its first token."""
 
