@@ -220,7 +220,8 @@ def publish_rejected(
     temporary = Path(f"{path}.joining")
     before = 0
     try:
-        with open(temporary, "w", encoding="utf-8") as out:
+        # A name of a file that is not UTF-8 is written by JSON's own escapes.
+        with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as out:
             for part, marker in zip(parts, markers, strict=True):
                 if part.start == 0:  # a new file, maybe the same one again
                     before = 0

@@ -1,11 +1,12 @@
 """Encodes the parts of a run as tasks of Ray, on machines that share its file system.
 
-Ray starts a task again whose process or machine dies. A process of Ray's loads the tokenizer once,
-for all tasks of a run that it gets.
+A process of Ray's loads the tokenizer once, for all tasks of a run that it gets.
 """
 
 import os
+import signal
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,11 @@ from megatron_ext.text.preprocess.progress import Progress
 from megatron_ext.text.tokenizers.fast import InexactEngine
 
 _SECONDS_BETWEEN_LOOKS = 1.0
+_SECONDS_TO_CANCEL = 10.0
+_LENGTH_OF_REASON = 200
+_ROOT = str(Path(__file__).resolve().parents[3])
+_PATIENCE = "RAY_gcs_server_port_wait_time_s"
+"""The variable with the number of attempts, of 6 seconds each, in which Ray finds a cluster."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,8 @@ def encode_by_ray(job: Job, todo: Sequence[int], say: Say) -> None:
     """Encode the parts with the numbers ``todo`` in tasks, ``--workers`` at a time.
 
     The cluster is the one that `RAY_ADDRESS` names or that runs on this machine; without one, Ray
-    is started here for the time of the run.
+    is started here for the time of the run. A part whose process dies, or finds no file or space,
+    is encoded again after the others, ``ATTEMPTS`` times in all.
 
     Raises:
         ConfigError: Ray is not installed, or its cluster is not found.
@@ -101,35 +108,61 @@ def encode_by_ray(job: Job, todo: Sequence[int], say: Say) -> None:
     progress = Progress(job.parts, todo, job.options.log_interval)
     running: dict[Any, int] = {}
     try:
-        setting = _Setting(
-            job.options, job.folder, job.key, job.parts, job.build, job.fast, os.getcwd()
-        )
-        shared = [ray.put(setting)]
-        task = ray.remote(num_cpus=1, max_retries=ATTEMPTS - 1, retry_exceptions=[OSError])(
-            _task_of(str(Path(__file__).resolve().parents[3]))
-        )
-        waiting, done, documents = list(reversed(todo)), 0, 0
-        while waiting or running:
-            while waiting and len(running) < job.options.workers:
-                number = waiting.pop()
-                running[task.remote(job.key, shared, number)] = number
-            finished, _ = ray.wait(list(running), timeout=_SECONDS_BETWEEN_LOOKS)
-            for reference in finished:
-                number = running.pop(reference)
-                _check(ray, reference, job.parts[number])
-                marker = read_marker(job.folder, job.key, number)
-                done += job.parts[number].num_bytes
-                documents += marker.documents if marker else 0
-            progress.show(done, documents)
+        _encode_all(ray, job, todo, running, progress, say)
         until = time.monotonic() + SECONDS_FOR_FILES
         while unfinished(job, todo) and time.monotonic() < until:
             time.sleep(0.5)
     finally:
         for reference in running:
             ray.cancel(reference, force=True)
+        if running:  # whoever removes the work directory shall find nobody writing there
+            ray.wait(list(running), num_returns=len(running), timeout=_SECONDS_TO_CANCEL)
         progress.close()
         if ours:
             ray.shutdown()
+
+
+def _encode_all(
+    ray: Any, job: Job, todo: Sequence[int], running: dict[Any, int], progress: Progress, say: Say
+) -> None:
+    """Encode parts in tasks; ``running`` holds the number of the part of each task that runs."""
+    task, waiting, faults = _task(ray, job), deque(todo), Counter[int]()
+    done = documents = 0
+    while waiting or running:
+        while waiting and len(running) < job.options.workers:
+            number = waiting.popleft()
+            running[task(number)] = number
+        finished, _ = ray.wait(list(running), timeout=_SECONDS_BETWEEN_LOOKS)
+        for reference in finished:
+            number = running.pop(reference)
+            fault = _fault(ray, reference, job.parts[number])
+            if fault is None:
+                marker = read_marker(job.folder, job.key, number)
+                done += job.parts[number].num_bytes
+                documents += marker.documents if marker else 0
+                continue
+            faults[number] += 1
+            if faults[number] == ATTEMPTS:
+                raise MachineFault(
+                    f"{fault}, as in each of {ATTEMPTS} attempts; finished parts are kept, so mend "
+                    "this and run the same command again."
+                )
+            say(f"{fault}; it is encoded again (attempt {faults[number] + 1}).")
+            waiting.append(number)
+        progress.show(done, documents)
+
+
+def _task(ray: Any, job: Job) -> Callable[[int], Any]:
+    """Return a function that starts the task of a part; Ray itself repeats none of them.
+
+    Ray would repeat a task without end, and without a word, that it has stopped for lack of memory.
+    """
+    setting = _Setting(
+        job.options, job.folder, job.key, job.parts, job.build, job.fast, os.getcwd()
+    )
+    shared = [ray.put(setting)]
+    encode = ray.remote(num_cpus=1, max_retries=0)(_task_of(_ROOT))
+    return lambda number: encode.remote(job.key, shared, number)
 
 
 def _connect(workers: int, say: Say) -> tuple[Any, bool]:
@@ -144,22 +177,47 @@ def _connect(workers: int, say: Say) -> tuple[Any, bool]:
     if ray.is_initialized():
         return ray, False
     quiet = {"log_to_driver": False, "logging_level": "error"}
+    address = os.environ.get("RAY_ADDRESS", "")
+    before = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(address="auto", **quiet)
-    except ConnectionError as error:
-        address = os.environ.get("RAY_ADDRESS")
-        if address:
-            raise ConfigError(
-                f"`RAY_ADDRESS` ({address}) leads to no Ray cluster ({error}); start it, or unset "
-                "the variable to use this machine."
-            ) from None
-        say(f"No Ray cluster runs here; starting one of {workers} CPUs on this machine.")
-        ray.init(address="local", num_cpus=workers, include_dashboard=False, **quiet)
+        if address == "local" or not _found(ray, address, quiet):
+            say(f"No Ray cluster runs here; starting one of {workers} CPUs on this machine.")
+            ray.init(address="local", num_cpus=workers, include_dashboard=False, **quiet)
+    finally:
+        signal.signal(signal.SIGTERM, before)  # Ray has put its own in the place of it
     return ray, True
 
 
-def _check(ray: Any, reference: Any, part: Part) -> None:
-    """Raise the error of a task, if any, as an error of ours."""
+def _found(ray: Any, address: str, quiet: dict[str, Any]) -> bool:
+    """Connect to the cluster that is running; return False if there is none and none is named.
+
+    Raise a ConfigError if the cluster that `RAY_ADDRESS` names cannot be used.
+    """
+    bounded = _PATIENCE not in os.environ
+    try:
+        if bounded:
+            os.environ[_PATIENCE] = "1"
+        ray.init(address="auto", **quiet)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        if not address and isinstance(error, ConnectionError):
+            return False
+        what = f"`RAY_ADDRESS` ({address})" if address else "The Ray cluster of this machine"
+        raise ConfigError(
+            f"{what} leads to no Ray cluster that can be used "
+            f"({' '.join(str(error).split())[:_LENGTH_OF_REASON]}); mend this, or set "
+            "`RAY_ADDRESS=local` to use this machine alone."
+        ) from None
+    finally:
+        if bounded:
+            del os.environ[_PATIENCE]
+    return True
+
+
+def _fault(ray: Any, reference: Any, part: Part) -> str | None:
+    """Return None if a task has succeeded, or why its part must be encoded again.
+
+    Raise the error of a task that another attempt would not mend, as an error of ours.
+    """
     try:
         ray.get(reference)
     except ray.exceptions.RayTaskError as error:
@@ -169,12 +227,17 @@ def _check(ray: Any, reference: Any, part: Part) -> None:
         if isinstance(cause, (InexactEngine, MegatronExtError)):
             raise cause from None
         if isinstance(cause, OSError):
-            why = f"A worker could not write or read: {cause}; free space and rerun."
-            raise MachineFault(why) from None
+            return (
+                f"A Ray process could not write or read ({cause}) for {part}, as where a disk is "
+                "full, or a machine does not share these folders"
+            )
+        if isinstance(cause, ImportError):
+            raise ConfigError(
+                f"A Ray process could not import what it needs ({cause}); let all machines share "
+                f"{_ROOT}, and install the same packages on each."
+            ) from None
         raise RuntimeError(f"A worker failed:\n{error}") from None
     except ray.exceptions.RayError as error:
-        raise MachineFault(
-            f"A Ray process died in each of {ATTEMPTS} attempts at {part} "
-            f"({' '.join(str(error).split())[:200]}); finished parts are kept, so run the same "
-            "command again."
-        ) from None
+        reason = " ".join(str(error).split())[:_LENGTH_OF_REASON]
+        return f"A Ray process died at {part} ({reason})"
+    return None

@@ -7,6 +7,7 @@ without one when the array has ended are submitted again, each as a task of its 
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -105,7 +106,11 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def numbers_of(text: str) -> list[int]:
-    """Return the numbers of a text such as ``0-3,7``."""
+    """Return the numbers of a text such as ``0-3,7``; raise a ConfigError for another text."""
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
+        raise ConfigError(
+            f"The parts of a task ({text}) must be numbers, such as 0-3,7; mend them."
+        )
     ends = [piece.split("-") for piece in text.split(",")]
     return [number for end in ends for number in range(int(end[0]), int(end[-1]) + 1)]
 

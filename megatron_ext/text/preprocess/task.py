@@ -61,13 +61,19 @@ def finish(options: PreprocessOptions) -> int:
 def encode(folder: Path, saved: dict[str, Any], numbers: list[int]) -> None:
     """Encode the parts with these numbers, but for those that are finished.
 
-    Raise a DataError if the folder has another plan than the one that was ``saved`` for its tasks.
+    Raise a DataError if the folder has another plan than the one that was ``saved`` for its tasks,
+    or if the plan has no such parts.
     """
     plan = read_plan(folder)
     if plan.key != saved["key"]:
         raise DataError(
             f"The parts in {folder} were cut anew after this job had been submitted; submit the "
             "job of the new parts instead."
+        )
+    if max(numbers, default=0) >= len(plan.parts):
+        raise DataError(
+            f"The job names part {max(numbers)}, but the parts in {folder} are 0 to "
+            f"{len(plan.parts) - 1}; name some of these."
         )
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     options = options_of(saved)
@@ -85,12 +91,23 @@ def main(argv: list[str]) -> int:
         say_to_stderr(__doc__ or "")
         return 2
     folder = Path(argv[0])
-    saved = json.loads((folder / "job.json").read_bytes())
-    os.chdir(saved["cwd"])
+    try:
+        saved = json.loads((folder / "job.json").read_bytes())
+        os.chdir(saved["cwd"])
+        numbers = numbers_of(argv[1]) if argv[1:] else []
+    except OSError as error:
+        say_to_stderr(
+            f"error: {error.filename} cannot be read ({error.strerror}): the run in {folder} has "
+            "ended, or this machine does not share its folders; submit jobs of runs that go on."
+        )
+        return 1
+    except ConfigError as error:
+        say_to_stderr(f"error: {error}")
+        return 2
     if len(argv) == 1:
         return finish(options_of(saved))
     try:
-        encode(folder, saved, numbers_of(argv[1]))
+        encode(folder, saved, numbers)
         return 0
     except InexactEngine as error:
         messages, kind = [str(error)], "inexact"
