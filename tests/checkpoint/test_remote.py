@@ -121,7 +121,9 @@ def on_two_machines(context: Any, tmp_path: Path, address: str) -> None:
         assert same_content(folder_of(tmp_path / "again", 2), folder_of(tmp_path / "plain", 2))
 
 
-@pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2}], ids=["dp2", "tp2"])
+@pytest.mark.parametrize(
+    "layout", [{"dp": 2}, pytest.param({"tp": 2}, marks=pytest.mark.slow)], ids=["dp2", "tp2"]
+)
 def test_machines_that_share_nothing_save_and_load_the_bits_of_a_folder(
     layout: dict[str, int], tmp_path: Path
 ) -> None:

@@ -4,7 +4,9 @@ A process of Ray's loads the tokenizer once, for all tasks of a run that it gets
 """
 
 import os
+import re
 import signal
+import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -32,10 +34,11 @@ from megatron_ext.text.tokenizers.fast import InexactEngine
 
 _SECONDS_BETWEEN_LOOKS = 1.0
 _SECONDS_TO_CANCEL = 10.0
+_SECONDS_TO_CONNECT = 10.0
 _LENGTH_OF_REASON = 200
 _ROOT = str(Path(__file__).resolve().parents[3])
 _PATIENCE = "RAY_gcs_server_port_wait_time_s"
-"""The variable with the number of attempts, of 6 seconds each, in which Ray finds a cluster."""
+"""The variable with the number of attempts, of 40 seconds each, to reach a cluster; Ray has 20."""
 
 
 @dataclass(frozen=True)
@@ -195,10 +198,11 @@ def _found(ray: Any, address: str, quiet: dict[str, Any]) -> bool:
     """
     bounded = _PATIENCE not in os.environ
     try:
+        _knock(ray, address)
         if bounded:
             os.environ[_PATIENCE] = "1"
         ray.init(address="auto", **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         if not address and isinstance(error, ConnectionError):
             return False
         what = f"`RAY_ADDRESS` ({address})" if address else "The Ray cluster of this machine"
@@ -209,8 +213,21 @@ def _found(ray: Any, address: str, quiet: dict[str, Any]) -> bool:
         ) from None
     finally:
         if bounded:
-            del os.environ[_PATIENCE]
+            os.environ.pop(_PATIENCE, None)
     return True
+
+
+def _knock(ray: Any, address: str) -> None:
+    """Raise an OSError if nobody listens at a host and port.
+
+    Ray itself would wait for minutes. Other forms of an address, such as "auto", are left to it.
+    """
+    found = re.fullmatch(r"(ray://)?\[?([^/\[\]]+)\]?:(\d+)", address)
+    if found:
+        client, host, port = found.groups()
+        if not client and host in ("localhost", "127.0.0.1", "::1"):
+            host = ray.util.get_node_ip_address()  # as Ray reads such an address
+        socket.create_connection((host, int(port)), _SECONDS_TO_CONNECT).close()
 
 
 def _fault(ray: Any, reference: Any, part: Part) -> str | None:

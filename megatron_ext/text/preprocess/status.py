@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 from tqdm import tqdm
 
 from megatron_ext.data.indexed import check_indexed_dataset
@@ -98,7 +98,8 @@ def _table(prefix: str, parts: Sequence[Part], markers: Sequence[PartMarker | No
             [marker for row in rest for marker in row.markers],
         )
         rows = [*rows[:_MOST_ROWS], other]
-    table = Table("input", title=f"{escape(prefix)}: parts of the input that are encoded")
+    paths = Column("input", overflow="fold")
+    table = Table(paths, title=f"{escape(prefix)}: parts of the input that are encoded")
     for name in ("parts", "MB", "documents", "tokens", "rejected lines", "MB/s of a worker"):
         table.add_column(name, justify="right")
     for row in rows:
@@ -118,10 +119,10 @@ def _lines(
     last = max((marker.ended for marker in recent.values()), default=started)
     begun, held = _begun(folder, markers, now), _is_held(folder)
     state = "running" if held or begun else "not running; the same command goes on with it"
-    ago = (
-        f"the last part was finished {max(0.0, now - last):.0f} s ago" if recent else "no part yet"
-    )
-    yield f"The run is {state}; {begun} parts are being encoded, {ago} of this start."
+    ago = f"a part was last finished {max(0.0, now - last):.0f} s ago"
+    if not recent:
+        ago = "no part was finished since this start"
+    yield f"The run is {state}; {begun} parts are being encoded; {ago}."
     seconds = (now if held or begun else last) - started
     read = sum(parts[i].num_bytes for i in recent)
     left = sum(part.num_bytes for part, marker in zip(parts, markers, strict=True) if not marker)
@@ -129,9 +130,10 @@ def _lines(
         tokens = sum(marker.tokens for marker in recent.values())
         each = statistics.median(marker.seconds for marker in recent.values())
         hosts = len({marker.host for marker in recent.values()})
+        machines = "1 machine" if hosts == 1 else f"{hosts} machines"
         yield (
             f"Since this start: {read / seconds / 1e6:.1f} MB/s, {tokens / seconds:.0f} tokens/s, "
-            f"{hosts} machines, {each:.1f} s for a part; ETA "
+            f"{machines}, {each:.1f} s for a part; ETA "
             f"{tqdm.format_interval(left * seconds / read)}."
         )
     for path in sorted(folder.glob("failed.*.json")):
@@ -183,7 +185,7 @@ def _show_datasets(prefix: str, console: Console) -> None:
             f"`--output-prefix` ({prefix}) has neither a run in {prefix}.parts nor datasets; give "
             "the prefix of the run."
         )
-    table = Table("dataset", title=f"{escape(prefix)}: finished")
+    table = Table(Column("dataset", overflow="fold"), title=f"{escape(prefix)}: finished")
     for name in ("documents", "tokens"):
         table.add_column(name, justify="right")
     for name in found:

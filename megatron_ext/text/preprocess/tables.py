@@ -45,7 +45,7 @@ def _readable(path: str, packing: str) -> Iterator[None]:
 def group_sizes(path: str, packing: str, columns: Sequence[str] | None) -> list[int]:
     """Return the bytes of each group of a table; they add up to about the file's size.
 
-    Raise a ConfigError unless the table has all ``columns``.
+    Raise a ConfigError unless the table has all ``columns``, and a DataError if it has one twice.
     """
     with _readable(path, packing):
         if packing == "parquet":
@@ -73,6 +73,12 @@ def _check_columns(path: str, names: Sequence[str], columns: Sequence[str] | Non
         raise ConfigError(
             f"`--json-keys` ({' '.join(missing)}) names no column of {path}, whose columns are "
             f"{', '.join(names)}; give those that hold texts."
+        )
+    twice = next((name for name in columns or names if list(names).count(name) > 1), None)
+    if twice is not None:
+        raise DataError(
+            f"{path} has {list(names).count(twice)} columns of the name {twice}, so that it is not "
+            "known which one is meant; rename them."
         )
 
 

@@ -1,6 +1,7 @@
 """Preprocessing in a job array of Slurm writes the bytes of one machine, over deaths and errors."""
 
 import json
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -12,16 +13,20 @@ import pytest
 from megatron_ext.errors import ConfigError, DataError, MachineFault
 from megatron_ext.text.preprocess import slurm as slurm_module
 from megatron_ext.text.preprocess import task
-from megatron_ext.text.preprocess.cli import _run, main
+from megatron_ext.text.preprocess.cli import _run, main, parse_options
 from megatron_ext.text.preprocess.parts import WorkDirectory
-from megatron_ext.text.preprocess.slurm import _forget_former_run, _Watch, numbers_of, ranges
+from megatron_ext.text.preprocess.slurm import (
+    _forget_former_run,
+    _Watch,
+    numbers_of,
+    ranges,
+    write_script,
+)
 from megatron_ext.text.tokenizers.fast import InexactEngine
 from tests.text import tiny
 from tests.text.preprocess.faults import deaths, plant_deaths
 from tests.text.preprocess.runs import check_pair, left_in, run, texts_of
 from tests.text.preprocess.slurm import Slurm
-from tests.text.sft import tiny as chats
-from tests.text.tiny import read_pair
 
 SLURM = {"executor": "slurm", "slurm_tasks": 3, "slurm_args": "--partition=cpu --time=2:00:00"}
 
@@ -100,10 +105,10 @@ def test_a_cancelled_job_is_not_submitted_again(
 def test_a_script_submits_the_array_and_the_job_that_joins(
     slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = chats.save(tmp_path / "tokenizer")
-    path = chats.write_jsonl(tmp_path / "in.jsonl", chats.chats(40))
-    words = ["--sft", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
-    words += ["--input", str(path), "--part-megabytes", "0.002"]
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(60))
+    model = str(tiny.sentencepiece_model())
+    words = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", model]
+    words += ["--input", str(path), "--part-megabytes", "0.01", "--append-eod"]
     script = tmp_path / "job.sh"
     array = ["--executor", "slurm", "--slurm-tasks", "2", "--slurm-script", str(script)]
     assert main([*words, *array, "--output-prefix", str(tmp_path / "out")]) == 0
@@ -113,9 +118,7 @@ def test_a_script_submits_the_array_and_the_job_that_joins(
     until = time.monotonic() + 240
     while list(tmp_path.glob("out.parts")) and time.monotonic() < until:
         time.sleep(0.1)
-    assert main([*words, "--output-prefix", str(tmp_path / "plain")]) == 0
-    for key in ("document", "mask"):
-        assert read_pair(tmp_path / f"out_sft_{key}") == read_pair(tmp_path / f"plain_sft_{key}")
+    check_pair(tmp_path, texts_of(tiny.corpus(60)))
     assert slurm.submitted()[1].startswith("--dependency=afterany:100 --output=")
 
 
@@ -174,6 +177,10 @@ def test_the_job_of_a_killed_run_is_cancelled_and_its_tasks_encode_nothing_of_th
     saved = json.loads((folder / "job.json").read_bytes())
     with pytest.raises(DataError, match="were cut anew after this job had been submitted; submit"):
         task.encode(folder, {**saved, "key": "former"}, [0])
+    with pytest.raises(
+        DataError, match=r"^The job names part 7, but the parts in .* are 0 to 0; n"
+    ):
+        task.encode(folder, saved, [0, 7])
     (folder / "slurm_job").write_text("100")
     with WorkDirectory(str(tmp_path / "out")) as work:
         work.clear()
@@ -181,6 +188,35 @@ def test_the_job_of_a_killed_run_is_cancelled_and_its_tasks_encode_nothing_of_th
     _forget_former_run(folder)
     assert slurm.cancelled() == ["100", "100"]
     assert not (folder / "slurm_job").exists()
+
+
+def test_tasks_read_the_options_of_their_run(tmp_path: Path) -> None:
+    words = ["--input", "in.jsonl", "--output-prefix", str(tmp_path / "out"), "--workers", "3"]
+    words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "folder"]
+    array = ["--executor=slurm", "--slurm-tasks=4", "--slurm-args=--time=1", "--slurm-script=a"]
+    for more in ([], ["--sft", "--sft-messages-key", "chat"]):
+        options, local = (parse_options([*words, *more, *a])[0] for a in (array, []))
+        job = SimpleNamespace(options=options, folder=tmp_path, key="k", fast=True)
+        write_script(job, [0], tmp_path / "job.sh", lambda _: None)  # type: ignore[arg-type]
+        found = task.options_of(json.loads((tmp_path / "job.json").read_bytes()))
+        assert type(found) is type(local)
+        assert {**vars(found), "json_keys": ()} == {**vars(local), "json_keys": ()}
+        assert list(found.json_keys) == list(local.json_keys)
+
+
+def test_a_task_that_cannot_begin_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = str(tmp_path / "out.parts")
+    assert task.main([gone, "0"]) == 1
+    said = (
+        rf"^error: {gone}/job.json cannot be read \(No such file .*\): the run in {gone} has ended"
+    )
+    assert re.match(said, capsys.readouterr().err)
+    with pytest.raises(
+        ConfigError, match=r"^The parts of a task \(3,x\) must be numbers, such as "
+    ):
+        numbers_of("3,x")
 
 
 def test_numbers_of_parts_are_written_short() -> None:

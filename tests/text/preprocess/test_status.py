@@ -51,9 +51,9 @@ def test_a_run_is_followed_to_its_end(tmp_path: Path) -> None:
     assert 0 < float(size.split("/")[0]) < float(size.split("/")[1])
     assert int(documents_) > 100 * done and int(tokens) > int(documents_)
     assert (rejected, name) == ("1", "in.jsonl") and float(rate) > 0
-    assert re.search(r"The run is running; \d parts are being encoded, the last part was fin", text)
+    assert re.search(r"The run is running; \d parts are being encoded; a part was last fin", text)
     assert re.search(
-        r"Since this start: [\d.]+ MB/s, \d+ tokens/s, 1 machines, .* ETA 00:\d\d\.", text
+        r"Since this start: [\d.]+ MB/s, \d+ tokens/s, 1 machine, .* ETA 00:\d\d\.", text
     )
     assert process.returncode == 0
     text = shown(tmp_path)

@@ -136,6 +136,7 @@ def test_texts_are_listed_in_parts_and_by_their_paths(tmp_path: Path) -> None:
             ConfigError,
             r"`--json-keys` \(text\) names no column of .*in, whose columns ar",
         ),
+        ("twice", DataError, r"in has 2 columns of the name text, so that it is not known which"),
         ("parquet", DataError, r"in is not a whole parquet file \(.*\); copy it again"),
         ("arrow", DataError, r"in is not a whole Arrow file \(.*\); copy it again"),
         ("empty", DataError, r"in\) is a folder without a file; give files or a glob"),
@@ -158,6 +159,9 @@ def test_inputs_of_no_use(tmp_path: Path, make: str, error: Any, sentence: str) 
     path, more = tmp_path / "in", {}
     if make == "column":
         parquet.write_table(table_of([{"title": "a", "body": "b"}]), path)
+    elif make == "twice":
+        texts = pyarrow.array(["a"])
+        write_file(path, pyarrow.Table.from_arrays([texts, texts], ["text", "text"]), 1)
     elif make == "parquet":
         parquet.write_table(table_of(tiny.corpus(50)), path)
         path.write_bytes(path.read_bytes()[:-9])
