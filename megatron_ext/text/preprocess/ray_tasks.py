@@ -208,8 +208,9 @@ def _found(ray: Any, address: str, quiet: dict[str, Any]) -> bool:
         what = f"`RAY_ADDRESS` ({address})" if address else "The Ray cluster of this machine"
         raise ConfigError(
             f"{what} leads to no Ray cluster that can be used "
-            f"({' '.join(str(error).split())[:_LENGTH_OF_REASON]}); mend this, or set "
-            "`RAY_ADDRESS=local` to use this machine alone."
+            f"({' '.join(str(error).split())[:_LENGTH_OF_REASON]}); start it, set "
+            "`RAY_AUTH_MODE=token` if it asks for a token, or set `RAY_ADDRESS=local` to use this "
+            "machine alone."
         ) from None
     finally:
         if bounded:
