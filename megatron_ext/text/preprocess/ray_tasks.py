@@ -4,6 +4,7 @@ A process of Ray's loads the tokenizer once, for all tasks of a run that it gets
 """
 
 import os
+import pickle
 import re
 import signal
 import socket
@@ -58,38 +59,46 @@ _jobs: dict[str, Job] = {}
 """The job that this process of Ray's works on, by the key of its plan."""
 
 
-def encode_here(key: str, setting: list[Any], number: int) -> None:
-    """Encode one part in a task; ``setting`` holds a reference, which is read once a process."""
+def encode_here(key: str, setting: list[Any], number: int) -> bytes:
+    """Encode one part in a task; return nothing, or the error that ended it, pickled.
+
+    ``setting`` holds a reference, which is read once a process.
+    """
     import ray
 
-    if key not in _jobs:
-        given: _Setting = ray.get(setting[0])
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        os.chdir(given.cwd)
-        encoding = given.build(given.options)
-        encoder = encoding.encoder(fast=given.fast)
-        _jobs.clear()
-        _jobs[key] = Job(
-            given.options, given.folder, given.key, given.parts, encoding, encoder, given.build,
-            given.fast,
-        )  # fmt: skip
-    encode_part(_jobs[key], number, lambda _read, _documents: None)
+    try:
+        if key not in _jobs:
+            given: _Setting = pickle.loads(ray.get(setting[0]))
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"
+            os.chdir(given.cwd)
+            encoding = given.build(given.options)
+            encoder = encoding.encoder(fast=given.fast)
+            _jobs.clear()
+            _jobs[key] = Job(
+                given.options, given.folder, given.key, given.parts, encoding, encoder,
+                given.build, given.fast,
+            )  # fmt: skip
+        encode_part(_jobs[key], number, lambda _read, _documents: None)
+    except (StopAtLine, InexactEngine, MegatronExtError, OSError) as error:
+        return pickle.dumps(error)
+    return b""
 
 
-def _task_of(root: str) -> Callable[..., None]:
+def _task_of(root: str) -> Callable[..., bytes]:
     """Return the function of a task, which imports this package from the folder ``root``.
 
-    Ray sends it as code, because its processes know the paths of this one only in part.
+    Ray sends it as code, because its processes know the paths of this one only in part. Settings
+    and errors are sent as bytes for the same reason: a server of Ray's clients reads values.
     """
 
-    def encode(key: str, setting: list[Any], number: int) -> None:
+    def encode(key: str, setting: list[Any], number: int) -> bytes:
         import sys
 
         if root not in sys.path:
             sys.path.insert(0, root)
         from megatron_ext.text.preprocess import ray_tasks
 
-        ray_tasks.encode_here(key, setting, number)
+        return ray_tasks.encode_here(key, setting, number)
 
     return encode
 
@@ -163,7 +172,7 @@ def _task(ray: Any, job: Job) -> Callable[[int], Any]:
     setting = _Setting(
         job.options, job.folder, job.key, job.parts, job.build, job.fast, os.getcwd()
     )
-    shared = [ray.put(setting)]
+    shared = [ray.put(pickle.dumps(setting))]
     encode = ray.remote(num_cpus=1, max_retries=0)(_task_of(_ROOT))
     return lambda number: encode.remote(job.key, shared, number)
 
@@ -184,7 +193,9 @@ def _connect(workers: int, say: Say) -> tuple[Any, bool]:
     before = signal.getsignal(signal.SIGTERM)
     try:
         if address == "local" or not _found(ray, address, quiet):
-            say(f"No Ray cluster runs here; starting one of {workers} CPUs on this machine.")
+            say(
+                f"Starting Ray with {workers} CPUs on this machine; `RAY_ADDRESS` names no cluster."
+            )
             ray.init(address="local", num_cpus=workers, include_dashboard=False, **quiet)
     finally:
         signal.signal(signal.SIGTERM, before)  # Ray has put its own in the place of it
@@ -237,25 +248,23 @@ def _fault(ray: Any, reference: Any, part: Part) -> str | None:
     Raise the error of a task that another attempt would not mend, as an error of ours.
     """
     try:
-        ray.get(reference)
+        pickled = ray.get(reference)
     except ray.exceptions.RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, StopAtLine):
-            raise bad_line(cause, part) from None
-        if isinstance(cause, (InexactEngine, MegatronExtError)):
-            raise cause from None
-        if isinstance(cause, OSError):
-            return (
-                f"A Ray process could not write or read ({cause}) for {part}, as where a disk is "
-                "full, or a machine does not share these folders"
-            )
-        if isinstance(cause, ImportError):
+        if isinstance(error.cause, ImportError):
             raise ConfigError(
-                f"A Ray process could not import what it needs ({cause}); let all machines share "
-                f"{_ROOT}, and install the same packages on each."
+                f"A Ray process could not import what it needs ({error.cause}); let all machines "
+                f"share {_ROOT}, and install the same packages on each."
             ) from None
         raise RuntimeError(f"A worker failed:\n{error}") from None
     except ray.exceptions.RayError as error:
         reason = " ".join(str(error).split())[:_LENGTH_OF_REASON]
         return f"A Ray process died at {part} ({reason})"
-    return None
+    if not pickled:
+        return None
+    error = pickle.loads(pickled)
+    if isinstance(error, OSError):
+        return (
+            f"A Ray process could not write or read ({error}) for {part}, as where a disk is full, "
+            "or a machine does not share these folders"
+        )
+    raise bad_line(error, part) if isinstance(error, StopAtLine) else error

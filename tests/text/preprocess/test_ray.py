@@ -1,13 +1,16 @@
 """Tasks of Ray, on a real cluster of two workers, write the bytes of one machine."""
 
 import importlib.util
+import pickle
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_ext.errors import ConfigError, DataError, MachineFault
-from megatron_ext.text.preprocess.ray_tasks import _connect
+from megatron_ext.text.preprocess.inputs import Part
+from megatron_ext.text.preprocess.ray_tasks import _connect, _fault
 from tests.text import tiny
 from tests.text.preprocess.faults import deaths, plant_deaths
 from tests.text.preprocess.runs import check_pair, left_in, run, texts_of
@@ -19,7 +22,7 @@ needs_ray = pytest.mark.skipif(not HAS_RAY, reason="ray is not installed")
 @needs_ray
 @pytest.mark.slow
 def test_a_killed_worker_changes_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
     documents = tiny.corpus(160)
     documents[100]["text"] = "MARK"
     path = tiny.write_jsonl(tmp_path / "in.jsonl", documents)
@@ -27,7 +30,8 @@ def test_a_killed_worker_changes_no_byte(tmp_path: Path, monkeypatch: pytest.Mon
     report, said = run(tmp_path, path, executor="ray", workers=2)
     assert deaths(tmp_path) == 1
     assert report.documents == 160
-    assert said[1] == "No Ray cluster runs here; starting one of 2 CPUs on this machine."
+    assert said[1] == "Starting Ray with 2 CPUs on this machine; `RAY_ADDRESS` names no cluster."
+    assert any("A Ray process died at " in line and "(attempt 2)" in line for line in said)
     check_pair(tmp_path, texts_of(documents))
     assert left_in(tmp_path) == ["out_text_document.bin", "out_text_document.idx"]
 
@@ -78,6 +82,19 @@ def test_an_address_without_a_cluster_is_told(
     with pytest.raises(ConfigError, match=sentence):
         _connect(2, print)
     assert time.monotonic() - start < 30
+
+
+def test_an_error_that_another_attempt_may_mend_is_a_sentence_and_others_are_raised() -> None:
+    part = Part("/in.jsonl", "in.jsonl", 0, 9, "plain", 9)
+    ray = SimpleNamespace(get=lambda pickled: pickled)
+    full = pickle.dumps(OSError(28, "No space left on device"))
+    assert (_fault(ray, full, part) or "").startswith(
+        "A Ray process could not write or read ([Errno 28] No space left on device) for in.jsonl, "
+        "bytes 0 to 9, as where"
+    )
+    assert _fault(ray, b"", part) is None
+    with pytest.raises(DataError, match="it is cut short"):
+        _fault(ray, pickle.dumps(DataError("it is cut short")), part)
 
 
 def test_without_ray_the_run_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
