@@ -261,10 +261,10 @@ def _fault(ray: Any, reference: Any, part: Part) -> str | None:
         return f"A Ray process died at {part} ({reason})"
     if not pickled:
         return None
-    error = pickle.loads(pickled)
-    if isinstance(error, OSError):
+    ended_by = pickle.loads(pickled)
+    if isinstance(ended_by, OSError):
         return (
-            f"A Ray process could not write or read ({error}) for {part}, as where a disk is full, "
+            f"A Ray process could not write or read ({ended_by}) for {part}, as where a disk is full, "
             "or a machine does not share these folders"
         )
-    raise bad_line(error, part) if isinstance(error, StopAtLine) else error
+    raise bad_line(ended_by, part) if isinstance(ended_by, StopAtLine) else ended_by
