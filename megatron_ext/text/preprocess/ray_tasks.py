@@ -264,7 +264,7 @@ def _fault(ray: Any, reference: Any, part: Part) -> str | None:
     ended_by = pickle.loads(pickled)
     if isinstance(ended_by, OSError):
         return (
-            f"A Ray process could not write or read ({ended_by}) for {part}, as where a disk is full, "
-            "or a machine does not share these folders"
+            f"A Ray process could not write or read ({ended_by}) for {part}, as where a disk is "
+            "full, or a machine does not share these folders"
         )
     raise bad_line(ended_by, part) if isinstance(ended_by, StopAtLine) else ended_by
