@@ -40,6 +40,7 @@ from megatron_ext.text.sft.dataset import SftDataset, build_splits
 from megatron_ext.text.step import gpt_forward_step, prepare_batches, text_step_stats
 from megatron_ext.text.tokenizers import build_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
+from megatron_ext.train.callbacks.evaluation import check_validation
 from megatron_ext.train.task import Datasets, Task, TaskChoice
 
 
@@ -123,8 +124,9 @@ def prepare_sft(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
     """
     config, tokenizer = with_tokenizer(config)
     check_training(config)
-    train = build_splits(config, tokenizer).train
-    training = config.training
+    splits, training = build_splits(config, tokenizer), config.training
+    check_validation(config, given=splits.valid is not None and training.eval_iters > 0)
+    train = splits.train
     training = dataclasses.replace(training, full_validation=training.eval_iters > 0)
     if training.train_epochs is not None and isinstance(train, SftDataset):
         assert train.plan is not None

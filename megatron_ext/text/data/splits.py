@@ -45,6 +45,7 @@ from megatron_ext.text.data.plan import (
 )
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.batch_size import BatchSize, number_of_iterations, split_sizes
+from megatron_ext.train.callbacks.evaluation import check_validation
 from megatron_ext.train.run import Run
 from megatron_ext.train.task import Datasets
 
@@ -63,7 +64,8 @@ def prepare_direct(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     for span in plan.spans.values():
         first_ids = span.read(np.zeros(1, dtype=np.int64), min(CHECKED_IDS, span.tokens))
         check_ids(span.name, first_ids, entries)
-    build_held_out(config, tokenizer)
+    valid, _ = build_held_out(config, tokenizer)
+    check_validation(config, given=valid is not None)
     fim_of(config, tokenizer, 0)
     first = int(os.environ.get("RANK", "0")) == 0
     for each in plan.exhausted if first else ():

@@ -14,6 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron_ext.checkpoint.publish import BestCheckpoint, with_candidate
+from megatron_ext.config.run import RunConfig
 from megatron_ext.data.loader import BatchSource
 from megatron_ext.errors import DataError
 from megatron_ext.train.callbacks.callback import EXIT_INTERVAL, Callback, Decision, Losses, due
@@ -21,6 +22,17 @@ from megatron_ext.train.reporting.records import AVERAGED, EvaluationRecord
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepRunner
 from megatron_ext.train.step_losses import means_of, reduce_reports
+
+
+def check_validation(config: RunConfig, *, given: bool) -> None:
+    """Raise a DataError if a flag needs a validation split and none is ``given``."""
+    best, patience = config.checkpoint.keep_best, config.training.early_stop_patience
+    for name, value in (("--keep-best", best), ("--early-stop-patience", patience)):
+        if value is not None and not given:
+            raise DataError(
+                f"`{name}` ({value}) needs a validation split, but this run has none; give one by "
+                "`--split` or `--valid-data-path`, or leave the flag out."
+            )
 
 
 class EarlyStopping(Callback):
@@ -33,13 +45,7 @@ class EarlyStopping(Callback):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._losses: Losses | None = None
-        best, patience = run.config.checkpoint.keep_best, run.config.training.early_stop_patience
-        for name, value in (("--keep-best", best), ("--early-stop-patience", patience)):
-            if value is not None and not run.valid_sources:
-                raise DataError(
-                    f"`{name}` ({value}) needs a validation split, but this run has none; give "
-                    "one by `--split` or `--valid-data-path`, or leave the flag out."
-                )
+        check_validation(run.config, given=bool(run.valid_sources))
 
     @property
     def exhausted(self) -> str | None:
