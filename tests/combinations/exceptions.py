@@ -125,7 +125,9 @@ def report_of_fewer_steps(words: Sequence[str], restored: int) -> int | None:
 def is_averaged(name: str) -> bool:
     """Return whether a value of a report is a mean or a sum over the steps of an interval."""
     counts = name in ("skipped_iterations", "nan_iterations")
-    return counts or ("loss" in name and name != "loss_scale")
+    # Streaming tuning reports norms beside its losses: "critic grad norm".
+    norms = name.endswith((" grad norm", "_gradient_norm"))
+    return counts or norms or ("loss" in name and name != "loss_scale")
 
 
 def reason_replicas_differ(kind: str, layouts: Sequence[Layout]) -> str | None:
