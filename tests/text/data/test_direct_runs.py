@@ -80,7 +80,7 @@ def test_losses_are_equal_on_every_layout(data: list[str], tmp_path: Path) -> No
             assert math.isclose(row["lm loss"], want["lm loss"], rel_tol=1e-6), (name, row)
 
 
-@pytest.mark.parametrize("layout", ["pp2", "tp2"])
+@pytest.mark.parametrize("layout", ["pp2", pytest.param("tp2", marks=pytest.mark.slow)])
 def test_lengths_that_change_are_equal_on_every_layout(
     layout: str, data: list[str], tmp_path: Path
 ) -> None:
@@ -158,7 +158,7 @@ def test_a_limit_ends_the_run_and_the_dry_run_says_so(
     capfd.readouterr()
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.35])
+@pytest.mark.parametrize("seconds", [pytest.param(0.0, marks=pytest.mark.slow), 0.35])
 def test_a_killed_run_reads_the_same_samples_again(
     seconds: float, data: list[str], tmp_path: Path
 ) -> None:
