@@ -205,7 +205,8 @@ def test_nothing_else_in_the_package_unpickles() -> None:
 
     `reproduced` reads what its own forked ranks have written a moment before, `helper` what the
     helpers of its own save have, `snapshot` and `flight` what the same user's run has written in
-    folders that are that user's alone, and `run_folder` YAML with a safe loader.
+    folders that are that user's alone, `run_folder` YAML with a safe loader, and `ray_tasks` what
+    Ray carries between the processes of one run, where Ray itself unpickles.
     """
     package = Path(megatron_ext.__file__).parent
     found = {
@@ -220,5 +221,6 @@ def test_nothing_else_in_the_package_unpickles() -> None:
         "checkpoint/unpickling.py",
         "faults/flight.py",
         "inspect/audit/reproduced.py",
+        "text/preprocess/ray_tasks.py",
         "train/reporting/run_folder.py",
     }
