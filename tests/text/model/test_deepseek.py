@@ -172,6 +172,7 @@ def test_layouts_train_alike(layouts: str, capfd: pytest.CaptureFixture[str]) ->
     train_alike(layouts, RECIPE, capfd)
 
 
+@pytest.mark.slow
 def test_documents_dropout_and_recomputation_without_experts(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -131,7 +131,7 @@ def _hybrid(pattern: str) -> str:
     return f"--hybrid-layer-pattern {pattern} {EXPERTS if 'E' in pattern else ''}"
 
 
-@pytest.mark.parametrize("pattern", [DENSE, MIXED, MTP])
+@pytest.mark.parametrize("pattern", [DENSE, MIXED, pytest.param(MTP, marks=pytest.mark.slow)])
 def test_either_loads_the_checkpoints_of_the_other(pattern: str, tmp_path: Path) -> None:
     """In one layout, GPT, hybrid and GPT in turns are equal to the bit to GPT alone."""
     layout = f"{TP} --sequence-parallel --use-distributed-optimizer"

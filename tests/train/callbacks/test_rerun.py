@@ -27,7 +27,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-SLOW = ("tp2", "pp2", "cp2", "mtp")
+SLOW = ("tp2", "pp2", "cp2", "ep2", "mtp")
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_a_skipped_spike_is_as_if_its_samples_had_not_been(
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
-        (2, "--tensor-model-parallel-size 2"),
+        pytest.param(2, "--tensor-model-parallel-size 2", marks=pytest.mark.slow),
         (2, "--bf16 --ema-decay 0.9"),
         pytest.param(
             4,
