@@ -65,7 +65,7 @@ def test_a_span_that_is_no_longer_used_holds_no_file(mapped: bool, tmp_path: Pat
     for _ in range(5):
         open_span(str(tmp_path / "docs"), 0, None, mapped=mapped).gather(np.array([5]), 9)
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 @pytest.mark.parametrize("mapped", [True, False])
