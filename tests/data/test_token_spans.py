@@ -61,6 +61,7 @@ def test_a_span_reads_in_other_processes(mapped: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mapped", [True, False])
 def test_a_span_that_is_no_longer_used_holds_no_file(mapped: bool, tmp_path: Path) -> None:
     _write(tmp_path / "docs")
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         open_span(str(tmp_path / "docs"), 0, None, mapped=mapped).gather(np.array([5]), 9)
