@@ -117,10 +117,8 @@ class PackedOrder(SampleOrder):
         """Return epoch, block and number in the block of windows counted through all epochs."""
         counts, keys = self._windows[sources], self._keys[sources]
         epochs, places = np.divmod(windows, counts)
-        most = self.block_samples * BLOCKS
-        groups, inside = np.divmod(places, most)
-        sizes = np.minimum(counts - groups * most, most)
-        group_keys = derived(derived(keys, epochs, _SAMPLE_ORDER), groups)
+        groups, inside = np.divmod(places, self.block_samples * BLOCKS)
+        sizes, group_keys = self._groups(counts, keys, epochs, groups)
         nth, samples = np.divmod(permute(inside, sizes, group_keys), self.block_samples)
         nth += groups * BLOCKS
         # The last block may be shorter, and then it comes last.
@@ -136,7 +134,7 @@ class PackedOrder(SampleOrder):
 
         Place p of an epoch is sample p % `block_samples` of its block p // `block_samples`.
         """
-        own, most = self.sources[source], self.block_samples * BLOCKS
+        own = self.sources[source]
         keys = np.full(len(epochs), own.key, dtype=np.uint64)
         nth, samples = np.divmod(places, self.block_samples)
         whole = own.windows // self.block_samples
@@ -144,11 +142,18 @@ class PackedOrder(SampleOrder):
         block_keys: Words = derived(keys, epochs, _BLOCK_ORDER)[is_whole]
         nth[is_whole] = unpermute(nth[is_whole], whole, block_keys)
         groups, inside = np.divmod(nth, BLOCKS)
-        sizes = np.minimum(own.windows - groups * most, most)
-        group_keys = derived(derived(keys, epochs, _SAMPLE_ORDER), groups)
+        sizes, group_keys = self._groups(own.windows, keys, epochs, groups)
         within = unpermute(inside * self.block_samples + samples, sizes, group_keys)
-        found: Ints = epochs * own.windows + groups * most + within
+        found: Ints = epochs * own.windows + groups * self.block_samples * BLOCKS + within
         return found
+
+    def _groups(
+        self, counts: Ints | int, keys: Words, epochs: Ints, groups: Ints
+    ) -> tuple[Ints, Words]:
+        """Return the samples of groups of blocks, and the keys that permute them."""
+        most = self.block_samples * BLOCKS
+        sizes: Ints = np.minimum(counts - groups * most, most)
+        return sizes, derived(derived(keys, epochs, _SAMPLE_ORDER), groups)
 
     def packed_block(self, source: int, epoch: int, block: int) -> tuple[PackedBlock, int]:
         """Return a block of an epoch and its first token in the circle of its source."""
