@@ -5,7 +5,11 @@ import random
 from pathlib import Path
 from typing import Any, ClassVar
 
+import fsspec
+import pytest
 from fsspec.asyn import AsyncFileSystem
+
+from megatron_ext.data import requests
 
 
 class FlakyStorage(AsyncFileSystem):  # type: ignore[misc]
@@ -49,3 +53,17 @@ class FlakyStorage(AsyncFileSystem):  # type: ignore[misc]
             content = file.read(end - start)
         cut = fate < self.failing + self.hanging + self.short
         return content[: len(content) // 2] if cut else content
+
+
+def install(monkeypatch: pytest.MonkeyPatch, shortest: float) -> None:
+    """Register the storage, without faults so far; requests are repeated after short pauses.
+
+    ``shortest`` is the limit of a first attempt in seconds.
+    """
+    fsspec.register_implementation("flaky", FlakyStorage, clobber=True)
+    for name in ("failing", "hanging", "short"):
+        monkeypatch.setattr(FlakyStorage, name, 0.0)
+    monkeypatch.setattr(FlakyStorage, "asked", [])
+    monkeypatch.setattr(FlakyStorage, "chance", random.Random(0))
+    monkeypatch.setattr(requests, "PAUSES", (0.01,) * 6)
+    monkeypatch.setattr(requests, "SHORTEST", shortest)

@@ -2,24 +2,21 @@
 
 import os
 import pickle
-import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import fsspec
 import numpy as np
 import pytest
 
-from megatron_ext.data import object_store, requests
+from megatron_ext.data import object_store
 from megatron_ext.data.block_cache import PAGE
 from megatron_ext.data.indexed import Array, read_index
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.data.object_store import ObjectStore, RemoteSpan, open_remote_span
 from megatron_ext.data.token_spans import TokenSpan, open_span
 from megatron_ext.errors import DataError
-from tests.data.flaky_storage import FlakyStorage
+from tests.data.flaky_storage import FlakyStorage, install
 
 # Python 3.12 warns of forks while the thread of requests, which is idle then, exists.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
@@ -29,15 +26,8 @@ AMPLE, SCARCE = 1 << 26, 1 << 21
 
 
 @pytest.fixture(autouse=True)
-def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    fsspec.register_implementation("flaky", FlakyStorage, clobber=True)
-    for name in ("failing", "hanging", "short"):
-        monkeypatch.setattr(FlakyStorage, name, 0.0)
-    monkeypatch.setattr(FlakyStorage, "asked", [])
-    monkeypatch.setattr(FlakyStorage, "chance", random.Random(0))
-    monkeypatch.setattr(requests, "PAUSES", (0.01,) * 6)
-    monkeypatch.setattr(requests, "SHORTEST", 0.2)
-    return
+def storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, 0.2)
 
 
 def documents(prefix: Path, seed: int = 0) -> str:

@@ -1,6 +1,5 @@
 """Runs on datasets at addresses: the samples and losses of a disk, and what is refused."""
 
-import random
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ from megatron_ext.text.data.plan import plan_run
 from megatron_ext.text.data.splits import marks_of
 from megatron_ext.text.data.storage import note_of, store_of
 from megatron_ext.text.tokenizers import build_tokenizer
-from tests.data.flaky_storage import FlakyStorage
+from tests.data.flaky_storage import FlakyStorage, install
 from tests.training_runs import (
     NULL,
     SAME_WEIGHTS,
@@ -52,13 +51,7 @@ WORDS = [
 
 @pytest.fixture(autouse=True)
 def flaky(monkeypatch: pytest.MonkeyPatch) -> None:
-    fsspec.register_implementation("flaky", FlakyStorage, clobber=True)
-    for name in ("failing", "hanging", "short"):
-        monkeypatch.setattr(FlakyStorage, name, 0.0)
-    monkeypatch.setattr(FlakyStorage, "asked", [])
-    monkeypatch.setattr(FlakyStorage, "chance", random.Random(0))
-    monkeypatch.setattr(requests, "PAUSES", (0.01,) * 6)
-    monkeypatch.setattr(requests, "SHORTEST", 0.3)
+    install(monkeypatch, 0.3)
     storage._store.cache_clear()
 
 

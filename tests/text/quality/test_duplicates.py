@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -167,21 +168,20 @@ def test_numbers_out_of_range_are_refused(options: dict[str, float], sentence: s
     assert str(caught.value) == sentence
 
 
-def test_near_duplicates_without_the_library_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "rensa", None)
+@pytest.mark.parametrize(
+    ("package", "options", "flag"),
+    [
+        ("rensa", {"near_duplicates": 0.8}, "`--near-duplicates`"),
+        ("pydivsufsort", {"span_tokens": 5}, "`--span-tokens` (5)"),
+    ],
+)
+def test_a_measure_without_its_library_is_refused(
+    package: str, options: dict[str, Any], flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError) as caught:
-        QualityOptions(near_duplicates=0.8)
+        QualityOptions(**options)
     assert str(caught.value) == (
-        "`--near-duplicates` needs the package rensa, which is not installed; run `pip install "
-        "rensa`, or leave the flag out."
-    )
-
-
-def test_a_bound_of_spans_without_the_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pydivsufsort", None)
-    with pytest.raises(ConfigError) as caught:
-        QualityOptions(span_tokens=5)
-    assert str(caught.value) == (
-        "`--span-tokens` (5) needs the package pydivsufsort, which is not installed; run `pip "
-        "install pydivsufsort`, or leave the flag out."
+        f"{flag} needs the package {package}, which is not installed; run `pip install {package}`, "
+        "or leave the flag out."
     )
