@@ -24,7 +24,15 @@ from tests.test_surface import ENGINE
 ROOT = Path(__file__).resolve().parents[1]
 CORE = Path(megatron.core.__path__[0])
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/gpu/README.md")),
+    *(
+        ROOT / name
+        for name in (
+            "README.md",
+            "CONTRIBUTING.md",
+            "tests/gpu/README.md",
+            "tests/reference/README.md",
+        )
+    ),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 SCRIPTS = [
@@ -79,7 +87,7 @@ def exists(path: str, page: str) -> bool:
     if METRIC.fullmatch(path) or f"```python\n# {path}\n" in TEXTS[page]:
         return True
     if path.startswith("../"):
-        return (ROOT / page).parent.joinpath(path).exists() or path.startswith("../shared/")
+        return (ROOT / page).parent.joinpath(path).exists()
     if "/" not in path:
         return any(ROOT.glob(f"*/**/{path}")) or (ROOT / path).exists()
     if path.split("/")[0] not in FOLDERS and not (CORE / path).exists():

@@ -1,7 +1,6 @@
 """The losses of Megatron-LM to the last printed digit: every recorded run, through our entry.
 
-The curves and the corpus lie beside the checkout in ``shared/reference``; without them there is
-nothing to compare with, and the tests are skipped by name.
+``tests/reference/`` holds the curves, and its README.md says how they were recorded.
 """
 
 import json
@@ -13,11 +12,10 @@ import pytest
 import torch
 
 from megatron_ext.train.reporting.files import read_metrics
-from tests.training_runs import REFERENCE, run_python, train
+from tests.reference import REFERENCE, corpus
+from tests.training_runs import run_python, train
 
-RECORDED = REFERENCE / "curves.json"
-CURVES = json.loads(RECORDED.read_text()) if RECORDED.exists() else {"runs": {}}
-pytestmark = pytest.mark.skipif(not RECORDED.exists(), reason=f"no recorded curves in {REFERENCE}")
+CURVES = json.loads((REFERENCE / "curves.json").read_text())
 OF_THE_PROGRAM = "llama_tp2"
 """The run that is started as a program, as those in bf16 are; the others call its functions."""
 
@@ -25,7 +23,7 @@ OF_THE_PROGRAM = "llama_tp2"
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
-    words = ["--input", str(REFERENCE / "corpus.jsonl"), "--append-eod", "--workers", "1"]
+    words = ["--input", str(corpus()), "--append-eod", "--workers", "1"]
     words += ["--output-prefix", str(folder / "sp_eod"), "--tokenizer-model"]
     words += [str(REFERENCE / "tokenizer.model"), "--tokenizer-type", "SentencePieceTokenizer"]
     run_python("tools/preprocess_data.py", *words, seconds=120)

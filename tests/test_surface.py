@@ -1,7 +1,9 @@
 """Frozen surfaces: imports, words, sizes, docstrings, and that every flag is read by something."""
 
 import ast
+import contextlib
 import dataclasses
+import os
 import re
 from collections.abc import Collection, Iterator
 from itertools import pairwise
@@ -37,7 +39,6 @@ TENANT_WORDS = re.compile(
 )
 FRAGMENT = re.compile(r"^(Of|That|As|With|What|Its|Their|Those)\b")
 """Words that begin a fragment instead of a sentence."""
-MAX_LINES, MAX_FUNCTION = 400, 70
 
 
 def _imports(path: Path) -> set[str]:
@@ -130,19 +131,30 @@ def test_no_docstring_is_a_fragment(folder: str) -> None:
     assert wrong == []
 
 
-def test_files_and_functions_are_no_longer_than_they_may_be() -> None:
-    wrong = []
-    for name, tree in _modules().items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef):
-                lines = (node.end_lineno or 0) - node.lineno + 1
-                if lines > MAX_FUNCTION:
-                    wrong.append(f"{name}.{node.name} has {lines} lines")
-    for path in PACKAGE.rglob("*.py"):
-        lines = len(path.read_text(encoding="utf-8").splitlines())
-        if lines > MAX_LINES:
-            wrong.append(f"{path.relative_to(PACKAGE)} has {lines} lines")
-    assert wrong == []
+def _texts() -> Iterator[tuple[Path, str]]:
+    """Yield each text file of the repository that is no build output, with its content."""
+    made = {"__pycache__", "out", ".git"}
+    for folder, folders, files in os.walk(PACKAGE.parent):
+        folders[:] = [x for x in folders if x not in made and not x.startswith((".venv", ".mypy"))]
+        for path in (Path(folder, name) for name in files):
+            with contextlib.suppress(UnicodeDecodeError):
+                yield path, path.read_text(encoding="utf-8")
+
+
+def test_nothing_names_a_folder_outside_of_the_repository() -> None:
+    root = PACKAGE.parent
+    outside = []
+    for path, text in _texts():
+        climbing = re.findall(r"(?:\.\./)+[\w./-]*", text)
+        outside += [
+            f"{path.relative_to(root)} names {name}"
+            for name in climbing
+            if not (path.parent / name).resolve().is_relative_to(root)
+        ]
+        # The tests and the programs may climb to the root of the repository, not above it.
+        if re.search(r"\bROOT\.parent\b|\broot\.parent / \"", text):
+            outside.append(f"{path.relative_to(root)} looks beside the repository")
+    assert outside == []
 
 
 @pytest.mark.parametrize("folder", ENGINE)

@@ -27,7 +27,6 @@ from megatron_ext.train.run import Run
 from megatron_ext.train.task import Task, TaskChoice, check_own_flags
 
 ROOT = Path(__file__).resolve().parents[1]
-REFERENCE = Path(os.environ.get("MEGATRON_REFERENCE", ROOT.parent / "shared" / "reference"))
 
 TINY = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention "

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import importlib.util
 import json
-import os
 import random
 import tempfile
 from collections.abc import Callable, Sequence
@@ -16,7 +15,6 @@ from typing import Any
 from megatron_ext.text.config import TokenizerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-REFERENCE = Path(os.environ.get("MEGATRON_REFERENCE", ROOT.parent / "shared" / "reference"))
 END = "<|endoftext|>"
 
 HARD_TEXTS = [

@@ -21,6 +21,7 @@ from megatron_ext.text.preprocess import packed
 from megatron_ext.text.preprocess.encode import sentence_splitter
 from megatron_ext.text.preprocess.options import PreprocessOptions
 from megatron_ext.text.tokenizers.fast import FastEncoder
+from tests.reference import REFERENCE, corpus
 from tests.text import tiny
 from tests.text.preprocess.runs import (
     check_pair,
@@ -257,18 +258,16 @@ def test_append_eod_needs_an_eod(tmp_path: Path) -> None:
         run(tmp_path, tiny.write_jsonl(tmp_path / "in.jsonl", []), flags=flags)
 
 
-@pytest.mark.skipif(not tiny.REFERENCE.is_dir(), reason="the recorded hashes are not here")
 @pytest.mark.parametrize("name", ["sp_eod", "sp_keys", "hf_eod", "sp_part"])
 def test_hashes_are_those_recorded_from_megatrons_own_tool(tmp_path: Path, name: str) -> None:
-    sp = TokenizerConfig("SentencePieceTokenizer", str(tiny.REFERENCE / "tokenizer.model"))
-    hf = TokenizerConfig("HuggingFaceTokenizer", str(tiny.REFERENCE / "hf_tokenizer"))
+    sp = TokenizerConfig("SentencePieceTokenizer", str(REFERENCE / "tokenizer.model"))
+    hf = TokenizerConfig("HuggingFaceTokenizer", str(REFERENCE / "hf_tokenizer"))
     keys: dict[str, Any] = {"append_eod": False, "json_keys": ("text", "title")}
     more = {"sp_keys": keys, "sp_part": {"partitions": 2}}
     options = {"flags": hf if name == "hf_eod" else sp, "part_megabytes": 0.3}
     prefix = str(tmp_path / name)
-    corpus = tiny.REFERENCE / "corpus.jsonl"
-    run(tmp_path, corpus, output_prefix=prefix, **options, **more.get(name, {}))
-    recorded = json.loads((tiny.REFERENCE / "preprocess.json").read_bytes())["files"]
+    run(tmp_path, corpus(), output_prefix=prefix, **options, **more.get(name, {}))
+    recorded = json.loads((REFERENCE / "preprocess.json").read_bytes())["files"]
     mine = {file: entry for file, entry in recorded.items() if file.startswith(name)}
     assert mine
     for file, entry in mine.items():

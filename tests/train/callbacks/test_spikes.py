@@ -10,8 +10,9 @@ import pytest
 
 from megatron_ext.train.callbacks.spikes import FLOORS, limit
 from megatron_ext.train.run import Run
+from tests.reference import REFERENCE
 from tests.train.callbacks.silent_faults import FLAGS, NO_DROPOUT, Spoiler, run_with
-from tests.training_runs import REFERENCE, check_refused, parsed
+from tests.training_runs import check_refused, parsed
 
 
 def leaps(values: list[float], window: int, floor: float) -> list[int]:
