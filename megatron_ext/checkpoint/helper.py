@@ -12,6 +12,7 @@ take up the work at any point.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import pickle
 import shutil
@@ -37,6 +38,8 @@ from megatron_ext.checkpoint.files import MANIFEST, Files, folder_of, read_manif
 from megatron_ext.checkpoint.snapshot import SnapshotFile
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.errors import CheckpointError, end_with_parent
+
+logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_LOOKS = 0.02
 _SECONDS_FOR_THE_FOLDER = 5.0
@@ -76,14 +79,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Report:
-    """A message of a helper: its rank's files are written, all is published, or why it failed."""
+    """A message of a helper: the stage that a job has reached, or why it failed."""
 
     number: int
     stage: str
     reason: str = ""
 
 
-WRITTEN, PUBLISHED, FAILED = "written", "published", "failed"
+WRITTEN, PUBLISHED, TIDIED, FAILED = "written", "published", "tidied", "failed"
+"""Stages of a job: its rank's files are written; the checkpoint is published, and can fail no more;
+old checkpoints are removed; the checkpoint could not be written."""
 
 
 def serve(connection: Connection) -> None:
@@ -105,11 +110,14 @@ def serve(connection: Connection) -> None:
             stage, reason = FAILED, storage.one_line(error)
             _give_up(job, reason)
         connection.send(Report(job.number, stage, reason))
+        if stage == PUBLISHED:
+            _tidy(job)
+            connection.send(Report(job.number, TIDIED))
 
 
 def _do(job: Job, connection: Connection) -> str:
     root, is_first = Path(job.root), job.rank == 0
-    if is_first and _is_published(job):
+    if is_first and is_published(job):
         publish.complete(root, job.iteration)
     elif is_first and (listed := _listed(job.folder)) is not None:
         _publish(job, listed)
@@ -127,11 +135,20 @@ def _do(job: Job, connection: Connection) -> str:
         files = _write_common(job, common, pickle.loads(counters), metadata, results)
         publish.write_manifest(job.folder, files)
         _publish(job, files)
-    publish.tidy(root, job.iteration, job.config, job.best, job.superseded)
     return PUBLISHED
 
 
-def _is_published(job: Job) -> bool:
+def _tidy(job: Job) -> None:
+    """Remove the checkpoints that are not kept; what cannot be removed does not undo the save."""
+    root = Path(job.root)
+    try:
+        publish.tidy(root, job.iteration, job.config, job.best, job.superseded)
+    except OSError as error:
+        text = "The checkpoint of iteration %d is saved, but %s is not tidied up: %s."
+        logger.warning(text, job.iteration, root, storage.one_line(error))
+
+
+def is_published(job: Job) -> bool:
     """Return whether a helper that has ended since had published this checkpoint already."""
     return not job.folder.is_dir() and folder_of(Path(job.root), job.iteration).is_dir()
 
