@@ -25,10 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.utils._pytree import tree_map_only
@@ -38,6 +36,7 @@ from megatron_ext.checkpoint.files import MANIFEST, Files, folder_of, read_manif
 from megatron_ext.checkpoint.snapshot import SnapshotFile
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.errors import CheckpointError, end_with_parent
+from megatron_ext.faults.bus import tell_bus_errors
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +96,7 @@ def serve(connection: Connection) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    tell_bus_errors()
     os.nice(_NICENESS)
     torch.set_num_threads(1)
     while True:
@@ -187,7 +187,7 @@ def _write_shards(job: Job, plan: SavePlan, values: list[Tensor | bytes]) -> Non
         if time.monotonic() > patience:
             raise CheckpointError(f"{job.folder} has disappeared.")
         time.sleep(_SECONDS_BETWEEN_LOOKS)
-    writer = FileSystemWriter(job.folder, thread_count=1, sync_files=True, per_thread_copy_ahead=0)
+    writer = storage.DiskWriter(job.folder, per_thread_copy_ahead=0)
     written = writer.write_data(plan, _ValuePlanner(plan, values)).value()
     files = storage.describe_shards(job.folder, job.rank)
     unfinished = result.with_suffix(".part")
@@ -204,8 +204,8 @@ def _write_common(
 ) -> Files:
     """Write the files that belong to no rank; return size and checksum of all files."""
     # A view of the copied memory would be saved with all that is around it.
-    torch.save(tree_map_only(Tensor, Tensor.clone, common), job.folder / COMMON_STATE_FNAME)
-    writer = FileSystemWriter(job.folder, thread_count=1, sync_files=True)
+    storage.save_common(tree_map_only(Tensor, Tensor.clone, common), job.folder)
+    writer = storage.file_writer(job.folder)
     writer.finish(metadata, [written for written, _ in results])
     storage.write_format(job.folder)
     files = {name: known for _, own in results for name, known in own.items()}

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ext import limits
 from megatron_ext.checkpoint import files
 from megatron_ext.checkpoint.files import folder_of, published
 from megatron_ext.config.output import CheckpointConfig
@@ -237,7 +238,8 @@ def _lock(save: Path) -> int | None:
         descriptor = os.open(save / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise CheckpointError(
-            f"`--save` ({save}) cannot be written ({error.strerror}); give a folder that can."
+            f"`--save` ({save}) cannot be written ({limits.cause(error, save)}); give a folder "
+            "that can."
         ) from error
     patience = time.monotonic() + _SECONDS_FOR_A_DYING_RUN
     while True:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_ext import limits
 from megatron_ext.device import Device
 from megatron_ext.errors import MachineFault, MegatronExtError, end_with_parent
 from megatron_ext.faults.host import (
@@ -99,7 +100,7 @@ def run_rank(main: Main) -> int:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             return 0
         fault = contact_fault(error)
-        message, code = traceback.format_exc(), 1
+        message, code = limits.sentence(error) or traceback.format_exc(), 1
         if _lacks_memory(error):
             code = EXIT_CODE_NO_MEMORY
         if fault is not None:
