@@ -117,7 +117,7 @@ def test_shared_memory_that_is_full_is_told_as_such(
             memory = mmap.mmap(file.fileno(), 0)
         os.unlink(tmp_path / "torch_1")
         memory[:] = bytes(SIZE)
-        return "the copy"
+        return bytes(memory)
 
     _, error = in_child(work)
     subprocess.run(["umount", "-l", str(tmp_path)], check=True)
