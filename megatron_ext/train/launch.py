@@ -125,7 +125,6 @@ def _lacks_memory(error: BaseException) -> bool:
     return lacks or (before is not None and _lacks_memory(before))
 
 
-@shared_host_folder()
 def launch(
     main: Main,
     *,
@@ -140,6 +139,18 @@ def launch(
     Starts ``nproc_per_node`` ranks unless torchrun has started them already, and starts them again
     after a fault as ``policy`` says. Faults are told in the folder ``save``.
     """
+    with shared_host_folder(save):
+        return _launch(main, nproc_per_node, device, timeout_minutes, policy, save)
+
+
+def _launch(
+    main: Main,
+    nproc_per_node: int,
+    device: Device,
+    timeout_minutes: float,
+    policy: RestartPolicy | None,
+    save: str | None,
+) -> int:
     if "RANK" in os.environ:
         if is_under_torchrun():
             follow_earlier_process()
