@@ -1,5 +1,6 @@
 """A bus error is told with the file that it comes from, and ends a run like any other error."""
 
+import faulthandler
 import mmap
 import os
 import pickle
@@ -32,6 +33,7 @@ def in_child(work: Callable[[], Any]) -> tuple[int, Any]:
     pid = os.fork()
     if pid == 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        faulthandler.disable()
         bus.tell_bus_errors()
         try:
             result: Any = work()
