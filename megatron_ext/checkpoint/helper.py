@@ -107,7 +107,7 @@ def serve(connection: Connection) -> None:
         try:
             stage, reason = _do(job, connection), ""
         except Exception as error:
-            stage, reason = FAILED, storage.one_line(error)
+            stage, reason = FAILED, storage.one_line(error, job.folder)
             _give_up(job, reason)
         connection.send(Report(job.number, stage, reason))
         if stage == PUBLISHED:

@@ -226,14 +226,16 @@ def describe_written(folder: Path, progress: dict[str, Any], run_config: dict[st
 
 def describe_shards(folder: Path, rank: int) -> Files:
     """Make the files that a rank wrote durable, read them back, and return size and checksum."""
-    return _read_back(sorted(folder.glob(f"__{rank}_*")))
+    with naming_disk(folder):
+        return _read_back(sorted(folder.glob(f"__{rank}_*")))
 
 
 def describe_common(folder: Path, progress: dict[str, Any], run_config: dict[str, Any]) -> Files:
     """Write counters and configuration; do as `describe_shards` for the files of no single rank."""
-    (folder / RUN_CONFIG).write_text(json.dumps(run_config, indent=1), encoding="utf-8")
-    (folder / PROGRESS).write_text(json.dumps(progress, indent=1), encoding="utf-8")
-    return _read_back([path for path in folder.iterdir() if not path.name.startswith("__")])
+    with naming_disk(folder):
+        (folder / RUN_CONFIG).write_text(json.dumps(run_config, indent=1), encoding="utf-8")
+        (folder / PROGRESS).write_text(json.dumps(progress, indent=1), encoding="utf-8")
+        return _read_back([path for path in folder.iterdir() if not path.name.startswith("__")])
 
 
 def _read_back(paths: list[Path]) -> Files:
@@ -262,10 +264,11 @@ def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
     return rank, error.failures[rank][0]
 
 
-def one_line(error: BaseException) -> str:
+def one_line(error: BaseException, folder: Path | None = None) -> str:
+    """Return the first line of an error, or the disk, by default that of ``folder``, if it is full."""
     if isinstance(error, CheckpointException):
         error = first_failure(error)[1]
-    fault = limits.limit_fault(error)
+    fault = limits.limit_fault(error, folder)
     lines = (fault or str(error)).strip().splitlines()
     return (lines[0] if lines else type(error).__name__).rstrip(". ")
 

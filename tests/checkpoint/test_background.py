@@ -149,7 +149,7 @@ def test_a_failed_save_is_known_to_all_ranks_and_the_next_one_succeeds(
         if context.rank == 0:
             disk = f"the disk of {tmp_path}"
             assert f"rank 1 could not write its part: {disk}" in reasons[0]
-            assert reasons[1].startswith(disk) and "are needed" in reasons[1]
+            assert reasons[1].startswith(disk)
             assert reasons[2] == ""
             assert [path.name for path in sorted((tmp_path / "save").iterdir())] == [
                 "iter_0000003", TRACKER
