@@ -247,7 +247,7 @@ def _fullest(place: str | os.PathLike[str] | None) -> Path | None:
         return _existing(place)
     words = [word.partition("=")[2] or word for word in sys.argv[1:]]
     named = [Path(word) for word in words if os.sep in word or os.path.exists(word)]
-    folders = [_existing(path) for path in (*named, Path(), tempfile.gettempdir())]
+    folders = [_existing(path) for path in [*named, Path(), Path(tempfile.gettempdir())]]
     known = [folder for folder in folders if folder is not None]
     return min(known, key=lambda folder: shutil.disk_usage(folder).free, default=None)
 

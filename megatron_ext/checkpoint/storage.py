@@ -265,7 +265,7 @@ def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
 
 
 def one_line(error: BaseException, folder: Path | None = None) -> str:
-    """Return the first line of an error, or the disk, by default that of ``folder``, if it is full."""
+    """Return the first line of an error, or which disk is full, by default that of ``folder``."""
     if isinstance(error, CheckpointException):
         error = first_failure(error)[1]
     fault = limits.limit_fault(error, folder)
