@@ -58,7 +58,7 @@ class _Action(ctypes.Structure):
 
 
 _before = _Action()
-"""What was done about SIGBUS before."""
+"""The handler of SIGBUS before this one."""
 
 
 def remember_size(path: str | os.PathLike[str], size: int) -> None:
