@@ -11,8 +11,10 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import NoReturn
+
+from megatron_ext import limits
 
 EXIT_CODE_INTERRUPTED = 130
 """Exit code after Ctrl-C, the same as a shell's (128 + SIGINT)."""
@@ -49,8 +51,10 @@ class DeviceNotSupported(MegatronExtError):
 def end_on_interrupt() -> None:
     """Let Ctrl-C end this process at once, without cleaning up; meant for the time of slow imports.
 
-    If SIGINT is ignored, as for the background jobs of a script, it stays ignored.
+    If SIGINT is ignored, as for the background jobs of a script, it stays ignored. From now on an
+    error that comes from a limit of the operating system ends the program with a sentence.
     """
+    sys.excepthook = _tell_limit
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _end)
 
@@ -58,6 +62,17 @@ def end_on_interrupt() -> None:
 def _end(_number: int, _frame: FrameType | None) -> None:
     os.write(2, b"interrupted\n")
     os._exit(EXIT_CODE_INTERRUPTED)
+
+
+def _tell_limit(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    """Print the limit that an error comes from in a sentence; print any other as Python does."""
+    sentence = None if issubclass(kind, KeyboardInterrupt) else limits.sentence(error)
+    if sentence is None:
+        sys.__excepthook__(kind, error, traceback)
+    else:
+        print(f"error: {sentence}", file=sys.stderr, flush=True)
 
 
 def run_program(main: Callable[[list[str]], int | None]) -> NoReturn:

@@ -13,6 +13,8 @@ lost, and whether the final weights are those of the undisturbed run, bit for bi
 Layouts are named as in tools/parity.py; without --layouts the flags decide. All faults of a layout
 and a seed strike one run, one after another, unless --apart is given.
 
+A fault that cannot happen with the given flags is refused at once.
+
 Exit code 0: everything was survived; 1: something was not; 2: bad flags.
 """
 
@@ -76,7 +78,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"> added to your flags: {' '.join(campaign.added)}")
         report(campaign, results, args)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        for sentence in error.messages:
+            print(f"error: {sentence}", file=sys.stderr)
         return 2
     survived = all(result.survived for result in results)
     if survived and not args.folder:
@@ -113,6 +116,10 @@ def run_all(
 ) -> Iterator[Result]:
     """Run each layout with each seed, and yield what became of each run."""
     groups = [[kind] for kind in kinds] if args.apart else [kinds]
+    for layout in layouts:
+        # At once, since the runs that come first take minutes.
+        for group in groups if args.minutes is None else ():
+            campaign.check(draw(group, layout, 0))
     for layout in layouts:
         for seed in range(args.seeds):
             if args.minutes is not None:

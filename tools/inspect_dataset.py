@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_ext import limits
 from megatron_ext.errors import end_on_interrupt, run_program
 
 if __name__ == "__main__":
@@ -184,7 +185,9 @@ def _tell_quality(
                 write_quality_page(quality, path)
             print(f"written    {path}")
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror}); give another.") from None
+        raise ConfigError(
+            f"{path} cannot be written ({limits.cause(error, path)}); give another."
+        ) from None
 
 
 def _digest_lines(prefix: str, args: argparse.Namespace) -> list[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_ext import limits
 from megatron_ext.errors import end_on_interrupt, run_program
 
 if __name__ == "__main__":
@@ -54,7 +55,8 @@ def report(folder: Path, output: Path | None) -> Path:
         write_report(read_run_folder(folder), path)
     except OSError as error:
         raise ConfigError(
-            f"`--output` ({path}) cannot be written ({error.strerror}); give another path."
+            f"`--output` ({path}) cannot be written ({limits.cause(error, path)}); give another "
+            "path."
         ) from None
     return path
 

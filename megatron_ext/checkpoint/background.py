@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from megatron_ext.checkpoint import helper, publish
-from megatron_ext.checkpoint.helper import FAILED, PUBLISHED, WRITTEN, Job, Report
+from megatron_ext.checkpoint.helper import FAILED, PUBLISHED, TIDIED, WRITTEN, Job, Report
 from megatron_ext.checkpoint.prepared import PreparedSave, SavePreparer
 from megatron_ext.checkpoint.snapshot import SnapshotFile, content_of
 from megatron_ext.config.output import CheckpointConfig
@@ -331,7 +331,7 @@ class BackgroundSaves:
             return
         entry.stages.add(report.stage)
         entry.attempt_began = time.monotonic()
-        is_over = report.stage in (PUBLISHED, FAILED) or entry.job.rank != 0
+        is_over = report.stage in (TIDIED, FAILED) or entry.job.rank != 0
         if is_over:
             self._end(entry, report.reason)
 
@@ -351,7 +351,10 @@ class BackgroundSaves:
         cause = self._helper.restart()
         oldest = self._running[0]
         what = f"The helper process that writes checkpoints was {fate.format(cause)}"
-        if oldest.attempts >= ATTEMPTS:
+        if oldest.attempts >= ATTEMPTS and self._is_published(oldest):
+            self._say(f"{what}; it is replaced, but old checkpoints may be left.")
+            self._end(oldest)
+        elif oldest.attempts >= ATTEMPTS:
             self._say(f"{what}; it is replaced, but its checkpoint is given up.")
             if oldest.job.rank != 0:
                 with suppress(OSError):
@@ -363,6 +366,12 @@ class BackgroundSaves:
         for entry in self._running:
             entry.attempt_began = time.monotonic()
             self._helper.send(entry.job)
+
+    @staticmethod
+    def _is_published(entry: _Running) -> bool:
+        """Return whether a save is done, so that only the removal of old checkpoints is left."""
+        of_run = entry.job.rank == 0
+        return of_run and (PUBLISHED in entry.stages or helper.is_published(entry.job))
 
     def ended(self) -> list[Outcome]:
         """Return the saves that ended since the last call; only rank 0 knows of any."""

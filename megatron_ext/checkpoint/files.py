@@ -19,6 +19,9 @@ from megatron_ext.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 TEMPORARY_SUFFIX = ".tmp"
+"""Ends the name of a checkpoint that is being written."""
+REMOVED_SUFFIX = ".removed"
+"""Ends the name of an old checkpoint whose files are being removed."""
 ANNOUNCEMENT = f".{TRACKER}{TEMPORARY_SUFFIX}"
 MANIFEST = "manifest.json"
 _FOLDER = re.compile(r"iter_(\d{7,})(\.replaced)?$")

@@ -12,6 +12,7 @@ take up the work at any point.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import pickle
 import shutil
@@ -24,10 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.utils._pytree import tree_map_only
@@ -37,6 +36,9 @@ from megatron_ext.checkpoint.files import MANIFEST, Files, folder_of, read_manif
 from megatron_ext.checkpoint.snapshot import SnapshotFile
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.errors import CheckpointError, end_with_parent
+from megatron_ext.faults.bus import tell_bus_errors
+
+logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_LOOKS = 0.02
 _SECONDS_FOR_THE_FOLDER = 5.0
@@ -76,14 +78,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Report:
-    """A message of a helper: its rank's files are written, all is published, or why it failed."""
+    """A message of a helper: the stage that a job has reached, or why it failed."""
 
     number: int
     stage: str
     reason: str = ""
 
 
-WRITTEN, PUBLISHED, FAILED = "written", "published", "failed"
+WRITTEN, PUBLISHED, TIDIED, FAILED = "written", "published", "tidied", "failed"
+"""Stages of a job: its rank's files are written; the checkpoint is published, and can fail no more;
+old checkpoints are removed; the checkpoint could not be written."""
 
 
 def serve(connection: Connection) -> None:
@@ -92,6 +96,7 @@ def serve(connection: Connection) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    tell_bus_errors()
     os.nice(_NICENESS)
     torch.set_num_threads(1)
     while True:
@@ -102,14 +107,17 @@ def serve(connection: Connection) -> None:
         try:
             stage, reason = _do(job, connection), ""
         except Exception as error:
-            stage, reason = FAILED, storage.one_line(error)
+            stage, reason = FAILED, storage.one_line(error, job.folder)
             _give_up(job, reason)
         connection.send(Report(job.number, stage, reason))
+        if stage == PUBLISHED:
+            _tidy(job)
+            connection.send(Report(job.number, TIDIED))
 
 
 def _do(job: Job, connection: Connection) -> str:
     root, is_first = Path(job.root), job.rank == 0
-    if is_first and _is_published(job):
+    if is_first and is_published(job):
         publish.complete(root, job.iteration)
     elif is_first and (listed := _listed(job.folder)) is not None:
         _publish(job, listed)
@@ -127,11 +135,20 @@ def _do(job: Job, connection: Connection) -> str:
         files = _write_common(job, common, pickle.loads(counters), metadata, results)
         publish.write_manifest(job.folder, files)
         _publish(job, files)
-    publish.tidy(root, job.iteration, job.config, job.best, job.superseded)
     return PUBLISHED
 
 
-def _is_published(job: Job) -> bool:
+def _tidy(job: Job) -> None:
+    """Remove the checkpoints that are not kept; what cannot be removed does not undo the save."""
+    root = Path(job.root)
+    try:
+        publish.tidy(root, job.iteration, job.config, job.best, job.superseded)
+    except OSError as error:
+        text = "The checkpoint of iteration %d is saved, but %s is not tidied up: %s."
+        logger.warning(text, job.iteration, root, storage.one_line(error))
+
+
+def is_published(job: Job) -> bool:
     """Return whether a helper that has ended since had published this checkpoint already."""
     return not job.folder.is_dir() and folder_of(Path(job.root), job.iteration).is_dir()
 
@@ -170,7 +187,7 @@ def _write_shards(job: Job, plan: SavePlan, values: list[Tensor | bytes]) -> Non
         if time.monotonic() > patience:
             raise CheckpointError(f"{job.folder} has disappeared.")
         time.sleep(_SECONDS_BETWEEN_LOOKS)
-    writer = FileSystemWriter(job.folder, thread_count=1, sync_files=True, per_thread_copy_ahead=0)
+    writer = storage.DiskWriter(job.folder, per_thread_copy_ahead=0)
     written = writer.write_data(plan, _ValuePlanner(plan, values)).value()
     files = storage.describe_shards(job.folder, job.rank)
     unfinished = result.with_suffix(".part")
@@ -187,8 +204,8 @@ def _write_common(
 ) -> Files:
     """Write the files that belong to no rank; return size and checksum of all files."""
     # A view of the copied memory would be saved with all that is around it.
-    torch.save(tree_map_only(Tensor, Tensor.clone, common), job.folder / COMMON_STATE_FNAME)
-    writer = FileSystemWriter(job.folder, thread_count=1, sync_files=True)
+    storage.save_common(tree_map_only(Tensor, Tensor.clone, common), job.folder)
+    writer = storage.file_writer(job.folder)
     writer.finish(metadata, [written for written, _ in results])
     storage.write_format(job.folder)
     files = {name: known for _, own in results for name, known in own.items()}

@@ -112,7 +112,7 @@ class CheckpointManager:
         except CheckpointError as error:
             raise CheckpointError(
                 f"The checkpoint of iteration {iteration} could not be saved: "
-                f"{storage.one_line(error)}; free some space or give another `--save`."
+                f"{storage.one_line(error)}; mend this or give another `--save`."
             ) from error
         if background is None:
             what = f"{root / publish.BEST_TRACKER} not written"

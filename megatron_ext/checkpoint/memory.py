@@ -90,6 +90,7 @@ class MemoryCheckpoints:
         interval: number of steps between two snapshots.
         neighbours: whether neighbours hold copies; a single rank has no neighbour.
         stays: whether the snapshots stay when the run ends.
+        left: whether the folder holds snapshots that a killed run with this save folder has left.
         earlier: folders of other runs, from whose snapshots this run may go on when it starts.
         over_group: send copies over a process group even on one machine.
     """
@@ -103,10 +104,12 @@ class MemoryCheckpoints:
         *,
         neighbours: bool = False,
         stays: bool = False,
+        left: bool = False,
         earlier: Collection[Path] = (),
         over_group: bool = False,
     ) -> None:
         self.folder, self.interval, self.machines = folder, interval, machines
+        self.left = left
         self.stays, self._neighbours = stays, neighbours and context.layout.world_size > 1
         self._layout, self._rank = dataclasses.asdict(context.layout), context.rank
         self._earlier = earlier

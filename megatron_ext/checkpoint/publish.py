@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ext import limits
 from megatron_ext.checkpoint import files
 from megatron_ext.checkpoint.files import folder_of, published
 from megatron_ext.config.output import CheckpointConfig
@@ -44,12 +45,25 @@ def prepare(root: Path, iteration: int, in_flight: Collection[int] = ()) -> None
     kept = [temporary_folder_of(root, other) for other in in_flight]
     for left in root.glob(f"iter_*{files.TEMPORARY_SUFFIX}"):
         if left.is_dir() and left not in kept:
-            shutil.rmtree(left)
+            _remove(left)
+    # A helper process may be removing the same folders at this moment.
+    for expired_folder in root.glob(f"iter_*{files.REMOVED_SUFFIX}"):
+        _remove(expired_folder)
     for older in published(root):
         replaced = files.replaced_folder_of(root, older)
         if folder_of(root, older).is_dir() and replaced.is_dir():
-            shutil.rmtree(replaced)
+            _remove(replaced)
     temporary_folder_of(root, iteration).mkdir()
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder that another process may be removing too; return once it is gone."""
+    while folder.exists():
+        try:
+            shutil.rmtree(folder)
+        except FileNotFoundError:
+            # The other process was faster with one file, and may have left the next ones.
+            continue
 
 
 def temporary_folder_of(root: Path, iteration: int) -> Path:
@@ -90,8 +104,7 @@ def complete(root: Path, iteration: int) -> None:
         os.replace(root / files.ANNOUNCEMENT, root / files.TRACKER)
         files.sync_folder(root)
     replaced = files.replaced_folder_of(root, iteration)
-    if replaced.exists():
-        shutil.rmtree(replaced)
+    _remove(replaced)
 
 
 def tidy(
@@ -147,11 +160,13 @@ def remove_old(
         folder = folder_of(root, iteration)
         if folder.is_symlink():
             continue
-        aside = temporary_folder_of(root, iteration)
+        # No name of a save: the next save removes what it takes for the half of an earlier one.
+        aside = folder.with_name(folder.name + files.REMOVED_SUFFIX)
         try:
             # Renamed first, so that a kill in the middle leaves no partial checkpoint.
+            _remove(aside)
             os.rename(folder, aside)
-            shutil.rmtree(aside)
+            _remove(aside)
         except OSError as error:
             logger.warning("The old checkpoint %s could not be removed: %s.", folder, error)
 
@@ -223,7 +238,8 @@ def _lock(save: Path) -> int | None:
         descriptor = os.open(save / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise CheckpointError(
-            f"`--save` ({save}) cannot be written ({error.strerror}); give a folder that can."
+            f"`--save` ({save}) cannot be written ({limits.cause(error, save)}); give a folder "
+            "that can."
         ) from error
     patience = time.monotonic() + _SECONDS_FOR_A_DYING_RUN
     while True:

@@ -63,7 +63,8 @@ class Resume:
         That is "memory", "peer" (a rank needed its neighbour's copy), "checkpoint" or "start".
 
         Args:
-            stores: the places of snapshots, of which a run that starts uses only those that stay.
+            stores: the places of snapshots, of which a run that starts uses those that stay or
+                that a killed run has left.
             parts: model, optimizer and so on, as for `CheckpointManager.load`.
         """
         found = self._find()
@@ -89,7 +90,7 @@ class Resume:
         if found is not None and not found.weights_only:
             newer_than = found.iteration - 1
         for store in stores:
-            continues = store.stays and self._continues(found)
+            continues = (store.stays or store.left) and self._continues(found)
             if self._again or continues:
                 recovery = Recovery(store, self._context)
                 chosen = recovery.newest(newer_than, with_earlier=continues)

@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 from typing_extensions import Self
 
+from megatron_ext import limits
 from megatron_ext.checkpoint.files import is_plain_name, make_durable, sync_folder
 from megatron_ext.errors import CheckpointError
 
@@ -273,8 +274,8 @@ def written_aside(target: Path, flag: str = "--hf") -> Iterator[Path]:
                 shutil.rmtree(folder)
     except (OSError, _safetensors().SafetensorError) as error:
         raise CheckpointError(
-            f"`{flag}` ({target}) cannot be written ({error}); free some space or give another "
-            "folder."
+            f"`{flag}` ({target}) cannot be written ({limits.cause(error, target)}); mend this or "
+            "give another folder."
         ) from error
 
 

@@ -36,7 +36,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factor
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from megatron_ext import limits
 from megatron_ext.errors import CheckpointError
+from megatron_ext.faults.bus import remember_size
 
 _HEADER_BYTES = 4096
 _START = "<II"
@@ -149,6 +151,7 @@ class _Mapping:
                 # Reserved now: a write to a mapped page for which there is no room kills a process.
                 os.posix_fallocate(descriptor, 0, size)
             self.memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+            remember_size(path, len(self.memory))
         finally:
             os.close(descriptor)
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
@@ -209,7 +212,7 @@ class SnapshotFile:
             except OSError as error:
                 raise CheckpointError(
                     f"{self.path.parent} has no room for a snapshot of {size / 2**20:.1f} MiB "
-                    f"({error.strerror}); free some space there."
+                    f"({limits.cause(error, self.path.parent, size)})."
                 ) from error
         return self._mapping
 

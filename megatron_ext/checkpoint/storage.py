@@ -9,7 +9,8 @@ loses the errors of further threads.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
-from torch.distributed.checkpoint.storage import StorageWriter
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
 
+from megatron_ext import limits
 from megatron_ext.checkpoint.files import Files, describe_file, make_durable
 from megatron_ext.checkpoint.optimizer_state import drop_main_weights
 from megatron_ext.checkpoint.stored import PROGRESS, RUN_CONFIG, CheckpointRef, check_files
@@ -64,9 +68,35 @@ from megatron_ext.parallel.context import ParallelContext, contact_fault
 BACKEND, VERSION = "torch_dist", 1
 
 
+class DiskWriter(FileSystemWriter):
+    """The writer of one file per rank of torch, without threads; it names a disk that is full."""
+
+    def __init__(self, folder: str | Path, **options: Any) -> None:
+        super().__init__(folder, thread_count=1, sync_files=True, **options)
+        self._folder = Path(folder)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's part of a checkpoint."""
+        with naming_disk(self._folder, bytes_of(plan)):
+            written = super().write_data(plan, planner)
+            written.wait()
+            return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index of a checkpoint's tensors."""
+        with naming_disk(self._folder):
+            super().finish(metadata, results)
+
+
+def bytes_of(plan: SavePlan) -> int:
+    """Return how many bytes the tensors of a plan take."""
+    described = [item.tensor_data for item in plan.items if item.tensor_data is not None]
+    return sum(x.chunk.sizes.numel() * x.properties.dtype.itemsize for x in described)
+
+
 def file_writer(folder: str | Path) -> FileSystemWriter:
-    """Return torch's writer of one file per rank, which does not start threads."""
-    return FileSystemWriter(folder, thread_count=1, sync_files=True)
+    """Return the writer of one file per rank."""
+    return DiskWriter(folder)
 
 
 class InProcessSaveStrategy(core.TorchDistSaveShardedStrategy):  # type: ignore[misc]
@@ -155,13 +185,19 @@ def write_state(state: dict[str, Any], folder: Path, strategy: Any) -> None:
     one rank cannot write.
     """
     sharded, common = save_preprocess(state)
-    on_first_rank(lambda: torch.save(common, folder / COMMON_STATE_FNAME), COMMON_STATE_FNAME)
+    on_first_rank(lambda: save_common(common, folder), COMMON_STATE_FNAME)
     try:
         strategy.save(sharded, folder)
     except CheckpointException as error:
         rank, why = first_failure(error)[0], one_line(error)
         raise CheckpointError(f"{folder} could not be written by rank {rank}: {why}") from error
     on_first_rank(lambda: write_format(folder), "config")
+
+
+def save_common(common: dict[str, Any], folder: Path) -> None:
+    """Write the state that all ranks have in common."""
+    with naming_disk(folder):
+        torch.save(common, folder / COMMON_STATE_FNAME)
 
 
 def write_format(folder: Path) -> None:
@@ -190,14 +226,16 @@ def describe_written(folder: Path, progress: dict[str, Any], run_config: dict[st
 
 def describe_shards(folder: Path, rank: int) -> Files:
     """Make the files that a rank wrote durable, read them back, and return size and checksum."""
-    return _read_back(sorted(folder.glob(f"__{rank}_*")))
+    with naming_disk(folder):
+        return _read_back(sorted(folder.glob(f"__{rank}_*")))
 
 
 def describe_common(folder: Path, progress: dict[str, Any], run_config: dict[str, Any]) -> Files:
     """Write counters and configuration; do as `describe_shards` for the files of no single rank."""
-    (folder / RUN_CONFIG).write_text(json.dumps(run_config, indent=1), encoding="utf-8")
-    (folder / PROGRESS).write_text(json.dumps(progress, indent=1), encoding="utf-8")
-    return _read_back([path for path in folder.iterdir() if not path.name.startswith("__")])
+    with naming_disk(folder):
+        (folder / RUN_CONFIG).write_text(json.dumps(run_config, indent=1), encoding="utf-8")
+        (folder / PROGRESS).write_text(json.dumps(progress, indent=1), encoding="utf-8")
+        return _read_back([path for path in folder.iterdir() if not path.name.startswith("__")])
 
 
 def _read_back(paths: list[Path]) -> Files:
@@ -226,11 +264,29 @@ def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
     return rank, error.failures[rank][0]
 
 
-def one_line(error: BaseException) -> str:
+def one_line(error: BaseException, folder: Path | None = None) -> str:
+    """Return the first line of an error, or which disk is full, by default that of ``folder``."""
     if isinstance(error, CheckpointException):
         error = first_failure(error)[1]
-    lines = str(error).strip().splitlines()
+    fault = limits.limit_fault(error, folder)
+    lines = (fault or str(error)).strip().splitlines()
     return (lines[0] if lines else type(error).__name__).rstrip(". ")
+
+
+@contextmanager
+def naming_disk(folder: Path, needed: int | None = None) -> Iterator[None]:
+    """Turn an error of a write that does not fit on a disk into a CheckpointError that names it.
+
+    torch's writer reports only where in its own code the file came out too short. The process that
+    writes looks at the disk at once, since the files that fill it are removed next.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        fault = limits.limit_fault(error, folder, needed)
+        if fault is None:
+            raise
+        raise CheckpointError(fault) from error
 
 
 def verify(found: CheckpointRef, context: ParallelContext) -> None:

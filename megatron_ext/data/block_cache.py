@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_ext import limits
 from megatron_ext.data.indexed import Array
 from megatron_ext.data.permutation import Ints, derived, key_of
 from megatron_ext.errors import DataError
@@ -66,8 +67,9 @@ class BlockCache:
                 self._open(folder, limit)
         except OSError as error:
             raise DataError(
-                f"`--object-storage-cache-path` ({folder}) cannot be used ({error.strerror}); give "
-                "a folder on a disk of this machine with space for `--object-storage-cache-size`."
+                f"`--object-storage-cache-path` ({folder}) cannot be used "
+                f"({limits.cause(error, folder)}); give a folder on a disk with space "
+                "for `--object-storage-cache-size`."
             ) from error
 
     def _open(self, folder: Path, limit: int) -> None:

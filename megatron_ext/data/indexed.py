@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ext import limits
 from megatron_ext.errors import DataError
+from megatron_ext.faults.bus import remember_size
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -178,6 +180,7 @@ def _map_arrays(
     at = HEADER_BYTES
     with open(path, "rb") as stream:
         buffer = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    remember_size(path, size)
 
     def take(count: int, kind: str) -> Array:
         nonlocal at
@@ -213,6 +216,7 @@ def check_indexed_dataset(prefix: str | os.PathLike[str]) -> IndexInfo:
             f"{data} is {verb}: it has {size} bytes, but its index counts {tokens} tokens of "
             f"{itemsize} bytes ({tokens * itemsize} bytes); copy or make the pair again."
         )
+    remember_size(data, size)
     _check_documents(prefix, index)
     counts = (len(index.lengths), len(index.documents) - 1, tokens)
     return IndexInfo(os.fspath(prefix), index.dtype, *counts, index.modes is not None)
@@ -270,7 +274,7 @@ def why_not_writable(folder: Path) -> str | None:
         with tempfile.TemporaryFile(dir=nearest, buffering=0) as file:
             file.write(bytes(4096))
     except OSError as error:
-        return error.strerror or str(error)
+        return limits.cause(error, nearest)
     return None
 
 

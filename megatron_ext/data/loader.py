@@ -23,7 +23,8 @@ from megatron_ext.data.samplers import (
     StepPlan,
     StepSampler,
 )
-from megatron_ext.errors import DataError, loader_ends_with_parent
+from megatron_ext.errors import DataError, MachineFault, MegatronExtError
+from megatron_ext.faults.bus import worker_setup
 from megatron_ext.parallel.context import ParallelContext, mtp_rank
 
 
@@ -89,14 +90,18 @@ class BatchSource:
             return None
         try:
             return self.loader.next_step(num_microbatches)
-        except DataError as error:
-            # torch puts the traceback of a loader's process before the sentence.
-            raise DataError(str(error).rpartition(f"{DataError.__name__}: ")[2].strip()) from None
+        except (DataError, MachineFault) as error:
+            raise without_traceback(error) from None
         except StopIteration:
             raise DataError(
                 f"The data ended in the middle of a step (the split holds {self.num_samples} "
                 "samples); give more data or fewer iterations."
             ) from None
+
+
+def without_traceback(error: MegatronExtError) -> MegatronExtError:
+    """Return the error of a loader's process without its traceback, which torch puts before it."""
+    return type(error)(str(error).rpartition(f"{type(error).__name__}: ")[2].strip())
 
 
 def build_source(
@@ -252,6 +257,6 @@ def _loader(
         pin_memory=device.type == "cuda",
         persistent_workers=training.num_workers > 0,
         generator=torch.Generator(),
-        worker_init_fn=loader_ends_with_parent(),
+        worker_init_fn=worker_setup(),
         collate_fn=getattr(dataset, "collate", None),
     )

@@ -24,6 +24,7 @@ import numpy as np
 from filelock import FileLock
 from numpy.lib.stride_tricks import sliding_window_view
 
+from megatron_ext import limits
 from megatron_ext.data.block_cache import PAGE, BlockCache
 from megatron_ext.data.indexed import Array, Index, idx_path, read_index, why_not_writable
 from megatron_ext.data.permutation import Ints, key_of
@@ -114,8 +115,8 @@ class ObjectStore:
                         self._copy_index(source, place, version, name)
             except OSError as error:
                 raise DataError(
-                    f"{source.address} cannot be copied to {place} ({error.strerror or error}); "
-                    "free some space, or give another `--object-storage-cache-path`."
+                    f"{source.address} cannot be copied to {place} ({limits.cause(error, place)}); "
+                    "or give another `--object-storage-cache-path`."
                 ) from error
         return read_index(copy)
 

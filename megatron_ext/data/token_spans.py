@@ -23,6 +23,7 @@ import numpy as np
 from megatron_ext.data.indexed import Array, Index, bin_path, idx_path, read_index, readable
 from megatron_ext.data.permutation import Ints
 from megatron_ext.errors import DataError
+from megatron_ext.faults.bus import cut_in_use, remember_size
 
 _SLOW = 20e-6
 """Seconds for a range that tell a read from a disk."""
@@ -110,9 +111,14 @@ class MappedSpan(TokenSpan):
             path = bin_path(self.name)
             with readable(path), open(path, "rb") as stream:
                 self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+                remember_size(path, len(self._map))
             if hasattr(mmap, "MADV_RANDOM"):
                 # The pages beside a sample are read much later, if at all.
                 self._map.madvise(mmap.MADV_RANDOM)
+        needed = (self.first + self.tokens) * self.dtype.itemsize
+        if (rest := self._map.size()) < needed:
+            # Up to the end of its last page a file that was cut reads as zeros.
+            raise DataError(cut_in_use(bin_path(self.name), rest, f"at least {needed}"))
         size = self.dtype.itemsize
         shape, begin = (self.tokens - length + 1, length), self.first * size
         windows: Array = np.ndarray(shape, self.dtype, self._map, begin, (size, size))
@@ -165,10 +171,9 @@ class ReadSpan(TokenSpan):
         while done < len(row):
             count = os.preadv(self._file, [row[done:]], offset + done)
             if not count:
-                raise DataError(
-                    f"{bin_path(self.name)} ends at byte {offset + done}, before the tokens that "
-                    "its index counts; it was cut since the run began, so copy it again."
-                )
+                path = bin_path(self.name)
+                least = (self.first + self.tokens) * self.dtype.itemsize
+                raise DataError(cut_in_use(path, path.stat().st_size, f"at least {least}"))
             done += count
 
 

@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatron_ext import limits
+
 EVENTS_FILE = "faults.jsonl"
 
 
@@ -40,7 +42,10 @@ def append_event(folder: str | Path | None, kind: str, **facts: Any) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        print(f"note: {EVENTS_FILE} cannot be written ({error}): {line}", flush=True)
+        print(
+            f"note: {EVENTS_FILE} cannot be written ({limits.cause(error, folder)}): {line}",
+            flush=True,
+        )
 
 
 def read_events(folder: str | Path) -> list[dict[str, Any]]:

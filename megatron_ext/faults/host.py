@@ -24,6 +24,13 @@ FOLDER_VARIABLE = "MEGATRON_EXT_HOST_FOLDER"
 GENERATION_VARIABLE = "MEGATRON_EXT_GENERATION"
 _PREFIX = f"megatron_ext_{os.getuid()}_"
 _OF_AGENT = "_of_agent"
+_SAVE = "save_folder"
+"""The file that names the save folder of the run."""
+SNAPSHOTS = ("snapshots", "non_persistent")
+"""The folders of memory checkpoints within a host folder."""
+TAKEN_OVER = "taken_over"
+"""The file that says that the memory checkpoints are those of an earlier run."""
+_SECONDS_FOR_DYING_RANKS = 2.0
 _SECONDS_UNTIL_STALE = 600.0
 """Age from which a folder that no process holds is removed."""
 
@@ -51,18 +58,21 @@ def restarts_by_torchrun() -> int:
 
 
 @contextmanager
-def shared_host_folder() -> Iterator[Path | None]:
+def shared_host_folder(save: str | None = None) -> Iterator[Path | None]:
     """Make or join the host folder of this run, and name it in the environment meanwhile.
+
+    What killed runs with the same save folder, ``save``, have left in memory is taken over.
 
     A process that torchrun has started joins its agent's folder, and any other makes a new one. The
     folder is removed at the end, unless it was there before or this is a rank that raises an error.
     Where no folder can be made, a line says so and the run goes on without one.
     """
     if host_folder() is not None:
+        _take_over(host_folder(), save)
         yield host_folder()
         return
     is_rank = "RANK" in os.environ
-    folder, lock = _make(_name_of_agent(os.getppid()) if is_rank else None)
+    folder, lock = _make(_name_of_agent(os.getppid()) if is_rank else None, save)
     if folder is None:
         yield None
         return
@@ -94,7 +104,7 @@ def leave_host_folder() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _make(name: str | None) -> tuple[Path | None, int]:
+def _make(name: str | None, save: str | None) -> tuple[Path | None, int]:
     """Make or open the folder called ``name``, by default a new one; return it with its lock."""
     fault: OSError | None = None
     for root in (Path("/dev/shm"), Path(tempfile.gettempdir())):
@@ -107,6 +117,7 @@ def _make(name: str | None) -> tuple[Path | None, int]:
             _check_private(folder)
             lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(lock, fcntl.LOCK_SH)
+            _take_over(folder, save)
             # Only now, since the folder of an agent is old too when its ranks start again.
             _remove_stale(root)
             return folder, lock
@@ -116,6 +127,68 @@ def _make(name: str | None) -> tuple[Path | None, int]:
         f"note: no heartbeats, for no folder can be shared ({fault})", file=sys.stderr, flush=True
     )
     return None, -1
+
+
+def _take_over(folder: Path | None, save: str | None) -> None:
+    """Move the snapshots of killed runs with the same save folder here, and remove their folders.
+
+    The newest come first; what is whole among them is for `checkpoint.resume` to find out. The
+    first rank of a machine does this, before the ranks meet.
+    """
+    if folder is None or save is None or os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    own = os.path.realpath(save)
+    with suppress(OSError):
+        (folder / _SAVE).write_text(own, encoding="utf-8")
+    left = [path for path in folder.parent.glob(f"{_PREFIX}*") if path != folder]
+    for other in sorted(left, key=_newest_change, reverse=True):
+        with suppress(OSError):
+            _check_private(other)
+            if _is_of_living_agent(other) or (other / _SAVE).read_text(encoding="utf-8") != own:
+                continue
+            with _unused(other):
+                for name in SNAPSHOTS:
+                    if (other / name).is_dir() and not (folder / name).exists():
+                        os.rename(other / name, folder / name)
+                        (folder / TAKEN_OVER).touch()
+                shutil.rmtree(other, ignore_errors=True)
+
+
+def _newest_change(folder: Path) -> float:
+    """Return when something in a folder was last made or written."""
+    times = [0.0]
+    with suppress(OSError):
+        times += [path.stat().st_mtime for path in folder.rglob("*")]
+    return max(times)
+
+
+@contextmanager
+def _unused(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder that no living process uses; raise an OSError if one does.
+
+    The ranks of a run that was just killed may take a moment to end.
+    """
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+    patience = time.monotonic() + _SECONDS_FOR_DYING_RANKS
+    try:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > patience:
+                    raise
+                time.sleep(0.05)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _is_of_living_agent(folder: Path) -> bool:
+    """Return whether a folder is that of an agent of torchrun that lives."""
+    name = folder.name.removeprefix(_PREFIX)
+    owner = name.partition("_")[0]
+    return owner.isdecimal() and name == _name_of_agent(int(owner))
 
 
 def _check_private(folder: Path) -> None:
@@ -134,9 +207,7 @@ def _remove_stale(root: Path) -> None:
     An agent of torchrun that lives may be about to start its ranks again.
     """
     for folder in root.glob(f"{_PREFIX}*"):
-        name = folder.name.removeprefix(_PREFIX)
-        owner = name.partition("_")[0]
-        if owner.isdecimal() and name == _name_of_agent(int(owner)):
+        if _is_of_living_agent(folder):
             continue
         with suppress(OSError):
             if time.time() - folder.stat().st_mtime < _SECONDS_UNTIL_STALE:

@@ -100,12 +100,18 @@ def exhaust_memory(target: Target) -> None:
 def exhaust_group_memory(target: Target) -> None:
     """Allocate memory until the kernel kills this process because of its control group's limit."""
     limit = memory_limit()
-    if limit is None or limit > psutil.virtual_memory().total // 2:
+    if limit is None or not has_small_memory_limit():
         raise InjectedFault("this process has no control group with a small limit of memory")
     target.note(f"allocation beyond the control group's {limit >> 20} MiB")
     held = []
     while True:
         held.append(torch.ones(4 * _MIB, dtype=torch.uint8))
+
+
+def has_small_memory_limit() -> bool:
+    """Return whether a control group ends this process before the machine lacks memory."""
+    limit = memory_limit()
+    return limit is not None and limit <= psutil.virtual_memory().total // 2
 
 
 def memory_limit() -> int | None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_ext import limits
 from megatron_ext.errors import CheckpointError, DataError, MegatronExtError
 from megatron_ext.parallel.context import ParallelContext
 
@@ -50,7 +51,7 @@ def gather_or_raise(work: Callable[[], T], what: str) -> list[T]:
     except CheckpointError as error:
         fault = error
     except Exception as error:
-        fault = CheckpointError(f"{what}: {error}")
+        fault = CheckpointError(f"{what}: {limits.limit_fault(error) or error}")
     return from_all_ranks(result, fault)  # type: ignore[arg-type]
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_ext import limits
 from megatron_ext.device import Device
 from megatron_ext.errors import MachineFault, MegatronExtError, end_with_parent
 from megatron_ext.faults.host import (
@@ -99,7 +100,7 @@ def run_rank(main: Main) -> int:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             return 0
         fault = contact_fault(error)
-        message, code = traceback.format_exc(), 1
+        message, code = limits.sentence(error) or traceback.format_exc(), 1
         if _lacks_memory(error):
             code = EXIT_CODE_NO_MEMORY
         if fault is not None:
@@ -124,7 +125,6 @@ def _lacks_memory(error: BaseException) -> bool:
     return lacks or (before is not None and _lacks_memory(before))
 
 
-@shared_host_folder()
 def launch(
     main: Main,
     *,
@@ -139,6 +139,18 @@ def launch(
     Starts ``nproc_per_node`` ranks unless torchrun has started them already, and starts them again
     after a fault as ``policy`` says. Faults are told in the folder ``save``.
     """
+    with shared_host_folder(save):
+        return _launch(main, nproc_per_node, device, timeout_minutes, policy, save)
+
+
+def _launch(
+    main: Main,
+    nproc_per_node: int,
+    device: Device,
+    timeout_minutes: float,
+    policy: RestartPolicy | None,
+    save: str | None,
+) -> int:
     if "RANK" in os.environ:
         if is_under_torchrun():
             follow_earlier_process()

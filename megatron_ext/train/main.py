@@ -24,6 +24,7 @@ from megatron_ext.data.indexed import write_error
 from megatron_ext.device import Device, keep_launch_order, select
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.faults import inject
+from megatron_ext.faults.bus import tell_bus_errors
 from megatron_ext.faults.recorder import open_recorder
 from megatron_ext.layers.compiled import compile_alike, compile_nothing
 from megatron_ext.layers.transformer_config import check_core
@@ -244,6 +245,7 @@ def pretrain(
             compile_alike()
         save = config.checkpoint.save
         with hang_guard(config, context.rank), hold_save_folder(save, context), ending(helper):
+            tell_bus_errors()
             # A time limit is one of the whole job, with all its restarts.
             started = None if launched is None else launched.started
             run = build_run(config, task, context, torch_device, assets, helper, started=started)

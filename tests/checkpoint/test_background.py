@@ -1,6 +1,7 @@
 """Checkpoints that helper processes write are those that the ranks would write themselves."""
 
 import contextlib
+import dataclasses
 import os
 import random
 import signal
@@ -13,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from megatron_ext.checkpoint import helper, storage
+from megatron_ext.checkpoint import background, helper, storage
 from megatron_ext.checkpoint.background import BackgroundSaves, Helper
 from megatron_ext.checkpoint.files import TRACKER, folder_of, published
 from megatron_ext.checkpoint.manager import CheckpointManager
@@ -146,8 +147,10 @@ def test_a_failed_save_is_known_to_all_ranks_and_the_next_one_succeeds(
         assert saves.num_failed == 2
         reasons = [entry.reason for entry in saves.ended()]
         if context.rank == 0:
-            assert "rank 1 could not write its part: [Errno 28] No space left" in reasons[0]
-            assert "[Errno 28] No space left" in reasons[1] and reasons[2] == ""
+            disk = f"the disk of {tmp_path}"
+            assert f"rank 1 could not write its part: {disk}" in reasons[0]
+            assert reasons[1].startswith(disk)
+            assert reasons[2] == ""
             assert [path.name for path in sorted((tmp_path / "save").iterdir())] == [
                 "iter_0000003", TRACKER
             ]  # fmt: skip
@@ -189,7 +192,50 @@ def test_a_helper_that_was_killed_after_publication_completes_it(
     config = CheckpointConfig(save=str(tmp_path), keep_last=1)
     job = helper.Job(1, 2, 0, 1, "none", str(tmp_path), 1.0, config)
     assert helper._do(job, None) == helper.PUBLISHED  # type: ignore[arg-type]
-    assert (tmp_path / TRACKER).read_text() == "2" and published(tmp_path) == [2]
+    assert (tmp_path / TRACKER).read_text() == "2" and published(tmp_path) == [1, 2]
+    helper._tidy(job)
+    assert published(tmp_path) == [2]
+
+
+@ranks(timeout=60)
+def test_a_published_checkpoint_never_fails_by_the_removal_of_old_ones(
+    context: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, told = build(context), list[str]()
+
+    def never(*_: Any) -> None:
+        time.sleep(60)
+
+    # The helper inherits it, and is ended for its silence; the others work.
+    monkeypatch.setattr(helper.publish, "tidy", never)
+    with background_manager(context, tmp_path / "save", keep_last=1) as (checkpoints, saves):
+        monkeypatch.setattr(saves, "_say", told.append)
+        monkeypatch.setattr(background, "ATTEMPTS", 1)
+        save(checkpoints, tiny, 1, context)
+        saves._seconds = 0.2
+        saves._running[0].job = dataclasses.replace(saves._running[0].job, seconds=0.2)
+        while saves._running:
+            saves.poll()
+        (outcome,) = saves.ended()
+        assert outcome.reason == "" and saves.num_failed == 0 and not saves.last_has_failed
+    assert published(tmp_path / "save") == [1]
+    assert told[0].endswith("it is replaced, but old checkpoints may be left.")
+
+
+@ranks(timeout=60)
+def test_a_full_disk_after_publication_is_told_as_such(
+    context: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(helper.publish, "write_best", full)
+    tiny = build(context)
+    save(manager(context, tmp_path), tiny, 2, context)
+    config = CheckpointConfig(save=str(tmp_path), keep_last=1)
+    best = (helper.publish.BestCheckpoint(2, 1.0, True),)
+    helper._tidy(helper.Job(1, 2, 0, 1, "none", str(tmp_path), 1.0, config, best))
+    assert "The checkpoint of iteration 2 is saved, but" in caplog.text
 
 
 @ranks(timeout=60)

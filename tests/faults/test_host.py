@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -117,3 +118,37 @@ def test_the_generation_is_that_of_the_launcher_or_of_torchrun(
     assert generation() == 2
     monkeypatch.setenv(host.GENERATION_VARIABLE, "5")
     assert generation() == 5
+
+
+def left_behind(root: Path, save: str, content: str) -> Path:
+    """Return the host folder that a killed run has left, with a snapshot."""
+    folder = Path(tempfile.mkdtemp(prefix=host._PREFIX, dir=root))
+    (folder / "lock").touch()
+    (folder / host._SAVE).write_text(os.path.realpath(save))
+    (folder / "snapshots").mkdir()
+    (folder / "snapshots" / "own_0.0").write_text(content)
+    return folder
+
+
+def test_the_next_start_takes_over_what_a_killed_run_of_the_same_folder_has_left(
+    tmp_path: Path,
+) -> None:
+    root, save = Path("/dev/shm"), str(tmp_path / "save")
+    older, newer = (left_behind(root, save, text) for text in ("older", "newer"))
+    for path in (older, *older.rglob("*")):
+        os.utime(path, (1, 1))
+    another = left_behind(root, str(tmp_path / "another"), "another")
+    alive = left_behind(root, save, "alive")
+    lock = os.open(alive / "lock", os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    try:
+        with shared_host_folder(save) as folder:
+            assert folder is not None and (folder / host.TAKEN_OVER).exists()
+            assert (folder / "snapshots" / "own_0.0").read_text() == "newer"
+            assert not older.exists() and not newer.exists()
+            assert another.exists() and alive.exists()
+        assert not folder.exists()
+    finally:
+        os.close(lock)
+        shutil.rmtree(another)
+        shutil.rmtree(alive)

@@ -336,3 +336,8 @@ def test_what_load_balancing_depends_on(
 
 def test_d42_stock_counts_the_norm_of_compressed_queries_on_each_rank() -> None:
     check_ratio(reproduce_layers.d42, {"0.16": 2.0, "0.19": 2.0})
+
+
+def test_d44_stock_cuts_the_input_of_a_depth_that_is_read_again() -> None:
+    found = check_ratio(reproduce_layers.d44, {"0.16": math.nan, "0.19": math.nan})
+    assert "got 3 and 1" in found.what

@@ -1,4 +1,4 @@
-"""Reproductions of defects in layers of megatron-core, when cut or recomputed: D34 to D37, D42."""
+"""Reproductions of defects in layers of megatron-core: D34 to D37, D42, D44."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def _step(context: ParallelContext, **options: Any) -> tuple[float, float, str]:
     tokens, labels, positions = sequences(2)
     try:
         model(tokens, positions, None, labels=labels).sum().backward()
-    except (EndlessError, IndexError, AssertionError) as error:
+    except (EndlessError, IndexError, AssertionError, RuntimeError) as error:
         return math.nan, math.nan, f"{type(error).__name__}: {error}"
     norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
     return float(norm), float(passes), ""
@@ -289,4 +289,26 @@ def d37() -> Reproduced:
     return Reproduced(stock, 2.0, "; ".join([what, *clauses]))
 
 
-REPRODUCTIONS: Reproductions = {"D34": d34, "D35": d35, "D36": d36, "D37": d37, "D42": d42}
+def _distributed(context: ParallelContext) -> tuple[float, float, str]:
+    """Return the norm of all gradients with recomputed depths, with their inputs cut and whole."""
+    depths = {**PIECES, "recompute_num_layers": 1, "mtp_num_layers": 1}
+    right, _, _ = _step(context, **depths)
+    stock, _, error = _step(context, **depths, distribute_saved_activations=True)
+    return stock, right, error
+
+
+def d44() -> Reproduced:
+    """Return the norm of the gradients where the inputs of recomputed depths are cut."""
+    ((stock, right, error),) = on_ranks(_distributed)
+    what = "norm of the gradients with --mtp-num-layers 1 --distribute-saved-activations"
+    return Reproduced(stock, right, f"{what}: {error}" if error else what)
+
+
+REPRODUCTIONS: Reproductions = {
+    "D34": d34,
+    "D35": d35,
+    "D36": d36,
+    "D37": d37,
+    "D42": d42,
+    "D44": d44,
+}

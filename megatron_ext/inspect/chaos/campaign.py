@@ -14,7 +14,7 @@ from megatron_ext.faults.events import read_events
 from megatron_ext.faults.inject import as_variable
 from megatron_ext.inspect.chaos.goodput import Costs, Point
 from megatron_ext.inspect.chaos.outcome import Result, Row, Truth, digests, judge, steps_of
-from megatron_ext.inspect.chaos.plan import Case, completed
+from megatron_ext.inspect.chaos.plan import Case, check_possible, completed
 from megatron_ext.inspect.chaos.run import run_program
 from megatron_ext.inspect.layouts import NamedLayout
 from megatron_ext.train.reporting.files import read_metrics
@@ -41,6 +41,11 @@ class Campaign:
     added: list[str] = field(default_factory=list)
     _truths: dict[tuple[str, int], Truth] = field(default_factory=dict)
     _bare: dict[str, Truth] = field(default_factory=dict)
+
+    def check(self, case: Case) -> None:
+        """Raise a ConfigError if a fault of a case cannot happen in its run."""
+        words, _ = completed(self.program, self.words, case, self.folder / "save")
+        check_possible(self.program, words, case)
 
     def truth(self, case: Case) -> Truth:
         """Return the undisturbed run of a case's layout and length; run it at the first call.
@@ -102,7 +107,12 @@ class Campaign:
         return Point(len(result.case.faults) / (goodput.wall / 3600.0), goodput.share)
 
     def run(self, case: Case) -> Result:
-        """Run a case, and return what became of its faults."""
+        """Run a case, and return what became of its faults.
+
+        Raises:
+            ConfigError: a fault cannot happen, or the undisturbed run fails.
+        """
+        self.check(case)
         truth = self.truth(case)
         folder = self._folder(f"{case.layout.name}_seed{case.seed}_{time.time_ns()}")
         records = folder / "faults"

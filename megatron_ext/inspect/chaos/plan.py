@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from megatron_ext.config.parser import read_words
 from megatron_ext.config.run import Program
 from megatron_ext.errors import ConfigError
 from megatron_ext.faults.inject import KINDS, SLOW, Fault
+from megatron_ext.faults.strikes import has_small_memory_limit
 from megatron_ext.inspect.layouts import NamedLayout
 
 TWELVE = (
@@ -160,3 +162,89 @@ def completed(
             added += [flag, value] if value else [flag]
     fixed = ["--nproc-per-node", str(case.layout.ranks), "--save", str(save)]
     return [*words, *case.layout.flags, *added, *fixed], [*added, *fixed]
+
+
+def check_possible(program: Program, words: Sequence[str], case: Case) -> None:
+    """Raise a ConfigError with a sentence for each fault that cannot happen in a case's run.
+
+    Args:
+        words: the completed flags of the run.
+    """
+    given = read_words(words, program).values
+    values = {name: value for section in given.values() for name, value in section.items()}
+    errors = [text for fault in case.faults for text in _obstacles(fault, values, case)]
+    ending = sum(fault.kind in (*ENDING, "corrupt checkpoint") for fault in case.faults)
+    restarts = _integer(values, "max_restarts")
+    if restarts is not None and restarts < ending:
+        errors.append(
+            f"`--max-restarts` ({restarts}) is less than the {ending} faults that end a rank, so "
+            "the later ones could not happen; give more, or leave the flag out."
+        )
+    if errors:
+        raise ConfigError(list(dict.fromkeys(errors)))
+
+
+def _obstacles(fault: Fault, values: Mapping[str, Any], case: Case) -> Iterator[str]:
+    """Yield why a fault cannot happen in a run with the flags ``values``, as sentences."""
+    name = f"The fault `{fault.kind}` at step {fault.iteration}"
+    last, flag = _last_step(values, case)
+    if fault.iteration > last:
+        yield (
+            f"{name} comes after the last step of the run, {last} (`{flag}`); give a run of "
+            f"{case.steps} steps or more, or leave the flag out."
+        )
+        return
+    if fault.rank is not None and fault.rank >= case.layout.ranks:
+        yield (
+            f"{name} strikes rank {fault.rank}, but layout {case.layout.name} has "
+            f"{case.layout.ranks} ranks, counted from 0; name another rank."
+        )
+    every = _integer(values, "save_interval") or last + 1
+    if fault.at == "save" and -(-fault.iteration // every) * every > last:
+        yield (
+            f"{name} strikes a save, but `--save-interval` ({every}) brings none from there to the "
+            f"last step, {last}; give a smaller one, or leave the flag out."
+        )
+    if fault.kind == "corrupt checkpoint" and every >= fault.iteration:
+        yield (
+            f"{name} damages a checkpoint, but `--save-interval` ({every}) brings none before it; "
+            "give a smaller one, or leave the flag out."
+        )
+    if fault.kind == "lost socket" and case.layout.ranks == 1:
+        yield f"{name} cuts a connection, but one rank has none; give a layout of several ranks."
+    if fault.kind == "memory kill" and not has_small_memory_limit():
+        yield (
+            f"{name} needs a control group whose limit of memory is at most half of the machine's "
+            'memory; set one (memory.max), or use the fault "memory".'
+        )
+    events = (*MOMENTS, "save", "start", "evaluate", "end of backward")
+    if fault.at not in events and " of micro-batch " not in fault.at:
+        yield f"{name} waits for `{fault.at}`, which never comes; use {', '.join(events)}."
+    evaluations = _integer(values, "eval_interval") or 1000
+    if fault.at == "evaluate" and -(-fault.iteration // evaluations) * evaluations > last:
+        yield (
+            f"{name} strikes an evaluation, but `--eval-interval` ({evaluations}) brings none from "
+            f"there to the last step, {last}; give a smaller one."
+        )
+
+
+def _last_step(values: Mapping[str, Any], case: Case) -> tuple[int, str]:
+    """Return the last step of a run, and the flag that says so."""
+    ends = {"--train-iters": _integer(values, "train_iters") or case.steps}
+    if values.get("skip_train"):
+        ends["--skip-train"] = 0
+    samples, batch = _integer(values, "train_samples"), _integer(values, "global_batch_size")
+    if samples is not None:
+        del ends["--train-iters"]
+        if batch is not None:
+            ends["--train-samples"] = samples // batch
+    leaves = _integer(values, "exit_interval")
+    if leaves is not None:
+        ends["--exit-interval"] = leaves
+    flag = min(ends, key=lambda name: ends[name], default="--train-iters")
+    return ends.get(flag, case.steps), flag
+
+
+def _integer(values: Mapping[str, Any], name: str) -> int | None:
+    value = values.get(name)
+    return None if value is None else int(value)

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from megatron_ext import limits
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.training import LossConfig, TrainingConfig
 from megatron_ext.data.samplers import Ints
@@ -275,8 +276,8 @@ def _show(
             options.html.write_text(text, encoding="utf-8")
         except OSError as error:
             raise ConfigError(
-                f"`--html` ({options.html}) cannot be written ({error.strerror}); give another "
-                "path."
+                f"`--html` ({options.html}) cannot be written "
+                f"({limits.cause(error, options.html)}); give another path."
             ) from None
         terminal.print(f"wrote {options.html}")
     return warnings

@@ -28,6 +28,7 @@ from megatron.core.datasets.gpt_dataset import (
 )
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megatron_ext import limits
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.indexed import (
@@ -260,7 +261,7 @@ def dataset_config(
 
 
 @contextmanager
-def _told_in_a_sentence() -> Iterator[None]:
+def _told_in_a_sentence(folder: str | None) -> Iterator[None]:
     """Turn an OSError about the index cache into a DataError; silence a warning on mock data."""
 
     def is_other(record: logging.LogRecord) -> bool:
@@ -272,8 +273,8 @@ def _told_in_a_sentence() -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(
-            f"The indices of samples cannot be written or read ({error}); free some space, or give "
-            "another folder with `--data-cache-path`."
+            f"The indices of samples cannot be written or read ({limits.cause(error, folder)}); "
+            "make room for them, or give another folder with `--data-cache-path`."
         ) from error
     finally:
         core_logger.removeFilter(is_other)
@@ -302,7 +303,7 @@ def build_gpt_datasets(
         if parts is not None:
             kept = [None if size == 0 else x for size, x in zip(sizes, parts, strict=True)]
             setattr(core_config, name, kept)
-    with _told_in_a_sentence(), warnings.catch_warnings():
+    with _told_in_a_sentence(data.data_cache_path), warnings.catch_warnings():
         # megatron-core warns once for each split of each prefix; the tools warn once per dataset.
         warnings.filterwarnings("ignore", message="The pad token id in the tokenizer collides")
         builder = BlendedMegatronDatasetBuilder(cls, list(sizes), is_built_on_rank, core_config)

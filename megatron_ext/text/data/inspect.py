@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from megatron_ext import limits
 from megatron_ext.data.indexed import (
     SCAN_ITEMS,
     Array,
@@ -247,7 +248,7 @@ def write_digests(prefix: str | os.PathLike[str], digests: Mapping[str, str]) ->
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise ConfigError(
-            f"`--write-digest` cannot write {path} ({error.strerror}); make its folder writable, "
-            "or leave the flag out."
+            f"`--write-digest` cannot write {path} ({limits.cause(error, path)}); make "
+            "its folder writable, or leave the flag out."
         ) from None
     return path

@@ -13,6 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from megatron_ext import limits
 from megatron_ext.config.flags import NATURAL
 from megatron_ext.data.indexed import plain_prefix
 from megatron_ext.errors import ConfigError, MegatronExtError
@@ -316,7 +317,8 @@ def export(ledger: Ledger, path: Path, *, with_lost: bool) -> str:
         temporary.replace(path)
     except OSError as error:
         raise ConfigError(
-            f"`--export` ({path}) cannot be written ({error.strerror or error}); give another path."
+            f"`--export` ({path}) cannot be written ({limits.cause(error, path)}); give another "
+            "path."
         ) from None
     finally:
         temporary.unlink(missing_ok=True)

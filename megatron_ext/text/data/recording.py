@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from megatron_ext import limits
 from megatron_ext.checkpoint.stored import RUN_CONFIG, find, read_json
 from megatron_ext.config.run import section_name
 from megatron_ext.faults.host import generation
@@ -69,7 +70,10 @@ class DataLedger(Callback):
             yield self._writer
         except OSError as error:
             self._writer = None
-            print(f"note: {LEDGER_FILE} cannot be written ({error}); training goes on.", flush=True)
+            reason = limits.cause(error, self.run.config.checkpoint.save)
+            print(
+                f"note: {LEDGER_FILE} cannot be written ({reason}); training goes on.", flush=True
+            )
 
     def before_step(self) -> None:
         progress, batch = self.run.progress, self.run.batch_size.global_batch_size

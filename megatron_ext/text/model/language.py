@@ -41,10 +41,12 @@ class TextModel(LanguageModule):  # type: ignore[misc]
         if self.mtp_process:
             self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
             if self.config.recompute_num_layers is not None:
-                # Core recomputes depths one by one; the flag counts layers of the decoder only.
                 for depth in self.mtp.layers:
                     depth.config = copy.copy(self.config)
+                    # Core recomputes depths one by one; the flag counts layers of the decoder only.
                     depth.config.recompute_num_layers = 1
+                    # A depth's input, which core would cut in place, is read again after it (D44).
+                    depth.config.distribute_saved_activations = False
 
     def forward(
         self,

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
+from megatron_ext import limits
 from megatron_ext.data.indexed_writer import narrow
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.preprocess.encode import Encoded
@@ -196,8 +197,8 @@ class WorkDirectory:
         except OSError as error:
             raise ConfigError(
                 f"`--output-prefix` ({output_prefix}) needs the folder {self.folder} for the work, "
-                f"which cannot be made or written ({error.strerror}); mend this, or give another "
-                "prefix."
+                f"which cannot be made or written ({limits.cause(error, self.folder)}); mend "
+                "this, or give another prefix."
             ) from None
 
     def __enter__(self) -> "WorkDirectory":

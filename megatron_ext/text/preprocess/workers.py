@@ -20,6 +20,7 @@ from multiprocessing.process import BaseProcess
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ext import limits
 from megatron_ext.errors import MachineFault, MegatronExtError, end_with_parent
 from megatron_ext.text.preprocess.inputs import Part
 from megatron_ext.text.preprocess.jobs import (
@@ -77,7 +78,8 @@ def _encode_part(number: int) -> None:
     except (StopAtLine, InexactEngine, MegatronExtError):
         raise
     except OSError as error:
-        why = f"A worker could not write or read: {error}; free space and rerun."
+        reason = limits.cause(error, job.options.output_prefix)
+        why = f"A worker could not write or read: {reason}; mend this and rerun."
         raise MachineFault(why) from None
     except Exception:
         raise RuntimeError(f"A worker failed:\n{traceback.format_exc()}") from None

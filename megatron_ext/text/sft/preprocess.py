@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 from filelock import FileLock, Timeout
 
+from megatron_ext import limits
 from megatron_ext.data.indexed import optimal_dtype
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError, say_to_stderr
 from megatron_ext.text.config import SftConfig
@@ -233,7 +234,7 @@ def _tokenized(name: str, folder: Path, chat: Chat, say: Say) -> str:
     except OSError as error:
         raise ConfigError(
             f"The cache of tokenized conversations ({folder}) cannot be written "
-            f"({error.strerror or error}); give a folder that can with `--data-cache-path`."
+            f"({limits.cause(error, folder)}); give a folder that can with `--data-cache-path`."
         ) from None
     return str(prefix)
 

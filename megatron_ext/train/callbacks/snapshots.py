@@ -11,6 +11,7 @@ from typing import Any
 from megatron_ext.checkpoint.memory import Machines, MemoryCheckpoints
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.errors import CheckpointError
+from megatron_ext.faults.host import SNAPSHOTS, TAKEN_OVER
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.callbacks.callback import due
 from megatron_ext.train.run import Run
@@ -25,6 +26,11 @@ def snapshot_stores(
         CheckpointError: snapshots are asked for, but there is no folder in memory.
     """
     stores = []
+    # A run that saves elsewhere than it loads from is another one than that which was killed.
+    same = config.load is None or os.path.realpath(config.load) == os.path.realpath(
+        config.save or ""
+    )
+    left = same and host_folder is not None and (host_folder / TAKEN_OVER).exists()
 
     def add(folder: Path, interval: int, **kind: Any) -> None:
         machines = Machines.of(folder, context)
@@ -39,11 +45,12 @@ def snapshot_stores(
         return host_folder / name
 
     if config.peer_checkpoint_interval is not None:
-        folder = in_memory("snapshots", "--peer-checkpoint-interval")
-        add(folder, config.peer_checkpoint_interval, neighbours=True)
+        folder = in_memory(SNAPSHOTS[0], "--peer-checkpoint-interval")
+        add(folder, config.peer_checkpoint_interval, neighbours=True, left=left)
     interval = config.non_persistent_save_interval
     if interval is not None and config.non_persistent_ckpt_type == "in_memory":
-        add(in_memory("non_persistent", "--non-persistent-ckpt-type in_memory"), interval)
+        folder = in_memory(SNAPSHOTS[1], "--non-persistent-ckpt-type in_memory")
+        add(folder, interval, left=left)
     if interval is not None and config.non_persistent_local_ckpt_dir is not None:
         root = Path(config.non_persistent_local_ckpt_dir)
         folder = _folder_of_run(root, config.save or config.load or "")

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from megatron_ext import limits
 from megatron_ext.config.output import LoggingConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError, say_to_stderr
@@ -174,8 +175,8 @@ class Reporters:
             if id(sink) not in self._warned:
                 self._warned.add(id(sink))
                 say_to_stderr(
-                    f"warning: {type(sink).__name__} cannot write ({error}); training goes on, "
-                    "and what is reported meanwhile may be missing there."
+                    f"warning: {type(sink).__name__} cannot write ({limits.cause(error)}); "
+                    "training goes on, and what is reported meanwhile may be missing there."
                 )
 
     @property

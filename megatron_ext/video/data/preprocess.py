@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import torch
 from filelock import FileLock, Timeout
 
+from megatron_ext import limits
 from megatron_ext.config.flags import flags_of
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError, say_to_stderr
 from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
@@ -98,8 +99,8 @@ def preprocess(options: VideoPreprocessOptions, say: Say = say_to_stderr) -> Non
         ) from None
     except OSError as error:
         raise DataError(
-            f"`--output` ({folder}) cannot be written ({error}); finished shards are kept, so mend "
-            "this and run the same command again, or give another folder."
+            f"`--output` ({folder}) cannot be written ({limits.cause(error, folder)}); finished "
+            "shards are kept, so mend this and run the same command again, or give another folder."
         ) from error
     for line in report(dropped, len(clips)):
         say(line)

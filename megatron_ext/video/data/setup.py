@@ -24,9 +24,10 @@ from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.config.rules.optimizer import optimizer_errors, with_warmup
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import TrainingConfig
-from megatron_ext.data.loader import BatchSource
+from megatron_ext.data.loader import BatchSource, without_traceback
 from megatron_ext.device import to_device
-from megatron_ext.errors import ConfigError, DataError, loader_ends_with_parent
+from megatron_ext.errors import ConfigError, DataError, MachineFault
+from megatron_ext.faults.bus import worker_setup
 from megatron_ext.train.batch_size import StepStats
 from megatron_ext.train.run import Run
 from megatron_ext.train.task import Datasets
@@ -316,7 +317,7 @@ class VideoSource(BatchSource):
                 # The loader would draw its seed from the generator that ranks share.
                 generator=torch.Generator().manual_seed(0),
                 multiprocessing_context="fork" if num_workers else None,
-                worker_init_fn=loader_ends_with_parent(),
+                worker_init_fn=worker_setup(),
             )
             self._batches = iter(loader)
         null = Text(*(tensor[None].to(run.device) for tensor in split.clips.null_text))
@@ -328,6 +329,12 @@ class VideoSource(BatchSource):
         """Return the index of the next step, which counts from the beginning of the run."""
         return self._coming
 
+    def _next_batch(self) -> VideoBatch | None:
+        try:
+            return next(self._batches)
+        except (DataError, MachineFault) as error:
+            raise without_traceback(error) from None
+
     def next_step(self, num_microbatches: int) -> list[FlowMicrobatch]:
         """Return the micro-batches of the next step."""
         context = self._context
@@ -336,7 +343,7 @@ class VideoSource(BatchSource):
         self._coming += 1
         return [
             self._build(
-                _on_all_ranks(next(self._batches), self._device, context.pgs.tp),
+                _on_all_ranks(self._next_batch(), self._device, context.pgs.tp),
                 samples if self._training else clips,
             )
             for clips, samples in planned

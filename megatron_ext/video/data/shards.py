@@ -24,6 +24,7 @@ from torch import Tensor
 from megatron_ext.data.indexed import bin_path, idx_path, read_index
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.errors import DataError
+from megatron_ext.faults.bus import cut_in_use
 from megatron_ext.video.data.encode import VideoSample
 
 FORMAT = 1
@@ -153,7 +154,8 @@ class Field:
         except OSError as error:
             raise DataError(f"{path} cannot be read ({error}); {ADVICE} again.") from None
         if len(values) != end - begin:
-            raise DataError(f"{path} was cut while it was in use; {ADVICE} again.")
+            expected = int(self.begins[-1]) * self._dtype.itemsize
+            raise DataError(cut_in_use(path, path.stat().st_size, expected))
         return values
 
     def __getitem__(self, row: int) -> NDArray[Any]:

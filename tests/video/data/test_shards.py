@@ -129,7 +129,7 @@ def test_files_cut_while_they_are_read(tmp_path: Path) -> None:
     path = tmp_path / "shard_00000_latents.bin"
     path.write_bytes(path.read_bytes()[:-4])
     same(shard.sample(0), SAMPLES[0], torch.float32)
-    with pytest.raises(DataError, match=r"latents.bin was cut while it was in use; make it with"):
+    with pytest.raises(DataError, match=r"latents.bin was cut while it was in use: it has \d+ by"):
         shard.sample(2)
     path.unlink()
     with pytest.raises(DataError, match=r"latents.bin cannot be read \(.*No such file"):

@@ -1,0 +1,282 @@
+"""Says in plain words which limit of the operating system an error comes from, and its value.
+
+Open files, address space, processes and threads, shared memory, and disks that are full. Libraries
+report these in their own ways, some with an error number and some only with a text. This module
+imports the standard library alone, so that it also works when an import is what has failed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+SHARED_MEMORY = "/dev/shm"
+_PIDS = "/sys/fs/cgroup/pids.max"
+_NUMBER = re.compile(r"\[Errno (\d+)\]|\(os error (\d+)\)")
+_TEXTS = (
+    ("unable to allocate shared memory", "shared memory"),
+    ("out of shared memory", "shared memory"),
+    ("insufficient shared memory", "shared memory"),
+    ("too many open files in system", "files of the system"),
+    ("too many open files", "open files"),
+    ("can't start new thread", "processes"),
+    ("thread creation failed", "processes"),
+    ("resource temporarily unavailable", "processes"),
+    ("can't allocate memory", "address space"),
+    ("cannot allocate memory", "address space"),
+    ("failed to map segment from shared object", "address space"),
+    ("std::bad_alloc", "address space"),
+    ("no space left on device", "disk"),
+    ("disk quota exceeded", "disk quota"),
+    ("file too large", "file size"),
+)
+"""A part of an error's text in lower case, and the limit that it stands for; the first one counts.
+"""
+_KINDS = {
+    errno.EMFILE: "open files",
+    errno.ENFILE: "files of the system",
+    errno.ENOMEM: "address space",
+    errno.ENOSPC: "disk",
+    errno.EDQUOT: "disk quota",
+    errno.EFBIG: "file size",
+}
+_SHORT_WRITE = re.compile(r"inline_container\.cc|\d+ requested and \d+ written")
+"""Texts of a file that could not be written whole, by torch's writer and by numpy's."""
+_FULL = 1 << 20
+"""Free bytes up to which a disk counts as full after a write has failed."""
+
+
+def sentence(error: BaseException) -> str | None:
+    """Return a sentence on the limit that an error comes from; None if it comes from no limit."""
+    fault = limit_fault(error)
+    return None if fault is None else f"{fault[:1].upper()}{fault[1:]}."
+
+
+def cause(
+    error: BaseException, folder: str | os.PathLike[str] | None = None, needed: int | None = None
+) -> str:
+    """Return what an error says, as a part of a sentence, and a limit by its name and value.
+
+    ``folder`` and ``needed`` are as for `limit_fault`.
+    """
+    fault = limit_fault(error, folder, needed)
+    if fault is not None:
+        return fault
+    lines = str(getattr(error, "strerror", None) or error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__).rstrip(". ")
+
+
+def limit_fault(
+    error: BaseException, folder: str | os.PathLike[str] | None = None, needed: int | None = None
+) -> str | None:
+    """Return the limit that an error or its cause comes from, as a part of a sentence, or None.
+
+    Args:
+        folder: where something was to be written; by default the error or the command line says.
+        needed: how many bytes were to be written there.
+    """
+    for part in _chain(error):
+        kind = _kind(part)
+        if kind is None and _SHORT_WRITE.search(str(part)):
+            kind = _kind_of_short_write(folder)
+        if kind is not None:
+            described = _described(kind, part, folder, needed)
+            if described is not None:
+                return described
+    return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and those that it comes from, the first cause first."""
+    before = error.__cause__ or error.__context__
+    if before is not None and before is not error:
+        yield from _chain(before)
+    yield error
+
+
+def _kind(error: BaseException) -> str | None:
+    text = str(error)
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None and (named := _NUMBER.search(text)):
+        # An error of a worker process, or of a library in another language, has only the text.
+        number = int(named[1] or named[2])
+    if number in _KINDS:
+        return _KINDS[number]
+    if isinstance(error, MemoryError):
+        return "address space"
+    is_read = isinstance(error, BlockingIOError) and not _comes_from_fork(error.__traceback__)
+    if is_read or not isinstance(error, OSError | RuntimeError | ImportError):
+        return None
+    lowered = text.lower()
+    return next((kind for part, kind in _TEXTS if part in lowered), None)
+
+
+def _comes_from_fork(traceback: TracebackType | None) -> bool:
+    """Return whether an error was raised where a process or a thread is started."""
+    names = set[str]()
+    while traceback is not None:
+        names |= {traceback.tb_frame.f_code.co_name, *traceback.tb_frame.f_code.co_names}
+        traceback = traceback.tb_next
+    return bool(names & {"fork", "fork_exec", "_fork_exec", "start_new_thread", "start", "Popen"})
+
+
+def _kind_of_short_write(folder: str | os.PathLike[str] | None) -> str | None:
+    if _soft(resource.RLIMIT_FSIZE) is not None:
+        return "file size"
+    fullest = _fullest(folder)
+    is_full = fullest is not None and shutil.disk_usage(fullest).free < _FULL
+    return "disk" if is_full else None
+
+
+def _described(
+    kind: str, error: BaseException, folder: str | os.PathLike[str] | None, needed: int | None
+) -> str | None:
+    if kind == "open files":
+        return (
+            f"this process may have {_number(resource.RLIMIT_NOFILE)} open files (RLIMIT_NOFILE), "
+            "which are all in use; raise the limit with `ulimit -n 65536`"
+        )
+    if kind == "files of the system":
+        return (
+            "this machine has as many open files as it may have (fs.file-max); raise it with "
+            "`sysctl -w fs.file-max=2097152`, or end other programs"
+        )
+    if kind == "processes":
+        return _processes()
+    if kind == "address space":
+        limit = _soft(resource.RLIMIT_AS)
+        if limit is None:
+            return None  # The memory of the machine is what lacks, which no limit's name explains.
+        return (
+            f"this process may have an address space of {_size(limit)} (RLIMIT_AS), which is "
+            "too little; raise the limit with `ulimit -v unlimited`"
+        )
+    if kind == "shared memory":
+        return shared_memory_fault()
+    if kind == "file size":
+        limit = _soft(resource.RLIMIT_FSIZE)
+        if limit is None:
+            return None
+        return (
+            f"a file may have {_size(limit)} (RLIMIT_FSIZE), which is too little; raise the limit "
+            "with `ulimit -f unlimited`"
+        )
+    named = getattr(error, "filename", None)
+    place = named if isinstance(named, str) else folder
+    if kind == "disk quota":
+        where = "" if place is None else f" on the disk of {place}"
+        return f"the disk quota of this user{where} is used up; free some space there"
+    return disk_fault(place, needed)
+
+
+def _processes() -> str:
+    """Return the limit of processes and threads: that of the user, or a lower one of a container.
+
+    The superuser's is never enforced.
+    """
+    limit, group = _soft(resource.RLIMIT_NPROC), None
+    with suppress(OSError, ValueError):
+        group = int(Path(_PIDS).read_text(encoding="ascii"))
+    if group is not None and (limit is None or os.getuid() == 0 or group < limit):
+        return (
+            f"this container may have {group} processes and threads (pids.max), which are all in "
+            "use; give it more, such as with `docker run --pids-limit -1`"
+        )
+    return (
+        f"this user may have {_number(resource.RLIMIT_NPROC)} processes and threads "
+        "(RLIMIT_NPROC), which are all in use; raise the limit with `ulimit -u 65536`, or give "
+        "fewer ranks and `--num-workers`"
+    )
+
+
+def shared_memory_fault() -> str:
+    """Return how much shared memory there is, and what to do where it is too little."""
+    space = ""
+    with suppress(OSError):
+        usage = shutil.disk_usage(SHARED_MEMORY)
+        space = f": {_size(usage.free)} of {_size(usage.total)} are free"
+    return (
+        f"the shared memory {SHARED_MEMORY} is full{space}; make it larger, such as with "
+        f"`docker run --shm-size 16g` or `mount -o remount,size=16g {SHARED_MEMORY}`, or give "
+        "`--num-workers 0`"
+    )
+
+
+def disk_fault(place: str | os.PathLike[str] | None, needed: int | None = None) -> str:
+    """Return which disk is full, with the bytes that are free and needed.
+
+    Without a ``place`` the fullest disk that the command line names is meant.
+    """
+    folder = _fullest(place)
+    if folder is None:
+        return "the disk is full; free some space"
+    usage = shutil.disk_usage(folder)
+    wants = "" if needed is None else f", and {_size(needed)} are needed"
+    inodes = os.statvfs(folder)
+    if inodes.f_files and not inodes.f_favail:
+        return (
+            f"the disk of {folder} (mounted at {mount_of(folder)}) has no room for one more file "
+            f"(all {inodes.f_files} inodes are in use); remove some files there"
+        )
+    return (
+        f"the disk of {folder} (mounted at {mount_of(folder)}) is full: {_size(usage.free)} of "
+        f"{_size(usage.total)} are free{wants}; free some space there"
+    )
+
+
+def mount_of(path: Path) -> Path:
+    """Return the folder at which the file system of a path is mounted."""
+    path = path.resolve()
+    while not path.is_mount():
+        path = path.parent
+    return path
+
+
+def _fullest(place: str | os.PathLike[str] | None) -> Path | None:
+    """Return the nearest folder that exists of a place, or the fullest one that may be meant."""
+    if place is not None:
+        return _existing(place)
+    words = [word.partition("=")[2] or word for word in sys.argv[1:]]
+    named = [Path(word) for word in words if os.sep in word or os.path.exists(word)]
+    folders = [_existing(path) for path in [*named, Path(), Path(tempfile.gettempdir())]]
+    known = [folder for folder in folders if folder is not None]
+    return min(known, key=lambda folder: shutil.disk_usage(folder).free, default=None)
+
+
+def _existing(place: str | os.PathLike[str]) -> Path | None:
+    """Return the nearest folder above or at a path that exists; None if none can be looked at."""
+    with suppress(OSError):
+        folder = Path(place).absolute()
+        while not folder.is_dir() and folder != folder.parent:
+            folder = folder.parent
+        shutil.disk_usage(folder)
+        return folder
+    return None
+
+
+def _soft(kind: int) -> int | None:
+    """Return the limit of this process that counts; None without one."""
+    limit = resource.getrlimit(kind)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _number(kind: int) -> str:
+    limit = _soft(kind)
+    return "no more" if limit is None else str(limit)
+
+
+def _size(num_bytes: int) -> str:
+    """Return a number of bytes with a unit that suits it."""
+    size, units = float(num_bytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{num_bytes} bytes" if units[0] == "bytes" else f"{size:.1f} {units[0]}"
