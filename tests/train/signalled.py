@@ -7,7 +7,6 @@ process id in FOLDER, and the first that comes to the moment makes the file `REA
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
