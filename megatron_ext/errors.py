@@ -84,25 +84,27 @@ def _end_unsaved(_number: int, _frame: FrameType | None) -> None:
     os._exit(EXIT_CODE_NOT_SAVED)
 
 
-def interrupt_once() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt, once.
+def interrupt_once(number: int = signal.SIGINT) -> None:
+    """Let a signal, by default that of Ctrl-C, raise KeyboardInterrupt, once.
 
     More of them within a second change nothing, as people press twice, and a launcher passes on
-    what the terminal has sent already. A later one ends the process without cleaning up. If SIGINT
-    is ignored, it stays ignored.
+    what the terminal has sent already. A later one ends the process without cleaning up. SIGTERM is
+    ignored meanwhile, which torchrun sends after a second one. If the signal is ignored, it stays
+    ignored.
     """
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, _interrupt)
+    if signal.getsignal(number) is not signal.SIG_IGN:
+        signal.signal(number, _interrupt)
 
 
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
+def _interrupt(number: int, _frame: FrameType | None) -> None:
     first = time.monotonic()
 
     def on_another(number: int, frame: FrameType | None) -> None:
         if time.monotonic() > first + SECONDS_OF_ONE_INTERRUPTION:
             _end(number, frame)
 
-    signal.signal(signal.SIGINT, on_another)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(number, on_another)
     raise KeyboardInterrupt
 
 

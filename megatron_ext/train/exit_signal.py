@@ -40,11 +40,16 @@ class ExitSignal:
         return exit_signal
 
     def watch(self) -> None:
-        """Take note of the signal from now on, instead of ending by it."""
+        """Take note of the signal from now on, instead of ending by it.
+
+        SIGTERM is ignored from then on: schedulers send it a little later, and torchrun after a
+        second signal, while the run is still on its way to the save.
+        """
         if self.number is not None:
             signal.signal(self.number, self._on_signal)
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self.came = True
 
     def end_by_sigterm(self, tell: Callable[[int], None]) -> None:

@@ -3,13 +3,15 @@
 import itertools
 import os
 import random
+import re
 import signal
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,7 +20,7 @@ import pytest
 import torch.distributed.run
 
 from megatron_ext.checkpoint.files import folder_of, read_manifest, read_tracker
-from megatron_ext.errors import run_program
+from megatron_ext.errors import EXIT_CODE_INTERRUPTED, EXIT_CODE_NOT_SAVED, run_program
 from megatron_ext.train.exit_codes import EXIT_CODE_SIGNAL
 from megatron_ext.train.reporting.files import read_metrics
 from megatron_ext.train.torchrun import run_torchrun
@@ -64,15 +66,25 @@ class Started:
     else that it does.
     """
 
-    def __init__(self, case: Case, folder: Path, *flags: str) -> None:
+    def __init__(
+        self, case: Case, folder: Path, *flags: str, saves: bool = True, restarts: int = 0
+    ) -> None:
         self.case, self.folder, self.save = case, folder, folder / "save"
         size = f"--nproc-per-node={case.ranks}"
         self._words = [case.moment, str(folder), *FLAGS, *MOMENTS[case.moment].split(), *flags]
-        self._words += ["--num-workers", str(case.workers), "--save", str(self.save)]
+        self._words += ["--num-workers", str(case.workers)]
+        self._words += ["--save", str(self.save)] if saves else []
         if case.launcher == "own":
             self._words.append(size)
         else:
-            self._words = ["--standalone", size, "--monitor-interval=0.1", PROGRAM, *self._words]
+            self._words = [
+                "--standalone",
+                size,
+                "--monitor-interval=0.1",
+                f"--max-restarts={restarts}",
+                PROGRAM,
+                *self._words,
+            ]
         sys.stdout.flush()
         sys.stderr.flush()
         self._code: int | None = None
@@ -231,3 +243,112 @@ def test_a_signal_saves_what_its_code_promises(case: Case, tmp_path: Path) -> No
 @pytest.mark.parametrize("case", [case for case in CHOSEN if case not in QUICK], ids=str)
 def test_a_signal_at_any_moment_saves_what_its_code_promises(case: Case, tmp_path: Path) -> None:
     _check(case, tmp_path)
+
+
+def test_a_scheduler_learns_that_a_run_could_not_save(tmp_path: Path) -> None:
+    """The shell's code after SIGTERM is that of runs that have saved."""
+    case = Case("own", 1, 2, "training", "launcher", "SIGTERM")
+    for number, ranks in enumerate((1, 2)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        one = replace(case, ranks=ranks)
+        with Started(one, folder, "--exit-signal-handler", "--exit-signal", "SIGUSR1") as run:
+            run.reach()
+            run.send(signal.SIGTERM)
+            assert run.end() == EXIT_CODE_NOT_SAVED, run.log()
+        said = f"ended by SIGTERM: nothing has been saved in `--save` ({run.save}); give "
+        assert f"{said}`--exit-signal-handler`, and SIGTERM saves" in run.log()
+    (tmp_path / "none").mkdir()
+    with Started(case, tmp_path / "none", "--exit-signal-handler", saves=False) as run:
+        run.reach()
+        run.send(signal.SIGTERM)
+        assert run.end() == EXIT_CODE_NOT_SAVED, run.log()
+    assert "ended by SIGTERM: nothing has been saved, as `--save` is not given; give" in run.log()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks", "moment"),
+    [("own", 1, "asynchronous save"), ("own", 2, "training"), ("our torchrun", 2, "data")],
+)
+def test_two_interruptions_tell_what_is_lost_and_how_to_keep_it(
+    launcher: str, ranks: int, moment: str, tmp_path: Path
+) -> None:
+    case = Case(launcher, ranks, 2, moment, "group", "SIGINT", times=2)
+    with Started(case, tmp_path) as run:
+        run.reach()
+        run.send(signal.SIGINT)
+        assert run.end() == EXIT_CODE_INTERRUPTED, run.log()
+    shown = run.log()
+    assert "Traceback" not in shown
+    said = f"interrupted: nothing has been saved in `--save` ({run.save}); give "
+    said += "`--exit-signal-handler --exit-signal SIGINT`, and Ctrl-C saves a checkpoint before "
+    assert shown.count(f"{said}the run ends.") == 1, shown
+
+
+def test_an_interruption_names_the_newest_checkpoint(tmp_path: Path) -> None:
+    with Started(Case("own", 2, 0, "save", "group", "SIGINT"), tmp_path) as run:
+        run.reach()
+        until(lambda: (read_tracker(run.save) or 0) >= 2, SECONDS)
+        run.send(signal.SIGINT)
+        assert run.end() == EXIT_CODE_INTERRUPTED, run.log()
+    newest = read_tracker(run.save)
+    said = f"interrupted: the newest checkpoint in `--save` ({run.save}) is of iteration {newest}, "
+    assert f"{said}and later steps are lost; give " in run.log()
+
+
+def test_the_code_without_a_handler_is_the_shells(tmp_path: Path) -> None:
+    with Started(Case("own", 2, 2, "training", "launcher", "SIGTERM"), tmp_path) as run:
+        run.reach()
+        run.send(signal.SIGTERM)
+        assert run.end() == 128 + signal.SIGTERM, run.log()
+    assert f"ended by SIGTERM: nothing has been saved in `--save` ({run.save}); " in run.log()
+
+
+def test_a_killed_rank_takes_its_workers_along(tmp_path: Path) -> None:
+    with Started(Case("own", 1, 2, "training", "rank", "SIGKILL"), tmp_path) as run:
+        run.reach()
+        assert len(run.alive()) == 3
+        run.send(signal.SIGKILL)
+        assert run.end() == -signal.SIGKILL, run.log()
+
+
+def test_restarts_follow_faults_and_not_the_exit_signal(tmp_path: Path) -> None:
+    case = Case("own", 2, 2, "training", "rank", "SIGTERM")
+    flags = "--max-restarts 3 --exit-signal-handler".split()
+    with Started(case, tmp_path, *flags) as run:
+        run.reach()
+        run.send(signal.SIGKILL)
+        until(lambda: "restart 1 of 3" in run.log(), SECONDS)
+        # While no rank runs, or one has just been forked.
+        os.kill(run.pid, signal.SIGTERM)
+        assert run.end() == EXIT_CODE_SIGNAL, run.log()
+        run.check_saved()
+    assert "restart 2" not in run.log()
+
+
+@pytest.mark.slow
+def test_torchrun_does_not_start_ranks_again_that_have_saved(tmp_path: Path) -> None:
+    case = Case("our torchrun", 2, 2, "training", "rank", "SIGUSR1")
+    flags = "--exit-signal-handler --exit-signal SIGUSR1".split()
+    with Started(case, tmp_path, *flags, restarts=3) as run:
+        run.reach()
+        run.send(signal.SIGUSR1)
+        assert run.end() == EXIT_CODE_SIGNAL, run.log()
+        run.check_saved()
+
+
+def test_a_program_says_during_its_imports_that_it_has_not_saved() -> None:
+    words = [sys.executable, "pretrain_gpt.py", "--exit-signal-handler"]
+    process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+    def handles() -> bool:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        return bool(int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) >> signal.SIGTERM - 1 & 1)
+
+    until(handles, SECONDS)
+    process.terminate()
+    _, said = process.communicate(timeout=SECONDS)
+    assert (process.returncode, said) == (
+        EXIT_CODE_NOT_SAVED,
+        "ended by SIGTERM before the first step\n",
+    )
