@@ -282,10 +282,8 @@ def test_two_interruptions_tell_what_is_lost_and_how_to_keep_it(
     assert "Traceback" not in shown
     newest, lost = read_tracker(run.save), f"nothing has been saved in `--save` ({run.save})"
     if newest is not None:
-        lost = (
-            f"the newest checkpoint in `--save` ({run.save}) is of iteration {newest}, and later "
-        )
-        lost += "steps are lost"
+        where = f"the newest checkpoint in `--save` ({run.save}) is of iteration {newest}"
+        lost = f"{where}, and later steps are lost"
     said = f"interrupted: {lost}; give `--exit-signal-handler --exit-signal SIGINT`, and Ctrl-C "
     assert shown.count(f"{said}saves a checkpoint before the run ends.") == 1, shown
 
