@@ -31,7 +31,7 @@ class _Process(ForkProcess):
 class WorkerContext(ForkContext):
     """The ``multiprocessing_context`` of a DataLoader with `errors.loader_ends_with_parent`."""
 
-    Process = _Process  # type: ignore[assignment]
+    Process = _Process
 
 
 def worker_context(num_workers: int) -> WorkerContext | None:

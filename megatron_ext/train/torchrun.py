@@ -23,6 +23,7 @@ if __name__ == "__main__":
 import psutil
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import get_args_parser
 from torch.distributed.run import main as torchrun
 
 from megatron_ext.errors import EXIT_CODE_NOT_SAVED, STOP_SIGNALS, ignore_stop_signals
@@ -35,8 +36,7 @@ from megatron_ext.train.exit_codes import (
     code_of,
 )
 
-_PASSED_ON = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-"""Environment variable with the signals that torch's agent passes on to its ranks."""
+_PASSED_ON = "--signals-to-handle"
 _SECONDS_FOR_RANKS = 30.0
 """Time for ranks that torch does not wait for any more, as torch gives them after one signal."""
 
@@ -48,11 +48,9 @@ def run_torchrun(words: Sequence[str]) -> int:
     is that of the ranks if they have ended by themselves since, else that of a rank that the signal
     has ended. The host folder ends with this process, also after a failure.
     """
-    # torch's agents would die of the other signals, and leave their ranks alone.
-    os.environ.setdefault(_PASSED_ON, ",".join(number.name for number in STOP_SIGNALS))
     try:
         with shared_host_folder() as folder, _ended_ranks(folder) as left:
-            torchrun(list(words))
+            torchrun([*_passing_signals_on(), *words])
     except ChildFailedError as error:
         print(error, file=sys.stderr, flush=True)
         by_time = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
@@ -73,6 +71,16 @@ def run_torchrun(words: Sequence[str]) -> int:
             return EXIT_CODE_NOT_SAVED
         return code_of(-int(error.sigval))
     return 0
+
+
+def _passing_signals_on() -> list[str]:
+    """Return the flag with which torch's agent passes all of `STOP_SIGNALS` on to its ranks.
+
+    It dies of others, and leaves its ranks alone. Old versions of torch have no such flag.
+    """
+    if _PASSED_ON not in get_args_parser().format_usage():
+        return []
+    return [f"{_PASSED_ON}={','.join(number.name for number in STOP_SIGNALS)}"]
 
 
 @contextmanager
