@@ -31,7 +31,7 @@ from megatron_ext.checkpoint.prepared import PreparedSave, SavePreparer
 from megatron_ext.checkpoint.snapshot import SnapshotFile, content_of
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.device import to_device
-from megatron_ext.errors import CheckpointError, end_with_parent
+from megatron_ext.errors import CheckpointError, held_signals
 from megatron_ext.parallel.collectives import gather_or_raise
 from megatron_ext.parallel.context import ParallelContext
 
@@ -50,16 +50,16 @@ class Helper:
         parent = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            code = 1
-            try:
-                self.connection.close()
-                end_with_parent(parent)
-                helper.serve(theirs)
-                code = 0
-            finally:
-                os._exit(code)
+        with held_signals():
+            self.pid = os.fork()
+            if self.pid == 0:
+                code = 1
+                try:
+                    self.connection.close()
+                    helper.serve(theirs, parent)
+                    code = 0
+                finally:
+                    os._exit(code)
         theirs.close()
 
     def send(self, job: Job) -> None:
@@ -100,7 +100,8 @@ class Helper:
         code = f"from {helper.__name__} import main; main({theirs.fileno()}, {os.getpid()})"
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         words = [sys.executable, "-c", code]
-        started = subprocess.Popen(words, pass_fds=[theirs.fileno()], env=environment)
+        with held_signals():
+            started = subprocess.Popen(words, pass_fds=[theirs.fileno()], env=environment)
         self.pid = started.pid
         # `end` waits for the process.
         started.returncode = 0

@@ -16,7 +16,6 @@ import logging
 import os
 import pickle
 import shutil
-import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ from megatron_ext.checkpoint import publish, storage
 from megatron_ext.checkpoint.files import MANIFEST, Files, folder_of, read_manifest
 from megatron_ext.checkpoint.snapshot import SnapshotFile
 from megatron_ext.config.output import CheckpointConfig
-from megatron_ext.errors import CheckpointError, end_with_parent
+from megatron_ext.errors import CheckpointError, leave_signals_to
 from megatron_ext.faults.bus import tell_bus_errors
 
 logger = logging.getLogger(__name__)
@@ -90,11 +89,9 @@ WRITTEN, PUBLISHED, TIDIED, FAILED = "written", "published", "tidied", "failed"
 old checkpoints are removed; the checkpoint could not be written."""
 
 
-def serve(connection: Connection) -> None:
-    """Do the jobs that arrive on a connection, until the rank closes it."""
-    # The rank decides about signals to the whole group of processes.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+def serve(connection: Connection, rank_process: int) -> None:
+    """Do the jobs that arrive on a connection, until the rank closes it or ends."""
+    leave_signals_to(rank_process)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     tell_bus_errors()
     os.nice(_NICENESS)
@@ -301,5 +298,4 @@ def _give_up(job: Job, reason: str) -> None:
 
 def main(descriptor: int, rank_process: int) -> None:
     """Serve a rank whose first helper has ended; the connection is an inherited descriptor."""
-    end_with_parent(rank_process)
-    serve(Connection(descriptor))
+    serve(Connection(descriptor), rank_process)

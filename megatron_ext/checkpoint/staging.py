@@ -21,7 +21,7 @@ from megatron_ext.checkpoint.remote import RemoteFolder, remote_of
 from megatron_ext.checkpoint.stored import passes_over_damaged
 from megatron_ext.config.output import CheckpointConfig, split_address, staging_folder
 from megatron_ext.config.run import RunConfig
-from megatron_ext.errors import CheckpointError
+from megatron_ext.errors import CheckpointError, held_signals, leave_signals_to
 from megatron_ext.faults.host import generation
 
 T = TypeVar("T")
@@ -29,8 +29,16 @@ T = TypeVar("T")
 
 def _apart(work: Callable[[], T]) -> T:
     """Do work in a process of its own, as file systems start threads and ranks are forked later."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
-        return pool.submit(work).result()
+    context, others = multiprocessing.get_context("fork"), set(multiprocessing.active_children())
+    with ProcessPoolExecutor(1, context, leave_signals_to, (os.getpid(),)) as pool:
+        try:
+            with held_signals():
+                result = pool.submit(work)
+            return result.result()
+        except KeyboardInterrupt:
+            for child in set(multiprocessing.active_children()) - others:
+                child.kill()
+            raise
 
 
 def _step_in(address: str) -> int | None:

@@ -21,6 +21,7 @@ from megatron_ext.config.flags import (
     flag,
     said_flag,
 )
+from megatron_ext.errors import STOP_SIGNALS
 
 
 @dataclass(frozen=True)
@@ -174,12 +175,19 @@ class TrainingConfig(Changeable):
             yield f"`--manual-gc-interval` ({interval}) needs `--manual-gc`; give both."
         if not self.manual_gc_eval and not self.manual_gc:
             yield "`--no-manual-gc-eval` needs `--manual-gc`; give both."
+        usable = [number.name for number in STOP_SIGNALS]
         if self.exit_signal not in signal.Signals.__members__:
             yield f"`--exit-signal` ({self.exit_signal}) is no signal; use SIGTERM."
         elif self.exit_signal in ("SIGKILL", "SIGSTOP"):
             yield (
                 f"`--exit-signal` ({self.exit_signal}) must be one that a process can catch; use "
                 "SIGTERM."
+            )
+        elif self.exit_signal not in usable:
+            yield (
+                f"`--exit-signal` ({self.exit_signal}) must be a signal that is sent to end a "
+                f"program, as others mean something else to its processes; use "
+                f"{', '.join(usable[:-1])} or {usable[-1]}."
             )
 
     def _length_errors(self) -> Iterator[str]:

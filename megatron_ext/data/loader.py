@@ -23,6 +23,7 @@ from megatron_ext.data.samplers import (
     StepPlan,
     StepSampler,
 )
+from megatron_ext.data.workers import worker_context
 from megatron_ext.errors import DataError, MachineFault, MegatronExtError
 from megatron_ext.faults.bus import worker_setup
 from megatron_ext.parallel.context import ParallelContext, mtp_rank
@@ -258,5 +259,6 @@ def _loader(
         persistent_workers=training.num_workers > 0,
         generator=torch.Generator(),
         worker_init_fn=worker_setup(),
+        multiprocessing_context=worker_context(training.num_workers),
         collate_fn=getattr(dataset, "collate", None),
     )

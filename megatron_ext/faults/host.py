@@ -31,6 +31,7 @@ SNAPSHOTS = ("snapshots", "non_persistent")
 TAKEN_OVER = "taken_over"
 """The file that says that the memory checkpoints are those of an earlier run."""
 _SECONDS_FOR_DYING_RANKS = 2.0
+_LEFT = "exit_code_"
 _SECONDS_UNTIL_STALE = 600.0
 """Age from which a folder that no process holds is removed."""
 
@@ -97,11 +98,33 @@ def _name_of_agent(agent: int) -> str:
 
 
 def leave_host_folder() -> None:
-    """Remove the host folder of a rank that has failed, unless torchrun starts it again."""
+    """Remove the host folder of a rank that has failed, unless torchrun starts it again.
+
+    A folder that an agent of `train.torchrun` has made is left to it.
+    """
     folder = host_folder()
     used = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if folder is not None and used >= restarts_by_torchrun():
+    if folder is None or not folder.name.endswith(_OF_AGENT):
+        return
+    if used >= restarts_by_torchrun():
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def leave_exit_code(code: int) -> None:
+    """Leave the exit code of this rank to its agent, for `exit_codes_left`."""
+    folder = host_folder()
+    if folder is not None:
+        with suppress(OSError):
+            path = folder / f"{_LEFT}{os.environ.get('LOCAL_RANK', '0')}"
+            path.write_text(f"{generation()} {code}", encoding="utf-8")
+
+
+def exit_codes_left(folder: Path) -> list[int]:
+    """Return the exit codes that ranks have left in ``folder`` after their newest restart."""
+    left = [path.read_text(encoding="utf-8").split() for path in folder.glob(f"{_LEFT}*")]
+    known = [(int(words[0]), int(words[1])) for words in left if len(words) == 2]
+    newest = max((number for number, _ in known), default=0)
+    return [code for number, code in known if number == newest]
 
 
 def _make(name: str | None, save: str | None) -> tuple[Path | None, int]:

@@ -12,7 +12,7 @@ import signal
 import sys
 from pathlib import Path
 
-from megatron_ext.errors import EXIT_CODE_INTERRUPTED
+from megatron_ext.errors import EXIT_CODE_INTERRUPTED, EXIT_CODE_NOT_SAVED
 
 EXIT_CODE_USER_ERROR = 2
 EXIT_CODE_NO_MEMORY = 120
@@ -26,7 +26,10 @@ EXIT_CODE_LOST_CONTACT = 123
 EXIT_CODE_NO_ANSWER = 124
 """Exit code of a rank that waited too long for another, as of the program ``timeout``."""
 EXIT_CODE_SIGNAL = 143
-"""Exit code of a run that saved and stopped because of the exit signal (128 + SIGTERM)."""
+"""Exit code of a run that saved and stopped because of the exit signal (128 + SIGTERM).
+
+Without ``--exit-signal-handler`` it is a shell's code after SIGTERM, which ends a run at once.
+"""
 
 FOLDER_VARIABLE = "MEGATRON_EXT_EXIT_CODES"
 """Environment variable with the folder in which the nodes of a job leave their exit codes."""
@@ -45,7 +48,8 @@ TRANSIENT = {
     EXIT_CODE_RESIZED: "it has saved, to go on with another number of replicas",
     EXIT_CODE_LOST_CONTACT: "a rank lost its connection to another one",
     EXIT_CODE_NO_ANSWER: "a rank did not answer",
-    EXIT_CODE_SIGNAL: "it was asked to end and has saved what it could",
+    EXIT_CODE_NOT_SAVED: "it was asked to end, and could not save a checkpoint first",
+    EXIT_CODE_SIGNAL: "it was asked to end, and with `--exit-signal-handler` has saved first",
 }
 """Codes after which another start may go on from the last checkpoint."""
 

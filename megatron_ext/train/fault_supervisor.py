@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from megatron_ext.errors import EXIT_CODE_INTERRUPTED
+from megatron_ext.errors import EXIT_CODE_INTERRUPTED, EXIT_CODE_NOT_SAVED
 from megatron_ext.faults.events import append_event
 from megatron_ext.faults.postmortem import Case, Drawings, write_postmortem
 from megatron_ext.faults.watch import Fault as Kind
@@ -37,7 +37,13 @@ _SECONDS_FOR_EVIDENCE = 0.3
 """Longest time for which ranks are asked what they do before they are killed."""
 _PATIENCE_AFTER_A_HANG = 2.0
 """How many times as long as a silence that ended by itself the next one must last to be told."""
-_LASTING = (0, EXIT_CODE_USER_ERROR, EXIT_CODE_INTERRUPTED, EXIT_CODE_SIGNAL)
+_LASTING = (
+    0,
+    EXIT_CODE_USER_ERROR,
+    EXIT_CODE_INTERRUPTED,
+    EXIT_CODE_NOT_SAVED,
+    EXIT_CODE_SIGNAL,
+)
 """Statuses of a rank that ended on purpose, or that would end in the same way again."""
 
 

@@ -10,23 +10,34 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 
 from megatron_ext import limits
 from megatron_ext.device import Device
-from megatron_ext.errors import MachineFault, MegatronExtError, end_with_parent
+from megatron_ext.errors import (
+    EXIT_CODE_INTERRUPTED,
+    EXIT_CODE_NOT_SAVED,
+    MachineFault,
+    MegatronExtError,
+    end_with_parent,
+    held_signals,
+    release_signals,
+)
 from megatron_ext.faults.host import (
     host_folder,
     is_under_torchrun,
+    leave_exit_code,
     leave_host_folder,
+    restarts_by_torchrun,
     shared_host_folder,
 )
 from megatron_ext.faults.watcher import open_watcher
@@ -36,22 +47,26 @@ from megatron_ext.train.exit_codes import (
     EXIT_CODE_NO_ANSWER,
     EXIT_CODE_NO_MEMORY,
     EXIT_CODE_RESIZED,
+    EXIT_CODE_SIGNAL,
     EXIT_CODE_USER_ERROR,
 )
+from megatron_ext.train.exit_signal import ExitSignal
 from megatron_ext.train.fault_supervisor import TellingSupervisor
 from megatron_ext.train.generation import follow_earlier_process
 from megatron_ext.train.restarts import RestartPolicy, supervise
-from megatron_ext.train.supervisor import (
-    SignalForwarder,
-    held_signals,
-    release_signals,
-)
+from megatron_ext.train.supervisor import SignalForwarder
 
 SECONDS_FOR_RANK_0 = 20.0
 """Time for rank 0 to print an error of the flags; its exit then ends the other ranks."""
 _SECONDS_FOR_RANK_0_OF_A_RUN = 1.0
 
 Main = Callable[[], "int | None"]
+Tell = Callable[[int], None]
+"""A function that is called once in a run, with its exit code, when it has ended or is about to."""
+
+
+def _tell_nothing(_code: int) -> None:
+    """Stand for a `Tell` of which there is none."""
 
 
 def refuse(error: MegatronExtError) -> int:
@@ -85,7 +100,8 @@ def run_rank(main: Main) -> int:
 
     A MegatronExtError, or an error caused by the failure of another rank, is printed as a sentence.
     Any other error is printed with its traceback. If all ranks raise the same MegatronExtError,
-    rank 0 prints it first, and its exit ends the others.
+    rank 0 prints it first, and its exit ends the others. An interruption is not printed, as it
+    comes to all ranks and to their launcher.
     """
     try:
         return main() or 0
@@ -95,7 +111,8 @@ def run_rank(main: Main) -> int:
         if os.environ.get("RANK", "0") != "0":
             time.sleep(_SECONDS_FOR_RANK_0_OF_A_RUN)
     except KeyboardInterrupt:
-        message, code = "interrupted", 130
+        _tell_torchrun("interrupted")
+        return EXIT_CODE_INTERRUPTED
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             return 0
@@ -133,47 +150,97 @@ def launch(
     timeout_minutes: float = 10,
     policy: RestartPolicy | None = None,
     save: str | None = None,
+    exit_signal: ExitSignal | None = None,
+    tell: Tell | None = None,
 ) -> int:
     """Run ``main`` on every rank of this machine, and return the first failed rank's exit code.
 
     Starts ``nproc_per_node`` ranks unless torchrun has started them already, and starts them again
-    after a fault as ``policy`` says. Faults are told in the folder ``save``.
+    after a fault as ``policy`` says. Faults are told in the folder ``save``. After ``exit_signal``
+    the ranks save and end.
     """
+    exit_signal = exit_signal or ExitSignal(None)
+    tell = tell or _tell_nothing
     with shared_host_folder(save):
-        return _launch(main, nproc_per_node, device, timeout_minutes, policy, save)
+        if "RANK" in os.environ:
+            elastic = policy is not None and policy.is_elastic
+            return _run_started_rank(main, exit_signal, tell, elastic=elastic)
+        code = _run_ranks(
+            main, nproc_per_node, device, timeout_minutes, policy, save, exit_signal, tell
+        )
+        tell(code)
+        return code
 
 
-def _launch(
+def _run_started_rank(main: Main, exit_signal: ExitSignal, tell: Tell, *, elastic: bool) -> int:
+    """Run the rank that torchrun, or a launcher like it, has started as this process.
+
+    The process ends here unless the exit code is 0.
+    """
+    agent = os.getppid()
+    if is_under_torchrun():
+        # The agent may be ended by a signal that it does not pass on.
+        end_with_parent(agent, exit_signal.number or signal.SIGKILL)
+        follow_earlier_process()
+        if exit_signal.number is not None:
+            # Its agent waits for a limited time until it has saved.
+            leave_exit_code(EXIT_CODE_NOT_SAVED)
+    if os.environ["RANK"] != "0":
+        tell = _tell_nothing
+    exit_signal.end_by_sigterm(tell)
+    code = run_rank(main)
+    if is_under_torchrun():
+        leave_exit_code(code)
+    if code:
+        tell(code)
+        if code != EXIT_CODE_RESIZED:
+            leave_host_folder()
+        if code == EXIT_CODE_SIGNAL and restarts_by_torchrun() and not elastic:
+            # torchrun starts ranks again that end with any code, unless it is asked to end itself.
+            # An elastic run gets the same signal whenever its number of nodes changes.
+            with suppress(ProcessLookupError):
+                os.kill(agent, signal.SIGTERM)
+        _leave(code)
+    return code
+
+
+def _run_ranks(
     main: Main,
     nproc_per_node: int,
     device: Device,
     timeout_minutes: float,
     policy: RestartPolicy | None,
     save: str | None,
+    exit_signal: ExitSignal,
+    tell: Tell,
 ) -> int:
-    if "RANK" in os.environ:
-        if is_under_torchrun():
-            follow_earlier_process()
-        code = run_rank(main)
-        if code:
-            if code != EXIT_CODE_RESIZED:
-                leave_host_folder()
-            _leave(code)
-        return code
+    """Start the ranks of this machine as `launch` does, and return the exit code."""
     if device.kind == "cuda" and (nproc_per_node > 1 or policy is not None):
         from megatron_ext.train.torchrun import run_torchrun
 
         options = ["--standalone", f"--nproc-per-node={nproc_per_node}"]
         if policy is not None:
             options.append(f"--max-restarts={policy.max_restarts}")
+        if exit_signal.number is not None:
+            # The time to save; torchrun's own is 30 seconds.
+            options.append(f"--shutdown-timeout={round(60 * timeout_minutes)}")
+        if exit_signal.came:
+            return EXIT_CODE_NOT_SAVED
         return run_torchrun([*options, *sys.argv])
     if policy is not None:
-        return supervise(_forked, policy, timeout_minutes=timeout_minutes)
+        return supervise(_forked, policy, timeout_minutes=timeout_minutes, exit_signal=exit_signal)
     if nproc_per_node > 1:
-        return fork_ranks(main, nproc_per_node, timeout_minutes=timeout_minutes, save=save)
+        return fork_ranks(
+            main,
+            nproc_per_node,
+            timeout_minutes=timeout_minutes,
+            save=save,
+            exit_signal=exit_signal,
+        )
     ours = _environment(0, 1)
     before = {name: os.environ[name] for name in ours if name in os.environ}
     os.environ.update(ours)
+    exit_signal.end_by_sigterm(tell)
     try:
         return run_rank(main)
     finally:
@@ -213,15 +280,21 @@ def _leave(code: int) -> None:
 
 
 def fork_ranks(
-    main: Main, world_size: int, *, timeout_minutes: float = 10, save: str | None = None
+    main: Main,
+    world_size: int,
+    *,
+    timeout_minutes: float = 10,
+    save: str | None = None,
+    exit_signal: ExitSignal | None = None,
 ) -> int:
     """Fork ranks, run ``main`` on each, and return the first failed rank's exit code, or 0.
 
     Where the ranks have a host folder they are watched, and faults are told in the folder ``save``.
     """
     watcher = open_watcher(host_folder(), world_size, timeout_minutes)
-    with SignalForwarder() as forwarder, _forked(main, world_size, forwarder, {}):
-        return TellingSupervisor(forwarder, timeout_minutes, watcher=watcher, save=save).wait()
+    with SignalForwarder(exit_signal) as forwarder, _forked(main, world_size, forwarder, {}):
+        supervisor = TellingSupervisor(forwarder, timeout_minutes, watcher=watcher, save=save)
+        return forwarder.code(supervisor.wait())
 
 
 @contextmanager
@@ -266,6 +339,6 @@ def _child(
         code = run_rank(main)
     except KeyboardInterrupt:
         # The terminal interrupts a rank, and then the launcher does it again.
-        code = 130
+        code = EXIT_CODE_INTERRUPTED
     finally:
         _leave(code)

@@ -22,7 +22,12 @@ from megatron_ext.config.parser import ParsedArgs, parse_args, read_words
 from megatron_ext.config.run import Program, RunConfig
 from megatron_ext.data.indexed import write_error
 from megatron_ext.device import Device, keep_launch_order, select
-from megatron_ext.errors import ConfigError, MegatronExtError
+from megatron_ext.errors import (
+    EXIT_CODE_INTERRUPTED,
+    ConfigError,
+    MegatronExtError,
+    say_to_stderr,
+)
 from megatron_ext.faults import inject
 from megatron_ext.faults.bus import tell_bus_errors
 from megatron_ext.faults.recorder import open_recorder
@@ -35,6 +40,7 @@ from megatron_ext.planning.memory import check_host_memory
 from megatron_ext.planning.report import print_plan
 from megatron_ext.train.callbacks.evaluation import evaluate_at_end
 from megatron_ext.train.elastic import elastic_sizes
+from megatron_ext.train.exit_signal import ExitSignal, loss_at_end
 from megatron_ext.train.hang_guard import hang_guard
 from megatron_ext.train.launch import launch, refuse
 from megatron_ext.train.loop import train
@@ -143,7 +149,17 @@ def main(
             print("\n".join(start_lines(config, parsed.given)), flush=True)
     except MegatronExtError as error:
         return refuse(error)
-    program_of = partial(pretrain, device=device, assets=assets, work=work, launched=launched)
+    # The ranks, which may be forked from here, know of a signal that comes before they start.
+    exit_signal = ExitSignal.of_run(config.training)
+    program_of = partial(
+        pretrain,
+        device=device,
+        assets=assets,
+        work=work,
+        launched=launched,
+        exit_signal=exit_signal,
+    )
+    tell = partial(_tell_loss, config) if work is None else _tell_interruption
     with reported_end(config.checkpoint.save, launched) as end:
         end.exit_code = launch(
             partial(program_of, task, config),
@@ -154,9 +170,24 @@ def main(
                 config, sizes, lambda size: partial(program_of, task, configure(size))
             ),
             save=config.checkpoint.save,
+            exit_signal=exit_signal,
+            tell=tell,
         )
     copy_records(config.checkpoint, is_first=first)
     return end.exit_code
+
+
+def _tell_loss(config: RunConfig, code: int) -> None:
+    """Print what a run has lost that a signal has ended with exit ``code``, if it was one."""
+    sentence = loss_at_end(code, config)
+    if sentence is not None:
+        say_to_stderr(sentence)
+
+
+def _tell_interruption(code: int) -> None:
+    """Print that a program without training, which loses nothing, was interrupted."""
+    if code == EXIT_CODE_INTERRUPTED:
+        say_to_stderr("interrupted")
 
 
 def _resized(
@@ -211,6 +242,7 @@ def pretrain(
     prepare: Callable[[Run], None] | None = None,
     work: Work | None = None,
     launched: Launch | None = None,
+    exit_signal: ExitSignal | None = None,
 ) -> int:
     """Train one model on this rank, and return the exit code; all ranks call this.
 
@@ -219,7 +251,9 @@ def pretrain(
         prepare: called with the `Run` before it starts, for example to attach an observer.
         work: called with the `Run` in place of `train_and_evaluate`.
         launched: the start of the run, since which it accounts for its time; None for no account.
+        exit_signal: the exit signal as the program watches it; None to watch it from now on.
     """
+    exit_signal = exit_signal or ExitSignal.of_run(config.training)
     recorder = open_recorder()
     injector = inject.arm(recorder, config.checkpoint.save)
     # The helper is forked before this process has threads, process groups or a GPU.
@@ -248,7 +282,16 @@ def pretrain(
             tell_bus_errors()
             # A time limit is one of the whole job, with all its restarts.
             started = None if launched is None else launched.started
-            run = build_run(config, task, context, torch_device, assets, helper, started=started)
+            run = build_run(
+                config,
+                task,
+                context,
+                torch_device,
+                assets,
+                helper,
+                started=started,
+                exit_signal=exit_signal,
+            )
             if injector is not None:
                 injector.chunks = run.chunks
             at, steps = run.progress.iteration, run.num_iterations

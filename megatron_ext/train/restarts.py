@@ -33,6 +33,7 @@ from megatron_ext.train.exit_codes import (
     EXIT_CODE_RESIZED,
     EXIT_CODE_USER_ERROR,
 )
+from megatron_ext.train.exit_signal import ExitSignal
 from megatron_ext.train.fault_supervisor import Fault, RestartSupervisor
 from megatron_ext.train.generation import FAULT_STEP_VARIABLE, FAULT_TIME_VARIABLE
 from megatron_ext.train.supervisor import SignalForwarder
@@ -156,14 +157,21 @@ class History:
         self._repeated = 0
 
 
-def supervise(fork: Fork, policy: RestartPolicy, *, timeout_minutes: float) -> int:
+def supervise(
+    fork: Fork,
+    policy: RestartPolicy,
+    *,
+    timeout_minutes: float,
+    exit_signal: ExitSignal | None = None,
+) -> int:
     """Fork ranks, fork them again after faults, and return the exit code of the run.
 
     The exit code is 0, that of the rank that failed last, or `EXIT_CODE_COMES_BACK` if restarts
     bring no progress.
     """
-    with SignalForwarder() as forwarder:
-        return _Launcher(fork, policy, forwarder, host_folder(), timeout_minutes).run()
+    with SignalForwarder(exit_signal) as forwarder:
+        launcher = _Launcher(fork, policy, forwarder, host_folder(), timeout_minutes)
+        return forwarder.code(launcher.run())
 
 
 class _Launcher:
@@ -211,7 +219,7 @@ class _Launcher:
                 look_for_wish=self._look_for_wish,
             )
             if self._forwarder.asked is not None:
-                return 128 + self._forwarder.asked
+                return self._forwarder.code_of(-self._forwarder.asked)
             with self._fork(main, self._size, self._forwarder, self._environment):
                 if self._forwarder.asked is not None:  # just before there were ranks
                     self._forwarder.send(self._forwarder.asked)
@@ -229,7 +237,7 @@ class _Launcher:
         self._drawings.start(postmortem)
         history, policy = self._history, self._policy
         if self._forwarder.asked is not None:
-            return 128 + self._forwarder.asked
+            return self._forwarder.code_of(-self._forwarder.asked)
         history.add(fault)
         told = f"rank {fault.rank} has failed ({fault.cause})"
         if fault.iteration:

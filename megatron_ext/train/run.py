@@ -31,6 +31,7 @@ from megatron_ext.optim.update import ParameterGather
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.batch_size import BatchSize, Progress
 from megatron_ext.train.elastic import is_asked_to_resize
+from megatron_ext.train.exit_signal import ExitSignal
 from megatron_ext.train.reporting.build import Reporters
 from megatron_ext.train.saves import Saves
 from megatron_ext.train.step import StepRunner
@@ -44,22 +45,25 @@ class StopRequests:
         started: when the run began, in seconds since 1970.
         elastic: whether the run may be asked to go on with another number of replicas. torchrun
             asks by SIGTERM, and the launcher of forked ranks as `elastic.is_asked_to_resize` tells.
+        exit_signal: the exit signal as the program has watched it so far; by default from now on.
     """
 
-    def __init__(self, training: TrainingConfig, started: float, elastic: bool = False) -> None:
+    def __init__(
+        self,
+        training: TrainingConfig,
+        started: float,
+        elastic: bool = False,
+        exit_signal: ExitSignal | None = None,
+    ) -> None:
         minutes = training.exit_duration_in_mins
         self._end = None if minutes is None else started + 60.0 * minutes
-        self._signalled = self._ended_by_torchrun = False
+        self._exit_signal = exit_signal or ExitSignal.of_run(training)
+        self._ended_by_torchrun = False
         self._before: HostCopy | None = None
         self._elastic = elastic
         self._watches = training.exit_signal_handler or elastic or self._end is not None
-        if elastic and is_under_torchrun():
+        if elastic and is_under_torchrun() and self._exit_signal.number != signal.SIGTERM:
             signal.signal(signal.SIGTERM, self._on_end_by_torchrun)
-        if training.exit_signal_handler:
-            signal.signal(signal.Signals[training.exit_signal], self._on_signal)
-
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        self._signalled = True
 
     def _on_end_by_torchrun(self, _number: int, _frame: FrameType | None) -> None:
         self._ended_by_torchrun = True
@@ -75,14 +79,18 @@ class StopRequests:
             return None
         resize = self._elastic and (self._ended_by_torchrun or is_asked_to_resize())
         over = self._end is not None and time.time() > self._end
-        flags = to_device(torch.tensor([self._signalled, resize, over], dtype=torch.int32), device)
+        asked = [self._exit_signal.came, resize, over]
+        flags = to_device(torch.tensor(asked, dtype=torch.int32), device)
         torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
         answer: HostCopy | None = HostCopy(flags)
         if device.type == "cuda" if late is None else late:
             answer, self._before = self._before, answer
-        asked = answer.read() if answer is not None else (False, False, False)
-        reasons = zip(("signal", "resize", "duration"), asked, strict=True)
-        return next((reason for reason, is_asked in reasons if is_asked), None)
+        agreed = answer.read() if answer is not None else (False, False, False)
+        reasons = zip(("signal", "resize", "duration"), agreed, strict=True)
+        reason = next((reason for reason, is_asked in reasons if is_asked), None)
+        if reason == "signal":
+            self._exit_signal.obey()
+        return reason
 
 
 @dataclass

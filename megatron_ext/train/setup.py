@@ -32,6 +32,7 @@ from megatron_ext.optim.update import ParameterGather
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.batch_size import BatchSize, Progress, number_of_iterations, split_sizes
 from megatron_ext.train.callbacks.snapshots import snapshot_stores
+from megatron_ext.train.exit_signal import ExitSignal
 from megatron_ext.train.reporting.start import implementation_line, parameters_line
 from megatron_ext.train.run import Run, StopRequests, count_parameters
 from megatron_ext.train.saves import Saves
@@ -47,10 +48,12 @@ def build_run(
     assets: Any,
     helper: Helper | None = None,
     started: float | None = None,
+    exit_signal: ExitSignal | None = None,
 ) -> Run:
     """Build what a run needs on this rank, load its checkpoint, and let ``helper`` write others.
 
-    A time limit of the run counts from ``started``, in seconds since 1970; by default from now.
+    A time limit of the run counts from ``started``, in seconds since 1970, and ``exit_signal``
+    tells whether the signal has come; by default both count from now.
     """
     started = time.time() if started is None else started
     prepare_transformer_engine(config)
@@ -97,7 +100,9 @@ def build_run(
         checkpoints=checkpoints,
         progress=_progress_after(loaded, context),
         ema=ema,
-        stop_requests=StopRequests(config.training, started, config.fault_tolerance.is_elastic),
+        stop_requests=StopRequests(
+            config.training, started, config.fault_tolerance.is_elastic, exit_signal
+        ),
         peak_flops=_peak_flops(device),
         saves=saves,
         stores=stores,

@@ -6,14 +6,21 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
 import psutil
 
-from megatron_ext.train.exit_codes import EXIT_CODE_NO_ANSWER, FOLLOWS, code_of
+from megatron_ext.errors import EXIT_CODE_NOT_SAVED, SECONDS_OF_ONE_INTERRUPTION, STOP_SIGNALS
+from megatron_ext.train.exit_codes import (
+    EXIT_CODE_NO_ANSWER,
+    EXIT_CODE_SIGNAL,
+    EXIT_CODE_USER_ERROR,
+    FOLLOWS,
+    code_of,
+)
+from megatron_ext.train.exit_signal import ExitSignal
 
 GRACE_SECONDS = 3.0
 """Time between asking the ranks to end and killing them."""
@@ -22,7 +29,8 @@ SECONDS_BETWEEN_POLLS = 0.02
 _SECONDS_FOR_THE_CAUSE = 2.0
 """Time from the first rank that gave up waiting to the report of the ranks it waited for."""
 _SECONDS_BETWEEN_LOOKS = 0.5
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+_SECONDS_FOR_THE_OTHERS = 60.0
+"""Time from the first rank that has saved and ended, as asked, until the others are killed."""
 
 
 class SignalForwarder:
@@ -30,18 +38,28 @@ class SignalForwarder:
 
     Attributes:
         children: rank by process id; whoever starts and reaps ranks keeps it.
-        asked: the last signal to end or to interrupt that has come; None before the first.
+        asked: the last signal that has come to end the ranks at once; None before the first.
         received: all signals that have come.
+
+    Args:
+        exit_signal: the signal after which the ranks save and end; those that are forked later
+            learn of it from there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, exit_signal: ExitSignal | None = None) -> None:
         self.children: dict[int, int] = {}
         self.asked: int | None = None
         self.received: set[int] = set()
+        self._exit_signal = exit_signal or ExitSignal(None)
+        self._interrupted_at: float | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> SignalForwarder:
-        self._before = {number: signal.signal(number, self._on_signal) for number in _FORWARDED}
+        for number in STOP_SIGNALS:
+            # What this process ignores, as nohup and the background jobs of scripts do, the ranks
+            # ignore too.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(
@@ -60,30 +78,43 @@ class SignalForwarder:
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.received.add(number)
-        if number in (signal.SIGTERM, signal.SIGINT):
+        if number == self._exit_signal.number:
+            self._exit_signal.came = True
+        else:
             self.asked = number
-        self.send(number)
+        self.send(signal.SIGKILL if self._is_impatient(number) else number)
+
+    def _is_impatient(self, number: int) -> bool:
+        """Return whether Ctrl-C has come again while the ranks still clean up."""
+        if number != signal.SIGINT or self.asked != number:
+            return False
+        now = time.monotonic()
+        first = self._interrupted_at = self._interrupted_at or now
+        return now > first + SECONDS_OF_ONE_INTERRUPTION
+
+    def code(self, code: int) -> int:
+        """Return the exit code of ranks of which the first has ended with ``code``.
+
+        Ranks that were asked to end did so one after the other, in whatever way.
+        """
+        if self.asked is None or code in (0, EXIT_CODE_USER_ERROR, EXIT_CODE_SIGNAL):
+            return code
+        return self.code_of(-self.asked)
+
+    def code_of(self, status: int) -> int:
+        """Return the exit code for a rank's status.
+
+        With ``--exit-signal-handler``, 143 is kept for runs that have saved.
+        """
+        if status == -signal.SIGTERM and self._exit_signal.number is not None:
+            return EXIT_CODE_NOT_SAVED
+        return code_of(status)
 
     def send(self, number: int) -> None:
         """Send a signal to all ranks that have not been reaped."""
         for pid in list(self.children):
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-
-
-@contextmanager
-def held_signals() -> Iterator[None]:
-    """Keep back the forwarded signals in this context, so that ranks can be forked in it."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def release_signals() -> None:
-    """Let the forwarded signals reach this process, which was forked within `held_signals`."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
 
 
 class Supervisor:
@@ -139,9 +170,13 @@ class Supervisor:
 
     def _failed(self, rank: int, status: int) -> None:
         """End all ranks, since this one failed by itself."""
-        if status < 0:
+        self._code = self._forwarder.code_of(status)
+        if status == EXIT_CODE_SIGNAL:
+            # The others have agreed to end too, and may have reports to finish.
+            self._kill_at = time.monotonic() + _SECONDS_FOR_THE_OTHERS
+            return
+        if status < 0 and -status != self._forwarder.asked:
             say(rank, f"was ended by {signal.Signals(-status).name}")
-        self._code = code_of(status)
         self._end_all()
 
     def _look(self, now: float) -> None:

@@ -8,28 +8,49 @@ not because another node did, leaves its exit code there.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from megatron_ext.errors import end_on_interrupt
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
+import psutil
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import get_args_parser
 from torch.distributed.run import main as torchrun
 
-from megatron_ext.faults.host import shared_host_folder
-from megatron_ext.train.exit_codes import FOLDER_VARIABLE, FOLLOWS, code_of
+from megatron_ext.errors import EXIT_CODE_NOT_SAVED, STOP_SIGNALS, ignore_stop_signals
+from megatron_ext.faults.host import exit_codes_left, shared_host_folder
+from megatron_ext.train.exit_codes import (
+    EXIT_CODE_RESIZED,
+    EXIT_CODE_SIGNAL,
+    FOLDER_VARIABLE,
+    FOLLOWS,
+    code_of,
+)
+
+_PASSED_ON = "--signals-to-handle"
+_SECONDS_FOR_RANKS = 30.0
+"""Time for ranks that torch does not wait for any more, as torch gives them after one signal."""
 
 
 def run_torchrun(words: Sequence[str]) -> int:
     """Run torchrun, and return 0 or the exit code of the rank that has failed by itself.
 
-    torchrun itself prints what has failed. After a signal to torchrun the code is 128 plus its
-    number, as of a shell. The host folder ends with this process, also after a failure.
+    torchrun itself prints what has failed. After a signal to torchrun, which it passes on, the code
+    is that of the ranks if they have ended by themselves since, else that of a rank that the signal
+    has ended. The host folder ends with this process, also after a failure.
     """
     try:
-        with shared_host_folder():
-            torchrun(list(words))
+        with shared_host_folder() as folder, _ended_ranks(folder) as left:
+            torchrun([*_passing_signals_on(), *words])
     except ChildFailedError as error:
         print(error, file=sys.stderr, flush=True)
         by_time = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
@@ -41,8 +62,46 @@ def run_torchrun(words: Sequence[str]) -> int:
             own.write_text(str(code), encoding="utf-8")
         return code
     except SignalException as error:
-        return 128 + int(error.sigval)
+        if 0 in left:
+            return 0
+        if not left.isdisjoint((EXIT_CODE_SIGNAL, EXIT_CODE_RESIZED)):
+            return EXIT_CODE_SIGNAL
+        is_to_save = EXIT_CODE_NOT_SAVED in left or "--exit-signal-handler" in words
+        if is_to_save and error.sigval == signal.SIGTERM:
+            return EXIT_CODE_NOT_SAVED
+        return code_of(-int(error.sigval))
     return 0
+
+
+def _passing_signals_on() -> list[str]:
+    """Return the flag with which torch's agent passes all of `STOP_SIGNALS` on to its ranks.
+
+    It dies of others, and leaves its ranks alone. Old versions of torch have no such flag.
+    """
+    if _PASSED_ON not in get_args_parser().format_usage():
+        return []
+    return [f"{_PASSED_ON}={','.join(number.name for number in STOP_SIGNALS)}"]
+
+
+@contextmanager
+def _ended_ranks(folder: Path | None) -> Iterator[set[int]]:
+    """Yield a set that holds the ranks' exit codes when a signal has ended the agent.
+
+    Signals that come meanwhile are ignored, and ranks that still run are waited for, since torch
+    waits no more for those of an agent that has got several signals.
+    """
+    left: set[int] = set()
+    try:
+        yield left
+    except SignalException:
+        ignore_stop_signals()
+        running = psutil.wait_procs(psutil.Process().children(), _SECONDS_FOR_RANKS)[1]
+        for process in running:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        if folder is not None:
+            left.update(exit_codes_left(folder))
+        raise
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from tests.training_runs import documents
 TINY = (
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --seq-length 32 "
     "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 16 --train-iters 30 "
-    "--lr-warmup-iters 1 --eval-iters 0 --log-interval 1 --save-interval 100 --num-workers 0 "
+    "--lr-warmup-iters 1 --eval-iters 0 --log-interval 1 --save-interval 100 "
     "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --no-sequence-parallel "
     "--tokenizer-type NullTokenizer --vocab-size 90"
 )

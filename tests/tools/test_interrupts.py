@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_ext.data import indexed_writer
+from megatron_ext.errors import SECONDS_OF_ONE_INTERRUPTION
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = sorted([*ROOT.glob("pretrain_*.py"), *ROOT.glob("tools/*.py")])
@@ -59,6 +61,31 @@ def test_an_interrupted_program_cleans_up_and_says_so() -> None:
     process = _start("-c", RUN)
     assert process.stdout.readline() == "running\n"
     assert _interrupt(process) == (130, "cleaned up\n", "interrupted\n")
+
+
+SLOW_END = "print('cleaning up', flush=True); time.sleep(SECONDS)\n        print("
+
+
+@pytest.mark.parametrize(("seconds", "at_once"), [(0.5, True), (60, False)])
+def test_a_second_interruption_lets_the_program_clean_up_for_a_second(
+    seconds: float, at_once: bool
+) -> None:
+    ends = RUN.replace('print("cleaned', f'{SLOW_END}"cleaned').replace("SECONDS", str(seconds))
+    process = _start("-c", ends)
+    assert process.stdout.readline() == "running\n"
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "cleaning up\n"
+    if not at_once:
+        time.sleep(SECONDS_OF_ONE_INTERRUPTION + 0.2)
+    assert _interrupt(process) == (130, "cleaned up\n" if at_once else "", "interrupted\n")
+
+
+def test_an_interruption_of_a_destructor_is_no_traceback() -> None:
+    deep = "class Slow:\n        def __del__(self):\n            print('running', flush=True)\n"
+    deep += "            time.sleep(60)\n    Slow()\n    try:"
+    process = _start("-c", RUN.replace("    try:", f"    {deep}", 1))
+    assert process.stdout.readline() == "running\n"
+    assert _interrupt(process) == (130, "", "interrupted\n")
 
 
 def test_an_interruption_of_the_imports_is_no_traceback() -> None:

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from megatron_ext.config.flags import Flag, flags_of
 from megatron_ext.config.megatron_flags import ALWAYS_ON
-from megatron_ext.errors import ConfigError, say_to_stderr
+from megatron_ext.errors import ConfigError, interrupt_once, say_to_stderr
 from megatron_ext.text.config import SftConfig
 from megatron_ext.text.preprocess.options import (
     PreprocessOptions,
@@ -165,7 +165,8 @@ def _run(argv: Sequence[str]) -> Report | None:
 
 def main(argv: Sequence[str]) -> int:
     """Run one command line; return 0, 1 for bad input, 2 for bad flags, 130 when interrupted."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.getsignal(signal.SIGTERM)
+    interrupt_once(signal.SIGTERM)
     try:
         return run_or_explain(lambda: _run(argv))
     finally:

@@ -21,7 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ext import limits
-from megatron_ext.errors import MachineFault, MegatronExtError, end_with_parent
+from megatron_ext.errors import (
+    MachineFault,
+    MegatronExtError,
+    end_with_parent,
+    held_signals,
+    release_signals,
+)
 from megatron_ext.text.preprocess.inputs import Part
 from megatron_ext.text.preprocess.jobs import (
     ATTEMPTS,
@@ -65,6 +71,7 @@ def _start_worker(job: Job, board: _Board, parent: int) -> None:
     global _shared
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    release_signals()
     end_with_parent(parent)
     _shared = job, board
 
@@ -133,7 +140,8 @@ def _encode_batch(job: Job, batch: Sequence[int], board: _Board, progress: Progr
     processes: list[BaseProcess] = []
     gc.freeze()
     try:
-        futures = {pool.submit(_encode_part, number): number for number in batch}
+        with held_signals():
+            futures = {pool.submit(_encode_part, number): number for number in batch}
         processes = [child for child in multiprocessing.active_children() if child not in others]
         left = set(futures)
         while left:

@@ -9,7 +9,11 @@ from pathlib import Path
 
 import torch
 
-from megatron_ext.train.exit_codes import EXIT_CODE_RESIZED, EXIT_CODE_SIGNAL
+from megatron_ext.errors import EXIT_CODE_NOT_SAVED
+from megatron_ext.train.exit_codes import (
+    EXIT_CODE_RESIZED,
+    EXIT_CODE_SIGNAL,
+)
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult
 
@@ -165,7 +169,11 @@ class StopConditions(Callback):
         request = run.stop_requests.check(run.device)
         if request is not None:
             decision.stop = request
-            codes = {"signal": EXIT_CODE_SIGNAL, "resize": EXIT_CODE_RESIZED}
+            saves = config.checkpoint.save is not None
+            codes = {
+                "signal": EXIT_CODE_SIGNAL if saves else EXIT_CODE_NOT_SAVED,
+                "resize": EXIT_CODE_RESIZED,
+            }
             decision.exit_code = codes.get(request, 0)
         elif due(run.progress.iteration, config.training.exit_interval):
             decision.stop = decision.stop or EXIT_INTERVAL

@@ -9,6 +9,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -25,7 +26,15 @@ from filelock import FileLock, Timeout
 
 from megatron_ext import limits
 from megatron_ext.config.flags import flags_of
-from megatron_ext.errors import ConfigError, DataError, MegatronExtError, say_to_stderr
+from megatron_ext.errors import (
+    ConfigError,
+    DataError,
+    MegatronExtError,
+    end_with_parent,
+    held_signals,
+    release_signals,
+    say_to_stderr,
+)
 from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
 from megatron_ext.video.data import shards
 from megatron_ext.video.data.clips import read_list
@@ -182,11 +191,17 @@ def _markers(
     context = multiprocessing.get_context("spawn")
     size = min(options.workers, len(todo))
     counter = context.Value("i", 0)
-    pool = ProcessPoolExecutor(size, context, _start_worker, (options, counter))
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(size, context, _start_worker, (options, counter, os.getpid()))
     try:
-        futures = [pool.submit(_work, part, fingerprint) for part in todo]
+        with held_signals():
+            futures = [pool.submit(_work, part, fingerprint) for part in todo]
         for future in as_completed(futures):
             yield future.result()
+    except (KeyboardInterrupt, GeneratorExit):
+        for child in set(multiprocessing.active_children()) - others:
+            child.kill()
+        raise
     except BrokenProcessPool:
         raise DataError(
             "A worker process ended (out of memory, or killed); finished shards are kept, so run "
@@ -199,7 +214,11 @@ def _markers(
 _OF_THIS_WORKER: list[tuple[ClipEncoder, VideoPreprocessOptions]] = []
 
 
-def _start_worker(options: VideoPreprocessOptions, counter: Any) -> None:
+def _start_worker(options: VideoPreprocessOptions, counter: Any, parent: int) -> None:
+    # The parent decides about Ctrl-C, which comes to all processes of a terminal.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    release_signals()
+    end_with_parent(parent)
     torch.set_num_threads(1)
     device = torch.device(options.device)
     if device.type == "cuda":

@@ -25,6 +25,7 @@ from megatron_ext.config.rules.optimizer import optimizer_errors, with_warmup
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.data.loader import BatchSource, without_traceback
+from megatron_ext.data.workers import worker_context
 from megatron_ext.device import to_device
 from megatron_ext.errors import ConfigError, DataError, MachineFault
 from megatron_ext.faults.bus import worker_setup
@@ -316,7 +317,7 @@ class VideoSource(BatchSource):
                 pin_memory=run.device.type == "cuda",
                 # The loader would draw its seed from the generator that ranks share.
                 generator=torch.Generator().manual_seed(0),
-                multiprocessing_context="fork" if num_workers else None,
+                multiprocessing_context=worker_context(num_workers),
                 worker_init_fn=worker_setup(),
             )
             self._batches = iter(loader)

@@ -1,0 +1,39 @@
+"""Worker processes of data loaders, which leave signals to their rank."""
+
+from __future__ import annotations
+
+from multiprocessing.context import ForkContext, ForkProcess
+from multiprocessing.popen_fork import Popen
+from multiprocessing.process import BaseProcess
+
+from megatron_ext.errors import held_signals
+
+
+class _Popen(Popen):
+    """A forked process that no signal reaches before it is ready to ignore it."""
+
+    def _launch(self, process_obj: BaseProcess) -> None:
+        # The worker's `loader_ends_with_parent` releases them.
+        with held_signals():
+            super()._launch(process_obj)  # type: ignore[misc]
+
+    def terminate(self) -> None:
+        """Kill the process, since it ignores the signal that asks for its end."""
+        self.kill()
+
+
+class _Process(ForkProcess):
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> Popen:  # noqa: N802 - the name of the base class
+        return _Popen(process_obj)
+
+
+class WorkerContext(ForkContext):
+    """The ``multiprocessing_context`` of a DataLoader with `errors.loader_ends_with_parent`."""
+
+    Process = _Process
+
+
+def worker_context(num_workers: int) -> WorkerContext | None:
+    """Return the ``multiprocessing_context`` of a DataLoader with ``num_workers`` workers."""
+    return WorkerContext() if num_workers else None

@@ -1,0 +1,102 @@
+"""The signal after which a run saves and ends, and what a run says that ends without saving."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from megatron_ext.checkpoint.files import read_tracker
+from megatron_ext.config.run import RunConfig
+from megatron_ext.config.training import TrainingConfig
+from megatron_ext.errors import EXIT_CODE_NOT_SAVED, STOP_SIGNALS, ignore_stop_signals
+from megatron_ext.train.exit_codes import EXIT_CODE_SIGNAL, code_of
+
+
+class ExitSignal:
+    """The signal of ``--exit-signal-handler``, and whether it has come to this process.
+
+    A process that is forked later knows what has come before.
+
+    Attributes:
+        number: the signal; None if the flag is not given.
+    """
+
+    def __init__(self, number: signal.Signals | None) -> None:
+        self.number = number
+        self.came = False
+
+    @classmethod
+    def of_run(cls, training: TrainingConfig) -> ExitSignal:
+        """Return the signal that the flags name, for which this process waits from now on."""
+        if not training.exit_signal_handler:
+            return cls(None)
+        exit_signal = cls(signal.Signals[training.exit_signal])
+        # From here on each kind of process says by itself what SIGTERM does to it.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        exit_signal.watch()
+        return exit_signal
+
+    def watch(self) -> None:
+        """Take note of the signal from now on, instead of ending by it.
+
+        SIGTERM is ignored from then on: schedulers send it a little later, and torchrun after a
+        second signal, while the run is still on its way to the save.
+        """
+        if self.number is not None:
+            signal.signal(self.number, self._on_signal)
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self.came = True
+
+    def end_by_sigterm(self, tell: Callable[[int], None]) -> None:
+        """If another signal saves, let SIGTERM end this process with the code that it has not.
+
+        A shell's code after SIGTERM says that a run with ``--exit-signal-handler`` has saved.
+        """
+
+        def end(_number: int, _frame: FrameType | None) -> None:
+            tell(EXIT_CODE_NOT_SAVED)
+            os._exit(EXIT_CODE_NOT_SAVED)
+
+        if self.number not in (None, signal.SIGTERM):
+            signal.signal(signal.SIGTERM, end)
+
+    def obey(self) -> None:
+        """Ignore signals from now on, since the run saves and ends because of this one.
+
+        A scheduler sends more of them soon after, and torchrun as soon as the first rank has ended.
+        """
+        ignore_stop_signals()
+
+
+def loss_at_end(code: int, config: RunConfig) -> str | None:
+    """Return a sentence about what a run has lost that a signal has ended with exit ``code``.
+
+    Return None for a code that no such run ends with.
+    """
+    training, save = config.training, config.checkpoint.save
+    number = next((number for number in STOP_SIGNALS if code == code_of(-number)), None)
+    if code == EXIT_CODE_NOT_SAVED:
+        number = signal.Signals[training.exit_signal] if save is None else signal.SIGTERM
+    elif number is None or (code == EXIT_CODE_SIGNAL and training.exit_signal_handler):
+        return None
+    told, how = f"ended by {number.name}", number.name
+    if number == signal.SIGINT:
+        told, how = "interrupted", "Ctrl-C"
+    flags = "`--exit-signal-handler"
+    flags += "`" if number == signal.SIGTERM else f" --exit-signal {number.name}`"
+    if save is None:
+        return (
+            f"{told}: nothing has been saved, as `--save` is not given; give it and {flags}, and "
+            f"{how} saves a checkpoint before the run ends."
+        )
+    iteration = read_tracker(Path(save))
+    lost = f"nothing has been saved in `--save` ({save})"
+    if iteration is not None:
+        lost = f"the newest checkpoint in `--save` ({save}) is of iteration {iteration}, and later "
+        lost += "steps are lost"
+    return f"{told}: {lost}; give {flags}, and {how} saves a checkpoint before the run ends."
