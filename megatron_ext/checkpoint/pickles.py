@@ -1,10 +1,10 @@
 """A small machine for pickles, which calls nothing that a pickle names.
 
-Python's own unpickler imports what a pickle names, calls it, and sets attributes on whatever lies on
-its stack, classes included. `Machine` follows the same instructions, but a name stays a `Name` on
-its stack: a subclass decides what a call or a state makes, from a list of its own, and instructions
-that the writers of checkpoints do not use are refused. `MetadataMachine` makes the index of a
-checkpoint, and `Scan` makes nothing: it refuses a pickle that would be costly to read.
+Python's own unpickler imports what a pickle names, calls it, and sets attributes on whatever lies
+on its stack, classes included. `Machine` follows the same instructions, but a name stays a `Name`
+on its stack: a subclass decides what a call or a state makes, from a list of its own, and
+instructions that the writers of checkpoints do not use are refused. `MetadataMachine` makes the
+index of a checkpoint, and `Scan` makes nothing: it refuses a pickle that would be costly to read.
 """
 
 from __future__ import annotations
