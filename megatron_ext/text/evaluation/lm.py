@@ -65,7 +65,8 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
     ) -> str:
         """Return the text of messages by the chat template."""
         return str(
-            self.tokenizer.apply_chat_template(
+            apply_template(
+                self.tokenizer,
                 chat_history,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
