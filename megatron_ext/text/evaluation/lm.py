@@ -17,6 +17,7 @@ from megatron_ext.text.evaluation.config import TaskEvaluationConfig
 from megatron_ext.text.evaluation.service import ModelService, Row
 from megatron_ext.text.generation.decode import Request
 from megatron_ext.text.generation.sampling import Sampling
+from megatron_ext.text.sft.templates import apply_template
 from megatron_ext.text.tokenizers.base import NO_TOKEN, Tokenizer
 
 Encoded = tuple[tuple[str, str], list[int], list[int]]

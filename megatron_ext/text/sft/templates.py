@@ -27,14 +27,15 @@ from megatron_ext.text.tokenizers.huggingface import refused_panic
 
 MAX_SOURCE = 1 << 20
 """Characters of a template."""
-MAX_STEPS = 2_000_000
+MAX_STEPS = 500_000
 """Turns of loops and calls of macros in one rendering; those of a conversation take thousands."""
-MAX_SECONDS = 60.0
+MAX_SECONDS = 30.0
+"""Seconds that a rendering may compute, without what other processes take."""
 MAX_TEXT = 1 << 26
 """Characters of a rendering, and of a text or items of a list that an operator makes."""
 MAX_BITS = 1 << 14
 """Bits of a number."""
-MAX_MEMORY = 1 << 30
+MAX_MEMORY = 1 << 29
 """Bytes that the process may map beyond those at the start of a rendering."""
 MAX_KNOWN = 64
 _STATM = Path("/proc/self/statm")
@@ -55,15 +56,15 @@ class _Budget:
         self.start()
 
     def start(self) -> None:
-        self._steps, self._end = MAX_STEPS, time.monotonic() + MAX_SECONDS
+        self._steps, self._end = MAX_STEPS, time.thread_time() + MAX_SECONDS
 
     def step(self) -> None:
         """Count one turn of a loop."""
         self._steps -= 1
         if self._steps < 0:
             raise _Excess(f"{MAX_STEPS:,} turns of its loops")
-        if time.monotonic() > self._end:
-            raise _Excess(f"{MAX_SECONDS:.0f} seconds")
+        if time.thread_time() > self._end:
+            raise _Excess(f"{MAX_SECONDS:.0f} seconds of computing")
 
     def binop(self, _context: Any, operator: str, left: Any, right: Any) -> Any:
         """Do an arithmetic operation whose result is small enough."""
