@@ -31,6 +31,7 @@ from megatron_ext.checkpoint.state import CRITIC
 from megatron_ext.checkpoint.stored import read_run_config
 from megatron_ext.config.flags import NATURAL
 from megatron_ext.config.run import RunConfig
+from megatron_ext.config.sections import described
 from megatron_ext.device import select
 from megatron_ext.errors import CheckpointError, MegatronExtError
 from megatron_ext.text.convert.adapters import peft_layers
@@ -135,7 +136,7 @@ def _saved_run(args: argparse.Namespace) -> tuple[RunConfig, bool]:
             f"but `--load` ({args.load}) holds one model; leave it out."
         )
     task = STREAMING if streams else GPT
-    return RunConfig.from_dict(stored, task.sections), streams
+    return RunConfig.from_dict(described(stored, task.sections), task.sections), streams
 
 
 if __name__ == "__main__":

@@ -8,15 +8,21 @@ allow only the few classes that belong there; any other raises a CheckpointError
 
 from __future__ import annotations
 
+import functools
 import pickle
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import numpy as np
 import torch
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
+from megatron.core.safe_globals import SAFE_GLOBALS
 from megatron.core.transformer import enums
 from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
@@ -25,33 +31,20 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.serialization import _is_zipfile
 
 from megatron_ext.checkpoint.files import is_plain_name
+from megatron_ext.checkpoint.pickles import ForeignName, Refused, Scan, member_of, read_index
 from megatron_ext.errors import CheckpointError
 
-_OF_METADATA = {
-    "torch.distributed.checkpoint.metadata": (
-        "Metadata MetadataIndex StorageMeta ChunkStorageMetadata TensorStorageMetadata "
-        "BytesStorageMetadata TensorProperties _MEM_FORMAT_ENCODING"
-    ),
-    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
-    # megatron-core keeps its plans beside the metadata, to write the next checkpoint sooner.
-    "torch.distributed.checkpoint.planner": (
-        "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData"
-    ),
-    "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",
-    "torch.serialization": "_get_layout",
-    "torch": "Size",
-    "collections": "OrderedDict",
-    "pathlib": "Path PosixPath PurePosixPath WindowsPath PureWindowsPath",
-    "pathlib._local": "PosixPath PurePosixPath WindowsPath PureWindowsPath",
-}
 COMMON_STATE = "common_state"
 """Name of the common state among the shards."""
 _OBJECT = f"{COMMON_STATE}/shard_0_1"
-_ALLOWED = {(module, name) for module, names in _OF_METADATA.items() for name in names.split()}
 _OF_NEWER_FLAGS = ("CudaGraphModule", "InferenceCudaGraphScope")
 """Enumerations of flags, which stock checkpoints hold and older releases of megatron-core lack."""
+_OLD_PICKLES = 5
+"""Pickles at the start of a file of torch.save that is no archive."""
+_NUMBERS = re.compile(r"[<>=|]?(b1|[iu][1248]|f[248]|c(8|16))")
 _FOREIGN = re.compile(r"GLOBAL (\S+) w")
 """The part of torch's error that names a class which its restricted reader refuses."""
 
@@ -62,20 +55,6 @@ def refused(path: Path | str, name: str) -> CheckpointError:
         f"{path} names `{name}`, which does not belong into a checkpoint and could run code, so "
         "nothing of the file is used; load a checkpoint from a source that you trust."
     )
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """An unpickler that allows only torch's dtypes and the classes of checkpoints' metadata."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in _ALLOWED:
-            return super().find_class(module, name)
-        raise _UnknownClass(f"{module}.{name}")
-
-
-class _UnknownClass(pickle.UnpicklingError):
-    """The error about a class that is not in `_ALLOWED`."""
 
 
 class MetadataReader(FileSystemReader):
@@ -97,12 +76,9 @@ class MetadataReader(FileSystemReader):
 
 def _read_metadata(path: Path) -> Metadata:
     try:
-        with path.open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise TypeError(f"it holds a {type(metadata).__name__}")
-        files = {str(place.relative_path) for place in (metadata.storage_data or {}).values()}
-    except _UnknownClass as error:
+        metadata = read_index(path.read_bytes())
+        files = {place.relative_path for place in (metadata.storage_data or {}).values()}
+    except ForeignName as error:
         raise refused(path, str(error)) from None
     # Damaged pickles raise errors of any class.
     except Exception as error:
@@ -130,9 +106,9 @@ def plain_content(file: Path | BytesIO, place: Path | str, *, mmap: bool = False
     Other content raises a CheckpointError, in which ``place`` names the file. With ``mmap`` a
     tensor is read only when it is used.
     """
-    names = (f"{enums.__name__}.{name}" for name in _OF_NEWER_FLAGS if not hasattr(enums, name))
     try:
-        with torch.serialization.safe_globals([(_plain_value, name) for name in names]):
+        _scan(file)
+        with _restricted_names():
             # Said outright, so that no variable of the environment changes it.
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     # Damaged archives and pickles raise errors of any class.
@@ -145,9 +121,98 @@ def plain_content(file: Path | BytesIO, place: Path | str, *, mmap: bool = False
         ) from error
 
 
+def _scan(file: Path | BytesIO) -> None:
+    """Refuse pickles that are costly to read, in a file of ``torch.save`` of either format."""
+    if isinstance(file, Path):
+        with file.open("rb") as opened:
+            _scan_opened(opened)
+        return
+    start = file.tell()
+    _scan_opened(file)
+    file.seek(start)
+
+
+def _scan_opened(file: IO[bytes]) -> None:
+    if _is_zipfile(file):
+        # torch's own reader, so that both see the same record of the archive.
+        Scan(torch._C.PyTorchFileReader(file).get_record("data.pkl")).load()
+        return
+    content, at = file.read(), 0
+    for _ in range(_OLD_PICKLES):
+        scan = Scan(content, at)
+        scan.load()
+        at = scan.at
+
+
+@contextmanager
+def _restricted_names() -> Iterator[None]:
+    """Let torch's restricted reader use this module's list of names, and no others, for a while."""
+    usual = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals(_safe_names())
+    try:
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(usual)
+
+
+@functools.cache
+def _safe_names() -> list[Any]:
+    """Return what may stand for a name in a file of ``torch.save``, besides torch's own classes.
+
+    It is megatron-core's list, but for what it has of shared objects and of raw memory: torch's
+    reader sets a state on each instance of a class of the list. A member of an enumeration is the
+    same object for the whole process, so that functions return the members here; and numpy takes
+    bytes of the file as addresses of objects, so that arrays are made by `PlainArray`.
+    """
+    kinds = [kind for kind in SAFE_GLOBALS if kind.__module__.split(".")[0] != "numpy"]
+    members = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum)]
+    names: list[Any] = [kind for kind in kinds if kind not in members]
+    names += [(member_of(kind), f"{kind.__module__}.{kind.__qualname__}") for kind in members]
+    missing = (name for name in _OF_NEWER_FLAGS if not hasattr(enums, name))
+    names += [(_plain_value, f"{enums.__name__}.{name}") for name in missing]
+    names += [(PlainArray, "numpy.ndarray"), (PlainType, "numpy.dtype")]
+    names += [(_new_array, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
+    return names
+
+
 def _plain_value(value: object) -> object:
     """Return the value of an enumeration's member that this megatron-core does not know."""
     return value
+
+
+class PlainType:
+    """The type of a pickled array: plain numbers of one size, in one order of bytes."""
+
+    def __init__(self, code: Any, align: Any = False, copy: Any = True) -> None:
+        if type(code) is not str or not _NUMBERS.fullmatch(code):
+            raise Refused(f"it has an array of {code!r}, which are no plain numbers")
+        self.dtype = np.dtype(code)
+
+    def __setstate__(self, state: Any) -> None:
+        _version, order, *rest = state
+        if order not in ("<", ">", "|", "=") or rest[:5] != [None, None, None, -1, -1]:
+            raise Refused("it has an array of what are no plain numbers")
+        self.dtype = self.dtype.newbyteorder(order)
+
+
+class PlainArray(np.ndarray):
+    """An array of plain numbers that is made from the bytes of a pickle, whose size is checked."""
+
+    def __new__(cls, *arguments: Any) -> PlainArray:
+        raise Refused("it makes an array from raw memory")
+
+    def __setstate__(self, state: Any) -> None:
+        version, shape, kind, by_column, content = state
+        if type(kind) is not PlainType or type(content) is not bytes:
+            raise Refused("it has an array of what are no plain numbers")
+        super().__setstate__((version, shape, kind.dtype, by_column, content))
+
+
+def _new_array(kind: Any, shape: Any, code: Any) -> PlainArray:
+    """Return an empty array, of which the pickle then sets shape, type and content."""
+    return np.ndarray.__new__(PlainArray, (0,), np.int8)
 
 
 class PlainObjectsPlanner(MCoreLoadPlanner):  # type: ignore[misc]

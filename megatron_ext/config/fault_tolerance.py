@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_ext.config.flags import COUNT, FACTOR, NATURAL, SIZE, Changeable, Range, flag
+from megatron_ext.config.flags import COUNT, FACTOR, NATURAL, SIZE, Range, UsersOwn, flag
 
 DISABLED, VALIDATE, STATS = "disabled", "validate_results", "report_stats"
 """The values of ``--rerun-mode``, which are Megatron-LM's."""
 
 
 @dataclass(frozen=True)
-class FaultToleranceConfig(Changeable):
+class FaultToleranceConfig(UsersOwn):
     """How a run finds faults, and how it goes on after them."""
 
     max_restarts: int = flag(

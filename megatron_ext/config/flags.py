@@ -115,6 +115,12 @@ class Changeable:
     IF_CHANGED: ClassVar[IfChanged] = "allow"
 
 
+class UsersOwn(Changeable):
+    """The base class of sections whose flags, by default, no checkpoint's configuration gives."""
+
+    FROM_CHECKPOINT: ClassVar[bool] = False
+
+
 def flag(
     default: Any,
     help: str,
@@ -127,6 +133,7 @@ def flag(
     negative: str | Sequence[str] = (),
     advice: str | None = None,
     if_changed: IfChanged | None = None,
+    from_checkpoint: bool | None = None,
 ) -> Any:
     """Declare a field of a dataclass that is also a command-line flag.
 
@@ -143,6 +150,9 @@ def flag(
             default or the bounds.
         if_changed: what happens if a checkpoint to load has another value; None takes the
             section's ``IF_CHANGED``, or "say".
+        from_checkpoint: whether the configuration in a checkpoint, which may be a stranger's, may
+            give the value; None takes the section's ``FROM_CHECKPOINT``, or True. It is False for
+            what permits or names code to run, and for what names a place to write to.
     """
     metadata = {
         "help": help,
@@ -154,6 +164,7 @@ def flag(
         "negative": _each(negative),
         "advice": advice,
         "if_changed": if_changed,
+        "from_checkpoint": from_checkpoint,
     }
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
@@ -200,6 +211,7 @@ class Flag:
     nargs: int | str | None
     advice: str | None
     if_changed: IfChanged | None
+    from_checkpoint: bool | None
 
     @property
     def shown(self) -> str:
@@ -303,6 +315,16 @@ def if_changed(section: type) -> dict[str, IfChanged]:
     """Return, by field, what happens if a flag of a section differs from the checkpoint's."""
     usual: IfChanged = getattr(section, "IF_CHANGED", "say")
     return {flag.field: flag.if_changed or usual for flag in flags_of("", section)}
+
+
+def from_checkpoint(section: type) -> dict[str, bool]:
+    """Return, by field, whether a checkpoint's configuration may give it (`flag`)."""
+    usual: bool = getattr(section, "FROM_CHECKPOINT", True)
+    found = {}
+    for field in dataclasses.fields(section):
+        own = field.metadata.get("from_checkpoint")
+        found[field.name] = usual if own is None else own
+    return found
 
 
 def default_of(section: Any, name: str) -> Any:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.config.flags import COUNT, NATURAL, SIZE, Changeable, Range, flag, must_divide
+from megatron_ext.config.flags import COUNT, NATURAL, SIZE, Range, UsersOwn, flag, must_divide
 
 STRICTNESS = (
     "assume_ok_unexpected log_unexpected log_all raise_unexpected raise_all return_unexpected "
@@ -47,7 +47,7 @@ def user_cache() -> Path:
 
 
 @dataclass(frozen=True)
-class CheckpointConfig(Changeable):
+class CheckpointConfig(UsersOwn):
     """Saving and loading checkpoints as in Megatron-LM, but any layout can load optimizer state."""
 
     save: str | None = flag(
@@ -78,9 +78,13 @@ class CheckpointConfig(Changeable):
     )
     ckpt_step: int | None = flag(None, "iteration to load; default: the latest", NATURAL, "steps")
     finetune: bool = flag(False, "load the weights only, and start at iteration 0")
-    pretrained_checkpoint: str | None = flag(None, "weights to start from, without --load")
+    pretrained_checkpoint: str | None = flag(
+        None, "weights to start from, without --load", from_checkpoint=True
+    )
     pretrained_average: bool = flag(
-        False, "take the averaged weights of --pretrained-checkpoint, where it holds them"
+        False,
+        "take the averaged weights of --pretrained-checkpoint, where it holds them",
+        from_checkpoint=True,
     )
     no_save_optim: bool = flag(False, "leave the optimizer out of checkpoints")
     no_save_rng: bool = flag(False, "leave the random states out of checkpoints")
@@ -267,7 +271,7 @@ class CheckpointConfig(Changeable):
 
 
 @dataclass(frozen=True)
-class LoggingConfig(Changeable):
+class LoggingConfig(UsersOwn):
     """Reports of a run; names and defaults are Megatron-LM's."""
 
     log_interval: int = flag(100, "report after each multiple of this many steps", COUNT, "steps")
@@ -298,7 +302,7 @@ GPU_NAMES = ("A100-40GB", "A100", "L40S", "H100", "H200", "B200")
 
 
 @dataclass(frozen=True)
-class PlanningConfig(Changeable):
+class PlanningConfig(UsersOwn):
     """``--dry-run``: all checks, and estimates of memory, communication and time; no training."""
 
     dry_run: bool = flag(

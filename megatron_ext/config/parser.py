@@ -68,7 +68,8 @@ def parse_args(
         argv: the words after the program's name.
         world_size: ranks that torchrun started; 0 lets ``--nproc-per-node`` decide.
         checkpoint_config: the stored configuration to take the model and the user's own flags
-            from (``--use-checkpoint-args``); the command line wins over it.
+            from (``--use-checkpoint-args``), as far as a file may give them
+            (`sections.described`); the command line wins over it.
         defaults: values by field that replace the task's defaults and the fields' own.
         elsewhere: sections of other programs by name, to tell which program has an unknown flag.
     """
@@ -87,7 +88,8 @@ def parse_args(
         bare = RunConfig.from_dict(_joined([*layers, asked]), program.sections)
         layers.append(_joined([task.described_model(bare)]))
         if checkpoint_config is not None:
-            layers.append(dict(task.stored_model(checkpoint_config, bare)))
+            stored = sections.described(checkpoint_config, program.sections)
+            layers.append(dict(task.stored_model(stored, bare)))
         values = _joined([*layers, *given])
         reading.settle_old_spellings(values)
         bare = RunConfig.from_dict(values, program.sections)
@@ -108,6 +110,7 @@ def parse_args(
     if "muon_extra_scale_factor" not in values["optimizer"]:
         notes += config.optimizer.muon_notes()
     fields = frozenset(flag.field for flag in reading.given)
+    notes += sections.withheld_notes(checkpoint_config or {}, program.sections, fields)
     return ParsedArgs(config, notes, task, fields, reading.print_config)
 
 

@@ -80,7 +80,9 @@ class Fp8Config:
         False, "keep and gather Transformer Engine's weights in 8 bits", if_changed="allow"
     )
     fp8_quantizer_factory: str | None = flag(
-        None, "function that makes the quantizers of --fp8-recipe custom: package.module.function"
+        None,
+        "function that makes the quantizers of --fp8-recipe custom: package.module.function",
+        from_checkpoint=False,
     )
     reuse_grad_buf_for_mxfp8_param_ag: bool = flag(
         False, "gather mxfp8 weights through the memory of their gradients", if_changed="allow"
@@ -136,7 +138,9 @@ class TransformerEngineConfig(Changeable):
         False, "overlap products with tensor-parallel communication, in Transformer Engine's layers"
     )
     tp_comm_overlap_cfg: str | None = flag(
-        None, "YAML file that says how each product of --tp-comm-overlap overlaps"
+        None,
+        "YAML file that says how each product of --tp-comm-overlap overlaps",
+        from_checkpoint=False,
     )
     tp_comm_overlap_ag: bool = _overlaps("overlap-ag", "the all-gather with the product after")
     tp_comm_overlap_rs: bool = _overlaps("overlap-rs", "the reduce-scatter with the product before")

@@ -21,11 +21,11 @@ import argparse
 import dataclasses
 import shutil
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from typing import Any
 
-from megatron_ext.config.flags import Flag, flag, flags_of
+from megatron_ext.config.flags import Flag, flag, flags_of, from_checkpoint
 from megatron_ext.config.megatron_flags import RENAMED
 from megatron_ext.config.run import (
     LeftOut,
@@ -35,7 +35,7 @@ from megatron_ext.config.run import (
     named,
     section_name,
 )
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import CheckpointError, ConfigError
 
 OWN_FLAGS = ("--help", "-h", "--config", "--print-config", "--no-position-embedding")
 """Flags that the parser handles itself."""
@@ -170,6 +170,50 @@ def _field(action: argparse.Action) -> tuple[str, Any, Any]:
     choices = None if action.choices is None else list(action.choices)
     field = flag(action.default, meaning, choices=choices, nargs=nargs, names=options)
     return action.dest, kind | None, field
+
+
+def described(stored: Mapping[str, Any], kinds: Sequence[type]) -> dict[str, dict[str, Any]]:
+    """Return the values of a stored configuration that a run may take from it, by section.
+
+    Whoever wrote the file may be a stranger, so that it describes a model and its data, and can
+    neither permit nor name code to run, nor name places to write to. Each field says by
+    ``flag(..., from_checkpoint=...)`` whether the file may give it. Sections and fields that the
+    classes ``kinds`` and the engine's do not have are left out.
+
+    Raises:
+        CheckpointError: a section holds no names and values.
+    """
+    found = {}
+    for name, kind in (engine_sections() | named(kinds)).items():
+        values = stored.get(name)
+        if values is None:
+            continue
+        if not isinstance(values, Mapping):
+            raise CheckpointError(
+                f"The stored configuration has `{name}` ({values!r:.50}) in the place of a section "
+                "of flags, which must hold names and values; load another checkpoint."
+            )
+        may = from_checkpoint(kind)
+        found[name] = {field: value for field, value in values.items() if may.get(field)}
+    return found
+
+
+def withheld_notes(
+    stored: Mapping[str, Any], kinds: Sequence[type], given: Collection[str]
+) -> list[str]:
+    """Return a sentence for each permission in a stored configuration that the user did not give.
+
+    A permission is a switch in a section that may otherwise come from the file; ``given`` are the
+    fields of the flags on the command line.
+    """
+    return [
+        f"The checkpoint was trained with `{flag.shown}` ({flag.help}), which no file can give; "
+        "give it yourself if you trust that code."
+        for name, kind in (engine_sections() | named(kinds)).items()
+        for flag in flags_of(name, kind)
+        if flag.from_checkpoint is False and flag.type is bool and flag.field not in given
+        if (stored.get(name) or {}).get(flag.field)
+    ]
 
 
 def sections_of(program: Program) -> dict[str, type]:

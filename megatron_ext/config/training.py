@@ -341,8 +341,11 @@ class LossConfig:
         None,
         "a loss of your own: module:LossConfigClass or file.py:LossConfigClass; or "
         "cross-entropy, in a program that has another by default",
+        from_checkpoint=False,
     )
-    loss_args: list[str] = flag([], "fields of --loss, such as gamma=2.0", nargs="+")
+    loss_args: list[str] = flag(
+        [], "fields of --loss, such as gamma=2.0", nargs="+", from_checkpoint=False
+    )
 
     def resolved(self, *, fused: bool, fusion_impl: str) -> LossConfig:
         """Return a copy; a missing ``cross_entropy_impl`` follows fusion flags, or is "chunked"."""

@@ -55,7 +55,10 @@ class TokenizerConfig:
     )
     tokenizer_hf_include_special_tokens: bool = flag(False, "let transformers add special tokens")
     trust_remote_code: bool = flag(
-        False, "let transformers run code of the tokenizer's folder", if_changed="allow"
+        False,
+        "let transformers run code of the tokenizer's folder",
+        if_changed="allow",
+        from_checkpoint=False,
     )
 
 
@@ -109,7 +112,7 @@ class SftConfig:
     sft_tools_key: str = flag("tools", "optional column of tool schemas")
     sft_enable_thinking_key: str = flag("enable_thinking", "optional column of booleans")
     sft_chat_template: str | None = flag(
-        None, "a Jinja file; default: the chat template of the tokenizer"
+        None, "a Jinja file; default: the chat template of the tokenizer", from_checkpoint=False
     )
     sft_template_kwargs: str | None = flag(
         None, 'JSON object for the template, such as {"enable_thinking": false}'

@@ -105,6 +105,7 @@ def main(
     defaults: Mapping[str, Any] | None = None,
     work: Work | None = None,
     elsewhere: Mapping[str, Sequence[type]] | None = None,
+    notes: Sequence[str] = (),
 ) -> int:
     """Parse the flags, check all that needs no ranks, start the ranks, and train.
 
@@ -112,6 +113,7 @@ def main(
         work: called with the run instead of training and evaluation.
         defaults: values by field that replace the task's defaults of flags.
         elsewhere: sections of other programs by program name, to explain their flags in errors.
+        notes: sentences that are printed before those about the flags.
 
     Returns:
         The exit code of the program: 2 after a user's error, which is printed; 1 if ``--dry-run``
@@ -136,7 +138,7 @@ def main(
         config, assets = preflight(parsed.config, task.preflight)
         configure = partial(_resized, config, task, parse)
         silence_known_warnings(device.kind)
-        for note in (*parsed.notes, *restart_notes(config), *staged) if first else ():
+        for note in (*notes, *parsed.notes, *restart_notes(config), *staged) if first else ():
             print(f"> {note}", flush=True)
         if config.planning.dry_run:
             return int(first and not print_plan(config, task.cost))

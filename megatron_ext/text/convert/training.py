@@ -45,12 +45,19 @@ class HuggingFaceConfig(Changeable):
         None,
         "folder of a Hugging Face model that gives the flags of the model, the tokenizer and, "
         "where no checkpoint is loaded, the initial weights",
+        from_checkpoint=False,
     )
     save_hf: str | None = flag(
-        None, "folder for Hugging Face models of this run, one in iter_<step> at the end"
+        None,
+        "folder for Hugging Face models of this run, one in iter_<step> at the end",
+        from_checkpoint=False,
     )
     save_hf_interval: int | None = flag(
-        None, "write to --save-hf after each multiple of this many steps too", COUNT, "steps"
+        None,
+        "write to --save-hf after each multiple of this many steps too",
+        COUNT,
+        "steps",
+        from_checkpoint=False,
     )
     origin: dict[str, Any] | None = derived()
     """The config.json of the Hugging Face model that the weights come from."""

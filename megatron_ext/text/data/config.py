@@ -23,11 +23,17 @@ class DataConfig:
     train_data_path: list[str] | None = flag(None, "prefixes of the train split", nargs="+")
     valid_data_path: list[str] | None = flag(None, "prefixes of the validation split", nargs="+")
     test_data_path: list[str] | None = flag(None, "prefixes of the test split", nargs="+")
-    data_args_path: str | None = flag(None, "a file with the words of --data-path")
-    per_split_data_args_path: str | None = flag(None, "a JSON file with a blend for each split")
-    per_dataset_sequences_path: str | None = flag(None, "a JSON file with lengths of datasets")
+    data_args_path: str | None = flag(
+        None, "a file with the words of --data-path", from_checkpoint=False
+    )
+    per_split_data_args_path: str | None = flag(
+        None, "a JSON file with a blend for each split", from_checkpoint=False
+    )
+    per_dataset_sequences_path: str | None = flag(
+        None, "a JSON file with lengths of datasets", from_checkpoint=False
+    )
     data_cache_path: str | None = flag(
-        None, "folder for the indices of samples", if_changed="allow"
+        None, "folder for the indices of samples", if_changed="allow", from_checkpoint=False
     )
     data_order: str = flag(
         "megatron",
@@ -40,12 +46,14 @@ class DataConfig:
         "a YAML file of mixtures that change during training, instead of --data-path; needs "
         "--data-order direct",
         if_changed="allow",
+        from_checkpoint=False,
     )
     object_storage_cache_path: str | None = flag(
         None,
         "folder on a disk of each machine for what is read of datasets at addresses, such as "
         "s3://bucket/web; default: megatron_ext/data in the user's cache folder",
         if_changed="allow",
+        from_checkpoint=False,
     )
     object_storage_cache_size: float = flag(
         32.0,

@@ -19,6 +19,7 @@ import numpy as np
 import yaml
 
 from megatron_ext.config.run import section_name
+from megatron_ext.config.sections import described, withheld_notes
 from megatron_ext.data.indexed import is_address
 from megatron_ext.data.lookup import samples_with
 from megatron_ext.data.order import SampleOrder
@@ -70,6 +71,7 @@ class Ledger:
                 "with `--data-order direct`, which keeps it."
             )
         self.history: History = self.record.history(iteration)
+        self.withheld: dict[type, list[str]] = {}
         self._first: dict[str, int] = {}
         for row in self.record.rows:
             self._first |= row.get("first_tokens", {})
@@ -122,14 +124,18 @@ class Ledger:
     def section(self, kind: type[Section]) -> Section:
         """Return a section of the run's configuration, from the file in its folder.
 
+        What a file may not give has its default (`described`), and `withheld` then has sentences
+        on the permissions among it.
+
         Raises:
             ConfigError: the file is missing, damaged or of another version.
         """
         path = self.folder / CONFIGURATION_FILE
         try:
             settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-            return kind(**settings[section_name(kind)])
-        except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+            self.withheld[kind] = withheld_notes(settings, [kind], ())
+            return kind(**described(settings, [kind])[section_name(kind)])
+        except (OSError, AttributeError, yaml.YAMLError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{path} cannot be read ({error}), but says how the data of the run is read; give "
                 "a save folder with the configuration of its run."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -66,6 +67,11 @@ def parser_of(description: str) -> argparse.ArgumentParser:
         "--text", action="store_true", help="with --step or --spike, show the texts"
     )
     parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="with --text, let transformers run code of the folder of the run's tokenizer",
+    )
+    parser.add_argument(
         "--characters",
         type=NATURAL.integer,
         default=300,
@@ -77,7 +83,9 @@ def parser_of(description: str) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace, console: Console) -> None:
     """Answer the question that the flags ask; raise a MegatronExtError if that cannot be."""
     ledger = Ledger(args.folder, args.checkpoint)
-    texts = Texts(ledger, args.characters) if args.text else None
+    texts = None
+    if args.text:
+        texts = Texts(ledger, args.characters, trust_remote_code=args.trust_remote_code)
     if texts is not None and not args.spike and args.step is None:
         raise ConfigError("`--text` shows the texts of a step; give `--step` or `--spike` too.")
     if args.document is not None:
@@ -207,11 +215,18 @@ def _reads_table(reads: Sequence[Read], *, with_lost: bool) -> Table:
 
 
 class Texts:
-    """The texts of documents, by the tokenizer of the run's configuration."""
+    """The texts of documents, by the tokenizer of the run's configuration.
 
-    def __init__(self, ledger: Ledger, characters: int) -> None:
+    ``trust_remote_code`` lets code of the tokenizer's folder run, which that configuration cannot.
+    """
+
+    def __init__(self, ledger: Ledger, characters: int, *, trust_remote_code: bool) -> None:
         self._characters = characters
-        self._tokenizer: Tokenizer = build_tokenizer(ledger.section(TokenizerConfig))
+        settings = ledger.section(TokenizerConfig)
+        for note in [] if trust_remote_code else ledger.withheld[TokenizerConfig]:
+            print(f"note: {note}", file=sys.stderr)
+        settings = dataclasses.replace(settings, trust_remote_code=trust_remote_code)
+        self._tokenizer: Tokenizer = build_tokenizer(settings)
 
     def of(self, documents: Documents, begin: int, length: int) -> str:
         """Return the text of some tokens of a dataset, from a place in its file on."""

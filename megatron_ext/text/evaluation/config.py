@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_ext.config.flags import COUNT, NATURAL, SIZE, Changeable, Range, flag
+from megatron_ext.config.flags import COUNT, NATURAL, SIZE, Range, UsersOwn, flag
 
 
 @dataclass(frozen=True)
-class TaskEvaluationConfig(Changeable):
+class TaskEvaluationConfig(UsersOwn):
     """The flags of scoring a model on tasks."""
 
     eval_tasks: list[str] | None = flag(
@@ -56,7 +56,7 @@ class TaskEvaluationConfig(Changeable):
 
 
 @dataclass(frozen=True)
-class ResultsConfig(Changeable):
+class ResultsConfig(UsersOwn):
     """The flags that only tools/evaluate.py has."""
 
     results_file: str | None = flag(None, "JSON file for lm-eval's results")

@@ -17,6 +17,7 @@ from megatron_ext.text.evaluation.config import TaskEvaluationConfig
 from megatron_ext.text.evaluation.service import ModelService, Row
 from megatron_ext.text.generation.decode import Request
 from megatron_ext.text.generation.sampling import Sampling
+from megatron_ext.text.sft.templates import apply_template
 from megatron_ext.text.tokenizers.base import NO_TOKEN, Tokenizer
 
 Encoded = tuple[tuple[str, str], list[int], list[int]]
@@ -65,7 +66,8 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
     ) -> str:
         """Return the text of messages by the chat template."""
         return str(
-            self.tokenizer.apply_chat_template(
+            apply_template(
+                self.tokenizer,
                 chat_history,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,

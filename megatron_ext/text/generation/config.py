@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_ext.config.flags import COUNT, SIZE, Changeable, Range, changed_fields, flag
+from megatron_ext.config.flags import COUNT, SIZE, Range, UsersOwn, changed_fields, flag
 from megatron_ext.text.generation.sampling import Sampling
 
 _DRAWN = ("temperature", "top_k", "top_p")
@@ -12,7 +12,7 @@ _PLAIN = "give `--prompt`, `--prompt-file` or `--interactive`"
 
 
 @dataclass(frozen=True)
-class GenerationConfig(Changeable):
+class GenerationConfig(UsersOwn):
     """The flags of writing texts with a model."""
 
     prompt: list[str] | None = flag(None, "texts to continue", nargs="+")

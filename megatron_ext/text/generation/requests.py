@@ -16,6 +16,7 @@ from megatron_ext.text.generation.config import GenerationConfig
 from megatron_ext.text.generation.decode import Request
 from megatron_ext.text.generation.sampling import Sampling
 from megatron_ext.text.sft.chat import load_chat_tokenizer
+from megatron_ext.text.sft.templates import TooCostly, apply_template
 from megatron_ext.text.tokenizers.base import NO_TOKEN, Tokenizer
 from megatron_ext.text.tokenizers.huggingface import tokenizer_folder
 
@@ -102,9 +103,15 @@ class Encoder:
             if isinstance(content, str):
                 messages = [{"role": "user", "content": content}]
             try:
-                encoded = self._chat.apply_chat_template(
-                    messages, tokenize=True, return_dict=True, add_generation_prompt=True
+                encoded = apply_template(
+                    self._chat,
+                    messages,
+                    tokenize=True,
+                    return_dict=True,
+                    add_generation_prompt=True,
                 )
+            except TooCostly:
+                raise
             except Exception as error:  # a template can raise anything
                 reason = " ".join(str(error).split())[:200]
                 raise DataError(

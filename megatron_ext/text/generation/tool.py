@@ -16,6 +16,7 @@ from megatron_ext.config.flags import if_changed
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.parser import read_words
 from megatron_ext.config.run import RunConfig
+from megatron_ext.config.sections import described, withheld_notes
 from megatron_ext.data.indexed import write_error
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.text.config import text_rules
@@ -72,14 +73,19 @@ def inference_rules(given: RunConfig, run: RunConfig) -> list[str]:
     return [*text_rules(given, run), *folder_errors(run)]
 
 
-def model_defaults(argv: Sequence[str], program: Task, tool: str) -> dict[str, Any]:
+def model_defaults(
+    argv: Sequence[str], program: Task, tool: str
+) -> tuple[dict[str, Any], list[str]]:
     """Return the defaults of flags, by name, that follow from ``--load`` or ``--load-hf``.
+
+    With them come sentences on what a checkpoint's configuration cannot give (`withheld_notes`).
 
     Raises:
         ConfigError: neither or both are given, or the checkpoint is not of a text model.
         CheckpointError: the checkpoint, the folder or its configuration is missing or damaged.
     """
-    values = read_words(argv, program).values
+    reading = read_words(argv, program)
+    values = reading.values
     given = values.get("checkpoint", {})
     load, folder = given.get("load"), values.get("hugging_face", {}).get("load_hf")
     if bool(load) == bool(folder):
@@ -98,9 +104,11 @@ def model_defaults(argv: Sequence[str], program: Task, tool: str) -> dict[str, A
     if load is None:
         assert folder is not None
         source = read_model(Path(folder))
-        return {**found, "seq_length": source.fields["max_position_embeddings"]}
+        return {**found, "seq_length": source.fields["max_position_embeddings"]}, []
     stored = read_run_config(Path(load), given.get("ckpt_step"))
-    return {**found, **_stored_model(stored, program, load), "finetune": True}
+    notes = withheld_notes(stored, program.sections, {flag.field for flag in reading.given})
+    stored = described(stored, program.sections)
+    return {**found, **_stored_model(stored, program, load), "finetune": True}, notes
 
 
 def run_model(
@@ -116,12 +124,12 @@ def run_model(
         defaults: further defaults of flags, by name.
     """
     try:
-        of_model = {}
+        of_model, notes = {}, list[str]()
         if not {"-h", "--help"} & {*argv}:
-            of_model = model_defaults(argv, program, tool)
+            of_model, notes = model_defaults(argv, program, tool)
     except MegatronExtError as error:
         return refuse(error)
-    return main(program, argv, defaults={**of_model, **defaults}, work=work)
+    return main(program, argv, defaults={**of_model, **defaults}, work=work, notes=notes)
 
 
 def _stored_model(stored: Mapping[str, Any], program: Task, load: str) -> dict[str, Any]:

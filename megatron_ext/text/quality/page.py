@@ -27,7 +27,8 @@ def quality_page(quality: Quality, *, now: float) -> str:
     title = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     texts, sample = quality.texts, quality.span_sample
     return page_of(
-        Path(__file__).with_name("quality.html"),
+        __package__,
+        "quality.html",
         name=text_of(title, 200),
         datasets=[text_of(prefix, 1000) for prefix in quality.datasets],
         written=moment(now),

@@ -16,13 +16,19 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from jinja2 import Environment, TemplateSyntaxError, nodes
+from jinja2 import TemplateSyntaxError, nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.config import SftConfig, TokenizerConfig
 from megatron_ext.text.sft.conversation import Conversation
+from megatron_ext.text.sft.templates import TooCostly, apply_template
 from megatron_ext.text.tokenizers.base import Tokenizer
-from megatron_ext.text.tokenizers.huggingface import load_pretrained, tokenizer_folder
+from megatron_ext.text.tokenizers.huggingface import (
+    load_pretrained,
+    refused_panic,
+    tokenizer_folder,
+)
 
 _OURS = (
     "conversation add_generation_prompt continue_final_message tokenize return_dict tools "
@@ -74,7 +80,9 @@ class Template:
         """Apply the template to the first ``count`` messages; raise a DataError if it fails."""
         messages = [dict(message) for message in self.conversation.messages[:count]]
         try:
-            return self._tokenizer.apply_chat_template(messages, **{**self._kwargs, **kwargs})
+            return apply_template(self._tokenizer, messages, **{**self._kwargs, **kwargs})
+        except TooCostly:
+            raise
         except Exception as error:  # a template can raise anything
             raise DataError(
                 f"{self.conversation.place}: the chat template refuses the first {count} of "
@@ -99,7 +107,8 @@ class Template:
     def encode(self, text: str) -> Any:
         """Return `input_ids` and `offset_mapping` (in characters) of a text from the template."""
         try:
-            return self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            with refused_panic(getattr(self._tokenizer, "name_or_path", "")):
+                return self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         except Exception as error:  # such as half a surrogate pair, in ways of their own
             raise DataError(
                 f"{self.conversation.place}: the tokenizer refuses the text of the conversation "
@@ -266,7 +275,7 @@ def _marked_ends(template: Template, count: int, whole: str) -> dict[int, int] |
 def marked_source(source: str) -> str | None:
     """Return ``source`` with a mark before each message; None if a message may need later ones."""
     try:
-        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
+        tree = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
     except TemplateSyntaxError:
         return None
     # The variables that are set to `messages`, or to all but the first of it, count as well.

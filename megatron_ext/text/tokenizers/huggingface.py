@@ -7,7 +7,8 @@ loaded by transformers.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,25 @@ from megatron_ext.text.tokenizers.base import NO_TOKEN, FastKind, Ids, Tokenizer
 _GENERAL_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend", None)
 _NAMED = tuple(f"{name}_token" for name in ("eos", "bos", "unk", "sep", "pad", "cls", "mask"))
 _FILES = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.model", "*.tiktoken")
+
+
+@contextmanager
+def refused_panic(tokenizer: str) -> Iterator[None]:
+    """Raise a DataError where the library of tokenizers gives up on a text.
+
+    It does so after ten million attempts to match a pattern at one place, by an error that is no
+    Exception. ``tokenizer`` is its file or folder.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())[:160]
+        raise DataError(
+            f"`--tokenizer-model` ({tokenizer}) has a pattern or content that does not get through "
+            f"a text ({reason}); give a tokenizer from a source that you trust."
+        ) from None
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -55,16 +75,18 @@ class HuggingFaceTokenizer(Tokenizer):
         )
 
     def tokenize(self, text: str) -> list[int]:
-        return list(self._backend.encode(text, add_special_tokens=self._include_special).ids)
+        with refused_panic(str(self.path)):
+            return list(self._backend.encode(text, add_special_tokens=self._include_special).ids)
 
     def token_id(self, text: str) -> int:
         known = self._backend.token_to_id(text)
         return NO_TOKEN if known is None else int(known)
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
-        encodings = self._backend.encode_batch_fast(
-            list(texts), add_special_tokens=self._include_special
-        )
+        with refused_panic(str(self.path)):
+            encodings = self._backend.encode_batch_fast(
+                list(texts), add_special_tokens=self._include_special
+            )
         return [encoding.ids for encoding in encodings]
 
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

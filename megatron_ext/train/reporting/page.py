@@ -5,6 +5,7 @@ All strings come from files that may be of strangers; jinja2 escapes each of the
 
 from __future__ import annotations
 
+import importlib.resources
 import math
 import os
 import time
@@ -88,22 +89,29 @@ def write_page(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def page_of(template: Path, **facts: object) -> str:
+def page_of(package: str, name: str, **facts: object) -> str:
     """Return a page whose template extends `layout.html`, the look of all pages of reports.
 
-    A template may take macros from `macros.html`. Each string of ``facts`` is escaped.
+    The template ``name`` lies in a package of this one, and may take macros from `macros.html`. No
+    other file is read. Each string of ``facts`` is escaped.
     """
     # Imported here, since only a page needs it.
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from jinja2 import DictLoader, StrictUndefined
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    environment = Environment(
-        loader=FileSystemLoader([template.parent, Path(__file__).parent]),
+    places = {"layout.html": __package__, "macros.html": __package__, name: package}
+    templates = {
+        file: importlib.resources.files(place).joinpath(file).read_text(encoding="utf-8")
+        for file, place in places.items()
+    }
+    environment = ImmutableSandboxedEnvironment(
+        loader=DictLoader(templates),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template(template.name).render(style=Markup(style_sheet()), **facts)
+    return environment.get_template(name).render(style=Markup(style_sheet()), **facts)
 
 
 def render(folder: RunFolder, goodput: Goodput, *, now: float, beside: Path) -> str:
@@ -112,7 +120,8 @@ def render(folder: RunFolder, goodput: Goodput, *, now: float, beside: Path) -> 
     state = state_of(folder, now)
     noticed = noticed_table(folder)
     return page_of(
-        Path(__file__).with_name("report.html"),
+        __package__,
+        "report.html",
         name=text_of(folder.path.resolve().name or str(folder.path), 200),
         path=text_of(str(folder.path.resolve()), 1000),
         written=moment(now),

@@ -14,8 +14,8 @@ from megatron_ext.config.flags import (
     SHARE,
     SIZE,
     WEIGHT,
-    Changeable,
     Range,
+    UsersOwn,
     check_ranges,
     derived,
     flag,
@@ -89,7 +89,7 @@ class VideoConfig:
 
 
 @dataclass(frozen=True)
-class SampleConfig(Changeable):
+class SampleConfig(UsersOwn):
     """Flags of sampling clips from captions, during training and by tools/sample_video.py."""
 
     sample_interval: int | None = flag(

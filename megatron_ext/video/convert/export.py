@@ -24,6 +24,7 @@ from megatron_ext.checkpoint.state import PREFIX
 from megatron_ext.checkpoint.stored import read_run_config
 from megatron_ext.checkpoint.unpickling import read_tensors, stored_entries
 from megatron_ext.config.run import RunConfig
+from megatron_ext.config.sections import described
 from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.transformer_config import params_dtype
 from megatron_ext.video.config.rules import SECTIONS
@@ -71,7 +72,7 @@ def export_wan(
         CheckpointError: a weight is missing, has another shape, or does not exist in Wan; or a
             folder cannot be read or written.
     """
-    run = RunConfig.from_dict(read_run_config(load, step), SECTIONS)
+    run = RunConfig.from_dict(described(read_run_config(load, step), SECTIONS), SECTIONS)
     if ema and network != "generator":
         raise CheckpointError(
             f"`--ema` is for the generator, but `--network` is {network}, of which a run "
@@ -93,8 +94,8 @@ def export_wan(
 
     kind = torch_dtype(dtype) if dtype else params_dtype(run.precision)
     weights = Converted(shapes(sizes), read, convert, kind)
-    described = config_json(sizes, naming)
-    write_folder(target, weights, described, max_shard_size=max_shard_size, stem=STEM)
+    content = config_json(sizes, naming)
+    write_folder(target, weights, content, max_shard_size=max_shard_size, stem=STEM)
 
 
 def _check_stored(path: Path, sizes: VideoDiTSizes, prefix: str) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.checkpoint.stored import read_run_config
 from megatron_ext.config.parser import read_words
+from megatron_ext.config.sections import described
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.train.launch import refuse
 from megatron_ext.train.main import main
@@ -115,6 +116,7 @@ def _defaults(argv: Sequence[str], defaults_of: DefaultsOf) -> dict[str, Any]:
     if missing:
         raise ConfigError(missing)
     stored = read_run_config(Path(given["load"]), given.get("ckpt_step"))
+    stored = described(stored, VIDEO.sections)
     if not stored.get("video", {}).get("video"):
         raise ConfigError(
             f"`--load` ({given['load']}) must be a checkpoint of pretrain_video.py, but holds "

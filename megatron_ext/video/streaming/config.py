@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from megatron_ext.config.flags import (
     COUNT,
@@ -13,8 +13,8 @@ from megatron_ext.config.flags import (
     NORM,
     RATE,
     SIZE,
-    IfChanged,
     Range,
+    UsersOwn,
     derived,
     flag,
 )
@@ -211,14 +211,12 @@ DEFAULT_FPS = 16
 
 
 @dataclass(frozen=True)
-class StreamingSampleConfig:
+class StreamingSampleConfig(UsersOwn):
     """Length and prompt switches of sampled videos, with ``--task streaming``.
 
     Attributes:
         only_samples: whether this is a run of tools/sample_video.py, which does not train.
     """
-
-    IF_CHANGED: ClassVar[IfChanged] = "allow"
 
     sample_latent_frames: int | None = _frames(
         None, "latent frames of sampled videos; default: the longest of --sequence-lengths"

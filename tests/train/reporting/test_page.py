@@ -262,3 +262,15 @@ def test_every_category_and_variable_has_its_style() -> None:
     used = set(re.findall(r"var\(--([\w-]+)\)", text))
     defined = set(re.findall(r"--([\w-]+):", text))
     assert used <= defined
+
+
+def test_pages_take_no_template_from_other_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where a path is not what it seems, templates come from the package, in a sandbox."""
+    (tmp_path / "page.html").write_text("{{ ''.__class__ }}")
+    monkeypatch.setattr(Path, "with_name", lambda self, name: tmp_path / name)
+    monkeypatch.setattr(Path, "parent", property(lambda self: tmp_path))
+    for name in ("page.html", str(tmp_path / "page.html"), "../page.html"):
+        with pytest.raises(FileNotFoundError):
+            page.page_of("megatron_ext.train.reporting", name)

@@ -1,0 +1,620 @@
+"""A small machine for pickles, which calls nothing that a pickle names.
+
+Python's own unpickler imports what a pickle names, calls it, and sets attributes on whatever lies
+on its stack, classes included. `Machine` follows the same instructions, but a name stays a `Name`
+on its stack: a subclass decides what a call or a state makes, from a list of its own, and
+instructions that the writers of checkpoints do not use are refused. `MetadataMachine` makes the
+index of a checkpoint, and `Scan` makes nothing: it refuses a pickle that would be costly to read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from enum import Enum
+from pathlib import PurePath, PurePosixPath, PureWindowsPath
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata, planner
+
+MAX_BYTES = 1 << 32
+"""Size of the largest pickle that is read; 400,000 entries of an index take about 80 MB."""
+MAX_NESTING = 100
+"""Depth of values within values, beyond which Python's own functions would overflow its stack."""
+MAX_KEY = 64
+"""Elements of a tuple that is a key, or dimensions of a size."""
+MAX_IN_TUPLE = 10_000
+"""Elements of a tuple with the tuples in it, each as often as it occurs there."""
+
+
+class ForeignName(ValueError):
+    """The error about a class or function that does not belong into a checkpoint."""
+
+
+class Refused(ValueError):
+    """The error about an instruction or a value that no checkpoint has; its text says which."""
+
+
+class Name:
+    """The name of a class or function; the object itself never gets onto a machine's stack."""
+
+    __slots__ = ("full", "module", "name")
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module, self.name, self.full = module, name, f"{module}.{name}"
+
+
+_SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
+_LARGEST_KEY = 1 << 63
+
+
+def _is_key(value: Any) -> bool:
+    """Return whether a value is cheap to hash: a scalar, or a short tuple of scalars."""
+    if type(value) is int:
+        # Of larger numbers many have the same hash.
+        return -_LARGEST_KEY < value < _LARGEST_KEY
+    if type(value) is tuple:
+        return len(value) <= MAX_KEY and all(type(x) is not tuple and _is_key(x) for x in value)
+    return type(value) in _SCALARS
+
+
+class Machine:
+    """The instructions of pickles of protocol 2 to 5, as far as checkpoints use them.
+
+    `load` returns the value of the pickle that starts at ``at``, which is then where it ends.
+    Content that ends early or is inconsistent raises an error of any class.
+    """
+
+    def __init__(self, content: bytes, at: int = 0) -> None:
+        if len(content) > MAX_BYTES:
+            raise Refused(f"it has {len(content)} bytes, more than {MAX_BYTES}")
+        self._content, self.at = content, at
+
+    def name(self, module: str, name: str) -> Any:
+        """Return what stands for a class or function; raise ForeignName if it does not belong."""
+        raise ForeignName(f"{module}.{name}")
+
+    def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
+        """Return what a function, or a class, makes of arguments."""
+        raise Refused("it calls a function")
+
+    def new(self, kind: Any, arguments: tuple[Any, ...]) -> Any:
+        """Return an instance of a class that has no state yet."""
+        raise Refused("it makes an instance")
+
+    def build(self, target: Any, state: Any) -> None:
+        """Give an instance that this machine has made its state, once."""
+        raise Refused("it sets a state")
+
+    def stored(self, key: Any) -> Any:
+        """Return the content of a storage that lies beside the pickle."""
+        raise Refused("it names a value outside of the file")
+
+    def is_key(self, value: Any) -> bool:
+        """Return whether a value may be the key of a mapping."""
+        return _is_key(value)
+
+    def check_tuple(self, value: tuple[Any, ...]) -> None:
+        """Raise Refused if a tuple is too large for its reader."""
+
+    def load(self) -> Any:
+        """Follow the instructions up to the end of the pickle."""
+        content, at = self._content, self.at
+        text, long_size = content.__getitem__, struct.Struct("<I").unpack_from
+        integer, short = struct.Struct("<i").unpack_from, struct.Struct("<H").unpack_from
+        stack: list[Any] = []
+        below: list[list[Any]] = []
+        memo: dict[int, Any] = {}
+        scans = type(self).check_tuple is not Machine.check_tuple
+
+        while True:
+            code = content[at]
+            at += 1
+            if code == 0x94:  # MEMOIZE
+                memo[len(memo)] = stack[-1]
+            elif code == 0x68:  # BINGET
+                stack.append(memo[content[at]])
+                at += 1
+            elif code == 0x4B:  # BININT1
+                stack.append(content[at])
+                at += 1
+            elif code == 0x6A:  # LONG_BINGET
+                stack.append(memo[long_size(content, at)[0]])
+                at += 4
+            elif code == 0x28:  # MARK
+                if len(below) > MAX_NESTING:
+                    _too_deep()
+                below.append(stack)
+                stack = []
+            elif code == 0x29:  # EMPTY_TUPLE
+                stack.append(())
+            elif code == 0x81:  # NEWOBJ
+                arguments = stack.pop()
+                stack[-1] = self.new(stack[-1], arguments)
+            elif code == 0x62:  # BUILD
+                state = stack.pop()
+                self.build(stack[-1], state)
+            elif code == 0x7D:  # EMPTY_DICT
+                stack.append({})
+            elif code == 0x75 or code == 0x73:  # SETITEMS, SETITEM
+                if code == 0x75:
+                    items, stack = stack, below.pop()
+                else:
+                    items = stack[-2:]
+                    del stack[-2:]
+                target = stack[-1]
+                if type(target) is not dict and type(target) is not OrderedDict:
+                    raise Refused("it sets items of what is no mapping")
+                for key, value in zip(items[::2], items[1::2], strict=True):
+                    if type(key) is not str and not self.is_key(key):
+                        raise Refused(f"it has a {type(key).__name__} as a key")
+                    target[key] = value
+            elif 0x85 <= code <= 0x87 or code == 0x74:  # TUPLE1, TUPLE2, TUPLE3, TUPLE
+                if code == 0x74:
+                    made = tuple(stack)
+                    stack = below.pop()
+                else:
+                    size = code - 0x84
+                    if len(stack) < size:
+                        raise Refused("it has too few values for a tuple")
+                    made = tuple(stack[-size:])
+                    del stack[-size:]
+                if scans:
+                    self.check_tuple(made)
+                stack.append(made)
+            elif code == 0x52:  # REDUCE
+                arguments = stack.pop()
+                if type(arguments) is not tuple:
+                    raise Refused("it calls without a tuple of arguments")
+                stack[-1] = self.call(stack[-1], arguments)
+            elif code == 0x8C or code == 0x58 or code == 0x8D:  # SHORT_BINUNICODE, BINUNICODE and 8
+                size, at = self._size(code, (0x8C, 0x58), at)
+                stack.append(str(text(slice(at, at + size)), "utf-8", "surrogatepass"))
+                at += size
+            elif code == 0x4D:  # BININT2
+                stack.append(short(content, at)[0])
+                at += 2
+            elif code == 0x4A:  # BININT
+                stack.append(integer(content, at)[0])
+                at += 4
+            elif code == 0x89 or code == 0x88:  # NEWFALSE, NEWTRUE
+                stack.append(code == 0x88)
+            elif code == 0x4E:  # NONE
+                stack.append(None)
+            elif code == 0x5D:  # EMPTY_LIST
+                stack.append([])
+            elif code == 0x65 or code == 0x61:  # APPENDS, APPEND
+                if code == 0x65:
+                    items, stack = stack, below.pop()
+                else:
+                    items = [stack.pop()]
+                if type(stack[-1]) is not list:
+                    raise Refused("it appends to what is no list")
+                stack[-1].extend(items)
+            elif code == 0x8A:  # LONG1
+                size = content[at]
+                number = text(slice(at + 1, at + 1 + size))
+                stack.append(int.from_bytes(number, "little", signed=True))
+                at += 1 + size
+            elif code == 0x47:  # BINFLOAT
+                stack.append(struct.unpack_from(">d", content, at)[0])
+                at += 8
+            elif code == 0x43 or code == 0x42 or code == 0x8E:  # SHORT_BINBYTES, BINBYTES and 8
+                size, at = self._size(code, (0x43, 0x42), at)
+                stack.append(text(slice(at, at + size)))
+                at += size
+            elif code == 0x55:  # SHORT_BINSTRING
+                size = content[at]
+                stack.append(text(slice(at + 1, at + 1 + size)))
+                at += 1 + size
+            elif code == 0x71:  # BINPUT
+                memo[content[at]] = stack[-1]
+                at += 1
+            elif code == 0x72:  # LONG_BINPUT
+                memo[long_size(content, at)[0]] = stack[-1]
+                at += 4
+            elif code == 0x93:  # STACK_GLOBAL
+                name, module = stack.pop(), stack.pop()
+                if type(name) is not str or type(module) is not str:
+                    raise Refused("it names a class by what is no text")
+                stack.append(self.name(module, name))
+            elif code == 0x63:  # GLOBAL
+                middle = content.index(b"\n", at)
+                end = content.index(b"\n", middle + 1)
+                names = content[at:middle].decode(), content[middle + 1 : end].decode()
+                stack.append(self.name(*names))
+                at = end + 1
+            elif code == 0x51:  # BINPERSID
+                stack.append(self.stored(stack.pop()))
+            elif code == 0x8F:  # EMPTY_SET
+                stack.append(set())
+            elif code == 0x95:  # FRAME
+                at += 8
+            elif code == 0x80:  # PROTO
+                at += 1
+            elif code == 0x2E:  # STOP
+                if at > len(content):
+                    raise EOFError("it ends early")
+                self.at = at
+                (value,) = stack
+                check_nesting(value)
+                return value
+            else:
+                raise Refused(f"it has an instruction ({code:#04x}) that no checkpoint has")
+
+    def _size(self, code: int, shorter: tuple[int, int], at: int) -> tuple[int, int]:
+        """Return the size of a text or of bytes, of 1, 4 or 8 bytes, and where they start."""
+        if code == shorter[0]:
+            return self._content[at], at + 1
+        width = 4 if code == shorter[1] else 8
+        size = int.from_bytes(self._content[at : at + width], "little")
+        if at + width + size > len(self._content):
+            raise EOFError("it ends early")
+        return size, at + width
+
+
+def _too_deep() -> NoReturn:
+    raise Refused(f"it has values more than {MAX_NESTING} deep in others")
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """Return the values directly within one of a machine's."""
+    kind = type(value)
+    if kind is dict or kind is OrderedDict:
+        return iter(value.values())
+    if kind is list or kind is tuple:
+        return iter(value)
+    if kind is Unknown:
+        return iter(value.parts)
+    return iter(vars(value).values()) if kind in _RECORDS else iter(())
+
+
+def check_nesting(value: Any) -> None:
+    """Raise Refused for a value that lies within itself, or with values too deep in others."""
+    heights: dict[int, int] = {}
+    inner = {id(value): 0}
+    path = [(value, _parts(value))]
+    while path:
+        at, parts = path[-1]
+        for part in parts:
+            if type(part) in _LEAVES:
+                continue
+            height = heights.get(id(part))
+            if height is not None:
+                inner[id(at)] = max(inner[id(at)], height)
+            elif id(part) in inner:
+                raise Refused("it holds a value that lies within itself")
+            else:
+                inner[id(part)] = 0
+                path.append((part, _parts(part)))
+                break
+        else:
+            path.pop()
+            height = heights[id(at)] = inner.pop(id(at)) + 1
+            if height + len(path) > MAX_NESTING:
+                _too_deep()
+            if path:
+                outer = id(path[-1][0])
+                inner[outer] = max(inner[outer], height)
+
+
+_COUNT, _TEXT, _SIZE, _FLAG = (int,), (str,), (torch.Size,), (bool,)
+_MAYBE = type(None)
+_ANY: tuple[type, ...] = ()
+_FIELDS: dict[type, dict[str, tuple[type, ...]]] = {
+    metadata.Metadata: {
+        "state_dict_metadata": (dict,),
+        "storage_data": (dict, _MAYBE),
+        "planner_data": _ANY,
+        "storage_meta": (metadata.StorageMeta, _MAYBE),
+        "version": (str, _MAYBE),
+        # megatron-core keeps its plans beside the metadata, to write the next checkpoint sooner.
+        "all_local_plans": _ANY,
+        "mcore_data": _ANY,
+    },
+    metadata.MetadataIndex: {
+        "fqn": _TEXT,
+        "offset": (torch.Size, _MAYBE),
+        "index": (int, _MAYBE),
+    },
+    metadata.StorageMeta: {
+        "checkpoint_id": (str, PurePosixPath, PureWindowsPath, _MAYBE),
+        "save_id": (str, _MAYBE),
+        "load_id": (str, _MAYBE),
+        "modules": (list,),
+    },
+    metadata.ChunkStorageMetadata: {"offsets": _SIZE, "sizes": _SIZE},
+    metadata.TensorStorageMetadata: {
+        "properties": (metadata.TensorProperties,),
+        "size": _SIZE,
+        "chunks": (list,),
+    },
+    metadata.BytesStorageMetadata: {},
+    metadata.TensorProperties: {
+        "dtype": (torch.dtype,),
+        "layout": (torch.layout,),
+        "requires_grad": _FLAG,
+        "memory_format": (torch.memory_format,),
+        "pin_memory": _FLAG,
+    },
+    filesystem._StorageInfo: {
+        "relative_path": _TEXT,
+        "offset": _COUNT,
+        "length": _COUNT,
+        "transform_descriptors": (list, tuple, _MAYBE),
+    },
+    planner.SavePlan: {
+        "items": (list,),
+        "storage_data": _ANY,
+        "planner_data": _ANY,
+        "usable": _FLAG,
+    },
+    planner.WriteItem: {
+        "index": (metadata.MetadataIndex,),
+        "type": (planner.WriteItemType,),
+        "bytes_io_data": (planner.BytesIOWriteData, _MAYBE),
+        "tensor_data": (planner.TensorWriteData, _MAYBE),
+    },
+    planner.TensorWriteData: {
+        "chunk": (metadata.ChunkStorageMetadata,),
+        "properties": (metadata.TensorProperties,),
+        "size": _SIZE,
+    },
+    planner.BytesIOWriteData: {"nbytes": _COUNT},
+}
+"""The classes of an index, with the types that their fields may have; `_ANY` is any value of the
+machine. Fields that other releases of torch add are left out."""
+_RECORDS = {kind: fields for kind, fields in _FIELDS.items() if fields}
+_NEEDED = {
+    kind: {
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.default is field.default_factory is dataclasses.MISSING
+    }
+    for kind in _FIELDS
+}
+_LEAVES = {
+    *_SCALARS,
+    torch.Size,
+    torch.dtype,
+    metadata.MetadataIndex,
+    metadata.ChunkStorageMetadata,
+    metadata.TensorProperties,
+    metadata.BytesStorageMetadata,
+}
+"""Classes whose values hold none that could hold others."""
+
+_FORMATS = {
+    metadata._MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT: torch.contiguous_format,
+    metadata._MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST: torch.channels_last,
+    metadata._MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT: torch.preserve_format,
+}
+
+
+def _size(numbers: Any) -> torch.Size:
+    if type(numbers) is not tuple or len(numbers) > MAX_KEY:
+        raise Refused("it has a size that is none")
+    size = torch.Size(numbers)
+    if size and (min(size) < 0 or max(size) >= _LARGEST_KEY):
+        raise Refused(f"it has a size ({list(size)}) out of range")
+    return size
+
+
+def _layout(name: Any) -> torch.layout:
+    found = getattr(torch, str(name).removeprefix("torch."), None) if type(name) is str else None
+    if not isinstance(found, torch.layout):
+        raise Refused("it has a layout that torch does not know")
+    return found
+
+
+def _path_of(kind: type[PurePath]) -> Callable[..., PurePath]:
+    """Return a function from parts to a path of a class that asks no file system."""
+
+    def make(*parts: Any) -> PurePath:
+        if any(type(part) is not str for part in parts):
+            raise Refused("it has a path whose parts are no texts")
+        return kind(*parts)
+
+    return make
+
+
+def member_of(kind: type[Enum]) -> Callable[..., Enum]:
+    """Return a function from a value to the member of an enumeration."""
+
+    def member(value: Any) -> Enum:
+        if type(value) not in (int, str):
+            raise Refused(f"it has a {kind.__name__} that is none")
+        return kind(value)
+
+    return member
+
+
+_POSIX, _WINDOWS = _path_of(PurePosixPath), _path_of(PureWindowsPath)
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "torch.Size": _size,
+    "torch.serialization._get_layout": _layout,
+    "collections.OrderedDict": OrderedDict,
+    **{
+        f"{kind.__module__}.{kind.__name__}": member_of(kind)
+        for kind in (metadata._MEM_FORMAT_ENCODING, planner.WriteItemType)
+    },
+    **{
+        f"{module}.{name}": _WINDOWS if "Windows" in name else _POSIX
+        for module in ("pathlib", "pathlib._local")
+        for name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+    },
+}
+"""Functions in the places of those that an index names; each checks its arguments."""
+_CORE = "megatron.core.dist_checkpointing.strategies.torch"
+_CLASSES = {f"{kind.__module__}.{kind.__name__}": kind for kind in _FIELDS} | {
+    # Classes of earlier releases of megatron-core, with the fields of torch's.
+    f"{_CORE}.MCoreMetadata": metadata.Metadata,
+    f"{_CORE}.MCoreSavePlan": planner.SavePlan,
+}
+
+
+class MetadataMachine(Machine):
+    """Makes the index of a checkpoint: instances of torch's few classes, with checked fields."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(content)
+        self._names: dict[tuple[str, str], Any] = {}
+        self._without_state: dict[int, Any] = {}
+
+    def load(self) -> Any:
+        value = super().load()
+        if self._without_state:
+            kind = type(next(iter(self._without_state.values())))
+            raise Refused(f"it has a {kind.__name__} without its fields")
+        return value
+
+    def name(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        made = self._names.get((module, name))
+        if made is None:
+            made = self._names[module, name] = Name(module, name)
+            if made.full not in _CLASSES and made.full not in _FUNCTIONS:
+                raise ForeignName(made.full)
+        return made
+
+    def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
+        make = _FUNCTIONS.get(function.full) if type(function) is Name else None
+        if make is None:
+            raise Refused("it calls what is no function of an index")
+        return make(*arguments) if make is not OrderedDict else OrderedDict()
+
+    def new(self, kind: Any, arguments: tuple[Any, ...]) -> Any:
+        known = _CLASSES.get(kind.full) if type(kind) is Name else None
+        if known is None or arguments != ():
+            raise Refused("it makes an instance of what is no class of an index")
+        made: Any = object.__new__(known)
+        if _NEEDED[known]:
+            self._without_state[id(made)] = made
+        return made
+
+    def is_key(self, value: Any) -> bool:
+        if type(value) is metadata.MetadataIndex:
+            return id(value) not in self._without_state
+        return _is_key(value)
+
+    def build(self, target: Any, state: Any) -> None:
+        kind = type(target)
+        fields = _FIELDS.get(kind)
+        if fields is None or target.__dict__:
+            raise Refused(f"it sets the state of a {kind.__name__} that it did not just make")
+        if kind is metadata.TensorProperties and type(state) is tuple:
+            dtype, layout, requires_grad, encoding, pin_memory = state
+            if type(encoding) is not metadata._MEM_FORMAT_ENCODING:
+                raise Refused("it has a memory format that torch does not know")
+            given = (dtype, layout, requires_grad, _FORMATS[encoding], pin_memory)
+            state = dict(zip(fields, given, strict=True))
+        if type(state) is not dict:
+            raise Refused(f"it has a {kind.__name__} whose state has no names")
+        values = vars(target)
+        for name, value in state.items():
+            types = fields.get(name)
+            if types is None:
+                continue
+            if types is not _ANY and type(value) not in types:
+                raise Refused(f"it has a {type(value).__name__} as `{name}` of a {kind.__name__}")
+            values[name] = value
+        if not _NEEDED[kind] <= values.keys():
+            raise Refused(f"it has a {kind.__name__} without some of its fields")
+        self._without_state.pop(id(target), None)
+
+
+def read_index(content: bytes) -> metadata.Metadata:
+    """Return the index of a checkpoint from its pickle.
+
+    Raises:
+        ForeignName: it names a class or function that does not belong there.
+        Exception: it is damaged, or no index.
+    """
+    collects = gc.isenabled()
+    # None of the many new objects is garbage yet.
+    gc.disable()
+    try:
+        index = MetadataMachine(content).load()
+    finally:
+        if collects:
+            gc.enable()
+    if type(index) is not metadata.Metadata:
+        raise Refused(f"it holds a {type(index).__name__}")
+    for name, entry in index.state_dict_metadata.items():
+        kind = type(entry)
+        tensor = kind is metadata.TensorStorageMetadata
+        if type(name) is not str or not (tensor or kind is metadata.BytesStorageMetadata):
+            raise Refused(f"it has a {kind.__name__} as the entry of {name}")
+        if tensor and any(type(x) is not metadata.ChunkStorageMetadata for x in entry.chunks):
+            raise Refused(f"it has chunks of {name} that are none")
+    for place, info in (index.storage_data or {}).items():
+        if type(place) is not metadata.MetadataIndex or type(info) is not filesystem._StorageInfo:
+            raise Refused("it has places of shards that are none")
+        if info.offset < 0 or info.length < 0:
+            raise Refused(f"it has a place before the start of {info.relative_path}")
+        for descriptor in info.transform_descriptors or ():
+            if type(descriptor) is not str:
+                raise Refused("it has a transformation that is no name")
+    return index
+
+
+class Unknown:
+    """A value that `Scan` does not make; ``parts`` are the values from which it would be made."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = list(parts)
+
+
+class Scan(Machine):
+    """Follows a pickle of ``torch.save`` without making anything of what it names.
+
+    torch's own restricted reader decides what may be named. Beforehand this refuses what would
+    take that reader's stack, memory or time: values too deep in others, and keys that are costly
+    to hash.
+    """
+
+    def __init__(self, content: bytes, at: int = 0) -> None:
+        super().__init__(content, at)
+        self._sizes: dict[int, int] = {}
+        self._tuples: list[tuple[Any, ...]] = []
+
+    def name(self, module: str, name: str) -> Name:
+        return Name(module, name)
+
+    def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
+        if type(function) is Name and function.full == "collections.OrderedDict" and not arguments:
+            return OrderedDict()
+        return Unknown(function, arguments)
+
+    def new(self, kind: Any, arguments: tuple[Any, ...]) -> Unknown:
+        return Unknown(kind, arguments)
+
+    def build(self, target: Any, state: Any) -> None:
+        if type(target) is Unknown:
+            target.parts.append(state)
+        elif type(target) is OrderedDict:
+            check_nesting(state)
+        else:
+            raise Refused("it sets the state of what it did not make")
+
+    def stored(self, key: Any) -> Unknown:
+        return Unknown(key)
+
+    def is_key(self, value: Any) -> bool:
+        return type(value) in (Name, Unknown) or _is_key(value)
+
+    def check_tuple(self, value: tuple[Any, ...]) -> None:
+        inner = [self._sizes.get(id(part), 0) for part in value if type(part) is tuple]
+        size = len(value) + sum(inner)
+        if inner and size > MAX_IN_TUPLE:
+            raise Refused(f"it has tuples in tuples with more than {MAX_IN_TUPLE} elements")
+        self._sizes[id(value)] = size
+        # While it is kept here no other tuple gets its id.
+        self._tuples.append(value)

@@ -1,0 +1,212 @@
+"""Bounds on chat templates, which are programs of whoever made the tokenizer.
+
+transformers runs them in jinja2's sandbox, which keeps them from Python's objects, but not from
+endless work. `apply_template` gives the same result, within bounds: each turn of a loop and each
+call of a macro is counted, numbers and texts that an operator makes are measured, and the memory
+that the process may map is limited for the time of a rendering. What is not bounded is the time of
+one call of a filter or of a text's method on values that fit into that memory.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from jinja2 import nodes
+from jinja2.environment import Template as JinjaTemplate
+from jinja2.visitor import NodeTransformer
+
+from megatron_ext.errors import DataError
+from megatron_ext.text.tokenizers.huggingface import refused_panic
+
+MAX_SOURCE = 1 << 20
+"""Characters of a template."""
+MAX_STEPS = 500_000
+"""Turns of loops and calls of macros in one rendering; those of a conversation take thousands."""
+MAX_SECONDS = 30.0
+"""Seconds that a rendering may compute, without what other processes take."""
+MAX_TEXT = 1 << 26
+"""Characters of a rendering, and of a text or items of a list that an operator makes."""
+MAX_BITS = 1 << 14
+"""Bits of a number."""
+MAX_MEMORY = 1 << 29
+"""Bytes that the process may map beyond those at the start of a rendering."""
+MAX_KNOWN = 64
+_STATM = Path("/proc/self/statm")
+
+
+class TooCostly(DataError):
+    """The error about a template that exceeds a bound."""
+
+
+class _Excess(Exception):
+    """The bound that a rendering exceeds, as a part of a sentence."""
+
+
+class _Budget:
+    """What is left of the bounds of one rendering."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        self._steps, self._end = MAX_STEPS, time.thread_time() + MAX_SECONDS
+
+    def step(self) -> None:
+        """Count one turn of a loop."""
+        self._steps -= 1
+        if self._steps < 0:
+            raise _Excess(f"{MAX_STEPS:,} turns of its loops")
+        if time.thread_time() > self._end:
+            raise _Excess(f"{MAX_SECONDS:.0f} seconds of computing")
+
+    def binop(self, _context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Do an arithmetic operation whose result is small enough."""
+        if operator == "+":
+            if isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
+                _check_length(len(left) + len(right))
+            return left + right
+        if operator == "*":
+            for one, other in ((left, right), (right, left)):
+                if isinstance(one, (str, list, tuple)) and isinstance(other, int):
+                    _check_length(len(one) * other)
+            if isinstance(left, int) and isinstance(right, int):
+                _check_bits(left.bit_length() + right.bit_length())
+            return left * right
+        if isinstance(left, int) and isinstance(right, int):
+            _check_bits(left.bit_length() * max(right, 1))
+        return left**right
+
+    def joined(self, *parts: Any) -> str:
+        """Return the text of ``~``."""
+        texts = [str(part) for part in parts]
+        _check_length(sum(map(len, texts)))
+        return "".join(texts)
+
+
+def _check_length(length: int) -> None:
+    if length > MAX_TEXT:
+        raise _Excess(f"{MAX_TEXT:,} characters or items in one value")
+
+
+def _check_bits(bits: int) -> None:
+    if bits > MAX_BITS:
+        raise _Excess(f"{MAX_BITS:,} bits in one number")
+
+
+def _call(name: str, *arguments: nodes.Expr) -> nodes.Call:
+    return nodes.Call(nodes.EnvironmentAttribute(name), list(arguments), [], None, None)
+
+
+class _Counting(NodeTransformer):
+    """Adds a step to the body of each loop and macro, and measures what ``~`` makes."""
+
+    def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
+        self.generic_visit(node)
+        if isinstance(node, (nodes.For, nodes.Macro, nodes.CallBlock)):
+            node.body.insert(0, nodes.ExprStmt(_call("count_step")))
+        return _call("joined_texts", *node.nodes) if isinstance(node, nodes.Concat) else node
+
+
+def _check_constants(tree: nodes.Template) -> None:
+    """Refuse powers of constants, which jinja2 computes before anything is counted."""
+    for power in tree.find_all(nodes.Pow):
+        sides = (power.left, power.right)
+        small = all(isinstance(x, nodes.Const) and abs(x.value) < 64 for x in sides)
+        if not small and next(power.find_all(nodes.Name), None) is None:
+            raise _Excess(f"{MAX_BITS:,} bits in one number")
+
+
+_rendering = threading.Lock()
+_bounded = set[str]()
+"""Sources that were found to be without costly constants."""
+
+
+@contextmanager
+def _limited_memory() -> Iterator[None]:
+    """Limit the memory that the process maps anew; a MemoryError is raised beyond it."""
+    if not _STATM.is_file():
+        yield
+        return
+    # Two threads that set and restore the limit by turns would leave it set.
+    with _rendering:
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        mapped = int(_STATM.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        soft = mapped + MAX_MEMORY
+        if before[0] != resource.RLIM_INFINITY:
+            soft = min(soft, before[0])
+        resource.setrlimit(resource.RLIMIT_AS, (soft, before[1]))
+        try:
+            yield
+        except MemoryError:
+            raise _Excess(f"{MAX_MEMORY >> 20:,} MiB of memory") from None
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def apply_template(tokenizer: Any, messages: Any, **kwargs: Any) -> Any:
+    """Return what ``tokenizer.apply_chat_template`` returns, within the bounds of this module.
+
+    Raises:
+        TooCostly: the template exceeds a bound.
+        DataError: a pattern of the tokenizer does not end (`refused_panic`).
+        Exception: the template raises an error, which may be of any class.
+    """
+    try:
+        _bound(tokenizer.get_chat_template(kwargs.get("chat_template"), kwargs.get("tools")))
+        with refused_panic(getattr(tokenizer, "name_or_path", "")):
+            return tokenizer.apply_chat_template(messages, **kwargs)
+    except _Excess as excess:
+        name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
+        raise TooCostly(
+            f"The chat template of {name} takes more than {excess} for one conversation; give a "
+            "template that takes less."
+        ) from None
+
+
+def _bound(source: str) -> None:
+    """Bound the compiled template that transformers keeps for a source.
+
+    It keeps some of them, so that this is called before each rendering.
+    """
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    if source in _bounded and hasattr(_compile_jinja_template(source).environment, "count_step"):
+        return
+    if len(source) > MAX_SOURCE:
+        raise _Excess(f"{MAX_SOURCE:,} characters")
+    with _limited_memory():
+        # An environment of transformers, with its own tags, parses without computing anything.
+        _check_constants(_compile_jinja_template("").environment.parse(source))
+        compiled: JinjaTemplate = _compile_jinja_template(source)
+        environment: Any = compiled.environment
+        budget = _Budget()
+        environment.intercepted_binops = frozenset(("+", "*", "**"))
+        environment.call_binop = budget.binop
+        environment.joined_texts = budget.joined
+        environment.count_step = budget.step
+        tree = _Counting().visit(environment.parse(source))
+        code = environment.compile(tree)
+        bounded = JinjaTemplate.from_code(environment, code, environment.make_globals(None))
+    render = bounded.root_render_func
+
+    def within_bounds(context: Any) -> Iterator[str]:
+        budget.start()
+        length = 0
+        with _limited_memory():
+            for piece in render(context):
+                length += len(piece)
+                _check_length(length)
+                yield piece
+
+    compiled.root_render_func = within_bounds
+    compiled.blocks = bounded.blocks
+    if len(_bounded) >= MAX_KNOWN:
+        _bounded.clear()
+    _bounded.add(source)
