@@ -36,6 +36,7 @@ from megatron_ext.checkpoint import publish, storage
 from megatron_ext.checkpoint.files import MANIFEST, Files, folder_of, read_manifest
 from megatron_ext.checkpoint.snapshot import SnapshotFile
 from megatron_ext.config.output import CheckpointConfig
+from megatron_ext.disk.writing import cleared, write_bytes, write_text
 from megatron_ext.errors import CheckpointError, end_with_parent
 
 _SECONDS_BETWEEN_LOOKS = 0.02
@@ -174,7 +175,7 @@ def _write_shards(job: Job, plan: SavePlan, values: list[Tensor | bytes]) -> Non
     written = writer.write_data(plan, _ValuePlanner(plan, values)).value()
     files = storage.describe_shards(job.folder, job.rank)
     unfinished = result.with_suffix(".part")
-    unfinished.write_bytes(pickle.dumps((written, files)))
+    write_bytes(unfinished, pickle.dumps((written, files)))
     os.replace(unfinished, result)
 
 
@@ -187,7 +188,9 @@ def _write_common(
 ) -> Files:
     """Write the files that belong to no rank; return size and checksum of all files."""
     # A view of the copied memory would be saved with all that is around it.
-    torch.save(tree_map_only(Tensor, Tensor.clone, common), job.folder / COMMON_STATE_FNAME)
+    torch.save(
+        tree_map_only(Tensor, Tensor.clone, common), cleared(job.folder / COMMON_STATE_FNAME)
+    )
     writer = FileSystemWriter(job.folder, thread_count=1, sync_files=True)
     writer.finish(metadata, [written for written, _ in results])
     storage.write_format(job.folder)
@@ -210,11 +213,11 @@ def tell_failure(folder: Path, rank: int, reason: str) -> None:
     failure = _failure_of(folder, rank)
     unfinished = failure.with_suffix(".part")
     try:
-        unfinished.write_text(reason, encoding="utf-8")
+        write_text(unfinished, reason)
         os.replace(unfinished, failure)
     except OSError:
         # A full disk may still take an empty file.
-        failure.touch()
+        write_text(failure, "")
 
 
 def _results(job: Job) -> list[tuple[Any, Files]]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from megatron_ext.checkpoint import files
 from megatron_ext.checkpoint.files import folder_of, published
 from megatron_ext.config.output import CheckpointConfig
+from megatron_ext.disk.writing import open_descriptor, remove
 from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.collectives import on_first_rank
 from megatron_ext.parallel.context import ParallelContext
@@ -30,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 BEST_TRACKER = "best_checkpointed_iteration.txt"
 LOCK = ".lock"
-_VERSION = 1
-"""Version of the manifest's format."""
 _SECONDS_FOR_A_DYING_RUN = 2.0
 
 
@@ -43,12 +42,12 @@ def prepare(root: Path, iteration: int, in_flight: Collection[int] = ()) -> None
     root.mkdir(parents=True, exist_ok=True)
     kept = [temporary_folder_of(root, other) for other in in_flight]
     for left in root.glob(f"iter_*{files.TEMPORARY_SUFFIX}"):
-        if left.is_dir() and left not in kept:
-            shutil.rmtree(left)
+        if left not in kept:
+            remove(left)
     for older in published(root):
         replaced = files.replaced_folder_of(root, older)
-        if folder_of(root, older).is_dir() and replaced.is_dir():
-            shutil.rmtree(replaced)
+        if folder_of(root, older).is_dir():
+            remove(replaced)
     temporary_folder_of(root, iteration).mkdir()
 
 
@@ -70,7 +69,8 @@ def publish(root: Path, iteration: int, listed: files.Files) -> None:
     files.sync_folder(temporary)
     files.write_durably(root / files.ANNOUNCEMENT, str(iteration))
     replaced = files.replaced_folder_of(root, iteration)
-    if final.exists():
+    # Also of a link, whose target stays as it is.
+    if os.path.lexists(final):
         # Loaders fall back to this name until the new folder stands.
         os.rename(final, replaced)
     os.rename(temporary, final)
@@ -80,7 +80,7 @@ def publish(root: Path, iteration: int, listed: files.Files) -> None:
 
 def write_manifest(folder: Path, listed: files.Files) -> None:
     """Write the list of a checkpoint's files, which are complete by now."""
-    content = {"version": _VERSION, "files": dict(sorted(listed.items()))}
+    content = {"version": files.VERSION, "files": dict(sorted(listed.items()))}
     files.write_durably(folder / files.MANIFEST, json.dumps(content, indent=1))
 
 
@@ -90,8 +90,7 @@ def complete(root: Path, iteration: int) -> None:
         os.replace(root / files.ANNOUNCEMENT, root / files.TRACKER)
         files.sync_folder(root)
     replaced = files.replaced_folder_of(root, iteration)
-    if replaced.exists():
-        shutil.rmtree(replaced)
+    remove(replaced)
 
 
 def tidy(
@@ -220,7 +219,7 @@ def _lock(save: Path) -> int | None:
     """
     try:
         save.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(save / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = open_descriptor(save / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise CheckpointError(
             f"`--save` ({save}) cannot be written ({error.strerror}); give a folder that can."

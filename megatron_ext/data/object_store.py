@@ -29,6 +29,7 @@ from megatron_ext.data.indexed import Array, Index, idx_path, read_index, why_no
 from megatron_ext.data.permutation import Ints, key_of
 from megatron_ext.data.requests import Requests, StoredObject
 from megatron_ext.data.token_spans import TokenSpan, token_bounds
+from megatron_ext.disk.writing import open_descriptor
 from megatron_ext.errors import DataError
 
 RANGE = 64
@@ -126,7 +127,7 @@ class ObjectStore:
         part.mkdir()
         copy, requests, step = part / name, self._own.requests, RANGE * PAGE
         requests.wait(requests.check_ranges(source.address))
-        file = os.open(idx_path(copy), os.O_WRONLY | os.O_CREAT, 0o644)
+        file = open_descriptor(idx_path(copy), os.O_WRONLY | os.O_CREAT, 0o644)
         try:
 
             async def fetch(begin: int) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 
+from megatron_ext.disk.writing import write_text
 from megatron_ext.faults.host import shared_host_folder
 from megatron_ext.train.exit_codes import FOLDER_VARIABLE, FOLLOWS, code_of
 
@@ -38,7 +39,7 @@ def run_torchrun(words: Sequence[str]) -> int:
         if folder := os.environ.get(FOLDER_VARIABLE):
             own = Path(folder) / f"{socket.gethostname()}_{os.getpid()}"
             own.parent.mkdir(parents=True, exist_ok=True)
-            own.write_text(str(code), encoding="utf-8")
+            write_text(own, str(code))
         return code
     except SignalException as error:
         return 128 + int(error.sigval)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import yaml
 
 from megatron_ext.config.run import section_name
 from megatron_ext.data.indexed import is_address
@@ -25,6 +24,7 @@ from megatron_ext.data.order import SampleOrder
 from megatron_ext.data.packed_order import PackedOrder
 from megatron_ext.data.packing import DocumentStarts
 from megatron_ext.data.windows import Source
+from megatron_ext.disk.reading import UnreadableFile, read_yaml
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.ledger_documents import Documents, Rows, joined, parts_of
@@ -127,11 +127,11 @@ class Ledger:
         """
         path = self.folder / CONFIGURATION_FILE
         try:
-            settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-            return kind(**settings[section_name(kind)])
-        except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+            return kind(**read_yaml(path)[section_name(kind)])
+        except (UnreadableFile, KeyError, TypeError, ValueError, AttributeError) as error:
+            why = error.reason if isinstance(error, UnreadableFile) else error
             raise ConfigError(
-                f"{path} cannot be read ({error}), but says how the data of the run is read; give "
+                f"{path} cannot be read ({why}), but says how the data of the run is read; give "
                 "a save folder with the configuration of its run."
             ) from None
 

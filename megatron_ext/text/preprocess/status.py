@@ -2,7 +2,6 @@
 
 import fcntl
 import glob
-import json
 import re
 import statistics
 import time
@@ -18,9 +17,10 @@ from rich.table import Column, Table
 from tqdm import tqdm
 
 from megatron_ext.data.indexed import check_indexed_dataset
+from megatron_ext.disk.reading import UnreadableFile, read_text
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.preprocess.inputs import Part
-from megatron_ext.text.preprocess.parts import PartMarker, read_marker, read_plan
+from megatron_ext.text.preprocess.parts import PartMarker, failure_of, read_marker, read_plan
 
 _MOST_ROWS = 20
 _SECONDS_OF_SILENCE = 60.0
@@ -137,15 +137,15 @@ def _lines(
             f"{tqdm.format_interval(left * seconds / read)}."
         )
     for path in sorted(folder.glob("failed.*.json")):
-        with suppress(FileNotFoundError):
-            for message in json.loads(path.read_bytes())["messages"]:
+        with suppress(UnreadableFile):  # the run may end meanwhile
+            for message in failure_of(path).messages:
                 yield f"A task has failed: {message}"
 
 
 def _started(folder: Path) -> float:
     try:
-        return float((folder / "started").read_text())
-    except (OSError, ValueError):
+        return float(read_text(folder / "started", limit=1000))
+    except (UnreadableFile, ValueError):
         return 0.0
 
 

@@ -19,6 +19,7 @@ import torch
 
 from megatron_ext.config.output import LoggingConfig
 from megatron_ext.config.run import RunConfig
+from megatron_ext.disk.writing import open_to_append
 from megatron_ext.errors import ConfigError, say_to_stderr
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.reporting.files import LinePrinter, LossPlot, MetricsFile
@@ -210,7 +211,7 @@ class ProgressFile:
         self._append(f"started on {world_size} ranks")
 
     def _append(self, text: str) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
+        with open_to_append(self._path) as file:
             file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S}\t{text}\n")
 
     def on_iteration(self, record: IterationRecord) -> None:

@@ -24,6 +24,8 @@ import torch
 from filelock import FileLock, Timeout
 
 from megatron_ext.config.flags import flags_of
+from megatron_ext.disk.reading import UnreadableFile, read_text
+from megatron_ext.disk.writing import write_text
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError, say_to_stderr
 from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
 from megatron_ext.video.data import shards
@@ -263,7 +265,7 @@ def _publish(
     dropped.sort(key=lambda drop: drop.number)
     lines = [json.dumps({**asdict(d), "reason": d.reason.value}) + "\n" for d in dropped]
     temporary = folder / f"dropped.jsonl.writing.{os.getpid()}"
-    temporary.write_text("".join(lines), encoding="utf-8")
+    write_text(temporary, "".join(lines))
     os.replace(temporary, folder / "dropped.jsonl")
     content = {
         **manifest,
@@ -314,11 +316,11 @@ def parse_options(argv: Sequence[str]) -> VideoPreprocessOptions:
     given = values.pop("buckets")
     if not given.lstrip().startswith("{"):
         try:
-            given = Path(given).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            given = read_text(given)
+        except UnreadableFile as error:
             raise ConfigError(
                 f"`--buckets` ({given}) must be JSON or a file with it, but cannot be read "
-                f"({error}); correct it."
+                f"({error.reason}); correct it."
             ) from None
     sections = {
         name: kind(**{field.name: values.pop(field.name) for field in fields(kind)})

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_ext.disk.writing import write_text
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.sampling.requests import ClipRequest
 
@@ -200,7 +201,7 @@ def describe(
     ]
     contact_sheet([request.title for request in requests], clips, folder / CONTACT_SHEET)
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    (folder / LIST).write_text(lines, "utf-8")
+    write_text(folder / LIST, lines)
 
 
 def shown_frames(num_frames: int) -> NDArray[np.int_]:
