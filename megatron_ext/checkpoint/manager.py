@@ -137,6 +137,7 @@ class CheckpointManager:
         try:
             if remote is not None:
                 # Machines do not share the staging folder.
+                root.mkdir(parents=True, exist_ok=True)
                 own_folder(temporary)
             storage.write_state(state(), temporary, strategy)
             files = storage.describe_written(temporary, progress, run_config)

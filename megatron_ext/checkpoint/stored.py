@@ -272,14 +272,61 @@ def read_settings(path: Path) -> dict[str, dict[str, Any]]:
     return stored
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_best(value: object) -> bool:
+    """Return whether a value is a list of the best checkpoints, as `BestCheckpoint` has them."""
+    return isinstance(value, list) and all(
+        isinstance(entry, dict)
+        and entry.keys() == {"iteration", "loss", "regular"}
+        and is_count(entry["iteration"])
+        and _is_number(entry["loss"])
+        and isinstance(entry["regular"], bool)
+        for entry in value
+    )
+
+
+def _are_rows(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(row, list) and all(map(_is_number, row)) for row in value
+    )
+
+
+_COUNT = is_count, "a whole number from 0 on"
+_NUMBER = lambda x: x is None or _is_number(x), "a number"
+_FORMS: dict[str, tuple[Callable[[object], bool], str]] = {
+    **dict.fromkeys(
+        (
+            "iteration",
+            "consumed_train_samples",
+            "consumed_valid_samples",
+            "skipped_iterations",
+            "nan_iterations",
+            "stale_evaluations",
+        ),
+        _COUNT,
+    ),
+    **dict.fromkeys(("epoch", "lowest_loss"), _NUMBER),
+    "floating_point_operations": (_is_number, "a number"),
+    "best_checkpoints": (_is_best, "a list of checkpoints with their losses"),
+    "recent_values": (_are_rows, "a list of lists of numbers"),
+    "data_plan": (lambda x: isinstance(x, str), "a text"),
+    "data_order": (lambda x: x is None or isinstance(x, dict), "an object"),
+}
+"""What the counters of a checkpoint may be, with its words."""
+
+
 def read_progress(path: Path) -> dict[str, Any]:
     """Read the counters of a checkpoint; return {} if it has none of ours."""
     stored = read_json(path / PROGRESS)
     for name, value in stored.items():
-        if (name.startswith("consumed_") or name == "iteration") and not is_count(value):
+        fits, words = _FORMS.get(name, (lambda _: True, ""))
+        if not fits(value):
             raise CheckpointError(
-                f"{path / PROGRESS} is damaged (`{name}` is {shortened(value)}, but must be a "
-                "whole number from 0 on); load another checkpoint."
+                f"{path / PROGRESS} is damaged (`{name}` is {shortened(value)}, but must be "
+                f"{words}); load another checkpoint."
             )
     return stored
 

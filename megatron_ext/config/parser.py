@@ -94,6 +94,14 @@ def parse_args(
         config = finalize(bare, task, world_size, device)
     except ConfigError as error:
         raise ConfigError([*reading.errors, *error.messages]) from None
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        if checkpoint_config is None and not defaults:
+            raise
+        # A flag's own value has its type; one of a file may have any.
+        raise ConfigError(
+            f"The model's flags that its checkpoint stores do not fit together ({error!r}); load "
+            "another checkpoint, or give the flags yourself."
+        ) from error
     reading.errors += reading.left_out_errors(config)
     for flag in sections.all_flags(program):
         reason = sections.reason_left_out(task.left_out, flag)

@@ -329,7 +329,14 @@ def check_cached_indices(prefixes: Iterable[str], data_cache_path: str | None, n
     """
     folders = [Path(prefix) / "cache" / f"{name}_indices" for prefix in prefixes]
     for folder in sorted(set(folders)) if data_cache_path is None else [Path(data_cache_path)]:
-        files = sorted(folder.glob("*.npy")) if folder.is_dir() else []
+        entries = sorted(folder.iterdir()) if folder.is_dir() else []
+        for path in entries:
+            if path.suffix in (".npy", ".txt", ".dsc") and path.is_symlink():
+                raise DataError(
+                    f"{path} is a link, through which an index could overwrite another file; put "
+                    "a copy there, or give another `--data-cache-path`."
+                )
+        files = [path for path in entries if path.suffix == ".npy"]
         for path in files:
             if (reason := _why_no_array(path)) is not None:
                 raise DataError(f"{path} {reason}, or give another `--data-cache-path`.")

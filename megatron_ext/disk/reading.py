@@ -64,8 +64,8 @@ def open_regular(path: StrPath) -> BinaryIO:
     waits = 0 if given_by_shell else os.O_NONBLOCK
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | waits)
-    except FileNotFoundError:
-        raise UnreadableFile(name, "it does not exist", missing=True) from None
+    except FileNotFoundError as error:
+        raise UnreadableFile(name, str(error.strerror), missing=True) from None
     except (OSError, ValueError) as error:
         raise UnreadableFile(name, getattr(error, "strerror", None) or str(error)) from None
     mode = os.fstat(descriptor).st_mode

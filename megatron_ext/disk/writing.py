@@ -14,7 +14,7 @@ import shutil
 import stat
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO, Literal, TextIO, overload
 
 StrPath = str | os.PathLike[str]
 _ACCESS = os.O_RDONLY | os.O_WRONLY | os.O_RDWR
@@ -60,14 +60,26 @@ def open_descriptor(path: StrPath, flags: int, permissions: int = 0o666) -> int:
     return descriptor
 
 
-def open_new(path: StrPath, mode: str = "w", **options: Any) -> IO[Any]:
-    """Open an empty new file like ``open``, in the place of whatever file or link has its name.
+@overload
+def open_new(path: StrPath, mode: Literal["w"] = "w", **options: Any) -> TextIO: ...
 
-    ``mode`` is ``w``, ``wb`` or ``w+b``; ``options`` are those of ``open``.
-    """
-    flags = os.O_RDWR if "+" in mode else os.O_WRONLY
-    descriptor = open_descriptor(cleared(path), flags | os.O_CREAT | os.O_EXCL)
+
+@overload
+def open_new(path: StrPath, mode: Literal["wb"], **options: Any) -> BinaryIO: ...
+
+
+def open_new(path: StrPath, mode: str = "w", **options: Any) -> IO[Any]:
+    """Open an empty new file like ``open``, in the place of whatever file or link has its name."""
+    descriptor = open_descriptor(cleared(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     return _as_file(descriptor, mode, options)
+
+
+@overload
+def open_to_append(path: StrPath, mode: Literal["a"] = "a", **options: Any) -> TextIO: ...
+
+
+@overload
+def open_to_append(path: StrPath, mode: Literal["ab"], **options: Any) -> BinaryIO: ...
 
 
 def open_to_append(path: StrPath, mode: str = "a", **options: Any) -> IO[Any]:
@@ -143,3 +155,13 @@ def is_regular(path: StrPath) -> bool:
     with suppress(OSError):
         return stat.S_ISREG(os.lstat(path).st_mode)
     return False
+
+
+def lock_path(path: StrPath) -> str:
+    """Return the path of a lock file, where filelock would empty the target of a link.
+
+    A link or pipe at this name is removed.
+    """
+    if os.path.lexists(path) and not is_regular(path):
+        os.unlink(path)
+    return os.fspath(path)

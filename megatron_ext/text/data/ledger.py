@@ -20,7 +20,7 @@ import numpy as np
 from megatron_ext.config.run import section_name
 from megatron_ext.data.indexed import is_address
 from megatron_ext.data.lookup import samples_with
-from megatron_ext.data.order import SampleOrder
+from megatron_ext.data.order import SampleOrder, check_recorded
 from megatron_ext.data.packed_order import PackedOrder
 from megatron_ext.data.packing import DocumentStarts
 from megatron_ext.data.windows import Source
@@ -99,6 +99,7 @@ class Ledger:
         return self._orders[key]
 
     def _order(self, values: Mapping[str, Any]) -> SampleOrder:
+        check_recorded(values, str(self.record.path))
         order = SampleOrder.from_dict(values)
         if "packing" not in values:
             return order

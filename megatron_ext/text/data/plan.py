@@ -13,15 +13,14 @@ from typing import Any
 
 from rich.table import Table
 
-from megatron_ext.checkpoint.stored import find, read_progress
+from megatron_ext.checkpoint.stored import PROGRESS, find, read_progress
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.mixture import Exhausted, Planned, continued, limited, stages_of
-from megatron_ext.data.order import SampleOrder, Stage
+from megatron_ext.data.order import SampleOrder, Stage, check_recorded
 from megatron_ext.data.packed_order import Cuts, PackedOrder
 from megatron_ext.data.packing import IndexedDocuments
 from megatron_ext.data.token_spans import TokenSpan
-from megatron_ext.disk.reading import kind_of
-from megatron_ext.errors import CheckpointError, DataError
+from megatron_ext.errors import DataError
 from megatron_ext.text.data.blend import SPLITS, Blend, BlendSpec, training_blend
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.gpt import split_bounds
@@ -111,11 +110,8 @@ def history_of(config: RunConfig) -> tuple[dict[str, Any] | None, int, int]:
         return None, 0, 0
     progress = read_progress(found.path)
     order = progress.get("data_order")
-    if order is not None and not isinstance(order, dict):
-        raise CheckpointError(
-            f"The data order in {found.path} is {kind_of(order)} instead of an object; load "
-            "another checkpoint."
-        )
+    if order is not None:
+        check_recorded(order, str(found.path / PROGRESS))
     return order, progress.get("consumed_train_samples", 0), found.iteration
 
 

@@ -24,6 +24,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -158,9 +159,9 @@ def _is_row(row: Mapping[str, Any]) -> bool:
     kind = row.get("kind")
     if kind == "order":
         tokens, firsts = row.get("tokens"), row.get("first_tokens", {})
-        return all(isinstance(each, dict) for each in (tokens, firsts)) and all(
-            map(is_count, (*tokens.values(), *firsts.values()))
-        )
+        counted = (each.values() for each in (tokens, firsts) if isinstance(each, dict))
+        counts = [*chain(*counted)]
+        return isinstance(tokens, dict) and isinstance(firsts, dict) and all(map(is_count, counts))
     if kind == "other_order":
         return True
     if not isinstance(kind, str) or not all(map(is_count, map(row.get, _COUNTS_OF.get(kind, ())))):

@@ -29,7 +29,7 @@ from megatron_ext.disk.reading import (
     read_json_object,
     row_of,
 )
-from megatron_ext.disk.writing import is_regular, open_new, own_folder, write_text
+from megatron_ext.disk.writing import lock_path, open_new, own_folder, write_text
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.preprocess.encode import Encoded
 from megatron_ext.text.preprocess.inputs import Part
@@ -225,15 +225,12 @@ class WorkDirectory:
         self._lock = FileLock(self.folder / "lock")
         try:
             own_folder(self.folder)
-            lock = self.folder / "lock"
-            if os.path.lexists(lock) and not is_regular(lock):
-                # The library would follow a link, and empty the file at its end.
-                lock.unlink()
             if any(self.folder.iterdir()) and not (self.folder / "lock").exists():
                 raise ConfigError(
                     f"`--output-prefix` ({output_prefix}) needs the folder {self.folder} for the "
                     "work, but it holds other files; move them, or give another prefix."
                 )
+            lock_path(self._lock.lock_file)
             # The workers of a killed run hold the lock with it until they have ended too.
             self._lock.acquire(timeout=_SECONDS_FOR_DYING_WORKERS)
         except Timeout:

@@ -17,7 +17,7 @@ from rich.table import Column, Table
 from tqdm import tqdm
 
 from megatron_ext.data.indexed import check_indexed_dataset
-from megatron_ext.disk.reading import UnreadableFile, read_text
+from megatron_ext.disk.reading import UnreadableFile, open_regular, read_text
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.preprocess.inputs import Part
 from megatron_ext.text.preprocess.parts import PartMarker, failure_of, read_marker, read_plan
@@ -163,12 +163,12 @@ def _begun(folder: Path, markers: Sequence[PartMarker | None], now: float) -> in
 def _is_held(folder: Path) -> bool:
     """Tell whether a process holds the lock of the work directory, which is not written."""
     try:
-        with open(folder / "lock", "rb") as lock:
+        with open_regular(folder / "lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False
     except BlockingIOError:
         return True
-    except OSError:  # the run has ended meanwhile
+    except (OSError, UnreadableFile):  # the run has ended meanwhile
         return False
 
 
@@ -197,7 +197,7 @@ def _show_datasets(prefix: str, console: Console) -> None:
     rejected = Path(f"{prefix}.rejected.jsonl")
     count = 0
     if rejected.exists():
-        with open(rejected, "rb") as stream:
+        with open_regular(rejected) as stream:
             count = sum(1 for _ in stream)
     where = f"; they are in {rejected}" if count else ""
     console.print(f"Rejected lines: {count}{where}.", soft_wrap=True, markup=False, highlight=False)

@@ -16,6 +16,7 @@ from filelock import FileLock, Timeout
 
 from megatron_ext.data.indexed import optimal_dtype
 from megatron_ext.disk.reading import MAX_DEPTH, is_too_deep
+from megatron_ext.disk.writing import lock_path
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError, say_to_stderr
 from megatron_ext.text.config import SftConfig
 from megatron_ext.text.data.config import is_number
@@ -225,6 +226,7 @@ def _tokenized(name: str, folder: Path, chat: Chat, say: Say) -> str:
     lock = FileLock(f"{prefix}.lock")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        lock_path(lock.lock_file)
         try:
             held = lock.acquire(timeout=_SECONDS_TO_NOTE)
         except Timeout:

@@ -117,6 +117,9 @@ class WeightsAndBiases:
     def __init__(self, config: LoggingConfig, folder: str, settings: dict[str, Any]) -> None:
         given = f"`--wandb-project` ({config.wandb_project})"
         wandb = _imported("wandb", given, "Weights & Biases")
+        own = Path(config.wandb_save_dir or folder) / "wandb"
+        if own.is_symlink():
+            own.unlink()
         self._config = config
         self._run: Any = wandb.init(
             project=config.wandb_project,

@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 
 from megatron_ext.config.flags import flags_of
 from megatron_ext.disk.reading import UnreadableFile, read_text
-from megatron_ext.disk.writing import write_text
+from megatron_ext.disk.writing import lock_path, write_text
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError, say_to_stderr
 from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
 from megatron_ext.video.data import shards
@@ -76,7 +76,7 @@ def preprocess(options: VideoPreprocessOptions, say: Say = say_to_stderr) -> Non
     text_encoder = build_text_encoder(options.text_encoder, device)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / ".lock", timeout=0), ExitStack() as stack:
+        with FileLock(lock_path(folder / ".lock"), timeout=0), ExitStack() as stack:
             # As in worker processes: sums in another order would give other bytes.
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)

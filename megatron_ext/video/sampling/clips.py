@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_ext.disk.writing import write_text
+from megatron_ext.disk.writing import remove, write_text
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.sampling.requests import ClipRequest
 
@@ -159,7 +159,7 @@ def open_folder(target: Path) -> Path:
         )
     # All runs use one name, so that this clears the files of a killed run.
     writing = target.with_name(f".{target.name}.writing")
-    shutil.rmtree(writing, ignore_errors=True)
+    remove(writing)
     writing.mkdir(parents=True)
     return writing
 
@@ -168,7 +168,7 @@ def publish(writing: Path, target: Path) -> None:
     """Rename ``writing`` to ``target``, and then remove the older samples that were there."""
     older = target.with_name(f".{target.name}.older")
     if target.exists():
-        shutil.rmtree(older, ignore_errors=True)
+        remove(older)
         os.rename(target, older)
     os.rename(writing, target)
     shutil.rmtree(older, ignore_errors=True)
