@@ -153,7 +153,7 @@ def manifest_of(content: dict[str, Any], place: Path | str) -> Files:
     Raises:
         CheckpointError: the manifest is of a later version or damaged; ``place`` names it.
     """
-    version = content.get("version")
+    version = content.get("version", VERSION)
     if version != VERSION:
         raise CheckpointError(
             f"{place} has the version {shortened(version)}, but {VERSION} is read here; load "

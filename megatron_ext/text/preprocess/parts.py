@@ -28,6 +28,7 @@ from megatron_ext.disk.reading import (
     lines_of,
     read_json_object,
     row_of,
+    shortened,
 )
 from megatron_ext.disk.writing import lock_path, open_new, own_folder, write_text
 from megatron_ext.errors import ConfigError, DataError
@@ -271,7 +272,7 @@ class WorkDirectory:
             same = plan.fingerprint == _plain(fingerprint)
             if not same or not all(part.is_there() for part in plan.parts):
                 return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, UnreadableFile):
+        except (OSError, UnreadableFile):
             return None
         self._plan = plan
         return plan.parts
@@ -313,10 +314,21 @@ class WorkDirectory:
 def read_plan(folder: Path) -> Plan:
     """Return the plan of the run in a work directory.
 
-    Raise an UnreadableFile, KeyError or TypeError if it is missing or damaged.
+    Raise an UnreadableFile if it is missing or damaged.
     """
-    plan = read_json_object(folder / "plan.json")
-    return Plan(plan["key"], plan["fingerprint"], [Part(**part) for part in plan["parts"]])
+    path = folder / "plan.json"
+    plan = read_json_object(path)
+    try:
+        parts = [Part(**part) for part in plan["parts"]]
+        found = Plan(str(plan["key"]), dict(plan["fingerprint"]), parts)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnreadableFile(path, f"it is no plan: {error!r}") from None
+    for part in parts:
+        texts = part.path, part.source, part.packing, *(part.columns or ())
+        counts = part.start, part.end, part.num_bytes
+        if not all(isinstance(x, str) for x in texts) or not all(map(is_count, counts)):
+            raise UnreadableFile(path, f"it is no plan: its part {shortened(part)} is damaged")
+    return found
 
 
 def _plain(fingerprint: dict[str, Any]) -> Any:

@@ -38,16 +38,17 @@ def show_status(prefix: str, console: Console | None = None) -> None:
     folder = Path(f"{prefix}.parts")
     try:
         plan = read_plan(folder)
-    except FileNotFoundError:
+    except UnreadableFile as error:
+        if not error.missing:
+            raise DataError(
+                f"{folder}/plan.json cannot be read ({error.reason}); run the command again to "
+                "start anew."
+            ) from None
         if folder.is_dir():
             console.print(f"The run in {escape(str(folder))} has not cut its input into parts yet.")
         else:
             _show_datasets(prefix, console)
         return
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{folder}/plan.json cannot be read ({error!r}); run the command again to start anew."
-        ) from None
     parts = plan.parts
     markers = [read_marker(folder, plan.key, number) for number in range(len(parts))]
     console.print(_table(prefix, parts, markers))

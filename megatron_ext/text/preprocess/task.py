@@ -96,6 +96,9 @@ def main(argv: list[str]) -> int:
         saved = read_json_object(folder / "job.json")
         os.chdir(saved["cwd"])
         numbers = numbers_of(argv[1]) if argv[1:] else []
+    except (KeyError, TypeError) as error:
+        say_to_stderr(f"error: {folder}/job.json is damaged ({error!r}); submit the job anew.")
+        return 1
     except OSError as error:
         say_to_stderr(
             f"error: {error.filename} cannot be read ({error.strerror}): the run in {folder} has "
