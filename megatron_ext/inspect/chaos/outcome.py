@@ -238,7 +238,7 @@ def _steps_lost(row: Row, begun: Sequence[Row], until: float) -> tuple[int | Non
 
 
 def _begun(records: Path) -> list[Row]:
-    rows = []
+    rows = list[Row]()
     for path in records.glob("steps_*.txt"):
         rows += rows_of(path, lambda row: "time" in row)
     return sorted(rows, key=lambda row: float(row["time"]))
