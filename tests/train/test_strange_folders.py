@@ -14,7 +14,7 @@ from tests.training_runs import NULL, SMALL
 
 FILES = (
     "faults.jsonl", "metrics.jsonl", "metrics.jsonl.tmp", ".run.json", ".run.tmp", "config.yaml",
-    "config.yaml.tmp", "progress.txt", "data_ledger.jsonl", "loss.png", ".loss.png.tmp",
+    "config.yaml.tmp", "data_ledger.jsonl", "loss.png", ".loss.png.tmp",
     "report.html", ".report.html.tmp", ".latest_checkpointed_iteration.txt.tmp",
     "best_checkpointed_iteration.txt", ".best_checkpointed_iteration.txt.tmp",
 )  # fmt: skip
