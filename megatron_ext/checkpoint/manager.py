@@ -280,9 +280,10 @@ class CheckpointManager:
             used = optimizer is not None and with_optimizer
             compare = partial(check_changes, weights_only=found.weights_only, with_optimizer=used)
             what = f"{path} cannot be compared with the run"
-            notes += gather_or_raise(lambda: compare(path, run_config, read_settings(path)), what)[
-                0
-            ]
+            differences = gather_or_raise(
+                lambda: compare(path, run_config, read_settings(path)), what
+            )
+            notes += differences[0]
         with_averages = not found.weights_only and run_state.goes_on_averaging(path, ema, notes)
         kept = optimizer if with_optimizer else None, ema if with_averages else None
         state, new = self._requested_state(found, model, *kept, common, notes)

@@ -281,7 +281,7 @@ class SnapshotFile:
             text = mapping.memory[8 : 8 + length]
             if not 0 < length <= _HEADER_BYTES - 8 or zlib.crc32(text) != checksum:
                 return None
-            header = parse_json(bytes(text), self.path)
+            header = parse_json(bytes(text), self.path, not_finite=True)
             found = Snapshot(self.path, mapping, header)
             return found if found.num_bytes <= mapping.bytes.numel() - _HEADER_BYTES else None
         # The file may be shorter than a header, or of another version of this program.

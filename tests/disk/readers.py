@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import pickle
 import struct
 import tempfile
 import zlib
@@ -18,11 +19,20 @@ import numpy as np
 import torch
 import yaml
 from safetensors.torch import save
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from megatron_ext.checkpoint import files, stored
 from megatron_ext.checkpoint.run_record import RECORD, own_checkpoints
 from megatron_ext.checkpoint.safetensors_files import TensorFolder
 from megatron_ext.checkpoint.snapshot import SnapshotFile
+from megatron_ext.checkpoint.unpickling import stored_entries
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.rules.transformer_engine import read_overlap_settings
 from megatron_ext.data.indexed import check_cached_indices, check_indexed_dataset
@@ -253,6 +263,16 @@ def _snapshot(folder: Path) -> None:
     assert found is None or found.iteration >= 0
 
 
+def _metadata() -> bytes:
+    entry = TensorStorageMetadata(
+        TensorProperties(dtype=torch.float32),
+        torch.Size([2]),
+        [ChunkStorageMetadata(torch.Size([0]), torch.Size([2]))],
+    )
+    places = {MetadataIndex("a", torch.Size([0])): _StorageInfo("__0_0.distcp", 0, 8)}
+    return pickle.dumps(Metadata({"a": entry}, storage_data=places))
+
+
 def _header() -> bytes:
     text = _json({"iteration": 3, "facts": {}, "tensors": 0, "skeleton": 0, "digest": ""})
     return (struct.pack("<II", len(text), zlib.crc32(text)) + text).ljust(4096, b"\0")
@@ -374,6 +394,7 @@ def readers() -> dict[str, Reader]:
         "GPU": Reader(
             "gpu.json", _json(GPUS), lambda x: gpu_named(str(x / "gpu.json")), survives=True
         ),
+        ".metadata": Reader(".metadata", _metadata(), stored_entries),
         "tokenizer.json": Reader(
             "tokenizer.json",
             (hf_folder() / "tokenizer.json").read_bytes(),

@@ -21,7 +21,7 @@ NAMES = (
     "schedule", "recipe", "config.json", "Wan's config.json", "text encoder", "index of tensors",
     "tensors", ".idx", "cached index", "video manifest", "marker of a part", "failure of a task",
     "documents", "clips", "prompts of videos", "prompts", "blend", "store of conversations", "GPU",
-    "tokenizer.json", "tokenizer_config.json", "snapshot",
+    "tokenizer.json", "tokenizer_config.json", "snapshot", ".metadata",
 )  # fmt: skip
 """Names of all readers, so that collecting the tests makes none."""
 SECONDS = 30.0
@@ -86,7 +86,7 @@ def test_an_attack_ends_in_a_sentence(name: str, attack: str, tmp_path: Path) ->
 IRREGULAR = [
     name
     for name in NAMES
-    if name not in ("tensors", "recipe", "tokenizer.json", "snapshot", "documents")
+    if name not in ("tensors", "recipe", "tokenizer.json", "snapshot", "documents", ".metadata")
 ]
 """Readers of files that a library does not open by itself, and that users do not make pipes of."""
 
