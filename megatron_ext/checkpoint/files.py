@@ -174,7 +174,7 @@ def manifest_of(content: dict[str, Any], place: Path | str) -> Files:
             )
         if not is_plain_name(name):
             raise CheckpointError(
-                f"{place} is damaged (it names {shortened(name)}, which does not lie in this "
+                f"{place} is damaged (it names {name[:200]}, which does not lie in this "
                 "folder); load another checkpoint."
             )
     return files

@@ -133,7 +133,7 @@ MANIFESTS = {
     ),
     "another folder": (
         {"version": 1, "files": {"../a": {"bytes": 1, "blake2b": ""}}},
-        "names '../a', which does not lie in this folder",
+        "names ../a, which does not lie in this folder",
     ),
 }
 
