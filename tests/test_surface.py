@@ -26,7 +26,7 @@ from tests.combinations.options import every_flag
 PACKAGE = Path(__file__).parent.parent / "megatron_ext"
 ENGINE = (
     "train planning checkpoint schedules optim losses layers data parallel faults device config "
-    "core errors limits"
+    "core disk errors limits"
 ).split()
 """Folders and files of the engine; each imports only those to its right."""
 TENANTS: dict[str, set[str]] = {"text": set(), "video": set(), "inspect": {"text", "video"}}

@@ -22,7 +22,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_ext.checkpoint.flat_state import FLAT
 from megatron_ext.checkpoint.state import CRITIC, PREFIX, SHARDING
-from megatron_ext.checkpoint.stored import RUN_CONFIG, CheckpointRef, find_intact, read_json
+from megatron_ext.checkpoint.stored import (
+    RUN_CONFIG,
+    CheckpointRef,
+    find_intact,
+    read_progress,
+    read_settings,
+)
 from megatron_ext.checkpoint.unpickling import common_state_of, stored_entries
 from megatron_ext.config.flags import IfChanged, if_changed
 from megatron_ext.config.optimizer import OptimizerConfig
@@ -209,7 +215,8 @@ def check_resume(config: RunConfig) -> None:
     arguments = common.get("args", Namespace())
     takes_it = loads_optimizer(found, config.checkpoint, arguments, [])
     goes_on = takes_it and not config.training.skip_train
-    stored = read_json(path / RUN_CONFIG)
+    stored = read_settings(path)
+    read_progress(path)
     check_changes(path, config, stored, weights_only=found.weights_only, with_optimizer=goes_on)
     if goes_on:
         check_optimizer(

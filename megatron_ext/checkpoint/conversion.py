@@ -35,6 +35,8 @@ from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device import Device, select
+from megatron_ext.disk.reading import UnreadableFile, read_json
+from megatron_ext.disk.writing import cleared, write_text
 from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.chunks import ModelChunk, build_chunks
 from megatron_ext.layers.lora import merge_adapters
@@ -67,9 +69,10 @@ def one_rank(seed: int, device: Device | None = None) -> Iterator[ParallelContex
 def read_settings(path: Path, advice: str) -> dict[str, Any]:
     """Read a model's config.json; if it is unreadable, raise a CheckpointError with ``advice``."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); {advice}") from error
+        # Some configurations have an infinite limit.
+        raw = read_json(path, not_finite=True)
+    except UnreadableFile as error:
+        raise CheckpointError(f"{path} cannot be read ({error.reason}); {advice}") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} must hold names and values; give another folder.")
     return raw
@@ -290,8 +293,8 @@ def export_adapters(
     # diffusers looks in the header for the configuration, under names like those of tensors.
     own = {f"{PREFIX}.{name}": value for name, value in description.items()}
     header = {"format": "pt", "lora_adapter_metadata": json.dumps(own)}
-    save_file(tensors, output / WEIGHTS, metadata=header)
-    (output / CONFIG).write_text(json.dumps(description, indent=2), encoding="utf-8")
+    save_file(tensors, cleared(output / WEIGHTS), metadata=header)
+    write_text(output / CONFIG, json.dumps(description, indent=2))
     return [name for name in names if not layers.name.match(name)]
 
 

@@ -8,13 +8,21 @@ CheckpointError.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.disk.reading import (
+    UnreadableFile,
+    is_count,
+    kind_of,
+    open_regular,
+    read_json_object,
+    shortened,
+)
+from megatron_ext.disk.writing import write_text
 from megatron_ext.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -24,6 +32,10 @@ REMOVED_SUFFIX = ".removed"
 """Ends the name of an old checkpoint whose files are being removed."""
 ANNOUNCEMENT = f".{TRACKER}{TEMPORARY_SUFFIX}"
 MANIFEST = "manifest.json"
+VERSION = 1
+"""Version of the manifest's format."""
+_NUMBER = re.compile(r"[0-9]{1,15}")
+_MAX_NUMBER_BYTES = 1000
 _FOLDER = re.compile(r"iter_(\d{7,})(\.replaced)?$")
 Files = dict[str, dict[str, Any]]
 """Size and digest of files by name."""
@@ -53,10 +65,10 @@ def published(root: Path) -> list[int]:
 def read_tracker(root: Path) -> int | None:
     """Return the iteration that the tracker file names; None if there is no such file."""
     path = root / TRACKER
-    if not path.is_file():
+    text = _short_text(path)
+    if text is None:
         return None
-    text = path.read_text(encoding="utf-8", errors="replace").strip()
-    if text.isdigit():
+    if _NUMBER.fullmatch(text):
         return int(text)
     raise CheckpointError(
         f"{path} holds {text[:40]!r}, but must hold the number of an iteration; write one of "
@@ -77,9 +89,22 @@ def standing_folder_of(root: Path, iteration: int) -> Path:
 
 def announced(root: Path) -> int | None:
     """Return the iteration that was published but did not get into the tracker, or None."""
-    path = root / ANNOUNCEMENT
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    return int(text) if text.isdigit() and folder_of(root, int(text)).is_dir() else None
+    text = _short_text(root / ANNOUNCEMENT) or ""
+    is_number = _NUMBER.fullmatch(text) is not None
+    return int(text) if is_number and folder_of(root, int(text)).is_dir() else None
+
+
+def _short_text(path: Path) -> str | None:
+    """Return the first word of a file that holds a number; None if there is no file."""
+    try:
+        with open_regular(path) as file:
+            return file.read(_MAX_NUMBER_BYTES).decode("utf-8", errors="replace").strip()
+    except UnreadableFile as error:
+        if error.missing:
+            return None
+        raise CheckpointError(
+            f"{path} cannot be read ({error.reason}); remove it, or load another folder."
+        ) from None
 
 
 def sync_folder(folder: Path) -> None:
@@ -92,7 +117,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_durably(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+    """Write a new file that survives a power loss, in the place of what has its name."""
+    write_text(path, text)
     make_durable(path)
 
 
@@ -114,16 +140,46 @@ def describe_file(path: Path) -> dict[str, Any]:
 def read_manifest(folder: Path) -> Files | None:
     """Read the manifest of a folder; return None without one (Megatron-LM writes none)."""
     path = folder / MANIFEST
-    if not path.is_file():
-        return None
     try:
-        files: Files = json.loads(path.read_text(encoding="utf-8"))["files"]
-        for name, known in files.items():
-            int(known["bytes"]), str(known["blake2b"])
-            if not is_plain_name(name):
-                raise ValueError(f"it names {name}, which does not lie in this folder")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error!r}); load another checkpoint.") from error
+        return manifest_of(read_json_object(path), path)
+    except UnreadableFile as error:
+        if error.missing:
+            return None
+        raise CheckpointError(
+            f"{path} is damaged ({error.reason}); load another checkpoint."
+        ) from error
+
+
+def manifest_of(content: dict[str, Any], place: Path | str) -> Files:
+    """Return the files that the content of a manifest lists.
+
+    Raises:
+        CheckpointError: the manifest is of a later version or damaged; ``place`` names it.
+    """
+    version = content.get("version", VERSION)
+    if version != VERSION:
+        raise CheckpointError(
+            f"{place} has the version {shortened(version)}, but {VERSION} is read here; load "
+            "another checkpoint, or use the release that wrote it."
+        )
+    files = content.get("files")
+    if not isinstance(files, dict):
+        raise CheckpointError(
+            f"{place} is damaged (`files` is {kind_of(files)} instead of an object); load another "
+            "checkpoint."
+        )
+    for name, known in files.items():
+        fits = isinstance(known, dict) and isinstance(known.get("blake2b"), str)
+        if not fits or not is_count(known.get("bytes")):
+            raise CheckpointError(
+                f"{place} is damaged (it gives no size and checksum of {shortened(name)}); load "
+                "another checkpoint."
+            )
+        if not is_plain_name(name):
+            raise CheckpointError(
+                f"{place} is damaged (it names {name[:200]}, which does not lie in this "
+                "folder); load another checkpoint."
+            )
     return files
 
 

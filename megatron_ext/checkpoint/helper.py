@@ -34,6 +34,7 @@ from megatron_ext.checkpoint import publish, storage
 from megatron_ext.checkpoint.files import MANIFEST, Files, folder_of, read_manifest
 from megatron_ext.checkpoint.snapshot import SnapshotFile
 from megatron_ext.config.output import CheckpointConfig
+from megatron_ext.disk.writing import write_bytes, write_text
 from megatron_ext.errors import CheckpointError, leave_signals_to
 from megatron_ext.faults.bus import tell_bus_errors
 
@@ -188,7 +189,7 @@ def _write_shards(job: Job, plan: SavePlan, values: list[Tensor | bytes]) -> Non
     written = writer.write_data(plan, _ValuePlanner(plan, values)).value()
     files = storage.describe_shards(job.folder, job.rank)
     unfinished = result.with_suffix(".part")
-    unfinished.write_bytes(pickle.dumps((written, files)))
+    write_bytes(unfinished, pickle.dumps((written, files)))
     os.replace(unfinished, result)
 
 
@@ -224,11 +225,11 @@ def tell_failure(folder: Path, rank: int, reason: str) -> None:
     failure = _failure_of(folder, rank)
     unfinished = failure.with_suffix(".part")
     try:
-        unfinished.write_text(reason, encoding="utf-8")
+        write_text(unfinished, reason)
         os.replace(unfinished, failure)
     except OSError:
         # A full disk may still take an empty file.
-        failure.touch()
+        write_text(failure, "")
 
 
 def _results(job: Job) -> list[tuple[Any, Files]]:

@@ -24,15 +24,15 @@ from megatron_ext.checkpoint.optimizer_state import has_main_weights, is_distrib
 from megatron_ext.checkpoint.remote import bring, remote_of
 from megatron_ext.checkpoint.state import EMA, Chunks, ExtraState, LoadedCheckpoint, chunk_keys
 from megatron_ext.checkpoint.stored import (
-    RUN_CONFIG,
     CheckpointRef,
     find,
-    read_json,
+    read_settings,
     stored_progress,
 )
 from megatron_ext.checkpoint.unpickling import common_state_of
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.config.run import RunConfig
+from megatron_ext.disk.writing import own_folder
 from megatron_ext.errors import CheckpointError
 from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.parallel.collectives import gather_or_raise, on_first_rank
@@ -137,7 +137,8 @@ class CheckpointManager:
         try:
             if remote is not None:
                 # Machines do not share the staging folder.
-                temporary.mkdir(parents=True, exist_ok=True)
+                root.mkdir(parents=True, exist_ok=True)
+                own_folder(temporary)
             storage.write_state(state(), temporary, strategy)
             files = storage.describe_written(temporary, progress, run_config)
             if remote is not None:
@@ -278,8 +279,11 @@ class CheckpointManager:
         if run_config is not None:
             used = optimizer is not None and with_optimizer
             compare = partial(check_changes, weights_only=found.weights_only, with_optimizer=used)
-            stored, what = path / RUN_CONFIG, f"{path} cannot be compared with the run"
-            notes += gather_or_raise(lambda: compare(path, run_config, read_json(stored)), what)[0]
+            what = f"{path} cannot be compared with the run"
+            differences = gather_or_raise(
+                lambda: compare(path, run_config, read_settings(path)), what
+            )
+            notes += differences[0]
         with_averages = not found.weights_only and run_state.goes_on_averaging(path, ema, notes)
         kept = optimizer if with_optimizer else None, ema if with_averages else None
         state, new = self._requested_state(found, model, *kept, common, notes)
@@ -389,5 +393,5 @@ def _told(found: CheckpointRef, common: dict[str, Any], notes: list[str]) -> Loa
     if not found.weights_only:
         progress = stored_progress(found.path, common.get("args", Namespace()))
         iteration = int(common["iteration"])
-    stored = read_json(found.path / RUN_CONFIG)
+    stored = read_settings(found.path)
     return LoadedCheckpoint(iteration, progress, stored, found.path, notes)

@@ -11,7 +11,6 @@ import fcntl
 import json
 import logging
 import os
-import shutil
 import socket
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -23,6 +22,7 @@ from megatron_ext import limits
 from megatron_ext.checkpoint import files
 from megatron_ext.checkpoint.files import folder_of, published
 from megatron_ext.config.output import CheckpointConfig
+from megatron_ext.disk.writing import open_descriptor, remove
 from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.collectives import on_first_rank
 from megatron_ext.parallel.context import ParallelContext
@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 BEST_TRACKER = "best_checkpointed_iteration.txt"
 LOCK = ".lock"
-_VERSION = 1
-"""Version of the manifest's format."""
 _SECONDS_FOR_A_DYING_RUN = 2.0
 
 
@@ -44,26 +42,15 @@ def prepare(root: Path, iteration: int, in_flight: Collection[int] = ()) -> None
     root.mkdir(parents=True, exist_ok=True)
     kept = [temporary_folder_of(root, other) for other in in_flight]
     for left in root.glob(f"iter_*{files.TEMPORARY_SUFFIX}"):
-        if left.is_dir() and left not in kept:
-            _remove(left)
-    # A helper process may be removing the same folders at this moment.
+        if left not in kept:
+            remove(left)
     for expired_folder in root.glob(f"iter_*{files.REMOVED_SUFFIX}"):
-        _remove(expired_folder)
+        remove(expired_folder)
     for older in published(root):
         replaced = files.replaced_folder_of(root, older)
-        if folder_of(root, older).is_dir() and replaced.is_dir():
-            _remove(replaced)
+        if folder_of(root, older).is_dir():
+            remove(replaced)
     temporary_folder_of(root, iteration).mkdir()
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder that another process may be removing too; return once it is gone."""
-    while folder.exists():
-        try:
-            shutil.rmtree(folder)
-        except FileNotFoundError:
-            # The other process was faster with one file, and may have left the next ones.
-            continue
 
 
 def temporary_folder_of(root: Path, iteration: int) -> Path:
@@ -84,7 +71,8 @@ def publish(root: Path, iteration: int, listed: files.Files) -> None:
     files.sync_folder(temporary)
     files.write_durably(root / files.ANNOUNCEMENT, str(iteration))
     replaced = files.replaced_folder_of(root, iteration)
-    if final.exists():
+    # Also of a link, whose target stays as it is.
+    if os.path.lexists(final):
         # Loaders fall back to this name until the new folder stands.
         os.rename(final, replaced)
     os.rename(temporary, final)
@@ -94,7 +82,7 @@ def publish(root: Path, iteration: int, listed: files.Files) -> None:
 
 def write_manifest(folder: Path, listed: files.Files) -> None:
     """Write the list of a checkpoint's files, which are complete by now."""
-    content = {"version": _VERSION, "files": dict(sorted(listed.items()))}
+    content = {"version": files.VERSION, "files": dict(sorted(listed.items()))}
     files.write_durably(folder / files.MANIFEST, json.dumps(content, indent=1))
 
 
@@ -104,7 +92,7 @@ def complete(root: Path, iteration: int) -> None:
         os.replace(root / files.ANNOUNCEMENT, root / files.TRACKER)
         files.sync_folder(root)
     replaced = files.replaced_folder_of(root, iteration)
-    _remove(replaced)
+    remove(replaced)
 
 
 def tidy(
@@ -164,9 +152,9 @@ def remove_old(
         aside = folder.with_name(folder.name + files.REMOVED_SUFFIX)
         try:
             # Renamed first, so that a kill in the middle leaves no partial checkpoint.
-            _remove(aside)
+            remove(aside)
             os.rename(folder, aside)
-            _remove(aside)
+            remove(aside)
         except OSError as error:
             logger.warning("The old checkpoint %s could not be removed: %s.", folder, error)
 
@@ -235,7 +223,7 @@ def _lock(save: Path) -> int | None:
     """
     try:
         save.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(save / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = open_descriptor(save / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise CheckpointError(
             f"`--save` ({save}) cannot be written ({limits.cause(error, save)}); give a folder "

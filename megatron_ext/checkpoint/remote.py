@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import fcntl
 import functools
-import json
 import logging
 import os
 import re
@@ -28,7 +27,9 @@ from megatron_ext.checkpoint.files import MANIFEST, TRACKER, Files, folder_of, p
 from megatron_ext.checkpoint.stored import candidates, passes_over_damaged
 from megatron_ext.config.output import CheckpointConfig, split_address, staging_folder
 from megatron_ext.data.requests import file_system
-from megatron_ext.errors import CheckpointError
+from megatron_ext.disk.reading import UnreadableFile, kind_of, parse_json, read_bytes
+from megatron_ext.disk.writing import cleared, open_descriptor, own_folder, write_bytes, write_text
+from megatron_ext.errors import CheckpointError, MegatronExtError
 from megatron_ext.parallel.collectives import gather_or_raise, on_first_rank
 
 logger = logging.getLogger(__name__)
@@ -160,7 +161,7 @@ class RemoteFolder:
         """Raise a CheckpointError if nothing can be written there; remove what killed runs left."""
         probe = self.root / ".probe"
         probe.parent.mkdir(parents=True, exist_ok=True)
-        probe.write_text("megatron_ext")
+        write_text(probe, "megatron_ext")
         fs, place = self._place
         try:
             self._put(probe, probe.name)
@@ -251,7 +252,9 @@ class RemoteFolder:
             if entry["type"] != "file" or name.startswith(".") or name == TRACKER:
                 continue
             if not path.is_file() or path.stat().st_size < entry["size"]:
-                self._tried(name, functools.partial(fs.get_file, f"{place}/{name}", str(path)))
+                self._tried(
+                    name, functools.partial(fs.get_file, f"{place}/{name}", str(cleared(path)))
+                )
 
     def fetch(self, step: int | None = None, *, passes_over: bool = False) -> int | None:
         """Copy a checkpoint to the staging folder: ``step``, or the one that the tracker names.
@@ -290,7 +293,7 @@ class RemoteFolder:
     def _alone(self) -> Iterator[None]:
         """Keep other processes of this machine from copying here in this context."""
         self.root.mkdir(parents=True, exist_ok=True)
-        with (self.root / _LOCK).open("w") as lock:
+        with os.fdopen(open_descriptor(self.root / _LOCK, os.O_RDWR | os.O_CREAT), "w") as lock:
             fcntl.lockf(lock, fcntl.LOCK_EX)
             yield
 
@@ -302,13 +305,17 @@ class RemoteFolder:
         """Remove a checkpoint from the staging folder if it is not the one at the address."""
         folder = folder_of(self.root, iteration)
         own = folder / MANIFEST
-        if is_there and own.is_file() and own.read_bytes() == self._listed(iteration):
+        if is_there and own.is_file() and read_bytes(own) == self._listed(iteration):
             return
         if not folder.is_symlink():
             shutil.rmtree(folder, ignore_errors=True)
 
     def _known(self, iteration: int) -> Files:
-        return dict(json.loads(self._listed(iteration) or b"")["files"])
+        place = f"{self.address}/{folder_of(self.root, iteration).name}/{MANIFEST}"
+        content = parse_json(self._listed(iteration) or b"", place)
+        if not isinstance(content, dict):
+            raise UnreadableFile(place, f"it holds {kind_of(content)} instead of an object")
+        return files.manifest_of(content, place)
 
     def _size_fault(self, iteration: int) -> str | None:
         """Describe the first file there that is missing or of another size; None if all fit."""
@@ -320,8 +327,8 @@ class RemoteFolder:
                     return f"{name} is missing"
                 if size != known["bytes"]:
                     return f"{name} has {size} bytes instead of {known['bytes']}"
-        except (ValueError, KeyError, TypeError) as error:
-            return f"{MANIFEST} is damaged ({error!r})"
+        except MegatronExtError as error:
+            return str(error).rstrip(".")
         return None
 
     def _download(self, iteration: int) -> str | None:
@@ -337,7 +344,7 @@ class RemoteFolder:
             # The machine of rank 0 has published the part that its ranks have written.
             shutil.rmtree(temporary, ignore_errors=True)
             os.rename(final, temporary)
-        temporary.mkdir(exist_ok=True)
+        own_folder(temporary)
         try:
             for name, known in listed.items():
                 if not files.is_plain_name(name):
@@ -345,7 +352,7 @@ class RemoteFolder:
                 self._get(f"{final.name}/{name}", temporary / name, known)
         except (CheckpointError, OSError) as error:
             return str(error).rstrip(".")
-        (temporary / MANIFEST).write_bytes(self._listed(iteration) or b"")
+        write_bytes(temporary / MANIFEST, self._listed(iteration) or b"")
         os.rename(temporary, final)
         return None
 
@@ -354,7 +361,7 @@ class RemoteFolder:
         fs, place = self._place
 
         def get() -> None:
-            fs.get_file(f"{place}/{name}", str(path))
+            fs.get_file(f"{place}/{name}", str(cleared(path)))
             if files.describe_file(path) != known:
                 raise OSError("it does not match its checksum")
 

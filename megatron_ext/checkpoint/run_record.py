@@ -15,6 +15,7 @@ from typing import Any
 from megatron_ext.checkpoint import files
 from megatron_ext.checkpoint.files import published, standing_folder_of
 from megatron_ext.config.fault_tolerance import FaultToleranceConfig
+from megatron_ext.disk.reading import UnreadableFile, read_json_object
 from megatron_ext.faults.host import generation, restarts_by_torchrun
 
 RUN_VARIABLE = "MEGATRON_EXT_RUN_ID"
@@ -51,7 +52,8 @@ def own_checkpoints(root: Path, *, again: bool) -> list[int]:
     path, name = root / RECORD, run_id()
     record = _read(path)
     if again and record.get("run") == name:
-        older = record.get("checkpoints", {})
+        older = record.get("checkpoints")
+        older = older if isinstance(older, dict) else {}
         new = [i for i in published(root) if older.get(str(i)) != _written_at(root, i)]
         return new[::-1]
     present = {str(iteration): _written_at(root, iteration) for iteration in published(root)}
@@ -68,7 +70,6 @@ def _written_at(root: Path, iteration: int) -> int:
 def _read(path: Path) -> dict[str, Any]:
     """Return the record of the last run in the folder; an empty one if there is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json_object(path)
+    except UnreadableFile:
         return {}
-    return found if isinstance(found, dict) else {}

@@ -21,6 +21,8 @@ from typing_extensions import Self
 
 from megatron_ext import limits
 from megatron_ext.checkpoint.files import is_plain_name, make_durable, sync_folder
+from megatron_ext.disk.reading import UnreadableFile, read_json
+from megatron_ext.disk.writing import cleared, open_new, write_text
 from megatron_ext.errors import CheckpointError
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -153,12 +155,14 @@ def _file_of_each(folder: Path, stem: str) -> dict[str, str]:
     path, single = folder / index_of(stem), f"{stem}.safetensors"
     if path.is_file():
         try:
-            files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            files = read_json(path, not_finite=True)["weight_map"]
             for file in files.values():
                 if not is_plain_name(file):
                     raise ValueError(f"it names {file}, which does not lie in this folder")
             return {str(name): str(file) for name, file in files.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except UnreadableFile as error:
+            raise CheckpointError(f"{path} is damaged ({error.reason}); copy it again.") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged ({error!r}); copy it again.") from error
     if not (folder / single).is_file():
         raise CheckpointError(
@@ -239,9 +243,9 @@ def write_folder(
 def write_others(folder: Path, config: Mapping[str, Any], copied: Sequence[Path]) -> None:
     """Write config.json and copies of other files to a folder of weights."""
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    (folder / "config.json").write_text(text, encoding="utf-8")
+    write_text(folder / "config.json", text)
     for path in copied:
-        shutil.copyfile(path, folder / path.name)
+        shutil.copyfile(path, cleared(folder / path.name))
 
 
 def check_target(target: Path) -> None:
@@ -283,7 +287,7 @@ def _write_weights(folder: Path, tensors: Converted, max_shard_size: int | str, 
     files = plan_files(folder, tensors.described, max_shard_size, stem).items()
     for file, names in tqdm(files, "Exporting", unit="file", delay=1.0, leave=False, disable=None):
         saved = tensors.some(names)
-        _safetensors().torch.save_file(saved, folder / file, metadata=MADE_BY_TORCH)
+        _safetensors().torch.save_file(saved, cleared(folder / file), metadata=MADE_BY_TORCH)
 
 
 MADE_BY_TORCH = {"format": "pt"}
@@ -306,7 +310,7 @@ def plan_files(
     )
     if plan.is_sharded and folder is not None:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        (folder / index_of(stem)).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_text(folder / index_of(stem), json.dumps(index, indent=2) + "\n")
     return dict(plan.filename_to_tensors)
 
 
@@ -328,7 +332,7 @@ def write_tensors(path: Path, described: Mapping[str, Tensor], values: Iterable[
         header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
+    with open_new(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for value in values:
             file.write(value.contiguous().view(torch.uint8).numpy().data)

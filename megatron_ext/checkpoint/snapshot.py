@@ -37,6 +37,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from megatron_ext import limits
+from megatron_ext.disk.reading import UnreadableFile, parse_json
+from megatron_ext.disk.writing import open_descriptor
 from megatron_ext.errors import CheckpointError
 from megatron_ext.faults.bus import remember_size
 
@@ -142,7 +144,7 @@ class _Mapping:
 
     def __init__(self, path: Path, size: int | None = None) -> None:
         flags = os.O_RDWR if size is None else os.O_RDWR | os.O_CREAT
-        descriptor = os.open(path, flags, 0o600)
+        descriptor = open_descriptor(path, flags, 0o600)
         try:
             if os.fstat(descriptor).st_uid != os.getuid():
                 # Pickled values can run code.
@@ -271,7 +273,7 @@ class SnapshotFile:
 
     def discard(self) -> None:
         """Say in the header of an existing file that it holds no whole snapshot."""
-        with self.path.open("r+b") as file:
+        with os.fdopen(open_descriptor(self.path, os.O_RDWR), "r+b") as file:
             file.write(bytes(8))
 
     def read(self) -> Snapshot | None:
@@ -282,11 +284,11 @@ class SnapshotFile:
             text = mapping.memory[8 : 8 + length]
             if not 0 < length <= _HEADER_BYTES - 8 or zlib.crc32(text) != checksum:
                 return None
-            header = json.loads(text)
+            header = parse_json(bytes(text), self.path, not_finite=True)
             found = Snapshot(self.path, mapping, header)
             return found if found.num_bytes <= mapping.bytes.numel() - _HEADER_BYTES else None
         # The file may be shorter than a header, or of another version of this program.
-        except (OSError, ValueError, KeyError, TypeError, struct.error):
+        except (OSError, ValueError, KeyError, TypeError, struct.error, UnreadableFile):
             return None
 
 

@@ -61,6 +61,7 @@ from megatron_ext.checkpoint.unpickling import (
     common_state_of,
 )
 from megatron_ext.config.output import CheckpointConfig
+from megatron_ext.disk.writing import cleared, write_text
 from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.collectives import gather_or_raise, on_first_rank
 from megatron_ext.parallel.context import ParallelContext, contact_fault
@@ -197,7 +198,7 @@ def write_state(state: dict[str, Any], folder: Path, strategy: Any) -> None:
 def save_common(common: dict[str, Any], folder: Path) -> None:
     """Write the state that all ranks have in common."""
     with naming_disk(folder):
-        torch.save(common, folder / COMMON_STATE_FNAME)
+        torch.save(common, cleared(folder / COMMON_STATE_FNAME))
 
 
 def write_format(folder: Path) -> None:
@@ -233,8 +234,8 @@ def describe_shards(folder: Path, rank: int) -> Files:
 def describe_common(folder: Path, progress: dict[str, Any], run_config: dict[str, Any]) -> Files:
     """Write counters and configuration; do as `describe_shards` for the files of no single rank."""
     with naming_disk(folder):
-        (folder / RUN_CONFIG).write_text(json.dumps(run_config, indent=1), encoding="utf-8")
-        (folder / PROGRESS).write_text(json.dumps(progress, indent=1), encoding="utf-8")
+        write_text(folder / RUN_CONFIG, json.dumps(run_config, indent=1))
+        write_text(folder / PROGRESS, json.dumps(progress, indent=1))
         return _read_back([path for path in folder.iterdir() if not path.name.startswith("__")])
 
 

@@ -5,7 +5,6 @@ A checkpoint that is damaged, or required but missing, raises a CheckpointError.
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from megatron_ext.checkpoint import files
 from megatron_ext.checkpoint.files import TRACKER, Files, published, standing_folder_of
 from megatron_ext.checkpoint.unpickling import holds_common_state
 from megatron_ext.config.output import CheckpointConfig
+from megatron_ext.disk.reading import UnreadableFile, is_count, kind_of, read_json_object, shortened
 from megatron_ext.errors import CheckpointError
 from megatron_ext.faults.host import generation
 
@@ -244,22 +244,96 @@ def read_run_config(root: Path, step: int | None = None) -> dict[str, Any]:
             f"{path} is missing, so `--use-checkpoint-args` has nothing to read; give the flags "
             "of the model instead."
         )
-    return read_json(path)
+    return read_settings(standing_folder_of(root, iteration))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a mapping from a JSON file; return an empty one if there is no file."""
-    if not path.is_file():
-        return {}
+    """Read a mapping from a JSON file of a checkpoint; return an empty one if there is no file."""
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}); load another checkpoint.") from error
+        # An option that is infinite is written like that.
+        return read_json_object(path, not_finite=True)
+    except UnreadableFile as error:
+        if error.missing:
+            return {}
+        raise CheckpointError(
+            f"{path} is damaged ({error.reason}); load another checkpoint."
+        ) from error
+
+
+def read_settings(path: Path) -> dict[str, dict[str, Any]]:
+    """Read the flags of the run that wrote a checkpoint, by section and field; {} without them."""
+    stored = read_json(path / RUN_CONFIG)
+    wrong = next((name for name, values in stored.items() if not isinstance(values, dict)), None)
+    if wrong is not None and wrong != "device":
+        raise CheckpointError(
+            f"{path / RUN_CONFIG} is damaged (`{shortened(wrong)}` is {kind_of(stored[wrong])} "
+            "instead of an object); load another checkpoint."
+        )
+    return stored
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_best(value: object) -> bool:
+    """Return whether a value is a list of the best checkpoints, as `BestCheckpoint` has them."""
+    return isinstance(value, list) and all(
+        isinstance(entry, dict)
+        and entry.keys() == {"iteration", "loss", "regular"}
+        and is_count(entry["iteration"])
+        and _is_number(entry["loss"])
+        and isinstance(entry["regular"], bool)
+        for entry in value
+    )
+
+
+def _are_rows(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(row, list) and all(map(_is_number, row)) for row in value
+    )
+
+
+_COUNT = is_count, "a whole number from 0 on"
+_NUMBER = lambda x: x is None or _is_number(x), "a number"
+_FORMS: dict[str, tuple[Callable[[object], bool], str]] = {
+    **dict.fromkeys(
+        (
+            "iteration",
+            "consumed_train_samples",
+            "consumed_valid_samples",
+            "skipped_iterations",
+            "nan_iterations",
+            "stale_evaluations",
+        ),
+        _COUNT,
+    ),
+    **dict.fromkeys(("epoch", "lowest_loss"), _NUMBER),
+    "floating_point_operations": (_is_number, "a number"),
+    "best_checkpoints": (_is_best, "a list of checkpoints with their losses"),
+    "recent_values": (_are_rows, "a list of lists of numbers"),
+    "data_plan": (lambda x: isinstance(x, str), "a text"),
+    "data_order": (lambda x: x is None or isinstance(x, dict), "an object"),
+}
+"""What the counters of a checkpoint may be, with its words."""
+
+
+def read_progress(path: Path) -> dict[str, Any]:
+    """Read the counters of a checkpoint; return {} if it has none of ours."""
+    stored = read_json(path / PROGRESS)
+    for name, value in stored.items():
+        fits, words = _FORMS.get(name, (lambda _: True, ""))
+        if not fits(value):
+            raise CheckpointError(
+                f"{path / PROGRESS} is damaged (`{name}` is {shortened(value)}, but must be "
+                f"{words}); load another checkpoint."
+            )
+    return stored
 
 
 def stored_progress(path: Path, arguments: Namespace) -> dict[str, Any]:
     """Read a checkpoint's counters; for Megatron-LM's checkpoints, take them from ``arguments``."""
-    stored = read_json(path / PROGRESS)
+    stored = read_progress(path)
     if stored:
         return stored
     names = ("consumed_train_samples", "consumed_valid_samples")

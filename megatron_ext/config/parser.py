@@ -11,7 +11,6 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from megatron_ext.config import sections
@@ -28,6 +27,7 @@ from megatron_ext.config.megatron_flags import (
 )
 from megatron_ext.config.run import Program, RunConfig, engine_sections
 from megatron_ext.config.sections import canonical
+from megatron_ext.disk.reading import UnreadableFile, read_yaml
 from megatron_ext.errors import ConfigError
 
 Values = dict[str, dict[str, Any]]
@@ -96,6 +96,14 @@ def parse_args(
         config = finalize(bare, task, world_size, device)
     except ConfigError as error:
         raise ConfigError([*reading.errors, *error.messages]) from None
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        if checkpoint_config is None and not defaults:
+            raise
+        # A flag's own value has its type; one of a file may have any.
+        raise ConfigError(
+            f"The model's flags that its checkpoint stores do not fit together ({error!r}); load "
+            "another checkpoint, or give the flags yourself."
+        ) from error
     reading.errors += reading.left_out_errors(config)
     for flag in sections.all_flags(program):
         reason = sections.reason_left_out(task.left_out, flag)
@@ -241,12 +249,10 @@ class _Reading:
 
     def read_yaml(self, path: str, program: Program) -> Values:
         """Return a YAML file's values by section; its entries may be nested by section or flat."""
-        import yaml
-
         try:
-            content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            self.errors.append(f"`--config` ({path}) cannot be read: {error}.")
+            content = read_yaml(path) or {}
+        except UnreadableFile as error:
+            self.errors.append(f"`--config` ({path}) cannot be read: {error.reason}.")
             return {}
         if not isinstance(content, dict):
             self.errors.append(f"`--config` ({path}) must hold names and values.")

@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
+from megatron_ext.disk.reading import UnreadableFile, parse_json
+
 REQUIRED = {
     "linear": ("factor",),
     "llama3": (
@@ -129,8 +131,8 @@ def read_scaling(text: str | None, max_position_embeddings: int) -> RopeScaling 
     if text is None:
         return None
     try:
-        values = json.loads(text)
-    except ValueError:
+        values = parse_json(text, "--rope-scaling")
+    except UnreadableFile:
         values = None
     if not isinstance(values, dict):
         raise ValueError("""must be a JSON object; write '{"rope_type": "linear", "factor": 2}'""")

@@ -36,6 +36,10 @@ Section = TypeVar("Section")
 LeftOut = Mapping[str, Mapping[str, str]]
 
 
+_OF_WRONG_TYPES = TypeError, ValueError, LookupError, AttributeError, ArithmeticError
+"""What the checks of a section raise for values of other types than its flags have."""
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """The whole configuration of a run; ``sections`` holds what the task and its user add."""
@@ -105,11 +109,23 @@ class RunConfig:
         errors: list[str] = []
         for name, kind in (engine_sections() | named(sections)).items():
             names = {f.name for f in dataclasses.fields(kind)}
-            given = {k: v for k, v in (values.get(name) or {}).items() if k in names}
+            stored = values.get(name) or {}
+            if not isinstance(stored, Mapping):
+                errors.append(
+                    f"The section `{name}` of a stored configuration must hold names and values; "
+                    "correct it, or use another file."
+                )
+                stored = {}
+            given = {k: v for k, v in stored.items() if k in names}
             try:
                 found[name] = kind(**given)
             except ConfigError as error:
                 errors += error.messages
+            except _OF_WRONG_TYPES as error:
+                errors.append(
+                    f"The section `{name}` of a stored configuration holds a value of another "
+                    f"type than its flag ({error}); correct it, or use another file."
+                )
         if errors:
             raise ConfigError(errors)
         own = tuple(found.pop(name) for name in named(sections))

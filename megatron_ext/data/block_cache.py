@@ -28,6 +28,7 @@ import numpy as np
 from megatron_ext import limits
 from megatron_ext.data.indexed import Array
 from megatron_ext.data.permutation import Ints, derived, key_of
+from megatron_ext.disk.writing import cleared, is_regular, open_descriptor, open_new
 from megatron_ext.errors import DataError
 
 PAGE = 1 << 16
@@ -62,7 +63,7 @@ class BlockCache:
             folder.mkdir(parents=True, exist_ok=True)
             # The locks of fcntl go when any descriptor of the file is closed: there is one, for
             # ever, and it is a plain number, which nothing closes.
-            self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+            self._lock = open_descriptor(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
             with self._locked(fcntl.LOCK_EX):
                 self._open(folder, limit)
         except OSError as error:
@@ -80,9 +81,9 @@ class BlockCache:
         started = boot.read_text() if boot.is_file() else ""
         mark = key_of("pages 1", PAGE, self.slots, platform.node(), started)
         # Whoever uses the files holds this lock for its lifetime.
-        self._users = os.open(folder / "users", os.O_RDWR | os.O_CREAT, 0o644)
+        self._users = open_descriptor(folder / "users", os.O_RDWR | os.O_CREAT, 0o644)
         fcntl.flock(self._users, fcntl.LOCK_SH)
-        same = table.is_file() and pages.is_file() and table.stat().st_size == size
+        same = is_regular(table) and is_regular(pages) and table.stat().st_size == size
         if not same or np.fromfile(table, np.uint64, 1)[0] != mark:
             try:
                 fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -95,13 +96,13 @@ class BlockCache:
                 ) from None
             table.unlink(missing_ok=True)
             pages.unlink(missing_ok=True)
-            with pages.open("wb") as file:
+            with open_new(pages, "wb") as file:
                 file.truncate(self.slots * PAGE)
             new = np.zeros(size // 8, dtype=np.uint64)
             new[0] = mark
-            new.tofile(table)
+            new.tofile(cleared(table))
             fcntl.flock(self._users, fcntl.LOCK_SH)
-        self._pages = os.open(pages, os.O_RDWR)
+        self._pages = open_descriptor(pages, os.O_RDWR)
         # Pages are written through the file, since a full disk ends a process that writes to a map.
         self._content = mmap.mmap(self._pages, self.slots * PAGE, access=mmap.ACCESS_READ)
         self._words = np.memmap(table, np.uint64, "r+", shape=(size // 8,))

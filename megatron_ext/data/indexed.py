@@ -10,6 +10,7 @@ This module reads and checks datasets with numpy only, so that tools start witho
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import re
@@ -25,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ext import limits
+from megatron_ext.disk.reading import UnreadableFile, open_regular
 from megatron_ext.errors import DataError
 from megatron_ext.faults.bus import remember_size
 
@@ -287,6 +289,38 @@ def write_error(flag: str, given: str, *, is_file: bool = False) -> str | None:
     return f"`{flag}` ({given}) cannot be written ({reason}); give a {kind} that can."
 
 
+def _why_no_array(path: Path) -> str | None:
+    """Return a clause on why a ``.npy`` file is no array of numbers that fits its size, or None.
+
+    An empty file is left by a run that was killed; megatron-core cannot unpickle it.
+    """
+    distrust = "could run code; remove it if you do not trust where the data comes from"
+    headers = {(1, 0): np.lib.format.read_array_header_1_0}
+    headers[2, 0] = np.lib.format.read_array_header_2_0
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if not size:
+                return None
+            if file.read(6) != np.lib.format.MAGIC_PREFIX:
+                return f"is no array of numpy, though its name says so, and {distrust}"
+            file.seek(0)
+            version = np.lib.format.read_magic(file)
+            shape, _, dtype = headers[version](file, max_header_size=10_000)
+            # The pickle of objects follows such a header.
+            if dtype.hasobject:
+                return f"holds objects instead of numbers, and {distrust}"
+            if file.tell() + math.prod(shape) * dtype.itemsize > size:
+                return "is cut, as by a run that was killed; remove it"
+    except UnreadableFile as error:
+        return f"cannot be read ({error.reason}); remove it"
+    # A header is a literal of Python, in which numpy's parser trips over much.
+    except Exception as error:
+        why = " ".join(str(error).split())[:80]
+        return f"is no array of numpy, for its header is damaged ({why}), and {distrust}"
+    return None
+
+
 def check_cached_indices(prefixes: Iterable[str], data_cache_path: str | None, name: str) -> None:
     """Check the folders where megatron-core caches the sample indices of datasets.
 
@@ -299,17 +333,17 @@ def check_cached_indices(prefixes: Iterable[str], data_cache_path: str | None, n
     """
     folders = [Path(prefix) / "cache" / f"{name}_indices" for prefix in prefixes]
     for folder in sorted(set(folders)) if data_cache_path is None else [Path(data_cache_path)]:
-        files = sorted(folder.glob("*.npy")) if folder.is_dir() else []
-        for path in files:
-            with path.open("rb") as file:
-                start = file.read(6)
-            # An empty file is left by a run that was killed; megatron-core cannot unpickle it.
-            if start and start != b"\x93NUMPY":
+        entries = sorted(folder.iterdir()) if folder.is_dir() else []
+        for path in entries:
+            if path.suffix in (".npy", ".txt", ".dsc") and path.is_symlink():
                 raise DataError(
-                    f"{path} is no array of numpy, though its name says so, and could run code; "
-                    "remove it if you do not trust where the data comes from, or give another "
-                    "`--data-cache-path`."
+                    f"{path} is a link, through which an index could overwrite another file; put "
+                    "a copy there, or give another `--data-cache-path`."
                 )
+        files = [path for path in entries if path.suffix == ".npy"]
+        for path in files:
+            if (reason := _why_no_array(path)) is not None:
+                raise DataError(f"{path} {reason}, or give another `--data-cache-path`.")
         reason = why_not_writable(folder)
         # A cache that was filled before may lie where nobody writes.
         if reason is not None and not files:

@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron_ext.data import indexed
 from megatron_ext.data.indexed import Array, bin_path, idx_path
+from megatron_ext.disk.writing import open_new
 from megatron_ext.errors import DataError
 
 _COPY_BYTES = 1 << 26
@@ -38,7 +39,7 @@ def write_index(
     code = indexed.CODE_OF_DTYPE[dtype.name]
     sequences = sum(len(piece) for piece in lengths())
     documents = sum(len(piece) for piece in document_lengths())
-    with open(path, "wb") as stream:
+    with open_new(path, "wb") as stream:
         stream.write(
             indexed.MAGIC + struct.pack("<QBQQ", indexed.VERSION, code, sequences, documents + 1)
         )
@@ -163,7 +164,7 @@ def merge_indexed(
     try:
         total = sum(info.num_tokens * info.dtype.itemsize for info in infos)
         with (
-            open(bin_path(temporary), "wb", buffering=0) as out,
+            open_new(bin_path(temporary), "wb", buffering=0) as out,
             indexed.byte_bar("Merging", total) as bar,
         ):
             for prefix in prefixes:
@@ -210,7 +211,7 @@ class IndexedWriter:
         self._temporary = Path(f"{os.fspath(prefix)}.writing.{os.getpid()}")
         self._dtype, self._multimodal = dtype, multimodal
         self._lengths, self._documents, self._modes = list[int](), list[int](), list[int]()
-        self._bin = open(bin_path(self._temporary), "wb")
+        self._bin = open_new(bin_path(self._temporary), "wb")
 
     def __enter__(self) -> IndexedWriter:
         return self

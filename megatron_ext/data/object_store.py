@@ -30,6 +30,7 @@ from megatron_ext.data.indexed import Array, Index, idx_path, read_index, why_no
 from megatron_ext.data.permutation import Ints, key_of
 from megatron_ext.data.requests import Requests, StoredObject
 from megatron_ext.data.token_spans import TokenSpan, token_bounds
+from megatron_ext.disk.writing import lock_path, open_descriptor, remove
 from megatron_ext.errors import DataError
 
 RANGE = 64
@@ -110,7 +111,7 @@ class ObjectStore:
         if not idx_path(copy).is_file():
             try:
                 place.mkdir(parents=True, exist_ok=True)
-                with FileLock(place / "lock"):
+                with FileLock(lock_path(place / "lock")):
                     if not idx_path(copy).is_file():
                         self._copy_index(source, place, version, name)
             except OSError as error:
@@ -123,11 +124,11 @@ class ObjectStore:
     def _copy_index(self, source: StoredObject, place: Path, version: str, name: str) -> None:
         """Copy and check an index, and remove the copies of what it was before."""
         part = place / "part"
-        shutil.rmtree(part, ignore_errors=True)
+        remove(part)
         part.mkdir()
         copy, requests, step = part / name, self._own.requests, RANGE * PAGE
         requests.wait(requests.check_ranges(source.address))
-        file = os.open(idx_path(copy), os.O_WRONLY | os.O_CREAT, 0o644)
+        file = open_descriptor(idx_path(copy), os.O_WRONLY | os.O_CREAT, 0o644)
         try:
 
             async def fetch(begin: int) -> None:

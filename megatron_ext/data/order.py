@@ -13,6 +13,7 @@ Samples of another length than the windows are parts of windows, or join some; s
 from __future__ import annotations
 
 import bisect
+import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from numpy.typing import NDArray
 from megatron_ext.data.interleave import Interleave
 from megatron_ext.data.permutation import Ints, Words, derived, permute, unpermute
 from megatron_ext.data.windows import Phase, Source, group_keys, groups
+from megatron_ext.disk.reading import is_count
+from megatron_ext.errors import DataError
 
 BLOCK = 1024
 """Samples that are located together."""
@@ -63,6 +66,46 @@ class Stage:
 def _ratios(stage: Stage) -> dict[str, Fraction]:
     total = sum(stage.weights.values())
     return {name: weight / total for name, weight in stage.weights.items() if weight}
+
+
+_WEIGHT = re.compile(r"[0-9]{1,200}(/0*[1-9][0-9]{0,200})?")
+
+
+def check_recorded(values: object, place: str) -> None:
+    """Check that values of a file are what `SampleOrder.to_dict` gives.
+
+    Raises:
+        DataError: they are not; ``place`` names the file.
+    """
+    try:
+        if isinstance(values, Mapping) and _is_recorded(values):
+            return
+        why = "values of other types than an order has"
+    except (KeyError, TypeError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}"
+    raise DataError(
+        f"{place} holds a damaged order of samples ({why}); use another checkpoint or record."
+    )
+
+
+def _is_recorded(values: Mapping[str, Any]) -> bool:
+    tokens, stages, window = values["tokens"], values["stages"], values["window"]
+    starts = [stage["start"] for stage in stages]
+    numbers = [window, *tokens.values(), *starts]
+    numbers += [stage["seq_length"] for stage in stages]
+    texts = [str(weight) for stage in stages for weight in stage["weights"].values()]
+    used = {name for stage in stages for name, x in stage["weights"].items() if x not in ("0", 0)}
+    return (
+        all(map(is_count, numbers))
+        and type(values["seed"]) is int
+        and all(map(_WEIGHT.fullmatch, texts))
+        and all(stage["seq_length"] > 0 and stage["weights"] for stage in stages)
+        and starts == sorted(starts)
+        and starts[:1] == [0]
+        and window > 0
+        and bool(used)
+        and all(tokens[name] >= window for name in used)
+    )
 
 
 @dataclass(frozen=True)

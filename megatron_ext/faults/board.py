@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
+from megatron_ext.disk.writing import open_descriptor
+
 START, OTHER = "start", "other"
 PHASES = (
     OTHER, START, "data", "forward", "backward", "bubble", "reduce", "update", "save", "evaluate",
@@ -182,7 +184,7 @@ class Board:
     def __init__(self, path: Path, num_slots: int) -> None:
         self.num_slots = num_slots
         size = num_slots * SLOT_BYTES
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = open_descriptor(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             # Memory that is not reserved now could be missing later, which would end the process.
             os.posix_fallocate(descriptor, 0, size)

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext import limits
+from megatron_ext.disk.reading import rows_of
+from megatron_ext.disk.writing import open_descriptor
 
 EVENTS_FILE = "faults.jsonl"
 
@@ -32,8 +34,8 @@ def append_event(folder: str | Path | None, kind: str, **facts: Any) -> None:
     line = json.dumps({k: _plain(v) for k, v in known.items() if v is not None}, allow_nan=False)
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        descriptor = os.open(Path(folder) / EVENTS_FILE, flags, 0o666)
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
+        descriptor = open_descriptor(Path(folder) / EVENTS_FILE, flags)
         try:
             size = os.fstat(descriptor).st_size
             # A line that a full disk has cut must not spoil this one.
@@ -53,18 +55,7 @@ def read_events(folder: str | Path) -> list[dict[str, Any]]:
 
     A line that is not whole, as after a full disk, is left out.
     """
-    path = Path(folder) / EVENTS_FILE
-    if not path.exists():
-        return []
-    found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict):
-            found.append(event)
-    return found
+    return list(rows_of(Path(folder) / EVENTS_FILE, lambda row: isinstance(row.get("kind"), str)))
 
 
 def _plain(value: Any) -> Any:

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from megatron_ext.disk.writing import write_bytes
+
 
 @dataclass(frozen=True)
 class Collective:
@@ -90,7 +92,7 @@ def write_flight(path: Path) -> None:
         # Stack traces would take seconds; faulthandler writes those that matter.
         trace, about["groups"] = dump(includeStackTraces=False), _groups()
     aside = path.with_suffix(".tmp")
-    aside.write_bytes(json.dumps(about).encode() + b"\n" + trace)
+    write_bytes(aside, json.dumps(about).encode() + b"\n" + trace)
     aside.replace(path)
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from megatron_ext.disk.writing import open_descriptor
 from megatron_ext.faults.process import ticks_at_start
 
 FOLDER_VARIABLE = "MEGATRON_EXT_HOST_FOLDER"
@@ -138,7 +139,7 @@ def _make(name: str | None, save: str | None) -> tuple[Path | None, int]:
                 folder = root / f"{_PREFIX}{name}"
                 folder.mkdir(mode=0o700, exist_ok=True)
             _check_private(folder)
-            lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            lock = open_descriptor(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(lock, fcntl.LOCK_SH)
             _take_over(folder, save)
             # Only now, since the folder of an agent is old too when its ranks start again.
@@ -235,7 +236,7 @@ def _remove_stale(root: Path) -> None:
         with suppress(OSError):
             if time.time() - folder.stat().st_mtime < _SECONDS_UNTIL_STALE:
                 continue
-            lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+            lock = open_descriptor(folder / "lock", os.O_RDWR)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)

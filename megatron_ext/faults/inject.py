@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from megatron_ext.disk.writing import open_to_append, write_text
 from megatron_ext.faults.host import generation, host_folder
 from megatron_ext.faults.recorder import Recorder
 from megatron_ext.faults.strikes import FROM_ANY_THREAD, STRIKES, Target, watch_fsync
@@ -138,7 +139,7 @@ class Injector:
                 action()
         if self._folder is not None:
             row = {"time": time.time(), "generation": self._generation, "iteration": iteration}
-            with steps_file(self._folder, self._rank).open("a", encoding="utf-8") as file:
+            with open_to_append(steps_file(self._folder, self._rank)) as file:
                 file.write(json.dumps(row) + "\n")
 
     def _start(self, index: int, fault: Fault, iteration: int, event: str) -> None:
@@ -159,7 +160,7 @@ class Injector:
             row |= {"iteration": iteration, "generation": self._generation, "what": text}
             path = record_file(self._folder, index)
             aside = path.with_suffix(".tmp")
-            aside.write_text(json.dumps(row), encoding="utf-8")
+            write_text(aside, json.dumps(row))
             os.replace(aside, path)
 
         if fault.kind == SLOW:

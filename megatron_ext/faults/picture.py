@@ -5,12 +5,14 @@ It is a program of its own, so that drawing takes no time from a recovery.
 
 from __future__ import annotations
 
-import json
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from megatron_ext.disk.reading import read_json_object
+from megatron_ext.disk.writing import cleared
 
 REPORT, TIMELINE, PICTURE = "report.txt", "timeline.json", "picture.svg"
 """Names of the files of a post-mortem."""
@@ -50,7 +52,7 @@ def draw(folder: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    told = json.loads((folder / TIMELINE).read_text(encoding="utf-8"))
+    told = read_json_object(folder / TIMELINE)
     ranks = told["ranks"]
     start = first_time(ranks)
     figure = Figure(figsize=(12, 1.8 + 0.45 * len(ranks)), layout="constrained")
@@ -77,7 +79,7 @@ def draw(folder: Path) -> None:
     axes.set_title("\n".join(textwrap.wrap(told["title"], 130)), fontsize=8)
     legend = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
     figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), fontsize=8)
-    figure.savefig(folder / PICTURE)
+    figure.savefig(cleared(folder / PICTURE))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 
 import megatron_ext
+from megatron_ext.disk.writing import write_text
 from megatron_ext.faults.board import Event, EventKind, RankRecord
 from megatron_ext.faults.picture import REPORT, TIMELINE
 from megatron_ext.faults.process import GONE, ProcessState, gibibytes
@@ -157,13 +158,13 @@ def write_postmortem(case: Case, save: str | Path | None) -> Path | None:
     if save is not None:
         with suppress(OSError):
             folder = _new_folder(Path(save))
-            (folder / REPORT).write_text(text, encoding="utf-8")
-            (folder / TIMELINE).write_text(json.dumps(_timeline(case)), encoding="utf-8")
+            write_text(folder / REPORT, text)
+            write_text(folder / TIMELINE, json.dumps(_timeline(case)))
             for rank, told in case.evidence.items():
                 if told.flight:
                     entries = [asdict(entry) for entry in told.flight]
                     path = folder / f"collectives_{rank}.json"
-                    path.write_text(json.dumps(entries), encoding="utf-8")
+                    write_text(path, json.dumps(entries))
             return folder
     print("\n".join(_head(text)), file=sys.stderr, flush=True)
     return None

@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ext.disk.writing import open_new, open_to_append
 from megatron_ext.faults.flight import Flight, read_flight, write_flight
 
 STACK_SIGNAL = signal.SIGXFSZ
@@ -57,7 +58,7 @@ def watchdog(folder: Path | None, rank: int) -> Iterator[None]:
     descriptor = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)
     thread = threading.Thread(target=_answer, args=(descriptor, folder, rank), daemon=True)
     # Appended to, as a watcher empties the file before it asks.
-    with _stack(folder, rank).open("a") as stacks, _crash(folder, rank).open("w") as crash:
+    with open_to_append(_stack(folder, rank)) as stacks, open_new(_crash(folder, rank)) as crash:
         faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=False, chain=False)
         faulthandler.enable(file=crash, all_threads=True)
         thread.start()

@@ -20,6 +20,8 @@ from pathlib import Path
 import megatron.core
 
 from megatron_ext.device import Device
+from megatron_ext.disk.reading import read_json_object
+from megatron_ext.disk.writing import write_text
 from megatron_ext.errors import ConfigError, end_with_parent
 from megatron_ext.inspect.layouts import NamedLayout
 from megatron_ext.inspect.parity import Recording, record
@@ -127,7 +129,7 @@ def record_on(
         try:
             for line in process.stdout:
                 own = folder / line.strip()
-                stored = json.loads((own / _FILE).read_text(encoding="utf-8"))
+                stored = read_json_object(own / _FILE, not_finite=True)
                 yield Recording(left.pop(0), own, **stored)
         except BaseException:
             process.kill()
@@ -159,5 +161,5 @@ def serve(
             stored = {name: getattr(found, name) for name in _STORED}
             # What the runs imported, not what the metadata say.
             stored["core"] = megatron.core.__version__.partition("+")[0]
-            (found.folder / _FILE).write_text(json.dumps(stored), encoding="utf-8")
+            write_text(found.folder / _FILE, json.dumps(stored))
             print(index, file=complete, flush=True)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_ext.config.parser import parse_args
 from megatron_ext.device import Device
+from megatron_ext.disk.writing import open_new
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.inspect.layouts import NamedLayout, flags_of_run
 from megatron_ext.layers.initialization import shards_of
@@ -100,7 +101,7 @@ def record(
         parsed = parse_args(flags, program, world_size=0, device=device.kind)
         if parsed.config.checkpoint.save is not None:
             raise ConfigError("`--save` is given, but a parity run keeps nothing; drop it.")
-        with (folder / "log").open("w") as log, redirect_stdout(log):
+        with open_new(folder / "log") as log, redirect_stdout(log):
             check_own_flags(parsed.task, parsed.config)
             config, assets = preflight(parsed.config, parsed.task.preflight)
     except MegatronExtError as error:

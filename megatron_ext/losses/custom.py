@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-import yaml
 from torch import Tensor
 
 from megatron_ext.data.batch import Batch
+from megatron_ext.disk.reading import UnreadableFile, parse_yaml
 from megatron_ext.errors import ConfigError
 from megatron_ext.losses.vocabulary import VocabularyHead
 from megatron_ext.parallel.context import ParallelContext
@@ -136,10 +136,10 @@ def _value(kind: type[TokenLossConfig], name: str, argument: str, text: str) -> 
     hint = typing.get_type_hints(kind)[name]
     members = typing.get_args(hint) or (hint,)
     try:
-        value = yaml.safe_load(text)
+        value = parse_yaml(text, "--loss-args")
         if float in members and value is not None:
             value = float(value)
-    except (ValueError, TypeError, yaml.YAMLError):
+    except (ValueError, TypeError, OverflowError, UnreadableFile):
         value = text
     plain = all(member in (bool, int, float, str, type(None)) for member in members)
     fits = type(value) in members and not (isinstance(value, float) and not math.isfinite(value))

@@ -6,12 +6,11 @@ and their sources. The rates measured by ``tools/doctor.py --json`` replace its 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
 from megatron_ext.device.gpus import GB, GPUS, Gpu, Measured
+from megatron_ext.disk.reading import UnreadableFile, read_json
 from megatron_ext.errors import ConfigError
 from megatron_ext.planning.kernels import Phase, Work
 from megatron_ext.planning.stages import Ranks
@@ -58,10 +57,9 @@ def gpu_named(name: str) -> Gpu:
 
 def _read_gpus(path: str, given: str) -> list[dict[str, Any]]:
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        said = error.strerror if isinstance(error, OSError) else "it is no JSON"
-        raise ConfigError(f"{given} cannot be read ({said}); it {_RULE}.") from error
+        content = read_json(path)
+    except UnreadableFile as error:
+        raise ConfigError(f"{given} cannot be read ({error.reason}); it {_RULE}.") from error
     gpus = content.get("gpus") if isinstance(content, dict) else None
     if not isinstance(gpus, list) or not all(isinstance(gpu, dict) for gpu in gpus):
         raise ConfigError(f"{given} has no list of GPUs; it {_RULE}.")

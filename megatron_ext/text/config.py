@@ -1,7 +1,6 @@
 """Flags and rules of text runs: tokenizer, and fine-tuning on conversations."""
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from megatron_ext.config.rules.build import build_errors
 from megatron_ext.config.rules.latent_attention import latent_attention_errors
 from megatron_ext.config.rules.optimizer import target_errors
 from megatron_ext.config.run import RunConfig
+from megatron_ext.disk.reading import UnreadableFile, parse_json
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.data.config import FIM_NEEDS, DataConfig, FimConfig, direct_errors
 from megatron_ext.text.evaluation.config import TaskEvaluationConfig
@@ -147,7 +147,7 @@ class SftConfig:
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        return dict(json.loads(self.sft_template_kwargs or "{}"))
+        return dict(parse_json(self.sft_template_kwargs or "{}", "--sft-template-kwargs"))
 
     def row_errors(self) -> list[str]:
         """Return an error for a bad ``--sft-row-format`` and for bad ``--sft-template-kwargs``."""
@@ -158,8 +158,8 @@ class SftConfig:
                 f"{', '.join(_ROW_FORMATS)}."
             )
         try:
-            kwargs = json.loads(self.sft_template_kwargs or "{}")
-        except ValueError:
+            kwargs = parse_json(self.sft_template_kwargs or "{}", "--sft-template-kwargs")
+        except UnreadableFile:
             kwargs = None
         if not isinstance(kwargs, dict):
             found.append(

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron_ext.config.run import RunConfig
+from megatron_ext.disk.reading import UnreadableFile, read_text
+from megatron_ext.disk.writing import write_text
 from megatron_ext.errors import ConfigError
 from megatron_ext.faults.host import host_folder, is_under_torchrun
 
@@ -96,14 +98,14 @@ def wanted_nodes(save: str) -> tuple[int, int] | None:
     """
     path = Path(save) / WANTED_NODES
     try:
-        return int(path.read_text(encoding="utf-8")), path.stat().st_mtime_ns
-    except (OSError, ValueError):
+        return int(read_text(path, limit=1000)), path.stat().st_mtime_ns
+    except (OSError, ValueError, UnreadableFile):
         return None
 
 
 def ask_to_resize(folder: Path) -> None:
     """Ask the ranks of this machine to save at the next step boundary and to end."""
-    (folder / _RESIZE).touch()
+    write_text(folder / _RESIZE, "")
 
 
 def forget_resize(folder: Path) -> None:

@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import get_args_parser
 from torch.distributed.run import main as torchrun
 
+from megatron_ext.disk.writing import write_text
 from megatron_ext.errors import EXIT_CODE_NOT_SAVED, STOP_SIGNALS, ignore_stop_signals
 from megatron_ext.faults.host import exit_codes_left, shared_host_folder
 from megatron_ext.train.exit_codes import (
@@ -59,7 +60,7 @@ def run_torchrun(words: Sequence[str]) -> int:
         if folder := os.environ.get(FOLDER_VARIABLE):
             own = Path(folder) / f"{socket.gethostname()}_{os.getpid()}"
             own.parent.mkdir(parents=True, exist_ok=True)
-            own.write_text(str(code), encoding="utf-8")
+            write_text(own, str(code))
         return code
     except SignalException as error:
         if 0 in left:

@@ -205,7 +205,7 @@ def test_nothing_else_in_the_package_unpickles() -> None:
 
     `reproduced` reads what its own forked ranks have written a moment before, `helper` what the
     helpers of its own save have, `snapshot` and `flight` what the same user's run has written in
-    folders that are that user's alone, `run_folder` YAML with a safe loader, and `ray_tasks` what
+    folders that are that user's alone, `disk.reading` YAML with a safe loader, and `ray_tasks` what
     Ray carries between the processes of one run, where Ray itself unpickles.
     """
     package = Path(megatron_ext.__file__).parent
@@ -222,5 +222,5 @@ def test_nothing_else_in_the_package_unpickles() -> None:
         "faults/flight.py",
         "inspect/audit/reproduced.py",
         "text/preprocess/ray_tasks.py",
-        "train/reporting/run_folder.py",
+        "disk/reading.py",
     }

@@ -151,7 +151,7 @@ def test_a_gpu_that_the_table_lacks_has_the_links_of_its_slot(tmp_path: Path) ->
     ("content", "said"),
     [
         (None, "cannot be read"),
-        ("{", "it is no JSON"),
+        ("{", "it is no valid JSON"),
         ("[]", "has no list of GPUs"),
         ('{"gpus": []}', "was written where torch found no GPU"),
         ('{"gpus": [{"name": "NVIDIA H200", "rates": null}]}', "holds no measured rates"),

@@ -1,5 +1,6 @@
 """Bad input to the program: one sentence each, and no rank is left hanging."""
 
+import io
 import os
 import pickle
 import resource
@@ -40,9 +41,35 @@ def _file(folder: Path) -> None:
 
 def _pickle_in_the_cache(folder: Path) -> None:
     """Write a pickle, which numpy would load for megatron-core."""
+    _cached(folder, pickle.dumps([1]))
+
+
+def _cached(folder: Path, content: bytes) -> Path:
+    """Put a file into the cache of the samples' order."""
     cache = folder / "docs" / "cache" / "KeyedGPTDataset_indices"
     cache.mkdir(parents=True)
-    (cache / "0-KeyedGPTDataset-train-document_index.npy").write_bytes(pickle.dumps([1]))
+    path = cache / "0-KeyedGPTDataset-train-document_index.npy"
+    path.write_bytes(content)
+    return path
+
+
+def _objects_in_the_cache(folder: Path) -> None:
+    """Write an array of objects, whose values numpy would unpickle."""
+    file = io.BytesIO()
+    np.save(file, np.array([{1}], dtype=object), allow_pickle=True)
+    _cached(folder, file.getvalue())
+
+
+def _cut_in_the_cache(folder: Path) -> None:
+    file = io.BytesIO()
+    np.save(file, np.arange(100))
+    _cached(folder, file.getvalue()[:-8])
+
+
+def _link_in_the_cache(folder: Path) -> None:
+    path = _cached(folder, b"")
+    path.unlink()
+    path.symlink_to(folder / "absent")
 
 
 DAMAGED: dict[str, tuple[str, str, Callable[[Path], object]]] = {
@@ -55,6 +82,13 @@ DAMAGED: dict[str, tuple[str, str, Callable[[Path], object]]] = {
     "cache of the data": (DATA, "docs is no folder); give a folder that can",
                           lambda x: (x / "docs").touch()),
     "pickle in the cache": (DATA, "document_index.npy is no array of numpy", _pickle_in_the_cache),
+    "objects in the cache": (DATA, "document_index.npy holds objects instead of numbers, and could "
+                             "run code; remove it", _objects_in_the_cache),
+    "cut array in the cache": (DATA, "document_index.npy is cut, as by a run", _cut_in_the_cache),
+    "deep header in the cache": (DATA, "document_index.npy is no array of numpy, for its header",
+                                 lambda x: _cached(x, b"\x93NUMPY\x01\x00\x00\x20" +
+                                                   b"(" * 8191 + b"\n")),
+    "link in the cache": (DATA, "document_index.npy is a link, through which", _link_in_the_cache),
     "save": (f"{MOCK} --save FOLDER/file/x", "/file/x) cannot be written (", _file),
     "tensorboard": (f"{MOCK} --tensorboard-dir FOLDER/file/x", "`--tensorboard-dir` (", _file),
 }  # fmt: skip

@@ -12,10 +12,8 @@ import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from packaging.version import InvalidVersion, Version
 
 from megatron_ext.config.flags import changed_fields
@@ -25,6 +23,7 @@ from megatron_ext.config.precision import TE_IMPL, TORCH_RECIPES, TransformerEng
 from megatron_ext.config.rules.model import parts_of_torch_layers
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import TrainingConfig
+from megatron_ext.disk.reading import UnreadableFile, read_yaml
 from megatron_ext.errors import ConfigError
 
 OVERLAPPED = tuple(
@@ -144,9 +143,9 @@ def read_overlap_settings(path: str | None) -> dict[str, Any]:
         return {}
     name = f"`--tp-comm-overlap-cfg` ({path})"
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{name} cannot be read: {error}.") from error
+        content = read_yaml(path)
+    except UnreadableFile as error:
+        raise ConfigError(f"{name} cannot be read: {error.reason}.") from error
     if not isinstance(content, dict) or not all(isinstance(x, dict) for x in content.values()):
         raise ConfigError(
             f"{name} must hold settings by the names of products, such as "

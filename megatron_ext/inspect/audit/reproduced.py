@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_ext.device import Device
+from megatron_ext.disk.writing import write_bytes
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.parallel.context import ParallelContext, init_groups, seed_everything
 from megatron_ext.parallel.grid import Layout
@@ -139,5 +140,5 @@ def _rank(
         )
         seed_everything(context, SEED)
         found = measure(context)
-    _result(folder, context.rank).write_bytes(pickle.dumps(found))
+    write_bytes(_result(folder, context.rank), pickle.dumps(found))
     context.destroy()

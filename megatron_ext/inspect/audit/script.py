@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_ext.disk.reading import UnreadableFile, read_yaml
 from megatron_ext.errors import DataError
 from megatron_ext.inspect.audit.expand import World, unknown
 from megatron_ext.inspect.audit.launches import Launch, Reader
@@ -82,12 +83,10 @@ def _distinct(launches: list[Launch]) -> list[Launch]:
 
 def _recipe(path: Path) -> Script:
     """Return the flags of a recipe of Megatron-LM's functional tests: ``MODEL_ARGS`` of a YAML."""
-    import yaml
-
     try:
-        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise DataError(f"The recipe {path} cannot be read: {error}.") from error
+        recipe = read_yaml(path)
+    except UnreadableFile as error:
+        raise DataError(f"The recipe {path} cannot be read: {error.reason}.") from error
     flags = recipe.get("MODEL_ARGS") if isinstance(recipe, dict) else None
     if not isinstance(flags, dict):
         raise DataError(f"The recipe {path} has no `MODEL_ARGS`, a mapping of flags to values.")

@@ -7,7 +7,6 @@ from the steps that each rank has begun, and from an undisturbed run with the sa
 from __future__ import annotations
 
 import hashlib
-import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_ext.checkpoint.files import folder_of, read_tracker
 from megatron_ext.checkpoint.unpickling import read_tensors, stored_entries
+from megatron_ext.disk.reading import read_json_object, rows_of
 from megatron_ext.faults.events import read_events
 from megatron_ext.faults.inject import SLOW, Fault, record_file
 from megatron_ext.inspect.chaos.plan import Case
@@ -238,15 +238,14 @@ def _steps_lost(row: Row, begun: Sequence[Row], until: float) -> tuple[int | Non
 
 
 def _begun(records: Path) -> list[Row]:
-    rows = []
+    rows = list[Row]()
     for path in records.glob("steps_*.txt"):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            rows.append(json.loads(line))
+        rows += rows_of(path, lambda row: "time" in row)
     return sorted(rows, key=lambda row: float(row["time"]))
 
 
 def _read(path: Path) -> Row | None:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return read_json_object(path) if path.is_file() else None
 
 
 def _problems(ended: Ended) -> list[str]:

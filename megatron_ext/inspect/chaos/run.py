@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 
+from megatron_ext.disk.writing import open_to_append
 from megatron_ext.errors import end_with_parent
 from megatron_ext.train.main import main
 from megatron_ext.train.task import Task, TaskChoice
@@ -105,7 +106,7 @@ def _child(
 
 
 def _wait(pid: int, reader: int, log: Path, started: float, deadline: float) -> Ended:
-    with log.open("ab") as file:
+    with open_to_append(log, "ab") as file:
         while True:
             _copy(reader, file, 0.02)
             done, status = os.waitpid(pid, os.WNOHANG)

@@ -67,10 +67,27 @@ def understand(raw: dict[str, Any], path: Path) -> HuggingFaceModel:
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         raise CheckpointError(_unknown(raw, path))
+    _check_sizes(raw, path)
     settings = Settings(path, _with_defaults(path, raw))
-    _refuse_what_is_not_here(settings, raw, family)
-    fields = family.fields(settings)
-    return HuggingFaceModel(family, raw, fields, int(settings["vocab_size"]), path)
+    try:
+        _refuse_what_is_not_here(settings, raw, family)
+        fields = family.fields(settings)
+        return HuggingFaceModel(family, raw, fields, int(settings["vocab_size"]), path)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(
+            f"{path} has an entry of another type than {family.architecture} has ({error!r}); "
+            "copy it again."
+        ) from error
+
+
+def _check_sizes(raw: Mapping[str, Any], path: Path) -> None:
+    """Raise a CheckpointError for a size for which transformers would fill the memory."""
+    for name, value in raw.items():
+        most = _MOST_LAYERS if name == "num_hidden_layers" else _LARGEST_ENTRY
+        if isinstance(value, int) and not -most <= value <= most:
+            raise CheckpointError(
+                f"{path} gives `{name}` as {value}, but {most:,} is the most; copy it again."
+            )
 
 
 def _unknown(raw: dict[str, Any], path: Path) -> str:
@@ -130,7 +147,7 @@ def _with_defaults(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
         config = AutoConfig.for_model(**given)
     # Each version of transformers has its own kinds of error for a bad entry.
     except Exception as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".:")
+        reason = (str(error).strip() or repr(error)).splitlines()[0].rstrip(".:")
         raise CheckpointError(f"{path} is refused by transformers ({reason}); mend it.") from error
     return dict(config.to_dict())
 
@@ -155,6 +172,8 @@ def is_block_scaled(quantized: Mapping[str, Any]) -> bool:
     """Return whether weights are stored in fp8 with a scale for each block, as DeepSeek's are."""
     return quantized.get("quant_method") == "fp8" and bool(quantized.get("weight_block_size"))
 
+
+_MOST_LAYERS, _LARGEST_ENTRY = 10_000, 1 << 48
 
 TOKENIZER_FILES = (
     "tokenizer* *.model vocab* merges.txt added_tokens.json special_tokens_map.json "

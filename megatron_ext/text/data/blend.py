@@ -1,15 +1,14 @@
 """The dataset prefixes of each split, given by Megatron-LM's flags."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron_ext.data.indexed import plain_prefix
+from megatron_ext.disk.reading import UnreadableFile, is_count, read_json, read_text
 from megatron_ext.errors import DataError
 from megatron_ext.text.data.config import DataConfig, is_number
 
@@ -61,12 +60,11 @@ def read_blend(data: DataConfig) -> BlendSpec:
     if data.data_args_path is not None:
         path = data.data_args_path
         try:
-            words = Path(path).read_text(encoding="utf-8").split()
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is no text"
+            words = read_text(path).split()
+        except UnreadableFile as error:
             raise DataError(
-                f"`--data-args-path` ({path}) cannot be read ({why}); give a file of dataset "
-                "prefixes."
+                f"`--data-args-path` ({path}) cannot be read ({error.reason}); give a file of "
+                "dataset prefixes."
             ) from error
         return BlendSpec(_blend("--data-args-path", words), None)
     if data.data_path:
@@ -74,10 +72,10 @@ def read_blend(data: DataConfig) -> BlendSpec:
     if data.per_split_data_args_path is not None:
         flag, path = "--per-split-data-args-path", data.per_split_data_args_path
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            content = read_json(path)
             lists = [_words_of(content[split]) for split in SPLITS]
-        except OSError as error:
-            raise DataError(f"`{flag}` ({path}) cannot be read ({error.strerror}).") from error
+        except UnreadableFile as error:
+            raise DataError(f"`{flag}` ({path}) cannot be read ({error.reason}).") from error
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"`{flag}` ({path}) must be a JSON object with the keys train, valid and test, "
@@ -122,10 +120,14 @@ def given_lengths(data: DataConfig, spec: BlendSpec) -> dict[str, list[int]] | N
         return None
     flag = f"`--per-dataset-sequences-path` ({path})"
     try:
-        lengths: dict[str, list[int]] = json.loads(Path(path).read_text(encoding="utf-8"))
-        missing = [prefix for prefix in spec.prefixes() if len(lengths[prefix]) != 2]
-    except OSError as error:
-        raise DataError(f"{flag} cannot be read ({error.strerror}); give a JSON file.") from error
+        lengths: dict[str, list[int]] = read_json(path)
+        missing = [
+            prefix
+            for prefix in spec.prefixes()
+            if len(lengths[prefix]) != 2 or not all(map(is_count, lengths[prefix]))
+        ]
+    except UnreadableFile as error:
+        raise DataError(f"{flag} cannot be read ({error.reason}); give a JSON file.") from error
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{flag} must be a JSON object from each prefix to [sequences, document boundaries]; "

@@ -27,6 +27,8 @@ from megatron_ext.data.indexed import (
     read_index,
     readable,
 )
+from megatron_ext.disk.reading import read_bytes
+from megatron_ext.disk.writing import write_text
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.tokenizers.base import NO_TOKEN, Tokenizer
 
@@ -209,8 +211,7 @@ def recorded_digests(prefix: str | os.PathLike[str]) -> dict[str, str] | None:
     path = digest_path(prefix)
     if not path.exists():
         return None
-    with readable(path):
-        lines = path.read_bytes().decode("utf-8", errors="replace").splitlines()
+    lines = read_bytes(path, limit=1 << 20).decode("utf-8", errors="replace").splitlines()
     matches = [match for line in lines if (match := _DIGEST_LINE.fullmatch(line))]
     found = {match[2]: match[1] for match in matches}
     names = [file.name for file in (bin_path(prefix), idx_path(prefix))]
@@ -243,7 +244,7 @@ def write_digests(prefix: str | os.PathLike[str], digests: Mapping[str, str]) ->
     path = digest_path(prefix)
     temporary = Path(f"{path}.writing.{os.getpid()}")
     try:
-        temporary.write_text("".join(f"{digest}  {name}\n" for name, digest in digests.items()))
+        write_text(temporary, "".join(f"{digest}  {name}\n" for name, digest in digests.items()))
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)

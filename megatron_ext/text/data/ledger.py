@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import yaml
 
 from megatron_ext.config.run import section_name
 from megatron_ext.config.sections import described, withheld_notes
 from megatron_ext.data.indexed import is_address
 from megatron_ext.data.lookup import samples_with
-from megatron_ext.data.order import SampleOrder
+from megatron_ext.data.order import SampleOrder, check_recorded
 from megatron_ext.data.packed_order import PackedOrder
 from megatron_ext.data.packing import DocumentStarts
 from megatron_ext.data.windows import Source
+from megatron_ext.disk.reading import UnreadableFile, read_yaml
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.ledger_documents import Documents, Rows, joined, parts_of
@@ -101,6 +101,7 @@ class Ledger:
         return self._orders[key]
 
     def _order(self, values: Mapping[str, Any]) -> SampleOrder:
+        check_recorded(values, str(self.record.path))
         order = SampleOrder.from_dict(values)
         if "packing" not in values:
             return order
@@ -132,12 +133,13 @@ class Ledger:
         """
         path = self.folder / CONFIGURATION_FILE
         try:
-            settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+            settings = read_yaml(path)
             self.withheld[kind] = withheld_notes(settings, [kind], ())
             return kind(**described(settings, [kind])[section_name(kind)])
-        except (OSError, AttributeError, yaml.YAMLError, KeyError, TypeError) as error:
+        except (UnreadableFile, KeyError, TypeError, ValueError, AttributeError) as error:
+            why = error.reason if isinstance(error, UnreadableFile) else error
             raise ConfigError(
-                f"{path} cannot be read ({error}), but says how the data of the run is read; give "
+                f"{path} cannot be read ({why}), but says how the data of the run is read; give "
                 "a save folder with the configuration of its run."
             ) from None
 

@@ -17,6 +17,7 @@ from rich.table import Table
 from megatron_ext import limits
 from megatron_ext.config.flags import NATURAL
 from megatron_ext.data.indexed import plain_prefix
+from megatron_ext.disk.writing import open_new
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.faults.events import read_events
 from megatron_ext.text.config import TokenizerConfig
@@ -325,7 +326,7 @@ def export(ledger: Ledger, path: Path, *, with_lost: bool) -> str:
     schema = pa.schema([*((name, whole) for name in names), ("source", text), ("reason", text)])
     count, temporary = 0, path.with_name(f".{path.name}.writing")
     try:
-        with temporary.open("wb") as file, pq.ParquetWriter(file, schema) as writer:
+        with open_new(temporary, "wb") as file, pq.ParquetWriter(file, schema) as writer:
             for block in _blocks(ledger, with_lost=with_lost):
                 writer.write_table(pa.table(block).cast(schema))
                 count += len(block["step"])

@@ -13,10 +13,10 @@ from typing import Any
 
 from rich.table import Table
 
-from megatron_ext.checkpoint.stored import PROGRESS, find, read_json
+from megatron_ext.checkpoint.stored import PROGRESS, find, read_progress
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.mixture import Exhausted, Planned, continued, limited, stages_of
-from megatron_ext.data.order import SampleOrder, Stage
+from megatron_ext.data.order import SampleOrder, Stage, check_recorded
 from megatron_ext.data.packed_order import Cuts, PackedOrder
 from megatron_ext.data.packing import IndexedDocuments
 from megatron_ext.data.token_spans import TokenSpan
@@ -108,9 +108,11 @@ def history_of(config: RunConfig) -> tuple[dict[str, Any] | None, int, int]:
     found = find(config.checkpoint)
     if found is None or found.weights_only:
         return None, 0, 0
-    progress = read_json(found.path / PROGRESS)
-    consumed = int(progress.get("consumed_train_samples", 0))
-    return progress.get("data_order"), consumed, found.iteration
+    progress = read_progress(found.path)
+    order = progress.get("data_order")
+    if order is not None:
+        check_recorded(order, str(found.path / PROGRESS))
+    return order, progress.get("consumed_train_samples", 0), found.iteration
 
 
 def plan_run(

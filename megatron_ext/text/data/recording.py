@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron_ext import limits
-from megatron_ext.checkpoint.stored import RUN_CONFIG, find, read_json
+from megatron_ext.checkpoint.stored import find, read_settings
 from megatron_ext.config.run import section_name
 from megatron_ext.faults.host import generation
 from megatron_ext.text.data.config import DataConfig
@@ -58,7 +58,7 @@ class DataLedger(Callback):
         folder, past = None, None
         if loaded is not None and not loaded.weights_only:
             folder = loaded.root
-            stored = read_json(loaded.path / RUN_CONFIG).get(section_name(DataConfig), {})
+            stored = read_settings(loaded.path).get(section_name(DataConfig), {})
             past = order if stored.get("data_order") == "direct" else None
         writer.start(*here, folder, past, time=time.time(), generation=generation())
         writer.order(order)

@@ -18,13 +18,11 @@ a later stage names it again.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from pathlib import Path
 from typing import Any, NoReturn
-
-import yaml
 
 from megatron_ext.data.indexed import plain_prefix
 from megatron_ext.data.mixture import Planned
+from megatron_ext.disk.reading import UnreadableFile, read_yaml
 from megatron_ext.errors import DataError
 
 _KEYS = {"stages", "max_epochs", "when_exhausted"}
@@ -154,9 +152,8 @@ def read_schedule(path: str, seq_length: int) -> Schedule:
     """
     reader = _Reader(path, seq_length)
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        reader.fail(f"cannot be read ({error.strerror}); give a YAML file of stages")
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reader.fail(f"is no YAML ({str(error).splitlines()[0]}); see docs/data_order.md")
+        content = read_yaml(path)
+    except UnreadableFile as error:
+        reader.fail(f"cannot be read ({error.reason}); give a YAML file of stages, as in "
+                    "docs/data_order.md")  # fmt: skip
     return reader.schedule(content)

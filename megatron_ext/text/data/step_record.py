@@ -24,9 +24,12 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.disk.reading import is_count, rows_of
+from megatron_ext.disk.writing import open_descriptor
 from megatron_ext.errors import ConfigError
 
 LEDGER_FILE = "data_ledger.jsonl"
@@ -143,21 +146,44 @@ def joined(steps: Iterable[Steps]) -> list[Steps]:
     return found
 
 
+_COUNTS_OF = {
+    "start": ("iteration", "sample"),
+    "steps": ("iteration", "sample", "done", "begun"),
+    "left_out": ("first", "last"),
+}
+"""Fields by kind of line that must be whole numbers from 0 on."""
+
+
+def _is_row(row: Mapping[str, Any]) -> bool:
+    """Return whether a line is of a form that this module writes."""
+    kind = row.get("kind")
+    if kind == "order":
+        tokens, firsts = row.get("tokens"), row.get("first_tokens", {})
+        counted = (each.values() for each in (tokens, firsts) if isinstance(each, dict))
+        counts = [*chain(*counted)]
+        return isinstance(tokens, dict) and isinstance(firsts, dict) and all(map(is_count, counts))
+    if kind == "other_order":
+        return True
+    if not isinstance(kind, str) or not all(map(is_count, map(row.get, _COUNTS_OF.get(kind, ())))):
+        return False
+    if kind == "start":
+        return isinstance(row.get("from", ""), str)
+    if kind == "left_out":
+        return isinstance(row.get("why"), str)
+    if kind == "steps":
+        rises = row["done"] >= row["iteration"] and row["begun"] >= row["iteration"]
+        has_batch = is_count(row["batch"]) if row.get("batch") is not None else "batch" in row
+        return rises and has_batch and is_count(row.get("end", 0))
+    return kind in _COUNTS_OF
+
+
 class StepRecord:
     """The lines of a record, oldest first; lines that a full disk has cut are left out."""
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder) / LEDGER_FILE
         self.rows: list[dict[str, Any]] = []
-        if not self.path.is_file():
-            return
-        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict) and isinstance(row.get("kind"), str):
-                self.rows.append(row)
+        self.rows += rows_of(self.path, _is_row)
 
     @property
     def taken_from(self) -> str | None:
@@ -228,8 +254,7 @@ class RecordWriter:
         orders = [row for row in known.rows if row["kind"] in ("order", "other_order")]
         self._order = orders[-1] if orders else OTHER_ORDER
         known.path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        self._file = os.open(known.path, flags, 0o666)
+        self._file = open_descriptor(known.path, os.O_RDWR | os.O_CREAT)
         self._end = os.fstat(self._file).st_size
         self._counts = 0
         if self._end and os.pread(self._file, 1, self._end - 1) != b"\n":

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron_ext.config.run import RunConfig
+from megatron_ext.disk.reading import (
+    UnreadableFile,
+    is_count,
+    parse_json,
+    read_json_object,
+    read_text,
+    shortened,
+)
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.generation.config import GenerationConfig
@@ -47,10 +53,11 @@ def read_prompts(generation: GenerationConfig) -> list[Prompt]:
     name = generation.prompt_file
     assert name is not None
     try:
-        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = sys.stdin.read() if name == "-" else read_text(name)
+    except (OSError, UnicodeDecodeError, UnreadableFile) as error:
+        why = error.reason if isinstance(error, UnreadableFile) else error
         raise DataError(
-            f"`--prompt-file` ({name}) cannot be read ({error}); give a jsonl file."
+            f"`--prompt-file` ({name}) cannot be read ({why}); give a jsonl file."
         ) from None
     lines = [(i, line) for i, line in enumerate(text.splitlines(), start=1) if line.strip()]
     if not lines:
@@ -60,9 +67,11 @@ def read_prompts(generation: GenerationConfig) -> list[Prompt]:
 
 def _prompt(line: str, place: str, generation: GenerationConfig) -> Prompt:
     try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{place} is not JSON ({error}); give an object on each line.") from None
+        row = parse_json(line, place)
+    except UnreadableFile as error:
+        raise DataError(
+            f"{place} is not JSON ({error.reason}); give an object on each line."
+        ) from None
     content = None
     if isinstance(row, dict):
         content = row.get("messages") if generation.chat else None
@@ -166,10 +175,18 @@ def end_tokens(config: RunConfig, tokenizer: Tokenizer) -> set[int]:
         path = tokenizer_folder(name) / "generation_config.json"
         if path.is_file():
             try:
-                given = json.loads(path.read_bytes()).get("eos_token_id")
-            except (ValueError, AttributeError):
-                raise DataError(f"{path} is not a JSON object; copy the model again.") from None
-            found |= set(given if isinstance(given, list) else [] if given is None else [given])
+                given = read_json_object(path, not_finite=True).get("eos_token_id")
+            except UnreadableFile as error:
+                raise DataError(
+                    f"{path} is not a JSON object ({error.reason}); copy the model again."
+                ) from None
+            ids = given if isinstance(given, list) else [] if given is None else [given]
+            if not all(map(is_count, ids)):
+                raise DataError(
+                    f"{path} gives `eos_token_id` as {shortened(given)}, but it must be a number "
+                    "of a token or a list of such; copy the model again."
+                )
+            found |= set(ids)
     return found
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ext.data.indexed_writer import append_file, publish, write_index
+from megatron_ext.disk.writing import open_new
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.preprocess.inputs import Part, place_of
 from megatron_ext.text.preprocess.options import PreprocessOptions
@@ -85,7 +86,7 @@ class Dataset:
     def write(self) -> None:
         """Write both files under their temporary names."""
         tokens, index = (temporary for temporary, _ in self.renames)
-        with open(tokens, "wb") as out:
+        with open_new(tokens, "wb") as out:
             for segment in self._segments:
                 start, end = self._span(segment, "bin")
                 append_file(out, self._file(segment, "bin"), start, end)
@@ -221,7 +222,7 @@ def publish_rejected(
     before = 0
     try:
         # A name of a file that is not UTF-8 is written by JSON's own escapes.
-        with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as out:
+        with open_new(temporary, errors="backslashreplace") as out:
             for part, marker in zip(parts, markers, strict=True):
                 if part.start == 0:  # a new file, maybe the same one again
                     before = 0

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import orjson
 
+from megatron_ext.disk.reading import UnreadableFile, read_bytes, read_json_object
+from megatron_ext.disk.writing import open_new
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.text.preprocess.packed import BLOCK_BYTES
+from megatron_ext.text.preprocess.packed import BLOCK_BYTES, MAX_LINE_BYTES
 
 _NO_TEXTS = frozenset(
     ".arrow .bz2 .feather .gz .jsonl .parquet .tar .tgz .warc .xz .zip .zst".split()
@@ -53,16 +55,16 @@ def files_of(folder: str) -> list[str]:
 
 def _saved_files(folder: str, state: str) -> list[str]:
     try:
-        with open(state, "rb") as stream:
-            saved = json.load(stream)
+        saved = read_json_object(state)
         if saved.get("_indices_data_files"):
             raise ValueError("it selects rows by indices, which flatten_indices() resolves")
         names = [str(entry["filename"]) for entry in saved["_data_files"]]
         if any(os.path.basename(name) != name for name in names):
             raise ValueError("a file lies outside of the folder")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (UnreadableFile, ValueError, KeyError, TypeError) as error:
+        why = error.reason if isinstance(error, UnreadableFile) else repr(error)
         raise DataError(
-            f"{state} does not list the files of a Hugging Face dataset ({error!r}); save the "
+            f"{state} does not list the files of a Hugging Face dataset ({why}); save the "
             "dataset again, or give its Arrow files."
         ) from None
     return [os.path.join(folder, name) for name in names]
@@ -101,7 +103,7 @@ def identity_of_texts(folder: str) -> str:
 def write_list(folder: str, target: Path) -> None:
     """Write path and size of each text of a folder to ``target``, one JSON list in each line."""
     temporary = target.with_suffix(".listing")
-    with open(temporary, "wb") as out:
+    with open_new(temporary, "wb") as out:
         for path, size in texts_below(folder):
             out.write(json.dumps([path, size]).encode() + b"\n")
     os.replace(temporary, target)
@@ -136,11 +138,10 @@ def text_lines(paths: Sequence[str], key: str) -> Iterator[tuple[bytes, int]]:
     lines, size = list[bytes](), 0
     for path in paths:
         try:
-            with open(path, "rb") as stream:
-                content = stream.read()
-        except OSError as error:
+            content = read_bytes(path, limit=MAX_LINE_BYTES)
+        except UnreadableFile as error:
             raise DataError(
-                f"{path} cannot be read ({error.strerror}); leave the input alone during the run "
+                f"{path} cannot be read ({error.reason}); leave the input alone during the run "
                 "and start again."
             ) from None
         try:

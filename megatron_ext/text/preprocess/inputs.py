@@ -9,14 +9,16 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.disk.writing import open_new
 from megatron_ext.errors import DataError
 from megatron_ext.text.preprocess import folders
 from megatron_ext.text.preprocess.packed import (
     BLOCK_BYTES,
+    MAX_LINE_BYTES,
     copy_stream,
     is_stream,
     packing_of,
@@ -148,7 +150,7 @@ def _is_one_piece(path: str) -> bool:
 def spool(source: str, target: Path, columns: Sequence[str] | None) -> None:
     """Copy a stream, or unpack a file, to ``target``; raise a DataError for a damaged source."""
     temporary = target.with_suffix(".unpacking")
-    with open(temporary, "wb") as out:
+    with open_new(temporary, "wb") as out:
         if is_stream(source):
             copy_stream(source, out)
         else:
@@ -232,19 +234,39 @@ def _line_edges(path: str, size: int, part_bytes: int) -> list[int]:
 
 
 def blocks(part: Part) -> Iterator[tuple[bytes, int]]:
-    """Yield (whole lines of about 4 MB, input bytes read); raise a DataError for a damaged file."""
+    """Yield (whole lines of about 4 MB, input bytes read).
+
+    Raises:
+        DataError: the file is damaged, or a line is longer than `MAX_LINE_BYTES`.
+    """
     rest: list[bytes] = []
-    seen = 0
-    for piece, read in _pieces(part):
+    seen = length = 0
+    for number, (piece, read) in enumerate(_pieces(part)):
         seen += read
         at = piece.rfind(b"\n") + 1
+        if length and length + len(piece) > MAX_LINE_BYTES:
+            end = piece.find(b"\n") if at else len(piece)
+            if length + end > MAX_LINE_BYTES:
+                raise _too_long(part, number)
         if at == 0:
             rest.append(piece)
+            length += len(piece)
             continue
         yield b"".join([*rest, piece[:at]]), seen
         rest, seen = [piece[at:]] if at < len(piece) else [], 0
+        length = len(piece) - at
     if rest:
         yield b"".join(rest), seen
+
+
+def _too_long(part: Part, number: int) -> DataError:
+    """Return the error on a line that is too long and ends in or after a piece, from 0."""
+    line = sum(piece.count(b"\n") for piece, _ in islice(_pieces(part), number))
+    path, line = place_of(part, line)
+    return DataError(
+        f"{path} has more than {MAX_LINE_BYTES:,} bytes in line {line}, which is the longest line "
+        "that is read; cut that document, or take it out."
+    )
 
 
 def _pieces(part: Part) -> Iterator[tuple[bytes, int]]:

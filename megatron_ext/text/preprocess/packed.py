@@ -14,6 +14,8 @@ from typing import BinaryIO
 from megatron_ext.errors import ConfigError, DataError
 
 BLOCK_BYTES = 4 << 20
+MAX_LINE_BYTES = 128 << 20
+"""The longest line, or text of a folder of texts; a few bytes of gzip may unpack to gigabytes."""
 _MAGIC = {
     b"\x1f\x8b": "gzip",
     b"\x28\xb5\x2f\xfd": "zstd",
@@ -23,6 +25,7 @@ _MAGIC = {
 }
 _OTHER_MAGIC = {b"BZh": "bzip2", b"\xfd7zX": "xz", b"PK\x03\x04": "zip"}
 _SECONDS_FOR_A_WRITER = 10.0
+_ZSTD_BYTES = 1 << 11
 
 
 def packing_of(path: str) -> str:
@@ -119,7 +122,8 @@ def _zstd(raw: BinaryIO, path: str) -> Iterator[bytes]:
         ) from None
     fresh, window = True, None
     pending, size = [], 0
-    while piece := raw.read(1 << 16):
+    # A few bytes of a frame may stand for 128 KiB, and one call returns all that its input holds.
+    while piece := raw.read(_ZSTD_BYTES):
         while piece:
             if window is None or window.eof:
                 window = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()

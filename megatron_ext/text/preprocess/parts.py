@@ -23,13 +23,24 @@ from filelock import FileLock, Timeout
 
 from megatron_ext import limits
 from megatron_ext.data.indexed_writer import narrow
+from megatron_ext.disk.reading import (
+    UnreadableFile,
+    is_count,
+    lines_of,
+    read_json_object,
+    row_of,
+    shortened,
+)
+from megatron_ext.disk.writing import lock_path, open_new, own_folder, write_text
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.preprocess.encode import Encoded
 from megatron_ext.text.preprocess.inputs import Part
+from megatron_ext.text.preprocess.packed import MAX_LINE_BYTES
 
 _FORMAT = 2
 SLURM_JOB = "slurm_job"
 """The file with the number of the job array that encodes parts now."""
+_MAX_REJECTED_BYTES = 1 << 40
 _SECONDS_FOR_DYING_WORKERS = 1.0
 
 
@@ -53,6 +64,17 @@ class PartMarker:
     seconds: float
     ended: float
 
+    def is_sound(self) -> bool:
+        """Return whether the values, which a stranger may have written, are of their types."""
+        counts = self.lines, self.documents, self.tokens, self.rejected, *self.sizes.values()
+        texts = self.stem, self.key, self.host
+        seconds = self.seconds, self.ended
+        return (
+            all(map(is_count, counts))
+            and all(isinstance(text, str) for text in texts)
+            and all(isinstance(value, int | float) for value in seconds)
+        )
+
 
 class PartWriter:
     """A writer of the files of one part, with a dtype for each dataset; `finish` marks the part.
@@ -73,7 +95,7 @@ class PartWriter:
         self._counts = {"lines": 0, "documents": 0, "tokens": 0, "rejected": 0}
 
     def _open(self, name: str) -> BinaryIO:
-        self._files[name] = stream = open(self._folder / name, "wb")
+        self._files[name] = stream = open_new(self._folder / name, "wb")
         return stream
 
     def write(self, key: int, stream: int, encoded: Encoded) -> None:
@@ -126,11 +148,11 @@ def marker_path(folder: Path, key: str, number: int) -> Path:
 def read_marker(folder: Path, key: str, number: int) -> PartMarker | None:
     """Return the marker of a part of the plan with this key; None without one, or if files lack."""
     try:
-        done = PartMarker(**json.loads(marker_path(folder, key, number).read_bytes()))
-        if any(Path(name).name != name for name in (done.stem, *done.sizes)):
+        done = PartMarker(**read_json_object(marker_path(folder, key, number)))
+        if not done.is_sound() or any(Path(n).name != n for n in (done.stem, *done.sizes)):
             return None
         whole = all(os.path.getsize(folder / name) == size for name, size in done.sizes.items())
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, UnreadableFile):
         return None
     return done if whole and done.key == key else None
 
@@ -138,16 +160,39 @@ def read_marker(folder: Path, key: str, number: int) -> PartMarker | None:
 def replace_file(path: Path, text: str) -> None:
     """Write a small file so that a reader sees its old or its new content, never a part of it."""
     temporary = path.with_suffix(f".{secrets.token_hex(6)}")
-    temporary.write_text(text)
+    write_text(temporary, text)
     os.replace(temporary, path)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The account of a task of Slurm that has failed; ``key`` is the key of its plan."""
+
+    kind: str
+    messages: list[str]
+    key: str
+
+
+def failure_of(path: Path) -> Failure:
+    """Read the file of a task that has failed; raise an UnreadableFile if it is damaged."""
+    content = read_json_object(path)
+    kind, key, messages = (content.get(name) for name in ("kind", "key", "messages"))
+    if not isinstance(messages, list) or not messages:
+        raise UnreadableFile(path, "it holds no messages")
+    return Failure(str(kind), [str(message) for message in messages], str(key))
 
 
 def read_rejected(folder: Path, done: PartMarker) -> Iterator[dict[str, Any]]:
     """Yield the records of one part's refused lines, numbered from 0 within the part."""
     if done.rejected:
-        with open(folder / f"{done.stem}.rejected", "rb") as stream:
-            for line in stream:
-                yield json.loads(line)
+        # A refused line may be as long as a line of the input, and longer with its escapes.
+        path, limit = folder / f"{done.stem}.rejected", 7 * MAX_LINE_BYTES
+        for line in lines_of(path, line_bytes=limit, limit=_MAX_REJECTED_BYTES):
+            record = row_of(line)
+            fits = record is not None and is_count(record.get("line"))
+            if record is None or not fits:
+                raise UnreadableFile(path, "it holds a line that is no record of a refused line")
+            yield record
 
 
 @dataclass(frozen=True)
@@ -181,12 +226,13 @@ class WorkDirectory:
         self.folder = Path(f"{output_prefix}.parts")
         self._lock = FileLock(self.folder / "lock")
         try:
-            self.folder.mkdir(exist_ok=True)
+            own_folder(self.folder)
             if any(self.folder.iterdir()) and not (self.folder / "lock").exists():
                 raise ConfigError(
                     f"`--output-prefix` ({output_prefix}) needs the folder {self.folder} for the "
                     "work, but it holds other files; move them, or give another prefix."
                 )
+            lock_path(self._lock.lock_file)
             # The workers of a killed run hold the lock with it until they have ended too.
             self._lock.acquire(timeout=_SECONDS_FOR_DYING_WORKERS)
         except Timeout:
@@ -227,7 +273,7 @@ class WorkDirectory:
             same = plan.fingerprint == _plain(fingerprint)
             if not same or not all(part.is_there() for part in plan.parts):
                 return None
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, UnreadableFile):
             return None
         self._plan = plan
         return plan.parts
@@ -269,10 +315,21 @@ class WorkDirectory:
 def read_plan(folder: Path) -> Plan:
     """Return the plan of the run in a work directory.
 
-    Raise an OSError, ValueError, KeyError or TypeError if it is missing or damaged.
+    Raise an UnreadableFile if it is missing or damaged.
     """
-    plan = json.loads((folder / "plan.json").read_bytes())
-    return Plan(plan["key"], plan["fingerprint"], [Part(**part) for part in plan["parts"]])
+    path = folder / "plan.json"
+    plan = read_json_object(path)
+    try:
+        parts = [Part(**part) for part in plan["parts"]]
+        found = Plan(str(plan["key"]), dict(plan["fingerprint"]), parts)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnreadableFile(path, f"it is no plan: {error!r}") from None
+    for part in parts:
+        texts = part.path, part.source, part.packing, *(part.columns or ())
+        counts = part.start, part.end, part.num_bytes
+        if not all(isinstance(x, str) for x in texts) or not all(map(is_count, counts)):
+            raise UnreadableFile(path, f"it is no plan: its part {shortened(part)} is damaged")
+    return found
 
 
 def _plain(fingerprint: dict[str, Any]) -> Any:

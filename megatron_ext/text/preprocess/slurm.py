@@ -18,11 +18,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from megatron_ext.disk.reading import read_text
 from megatron_ext.errors import ConfigError, DataError, MachineFault
 from megatron_ext.text.preprocess.jobs import ATTEMPTS, SECONDS_FOR_FILES, Job, Say
 from megatron_ext.text.preprocess.parts import (
     SLURM_JOB,
     PartMarker,
+    failure_of,
     read_marker,
     replace_file,
 )
@@ -161,10 +163,17 @@ def encode_by_slurm(job: Job, todo: Sequence[int], say: Say) -> None:
 def _forget_former_run(folder: Path) -> None:
     """Cancel the job of a coordinating process that was killed, and remove the errors of tasks."""
     if (folder / SLURM_JOB).exists():
-        _call("scancel", (folder / SLURM_JOB).read_text())
+        if number := _number_of_job(folder):
+            _call("scancel", number)
         (folder / SLURM_JOB).unlink()
     for path in folder.glob("failed.*.json"):
         path.unlink()
+
+
+def _number_of_job(folder: Path) -> str:
+    """Return the number of the job array in a work directory; "" if the file holds none."""
+    number = read_text(folder / SLURM_JOB, limit=1000).strip()
+    return number if number.isalnum() else ""
 
 
 class _Watch:
@@ -178,12 +187,12 @@ class _Watch:
     def look(self) -> list[int]:
         """Show the progress; return the unfinished parts, or raise the error of a task."""
         for path in self._job.folder.glob("failed.*.json"):
-            failed = json.loads(path.read_bytes())
-            if failed["key"] != self._job.key:  # of a task that has outlived its plan
+            failure = failure_of(path)
+            if failure.key != self._job.key:  # of a task that has outlived its plan
                 continue
-            if failed["kind"] == "inexact":
-                raise InexactEngine(failed["messages"][0])
-            raise DataError(failed["messages"])
+            if failure.kind == "inexact":
+                raise InexactEngine(failure.messages[0])
+            raise DataError(failure.messages)
         for number in self._todo:
             if number not in self._done:
                 marker = read_marker(self._job.folder, self._job.key, number)

@@ -2,7 +2,6 @@
 
 import fcntl
 import glob
-import json
 import re
 import statistics
 import time
@@ -18,9 +17,10 @@ from rich.table import Column, Table
 from tqdm import tqdm
 
 from megatron_ext.data.indexed import check_indexed_dataset
+from megatron_ext.disk.reading import UnreadableFile, open_regular, read_text
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.preprocess.inputs import Part
-from megatron_ext.text.preprocess.parts import PartMarker, read_marker, read_plan
+from megatron_ext.text.preprocess.parts import PartMarker, failure_of, read_marker, read_plan
 
 _MOST_ROWS = 20
 _SECONDS_OF_SILENCE = 60.0
@@ -38,16 +38,17 @@ def show_status(prefix: str, console: Console | None = None) -> None:
     folder = Path(f"{prefix}.parts")
     try:
         plan = read_plan(folder)
-    except FileNotFoundError:
+    except UnreadableFile as error:
+        if not error.missing:
+            raise DataError(
+                f"{folder}/plan.json cannot be read ({error.reason}); run the command again to "
+                "start anew."
+            ) from None
         if folder.is_dir():
             console.print(f"The run in {escape(str(folder))} has not cut its input into parts yet.")
         else:
             _show_datasets(prefix, console)
         return
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{folder}/plan.json cannot be read ({error!r}); run the command again to start anew."
-        ) from None
     parts = plan.parts
     markers = [read_marker(folder, plan.key, number) for number in range(len(parts))]
     console.print(_table(prefix, parts, markers))
@@ -137,15 +138,15 @@ def _lines(
             f"{tqdm.format_interval(left * seconds / read)}."
         )
     for path in sorted(folder.glob("failed.*.json")):
-        with suppress(FileNotFoundError):
-            for message in json.loads(path.read_bytes())["messages"]:
+        with suppress(UnreadableFile):  # the run may end meanwhile
+            for message in failure_of(path).messages:
                 yield f"A task has failed: {message}"
 
 
 def _started(folder: Path) -> float:
     try:
-        return float((folder / "started").read_text())
-    except (OSError, ValueError):
+        return float(read_text(folder / "started", limit=1000))
+    except (UnreadableFile, ValueError):
         return 0.0
 
 
@@ -163,12 +164,12 @@ def _begun(folder: Path, markers: Sequence[PartMarker | None], now: float) -> in
 def _is_held(folder: Path) -> bool:
     """Tell whether a process holds the lock of the work directory, which is not written."""
     try:
-        with open(folder / "lock", "rb") as lock:
+        with open_regular(folder / "lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False
     except BlockingIOError:
         return True
-    except OSError:  # the run has ended meanwhile
+    except (OSError, UnreadableFile):  # the run has ended meanwhile
         return False
 
 
@@ -197,7 +198,7 @@ def _show_datasets(prefix: str, console: Console) -> None:
     rejected = Path(f"{prefix}.rejected.jsonl")
     count = 0
     if rejected.exists():
-        with open(rejected, "rb") as stream:
+        with open_regular(rejected) as stream:
             count = sum(1 for _ in stream)
     where = f"; they are in {rejected}" if count else ""
     console.print(f"Rejected lines: {count}{where}.", soft_wrap=True, markup=False, highlight=False)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.disk.reading import UnreadableFile, read_json_object
 from megatron_ext.errors import (
     ConfigError,
     DataError,
@@ -92,13 +93,22 @@ def main(argv: list[str]) -> int:
         return 2
     folder = Path(argv[0])
     try:
-        saved = json.loads((folder / "job.json").read_bytes())
+        saved = read_json_object(folder / "job.json")
         os.chdir(saved["cwd"])
         numbers = numbers_of(argv[1]) if argv[1:] else []
+    except (KeyError, TypeError) as error:
+        say_to_stderr(f"error: {folder}/job.json is damaged ({error!r}); submit the job anew.")
+        return 1
     except OSError as error:
         say_to_stderr(
             f"error: {error.filename} cannot be read ({error.strerror}): the run in {folder} has "
             "ended, or this machine does not share its folders; submit jobs of runs that go on."
+        )
+        return 1
+    except UnreadableFile as error:
+        say_to_stderr(
+            f"error: {error.path} cannot be read ({error.reason}): the run in {folder} has ended, "
+            "or this machine does not share its folders; submit jobs of runs that go on."
         )
         return 1
     except ConfigError as error:

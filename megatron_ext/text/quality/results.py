@@ -10,6 +10,7 @@ import numpy as np
 import orjson
 
 from megatron_ext.data.indexed import write_error
+from megatron_ext.disk.writing import cleared, open_new, write_bytes
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.quality.documents import Documents
 from megatron_ext.text.quality.measure import Duplicates, Quality
@@ -53,7 +54,7 @@ def write_json(quality: Quality, path: Path) -> None:
 def _replace(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_bytes(data)
+        write_bytes(temporary, data)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -71,7 +72,7 @@ def write_duplicates(quality: Quality, documents: Documents, path: Path) -> int:
     temporary, count = path.with_name(f".{path.name}.tmp"), 0
     try:
         if path.suffix == ".jsonl":
-            with temporary.open("wb") as file:
+            with open_new(temporary, "wb") as file:
                 for rows in batches:
                     file.writelines(orjson.dumps(row) + b"\n" for row in rows)
                     count += len(rows)
@@ -81,7 +82,7 @@ def write_duplicates(quality: Quality, documents: Documents, path: Path) -> int:
 
             names = {"group": pa.int64(), "dataset": pa.string(), "document": pa.int64()}
             schema = pa.schema({**names, "kind": pa.string()})
-            with parquet.ParquetWriter(temporary, schema) as writer:
+            with parquet.ParquetWriter(cleared(temporary), schema) as writer:
                 for rows in batches:
                     writer.write_table(pa.Table.from_pylist(rows, schema))
                     count += len(rows)

@@ -13,12 +13,12 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Protocol
 
 from jinja2 import TemplateSyntaxError, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from megatron_ext.disk.reading import UnreadableFile, read_text
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.config import SftConfig, TokenizerConfig
 from megatron_ext.text.sft.conversation import Conversation
@@ -199,11 +199,11 @@ def load_chat_tokenizer(
         )
     if template is not None:
         try:
-            loaded.chat_template = Path(template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            loaded.chat_template = read_text(template)
+        except UnreadableFile as error:
             raise DataError(
-                f"`{template_flag}` ({template}) cannot be read ({error}); give a file with a "
-                "Jinja template."
+                f"`{template_flag}` ({template}) cannot be read ({error.reason}); give a file "
+                "with a Jinja template."
             ) from None
     if not loaded.chat_template:
         how = f"give one with `{template_flag}`" if template_flag else f"leave out `{asked}`"

@@ -4,13 +4,13 @@ A row has one of three layouts: a column of messages as `apply_chat_template` of
 takes them, one prompt and one response column, and ShareGPT's column of `from`/`value` pairs.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from megatron_ext.disk.reading import UnreadableFile, parse_json
 from megatron_ext.errors import DataError
 from megatron_ext.text.config import SftConfig
 
@@ -163,9 +163,9 @@ class _Row:
     def _calls(self, text: str, field: str) -> Message:
         """Return the message fields of tool calls; ``text`` is JSON of one call or a list."""
         try:
-            value = json.loads(text)
-        except ValueError as error:
-            self._refuse(field, f"is a function call that is not JSON ({error})")
+            value = parse_json(text, field)
+        except UnreadableFile as error:
+            self._refuse(field, f"is a function call that is not JSON ({error.reason})")
         calls = value if isinstance(value, list) else [value]
         if not calls or not all(isinstance(call, dict) and call.get("name") for call in calls):
             self._refuse(
@@ -212,9 +212,9 @@ class _Row:
         tools = plain(self.columns.get(name))
         if isinstance(tools, str):
             try:
-                tools = json.loads(tools) if tools.strip() else None
-            except ValueError as error:
-                self._refuse(name, f"is a text that is not JSON ({error})")
+                tools = parse_json(tools, name) if tools.strip() else None
+            except UnreadableFile as error:
+                self._refuse(name, f"is a text that is not JSON ({error.reason})")
         if tools is None:
             return None
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):

@@ -16,6 +16,8 @@ from filelock import FileLock, Timeout
 
 from megatron_ext import limits
 from megatron_ext.data.indexed import optimal_dtype
+from megatron_ext.disk.reading import MAX_DEPTH, is_too_deep
+from megatron_ext.disk.writing import lock_path
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError, say_to_stderr
 from megatron_ext.text.config import SftConfig
 from megatron_ext.text.data.config import is_number
@@ -71,7 +73,10 @@ class ConversationEncoder:
         """Return ids and mask of a line's conversation; raise a BadLine if it is not usable."""
         place = Place("", number)
         try:
-            conversation = read_conversation(read_object(line), place, self.chat.sft)
+            row = read_object(line)
+            if is_too_deep(row):
+                raise BadLine(f"is nested more than {MAX_DEPTH} deep")
+            conversation = read_conversation(row, place, self.chat.sft)
             tokenized = tokenize_conversation(self.chat.tokenizer, conversation, self.chat.sft)
         except DataError as error:
             text = str(error).removeprefix(f"{place}: ").removesuffix(".")
@@ -222,6 +227,7 @@ def _tokenized(name: str, folder: Path, chat: Chat, say: Say) -> str:
     lock = FileLock(f"{prefix}.lock")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        lock_path(lock.lock_file)
         try:
             held = lock.acquire(timeout=_SECONDS_TO_NOTE)
         except Timeout:

@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.data.indexed import bin_path, check_indexed_dataset, read_index
+from megatron_ext.disk.reading import UnreadableFile, is_count, read_json_object, shortened
+from megatron_ext.disk.writing import open_new
 from megatron_ext.errors import DataError
 from megatron_ext.text.data.inspect import check_ids, id_range
 
@@ -38,7 +40,7 @@ def write_about(prefix: str, identity: Mapping[str, Any], files: Sequence[tuple[
     path = about_path(prefix)
     temporary = Path(f"{path}.writing.{os.getpid()}")
     about = {"format": FORMAT, **identity, "files": [list(file) for file in files]}
-    with open(temporary, "w", encoding="utf-8") as stream:
+    with open_new(temporary) as stream:
         json.dump(about, stream, indent=1)
         stream.flush()
         os.fsync(stream.fileno())
@@ -126,12 +128,19 @@ def _read_about(prefix: str) -> dict[str, Any]:
     path = about_path(prefix)
     advice = "make it with tools/preprocess_data.py --sft"
     try:
-        about = json.loads(path.read_bytes())
+        about = read_json_object(path)
         found, files = about["format"], about["files"]
-    except FileNotFoundError:
-        raise DataError(f"{path} does not exist, so the store is not whole; {advice}.") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        counts = [(str(name), is_count(count)) for name, count in files]
+    except UnreadableFile as error:
+        if error.missing:
+            raise DataError(
+                f"{path} does not exist, so the store is not whole; {advice}."
+            ) from None
+        raise DataError(f"{path} cannot be read ({error.reason}); {advice} again.") from None
+    except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} cannot be read ({error!r}); {advice} again.") from None
-    if found != FORMAT or not isinstance(files, list):
-        raise DataError(f"{path} has format {found}, but {FORMAT} is read here; {advice} again.")
-    return dict(about)
+    if found != FORMAT or not all(fits for _, fits in counts):
+        raise DataError(
+            f"{path} has format {shortened(found)}, but {FORMAT} is read here; {advice} again."
+        )
+    return about

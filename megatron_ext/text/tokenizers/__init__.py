@@ -5,9 +5,8 @@ and torch only for Hugging Face classes that transformers must load.
 """
 
 import difflib
-import json
-from pathlib import Path
 
+from megatron_ext.disk.reading import UnreadableFile, read_json_object
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.tokenizers.base import (
@@ -125,9 +124,11 @@ def _check_metadata(path: str | None, kind: str) -> None:
         return
     require_file("--tokenizer-metadata", path, "a JSON file", kind)
     try:
-        library = json.loads(Path(path).read_bytes()).get("library")
-    except (ValueError, AttributeError):
-        raise DataError(f"`--tokenizer-metadata` ({path}) is not a JSON object; fix it.") from None
+        library = read_json_object(path).get("library")
+    except UnreadableFile as error:
+        raise DataError(
+            f"`--tokenizer-metadata` ({path}) is not a JSON object ({error.reason}); fix it."
+        ) from None
     if library != _LIBRARY_OF_TYPE[kind]:
         raise ConfigError(
             f"`--tokenizer-metadata` ({path}) names the library {library}, but `--tokenizer-type "

@@ -6,12 +6,12 @@ milliseconds and does not import torch. Any other class may change its tokenizer
 loaded by transformers.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.disk.reading import UnreadableFile, read_json_object
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.tokenizers.base import NO_TOKEN, FastKind, Ids, Tokenizer, require_package
 
@@ -128,7 +128,7 @@ def build(
             f"`--tokenizer-type {kind}` needs `--tokenizer-model` with a folder or a hub name."
         )
     folder = tokenizer_folder(name)
-    config = _read_json(folder / "tokenizer_config.json", {})
+    config = _read_json(folder / "tokenizer_config.json")
     direct = (folder / "tokenizer.json").is_file() and not trust_remote_code
     if include_special_tokens and ("add_bos_token" in config or "add_eos_token" in config):
         direct = False  # transformers rewrites the post-processor by these
@@ -169,13 +169,16 @@ def tokenizer_folder(name: str) -> Path:
         ) from None
 
 
-def _read_json(path: Path, default: Any) -> Any:
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file of a tokenizer; an empty one if there is no file."""
     if not path.is_file():
-        return default
+        return {}
     try:
-        return json.loads(path.read_bytes())
-    except ValueError as error:
-        raise DataError(f"{path} is not valid JSON ({error}); copy the tokenizer again.") from None
+        return read_json_object(path, not_finite=True)
+    except UnreadableFile as error:
+        raise DataError(
+            f"{path} is not valid JSON ({error.reason}); copy the tokenizer again."
+        ) from None
 
 
 def _load_direct(folder: Path, config: dict[str, Any]) -> tuple[Any, dict[str, str]] | None:
@@ -192,7 +195,7 @@ def _load_direct(folder: Path, config: dict[str, Any]) -> tuple[Any, dict[str, s
     except Exception as error:  # the library raises plain Exception
         reason = " ".join(str(error).split())[:160]
         raise DataError(f"{path} is not a tokenizer ({reason}); copy it again.") from None
-    merged = {**_read_json(folder / "special_tokens_map.json", {}), **config}
+    merged = {**_read_json(folder / "special_tokens_map.json"), **config}
     named = {key: _text(merged[key]) for key in _NAMED if merged.get(key) is not None}
     extra: list[str] = []
     for key in ("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder"):
@@ -242,7 +245,7 @@ def build_gpt2(
     Raise a DataError if a file cannot be read, or the vocabulary has no `<|endoftext|>`.
     """
     tokenizers = require_package("tokenizers", kind)
-    vocabulary = _read_json(Path(vocab_file), {})
+    vocabulary = _read_json(Path(vocab_file))
     if "<|endoftext|>" not in vocabulary:
         raise DataError(
             f"`--vocab-file` ({vocab_file}) has no `<|endoftext|>`, which GPT2BPETokenizer needs "

@@ -2,12 +2,12 @@
 
 import base64
 import binascii
-import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.disk.reading import UnreadableFile, read_json
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.tokenizers.base import (
     NO_TOKEN,
@@ -228,13 +228,18 @@ def _special_names(
 def _ranks(path: str, count: int, first: int) -> dict[bytes, int]:
     """Return a map of the first `count` tokens of a file, as bytes, to the ids from `first` on."""
     try:
-        entries = json.loads(Path(path).read_bytes())
+        entries = read_json(path)
         tokens = [base64.b64decode(entry["token_bytes"]) for entry in entries[:count]]
         ordered = all(entry["rank"] == i for i, entry in enumerate(entries[:count]))
-    except (ValueError, KeyError, TypeError, binascii.Error) as error:
+    except (UnreadableFile, ValueError, KeyError, TypeError, binascii.Error) as error:
+        why = (
+            error.reason
+            if isinstance(error, UnreadableFile)
+            else f"{type(error).__name__}: {error}"
+        )
         raise DataError(
             f"`--tokenizer-model` ({path}) is not a tiktoken vocabulary in JSON "
-            f"({type(error).__name__}: {error}); give a list of rank, token_bytes, token_str."
+            f"({why}); give a list of rank, token_bytes, token_str."
         ) from None
     if len(tokens) < count:
         raise DataError(

@@ -9,11 +9,9 @@ from pathlib import Path
 
 import torch
 
+from megatron_ext.disk.writing import cleared
 from megatron_ext.errors import EXIT_CODE_NOT_SAVED
-from megatron_ext.train.exit_codes import (
-    EXIT_CODE_RESIZED,
-    EXIT_CODE_SIGNAL,
-)
+from megatron_ext.train.exit_codes import EXIT_CODE_RESIZED, EXIT_CODE_SIGNAL
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult
 
@@ -153,7 +151,7 @@ class StepProfiler(Callback):
         if self._profiler is not None:
             self._profiler.stop()
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._profiler.export_chrome_trace(str(self._path))
+            self._profiler.export_chrome_trace(str(cleared(self._path)))
             self._profiler = None
 
 

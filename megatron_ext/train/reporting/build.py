@@ -20,6 +20,7 @@ import torch
 from megatron_ext import limits
 from megatron_ext.config.output import LoggingConfig
 from megatron_ext.config.run import RunConfig
+from megatron_ext.disk.writing import open_to_append
 from megatron_ext.errors import ConfigError, say_to_stderr
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.reporting.files import LinePrinter, LossPlot, MetricsFile
@@ -117,6 +118,9 @@ class WeightsAndBiases:
     def __init__(self, config: LoggingConfig, folder: str, settings: dict[str, Any]) -> None:
         given = f"`--wandb-project` ({config.wandb_project})"
         wandb = _imported("wandb", given, "Weights & Biases")
+        own = Path(config.wandb_save_dir or folder) / "wandb"
+        if own.is_symlink():
+            own.unlink()
         self._config = config
         self._run: Any = wandb.init(
             project=config.wandb_project,
@@ -211,7 +215,7 @@ class ProgressFile:
         self._append(f"started on {world_size} ranks")
 
     def _append(self, text: str) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
+        with open_to_append(self._path) as file:
             file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S}\t{text}\n")
 
     def on_iteration(self, record: IterationRecord) -> None:

@@ -14,6 +14,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.disk.reading import is_count, lines_of, row_of
+from megatron_ext.disk.writing import cleared, open_to_append, write_text
 from megatron_ext.train.reporting.goodput import OF_TIME, is_launch
 from megatron_ext.train.reporting.records import AVERAGED, EvaluationRecord, IterationRecord
 
@@ -107,16 +109,23 @@ _NOT_FINITE = {word: float(word) for word in ("NaN", "Infinity", "-Infinity")}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a `MetricsFile`, if any, up to the first line that is not valid JSON."""
+    """Return the rows of a `MetricsFile`, if any, up to the first line that is none of its rows.
+
+    Raises:
+        UnreadableFile: the file cannot be read, or is no regular file.
+    """
     rows: list[dict[str, Any]] = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
+    if os.path.lexists(path):
+        for line in lines_of(path):
+            row = row_of(line)
+            if row is None or not _is_row(row):
                 break
             rows.append(with_numbers(row))
     return rows
+
+
+def _is_row(row: Mapping[str, Any]) -> bool:
+    return isinstance(row.get("kind"), str) and is_count(row.get("iteration"))
 
 
 def with_numbers(row: dict[str, Any]) -> dict[str, Any]:
@@ -153,9 +162,9 @@ class MetricsFile:
             or (row["kind"] in OF_TIME and (resumed_at or is_launch(row, launched_at)))
         ]
         temporary = self.path.with_suffix(".jsonl.tmp")
-        temporary.write_text("".join(map(as_json, kept)), encoding="utf-8")
+        write_text(temporary, "".join(map(as_json, kept)))
         os.replace(temporary, self.path)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = open_to_append(self.path)
         if resumed_at and kept:
             self._write({"kind": "resumed", "iteration": resumed_at})
 
@@ -227,7 +236,7 @@ def plot_metrics(rows: list[Row], path: Path, title: str = "") -> None:
     losses.set_title(title or "training loss", loc="left", fontsize=11)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        figure.savefig(temporary, format="png", dpi=120)
+        figure.savefig(cleared(temporary), format="png", dpi=120)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

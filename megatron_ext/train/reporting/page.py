@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
+from megatron_ext.disk.writing import write_text
 from megatron_ext.train.reporting import charts
 from megatron_ext.train.reporting.charts import Curve, Mark
 from megatron_ext.train.reporting.files import SMOOTHED_FROM, smoothed
@@ -83,7 +84,7 @@ def write_page(path: Path, text: str) -> None:
     """Write a page, whole or not at all; an OSError is raised if it cannot be written."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8", errors="replace")
+        write_text(temporary, text, errors="replace")
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

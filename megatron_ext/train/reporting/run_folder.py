@@ -6,7 +6,6 @@ out of the folder is not followed, and a value of another type than expected is 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable
@@ -14,15 +13,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import orjson
-import yaml
-
 from megatron_ext.checkpoint.files import (
     published,
     read_manifest,
     read_tracker,
     size_fault,
     standing_folder_of,
+)
+from megatron_ext.disk.reading import (
+    UnreadableFile,
+    is_count,
+    lines_of,
+    read_bytes,
+    read_yaml,
+    row_of,
 )
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.faults.events import EVENTS_FILE
@@ -100,7 +104,7 @@ def read_run_folder(path: Path) -> RunFolder:
     """Read a save folder; what is missing or damaged is left out, and told in ``problems``."""
     found = RunFolder(path)
     rows = _read_lines(path / METRICS_FILE, found.problems)
-    found.rows = [row for row in rows if _is_integer(row.get("iteration"))]
+    found.rows = [row for row in rows if is_count(row.get("iteration"))]
     starts = (t for t in map(launch_time, found.rows) if math.isfinite(t))
     began = min(starts, default=0.0)
     events = _read_lines(path / EVENTS_FILE, found.problems)
@@ -121,35 +125,18 @@ def _read_lines(path: Path, problems: list[str]) -> list[Row]:
     """Return the JSON objects with a ``kind`` in a file, and tell of its other lines."""
     rows, damaged = list[Row](), 0
     try:
-        with path.open("rb") as file:
-            for line in file:
-                row = _parsed(line)
-                if isinstance(row, dict) and isinstance(row.get("kind"), str):
-                    rows.append(with_numbers(row))
-                else:
-                    damaged += bool(line.strip())
-    except FileNotFoundError:
-        return rows
-    except OSError as error:
-        problems.append(f"{path.name} cannot be read ({error.strerror}).")
+        for line in lines_of(path):
+            row = row_of(line)
+            if row is not None and isinstance(row.get("kind"), str):
+                rows.append(with_numbers(row))
+            else:
+                damaged += line is None or bool(line.strip())
+    except UnreadableFile as error:
+        if not error.missing:
+            problems.append(f"{path.name} cannot be read ({error.reason}).")
     if damaged:
         problems.append(f"{damaged} lines of {path.name} are damaged and left out.")
     return rows
-
-
-def _parsed(line: bytes) -> Any:
-    try:
-        return orjson.loads(line)
-    except ValueError:
-        pass
-    try:
-        return json.loads(line)  # Old files have bare NaNs.
-    except (ValueError, RecursionError):
-        return None
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
 
 
 def time_of(event: Row) -> float:
@@ -162,13 +149,10 @@ def time_of(event: Row) -> float:
 
 def _read_settings(path: Path, problems: list[str]) -> dict[str, dict[str, Any]]:
     try:
-        # The C parser takes a tenth of the time, where it was built.
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        found = yaml.load(path.read_text(encoding="utf-8", errors="replace"), loader)
-    except FileNotFoundError:
-        return {}
-    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
-        problems.append(f"{path.name} cannot be read ({type(error).__name__}).")
+        found = read_yaml(path)
+    except UnreadableFile as error:
+        if not error.missing:
+            problems.append(f"{path.name} cannot be read ({error.reason}).")
         return {}
     sections = found if isinstance(found, dict) else {}
     return {str(name): v for name, v in sections.items() if isinstance(v, dict)}
@@ -213,8 +197,6 @@ def _post_mortems(root: Path) -> Iterable[PostMortem]:
 def _plain_bytes(path: Path, limit: int) -> bytes | None:
     """Return the content of a regular file that is no link and no larger than ``limit``."""
     try:
-        if path.is_symlink() or not path.is_file() or path.stat().st_size > limit:
-            return None
-        return path.read_bytes()
-    except OSError:
+        return None if path.is_symlink() else read_bytes(path, limit)
+    except (OSError, UnreadableFile):
         return None

@@ -17,6 +17,7 @@ from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.precision import TE_IMPL, Fp8Config
 from megatron_ext.config.rules.transformer_engine import found_version
 from megatron_ext.config.run import RunConfig
+from megatron_ext.disk.writing import write_text
 from megatron_ext.layers.sdpa import flash_3_in_use
 from megatron_ext.optim.muon import Muon
 from megatron_ext.train.reporting.files import CONFIGURATION_FILE
@@ -101,7 +102,7 @@ def write_configuration(content: str, folder: Path) -> None:
     """Write a run's configuration to its save folder, and replace an earlier one there."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f"{CONFIGURATION_FILE}.tmp"
-    temporary.write_text(content, encoding="utf-8")
+    write_text(temporary, content)
     os.replace(temporary, folder / CONFIGURATION_FILE)
 
 

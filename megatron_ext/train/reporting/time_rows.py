@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from megatron_ext.config.run import RunConfig
+from megatron_ext.disk.writing import open_to_append
 from megatron_ext.errors import say_to_stderr
 from megatron_ext.faults.board import START, Board
 from megatron_ext.faults.host import generation, host_folder, is_under_torchrun
@@ -218,7 +219,7 @@ def _ended_row(iteration: int, launch: Launch, **facts: Any) -> dict[str, Any]:
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
     """Append one row to metrics.jsonl with a single write; the file may be open elsewhere too."""
-    with path.open("ab", buffering=0) as file:
+    with open_to_append(path, "ab", buffering=0) as file:
         file.write(as_json(row).encode())
 
 

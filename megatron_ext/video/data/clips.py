@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 import os
 import re
@@ -17,6 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_ext.disk.reading import (
+    MAX_LINE_BYTES,
+    UnreadableFile,
+    lines_of,
+    parse_json,
+    read_text,
+)
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.data.geometry import ClipShape
 
@@ -89,9 +95,10 @@ def read_list(path: str | os.PathLike[str]) -> list[Clip]:
                 f"`--input` ({source}) is neither a file nor a folder; give a jsonl, a csv or a "
                 "folder of clips."
             )
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, UnreadableFile) as error:
+        why = error.reason if isinstance(error, UnreadableFile) else error
         raise DataError(
-            f"`--input` ({source}) cannot be read ({error}); give a jsonl, a csv or a folder with "
+            f"`--input` ({source}) cannot be read ({why}); give a jsonl, a csv or a folder with "
             "captions, in UTF-8."
         ) from None
     if not clips:
@@ -102,20 +109,22 @@ def read_list(path: str | os.PathLike[str]) -> list[Clip]:
 def _caption_beside(clip: Path) -> str:
     # A folder of images has no suffix, even where its name has a dot.
     text = clip.with_name(f"{clip.name if clip.is_dir() else clip.stem}.txt")
-    return text.read_text("utf-8").strip() if text.is_file() else ""
+    return read_text(text).strip() if text.is_file() else ""
 
 
 def _json_rows(source: Path) -> Iterator[tuple[int, Any]]:
     # Spreadsheets write a byte-order mark, which utf-8-sig takes away.
-    with open(source, encoding="utf-8-sig") as stream:
-        for line, text in enumerate(stream, 1):
-            if not text.strip():
-                continue
-            try:
-                row = json.loads(text)
-            except ValueError as error:
-                raise _bad_row(source, line, f"is no JSON ({error})") from None
-            yield line, row
+    for line, text in enumerate(lines_of(source), 1):
+        if text is None:
+            raise _bad_row(source, line, f"has more than {MAX_LINE_BYTES:,} bytes")
+        text = text.removeprefix(b"\xef\xbb\xbf") if line == 1 else text
+        if not text.strip():
+            continue
+        try:
+            row = parse_json(text, source)
+        except UnreadableFile as error:
+            raise _bad_row(source, line, f"is no JSON ({error.reason})") from None
+        yield line, row
 
 
 def _csv_rows(source: Path) -> Iterator[tuple[int, Any]]:

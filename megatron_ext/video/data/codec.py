@@ -7,7 +7,6 @@ causal: the first latent frame depends only on the first frame, and
 
 from __future__ import annotations
 
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_ext.disk.reading import UnreadableFile, read_json_object
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import PATCH, CodecConfig
 from megatron_ext.video.data.randomness import generator
@@ -274,13 +274,15 @@ class DiffusersCodec(VideoCodec):
 def _read_config(folder: str) -> dict[str, Any]:
     path = Path(folder) / "config.json"
     try:
-        settings = dict(json.loads(path.read_bytes()))
-        settings["_class_name"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        settings = read_json_object(path, not_finite=True)
+        reason = None if isinstance(settings.get("_class_name"), str) else "it names no class"
+    except UnreadableFile as error:
+        reason = error.reason
+    if reason is not None:
         raise ConfigError(
             f"`codec` ({folder}) must be `{PATCH}` or a local folder with a diffusers VAE, but "
-            f"{path} cannot be used ({error!r}); correct the path."
-        ) from None
+            f"{path} cannot be used ({reason}); correct the path."
+        )
     return settings
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_ext.disk.reading import UnreadableFile, parse_json, shortened
 from megatron_ext.errors import ConfigError
 
 MULTIPLE = 16
@@ -157,15 +158,19 @@ def parse_plan(given: Any) -> BucketPlan:
     probability only.
     """
     try:
-        tree = json.loads(given, parse_constant=_refuse) if isinstance(given, str) else given
+        tree = parse_json(given, "The bucket plan") if isinstance(given, str) else given
         rules = {
             str(resolution): {_whole(frames): _rule(rule) for frames, rule in lengths.items()}
             for resolution, lengths in tree.items()
         }
-    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+    except (
+        UnreadableFile, ValueError, TypeError, AttributeError, LookupError, ArithmeticError
+    ) as error:  # fmt: skip
+        why = error.reason if isinstance(error, UnreadableFile) else error
+        shown = given if len(str(given)) <= 1000 else shortened(str(given))
         raise ConfigError(
-            f"The bucket plan ({given}) must be JSON such as "
-            f'{{"256px": {{"17": [probability, micro-batch size]}}}} ({error}); correct it.'
+            f"The bucket plan ({shown}) must be JSON such as "
+            f'{{"256px": {{"17": [probability, micro-batch size]}}}} ({why}); correct it.'
         ) from None
     return BucketPlan(rules)
 

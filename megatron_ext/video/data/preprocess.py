@@ -26,6 +26,8 @@ from filelock import FileLock, Timeout
 
 from megatron_ext import limits
 from megatron_ext.config.flags import flags_of
+from megatron_ext.disk.reading import UnreadableFile, read_text
+from megatron_ext.disk.writing import lock_path, write_text
 from megatron_ext.errors import (
     ConfigError,
     DataError,
@@ -84,7 +86,7 @@ def preprocess(options: VideoPreprocessOptions, say: Say = say_to_stderr) -> Non
     text_encoder = build_text_encoder(options.text_encoder, device)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / ".lock", timeout=0), ExitStack() as stack:
+        with FileLock(lock_path(folder / ".lock"), timeout=0), ExitStack() as stack:
             # As in worker processes: sums in another order would give other bytes.
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
@@ -283,7 +285,7 @@ def _publish(
     dropped.sort(key=lambda drop: drop.number)
     lines = [json.dumps({**asdict(d), "reason": d.reason.value}) + "\n" for d in dropped]
     temporary = folder / f"dropped.jsonl.writing.{os.getpid()}"
-    temporary.write_text("".join(lines), encoding="utf-8")
+    write_text(temporary, "".join(lines))
     os.replace(temporary, folder / "dropped.jsonl")
     content = {
         **manifest,
@@ -334,11 +336,11 @@ def parse_options(argv: Sequence[str]) -> VideoPreprocessOptions:
     given = values.pop("buckets")
     if not given.lstrip().startswith("{"):
         try:
-            given = Path(given).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            given = read_text(given)
+        except UnreadableFile as error:
             raise ConfigError(
                 f"`--buckets` ({given}) must be JSON or a file with it, but cannot be read "
-                f"({error}); correct it."
+                f"({error.reason}); correct it."
             ) from None
     sections = {
         name: kind(**{field.name: values.pop(field.name) for field in fields(kind)})

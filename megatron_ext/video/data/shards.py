@@ -23,6 +23,8 @@ from torch import Tensor
 
 from megatron_ext.data.indexed import bin_path, idx_path, read_index
 from megatron_ext.data.indexed_writer import IndexedWriter
+from megatron_ext.disk.reading import UnreadableFile, read_json_object, shortened
+from megatron_ext.disk.writing import open_new
 from megatron_ext.errors import DataError
 from megatron_ext.faults.bus import cut_in_use
 from megatron_ext.video.data.encode import VideoSample
@@ -42,7 +44,7 @@ def shard_name(number: int) -> str:
 def write_json(path: Path, content: Any) -> None:
     """Write a JSON file under a temporary name, and rename it to publish it."""
     temporary = path.with_name(f"{path.name}.writing.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as stream:
+    with open_new(temporary) as stream:
         json.dump(content, stream, indent=1)
         stream.flush()
         os.fsync(stream.fileno())
@@ -52,15 +54,19 @@ def write_json(path: Path, content: Any) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a manifest or a shard's ``.json``; raise DataError if it is missing or unusable."""
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json_object(path)
         found = content["format"]
-    except FileNotFoundError:
-        raise DataError(f"{path} does not exist, so the data is not whole; {ADVICE}.") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except UnreadableFile as error:
+        if error.missing:
+            raise DataError(f"{path} does not exist, so the data is not whole; {ADVICE}.") from None
+        raise DataError(f"{path} cannot be read ({error.reason}); {ADVICE} again.") from None
+    except KeyError as error:
         raise DataError(f"{path} cannot be read ({error!r}); {ADVICE} again.") from None
     if found != FORMAT:
-        raise DataError(f"{path} has format {found}, but {FORMAT} is read here; {ADVICE} again.")
-    return dict(content)
+        raise DataError(
+            f"{path} has format {shortened(found)}, but {FORMAT} is read here; {ADVICE} again."
+        )
+    return content
 
 
 def to_storage(tensor: Tensor, storage: str) -> NDArray[Any]:

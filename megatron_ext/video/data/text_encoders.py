@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import html
-import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_ext.disk.reading import UnreadableFile, read_json_object
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import FOLDERS, HASHED, T5_CLIP, TextEncoderConfig
 from megatron_ext.video.config.encoding import UMT5 as UMT5_NAME
@@ -142,15 +142,16 @@ def tokenized(tokenizer: Any, captions: Sequence[str], length: int) -> Any:
 def read_settings(name: str, path: str) -> dict[str, Any]:
     """Return the config.json of a folder, or raise ConfigError that names the option ``name``."""
     try:
-        return dict(json.loads((Path(path) / "config.json").read_bytes()))
-    except FileNotFoundError:
+        return read_json_object(Path(path) / "config.json", not_finite=True)
+    except UnreadableFile as error:
+        if error.missing:
+            raise ConfigError(
+                f"`{name}` ({path}) must be a local folder with a config.json; nothing is loaded "
+                "from a hub, so correct the path."
+            ) from None
         raise ConfigError(
-            f"`{name}` ({path}) must be a local folder with a config.json; nothing is loaded from "
-            "a hub, so correct the path."
-        ) from None
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"`{name}` ({path}) has a config.json that cannot be read ({error}); copy it again."
+            f"`{name}` ({path}) has a config.json that cannot be read ({error.reason}); copy it "
+            "again."
         ) from None
 
 

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_ext.disk.writing import remove, write_text
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.sampling.requests import ClipRequest
 
@@ -158,7 +159,7 @@ def open_folder(target: Path) -> Path:
         )
     # All runs use one name, so that this clears the files of a killed run.
     writing = target.with_name(f".{target.name}.writing")
-    shutil.rmtree(writing, ignore_errors=True)
+    remove(writing)
     writing.mkdir(parents=True)
     return writing
 
@@ -167,7 +168,7 @@ def publish(writing: Path, target: Path) -> None:
     """Rename ``writing`` to ``target``, and then remove the older samples that were there."""
     older = target.with_name(f".{target.name}.older")
     if target.exists():
-        shutil.rmtree(older, ignore_errors=True)
+        remove(older)
         os.rename(target, older)
     os.rename(writing, target)
     shutil.rmtree(older, ignore_errors=True)
@@ -200,7 +201,7 @@ def describe(
     ]
     contact_sheet([request.title for request in requests], clips, folder / CONTACT_SHEET)
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    (folder / LIST).write_text(lines, "utf-8")
+    write_text(folder / LIST, lines)
 
 
 def shown_frames(num_frames: int) -> NDArray[np.int_]:

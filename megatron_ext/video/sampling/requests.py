@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from megatron_ext.disk.reading import UnreadableFile, parse_json, read_text
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.run import MODES, ConditionConfig
 from megatron_ext.video.data.clips import Clip, decode, probe, with_suffix
@@ -142,10 +142,11 @@ def read_lines(source: Path, what: str) -> list[tuple[int, str]]:
         DataError: the file cannot be read, or has only blank lines; ``what`` names the file.
     """
     try:
-        lines = source.read_text("utf-8-sig").split("\n")
-    except (OSError, ValueError) as error:
+        lines = read_text(source).removeprefix("\ufeff").split("\n")
+    except UnreadableFile as error:
         raise DataError(
-            f"{what} cannot be read ({error}); give a text file with one prompt a line, or a jsonl."
+            f"{what} cannot be read ({error.reason}); give a text file with one prompt a line, or "
+            "a jsonl."
         ) from None
     found = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
@@ -162,9 +163,9 @@ def read_row(
     must be strings or null.
     """
     try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise bad_row(source, number, f"is no JSON ({error})") from None
+        row = parse_json(line, source)
+    except UnreadableFile as error:
+        raise bad_row(source, number, f"is no JSON ({error.reason})") from None
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):
         raise bad_row(source, number, "has no `text`")
     if unknown := sorted(row.keys() - set(known)):

@@ -62,7 +62,7 @@ STAGE = "stages: [{weights: {a: 1}}]\n"
         (STAGE + "max_epochs: 3", "must give `max_epochs` as a mapping"),
         (STAGE + "when_exhausted: rest", "`when_exhausted` (rest), which must be reweight or stop"),
         (STAGE + "sources: 1", "has the key `sources` in it"),
-        ("stages: [", "is no YAML"),
+        ("stages: [", "cannot be read (it is no valid YAML in line 2"),
     ],
 )
 def test_a_fault_is_told_in_a_sentence(text: str, fault: str, tmp_path: Path) -> None:

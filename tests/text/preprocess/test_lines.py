@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -203,3 +204,49 @@ def test_a_log_gets_a_line_at_times_and_a_terminal_a_bar(monkeypatch: pytest.Mon
     # Ten documents take 1.25 s, and in these 10 s a line comes every 5 at most.
     assert len(log.getvalue().splitlines()) == 2
     assert "6.00M" in terminal.getvalue() and "\n" not in terminal.getvalue()
+
+
+@pytest.mark.parametrize("packing", ["gzip", "zstd"])
+def test_a_line_that_unpacks_to_gigabytes_is_refused_in_bounded_memory(
+    packing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inputs, "MAX_LINE_BYTES", 16 << 20)
+    path = tmp_path / f"docs.jsonl.{packing}"
+    content = b'{"text": "a"}\n' * 3 + b'{"text": "' + b"a" * (200 << 20) + b'"}\n'
+    if packing == "gzip":
+        path.write_bytes(gzip.compress(content, 1))
+    else:
+        path.write_bytes(zstandard.ZstdCompressor().compress(content))
+    del content
+    size = path.stat().st_size
+    part = Part(str(path), str(path), 0, size, packing, size)
+    tracemalloc.start()
+    with pytest.raises(DataError, match=r"docs.* has more than 16,777,216 bytes in line 4, which"):
+        for _ in blocks(part):
+            pass
+    # zstd gives all that a piece of its input holds at once.
+    assert tracemalloc.get_traced_memory()[1] < 200 << 20
+    tracemalloc.stop()
+
+
+def test_the_line_of_a_later_part_is_counted_from_the_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inputs, "MAX_LINE_BYTES", 4 << 20)
+    path = tmp_path / "docs.jsonl"
+    first, size = b"{}\n" * 5, 9 << 20
+    path.write_bytes(first + b"x" * size)
+    part = Part(str(path), str(path), len(first), len(first) + size, "plain", size)
+    with pytest.raises(DataError, match="in line 6, which is the longest line that is read"):
+        list(blocks(part))
+
+
+def test_a_line_of_the_greatest_length_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inputs, "MAX_LINE_BYTES", 9 << 20)
+    path = tmp_path / "docs.jsonl"
+    path.write_bytes(b"x" * (9 << 20) + b"\n{}\n")
+    size = path.stat().st_size
+    part = Part(str(path), str(path), 0, size, "plain", size)
+    assert b"".join(block for block, _ in blocks(part)) == path.read_bytes()

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import re
 import time
 from itertools import pairwise
@@ -144,7 +145,9 @@ def test_a_damaged_folder_has_a_page_that_tells_the_damage(tmp_path: Path) -> No
     _, found = _written(tmp_path)
     told = " ".join(found.texts)
     assert "5 lines of metrics.jsonl are damaged and left out." in told
-    assert "config.yaml cannot be read (ParserError)." in told
+    assert (
+        "config.yaml cannot be read (it is no valid YAML in line 2: did not find expected" in told
+    )
     assert "latest_checkpointed_iteration.txt holds 'many'" in told
     assert "has 5 bytes instead of 12345" in told
 
@@ -274,3 +277,23 @@ def test_pages_take_no_template_from_other_folders(
     for name in ("page.html", str(tmp_path / "page.html"), "../page.html"):
         with pytest.raises(FileNotFoundError):
             page.page_of("megatron_ext.train.reporting", name)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "faults.jsonl", "config.yaml"])
+def test_the_report_waits_for_no_pipe_and_reads_no_device(name: str, tmp_path: Path) -> None:
+    faulty_run(tmp_path)
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        (tmp_path / name).unlink()
+        make(tmp_path / name)
+        problems = read_run_folder(tmp_path).problems
+        assert f"{name} cannot be read (it is a pipe, a device or a socket, not a regular" in str(
+            problems
+        )
+    _written(tmp_path)
+
+
+def test_deep_yaml_is_told_in_the_report(tmp_path: Path) -> None:
+    """libyaml's loader would end the process by a segmentation fault."""
+    faulty_run(tmp_path)
+    (tmp_path / "config.yaml").write_text("[" * 50_000)
+    assert "config.yaml cannot be read (it is nested more than 64 deep)." in _written(tmp_path)[0]

@@ -202,10 +202,16 @@ def test_bad_lists(tmp_path: Path, name: str, text: str, sentence: str) -> None:
         read_list(write(tmp_path / name, text))
 
 
-@pytest.mark.parametrize("name", ["l.jsonl", "l.csv"])
-def test_lists_that_are_no_text(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(b"path,text\n\xff\xfe,\x00\n")
-    with pytest.raises(DataError, match=r"`--input` .* cannot be read \(.*\); give a .* in UTF-8"):
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("l.jsonl", r"l.jsonl line 1 is no JSON \(it is not UTF-8 at byte 1\)"),
+        ("l.csv", r"`--input` .* cannot be read \(.*\); give a .* in UTF-8"),
+    ],
+)
+def test_lists_that_are_no_text(tmp_path: Path, name: str, sentence: str) -> None:
+    (tmp_path / name).write_bytes(b"\xff\xfe,\x00\npath,text\n")
+    with pytest.raises(DataError, match=sentence):
         read_list(tmp_path / name)
     with pytest.raises(DataError, match=r"`--input` \(.*none\) is neither a file nor a folder"):
         read_list(tmp_path / "none")

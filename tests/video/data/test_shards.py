@@ -181,8 +181,8 @@ def test_manifests(tmp_path: Path) -> None:
     write_json(path, MANIFEST)
     assert read_manifest(tmp_path) == MANIFEST and list(tmp_path.iterdir()) == [path]
     for content, said in {
-        "{": r"manifest.json cannot be read \(JSONDecodeError",
-        "[1]": r"manifest.json cannot be read \(TypeError",
+        "{": r"manifest.json cannot be read \(it is no valid JSON",
+        "[1]": r"manifest.json cannot be read \(it holds a list instead of an object",
         "{}": r"manifest.json cannot be read \(KeyError\('format'\)\)",
         '{"format": 2}': r"has format 2, but 1 is read here; make it with tools/preprocess_video",
         '{"format": 1, "plan": {}}': r"manifest.json lacks `codec`, `text_encoder`, `buckets`, `sh",

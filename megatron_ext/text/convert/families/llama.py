@@ -7,6 +7,7 @@ from typing import Any
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.rotary import read_scaling, written
+from megatron_ext.disk.reading import parse_json
 from megatron_ext.errors import CheckpointError
 from megatron_ext.text.convert.family import Family, Fields, Settings
 from megatron_ext.text.convert.table import Part, Parts, Table, grouped_qkv, joined, whole
@@ -108,7 +109,11 @@ def write_scaling(model: ModelConfig) -> dict[str, Any] | None:
         return {"rope_type": "llama3", "factor": factor, **LLAMA3_CONSTANTS}
     if model.rotary_seq_len_interpolation_factor:
         return {"rope_type": "linear", "factor": float(model.rotary_seq_len_interpolation_factor)}
-    return None if model.rope_scaling is None else dict(json.loads(model.rope_scaling))
+    return (
+        None
+        if model.rope_scaling is None
+        else dict(parse_json(model.rope_scaling, "--rope-scaling"))
+    )
 
 
 def read_window(settings: Settings) -> Fields:

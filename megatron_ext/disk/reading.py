@@ -1,0 +1,398 @@
+"""Reads JSON, YAML and lines of files that may come from strangers, within bounds.
+
+A file is read only if it is a regular file of a bounded size, so that a pipe or a device in its
+place cannot make a program wait for ever. Its content may be nested `MAX_DEPTH` deep and may hold
+no integer that 64 bits do not hold. Whatever is wrong with it ends in an `UnreadableFile`, which
+names the file: no error of a parser leaves this module.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any, BinaryIO, NoReturn
+
+import orjson
+import yaml
+
+from megatron_ext.errors import DataError
+
+MAX_BYTES = 256 << 20
+"""The largest JSON file that is read; the vocabulary of a large tokenizer has 30 MiB."""
+MAX_YAML_BYTES = 4 << 20
+MAX_LINES_BYTES = 4 << 30
+"""The largest file of lines, of which a million steps write a quarter."""
+MAX_LINE_BYTES = 16 << 20
+MAX_DEPTH = 64
+"""The deepest nesting; configurations of models are nested 5 deep, and JSON schemas 20."""
+MAX_NODES = 2_000_000
+"""The most values in a YAML file, where each use of an alias counts as the values it stands for."""
+_MAX_DIGITS = 1_000
+_MAX_INTEGER = 1 << 64
+_PIPES_OF_SHELLS = ("/dev/fd", "/proc/self/fd")
+
+StrPath = str | os.PathLike[str]
+
+
+class UnreadableFile(DataError):
+    """A file that cannot be read, or whose content breaks the rules of this module.
+
+    Attributes:
+        reason: a clause that says what is wrong.
+        missing: whether there is no such file.
+    """
+
+    def __init__(self, path: StrPath, reason: str, *, missing: bool = False) -> None:
+        self.path, self.reason, self.missing = os.fspath(path), reason, missing
+        super().__init__(f"{self.path} cannot be used ({reason}); copy or make it again.")
+
+
+def open_regular(path: StrPath) -> BinaryIO:
+    """Open a regular file for reading in binary; never wait for the writer of a pipe.
+
+    A pipe that a shell has made for a command, as in ``--config <(command)``, is read too.
+
+    Raises:
+        UnreadableFile: there is no file, it may not be read, or it is not regular.
+    """
+    name = os.fspath(path)
+    given_by_shell = os.path.dirname(name) in _PIPES_OF_SHELLS or name == "/dev/stdin"
+    waits = 0 if given_by_shell else os.O_NONBLOCK
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | waits)
+    except FileNotFoundError as error:
+        raise UnreadableFile(name, str(error.strerror), missing=True) from None
+    except (OSError, ValueError) as error:
+        raise UnreadableFile(name, getattr(error, "strerror", None) or str(error)) from None
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode) and not (given_by_shell and stat.S_ISFIFO(mode)):
+        os.close(descriptor)
+        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe, a device or a socket"
+        raise UnreadableFile(name, f"it is {kind}, not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bytes(path: StrPath, limit: int = MAX_BYTES) -> bytes:
+    """Return the content of a regular file of at most ``limit`` bytes.
+
+    Raises:
+        UnreadableFile: it cannot be read, or it is larger.
+    """
+    with open_regular(path) as file:
+        try:
+            # Asked first, so that a sparse file of a terabyte costs nothing.
+            content = b"" if os.fstat(file.fileno()).st_size > limit else file.read(limit + 1)
+            size = max(len(content), os.fstat(file.fileno()).st_size)
+        except OSError as error:
+            raise UnreadableFile(path, error.strerror or str(error)) from None
+    if size > limit:
+        raise UnreadableFile(path, f"it is larger than {limit:,} bytes, the most that is read")
+    return content
+
+
+def read_text(path: StrPath, limit: int = MAX_BYTES) -> str:
+    """Return the text of a regular file in UTF-8; see `read_bytes`."""
+    return _decoded(read_bytes(path, limit), path)
+
+
+def _decoded(content: bytes, path: StrPath) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UnreadableFile(path, f"it is not UTF-8 at byte {error.start + 1}") from None
+
+
+def read_json(path: StrPath, *, not_finite: bool = False, limit: int = MAX_BYTES) -> Any:
+    """Read a JSON file; ``not_finite`` allows NaN and infinities, which JSON itself has not.
+
+    Raises:
+        UnreadableFile: the file or its content breaks a rule of this module.
+    """
+    return parse_json(read_bytes(path, limit), path, not_finite=not_finite)
+
+
+def read_json_object(path: StrPath, *, not_finite: bool = False) -> dict[str, Any]:
+    """Read a JSON file that holds an object; see `read_json`."""
+    content = read_json(path, not_finite=not_finite)
+    if not isinstance(content, dict):
+        raise UnreadableFile(path, f"it holds {kind_of(content)} instead of an object")
+    return content
+
+
+def parse_json(text: str | bytes, source: StrPath, *, not_finite: bool = False) -> Any:
+    """Parse JSON text; ``source`` is the file or the flag that it comes from.
+
+    Raises:
+        UnreadableFile: the text is not JSON, names a key twice, or breaks a rule of this module.
+    """
+    if isinstance(text, bytes):
+        text = _decoded(text.removeprefix(b"\xef\xbb\xbf"), source)
+    constant = None if not_finite else _refuse_constant
+    try:
+        content = json.loads(text, object_pairs_hook=_unique, parse_constant=constant)
+        _check_values(content)
+        if not not_finite:
+            _check_finite(content)
+    except RecursionError:
+        raise UnreadableFile(source, _TOO_DEEP) from None
+    except MemoryError:
+        raise UnreadableFile(source, "it does not fit in memory") from None
+    except ValueError as error:
+        raise UnreadableFile(source, f"it is no valid JSON: {error}") from None
+    return content
+
+
+_TOO_DEEP = f"it is nested more than {MAX_DEPTH} deep"
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it has the key {shortened(twice)} twice in one object")
+    return content
+
+
+def _refuse_constant(word: str) -> NoReturn:
+    raise ValueError(f"it holds {word}, which is no number")
+
+
+def _values(content: Any) -> Iterator[tuple[Any, int]]:
+    """Yield each value and key of a tree with its depth, without recursion."""
+    left = [(content, 0)]
+    while left:
+        value, depth = left.pop()
+        yield value, depth
+        if isinstance(value, dict):
+            left += ((inner, depth + 1) for inner in value)
+            left += ((inner, depth + 1) for inner in value.values())
+        elif isinstance(value, list | tuple | set):
+            left += ((inner, depth + 1) for inner in value)
+
+
+def _check_values(content: Any) -> None:
+    """Raise a ValueError or RecursionError for a value that breaks a rule of this module."""
+    for value, depth in _values(content):
+        if depth > MAX_DEPTH:
+            raise RecursionError
+        if isinstance(value, int) and not -_MAX_INTEGER < value < _MAX_INTEGER:
+            raise ValueError("it holds an integer that 64 bits do not hold")
+        if isinstance(value, str) and not value.isascii():
+            try:
+                value.encode("utf-8")
+            except UnicodeEncodeError:
+                raise ValueError("it holds half a surrogate pair") from None
+
+
+def is_too_deep(content: Any) -> bool:
+    """Return whether a parsed value is nested more than `MAX_DEPTH` deep."""
+    return any(depth > MAX_DEPTH for _, depth in _values(content))
+
+
+def _check_finite(content: Any) -> None:
+    """Raise a ValueError for a number such as 1e999, which Python reads as infinite."""
+    for value, _ in _values(content):
+        if isinstance(value, float) and value - value != 0.0:
+            raise ValueError("it holds a number that is not finite")
+
+
+def kind_of(value: Any) -> str:
+    """Return what a value is called in JSON and YAML, with its article."""
+    kinds: dict[type, str] = {dict: "an object", list: "a list", str: "a text", bool: "a boolean"}
+    kinds |= {int: "a number", float: "a number", type(None): "nothing"}
+    return kinds.get(type(value), f"a value of type {type(value).__name__}")
+
+
+def shortened(value: Any, length: int = 60) -> str:
+    """Return the ``repr`` of a value of a stranger's file for a message, cut to a length."""
+    shown = repr(value[: 2 * length] if isinstance(value, str | bytes) else value)
+    return shown if len(shown) <= length else f"{shown[: length - 3]}..."
+
+
+def read_yaml(path: StrPath) -> Any:
+    """Read a YAML file of plain values; see `parse_yaml`."""
+    return parse_yaml(_decoded(read_bytes(path, MAX_YAML_BYTES), path), path)
+
+
+def parse_yaml(text: str, source: StrPath) -> Any:
+    """Parse YAML of plain values; ``source`` is the file or the flag that it comes from.
+
+    libyaml's loader recurses without a limit, and a few aliases of aliases stand for billions of
+    values. So the events of its parser, which does not recurse, are counted before anything is
+    built.
+
+    Raises:
+        UnreadableFile: the text is not YAML, or breaks a rule of this module.
+    """
+    if len(text) > MAX_YAML_BYTES:
+        raise UnreadableFile(source, f"it is larger than {MAX_YAML_BYTES:,} bytes")
+    try:
+        _check_events(text)
+        content = yaml.load(text, _loader())
+        _check_values(content)
+    except RecursionError:
+        raise UnreadableFile(source, _TOO_DEEP) from None
+    except MemoryError:
+        raise UnreadableFile(source, "it does not fit in memory") from None
+    except yaml.MarkedYAMLError as error:
+        place = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        problem = error.problem or error.context or "it ends too early"
+        raise UnreadableFile(source, f"it is no valid YAML{place}: {problem}") from None
+    except yaml.YAMLError as error:
+        raise UnreadableFile(source, f"it is no valid YAML: {_one_line(error)}") from None
+    # What PyYAML's constructors raise for a value that is not as its tag says.
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+        raise UnreadableFile(source, f"it is no valid YAML: {_one_line(error)}") from None
+    return content
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+@lru_cache(1)
+def _loader() -> type:
+    """Return the loader of plain values, which refuses a key that stands twice in a mapping."""
+    # The C parser takes a tenth of the time, where it was built.
+    base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+    class Loader(base):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            if isinstance(node, yaml.MappingNode):
+                self._refuse_twice(node)
+            return super().construct_mapping(node, deep=deep)
+
+        @staticmethod
+        def _refuse_twice(node: yaml.MappingNode) -> None:
+            seen = set[tuple[str, str]]()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                    if (key.tag, key.value) in seen:
+                        name = shortened(key.value)
+                        raise yaml.constructor.ConstructorError(
+                            None, None, f"it has the key {name} twice", key.start_mark
+                        )
+                    seen.add((key.tag, key.value))
+
+        def flatten_mapping(self, node: yaml.MappingNode) -> None:
+            # Before the keys of `<<` are put in, which the mapping's own may replace.
+            self._refuse_twice(node)
+            super().flatten_mapping(node)
+
+    return Loader
+
+
+def _check_events(text: str) -> None:
+    """Raise a ValueError or RecursionError if YAML is too deep, too long or refers to itself."""
+    base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    total = 0
+    sizes = dict[str, tuple[int, int]]()
+    """Values and depth that each anchor stands for."""
+    opened: list[list[Any]] = []
+    """Anchor, number of values so far, and greatest depth below, of each collection around."""
+    for event in yaml.parse(text, base):
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, count, deepest = opened.pop()
+            deepest += 1
+        elif isinstance(event, yaml.CollectionStartEvent):
+            opened.append([event.anchor, 1, 0])
+            if len(opened) > MAX_DEPTH:
+                raise RecursionError
+            continue
+        elif isinstance(event, yaml.AliasEvent):
+            if event.anchor not in sizes:
+                raise ValueError(f"the alias {shortened(event.anchor)} refers to no whole value")
+            anchor, (count, deepest) = None, sizes[event.anchor]
+            total += count
+        elif isinstance(event, yaml.ScalarEvent):
+            _check_scalar(event)
+            anchor, count, deepest = event.anchor, 1, 0
+            total += 1
+        else:
+            continue
+        if anchor is not None:
+            sizes[anchor] = count, deepest
+        if opened:
+            opened[-1][1] += count
+            opened[-1][2] = max(opened[-1][2], deepest)
+        if len(opened) + deepest > MAX_DEPTH:
+            raise RecursionError
+        if total > MAX_NODES:
+            raise ValueError(f"it stands for more than {MAX_NODES:,} values")
+
+
+def _check_scalar(event: yaml.ScalarEvent) -> None:
+    """Raise a ValueError for a number of many digits, which takes time of the square of them."""
+    # A quoted text is no number unless a tag says so.
+    is_text = not event.implicit[0] and event.tag in (None, "!", "tag:yaml.org,2002:str")
+    if len(event.value) > _MAX_DIGITS and not is_text:
+        if event.value.lstrip("+-")[:1].isdigit() or event.tag is not None:
+            raise ValueError(f"it holds a number of {len(event.value):,} characters")
+
+
+def lines_of(
+    path: StrPath, *, line_bytes: int = MAX_LINE_BYTES, limit: int = MAX_LINES_BYTES
+) -> Iterator[bytes | None]:
+    """Yield the lines of a regular file with their ends; None for a line that is too long.
+
+    Memory holds one line.
+
+    Raises:
+        UnreadableFile: it cannot be read, or is larger than ``limit``.
+    """
+    with open_regular(path) as file:
+        try:
+            if os.fstat(file.fileno()).st_size > limit:
+                raise UnreadableFile(path, f"it is larger than {limit:,} bytes")
+            while line := file.readline(line_bytes):
+                if len(line) < line_bytes or line.endswith(b"\n"):
+                    yield line
+                    continue
+                while (rest := file.readline(line_bytes)) and not rest.endswith(b"\n"):
+                    pass
+                yield None
+        except OSError as error:
+            raise UnreadableFile(path, error.strerror or str(error)) from None
+
+
+def row_of(line: bytes | None) -> dict[str, Any] | None:
+    """Return the JSON object of a line; None if it holds none that keeps to the rules."""
+    if line is None:
+        return None
+    row: Any = None
+    try:
+        row = orjson.loads(line)
+        if line.count(b"[") + line.count(b"{") > MAX_DEPTH:
+            _check_values(row)
+    except RecursionError:
+        return None
+    except ValueError:
+        with suppress(UnreadableFile):
+            row = parse_json(line, "a line", not_finite=True)  # Old files have bare NaNs.
+    return row if isinstance(row, dict) else None
+
+
+def rows_of(path: StrPath, is_row: Callable[[dict[str, Any]], bool]) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of a file of lines for which ``is_row`` holds; nothing without a file.
+
+    Other lines are left out.
+
+    Raises:
+        UnreadableFile: the file cannot be read.
+    """
+    if not os.path.lexists(path):
+        return
+    for line in lines_of(path):
+        row = row_of(line)
+        if row is not None and is_row(row):
+            yield row
+
+
+def is_count(value: object) -> bool:
+    """Return whether a value of a file is an integer from 0 to 2**53, as counters are."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 1 << 53

@@ -1,0 +1,167 @@
+"""Writes files into folders that existed before, such as a save folder that a stranger has made.
+
+A link at the name of a file is never followed: a file that is written whole takes the place of
+the link, and a file that is appended to must be regular. A pipe or a device is treated likewise,
+so that no write waits for a reader. Folders that a user names may themselves be links; only what
+lies in them is checked.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, BinaryIO, Literal, TextIO, overload
+
+StrPath = str | os.PathLike[str]
+_ACCESS = os.O_RDONLY | os.O_WRONLY | os.O_RDWR
+
+
+class NotRegular(OSError):
+    """A link, pipe or device in the place of a file that would be written."""
+
+    def __init__(self, path: StrPath, kind: str) -> None:
+        reason = f"{os.fspath(path)} is {kind}, which is not written to; remove it"
+        super().__init__(errno.EPERM, reason)
+
+
+def open_descriptor(path: StrPath, flags: int, permissions: int = 0o666) -> int:
+    """Open a regular file like ``os.open``, without following a link at its name.
+
+    Raises:
+        NotRegular: a link, pipe, device or file of several names stands there.
+        OSError: it cannot be opened.
+    """
+    safe = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        # Nothing may be cut before it is known to be a regular file.
+        descriptor = os.open(path, (flags & ~os.O_TRUNC) | safe, permissions)
+    except OSError as error:
+        if error.errno == errno.ELOOP or os.path.islink(path):
+            raise NotRegular(path, "a symbolic link") from None
+        if error.errno == errno.ENXIO:
+            raise NotRegular(path, "a pipe, a device or a socket") from None
+        raise
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            is_folder = stat.S_ISDIR(found.st_mode)
+            raise NotRegular(path, "a folder" if is_folder else "a pipe, a device or a socket")
+        if flags & _ACCESS != os.O_RDONLY and found.st_nlink > 1:
+            raise NotRegular(path, "a hard link to a file with another name")
+        if flags & os.O_TRUNC:
+            os.ftruncate(descriptor, 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+@overload
+def open_new(path: StrPath, mode: Literal["w"] = "w", **options: Any) -> TextIO: ...
+
+
+@overload
+def open_new(path: StrPath, mode: Literal["wb"], **options: Any) -> BinaryIO: ...
+
+
+def open_new(path: StrPath, mode: str = "w", **options: Any) -> IO[Any]:
+    """Open an empty new file like ``open``, in the place of whatever file or link has its name."""
+    descriptor = open_descriptor(cleared(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    return _as_file(descriptor, mode, options)
+
+
+@overload
+def open_to_append(path: StrPath, mode: Literal["a"] = "a", **options: Any) -> TextIO: ...
+
+
+@overload
+def open_to_append(path: StrPath, mode: Literal["ab"], **options: Any) -> BinaryIO: ...
+
+
+def open_to_append(path: StrPath, mode: str = "a", **options: Any) -> IO[Any]:
+    """Open a file like ``open`` with mode ``a`` or ``ab``; see `open_descriptor` for its errors.
+
+    A file that has other names too is first replaced by a copy, which has none.
+    """
+    with suppress(FileNotFoundError):
+        about = os.lstat(path)
+        if stat.S_ISREG(about.st_mode) and about.st_nlink > 1:
+            copy = cleared(f"{os.fspath(path)}.copy")
+            shutil.copyfile(path, copy)
+            os.replace(copy, path)
+    descriptor = open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    return _as_file(descriptor, mode, options)
+
+
+def _as_file(descriptor: int, mode: str, options: dict[str, Any]) -> IO[Any]:
+    try:
+        if "b" not in mode:
+            options = {"encoding": "utf-8", **options}
+        return os.fdopen(descriptor, mode, **options)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def write_text(path: StrPath, text: str, errors: str = "strict") -> None:
+    """Write a new file in UTF-8; see `open_new`."""
+    with open_new(path, errors=errors) as file:
+        file.write(text)
+
+
+def write_bytes(path: StrPath, content: bytes) -> None:
+    """Write a new file; see `open_new`."""
+    with open_new(path, "wb") as file:
+        file.write(content)
+
+
+def cleared(path: StrPath) -> Path:
+    """Remove the file or link that has a name, if any, so that a library can write there."""
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    return Path(path)
+
+
+def remove(path: StrPath) -> None:
+    """Remove a file, a link or a whole folder; a link's target stays, and nothing is no error."""
+    while os.path.lexists(path):
+        # Another process may be removing the same folder, and be faster with one of its files.
+        with suppress(FileNotFoundError):
+            if stat.S_ISDIR(os.lstat(path).st_mode):
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
+
+
+def own_folder(path: StrPath, permissions: int = 0o777) -> Path:
+    """Make a folder inside of a folder that exists, unless it is there; return its path.
+
+    A link or a file at its name is replaced.
+    """
+    with suppress(FileNotFoundError):
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            os.unlink(path)
+    with suppress(FileExistsError):
+        os.mkdir(path, permissions)
+    return Path(path)
+
+
+def is_regular(path: StrPath) -> bool:
+    """Return whether a regular file, and no link to one, has a name."""
+    with suppress(OSError):
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    return False
+
+
+def lock_path(path: StrPath) -> str:
+    """Return the path of a lock file, where filelock would empty the target of a link.
+
+    A link or pipe at this name is removed.
+    """
+    if os.path.lexists(path) and not is_regular(path):
+        os.unlink(path)
+    return os.fspath(path)
