@@ -2,7 +2,7 @@
 
 A file is read only if it is a regular file of a bounded size, so that a pipe or a device in its
 place cannot make a program wait for ever. Its content may be nested `MAX_DEPTH` deep and may hold
-no integer that 64 bits do not hold. Whatever is wrong with it ends in an `UnreadableFile`, which
+no integer of more than 128 bits. Whatever is wrong with it ends in an `UnreadableFile`, which
 names the file: no error of a parser leaves this module.
 """
 
@@ -32,7 +32,8 @@ MAX_DEPTH = 64
 MAX_NODES = 2_000_000
 """The most values in a YAML file, where each use of an alias counts as the values it stands for."""
 _MAX_DIGITS = 1_000
-_MAX_INTEGER = 1 << 64
+_MAX_INTEGER = 1 << 128
+"""Above 1e30, which transformers writes as the length of a model that has none."""
 _PIPES_OF_SHELLS = ("/dev/fd", "/proc/self/fd")
 
 StrPath = str | os.PathLike[str]
@@ -181,7 +182,7 @@ def _check_values(content: Any) -> None:
         if depth > MAX_DEPTH:
             raise RecursionError
         if isinstance(value, int) and not -_MAX_INTEGER < value < _MAX_INTEGER:
-            raise ValueError("it holds an integer that 64 bits do not hold")
+            raise ValueError("it holds an integer of more than 128 bits")
         if isinstance(value, str) and not value.isascii():
             try:
                 value.encode("utf-8")
