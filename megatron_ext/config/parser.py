@@ -25,6 +25,7 @@ from megatron_ext.config.megatron_flags import (
     OF_ENGINE,
     RENAMED,
     UNSUPPORTED,
+    answer_in,
 )
 from megatron_ext.config.run import Program, RunConfig, engine_sections
 from megatron_ext.config.sections import canonical
@@ -188,7 +189,9 @@ class _Reading:
         """Yield the words of a command line; split ``--a=b`` in two, and rename old flags."""
         for word in argv:
             name, equals, value = word.partition("=") if word[:2] == "--" else (word, "", "")
-            now = RENAMED.get(name) or RENAMED.get(canonical(name)) if word[:2] == "--" else None
+            now = None
+            if word[:2] == "--":
+                now = RENAMED.get(name) or answer_in(RENAMED, canonical(name))
             if now is not None:
                 self.notes.append(f"`{name}` is spelled `{' '.join(now)}` now.")
             yield from now or (name,)
@@ -207,10 +210,20 @@ class _Reading:
             self.no_position_embedding = True
         elif name in self.table:
             self._read_value(word, values, *self.table[name])
-        elif reason := NO_EFFECT.get(name) or NO_EFFECT.get(word):
+        elif (off := name.replace("--disable-", "--no-", 1)) in self.table:
+            self._read_value(word, values, *self.table[off])
+        elif reason := answer_in(NO_EFFECT, name):
             self.notes.append(f"`{word}` has no effect: {reason}.")
-        elif why := UNSUPPORTED.get(name) or UNSUPPORTED.get(name.replace("--no-", "--", 1)):
-            self.errors.append(f"`{word}` is known from Megatron-LM but refused here: {why}.")
+        elif refusal := answer_in(UNSUPPORTED, name):
+            if values == [refusal.default]:
+                self.notes.append(
+                    f"`{word}` ({refusal.default}) has no effect: it is Megatron-LM's default, "
+                    "and what is done here."
+                )
+                return
+            self.errors.append(
+                f"`{word}` is known from Megatron-LM but refused here: {refusal.reason}."
+            )
         elif name in self.elsewhere:
             other = self.elsewhere[name]
             self.errors.append(f"`{word}` is a flag of {other}, not of this program; leave it out.")
