@@ -330,7 +330,9 @@ a kernel of Transformer Engine:
     moe_permute_fusion moe_router_fusion
 communication on a CPU does not run beside computation:
     overlap_grad_reduce overlap_param_gather align_grad_reduce align_param_gather ddp_bucket_size
-    ddp_num_buckets
+    ddp_num_buckets tp_comm_overlap tp_comm_overlap_cfg tp_comm_overlap_ag tp_comm_overlap_rs
+    tp_comm_overlap_rs_dgrad tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_bootstrap_backend
+    tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1
 gloo cannot average:
     ddp_average_in_collective
 the launches of kernels that graphs save are a GPU's:
@@ -364,6 +366,7 @@ NEEDS = {
         "use_rope_scaling rope_scaling rope_local_base_freq no_rope_freq"
     ),
     "--window-size": "window_attn_skip_freq",
+    "--recompute-granularity selective": "recompute_modules",
     "--use-rope-scaling": "rope_scaling_factor",
     "--multi-latent-attention": (
         "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type "
