@@ -134,7 +134,7 @@ def padding_note(given: ModelConfig, padded: ModelConfig, ranks: int) -> str | N
         f"The vocabulary is padded to {padded.padded_vocab_size} entries for "
         f"`--tensor-model-parallel-size` ({ranks}), but to {alone} on one rank. The softmax of the "
         "loss goes over all of them, so losses differ a little from those of other sizes, as in "
-        f"Megatron-LM; `--padded-vocab-size {padded.padded_vocab_size}` makes every layout the same."
+        f"Megatron-LM; `--padded-vocab-size {padded.padded_vocab_size}` makes layouts the same."
     )
 
 

@@ -123,6 +123,10 @@ class Task(TaskFlags):
     step_runner: Callable[..., Any] | None = None
     cost: TaskCost | None = None
     takes_step_flags: bool | ForwardStep = False
+    step_advice: str = (
+        "let the step call `text.step.gpt_forward_step`, which knows it, and say "
+        "`takes_step_flags=True` in the task"
+    )
     chunk_sections: Mapping[ModelChunk, Sequence[type]] = field(default_factory=dict)
     process_non_loss_data: ProcessNonLossData | None = None
     non_loss_data: Callable[[Sequence[torch.nn.Module]], Any] | None = None
@@ -200,8 +204,7 @@ def _step_errors(task: Task, config: RunConfig) -> list[str]:
     left_out = {name for fields in task.left_out.values() for name in fields}
     return [
         f"`{flag}` is left out of account by the forward step of this task (`{step}`); leave it "
-        "out, or let the step call `text.step.gpt_forward_step`, which knows it, and say "
-        "`takes_step_flags=True` in the task."
+        f"out, or {task.step_advice}."
         for flag in given
         if flag.lstrip("-").replace("-", "_") not in left_out
     ]
