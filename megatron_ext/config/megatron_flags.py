@@ -152,8 +152,6 @@ the loss is always computed in fp32:
     fp16-lm-cross-entropy
 models are not exported:
     onnx-safe
-`--manual-gc` collects at its own interval, also around an evaluation:
-    manual-gc-eval
 the size of the experts' tensor parallelism is `--expert-tensor-parallel-size`:
     moe-extended-tp
 data-parallel ranks share what `--data-parallel-sharding-strategy` says; the largest share is

@@ -98,6 +98,7 @@ class Task(TaskFlags):
         cost: the cost model for plans (``--dry-run``, tools/plan.py); None if there is none.
         takes_step_flags: True, or the forward step itself, if the forward step implements
             `STEP_FLAGS`; otherwise these flags are refused.
+        step_advice: what such a refusal advises besides leaving the flag out.
         chunk_sections: by a model chunk, the sections of flags that it alone implements; a task
             with another model chunk refuses these flags.
         process_non_loss_data: ``(collected, iteration, writer)``, called after each evaluation on
