@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import sys
 import time
@@ -14,12 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType, TracebackType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from megatron_ext import limits
 
 EXIT_CODE_INTERRUPTED = 130
 """Exit code after Ctrl-C, the same as a shell's (128 + SIGINT)."""
+EXIT_CODE_BROKEN_PIPE = 141
+"""Exit code if nobody reads the output any more, the same as a shell's (128 + SIGPIPE)."""
 EXIT_CODE_NOT_SAVED = 125
 """Exit code of a run with ``--exit-signal-handler`` that was asked to end, and has not saved."""
 STOP_SIGNALS = (
@@ -134,16 +137,35 @@ def run_program(main: Callable[[list[str]], int | None]) -> NoReturn:
     """Run a program's ``main`` on the command line's arguments, and exit with the code it returns.
 
     Ctrl-C raises KeyboardInterrupt in ``main``, which may clean up. The process then prints
-    "interrupted" instead of a traceback.
+    "interrupted" instead of a traceback. It ends without one too if nobody reads its output any
+    more, as after ``--help | head``.
     """
     interrupt_once()
     sys.unraisablehook = _on_unraisable
+    code: object
     try:
-        code = main(sys.argv[1:])
+        try:
+            code = main(sys.argv[1:])
+        except SystemExit as end:
+            code = end.code
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if _has_reader(sys.stdout):
+            raise
+        # Python would fail once more when it flushes the stream at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_CODE_BROKEN_PIPE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         code = EXIT_CODE_INTERRUPTED
-    sys.exit(code)
+    sys.exit(code)  # type: ignore[arg-type]
+
+
+def _has_reader(stream: TextIO) -> bool:
+    """Return False if ``stream`` is a pipe whose other end is closed."""
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)
+    return not any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def say_to_stderr(line: str) -> None:

@@ -126,7 +126,26 @@ def find(config: CheckpointConfig, damaged: Damaged | None = None) -> Checkpoint
             f"`--pretrained-checkpoint` ({config.pretrained_checkpoint}) holds no checkpoint; "
             "give a folder that does."
         )
+    if config.load is not None and not _same_folder(config.load, config.save):
+        raise CheckpointError(
+            f"`--load` ({config.load}) holds no checkpoint; give a folder that does, or leave "
+            "`--load` out to start from scratch."
+        )
     return None
+
+
+def _same_folder(path: str, other: str | None) -> bool:
+    return other is not None and Path(path).resolve() == Path(other).resolve()
+
+
+def load_notes(config: CheckpointConfig) -> list[str]:
+    """Return a note if ``--load`` is the save folder and holds no checkpoint to go on from yet."""
+    if config.load is None or config.starts_elsewhere or find(config) is not None:
+        return []
+    return [
+        f"`--load` ({config.as_given().load}) is the folder of `--save` and holds no checkpoint "
+        "yet; training starts from scratch."
+    ]
 
 
 def candidates(config: CheckpointConfig) -> list[tuple[str, int | None, bool]]:

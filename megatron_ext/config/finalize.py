@@ -65,6 +65,8 @@ def derived(given: RunConfig, world_size: int, device: str) -> RunConfig:
     world_size = world_size or given.parallel.nproc_per_node * (planned.dry_run_nodes or 1)
     device = "cuda" if planned.dry_run_gpu else device
     run = dataclasses.replace(given, device=device)
+    if device == "cpu":
+        run = dataclasses.replace(run, model=run.model.on_cpu())
     has_te = _has_transformer_engine(run.model, device, planned)
     model = run.model.resolved(has_te=has_te and not engine_rules.needs_torch_layers(run))
     parallel = parallel_rules.resolve_parallel(run.parallel, model, world_size)
@@ -139,8 +141,8 @@ def _errors(run: RunConfig) -> Iterator[str]:
             yield from own.errors(run)
     if run.model.transformer_impl == "transformer_engine" and not has_te:
         yield (
-            "`--transformer-impl transformer_engine` needs Transformer Engine and a GPU, and "
-            "one of them was not found; use torch or auto."
+            "`--transformer-impl transformer_engine` needs Transformer Engine, which was not "
+            "found; install it, or use torch or auto."
         )
     stages = run.parallel.pipeline_model_parallel_size
     learned = run.model.position_embedding_type == "learned_absolute"

@@ -41,6 +41,10 @@ def padded_size(vocab_size: int, divisible_by: int, ranks: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
+RECOMPUTED_WITH_TE = ("layernorm", "moe_act")
+"""Modules that can be recomputed in Transformer Engine's layers only."""
+
+
 @dataclass(frozen=True)
 class ModelConfig(Changeable):
     """Architecture of a GPT model; names and defaults are Megatron-LM's."""
@@ -343,6 +347,18 @@ class ModelConfig(Changeable):
             transformer_impl=impl,
             mtp_num_layers=self.mtp_num_layers or None,
         )
+
+    def on_cpu(self) -> ModelConfig:
+        """Return a copy whose layers run on a CPU, where Transformer Engine's layers do not.
+
+        Torch's layers compute the same, but have fewer parts that can be recomputed on their own.
+        """
+        if self.transformer_impl != "transformer_engine":
+            return self
+        modules = self.recompute_modules
+        if modules is not None:
+            modules = [name for name in modules if name not in RECOMPUTED_WITH_TE]
+        return dataclasses.replace(self, transformer_impl="torch", recompute_modules=modules)
 
     def without_yarn(self) -> ModelConfig:
         """Return a copy in which ``--rope-scaling`` says what the flags of YaRN say.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from megatron_ext.config.megatron_flags import (
     OF_ENGINE,
     RENAMED,
     UNSUPPORTED,
+    answer_in,
 )
 from megatron_ext.config.run import Program, RunConfig, engine_sections
 from megatron_ext.config.sections import canonical
@@ -95,7 +97,7 @@ def parse_args(
         bare = RunConfig.from_dict(values, program.sections)
         config = finalize(bare, task, world_size, device)
     except ConfigError as error:
-        raise ConfigError([*reading.errors, *error.messages]) from None
+        raise ConfigError([*reading.errors, *reading.causes(error.messages)]) from None
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         if checkpoint_config is None and not defaults:
             raise
@@ -113,6 +115,11 @@ def parse_args(
     if reading.errors:
         raise ConfigError(reading.errors)
     notes = [*reading.notes, *_inert(reading.given, config, task.needs)]
+    if bare.model.transformer_impl == "transformer_engine" and config.device == "cpu":
+        notes.append(
+            "`--transformer-impl` (transformer_engine) has no effect on a CPU: Transformer Engine "
+            "needs a GPU, and torch's layers compute the same."
+        )
     if "lr_warmup_iters" not in values["optimizer"]:
         notes += config.optimizer.warmup_notes()
     if "muon_extra_scale_factor" not in values["optimizer"]:
@@ -180,6 +187,7 @@ class _Reading:
         table: flags by spelling, with False for a spelling that sets False, else with True.
         elsewhere: names of other programs by the spellings of their flags.
         left_out: reasons why the program lacks flags of the engine, by spelling.
+        unread: first spellings of the flags whose values could not be read.
         settled: file, key, flag and value of each config-file entry for a flag in ``left_out``.
     """
 
@@ -193,13 +201,16 @@ class _Reading:
     config_files: list[str] = field(default_factory=list)
     print_config: bool = False
     no_position_embedding: bool = False
+    unread: set[str] = field(default_factory=set)
     settled: list[tuple[str, str, Flag, Any]] = field(default_factory=list)
 
     def words(self, argv: Sequence[str]) -> Iterator[str]:
         """Yield the words of a command line; split ``--a=b`` in two, and rename old flags."""
         for word in argv:
             name, equals, value = word.partition("=") if word[:2] == "--" else (word, "", "")
-            now = RENAMED.get(name) or RENAMED.get(canonical(name)) if word[:2] == "--" else None
+            now = None
+            if word[:2] == "--":
+                now = RENAMED.get(name) or answer_in(RENAMED, canonical(name))
             if now is not None:
                 self.notes.append(f"`{name}` is spelled `{' '.join(now)}` now.")
             yield from now or (name,)
@@ -218,19 +229,28 @@ class _Reading:
             self.no_position_embedding = True
         elif name in self.table:
             self._read_value(word, values, *self.table[name])
-        elif reason := NO_EFFECT.get(name) or NO_EFFECT.get(word):
+        elif (off := name.replace("--disable-", "--no-", 1)) in self.table:
+            self._read_value(word, values, *self.table[off])
+        elif reason := answer_in(NO_EFFECT, name):
             self.notes.append(f"`{word}` has no effect: {reason}.")
-        elif why := UNSUPPORTED.get(name) or UNSUPPORTED.get(name.replace("--no-", "--", 1)):
-            self.errors.append(f"`{word}` is known from Megatron-LM but refused here: {why}.")
+        elif refusal := answer_in(UNSUPPORTED, name):
+            if values == [refusal.default]:
+                self.notes.append(
+                    f"`{word}` ({refusal.default}) has no effect: it is Megatron-LM's default, "
+                    "and what is done here."
+                )
+                return
+            self.errors.append(
+                f"`{word}` is known from Megatron-LM but refused here: {refusal.reason}."
+            )
         elif name in self.elsewhere:
             other = self.elsewhere[name]
             self.errors.append(f"`{word}` is a flag of {other}, not of this program; leave it out.")
         elif name in self.left_out:
             self.errors.append(f"`{word}` has no effect {self.left_out[name]}; leave it out.")
         else:
-            answered = (canonical(name) for name in NO_EFFECT)
-            known = [*self.table, *answered, *RENAMED, *UNSUPPORTED, *sections.OWN_FLAGS]
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+            accepted = [*self.table, *RENAMED, *sections.OWN_FLAGS]
+            near = difflib.get_close_matches(name, accepted, n=3, cutoff=0.6)
             self.errors.append(_unknown(f"`{word}`", [f"`{x}`" for x in near]))
 
     def _read_value(self, word: str, values: list[str], flag: Flag, positive: bool) -> None:
@@ -243,9 +263,18 @@ class _Reading:
                 value = sections.value_of_words(flag, word, values)
             except ConfigError as error:
                 self.errors += error.messages
+                self.unread.add(flag.positive[0])
                 return
         self.values.setdefault(flag.section, {})[flag.field] = value
         self.given.append(flag)
+
+    def causes(self, messages: Iterable[str]) -> list[str]:
+        """Return messages without those about flags that could not be read, which were reported."""
+        return [
+            text
+            for text in messages
+            if not any(re.search(f"`{name}[` ]", text) for name in self.unread)
+        ]
 
     def read_yaml(self, path: str, program: Program) -> Values:
         """Return a YAML file's values by section; its entries may be nested by section or flat."""

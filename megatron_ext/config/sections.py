@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
 import shutil
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -254,15 +255,21 @@ def canonical(name: str) -> str:
 
 
 def value_of_words(flag: Flag, named: str, words: Sequence[str]) -> Any:
-    """Convert the words after a flag to its value; a ConfigError shows the flag as ``named``."""
+    """Convert the words after a flag to its value; a ConfigError shows the flag as ``named``.
+
+    A list of numbers may be several words, or one as Python and Megatron-LM write it: "(127,0)".
+    """
+    numeric = flag.type in (int, float)
+    if numeric and flag.nargs is not None:
+        parts = [part for word in words for part in word.strip("()[] ").split(",")]
+        # A comma that ends a word, as in "(127, 0)" without quotes, leaves an empty part.
+        words = [part.strip() for part in parts if part.strip()]
     wanted = flag.nargs or 1
     if (wanted == "+" and not words) or (isinstance(wanted, int) and len(words) != wanted):
-        number = "at least one value" if wanted == "+" else f"{wanted} value(s)"
-        raise ConfigError(f"`{named}` takes {number}, but got {len(words)}.")
+        raise ConfigError(f"`{named}` {_wrong_number(flag, named, words)}")
     try:
-        # Megatron-LM's scripts write "(-1,0)" for windows and "1_000" for counts.
-        bare = [w.strip("(),").replace("_", "") if flag.type is int else w for w in words]
-        converted = [flag.type(word) for word in bare]
+        # Megatron-LM's scripts write "1_000" for counts.
+        converted = [flag.type(w.replace("_", "") if flag.type is int else w) for w in words]
     except ValueError:
         kind = {int: "an integer", float: "a number"}[flag.type]
         raise ConfigError(f"`{named}` ({' '.join(words)}) must be {kind}.") from None
@@ -271,6 +278,16 @@ def value_of_words(flag: Flag, named: str, words: Sequence[str]) -> Any:
         allowed = ", ".join(str(choice) for choice in flag.choices or ())
         raise ConfigError(f"`{named}` ({wrong[0]}) must be one of {allowed}.")
     return converted if flag.nargs else converted[0]
+
+
+def _wrong_number(flag: Flag, named: str, words: Sequence[str]) -> str:
+    """Return the rest of the sentence about a flag with too few or too many values."""
+    if flag.nargs == "+":
+        return "takes at least one value, but got 0."
+    rest = f"takes {flag.nargs or 1} value(s), but got {len(words)}"
+    if flag.nargs is None and flag.type is str and not flag.choices and len(words) > 1:
+        return f"{rest}; quote it: {named} {shlex.quote(' '.join(words))}."
+    return f"{rest}."
 
 
 def value_of_entry(flag: Flag, named: str, value: Any) -> Any:

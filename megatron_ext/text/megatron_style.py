@@ -34,6 +34,8 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.losses.contract import LossFunction, StepCounts, non_loss_data_of, pair
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.config import SftConfig, text_rules
+from megatron_ext.text.data.blend import Blend, read_blend
+from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.task import GPT, with_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.launch import refuse
@@ -54,11 +56,17 @@ def pretrain(
     process_non_loss_data_func: ProcessNonLossData | None = None,
     extra_args_provider: Provider | None = None,
     args_defaults: Mapping[str, Any] | None = None,
+    get_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
+    get_position_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
     non_loss_data_func: Callable[[Sequence[torch.nn.Module]], Any] | None = None,
+    store: Any = None,
+    inprocess_call_wrapper: Any = None,
 ) -> None:
     """Train with the command line's flags and the given providers, like Megatron-LM's ``pretrain``.
 
-    ``model_type`` has no effect. Raise SystemExit if the run fails.
+    ``model_type`` has no effect, nor have the ranks of embeddings, which the flags decide, nor the
+    store and the wrapper of in-process restarts, which ``--max-restarts`` replaces. Raise
+    SystemExit if the run fails.
     """
     try:
         task = megatron_task(
@@ -114,6 +122,7 @@ def megatron_task(
     return dataclasses.replace(
         GPT.with_sections(*sections),
         takes_step_flags=False,
+        step_advice="train with `pretrain_gpt.py`, whose own step knows it",
         prepare_batches=None,
         datasets=datasets,
         model_chunk=functools.partial(_model_chunk, model_provider),
@@ -134,9 +143,43 @@ class _Current:
     args: argparse.Namespace | None = None
     transformer_config: TransformerConfig | None = None
     cp_group: ProcessGroup | None = None
+    pp_group: ProcessGroup | None = None
 
 
 _current = _Current()
+
+
+MEGATRON_DEFAULTS: dict[str, Any] = {
+    # A step with a non-finite gradient is skipped and counted, whatever the loss function checks.
+    "check_for_nan_in_loss_and_grad": False,
+    "check_for_spiky_loss": False,
+    # The program then takes `get_tokenizer`, which is the tokenizer of the flags.
+    "legacy_tokenizer": True,
+    "use_legacy_models": False,
+    "overlap_moe_expert_parallel_comm": False,
+    "dataloader_fast_cache_load": False,
+    "dataloader_defer_npy_index_mmap": False,
+    "dataloader_inter_document_masking": False,
+    "hybrid_context_parallel": False,
+    "modelopt_enabled": False,
+    "yaml_cfg": None,
+    "spec": None,
+    "experimental_attention_variant": None,
+    "heterogeneous_layers_config_path": None,
+    "qk_l2_norm": False,
+    "fp16_lm_cross_entropy": False,
+    "logit_dtype": None,
+    "moe_use_legacy_grouped_gemm": False,
+    "record_memory_history": False,
+    "memory_snapshot_path": "snapshot.pickle",
+    "logits_load_dir": None,
+    "logits_load_decode_threads": 4,
+    "logits_load_prefetch_factor": 3,
+    "logits_load_msc_prefetch_depth": 2,
+    "logits_load_kd_loss_alpha": 1.0,
+    "logits_load_ignore_errors": False,
+}
+"""Attributes of `get_args` that Megatron-LM's own programs read, but that no flag here sets."""
 
 
 def _preflight(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
@@ -167,10 +210,16 @@ def _model_chunk(
     context: ParallelContext,
     **stage: Any,
 ) -> Any:
-    more = {"rank": context.rank, "params_dtype": transformer_config.params_dtype}
+    more = {
+        **MEGATRON_DEFAULTS,
+        "rank": context.rank,
+        "params_dtype": transformer_config.params_dtype,
+        "create_attention_mask_in_dataloader": config.section(DataConfig).reset_attention_mask,
+    }
     _current.args = flat_arguments(config.to_dict(), more)
     _current.transformer_config = transformer_config
     _current.cp_group = context.pgs.cp
+    _current.pp_group = context.pgs.pp
     given = {**stage, "config": transformer_config, "pg_collection": context.pgs}
     parameters = inspect.signature(provider).parameters.values()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -246,6 +295,69 @@ def get_batch_on_this_tp_rank(
 def get_batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
     """Return this context-parallel rank's slices of a micro-batch's tensors ``[b, s, ...]``."""
     return core.slice_batch(batch, _begun(_current.cp_group, "get_batch_on_this_cp_rank"))
+
+
+def is_first_or_last_pipeline_stage(vp_stage: int | None) -> bool:
+    """Return whether this rank's chunk of index ``vp_stage`` is the first or the last of all."""
+    group = _begun(_current.pp_group, "is_first_or_last_pipeline_stage")
+    config = _begun(_current.transformer_config, "is_first_or_last_pipeline_stage")
+    last_chunk = (config.virtual_pipeline_model_parallel_size or 1) - 1
+    chunk = vp_stage or 0
+    return (group.rank() == 0 and chunk == 0) or (
+        group.rank() == group.size() - 1 and chunk == last_chunk
+    )
+
+
+def get_blend_and_blend_per_split(
+    args: argparse.Namespace,
+) -> tuple[Blend | None, list[Blend | None] | None]:
+    """Return the blend that ``--split`` divides, and the blends of each split; one is None."""
+    names = [field.name for field in dataclasses.fields(DataConfig)]
+    spec = read_blend(DataConfig(**{name: getattr(args, name) for name in names}))
+    return spec.blend, spec.per_split
+
+
+def build_tokenizer(_args: argparse.Namespace) -> Tokenizer:
+    """Return the tokenizer of the run, like `get_tokenizer`."""
+    return get_tokenizer()
+
+
+def core_transformer_config_from_yaml(*_: Any, **__: Any) -> Any:
+    raise ConfigError("Megatron-LM's YAML is not read here; use `--config`, with names of flags.")
+
+
+class _NotHere:
+    """The base of Megatron-LM's datasets for which a program of one's own has no replacement."""
+
+    ADVICE = ""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise ConfigError(f"`{type(self).__name__}` is not here; {self.ADVICE}.")
+
+
+class SFTDataset(_NotHere):
+    ADVICE = "use `pretrain_gpt.py --sft`"
+
+
+class GPTFIMDataset(_NotHere):
+    ADVICE = "use `pretrain_gpt.py --fim-data`"
+
+
+class GPTFIMDatasetConfig(_NotHere):
+    ADVICE = "use `pretrain_gpt.py --fim-data`"
+
+
+def set_startup_timestamps(*_: Any, **__: Any) -> None:
+    """Do nothing, as metrics.jsonl has the times of a run's start."""
+
+
+class inprocess_restart:  # noqa: N801 - the name of Megatron-LM's module
+    """The interface of Megatron-LM's module for restarts within a process."""
+
+    @staticmethod
+    def maybe_wrap_for_inprocess_restart(function: T) -> tuple[T, None]:
+        """Return the function as it is, and no store: ``--max-restarts`` restarts whole ranks."""
+        return function, None
 
 
 def print_rank_0(message: object) -> None:

@@ -1,6 +1,7 @@
 """The two tasks of pretrain_gpt.py, pretraining and fine-tuning, and their checks before a run."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 
 from megatron_ext.config.model import ModelConfig, padded_size
@@ -66,6 +67,9 @@ def with_tokenizer(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
     tokenizer = build_tokenizer(config.section(TokenizerConfig))
     check_vocabulary(config, tokenizer.vocab_size)
     model = padded_to_ranks(config.model, config.parallel, tokenizer.vocab_size)
+    note = padding_note(config.model, model, config.parallel.tensor_model_parallel_size)
+    if note is not None and int(os.environ.get("RANK", "0")) == 0:
+        print(f"> {note}", flush=True)
     return dataclasses.replace(config, model=model), tokenizer
 
 
@@ -114,6 +118,24 @@ def padded_to_ranks(model: ModelConfig, parallel: ParallelConfig, vocab_size: in
         padded = padded_size(vocab_size, model.make_vocab_size_divisible_by, ranks)
         model = dataclasses.replace(model, padded_vocab_size=padded)
     return model
+
+
+def padding_note(given: ModelConfig, padded: ModelConfig, ranks: int) -> str | None:
+    """Return a note if the vocabulary is padded to more entries than it would be on one rank.
+
+    Losses count padded entries, here as in Megatron-LM, and so depend on their number.
+    """
+    if given.padded_vocab_size or not padded.unpadded_vocab_size:
+        return None
+    alone = padded_size(padded.unpadded_vocab_size, given.make_vocab_size_divisible_by, 1)
+    if padded.padded_vocab_size == alone:
+        return None
+    return (
+        f"The vocabulary is padded to {padded.padded_vocab_size} entries for "
+        f"`--tensor-model-parallel-size` ({ranks}), but to {alone} on one rank. The softmax of the "
+        "loss goes over all of them, so losses differ a little from those of other sizes, as in "
+        f"Megatron-LM; `--padded-vocab-size {padded.padded_vocab_size}` makes layouts the same."
+    )
 
 
 def prepare_sft(config: RunConfig) -> tuple[RunConfig, Tokenizer]:

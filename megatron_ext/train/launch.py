@@ -26,6 +26,7 @@ from megatron_ext.device import Device
 from megatron_ext.errors import (
     EXIT_CODE_INTERRUPTED,
     EXIT_CODE_NOT_SAVED,
+    ConfigError,
     MachineFault,
     MegatronExtError,
     end_with_parent,
@@ -67,6 +68,31 @@ Tell = Callable[[int], None]
 
 def _tell_nothing(_code: int) -> None:
     """Stand for a `Tell` of which there is none."""
+
+
+_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+"""Numbers that a launcher such as torchrun gives to each of its processes."""
+
+
+def check_launcher() -> None:
+    """Remove a launcher's variables that are empty, and raise a ConfigError for those not a number.
+
+    A script that copies the variables of a scheduler leaves them empty where there is none.
+    """
+    errors = []
+    for name in _LAUNCHED:
+        value = os.environ.get(name)
+        if value is not None and not value.strip():
+            del os.environ[name]
+        elif value is not None and not value.strip().isdecimal():
+            errors.append(
+                f"The environment variable `{name}` ({value}) must be a number that the launcher "
+                "sets; unset it, or start the ranks with torchrun."
+            )
+    if errors:
+        for name in _LAUNCHED:
+            os.environ.pop(name, None)
+        raise ConfigError(errors)
 
 
 def refuse(error: MegatronExtError) -> int:

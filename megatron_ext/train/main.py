@@ -16,7 +16,7 @@ from megatron_ext.checkpoint.compatibility import check_resume
 from megatron_ext.checkpoint.files import root_of
 from megatron_ext.checkpoint.publish import check_save_folder, hold_save_folder
 from megatron_ext.checkpoint.staging import copy_records, fetched, stage
-from megatron_ext.checkpoint.stored import check_start, read_run_config
+from megatron_ext.checkpoint.stored import check_start, load_notes, read_run_config
 from megatron_ext.config.output import CheckpointConfig, LoggingConfig
 from megatron_ext.config.parser import ParsedArgs, parse_args, read_words
 from megatron_ext.config.run import Program, RunConfig
@@ -42,7 +42,7 @@ from megatron_ext.train.callbacks.evaluation import evaluate_at_end
 from megatron_ext.train.elastic import elastic_sizes
 from megatron_ext.train.exit_signal import ExitSignal, loss_at_end
 from megatron_ext.train.hang_guard import hang_guard
-from megatron_ext.train.launch import launch, refuse
+from megatron_ext.train.launch import check_launcher, launch, refuse
 from megatron_ext.train.loop import train
 from megatron_ext.train.reporting.build import build_reporters
 from megatron_ext.train.reporting.start import start_lines
@@ -119,6 +119,10 @@ def main(
         The exit code of the program: 2 after a user's error, which is printed; 1 if ``--dry-run``
         finds that the run does not fit the named GPU.
     """
+    try:
+        check_launcher()
+    except ConfigError as error:
+        return refuse(error)
     first, launched = int(os.environ.get("RANK", "0")) == 0, launch_of(argv)
     try:
         stored = stored_config(argv, program)
@@ -138,7 +142,9 @@ def main(
         config, assets = preflight(parsed.config, task.preflight)
         configure = partial(_resized, config, task, parse)
         silence_known_warnings(device.kind)
-        for note in (*notes, *parsed.notes, *restart_notes(config), *staged) if first else ():
+        loading = load_notes(config.checkpoint)
+        every = (*notes, *parsed.notes, *restart_notes(config), *staged, *loading)
+        for note in every if first else ():
             print(f"> {note}", flush=True)
         if config.planning.dry_run:
             return int(first and not print_plan(config, task.cost))

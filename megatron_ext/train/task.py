@@ -98,6 +98,7 @@ class Task(TaskFlags):
         cost: the cost model for plans (``--dry-run``, tools/plan.py); None if there is none.
         takes_step_flags: True, or the forward step itself, if the forward step implements
             `STEP_FLAGS`; otherwise these flags are refused.
+        step_advice: what such a refusal advises besides leaving the flag out.
         chunk_sections: by a model chunk, the sections of flags that it alone implements; a task
             with another model chunk refuses these flags.
         process_non_loss_data: ``(collected, iteration, writer)``, called after each evaluation on
@@ -123,6 +124,10 @@ class Task(TaskFlags):
     step_runner: Callable[..., Any] | None = None
     cost: TaskCost | None = None
     takes_step_flags: bool | ForwardStep = False
+    step_advice: str = (
+        "let the step call `text.step.gpt_forward_step`, which knows it, and say "
+        "`takes_step_flags=True` in the task"
+    )
     chunk_sections: Mapping[ModelChunk, Sequence[type]] = field(default_factory=dict)
     process_non_loss_data: ProcessNonLossData | None = None
     non_loss_data: Callable[[Sequence[torch.nn.Module]], Any] | None = None
@@ -200,8 +205,7 @@ def _step_errors(task: Task, config: RunConfig) -> list[str]:
     left_out = {name for fields in task.left_out.values() for name in fields}
     return [
         f"`{flag}` is left out of account by the forward step of this task (`{step}`); leave it "
-        "out, or let the step call `text.step.gpt_forward_step`, which knows it, and say "
-        "`takes_step_flags=True` in the task."
+        f"out, or {task.step_advice}."
         for flag in given
         if flag.lstrip("-").replace("-", "_") not in left_out
     ]

@@ -6,6 +6,7 @@ import re
 import runpy
 import sys
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,21 @@ from torch import Tensor
 
 from megatron_ext.config.sections import section_of
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.megatron_style import get_args, get_tokenizer, megatron_task, pretrain
+from megatron_ext.text.megatron_style import (
+    GPTFIMDataset,
+    SFTDataset,
+    core_transformer_config_from_yaml,
+    get_args,
+    get_tokenizer,
+    megatron_task,
+    pretrain,
+)
 from megatron_ext.text.task import TEXT
 from megatron_ext.train.reporting.files import read_metrics
 from megatron_ext.train.task import Task
 from tests import training_runs as runs
 
+OWN = Path(__file__).parent / "megatron_program.py"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "porting.md"
 RUN = [
     *runs.SMALL,
@@ -65,6 +75,25 @@ def test_the_pages_program_trains_what_pretrain_gpt_trains(
     validation = [row["lm loss"] for row in rows if row["kind"] == "evaluation"]
     found = [row["lm loss"] for row in ported if row["kind"] == "evaluation"]
     assert found == pytest.approx(validation, rel=1e-6)
+
+
+@pytest.mark.skipif(
+    not version("megatron-core").startswith("0.16"),
+    reason="the program is written for the names of megatron-core 0.16",
+)
+def test_megatron_lms_own_program_trains_what_pretrain_gpt_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*RUN, *PP2.split()]
+    own = run_program(OWN, words, tmp_path / "own", monkeypatch)
+    rows = runs.train(words, tmp_path / "gpt", 2)
+    assert losses(own) == [pytest.approx(row, rel=1e-5) for row in losses(rows)]
+
+
+@pytest.mark.parametrize("function", [GPTFIMDataset, SFTDataset, core_transformer_config_from_yaml])
+def test_what_has_another_way_here_says_which(function: Any) -> None:
+    with pytest.raises(ConfigError, match=r"; use `(pretrain_gpt.py --(sft|fim-data)|--config)`"):
+        function()
 
 
 def test_the_pages_program_keeps_its_flag_in_checkpoints(
@@ -209,5 +238,8 @@ def test_flags_that_only_gpts_step_honours_are_refused(program: Path, tmp_path: 
     task: Task = megatron_task(*(page[name] for name in names))
     with pytest.raises(ConfigError, match="`--loss-reduction` does nothing in a program whose"):
         runs.train_on_ranks([*RUN, "--loss-reduction", "sample"], save=tmp_path, task=task)
-    with pytest.raises(ConfigError, match=r"`--mtp-num-layers` is left out .* \(`forward_step`\)"):
+    advice = (
+        r"`--mtp-num-layers` is left out .* \(`forward_step`\); .* `pretrain_gpt.py`, whose own"
+    )
+    with pytest.raises(ConfigError, match=advice):
         runs.train_on_ranks([*RUN, "--mtp-num-layers", "1"], save=tmp_path, task=task)

@@ -115,3 +115,17 @@ def test_interrupted_merges_leave_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(KeyboardInterrupt):
         indexed_writer.merge_indexed([tmp_path / "a"], tmp_path / "out" / "all")
     assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("lines", [1, 100_000])
+def test_a_reader_that_leaves_ends_a_program_without_a_traceback(lines: int) -> None:
+    code = (
+        "from megatron_ext.errors import run_program\n"
+        f"run_program(lambda argv: print('line\\n' * {lines}))\n"
+    )
+    command = f'{sys.executable} -c "$CODE" | true; exit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(
+        ["bash", "-c", command], env={**os.environ, "CODE": code}, capture_output=True, text=True
+    )
+    assert done.stderr == ""
+    assert done.returncode in (0, 141)

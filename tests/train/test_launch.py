@@ -19,7 +19,7 @@ from megatron_ext.errors import ConfigError, loader_ends_with_parent
 from megatron_ext.parallel.context import init_groups
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.train.exit_codes import EXIT_CODE_NO_ANSWER, EXIT_CODE_NO_MEMORY
-from megatron_ext.train.launch import fork_ranks, launch, refuse, run_rank
+from megatron_ext.train.launch import check_launcher, fork_ranks, launch, refuse, run_rank
 
 CPU = Device("cpu", "gloo")
 
@@ -301,3 +301,18 @@ def test_a_killed_rank_leaves_no_loader_of_data(tmp_path: Path) -> None:
     assert fork_ranks(main, 2) == 128 + signal.SIGKILL
     (loader,) = tmp_path.iterdir()
     _wait_until_gone(int(loader.name))
+
+
+def test_empty_variables_of_a_launcher_count_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "")
+    monkeypatch.setenv("RANK", " ")
+    check_launcher()
+    assert "WORLD_SIZE" not in os.environ and "RANK" not in os.environ
+
+
+def test_a_variable_of_a_launcher_that_is_no_number_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(ConfigError, match=r"variable `WORLD_SIZE` \(two\) must be a number"):
+        check_launcher()

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_ext.config.flags import must_divide
-from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.model import RECOMPUTED_WITH_TE, ModelConfig
 from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.training import TrainingConfig
 
 RECOMPUTED = ("core_attn", "mlp", "moe", "shared_experts")
-RECOMPUTED_WITH_TE = ("layernorm", "moe_act")
 RECOMPUTED_LATENT = "mla_up_proj"
 CAPACITY_BALANCING = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
 TENSOR = "--tensor-model-parallel-size"
@@ -22,11 +21,13 @@ def build_errors(
 ) -> Iterator[str]:
     """Yield a sentence for each fault that keeps a text model from being built."""
     sizes = (model.num_layers, model.hidden_size, model.num_attention_heads)
-    if model.blocks_dealt_by_cost or not all(sizes):
+    if model.blocks_dealt_by_cost:
+        return
+    yield from _recompute_errors(model, parallel)
+    if not all(sizes):
         return
     yield from _width_errors(model, parallel)
     yield from _uneven_errors(model, parallel)
-    yield from _recompute_errors(model, parallel)
     if moe.num_experts is not None:
         yield from _expert_errors(moe, model, parallel)
         yield from _router_errors(moe)
@@ -105,9 +106,10 @@ def _recompute_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[
             "`--distribute-saved-activations` does not go with `--sequence-parallel`, which cuts "
             "them already; leave it out."
         )
-    modules = (model.recompute_modules or []) if selective else []
+    given = model.recompute_modules or []
+    modules = given if selective else []
     known = (*RECOMPUTED, RECOMPUTED_LATENT, *RECOMPUTED_WITH_TE)
-    unknown = [name for name in modules if name not in known]
+    unknown = [name for name in given if name not in known]
     if unknown:
         yield f"`--recompute-modules` ({' '.join(unknown)}) must be names among {', '.join(known)}."
     if RECOMPUTED_LATENT in modules and not model.multi_latent_attention:

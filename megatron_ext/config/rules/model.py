@@ -23,6 +23,8 @@ def model_errors(model: ModelConfig) -> Iterator[str]:
     missing = [name for name in REQUIRED if getattr(model, name) is None]
     for name in missing:
         yield f"`--{name.replace('_', '-')}` is missing; give the size of the model."
+    yield from _recompute_errors(model)
+    yield from _activation_errors(model)
     if missing:
         return
     h, n = model.hidden_size or 1, model.num_attention_heads or 1
@@ -43,7 +45,6 @@ def model_errors(model: ModelConfig) -> Iterator[str]:
     yield from _pattern_errors(model)
     yield from _layer_errors(model, n)
     yield from _score_errors(model)
-    yield from _recompute_errors(model)
 
 
 def _layer_errors(model: ModelConfig, heads: int) -> Iterator[str]:
@@ -53,6 +54,9 @@ def _layer_errors(model: ModelConfig, heads: int) -> Iterator[str]:
             f"({model.num_query_groups}); use {heads // max(1, heads // model.num_query_groups)}"
             " groups."
         )
+
+
+def _activation_errors(model: ModelConfig) -> Iterator[str]:
     activations = [x for x in ACTIVATIONS if getattr(model, x)]
     if len(activations) > 1:
         flags = " and ".join(f"`--{x.replace('_', '-')}`" for x in activations)

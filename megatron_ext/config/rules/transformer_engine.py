@@ -46,7 +46,9 @@ SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 def transformer_engine_errors(run: RunConfig, *, found_version: str | None) -> Iterator[str]:
     """Yield a sentence for each fault in using Transformer Engine, or in its version if given."""
     yield from _environment_errors(run.model, run.training)
-    yield from _overlap_errors(run.engine, run.model, run.parallel, not needs_torch_layers(run))
+    if run.device != "cpu":
+        may_use_te = not needs_torch_layers(run)
+        yield from _overlap_errors(run.engine, run.model, run.parallel, may_use_te)
     yield from _context_errors(run.parallel, run.engine, run.model)
     if run.model.transformer_impl == TE_IMPL:
         yield from _layer_errors(run.model)

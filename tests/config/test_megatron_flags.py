@@ -1,0 +1,156 @@
+"""Flags of Megatron-LM: each name has an answer, advice can be followed, lists are read alike."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.config.megatron_flags import GPU_ONLY, NO_EFFECT, RENAMED, UNSUPPORTED, answer_in
+from megatron_ext.config.parser import read_words
+from megatron_ext.config.sections import OWN_FLAGS, all_flags, spellings
+from megatron_ext.text.task import TEXT
+from tests.config.runs import SMALL
+from tests.training_runs import errors_of, parsed
+
+ROOT = Path(__file__).parents[2]
+NAMES = dict(
+    line.split() for line in (Path(__file__).parent / "megatron_flags.txt").read_text().splitlines()
+)
+"""Every flag of Megatron-LM's parser in releases 0.16 to 0.20 -> the releases that have it."""
+ACCEPTED = spellings(all_flags(TEXT))
+
+
+def test_every_flag_of_megatron_lm_has_an_answer() -> None:
+    assert len(NAMES) > 900
+    unknown = [
+        error
+        for name in NAMES
+        for error in read_words([name], TEXT).errors
+        if "not a flag of this program" in error
+    ]
+    assert unknown == []
+
+
+def test_a_name_has_one_answer_only() -> None:
+    tables = [set(ACCEPTED), set(NO_EFFECT), set(UNSUPPORTED), set(RENAMED)]
+    for index, table in enumerate(tables):
+        for other in tables[index + 1 :]:
+            assert table & other == set()
+
+
+@pytest.mark.parametrize("name", ["gpu-sniff-test-interval", "no-rl-profile", "disable-msc"])
+def test_a_flag_that_changes_no_result_is_a_note(name: str) -> None:
+    reading = read_words([f"--{name}", "7"], TEXT)
+    (note,) = reading.notes
+    assert reading.errors == []
+    assert note.startswith(f"`--{name}` has no effect: ") and note.endswith(".")
+
+
+@pytest.mark.parametrize("reason", sorted({entry.reason for entry in UNSUPPORTED.values()}))
+def test_advice_of_a_refusal_can_be_followed(reason: str) -> None:
+    meaning, _, advice = reason.partition("; ")
+    assert meaning and re.match(r"(use|leave it out)", advice), reason
+    for name in re.findall(r"`(--[a-z0-9-]+)", advice):
+        assert name in ACCEPTED or name in OWN_FLAGS, name
+    for path in re.findall(r"(?:tools|examples)/[a-z_.]+", advice):
+        assert (ROOT / path).exists(), path
+
+
+def test_flags_in_the_reasons_of_notes_exist() -> None:
+    for reason in set(NO_EFFECT.values()):
+        for name in re.findall(r"`(--[a-z0-9-]+)", reason):
+            assert name in ACCEPTED or name in UNSUPPORTED, name
+    assert {name for name in GPU_ONLY if f"--{name.replace('_', '-')}" not in ACCEPTED} == set()
+
+
+def test_a_refused_flag_with_megatron_lms_default_asks_for_nothing() -> None:
+    found = parsed(f"{SMALL} --main-grads-dtype fp32 --hybrid-mlp-ratio 0.0")
+    assert [note for note in found.notes if "it is Megatron-LM's default" in note] == found.notes
+    assert len(found.notes) == 2
+    (error,) = errors_of(f"{SMALL} --main-grads-dtype bf16")
+    assert error.startswith("`--main-grads-dtype` is known from Megatron-LM but refused here: ")
+
+
+def test_both_negative_spellings_switch_off() -> None:
+    for name in ("--no-log-loss-scale-to-tensorboard", "--disable-log-loss-scale-to-tensorboard"):
+        assert read_words([name], TEXT).values["logging"]["log_loss_scale_to_tensorboard"] is False
+    assert answer_in(UNSUPPORTED, "--disable-spec") is not None
+    assert answer_in(UNSUPPORTED, "--disable-nothing") is None
+
+
+LISTS = {
+    "--window-size 127,0": [127, 0],
+    "--window-size (127,0)": [127, 0],
+    "--window-size -1,0": [-1, 0],
+    "--window-size 127 0": [127, 0],
+    "--window-attn-skip-freq ([1]*3+[0]*1)*3": "([1]*3+[0]*1)*3",
+    "--no-rope-freq ([0]*3+[1])*2": "([0]*3+[1])*2",
+    "--moe-layer-freq ([0]+[1]*23)": "([0]+[1]*23)",
+    "--rampup-batch-size 16 16 5859375": [16, 16, 5859375],
+    "--profile-ranks 0 1": [0, 1],
+    "--cp-comm-type p2p a2a": ["p2p", "a2a"],
+    "--hierarchical-context-parallel-sizes 2 4": [2, 4],
+    "--recompute-modules core_attn mlp": ["core_attn", "mlp"],
+    "--moe-router-load-balancing-type aux_loss seq_aux_loss": ["aux_loss", "seq_aux_loss"],
+    "--moe-aux-loss-coeff 1e-2 1e-3": [0.01, 0.001],
+    "--data-path 0.3 a 0.7 b": ["0.3", "a", "0.7", "b"],
+    "--train-data-path 1 a": ["1", "a"],
+    "--valid-data-path a": ["a"],
+    "--test-data-path a b": ["a", "b"],
+    "--tiktoken-special-tokens <unk> <s>": ["<unk>", "<s>"],
+    "--tokenizer-special-tokens <x>": ["<x>"],
+}
+"""What Megatron-LM's launch scripts write for lists and tuples -> the value of its parser."""
+
+
+@pytest.mark.parametrize("words", LISTS)
+def test_lists_and_tuples_are_read_as_megatron_lm_reads_them(words: str) -> None:
+    reading = read_words(words.split(), TEXT)
+    assert reading.errors == []
+    (flag,) = reading.given
+    assert reading.values[flag.section][flag.field] == LISTS[words]
+
+
+def test_every_list_of_megatron_lm_is_compared() -> None:
+    compared = {words.split()[0] for words in LISTS}
+    lists = {f.positive[0] for f in all_flags(TEXT) if f.nargs is not None}
+    assert {name for name in lists if name in NAMES} <= compared
+
+
+@pytest.mark.parametrize("words", [["(127,", "0)"], ["(127, 0)"], ["[127,0]"], ["127,", "0"]])
+def test_a_tuple_may_hold_spaces(words: list[str]) -> None:
+    assert read_words(["--window-size", *words], TEXT).values["model"]["window_size"] == [127, 0]
+
+
+def test_wrong_values_have_no_consequences() -> None:
+    without = SMALL.replace("--lr 1e-2", "")
+    assert errors_of(f"{without} --lr abc") == ("`--lr` (abc) must be a number.",)
+    words = f"{SMALL} --num-layers x --lr-warmup-iters 1 --recompute-modules foo"
+    first, second = errors_of(words)
+    assert first == "`--num-layers` (x) must be an integer."
+    assert second.startswith("`--recompute-modules` (foo) must be names among core_attn, mlp")
+
+
+def test_a_near_name_is_one_that_is_accepted() -> None:
+    (error,) = errors_of(f"{SMALL} --num-layer 3")
+    assert error.startswith("`--num-layer` is not a flag of this program; did you mean")
+    for name in re.findall(r"`(--[a-z-]+)`", error)[1:]:
+        assert name in ACCEPTED or name in RENAMED
+
+
+def test_a_schedule_without_quotes_is_told_to_quote_it() -> None:
+    (error,) = errors_of([*SMALL.split(), "--step-batch-size-schedule", "0:2", "8:4"])
+    assert error.endswith("but got 2; quote it: --step-batch-size-schedule '0:2 8:4'.")
+
+
+def test_transformer_engine_on_a_cpu_is_a_note() -> None:
+    more = (
+        "--transformer-impl transformer_engine --tp-comm-overlap --recompute-granularity "
+        "selective --recompute-modules core_attn layernorm"
+    )
+    found = parsed(f"{SMALL} {more}")
+    assert found.config.model.transformer_impl == "torch"
+    assert found.config.model.recompute_modules == ["core_attn"]
+    engine, overlap = sorted(found.notes, key=lambda note: "overlap" in note)
+    assert engine.startswith("`--transformer-impl` (transformer_engine) has no effect on a CPU")
+    assert overlap.startswith("`--tp-comm-overlap` has no effect on a CPU: ")
