@@ -41,6 +41,7 @@ from megatron_ext.errors import DataError
 from megatron_ext.text.data.blend import SPLITS, BlendSpec, given_lengths, training_blend
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.inspect import check_ids, id_range
+from megatron_ext.text.data.separators import ending_warnings, first_endings, padding_id
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.batch_size import number_of_iterations, split_sizes
 from megatron_ext.train.task import Datasets
@@ -162,6 +163,21 @@ def _check_index_memory(seq_length: int, spec: BlendSpec, sizes: Sequence[int | 
         )
 
 
+def separator_warnings(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
+    """Return sentences on ends of documents that a run with GPTDataset misreads."""
+    data = config.section(DataConfig)
+    if data.mock_data:
+        return []
+    padding = padding_id(tokenizer, allow_ambiguous=data.allow_ambiguous_pad_tokens)
+    return [
+        sentence
+        for prefix in training_blend(data).prefixes()
+        for sentence in ending_warnings(
+            prefix, first_endings(prefix, read_index(prefix)), tokenizer, padding, data.of_documents
+        )
+    ]
+
+
 def check_gpt_data(config: RunConfig, tokenizer: Tokenizer) -> None:
     """Check indexed datasets before training starts; each rank does so with the same result.
 
@@ -176,6 +192,9 @@ def check_gpt_data(config: RunConfig, tokenizer: Tokenizer) -> None:
         check_inputs(data, config.model, spec, tokenizer, sizes)
         _check_index_memory(length, spec, sizes)
         check_cached_indices(spec.prefixes(), data.data_cache_path, KeyedGPTDataset.__name__)
+        if int(os.environ.get("RANK", "0")) == 0:
+            for sentence in separator_warnings(config, tokenizer):
+                print(f"> {sentence}", flush=True)
         given_lengths(data, spec)
         return
     _check_index_memory(length, BlendSpec(None, None), sizes)

@@ -22,12 +22,18 @@ from megatron_ext.text.preprocess.packed import (
     packing_of,
     unpacked,
 )
+from megatron_ext.text.preprocess.starts import checked_start
 from megatron_ext.text.preprocess.tables import group_sizes, is_table, rows_of
 
 _LARGEST_PART = 256_000_000
 _PARTS_PER_WORKER = 4
 _END_BYTES = 1 << 16
-_UNITS = {"plain": "bytes", "texts": "bytes of the list of its files"}
+_LINES = ("plain", "array")
+_UNITS = {
+    "plain": "bytes",
+    "array": "bytes of its items",
+    "texts": "bytes of the list of its files",
+}
 
 
 @dataclass(frozen=True)
@@ -35,11 +41,12 @@ class Part:
     """A piece of one input, which one worker encodes into one set of part files.
 
     Attributes:
-        path: the file to read, such as the copy of a stream or the list of a folder's texts.
+        path: the file to read, such as the copy of a stream, the list of a folder's texts, or the
+            items of a JSON array, one in a line.
         source: the input as the user named it.
         start, end: bytes of a plain file or of a list of texts, both at line ends; groups of a
             table; the whole size of a packed file.
-        packing: what the file is, as `packing_of` tells.
+        packing: what the file is, as `packing_of` tells; "array" for items of a JSON array.
         num_bytes: the part's share of the input, for figures of progress.
         columns: the columns of a table that are read, or the key of texts; None reads all.
     """
@@ -200,7 +207,7 @@ def _spans(
     """Yield start, end and share of the input's bytes of each part; `Part` tells their units."""
     if source.packing == "texts":
         yield from folders.list_spans(source.path, part_bytes)
-    elif source.packing == "plain":
+    elif source.packing in _LINES:
         size = os.path.getsize(source.path)
         for start, end in pairwise(_line_edges(source.path, size, part_bytes)):
             yield start, end, end - start
@@ -232,11 +239,17 @@ def _line_edges(path: str, size: int, part_bytes: int) -> list[int]:
 
 
 def blocks(part: Part) -> Iterator[tuple[bytes, int]]:
-    """Yield (whole lines of about 4 MB, input bytes read); raise a DataError for a damaged file."""
+    """Yield (whole lines of about 4 MB, input bytes read); raise a DataError for a damaged file.
+
+    A byte-order mark before the first line is left out.
+    """
     rest: list[bytes] = []
     seen = 0
+    begins = part.packing in (*_LINES, "gzip", "zstd") and part.start == 0
     for piece, read in _pieces(part):
         seen += read
+        if begins:
+            piece, begins = checked_start(part.source, piece), False
         at = piece.rfind(b"\n") + 1
         if at == 0:
             rest.append(piece)
@@ -249,7 +262,7 @@ def blocks(part: Part) -> Iterator[tuple[bytes, int]]:
 
 def _pieces(part: Part) -> Iterator[tuple[bytes, int]]:
     """Yield (some bytes of the lines of a part, input bytes read)."""
-    if part.packing == "plain":
+    if part.packing in _LINES:
         yield from _plain(part)
     elif part.packing == "texts":
         paths = folders.listed(part.path, part.start, part.end)

@@ -15,6 +15,7 @@ from megatron_ext.text.preprocess.encode import BlockEncoder
 from megatron_ext.text.preprocess.inputs import Part, blocks, place_of
 from megatron_ext.text.preprocess.options import PreprocessOptions
 from megatron_ext.text.preprocess.parts import PartWriter, read_marker
+from megatron_ext.text.preprocess.starts import is_blank
 
 ATTEMPTS = 3
 """How often a part is tried whose worker dies or whose machine fails, before the run gives up."""
@@ -93,8 +94,8 @@ def encode_part(job: Job, number: int, advance: Advance) -> None:
             lines = block.split(b"\n")
             if not lines[-1]:
                 lines.pop()
-            refuse = partial(_refuse, writer if quarantines else None, lines, line)
-            documents = job.encoder.encode(lines, line, refuse, writer.write)
+            refuse = partial(_refuse, writer, lines, line, quarantines=quarantines)
+            documents = job.encoder.encode(lines, line, refuse, writer.write, writer.note)
             line += len(lines)
             writer.count(len(lines), documents)
             advance(read, documents)
@@ -105,18 +106,30 @@ def encode_part(job: Job, number: int, advance: Advance) -> None:
 
 
 def _refuse(
-    writer: PartWriter | None, lines: Sequence[bytes], first: int, line: int, reason: str
+    writer: PartWriter,
+    lines: Sequence[bytes],
+    first: int,
+    line: int,
+    reason: str,
+    *,
+    quarantines: bool,
 ) -> None:
-    if writer is None:
+    """Skip a blank line; set another bad line aside, or raise a StopAtLine."""
+    raw = lines[line - first]
+    if is_blank(raw):
+        writer.skip(line)
+    elif quarantines:
+        writer.reject(line, reason, raw)
+    else:
         raise StopAtLine(line, reason)
-    writer.reject(line, reason, lines[line - first])
 
 
 def bad_line(stop: StopAtLine, part: Part) -> DataError:
     """Return the error for the user about a line that ended the run."""
     number, reason = stop.args
     file, line = place_of(part, number)
-    place = file if part.packing == "texts" else f"{file} line {line}"
+    unit = "item" if part.packing == "array" else "line"
+    place = file if part.packing == "texts" else f"{file} {unit} {line}"
     return DataError(
         f"{place} {reason}; mend the line, or set bad lines aside with `--on-bad-line quarantine` "
         "of tools/preprocess_data.py."
