@@ -27,6 +27,7 @@ from megatron_ext.faults.host import (
     is_under_torchrun,
     leave_host_folder,
     shared_host_folder,
+    sockets_in,
 )
 from megatron_ext.faults.watcher import open_watcher
 from megatron_ext.parallel.context import NoAnswer, contact_fault
@@ -223,7 +224,7 @@ def _forked(
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
-    with _meeting_place() as address:
+    with _meeting_place() as address, sockets_in(host_folder()):
         # Ranks need not look for garbage among the objects that they share with this process.
         gc.freeze()
         with held_signals():

@@ -48,7 +48,7 @@ def preprocess(folder: Path, tokenizer: Path, *more: str) -> int:
 
 
 def words_of(folder: Path, tokenizer: Path, *more: str) -> list[str]:
-    words = without(TINY, "--vocab-size", "--split")
+    words = without(TINY, "--split")
     words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]
     data = ["--data-path", str(folder / "out_text_document"), "--split", "100,0,0"]
     return [*words, *data, "--train-iters", "2", "--eval-iters", "0", *more]
