@@ -51,6 +51,13 @@ SECONDS_FOR_RANK_0 = 20.0
 """Time for rank 0 to print an error of the flags; its exit then ends the other ranks."""
 _SECONDS_FOR_RANK_0_OF_A_RUN = 1.0
 
+_WITHOUT_MEMORY = (
+    "Memory ran out. A smaller `--micro-batch-size` takes less, and so do "
+    "`--recompute-granularity full --recompute-method uniform --recompute-num-layers 1`, shorter "
+    "samples, or a model cut over more ranks; `python tools/plan.py` with the flags of the run "
+    "lists the layouts that fit."
+)
+
 Main = Callable[[], "int | None"]
 
 
@@ -102,7 +109,7 @@ def run_rank(main: Main) -> int:
         fault = contact_fault(error)
         message, code = traceback.format_exc(), 1
         if _lacks_memory(error):
-            code = EXIT_CODE_NO_MEMORY
+            message, code = message + _WITHOUT_MEMORY, EXIT_CODE_NO_MEMORY
         if fault is not None:
             message, timed_out = fault.value, fault is NoAnswer.TIMEOUT
             code = EXIT_CODE_NO_ANSWER if timed_out else EXIT_CODE_LOST_CONTACT

@@ -141,7 +141,9 @@ def check_inputs(
     return digest.hexdigest()
 
 
-def _check_index_memory(seq_length: int, spec: BlendSpec, sizes: Sequence[int | None]) -> None:
+def _check_index_memory(
+    seq_length: int, spec: BlendSpec, sizes: Sequence[int | None], *, mock: bool = False
+) -> None:
     """Raise a DataError if the indices of samples do not fit into the memory of the machine.
 
     megatron-core builds them whole in one process, with an entry for each sample of the run and
@@ -159,7 +161,8 @@ def _check_index_memory(seq_length: int, spec: BlendSpec, sizes: Sequence[int | 
         raise DataError(
             f"The samples of the run ({drawn}) need indices of at least {needed / 1e9:,.1f} GB, "
             f"but this machine has {memory / 1e9:,.1f} GB; lower `--train-iters`, "
-            "`--train-samples`, `--eval-iters` or `--global-batch-size`."
+            "`--train-samples`, `--eval-iters` or `--global-batch-size`"
+            f"{'' if mock else ', or give `--data-order direct`, which needs no indices'}."
         )
 
 
@@ -197,7 +200,7 @@ def check_gpt_data(config: RunConfig, tokenizer: Tokenizer) -> None:
                 print(f"> {sentence}", flush=True)
         given_lengths(data, spec)
         return
-    _check_index_memory(length, BlendSpec(None, None), sizes)
+    _check_index_memory(length, BlendSpec(None, None), sizes, mock=True)
     if training.full_validation and int(os.environ.get("RANK", "0")) == 0:
         # Made-up data is long: a third of it, whatever ``--split``, takes minutes to go through.
         lengths = MockGPTLowLevelDataset(tokenizer).sequence_lengths
