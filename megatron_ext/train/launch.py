@@ -54,8 +54,8 @@ _SECONDS_FOR_RANK_0_OF_A_RUN = 1.0
 _WITHOUT_MEMORY = (
     "Memory ran out. A smaller `--micro-batch-size` takes less, and so do "
     "`--recompute-granularity full --recompute-method uniform --recompute-num-layers 1`, shorter "
-    "samples, or a model cut over more ranks; `python tools/plan.py` with the flags of the run "
-    "lists the layouts that fit."
+    "samples, or a model cut over more ranks; `python tools/plan.py --world-size N --search -- "
+    "FLAGS` lists the layouts that fit."
 )
 
 Main = Callable[[], "int | None"]

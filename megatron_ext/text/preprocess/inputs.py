@@ -22,7 +22,6 @@ from megatron_ext.text.preprocess.packed import (
     packing_of,
     unpacked,
 )
-from megatron_ext.text.preprocess.starts import checked_start
 from megatron_ext.text.preprocess.tables import group_sizes, is_table, rows_of
 
 _LARGEST_PART = 256_000_000
@@ -239,17 +238,11 @@ def _line_edges(path: str, size: int, part_bytes: int) -> list[int]:
 
 
 def blocks(part: Part) -> Iterator[tuple[bytes, int]]:
-    """Yield (whole lines of about 4 MB, input bytes read); raise a DataError for a damaged file.
-
-    A byte-order mark before the first line is left out.
-    """
+    """Yield (whole lines of about 4 MB, input bytes read); raise a DataError for a damaged file."""
     rest: list[bytes] = []
     seen = 0
-    begins = part.packing in (*_LINES, "gzip", "zstd") and part.start == 0
     for piece, read in _pieces(part):
         seen += read
-        if begins:
-            piece, begins = checked_start(part.source, piece), False
         at = piece.rfind(b"\n") + 1
         if at == 0:
             rest.append(piece)

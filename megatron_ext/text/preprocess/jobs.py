@@ -15,7 +15,8 @@ from megatron_ext.text.preprocess.encode import BlockEncoder
 from megatron_ext.text.preprocess.inputs import Part, blocks, place_of
 from megatron_ext.text.preprocess.options import PreprocessOptions
 from megatron_ext.text.preprocess.parts import PartWriter, read_marker
-from megatron_ext.text.preprocess.starts import is_blank
+from megatron_ext.text.preprocess.starts import check_encoding, is_blank
+from megatron_ext.text.preprocess.tables import is_table
 
 ATTEMPTS = 3
 """How often a part is tried whose worker dies or whose machine fails, before the run gives up."""
@@ -88,9 +89,12 @@ def encode_part(job: Job, number: int, advance: Advance) -> None:
     """Encode one part and write its marker; raise a StopAtLine at a bad line that ends the run."""
     streams, dtypes = job.options.streams, job.encoding.dtypes
     writer = PartWriter(job.folder, job.key, number, streams, dtypes)
-    line, quarantines = 0, job.options.on_bad_line == "quarantine"
+    part, line = job.parts[number], 0
+    quarantines = job.options.on_bad_line == "quarantine"
     try:
-        for block, read in blocks(job.parts[number]):
+        for block, read in blocks(part):
+            if part.start == line == 0 and not is_table(part.packing):
+                check_encoding(part.source, block)
             lines = block.split(b"\n")
             if not lines[-1]:
                 lines.pop()

@@ -38,18 +38,14 @@ def is_blank(line: bytes) -> bool:
     return not line.removeprefix(BYTE_ORDER_MARK).strip()
 
 
-def checked_start(source: str, piece: bytes) -> bytes:
-    """Return the first bytes of a text without a byte-order mark.
-
-    Raise a DataError if they are of UTF-16 or UTF-32.
-    """
+def check_encoding(source: str, piece: bytes) -> None:
+    """Raise a DataError if the first bytes of a text are of UTF-16 or UTF-32."""
     for start, name in _OTHER_ENCODINGS.items():
         if piece.startswith(start):
             raise DataError(
                 f"{source} is text in {name}, but UTF-8 is needed; convert it, for example by "
                 f"`iconv -f {name} -t UTF-8`."
             )
-    return piece.removeprefix(BYTE_ORDER_MARK)
 
 
 def is_array(path: str, packing: str) -> bool:
