@@ -6,7 +6,7 @@ process, which a busy machine does not stretch. The second is counted, as `tools
 for a larger model on GPUs that are not here: the bytes of the fullest rank, and the seconds of a
 step by datasheet and assumed efficiency.
 
-    python benchmarks/memory_counts.py [--steps 3] [--save]
+    python benchmarks/memory_counts.py [--steps 3] [--counted-only] [--save]
 """
 
 from __future__ import annotations
@@ -141,6 +141,7 @@ def main(argv: list[str]) -> int:
     """Print the tables; with --save also write them to benchmarks/results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=3, help="steps that are timed (3)")
+    parser.add_argument("--counted-only", action="store_true", help="leave out the first table")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     args = parser.parse_args(argv)
@@ -151,16 +152,15 @@ def main(argv: list[str]) -> int:
         f"{date.today()}  python {platform.python_version()}  torch {torch.__version__}  "
         f"megatron-core {version('megatron-core')}  cpu, {os.cpu_count()} cores",
         f"python benchmarks/memory_counts.py {' '.join(argv)}".rstrip(),
-        "",
-        f"Measured on the CPU, one rank, mean of {args.steps} steps: `{SMALL}`",
-        "",
     ]
-    rows = []
-    for name in (*MODES, EVALUATION):
-        found = measured(name, args.steps)
-        rows.append([name, f"{found['bytes'] / 1e6:.0f}", f"{found['seconds']:.2f}"])
-        print(rows[-1], flush=True)
-    lines += table(["step", "peak above the state (MB)", "CPU seconds"], rows)
+    if not args.counted_only:
+        lines += ["", f"Measured on the CPU, mean of {args.steps} steps: `{SMALL}`", ""]
+        rows = []
+        for name in (*MODES, EVALUATION):
+            found = measured(name, args.steps)
+            rows.append([name, f"{found['bytes'] / 1e6:.0f}", f"{found['seconds']:.2f}"])
+            print(rows[-1], flush=True)
+        lines += table(["step", "peak above the state (MB)", "CPU seconds"], rows)
     lines += ["", f"Counted for {GPU}, not timed: `{LARGE}`", ""]
     rows = [
         [str(replicas), sharding, mode, *counted(f"{flags} {modes}", replicas)]

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from megatron_ext.text.preprocess.starts import is_blank
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.text.tokenizers.fast import FastEncoder, InexactEngine
 
@@ -61,7 +62,7 @@ def read_object(line: bytes, keys: Sequence[str] = ()) -> dict[str, Any]:
     try:
         document = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        if not line.strip():
+        if is_blank(line):
             raise BadLine("is blank") from None
         document = _read_leniently(line, keys, str(error))
     if not isinstance(document, dict):

@@ -253,6 +253,18 @@ def blocks(part: Part) -> Iterator[tuple[bytes, int]]:
         yield b"".join(rest), seen
 
 
+def is_end_of_input(part: Part) -> bool:
+    """Tell whether nothing but white space follows a part in its input."""
+    if part.packing not in _LINES:
+        return True
+    with open(part.path, "rb") as stream:
+        stream.seek(part.end)
+        while piece := stream.read(BLOCK_BYTES):
+            if piece.strip():
+                return False
+    return True
+
+
 def _pieces(part: Part) -> Iterator[tuple[bytes, int]]:
     """Yield (some bytes of the lines of a part, input bytes read)."""
     if part.packing in _LINES:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from megatron_ext.errors import DataError
 from megatron_ext.text.preprocess.encode import BlockEncoder
-from megatron_ext.text.preprocess.inputs import Part, blocks, place_of
+from megatron_ext.text.preprocess.inputs import Part, blocks, is_end_of_input, place_of
 from megatron_ext.text.preprocess.options import PreprocessOptions
 from megatron_ext.text.preprocess.parts import PartWriter, read_marker
 from megatron_ext.text.preprocess.starts import check_encoding, is_blank
@@ -86,46 +86,56 @@ Advance = Callable[[int, int], None]
 
 
 def encode_part(job: Job, number: int, advance: Advance) -> None:
-    """Encode one part and write its marker; raise a StopAtLine at a bad line that ends the run."""
+    """Encode one part and write its marker; raise a StopAtLine at a bad line that ends the run.
+
+    Blank lines at the end of an input are skipped; others are bad lines.
+    """
     streams, dtypes = job.options.streams, job.encoding.dtypes
     writer = PartWriter(job.folder, job.key, number, streams, dtypes)
-    part, line = job.parts[number], 0
-    quarantines = job.options.on_bad_line == "quarantine"
+    part, first = job.parts[number], 0
+    blank: list[bytes] = []
+    stops = job.options.on_bad_line != "quarantine"
     try:
         for block, read in blocks(part):
-            if part.start == line == 0 and not is_table(part.packing):
+            if part.start == first == 0 and not is_table(part.packing):
                 check_encoding(part.source, block)
-            lines = block.split(b"\n")
+            lines = [*blank, *block.split(b"\n")]
             if not lines[-1]:
                 lines.pop()
-            refuse = partial(_refuse, writer, lines, line, quarantines=quarantines)
-            documents = job.encoder.encode(lines, line, refuse, writer.write, writer.note)
-            line += len(lines)
-            writer.count(len(lines), documents)
-            advance(read, documents)
+            end = len(lines)
+            while end and is_blank(lines[end - 1]):
+                end -= 1
+            lines, blank = lines[:end], lines[end:]
+            advance(read, _encode_lines(job, writer, lines, first, stops=stops))
+            first += len(lines)
+        if blank and not is_end_of_input(part):
+            _encode_lines(job, writer, blank, first, stops=stops)
+        elif blank:
+            for line in range(first, first + len(blank)):
+                writer.skip(line)
+            writer.count(len(blank), 0)
     except BaseException:
         writer.abandon()
         raise
     writer.finish()
 
 
+def _encode_lines(
+    job: Job, writer: PartWriter, lines: Sequence[bytes], first: int, *, stops: bool
+) -> int:
+    """Encode lines of a part, numbered from ``first``; return the number of documents."""
+    refuse = partial(_refuse, None if stops else writer, lines, first)
+    documents = job.encoder.encode(lines, first, refuse, writer.write, writer.note)
+    writer.count(len(lines), documents)
+    return documents
+
+
 def _refuse(
-    writer: PartWriter,
-    lines: Sequence[bytes],
-    first: int,
-    line: int,
-    reason: str,
-    *,
-    quarantines: bool,
+    writer: PartWriter | None, lines: Sequence[bytes], first: int, line: int, reason: str
 ) -> None:
-    """Skip a blank line; set another bad line aside, or raise a StopAtLine."""
-    raw = lines[line - first]
-    if is_blank(raw):
-        writer.skip(line)
-    elif quarantines:
-        writer.reject(line, reason, raw)
-    else:
+    if writer is None:
         raise StopAtLine(line, reason)
+    writer.reject(line, reason, lines[line - first])
 
 
 def bad_line(stop: StopAtLine, part: Part) -> DataError:

@@ -39,10 +39,10 @@ _SECONDS_FOR_DYING_WORKERS = 1.0
 class PartMarker:
     """The marker of a finished part: numbers of lines read, documents, tokens and refused lines.
 
-    Blank lines (``skipped``) are no documents, and not refused. ``notes`` tells what else the
-    report should say of how many lines. The names of the part's files begin with ``stem``;
-    ``sizes`` in bytes detect later damage. The part is one of the plan with this ``key``; ``host``
-    encoded it in ``seconds``, until the Unix time ``ended``.
+    Blank lines at the end of an input (``skipped``) are no documents, and not refused. ``notes``
+    tells what else the report should say of how many lines. The names of the part's files begin
+    with ``stem``; ``sizes`` in bytes detect later damage. The part is one of the plan with this
+    ``key``; ``host`` encoded it in ``seconds``, until the Unix time ``ended``.
     """
 
     stem: str

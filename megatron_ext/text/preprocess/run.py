@@ -284,7 +284,7 @@ def _remarks(markers: Sequence[PartMarker]) -> list[str]:
     twice, empty = _named(notes, TWICE), _named(notes, EMPTY)
     within = notes[ENDS_WITHIN]
     remarks = {
-        f"{skipped} blank lines were skipped.": skipped,
+        f"{skipped} blank lines at the end of inputs were skipped.": skipped,
         f"Reasons of refused lines: {refused}.": refused,
         f"Keys of the lines that were not used: {unread}.": unread,
         f"Keys that lines have twice, of which the last value was used: {twice}.": twice,

@@ -32,7 +32,7 @@ def run(folder: Path, content: bytes, name: str = "in", **more: Any) -> tuple[Re
     [
         MARK + b"\n".join(LINES),
         b"\n".join([*LINES, b"", b" \r", b""]),
-        b"\n".join([LINES[0], b"", LINES[1], MARK]),
+        b"\n".join([LINES[0], MARK + LINES[1], MARK]),
         b"\r\n".join([MARK + LINES[0], MARK + LINES[1], b""]),
         ARRAY,
         MARK + b" \n" + ARRAY + b" \n",
@@ -88,27 +88,37 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, content: bytes, sentence
 
 def test_a_report_counts_what_was_not_used(tmp_path: Path) -> None:
     lines = [
-        b'{"text": "a", "id": 1, "meta": {"text": "b"}}', b'{"text": "", "id": 2}', b"",
+        b'{"text": "a", "id": 1, "meta": {"text": "b"}}', b'{"text": "", "id": 2}', b" ", MARK,
         b'{"text": null}', b'{"text": 3}', b'{"title": "x"}', b'{"text": 4}', b'{"text": "\xe9"}',
-        b'{"text": "x", "text": "y"}', b'{"text": "more %s inside"}' % tiny.END.encode(),
+        b'{"text": "x", "text": "y"}', b'{"text": "more %s inside"}' % tiny.END.encode(), b"", b"",
     ]  # fmt: skip
     flags = {"on_bad_line": "quarantine", "flags": None}
     report, _ = run(tmp_path, b"\n".join(lines), **flags)
     check_pair(tmp_path, ["a", "", "y", f"more {tiny.END} inside"])
     kind = "under key 'text', not a text or a list of texts"
     assert report.remarks[:5] == [
-        "1 blank lines were skipped.",
-        f"Reasons of refused lines: has int {kind} (2), has no key 'text' (1), has null {kind} "
-        "(1), is not UTF-8 (1).",
+        "1 blank lines at the end of inputs were skipped.",
+        f"Reasons of refused lines: has int {kind} (2), is blank (2), has no key 'text' (1), has "
+        f"null {kind} (1), is not UTF-8 (1).",
         "Keys of the lines that were not used: id (2), meta (1).",
         "Keys that lines have twice, of which the last value was used: text (1).",
         "Empty texts, stored as documents without a token: text (1).",
     ]
-    assert report.rejected == 5
+    assert report.rejected == 7
+
+
+@pytest.mark.parametrize("size", [1e-6, 1])
+def test_blank_lines_within_a_file_are_bad_lines(tmp_path: Path, size: float) -> None:
+    content = b"\n".join([LINES[0], b"", LINES[1], b"", b"\r", b" "])
+    with pytest.raises(DataError, match="in line 2 is blank; mend the line, or set bad lines as"):
+        run(tmp_path, content, part_megabytes=size)
+    report, _ = run(tmp_path, content, part_megabytes=size, on_bad_line="quarantine")
+    check_pair(tmp_path, TEXTS)
+    assert (report.rejected, report.remarks[0][:13]) == (1, "3 blank lines")
 
 
 def test_contiguous_partitions_leave_blank_lines_out(tmp_path: Path) -> None:
-    lines = [LINES[0], b"", b'{"text": 1}', b"", LINES[1], LINES[0]]
+    lines = [LINES[0], b"", b'{"text": 1}', b"", LINES[1], LINES[0], b"", b""]
     more: dict[str, Any] = {"partitions": 2, "keep_sequential_samples": True}
     run(tmp_path, b"\n".join(lines), on_bad_line="quarantine", **more)
     check_pair(tmp_path, [TEXTS[0]], "0_text_document")
