@@ -176,7 +176,11 @@ def separator_warnings(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
         sentence
         for prefix in training_blend(data).prefixes()
         for sentence in ending_warnings(
-            prefix, first_endings(prefix, read_index(prefix)), tokenizer, padding, data.of_documents
+            prefix,
+            first_endings(prefix, read_index(prefix)),
+            tokenizer,
+            padding,
+            data.document_flags,
         )
     ]
 

@@ -91,7 +91,7 @@ def separator_warnings(config: RunConfig, tokenizer: Tokenizer, plan: RunPlan) -
         ids = span.read(np.zeros(1, dtype=np.int64), min(CHECKED_IDS, span.tokens)).reshape(-1)
         ends = document_ends(index_of(data, span.name), span.first, len(ids))
         endings = endings_of(ids, ends)
-        sentences += ending_warnings(span.name, endings, tokenizer, padding, data.of_documents)
+        sentences += ending_warnings(span.name, endings, tokenizer, padding, data.document_flags)
     return sentences
 
 
