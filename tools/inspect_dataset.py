@@ -33,6 +33,7 @@ from megatron_ext.text.preprocess.options import add_tokenizer_flags, tokenizer_
 from megatron_ext.text.quality.measure import QualityOptions, measure
 from megatron_ext.text.quality.page import write_quality_page
 from megatron_ext.text.quality.results import check_output, lines, write_duplicates, write_json
+from megatron_ext.text.sft.store import is_part_of_store
 from megatron_ext.text.tokenizers import build_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
 
@@ -81,7 +82,12 @@ def main(argv: Sequence[str]) -> int:
         prefix = plain_prefix(name[:-4] if name.endswith((".bin", ".idx")) else name)
         try:
             found = inspect_dataset(
-                prefix, tokenizer, samples=args.samples, seed=args.seed, scan=not args.no_scan
+                prefix,
+                tokenizer,
+                samples=args.samples,
+                seed=args.seed,
+                scan=not args.no_scan,
+                is_store=is_part_of_store(prefix),
             )
             told = found.lines + _digest_lines(prefix, args)
         except MegatronExtError as error:

@@ -64,8 +64,8 @@ def weighted_linear_cross_entropy(
         hidden: ``[s, b, h]``, or ``[s/tp, b, h]`` under sequence parallelism.
         weight, bias: this rank's part of the head, ``[v/tp, h]`` and ``[v/tp]``, of one dtype. Its
             first row belongs to the token id ``rank * v/tp``.
-        labels: ``[b, s]`` int64. A label outside ``[0, v)`` gives a meaningless loss, so a token
-            that does not count needs the label ``ignore_index`` or a weight of 0.
+        labels: ``[b, s]`` int64 in ``[0, v)``. A token that does not count needs the label
+            ``ignore_index`` or a weight of 0.
         token_weights: ``[b, s]``, such as loss mask / tokens of the global batch.
         tp_group: None means that this rank holds the whole head.
         block_size: tokens C of a block; None chooses an eighth of the tokens, at most 1024. The
@@ -85,7 +85,8 @@ def weighted_linear_cross_entropy(
 
     Raises:
         ConfigError: an option out of its range, or a dtype or bias that does not fit the weight.
-        DataError: labels or token weights whose shape does not fit.
+        DataError: labels or token weights whose shape does not fit, or, on a CPU, a label outside
+            the head. A GPU is not waited for, so that there such a label gives a meaningless loss.
     """
     options = label_smoothing, z_loss_coefficient, gradient_accumulation_fusion, softcap
     head = Head(block_size, tp_group, sequence_parallel, ignore_index, *options)
@@ -95,6 +96,8 @@ def weighted_linear_cross_entropy(
             f"The token weights have shape {tuple(token_weights.shape)}, but the labels have "
             f"{tuple(labels.shape)}; pass one weight for each label."
         )
+
+    check_labels(labels, token_weights, ignore_index, head.tp_size * weight.shape[0])
 
     def values_of(tokens: Tensor, weights: Tensor, gradients: Gradients) -> list[Tensor]:
         losses = weights.new_empty(labels.numel())
@@ -107,6 +110,23 @@ def weighted_linear_cross_entropy(
 
     total, losses = weighted_sum(hidden, weight, bias, token_weights, head, values_of)
     return losses, total
+
+
+def check_labels(labels: Tensor, weights: Tensor, ignore_index: int, vocab_size: int) -> None:
+    """Raise a DataError for a label outside of a head with ``vocab_size`` rows.
+
+    Labels of tokens that do not count may be any, and those on a GPU are not looked at.
+    """
+    if labels.device.type != "cpu":
+        return
+    outside = (labels < 0) | (labels >= vocab_size)
+    wrong = labels[outside & (labels != ignore_index) & (weights != 0)]
+    if len(wrong):
+        raise DataError(
+            f"A label is {int(wrong[0])}, but the head has {vocab_size} rows, so that labels are "
+            f"0 to {vocab_size - 1}; give such labels, or tokens without a target the label "
+            f"{ignore_index} or a weight of 0."
+        )
 
 
 CrossEntropy = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -155,6 +175,9 @@ def hidden_states_loss(
         losses, total = cross(hidden, head.weight, batch.labels, weights * share)
         reported = {"lm loss": losses}
     else:
+        ignored = cross_entropy.get("ignore_index", -100)
+        rows = head.weight.shape[0] * (1 if head.tp_group is None else head.tp_group.size())
+        check_labels(batch.labels, weights, ignored, rows)
         losses, total, extra = blockwise_loss(
             custom.token_losses,
             hidden,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device.host import this_host
@@ -137,17 +137,38 @@ def check_host_memory(config: RunConfig, cost: TaskCost | None) -> None:
     """
     if config.device != "cpu" or cost is None or not cost.from_flags:
         return
-    needed = max(_least_memory(case.network) for case in cost.cases(config))
-    ranks = config.parallel.world_size
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    needed = needed * here // max(1, config.parallel.pipeline_model_parallel_size)
-    available = this_host().memory
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", config.parallel.world_size))
+    needed, available = _host_memory(config, cost, here), this_host().memory
     if needed > available:
         raise ConfigError(
             f"The run needs at least {size(needed)} on this machine for {here} rank(s), but "
             f"it has {size(available)}; make the model or the micro-batch smaller, use "
-            "`--recompute-granularity full`, or take more machines (`--dry-run` prints the shares)."
+            "`--recompute-granularity full`, or take more machines (`--dry-run` prints the shares)"
+            f"{_what_would_fit(config, cost, here, available)}."
         )
+
+
+def _host_memory(config: RunConfig, cost: TaskCost, ranks: int) -> int:
+    """Return a lower bound of the bytes that ``ranks`` ranks of a run need."""
+    needed = max(_least_memory(case.network) for case in cost.cases(config))
+    return needed * ranks // max(1, config.parallel.pipeline_model_parallel_size)
+
+
+def _what_would_fit(config: RunConfig, cost: TaskCost, ranks: int, available: int) -> str:
+    """Return the end of a sentence that names flags with which the lower bound fits."""
+    given, _ = config.training.batch_sizes
+    smaller = [each for each in range(given - 1, 0, -1) if given % each == 0]
+    full = "`--recompute-granularity full --recompute-method uniform --recompute-num-layers 1`"
+    recomputed = cost.recompute(config, "full")
+    ways = {f"`--micro-batch-size {each}`": (config, each) for each in smaller}
+    ways[full] = (recomputed, given)
+    ways |= {f"`--micro-batch-size {each}` and {full}": (recomputed, each) for each in smaller}
+    for words, (changed, micro_batch) in ways.items():
+        training = replace(config.training, micro_batch_size=micro_batch)
+        needed = _host_memory(replace(changed, training=training), cost, ranks)
+        if needed <= available:
+            return f"; {words} needs at least {size(needed)}"
+    return "; no smaller micro-batch alone would fit"
 
 
 def _least_memory(network: Network) -> int:

@@ -28,8 +28,10 @@ from megatron_ext.text.convert.training import (
     resolve_folder,
 )
 from megatron_ext.text.cost.network import GPT_COST
+from megatron_ext.text.data import gpt, splits
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.gpt import build_gpt_datasets, check_gpt_data
+from megatron_ext.text.data.plan import history_of, plan_run
 from megatron_ext.text.data.recording import DataLedger
 from megatron_ext.text.data.splits import build_direct, prepare_direct, text_source
 from megatron_ext.text.data.storage import StorageNotes
@@ -87,6 +89,14 @@ def prepare_gpt(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
 def is_direct(config: RunConfig) -> bool:
     """Return whether samples are in the direct order, which needs no index."""
     return config.section(DataConfig).data_order == "direct"
+
+
+def separator_warnings(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
+    """Return sentences on ends of documents that a pretraining run does not see, or not train."""
+    if is_direct(config):
+        plan = plan_run(config, *history_of(config))
+        return splits.separator_warnings(config, tokenizer, plan)
+    return gpt.separator_warnings(config, tokenizer)
 
 
 def build_datasets(

@@ -40,6 +40,7 @@ from megatron_ext.faults.host import (
     leave_host_folder,
     restarts_by_torchrun,
     shared_host_folder,
+    sockets_in,
 )
 from megatron_ext.faults.watcher import open_watcher
 from megatron_ext.parallel.context import NoAnswer, contact_fault
@@ -60,6 +61,13 @@ from megatron_ext.train.supervisor import SignalForwarder
 SECONDS_FOR_RANK_0 = 20.0
 """Time for rank 0 to print an error of the flags; its exit then ends the other ranks."""
 _SECONDS_FOR_RANK_0_OF_A_RUN = 1.0
+
+_WITHOUT_MEMORY = (
+    "Memory ran out. A smaller `--micro-batch-size` takes less, and so do "
+    "`--recompute-granularity full --recompute-method uniform --recompute-num-layers 1`, shorter "
+    "samples, or a model cut over more ranks; `python tools/plan.py --world-size N --search -- "
+    "FLAGS` lists the layouts that fit."
+)
 
 Main = Callable[[], "int | None"]
 Tell = Callable[[int], None]
@@ -145,7 +153,7 @@ def run_rank(main: Main) -> int:
         fault = contact_fault(error)
         message, code = limits.sentence(error) or traceback.format_exc(), 1
         if _lacks_memory(error):
-            code = EXIT_CODE_NO_MEMORY
+            message, code = message + _WITHOUT_MEMORY, EXIT_CODE_NO_MEMORY
         if fault is not None:
             message, timed_out = fault.value, fault is NoAnswer.TIMEOUT
             code = EXIT_CODE_NO_ANSWER if timed_out else EXIT_CODE_LOST_CONTACT
@@ -334,7 +342,7 @@ def _forked(
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
-    with _meeting_place() as address:
+    with _meeting_place() as address, sockets_in(host_folder()):
         # Ranks need not look for garbage among the objects that they share with this process.
         gc.freeze()
         with held_signals():

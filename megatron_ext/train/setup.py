@@ -188,7 +188,10 @@ def _progress_after(loaded: LoadedCheckpoint | None, context: ParallelContext) -
     if loaded is None:
         return Progress()
     if context.rank == 0:
-        print(f"> loaded {loaded.path} (iteration {loaded.iteration})", flush=True)
+        # Whoever takes weights alone counts steps from 0, though the folder is of another step.
+        goes_on = loaded.path.name.endswith(f"{loaded.iteration:07d}")
+        what = f"iteration {loaded.iteration}" if goes_on else "its weights"
+        print(f"> loaded {loaded.path} ({what})", flush=True)
         for note in loaded.notes:
             print(f"> {note}", flush=True)
     return Progress.from_dict({**loaded.progress, "iteration": loaded.iteration})

@@ -156,7 +156,7 @@ def execute(
     if code is not None:
         names = (x.name for x in temporary.iterdir())
         # Empty folders of torch's loaders stay where a run ends before its data.
-        files = sorted(name for name in names if not name.startswith(("torch_", "pymp-")))
+        files = sorted(name for name in names if not name.startswith("torch_"))
         left += [f"{x} is left in the temporary folder" for x in files]
     for shared in SHARED.glob(f"{_host_prefix(pid)}*"):
         if code is not None:

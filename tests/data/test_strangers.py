@@ -109,8 +109,9 @@ def test_a_marker_of_a_part_names_files_of_its_folder(tmp_path: Path) -> None:
     secret.write_bytes(b"1234")
     folder = tmp_path / "parts"
     folder.mkdir()
-    counts = {"lines": 1, "documents": 1, "tokens": 1, "rejected": 0}
-    done = PartMarker("p000000.1", "key", **counts, sizes={}, host="a", seconds=1.0, ended=2.0)
+    counts = {"lines": 1, "documents": 1, "tokens": 1, "rejected": 0, "skipped": 0}
+    about = {"notes": {}, "sizes": {}, "host": "a", "seconds": 1.0, "ended": 2.0}
+    done = PartMarker("p000000.1", "key", **counts, **about)  # type: ignore[arg-type]
     marker_path(folder, "key", 0).write_text(json.dumps(dataclasses.asdict(done)))
     assert read_marker(folder, "key", 0) == done
     assert read_marker(folder, "other", 0) is None

@@ -1,8 +1,12 @@
 """The host folder: made by a launcher, joined under torchrun, removed at the end."""
 
 import fcntl
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -152,3 +156,29 @@ def test_the_next_start_takes_over_what_a_killed_run_of_the_same_folder_has_left
         os.close(lock)
         shutil.rmtree(another)
         shutil.rmtree(alive)
+
+
+def test_sockets_of_data_workers_lie_in_the_folder_and_go_with_it(tmp_path: Path) -> None:
+    """What `multiprocessing` keeps for a worker stays when that is killed."""
+    assert multiprocessing.current_process()._config.get("tempdir") is None  # type: ignore[attr-defined]
+    with shared_host_folder() as folder:
+        assert folder is not None
+        assert multiprocessing.util.get_temp_dir() == str(folder)
+        child = multiprocessing.get_context("fork").Process(target=_listen)
+        child.start()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL
+        assert [path.name[:9] for path in folder.iterdir() if path.is_socket()] == ["listener-"]
+    assert not folder.exists()
+    with host.sockets_in(None):
+        made = Path(multiprocessing.util.get_temp_dir())
+        assert made.is_dir()
+    assert not made.exists()
+    assert multiprocessing.current_process()._config.get("tempdir") is None  # type: ignore[attr-defined]
+
+
+def _listen() -> None:
+    """Open a socket, as a data worker does to hand over a tensor, and end by a signal."""
+    listener = multiprocessing.connection.Listener()
+    assert listener.address
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -58,16 +58,21 @@ def test_run_and_report(tmp_path: Path, stdin: bool) -> None:
 
 
 def test_bad_line_exits_nonzero(tmp_path: Path) -> None:
-    done = run(tmp_path, "--workers", "2", source="-", stdin=b'{"text": "a"}\n\n')
+    lines = b'{"text": "a"}\n{"text": 1}\n'
+    done = run(tmp_path, "--workers", "2", source="-", stdin=lines)
     assert done.returncode == 1
     said = done.stderr.decode().splitlines()[-1]
-    assert said.startswith("error: standard input line 2 is blank; mend the line, or set bad lines")
+    assert said.startswith("error: standard input line 2 has int under key 'text', not a text")
     assert list(tmp_path.iterdir()) == []
-    done = run(tmp_path, "--on-bad-line=quarantine", source="-", stdin=b'{"text": "a"}\n\n')
+    done = run(tmp_path, "--on-bad-line=quarantine", source="-", stdin=lines)
     assert done.returncode == 0
     assert "1 bad lines are in" in done.stderr.decode()
     (record,) = map(json.loads, (tmp_path / "out.rejected.jsonl").read_text().splitlines())
-    assert record == {"file": "standard input", "line": 2, "reason": "is blank", "text": ""}
+    reason = "has int under key 'text', not a text or a list of texts"
+    assert record == {
+        "file": "standard input", "line": 2, "reason": reason, "text": '{"text": 1}'
+    }  # fmt: skip
+    assert f"Reasons of refused lines: {reason} (1)." in done.stderr.decode()
 
 
 @pytest.mark.parametrize("shell", ["<(cat in.jsonl)", "/dev/stdin < <(cat in.jsonl)"])

@@ -215,12 +215,13 @@ def _allocate_and_fail_at_the_end() -> None:
         raise ImportError("a library cannot be mapped either")
 
 
-def test_exit_codes_of_a_rank() -> None:
+def test_exit_codes_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_rank(lambda: None) == 0
     assert run_rank(lambda: 5) == 5
     assert run_rank(lambda: sys.exit(0)) == 0
     # More than any machine has, for which torch raises a plain RuntimeError.
     assert run_rank(_allocate) == EXIT_CODE_NO_MEMORY
+    assert "Memory ran out. A smaller `--micro-batch-size` takes less" in capsys.readouterr().err
     assert run_rank(_allocate_and_fail_at_the_end) == EXIT_CODE_NO_MEMORY
 
 

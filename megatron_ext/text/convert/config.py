@@ -195,10 +195,12 @@ def config_json(
     vocab_size: int,
     dtype: torch.dtype,
     like: HuggingFaceModel | None,
+    special_tokens: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """Return the config.json of our model, with further entries taken from ``like``.
 
-    Raise a CheckpointError if the model fits none of `FAMILIES`, or differs from ``like``.
+    Without ``like``, ``special_tokens`` gives the ids under the names of config.json. Raise a
+    CheckpointError if the model fits none of `FAMILIES`, or differs from ``like``.
     """
     own = {"vocab_size": vocab_size, "torch_dtype": str(dtype).removeprefix("torch.")}
     if like is not None:
@@ -212,7 +214,7 @@ def config_json(
         key = like.family.same["max_position_embeddings"]
         return {**content, key: max(model.max_position_embeddings or 0, longest)}
     # transformers' own defaults are token ids of the first Llama.
-    own |= {"bos_token_id": None, "eos_token_id": None}
+    own |= {"bos_token_id": None, "eos_token_id": None, **(special_tokens or {})}
     return {**own, **_fitting(model, moe)[1]}
 
 

@@ -21,13 +21,14 @@ from megatron_ext.checkpoint.unpickling import stored_entries
 from megatron_ext.config.model import padded_size
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
-from megatron_ext.errors import CheckpointError
+from megatron_ext.errors import CheckpointError, MegatronExtError
 from megatron_ext.layers.chunks import build_chunks
 from megatron_ext.layers.fp8.scaling import HISTORY
 from megatron_ext.layers.initialization import shards_of
 from megatron_ext.layers.transformer_config import build_transformer_config, params_dtype
 from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.convert.config import (
     HuggingFaceModel,
     config_json,
@@ -37,7 +38,7 @@ from megatron_ext.text.convert.config import (
 )
 from megatron_ext.text.convert.family import words_of
 from megatron_ext.text.convert.reading import check_one_dtype, load_folder, with_held_depths
-from megatron_ext.text.convert.training import HuggingFaceConfig
+from megatron_ext.text.convert.training import HuggingFaceConfig, special_tokens
 from megatron_ext.text.convert.writing import write_model
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from megatron_ext.text.task import TEXT
@@ -86,7 +87,15 @@ def export_model(order: Export) -> list[str]:
     if order.dtype:
         dtype = safetensors_files.torch_dtype(order.dtype)
     sections = config.model, config.moe
-    content = config_json(*sections, vocab_size=vocab_size, dtype=dtype, like=like)
+    tokens: dict[str, int] = {}
+    if like is None:
+        try:
+            tokens = special_tokens(TokenizerConfig(**stored.get("tokenizer") or {}), vocab_size)
+        except MegatronExtError as error:
+            notes.append(f"config.json names no end of a text, for want of the tokenizer: {error}")
+    content = config_json(
+        *sections, vocab_size=vocab_size, dtype=dtype, like=like, special_tokens=tokens
+    )
     family = fitting_family(*sections) if like is None else like.family
     with conversion.one_rank(config.training.seed) as context:
         chunk = build_bare(config, context)
@@ -105,6 +114,7 @@ def export_model(order: Export) -> list[str]:
             num_layers=config.model.num_layers or 0,
             dtype=dtype,
             copied=() if order.like is None else tokenizer_files(order.like),
+            generation=tokens,
             max_shard_size=order.max_shard_size,
             value_of=lambda parameter: averages.get(id(parameter), parameter),
         )

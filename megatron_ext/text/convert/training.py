@@ -33,6 +33,7 @@ from megatron_ext.text.convert.config import (
 )
 from megatron_ext.text.convert.reading import load_folder, with_held_depths
 from megatron_ext.text.convert.writing import write_model
+from megatron_ext.text.tokenizers import build_tokenizer
 from megatron_ext.train.callbacks.callback import Callback, due
 from megatron_ext.train.run import Run
 
@@ -202,7 +203,10 @@ def write_run(
     like, dtype = config.section(HuggingFaceConfig).model(), params_dtype(config.precision)
     vocab_size = model.unpadded_vocab_size or model.padded_vocab_size or 0
     vocab_size = vocab_size if like is None else like.vocab_size
-    content = config_json(*sections, vocab_size=vocab_size, dtype=dtype, like=like)
+    tokens = special_tokens(config.section(TokenizerConfig), vocab_size)
+    content = config_json(
+        *sections, vocab_size=vocab_size, dtype=dtype, like=like, special_tokens=tokens
+    )
     family = fitting_family(*sections) if like is None else like.family
     write_model(
         target,
@@ -214,8 +218,21 @@ def write_run(
         dtype=dtype,
         copied=_tokenizer_of(config),
         value_of=merged_weights(chunks),
+        generation=tokens if like is None else {},
         flag="--save-hf",
     )
+
+
+def special_tokens(settings: TokenizerConfig, vocab_size: int) -> dict[str, int]:
+    """Return the ids that begin, end and pad a text, as config.json names them.
+
+    Only those that the tokenizer and the model have are there; none without a tokenizer.
+    """
+    if settings.tokenizer_type is None:
+        return {}
+    tokenizer = build_tokenizer(settings)
+    ids = {"bos": tokenizer.bos, "eos": tokenizer.eos, "pad": tokenizer.pad}
+    return {f"{name}_token_id": n for name, n in ids.items() if 0 <= n < vocab_size}
 
 
 def merged_weights(chunks: Sequence[torch.nn.Module]) -> Callable[[Tensor], Tensor]:

@@ -7,6 +7,7 @@ memory holds the model and at most twice the largest tensor.
 from __future__ import annotations
 
 import bisect
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,6 +119,7 @@ def write_model(
     copied: Sequence[Path] = (),
     max_shard_size: int | str = "5GB",
     value_of: Callable[[Tensor], Tensor] = lambda parameter: parameter,
+    generation: Mapping[str, Any] | None = None,
     flag: str = "--hf",
 ) -> None:
     """Write the model of all ranks as a Hugging Face folder; all ranks call this together.
@@ -130,6 +132,8 @@ def write_model(
         copied: files to copy, such as those of the tokenizer.
         max_shard_size: largest size of one file, in bytes or as text like ``"5GB"``.
         value_of: maps a parameter to the values to write in its place, which have its shape.
+        generation: the content of generation_config.json, unless that is among ``copied``; without
+            content there is no such file.
         flag: the flag that gave the target, for errors.
     """
     sender = _Sender(chunks, context, value_of)
@@ -152,6 +156,9 @@ def write_model(
                     values = (sender.gather(plan, next(left)) for _ in names)
                     write_tensors(folder / file, described, _whole(values))
                 write_others(folder, config, copied)
+                settings = folder / "generation_config.json"
+                if generation and not settings.exists():
+                    settings.write_text(json.dumps(dict(generation), indent=2) + "\n")
         except CheckpointError as error:
             fault = error
         # The other ranks send all the same, and must not wait forever.

@@ -95,6 +95,12 @@ class DataConfig:
     )
     allow_ambiguous_pad_tokens: bool = flag(False, "let padding share the id of another token")
 
+    @property
+    def document_flags(self) -> list[str]:
+        """Return the given flags that need to know where a document ends."""
+        names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+        return [spelling_of(self, name) for name in names if getattr(self, name)]
+
     def resolved(self) -> "DataConfig":
         """Return these flags without quotes around the value of ``split``.
 

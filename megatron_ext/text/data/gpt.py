@@ -42,6 +42,7 @@ from megatron_ext.errors import DataError
 from megatron_ext.text.data.blend import SPLITS, BlendSpec, given_lengths, training_blend
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.inspect import check_ids, id_range
+from megatron_ext.text.data.separators import ending_warnings, first_endings, padding_id
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.batch_size import number_of_iterations, split_sizes
 from megatron_ext.train.task import Datasets
@@ -141,7 +142,9 @@ def check_inputs(
     return digest.hexdigest()
 
 
-def _check_index_memory(seq_length: int, spec: BlendSpec, sizes: Sequence[int | None]) -> None:
+def _check_index_memory(
+    seq_length: int, spec: BlendSpec, sizes: Sequence[int | None], *, mock: bool = False
+) -> None:
     """Raise a DataError if the indices of samples do not fit into the memory of the machine.
 
     megatron-core builds them whole in one process, with an entry for each sample of the run and
@@ -159,8 +162,28 @@ def _check_index_memory(seq_length: int, spec: BlendSpec, sizes: Sequence[int | 
         raise DataError(
             f"The samples of the run ({drawn}) need indices of at least {needed / 1e9:,.1f} GB, "
             f"but this machine has {memory / 1e9:,.1f} GB; lower `--train-iters`, "
-            "`--train-samples`, `--eval-iters` or `--global-batch-size`."
+            "`--train-samples`, `--eval-iters` or `--global-batch-size`"
+            f"{'' if mock else ', or give `--data-order direct`, which needs no indices'}."
         )
+
+
+def separator_warnings(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
+    """Return sentences on ends of documents that a run with GPTDataset misreads."""
+    data = config.section(DataConfig)
+    if data.mock_data:
+        return []
+    padding = padding_id(tokenizer, allow_ambiguous=data.allow_ambiguous_pad_tokens)
+    return [
+        sentence
+        for prefix in training_blend(data).prefixes()
+        for sentence in ending_warnings(
+            prefix,
+            first_endings(prefix, read_index(prefix)),
+            tokenizer,
+            padding,
+            data.document_flags,
+        )
+    ]
 
 
 def check_gpt_data(config: RunConfig, tokenizer: Tokenizer) -> None:
@@ -177,9 +200,12 @@ def check_gpt_data(config: RunConfig, tokenizer: Tokenizer) -> None:
         check_inputs(data, config.model, spec, tokenizer, sizes)
         _check_index_memory(length, spec, sizes)
         check_cached_indices(spec.prefixes(), data.data_cache_path, KeyedGPTDataset.__name__)
+        if int(os.environ.get("RANK", "0")) == 0:
+            for sentence in separator_warnings(config, tokenizer):
+                print(f"> {sentence}", flush=True)
         given_lengths(data, spec)
         return
-    _check_index_memory(length, BlendSpec(None, None), sizes)
+    _check_index_memory(length, BlendSpec(None, None), sizes, mock=True)
     if training.full_validation and int(os.environ.get("RANK", "0")) == 0:
         # Made-up data is long: a third of it, whatever ``--split``, takes minutes to go through.
         lengths = MockGPTLowLevelDataset(tokenizer).sequence_lengths

@@ -30,6 +30,12 @@ from megatron_ext.data.indexed import (
 from megatron_ext.disk.reading import read_bytes
 from megatron_ext.disk.writing import write_text
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.text.data.separators import (
+    ending_warnings,
+    first_endings,
+    padding_id,
+    spelled,
+)
 from megatron_ext.text.tokenizers.base import NO_TOKEN, Tokenizer
 
 _BAR = 40
@@ -84,11 +90,18 @@ class Inspection(NamedTuple):
 
 
 def inspect_dataset(
-    prefix: str, tokenizer: Tokenizer | None, *, samples: int = 3, seed: int = 0, scan: bool = True
+    prefix: str,
+    tokenizer: Tokenizer | None,
+    *,
+    samples: int = 3,
+    seed: int = 0,
+    scan: bool = True,
+    is_store: bool = False,
 ) -> Inspection:
     """Check a dataset and describe it; raise a DataError if it is damaged.
 
-    The report shows ``samples`` random documents, chosen by ``seed``. With ``scan``, all ids are
+    The documents of a store of conversations (``is_store``) end as their chat template has it. The
+    report shows ``samples`` random documents, chosen by ``seed``. With ``scan``, all ids are
     read, and an id outside the tokenizer's vocabulary gives a warning.
     """
     info, index = check_indexed_dataset(prefix), read_index(prefix)
@@ -101,8 +114,17 @@ def inspect_dataset(
         f"tokens     {info.num_tokens} ({info.dtype.name}), {mean:.1f} per document",
     ]
     lines += [] if ids is None else [f"ids        {ids[0]} to {ids[1]}"]
-    lines += [*_histogram(index), *_samples(prefix, index, tokenizer, samples, seed)]
-    return Inspection(lines, _warnings(info, index, ids, tokenizer))
+    lines += _histogram(index)
+    endings = first_endings(prefix, index)
+    if tokenizer is not None and endings.documents:
+        count, end = endings.last_ids[tokenizer.eod], spelled(tokenizer, tokenizer.eod)
+        lines.append(f"{count} of the first {endings.documents} documents end with {end}")
+    lines += _samples(prefix, index, tokenizer, samples, seed)
+    warnings = _warnings(info, index, ids, tokenizer)
+    if tokenizer is not None and not is_store:
+        padding = padding_id(tokenizer)
+        warnings += ending_warnings(str(prefix), endings, tokenizer, padding)
+    return Inspection(lines, warnings)
 
 
 def document_lengths(index: Index) -> Iterator[Any]:

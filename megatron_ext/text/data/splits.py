@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
-from megatron.core.datasets.megatron_dataset import MegatronDataset
-from megatron.core.datasets.utils import Split
 from torch.utils.data import Dataset
 
 from megatron_ext.config.rules.parallel import share_errors
@@ -23,11 +21,10 @@ from megatron_ext.data.order import SampleOrder, Stage
 from megatron_ext.data.packed_order import PackedOrder
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.planning.report import console
-from megatron_ext.text.data.blend import SPLITS, BlendSpec, read_blend, source_options
-from megatron_ext.text.data.config import DEFAULT_SPLIT, DataConfig, FimConfig
+from megatron_ext.text.data.blend import SPLITS, read_blend, source_options
+from megatron_ext.text.data.config import DataConfig, FimConfig
 from megatron_ext.text.data.direct import DirectDataset, EveryWindow, Marks
 from megatron_ext.text.data.fim import FillInTheMiddle
-from megatron_ext.text.data.gpt import dataset_config
 from megatron_ext.text.data.inspect import check_ids
 from megatron_ext.text.data.plan import (
     RunPlan,
@@ -43,7 +40,14 @@ from megatron_ext.text.data.plan import (
     use_table,
     weights_of,
 )
-from megatron_ext.text.tokenizers.base import Tokenizer
+from megatron_ext.text.data.separators import (
+    document_ends,
+    ending_warnings,
+    endings_of,
+    padding_id,
+)
+from megatron_ext.text.data.storage import index_of
+from megatron_ext.text.tokenizers.base import NO_TOKEN, Tokenizer
 from megatron_ext.train.batch_size import BatchSize, number_of_iterations, split_sizes
 from megatron_ext.train.callbacks.evaluation import check_validation
 from megatron_ext.train.run import Run
@@ -61,13 +65,15 @@ def prepare_direct(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     history, consumed, iteration = history_of(config)
     plan = plan_run(config, history, consumed, iteration)
     entries = config.model.padded_vocab_size or tokenizer.vocab_size
+    first = int(os.environ.get("RANK", "0")) == 0
     for span in plan.spans.values():
         first_ids = span.read(np.zeros(1, dtype=np.int64), min(CHECKED_IDS, span.tokens))
         check_ids(span.name, first_ids, entries)
+    for sentence in separator_warnings(config, tokenizer, plan) if first else ():
+        print(f"> {sentence}", flush=True)
     valid, _ = build_held_out(config, tokenizer)
     check_validation(config, given=valid is not None)
     fim_of(config, tokenizer, 0)
-    first = int(os.environ.get("RANK", "0")) == 0
     for each in plan.exhausted if first else ():
         print(f"> {each.name} reaches its limit of epochs at sample {each.number}", flush=True)
     _check_lengths(config, plan, consumed)
@@ -75,6 +81,18 @@ def prepare_direct(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     if first:
         _report(config, plan)
     return config
+
+
+def separator_warnings(config: RunConfig, tokenizer: Tokenizer, plan: RunPlan) -> list[str]:
+    """Return sentences on ends of documents that a run in the direct order does not see."""
+    data, padding = config.section(DataConfig), marks_of(config, tokenizer).pad
+    sentences = []
+    for span in plan.spans.values():
+        ids = span.read(np.zeros(1, dtype=np.int64), min(CHECKED_IDS, span.tokens)).reshape(-1)
+        ends = document_ends(index_of(data, span.name), span.first, len(ids))
+        endings = endings_of(ids, ends)
+        sentences += ending_warnings(span.name, endings, tokenizer, padding, data.document_flags)
+    return sentences
 
 
 def _report(config: RunConfig, plan: RunPlan) -> None:
@@ -140,25 +158,17 @@ def _shortened(
     return dataclasses.replace(config, training=training)
 
 
-class _Padding(MegatronDataset):  # type: ignore[misc]
-    """A dataset without samples, which knows what id megatron-core takes for padding."""
-
-    def __len__(self) -> int:
-        return 0
-
-    def __getitem__(self, index: int) -> Any:
-        raise IndexError(index)
-
-
 def marks_of(config: RunConfig, tokenizer: Tokenizer) -> Marks:
-    """Return the ids and flags that decide masks and positions, as megatron-core takes them."""
+    """Return the ids and flags that decide masks and positions.
+
+    Padding is known by its place, so that the id of padding within a text is a token as others.
+    With ``--allow-ambiguous-pad-tokens`` it is padding wherever it stands, as for megatron-core.
+    """
     data = config.section(DataConfig)
-    known = config.with_section(dataclasses.replace(data, split=data.split or DEFAULT_SPLIT))
-    core = dataset_config(known, BlendSpec(([""], None), None), tokenizer, "")
-    padding = _Padding(None, "", None, None, Split.train, core)
+    ambiguous = data.allow_ambiguous_pad_tokens
     return Marks(
         eod=tokenizer.eod,
-        pad=int(padding._pad_token_id),
+        pad=padding_id(tokenizer, allow_ambiguous=True) if ambiguous else NO_TOKEN,
         vocab_size=config.model.padded_vocab_size or tokenizer.vocab_size,
         eod_mask_loss=data.eod_mask_loss,
         reset_position_ids=data.reset_position_ids,

@@ -18,6 +18,8 @@ from megatron_ext.disk.reading import (
 )
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.config import TokenizerConfig
+from megatron_ext.text.convert.training import HuggingFaceConfig
+from megatron_ext.text.data.separators import spelled
 from megatron_ext.text.generation.config import GenerationConfig
 from megatron_ext.text.generation.decode import Request
 from megatron_ext.text.generation.sampling import Sampling
@@ -88,6 +90,12 @@ def _prompt(line: str, place: str, generation: GenerationConfig) -> Prompt:
 class Encoder:
     """Turns prompts into tokens, with ``--chat`` by the chat template.
 
+    The prompts of a Hugging Face model begin as in transformers, such as with ``<s>``. Those of a
+    model that was trained here from scratch do not, since the documents of its data do not.
+
+    Attributes:
+        note: a sentence on the tokens at the beginning, where transformers has some.
+
     Raises:
         ConfigError: ``--chat`` is given, but there is no template.
     """
@@ -95,6 +103,19 @@ class Encoder:
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
         self._generation = config.section(GenerationConfig)
         self._tokenizer, self._chat = tokenizer, None
+        start = () if self._generation.chat else tokenizer.start_ids()
+        origin = config.section(HuggingFaceConfig)
+        is_theirs = origin.load_hf is not None or origin.origin is not None
+        self._start = start if is_theirs else ()
+        self.note: str | None = None
+        if start:
+            names = " ".join(spelled(tokenizer, number) for number in start)
+            self.note = f"prompts begin with {names}, as in transformers"
+            if not is_theirs:
+                self.note = (
+                    f"prompts begin without {names}, which transformers would add, as the texts of "
+                    "the training did; `--tokenizer-hf-include-special-tokens` adds it"
+                )
         if self._generation.chat:
             self._chat = load_chat_tokenizer(
                 tokenizer,
@@ -133,6 +154,8 @@ class Encoder:
             ids = self._tokenizer.tokenize(prompt.content)
         except ValueError as error:
             raise DataError(f"{prompt.place}: {error}; correct the prompt.") from None
+        if tuple(ids[: len(self._start)]) != self._start:
+            ids = [*self._start, *ids]
         if not ids and self._tokenizer.bos != NO_TOKEN:
             ids = [self._tokenizer.bos]
         if not ids:

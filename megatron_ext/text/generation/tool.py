@@ -235,6 +235,8 @@ def write_texts(run: Run) -> None:
     generation = config.section(GenerationConfig)
     config, tokenizer = with_tokenizer(config)
     encode = Encoder(config, tokenizer)
+    if encode.note is not None and context.is_reporting_rank:
+        print(f"> {encode.note}", flush=True)
     writer = Writer(run, tokenizer, batch_size=generation.generation_batch_size)
     if generation.interactive:
         _converse(config, encode, writer)
@@ -290,8 +292,8 @@ class Terminal:
     def _begin(self, number: int) -> None:
         self._at = number
         content = self._prompts[number].content
-        head = content if isinstance(content, str) else f"{content[-1].get('content', '')}\n"
-        print(f"\n[{number + 1}] {head}", end="", flush=True)
+        head = content if isinstance(content, str) else content[-1].get("content", "")
+        print(f"\n[{number + 1}] {head}\n→ ", end="", flush=True)
 
 
 def _converse(config: RunConfig, encode: Encoder, writer: Writer) -> None:

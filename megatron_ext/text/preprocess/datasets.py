@@ -227,6 +227,8 @@ def publish_rejected(
                 if part.start == 0:  # a new file, maybe the same one again
                     before = 0
                 for record in read_rejected(folder, marker):
+                    if "reason" not in record:
+                        continue
                     file, line = place_of(part, record["line"], before)
                     fields = {"file": file, **record, "line": line}
                     out.write(json.dumps(fields, ensure_ascii=False) + "\n")

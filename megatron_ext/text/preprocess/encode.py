@@ -8,6 +8,7 @@ Chinese, Japanese and Hindi, which need no white space.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from megatron_ext.text.preprocess.starts import is_blank
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.text.tokenizers.fast import FastEncoder, InexactEngine
 
@@ -32,7 +34,11 @@ def parse_line(line: bytes, keys: Sequence[str]) -> list[list[str]]:
 
     Raise a BadLine if the line is no JSON object, or a key has neither a string nor such a list.
     """
-    document = read_object(line, keys)
+    return _texts_of(read_object(line, keys), keys)
+
+
+def _texts_of(document: dict[str, Any], keys: Sequence[str]) -> list[list[str]]:
+    """Return the texts under each key of the object of a line; see `parse_line`."""
     texts: list[list[str]] = []
     for key in keys:
         value = document.get(key)
@@ -56,7 +62,7 @@ def read_object(line: bytes, keys: Sequence[str] = ()) -> dict[str, Any]:
     try:
         document = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        if not line.strip():
+        if is_blank(line):
             raise BadLine("is blank") from None
         document = _read_leniently(line, keys, str(error))
     if not isinstance(document, dict):
@@ -64,13 +70,30 @@ def read_object(line: bytes, keys: Sequence[str] = ()) -> dict[str, Any]:
     return document
 
 
+def _has_twice(line: bytes, key: str) -> bool:
+    """Tell whether the object of a line has a key twice, of which parsers keep the last value.
+
+    The keys of inner objects do not count.
+    """
+    if line.count(f'"{key}"'.encode()) < 2:  # a text that holds the name has it in escaped quotes
+        return False
+    pairs: list[tuple[str, Any]] = []
+
+    def remember(found: list[tuple[str, Any]]) -> None:
+        pairs[:] = found  # the outermost object is the last to end
+
+    json.loads(line.decode("utf-8-sig"), object_pairs_hook=remember)
+    return sum(name == key for name, _ in pairs) > 1
+
+
 def _read_leniently(line: bytes, keys: Sequence[str], complaint: str) -> Any:
     """Return the content of a line by Python's parser, which unlike orjson accepts NaN.
 
-    Raise a BadLine for half a surrogate pair or invalid JSON; ``complaint`` is orjson's message.
+    A byte-order mark is left out, which stands within a file where files were joined. Raise a
+    BadLine for half a surrogate pair or invalid JSON; ``complaint`` is orjson's message.
     """
     try:
-        document = json.loads(line.decode("utf-8"))
+        document = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise BadLine(f"is not UTF-8 (byte {error.start + 1} of the line)") from None
     except (ValueError, RecursionError):
@@ -84,6 +107,14 @@ def _read_leniently(line: bytes, keys: Sequence[str], complaint: str) -> Any:
     return document
 
 
+UNREAD = "unread key "
+"""The beginning of a note on a key of lines that is not used; the key follows."""
+TWICE = "twice the key "
+"""The beginning of a note on a key that a line has more than once; the key follows."""
+EMPTY = "empty text under "
+"""The beginning of a note on texts without a character; their key follows."""
+ENDS_WITHIN = "end of document within a text"
+"""The note on end-of-document tokens that stand within texts, where they are spelled out."""
 _CHECKED_CHARACTERS = 16_384
 """A longer text is not used to compare the engines during the run."""
 
@@ -124,6 +155,8 @@ Refuse = Callable[[int, str], None]
 """A function called with the number of a bad line in its part, from 0, and the reason."""
 Write = Callable[[int, int, Encoded], None]
 """A function called with the index of a key, the index of a stream, and documents to write."""
+Note = Callable[[str, int], None]
+"""A function called with what the run's report tells of some lines, and the number of lines."""
 
 
 Splitter = Callable[[str], list[str]]
@@ -131,10 +164,13 @@ Splitter = Callable[[str], list[str]]
 
 
 class BlockEncoder(Protocol):
-    def encode(self, lines: Sequence[bytes], first: int, refuse: Refuse, write: Write) -> int:
+    def encode(
+        self, lines: Sequence[bytes], first: int, refuse: Refuse, write: Write, note: Note
+    ) -> int:
         """Encode lines of an input part, numbered from ``first``; return how many are kept.
 
-        Documents go to ``write``, and bad lines to ``refuse``.
+        Documents go to ``write``, bad lines to ``refuse``, and to ``note`` what is not used of the
+        lines that are kept.
         """
         ...
 
@@ -143,8 +179,8 @@ class BlockEncoder(Protocol):
 class TextEncoder:
     """A `BlockEncoder` of the texts under ``keys`` in each line.
 
-    Line i of an input part goes to output stream ``i % streams``. ``append_eod`` ends each document
-    that is not empty with the tokenizer's eod. If ``fast`` is given, it encodes in place of
+    Line i of an input part goes to output stream ``i % streams``. Each document that is not empty
+    ends with the id ``eod``, unless that is None. If ``fast`` is given, it encodes in place of
     the tokenizer, which checks one text of each batch.
     """
 
@@ -153,29 +189,45 @@ class TextEncoder:
     keys: Sequence[str]
     streams: int
     splitter: Splitter | None
-    append_eod: bool
+    eod: int | None
     batches: int = 0
 
-    def encode(self, lines: Sequence[bytes], first: int, refuse: Refuse, write: Write) -> int:
+    def encode(
+        self, lines: Sequence[bytes], first: int, refuse: Refuse, write: Write, note: Note
+    ) -> int:
         kept: list[int] = []
         texts: list[list[list[str]]] = []
+        unread: Counter[str] = Counter()
         for number, raw in enumerate(lines, first):
             try:
-                texts.append(self._texts(raw))
-                kept.append(number)
+                document = read_object(raw, self.keys)
+                texts.append(self._texts(document))
             except BadLine as bad:
                 refuse(number, str(bad))
+                continue
+            kept.append(number)
+            if len(document) > len(self.keys):
+                unread.update(document.keys() - self.keys)
+            for key in self.keys:
+                if _has_twice(raw, key):
+                    note(f"{TWICE}{key}", 1)
+        for name, count in unread.items():
+            note(f"{UNREAD}{name}", count)
         try:
-            self._encode_streams(texts, kept, write)
+            self._encode_streams(texts, kept, write, note)
         except (ValueError, OverflowError):
             # The tokenizer refuses some text; only now is it worth asking which.
             good = [i for i, number in enumerate(kept) if self._accepts(texts[i], number, refuse)]
             kept, texts = [kept[i] for i in good], [texts[i] for i in good]
-            self._encode_streams(texts, kept, write)
+            self._encode_streams(texts, kept, write, note)
+        for i, key in enumerate(self.keys):
+            empty = sum(not any(document[i]) for document in texts)
+            if empty:
+                note(f"{EMPTY}{key}", empty)
         return len(kept)
 
-    def _texts(self, raw: bytes) -> list[list[str]]:
-        texts, split = parse_line(raw, self.keys), self.splitter
+    def _texts(self, document: dict[str, Any]) -> list[list[str]]:
+        texts, split = _texts_of(document, self.keys), self.splitter
         if split is None:
             return texts
         return [[sentence for text in document for sentence in split(text)] for document in texts]
@@ -190,7 +242,7 @@ class TextEncoder:
         return True
 
     def _encode_streams(
-        self, texts: list[list[list[str]]], numbers: list[int], write: Write
+        self, texts: list[list[list[str]]], numbers: list[int], write: Write, note: Note
     ) -> None:
         """Encode all texts before writing, so that nothing is written if a text is refused."""
         encoded = []
@@ -200,6 +252,11 @@ class TextEncoder:
                 encoded.append((key, stream, self._encode([document[key] for document in mine])))
         for key, stream, batch in encoded:
             write(key, stream, batch)
+            if self.eod is not None:
+                ends = int((batch.tokens == self.eod).sum())
+                within = ends - int((batch.documents > 0).sum())
+                if within:
+                    note(ENDS_WITHIN, within)
 
     def _encode(self, documents: Sequence[list[str]]) -> Encoded:
         """Encode documents, each a list of sequences; raise an InexactEngine if engines differ."""
@@ -212,7 +269,7 @@ class TextEncoder:
             if len(texts[at]) > _CHECKED_CHARACTERS:
                 at = min(range(len(texts)), key=lambda i: len(texts[i]))
             self.fast.compare_ids(texts[at], ids[at])
-        eod = [np.asarray([self.tokenizer.eod], np.uint32)] if self.append_eod else []
+        eod = [] if self.eod is None else [np.asarray([self.eod], np.uint32)]
         arrays, lengths, counts = list[Any](), list[int](), list[int]()
         remaining = iter(ids)
         for document in documents:

@@ -145,7 +145,7 @@ def text_lines(paths: Sequence[str], key: str) -> Iterator[tuple[bytes, int]]:
                 "and start again."
             ) from None
         try:
-            lines.append(orjson.dumps({key: content.decode("utf-8")}))
+            lines.append(orjson.dumps({key: content.decode("utf-8-sig")}))
         except UnicodeDecodeError:
             lines.append(content.replace(b"\n", b" "))
         size += len(content)

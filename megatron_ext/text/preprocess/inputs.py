@@ -30,7 +30,12 @@ from megatron_ext.text.preprocess.tables import group_sizes, is_table, rows_of
 _LARGEST_PART = 256_000_000
 _PARTS_PER_WORKER = 4
 _END_BYTES = 1 << 16
-_UNITS = {"plain": "bytes", "texts": "bytes of the list of its files"}
+_LINES = ("plain", "array")
+_UNITS = {
+    "plain": "bytes",
+    "array": "bytes of its items",
+    "texts": "bytes of the list of its files",
+}
 
 
 @dataclass(frozen=True)
@@ -38,11 +43,12 @@ class Part:
     """A piece of one input, which one worker encodes into one set of part files.
 
     Attributes:
-        path: the file to read, such as the copy of a stream or the list of a folder's texts.
+        path: the file to read, such as the copy of a stream, the list of a folder's texts, or the
+            items of a JSON array, one in a line.
         source: the input as the user named it.
         start, end: bytes of a plain file or of a list of texts, both at line ends; groups of a
             table; the whole size of a packed file.
-        packing: what the file is, as `packing_of` tells.
+        packing: what the file is, as `packing_of` tells; "array" for items of a JSON array.
         num_bytes: the part's share of the input, for figures of progress.
         columns: the columns of a table that are read, or the key of texts; None reads all.
     """
@@ -203,7 +209,7 @@ def _spans(
     """Yield start, end and share of the input's bytes of each part; `Part` tells their units."""
     if source.packing == "texts":
         yield from folders.list_spans(source.path, part_bytes)
-    elif source.packing == "plain":
+    elif source.packing in _LINES:
         size = os.path.getsize(source.path)
         for start, end in pairwise(_line_edges(source.path, size, part_bytes)):
             yield start, end, end - start
@@ -272,9 +278,21 @@ def _too_long(part: Part, number: int) -> DataError:
     )
 
 
+def is_end_of_input(part: Part) -> bool:
+    """Tell whether nothing but white space follows a part in its input."""
+    if part.packing not in _LINES:
+        return True
+    with open(part.path, "rb") as stream:
+        stream.seek(part.end)
+        while piece := stream.read(BLOCK_BYTES):
+            if piece.strip():
+                return False
+    return True
+
+
 def _pieces(part: Part) -> Iterator[tuple[bytes, int]]:
     """Yield (some bytes of the lines of a part, input bytes read)."""
-    if part.packing == "plain":
+    if part.packing in _LINES:
         yield from _plain(part)
     elif part.packing == "texts":
         paths = folders.listed(part.path, part.start, part.end)

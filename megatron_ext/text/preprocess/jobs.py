@@ -12,9 +12,11 @@ from typing import Any, Protocol
 
 from megatron_ext.errors import DataError
 from megatron_ext.text.preprocess.encode import BlockEncoder
-from megatron_ext.text.preprocess.inputs import Part, blocks, place_of
+from megatron_ext.text.preprocess.inputs import Part, blocks, is_end_of_input, place_of
 from megatron_ext.text.preprocess.options import PreprocessOptions
 from megatron_ext.text.preprocess.parts import PartWriter, read_marker
+from megatron_ext.text.preprocess.starts import check_encoding, is_blank
+from megatron_ext.text.preprocess.tables import is_table
 
 ATTEMPTS = 3
 """How often a part is tried whose worker dies or whose machine fails, before the run gives up."""
@@ -84,24 +86,48 @@ Advance = Callable[[int, int], None]
 
 
 def encode_part(job: Job, number: int, advance: Advance) -> None:
-    """Encode one part and write its marker; raise a StopAtLine at a bad line that ends the run."""
+    """Encode one part and write its marker; raise a StopAtLine at a bad line that ends the run.
+
+    Blank lines at the end of an input are skipped; others are bad lines.
+    """
     streams, dtypes = job.options.streams, job.encoding.dtypes
     writer = PartWriter(job.folder, job.key, number, streams, dtypes)
-    line, quarantines = 0, job.options.on_bad_line == "quarantine"
+    part, first = job.parts[number], 0
+    blank: list[bytes] = []
+    stops = job.options.on_bad_line != "quarantine"
     try:
-        for block, read in blocks(job.parts[number]):
-            lines = block.split(b"\n")
+        for block, read in blocks(part):
+            if part.start == first == 0 and not is_table(part.packing):
+                check_encoding(part.source, block)
+            lines = [*blank, *block.split(b"\n")]
             if not lines[-1]:
                 lines.pop()
-            refuse = partial(_refuse, writer if quarantines else None, lines, line)
-            documents = job.encoder.encode(lines, line, refuse, writer.write)
-            line += len(lines)
-            writer.count(len(lines), documents)
-            advance(read, documents)
+            end = len(lines)
+            while end and is_blank(lines[end - 1]):
+                end -= 1
+            lines, blank = lines[:end], lines[end:]
+            advance(read, _encode_lines(job, writer, lines, first, stops=stops))
+            first += len(lines)
+        if blank and not is_end_of_input(part):
+            _encode_lines(job, writer, blank, first, stops=stops)
+        elif blank:
+            for line in range(first, first + len(blank)):
+                writer.skip(line)
+            writer.count(len(blank), 0)
     except BaseException:
         writer.abandon()
         raise
     writer.finish()
+
+
+def _encode_lines(
+    job: Job, writer: PartWriter, lines: Sequence[bytes], first: int, *, stops: bool
+) -> int:
+    """Encode lines of a part, numbered from ``first``; return the number of documents."""
+    refuse = partial(_refuse, None if stops else writer, lines, first)
+    documents = job.encoder.encode(lines, first, refuse, writer.write, writer.note)
+    writer.count(len(lines), documents)
+    return documents
 
 
 def _refuse(
@@ -116,7 +142,8 @@ def bad_line(stop: StopAtLine, part: Part) -> DataError:
     """Return the error for the user about a line that ended the run."""
     number, reason = stop.args
     file, line = place_of(part, number)
-    place = file if part.packing == "texts" else f"{file} line {line}"
+    unit = "item" if part.packing == "array" else "line"
+    place = file if part.packing == "texts" else f"{file} {unit} {line}"
     return DataError(
         f"{place} {reason}; mend the line, or set bad lines aside with `--on-bad-line quarantine` "
         "of tools/preprocess_data.py."

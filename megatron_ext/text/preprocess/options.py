@@ -36,6 +36,11 @@ class PreprocessOptions:
         ("text",), "keys of a line whose texts are tokenized, each into its own dataset", nargs="+"
     )
     append_eod: bool = flag(False, "end each document with the end-of-document token")
+    eod_token: str | None = flag(
+        None,
+        "text of the token that --append-eod appends, such as <|endoftext|>, where the end of "
+        "sequence of the tokenizer is not what should end a document",
+    )
     split_sentences: bool = flag(
         False, "store one sequence for each sentence; outputs are PREFIX_KEY_sentence"
     )
@@ -133,6 +138,11 @@ class PreprocessOptions:
         if self.split_sentences and self.lang not in LANGUAGES:
             wrong.append(
                 f"`--lang` ({self.lang}) has no sentence rules; use one of {', '.join(LANGUAGES)}."
+            )
+        if self.eod_token is not None and not self.append_eod:
+            wrong.append(
+                f"`--eod-token` ({self.eod_token}) has an effect only with `--append-eod`; add it, "
+                "or leave this out."
             )
         if self.keep_newlines and not self.split_sentences:
             wrong.append("`--keep-newlines` has an effect only with `--split-sentences`; add it.")

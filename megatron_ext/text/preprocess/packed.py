@@ -95,12 +95,17 @@ def _await_writer(source: str, descriptor: int) -> bytes:
     return first
 
 
-def unpacked(path: str, packing: str) -> Iterator[tuple[bytes, int]]:
-    """Yield (unpacked bytes, number of packed bytes read for them) of a gzip or zstd file."""
+def unpacked(
+    path: str, packing: str, piece_bytes: int = BLOCK_BYTES
+) -> Iterator[tuple[bytes, int]]:
+    """Yield (unpacked bytes, number of packed bytes read for them) of a gzip or zstd file.
+
+    A piece has about ``piece_bytes`` unpacked bytes.
+    """
     before = 0
     with open(path, "rb") as raw:
-        whole = partial(gzip.GzipFile(fileobj=raw).read, BLOCK_BYTES)
-        stream = iter(whole, b"") if packing == "gzip" else _zstd(raw, path)
+        whole = partial(gzip.GzipFile(fileobj=raw).read, piece_bytes)
+        stream = iter(whole, b"") if packing == "gzip" else _zstd(raw, path, piece_bytes)
         try:
             for piece in stream:
                 now = raw.tell()
@@ -112,7 +117,7 @@ def unpacked(path: str, packing: str) -> Iterator[tuple[bytes, int]]:
             ) from None
 
 
-def _zstd(raw: BinaryIO, path: str) -> Iterator[bytes]:
+def _zstd(raw: BinaryIO, path: str, piece_bytes: int) -> Iterator[bytes]:
     try:
         import zstandard
     except ImportError:
@@ -134,7 +139,7 @@ def _zstd(raw: BinaryIO, path: str) -> Iterator[bytes]:
             fresh, piece = window.eof, window.unused_data if window.eof else b""
             pending.append(out)
             size += len(out)
-            if size >= BLOCK_BYTES:
+            if size >= piece_bytes:
                 yield b"".join(pending)
                 pending, size = [], 0
     if not fresh:

@@ -13,6 +13,7 @@ import secrets
 import shutil
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -37,7 +38,9 @@ from megatron_ext.text.preprocess.encode import Encoded
 from megatron_ext.text.preprocess.inputs import Part
 from megatron_ext.text.preprocess.packed import MAX_LINE_BYTES
 
-_FORMAT = 2
+_FORMAT = 3
+REFUSED = "refused "
+"""The beginning of a note on refused lines; the reason without its details follows."""
 SLURM_JOB = "slurm_job"
 """The file with the number of the job array that encodes parts now."""
 _MAX_REJECTED_BYTES = 1 << 40
@@ -48,9 +51,10 @@ _SECONDS_FOR_DYING_WORKERS = 1.0
 class PartMarker:
     """The marker of a finished part: numbers of lines read, documents, tokens and refused lines.
 
-    The names of the part's files begin with ``stem``; ``sizes`` in bytes detect later damage. The
-    part is one of the plan with this ``key``; ``host`` encoded it in ``seconds``, until the Unix
-    time ``ended``.
+    Blank lines at the end of an input (``skipped``) are no documents, and not refused. ``notes``
+    tells what else the report should say of how many lines. The names of the part's files begin
+    with ``stem``; ``sizes`` in bytes detect later damage. The part is one of the plan with this
+    ``key``; ``host`` encoded it in ``seconds``, until the Unix time ``ended``.
     """
 
     stem: str
@@ -59,6 +63,8 @@ class PartMarker:
     documents: int
     tokens: int
     rejected: int
+    skipped: int
+    notes: dict[str, int]
     sizes: dict[str, int]
     host: str
     seconds: float
@@ -92,7 +98,8 @@ class PartWriter:
         for k, stream, kind in product(range(len(dtypes)), range(streams), ("bin", "len", "doc")):
             self._open(f"{self._stem}.k{k}.s{stream}.{kind}")
         self._rejected = self._open(f"{self._stem}.rejected")
-        self._counts = {"lines": 0, "documents": 0, "tokens": 0, "rejected": 0}
+        self._counts = dict.fromkeys(("lines", "documents", "tokens", "rejected", "skipped"), 0)
+        self._notes: Counter[str] = Counter()
 
     def _open(self, name: str) -> BinaryIO:
         self._files[name] = stream = open_new(self._folder / name, "wb")
@@ -111,6 +118,16 @@ class PartWriter:
         record = {"line": line, "reason": reason, "text": text}
         self._rejected.write(json.dumps(record).encode() + b"\n")
         self._counts["rejected"] += 1
+        self._notes[f"{REFUSED}{reason.partition(' (')[0]}"] += 1
+
+    def skip(self, line: int) -> None:
+        """Record a blank line by its number within the part."""
+        self._rejected.write(json.dumps({"line": line}).encode() + b"\n")
+        self._counts["skipped"] += 1
+
+    def note(self, what: str, lines: int) -> None:
+        """Add to the number of lines of which the report tells something."""
+        self._notes[what] += lines
 
     def count(self, lines: int, documents: int) -> None:
         self._counts["lines"] += lines
@@ -129,6 +146,7 @@ class PartWriter:
             host=socket.gethostname(),
             seconds=time.monotonic() - self._begun,
             ended=time.time(),
+            notes=dict(self._notes),
             **self._counts,
         )
         path = marker_path(self._folder, self._key, self._number)
@@ -183,8 +201,11 @@ def failure_of(path: Path) -> Failure:
 
 
 def read_rejected(folder: Path, done: PartMarker) -> Iterator[dict[str, Any]]:
-    """Yield the records of one part's refused lines, numbered from 0 within the part."""
-    if done.rejected:
+    """Yield the records of one part's refused and blank lines, numbered from 0 within the part.
+
+    That of a blank line has nothing but the number.
+    """
+    if done.rejected or done.skipped:
         # A refused line may be as long as a line of the input, and longer with its escapes.
         path, limit = folder / f"{done.stem}.rejected", 7 * MAX_LINE_BYTES
         for line in lines_of(path, line_bytes=limit, limit=_MAX_REJECTED_BYTES):

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,20 +12,27 @@ from typing import Any
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError, say_to_stderr
 from megatron_ext.text.preprocess import inputs
 from megatron_ext.text.preprocess.datasets import publish_datasets, publish_rejected
+from megatron_ext.text.preprocess.encode import EMPTY, ENDS_WITHIN, TWICE, UNREAD
 from megatron_ext.text.preprocess.folders import key_of_texts, write_list
 from megatron_ext.text.preprocess.inputs import Part, Source
 from megatron_ext.text.preprocess.jobs import Build, Encoding, Job, Say, unfinished
 from megatron_ext.text.preprocess.options import PreprocessOptions
 from megatron_ext.text.preprocess.packed import is_stream, packing_of
 from megatron_ext.text.preprocess.parts import (
+    REFUSED,
     PartMarker,
     WorkDirectory,
     read_marker,
     replace_file,
 )
+from megatron_ext.text.preprocess.starts import is_array, unpack_array
+from megatron_ext.text.preprocess.tables import unread_columns
 from megatron_ext.text.preprocess.texts import TextEncoding
 from megatron_ext.text.preprocess.workers import encode_parts
 from megatron_ext.text.tokenizers.fast import InexactEngine
+
+_MOST_REMARKS = 8
+"""Reasons or keys that one sentence of the report names at most."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,9 @@ class Report:
     """The outcome of a run.
 
     ``tokens`` sums all keys; ``prefixes`` names the datasets that together have all lines, and
-    ``shown`` the same in bash's short form for numbered shards.
+    ``shown`` the same in bash's short form for numbered shards. Nothing is published without a
+    token. ``remarks`` are sentences on what was not used of the input, or used otherwise than one
+    may think.
     """
 
     prefixes: Sequence[str]
@@ -42,6 +52,7 @@ class Report:
     input_bytes: int
     rejected: int
     rejected_path: Path | None
+    remarks: Sequence[str]
     resumed_parts: int
     seconds: float
 
@@ -55,7 +66,17 @@ def preprocess(options: PreprocessOptions, say: Say = say_to_stderr) -> Report:
     """
     start = time.monotonic()
     with encoded(options, TextEncoding, say) as (job, done, resumed):
-        return publish_job(job, done, resumed, start)
+        report = publish_job(job, done, resumed, start)
+    if not report.tokens:
+        raise DataError(
+            [
+                f"`--input` ({' '.join(options.inputs)}) gives no token, with {report.documents} "
+                f"empty documents and {report.rejected} refused lines; give files with texts.",
+                *report.remarks,
+                *_where_rejected(report),
+            ]
+        )
+    return report
 
 
 @contextmanager
@@ -175,6 +196,7 @@ def _sources(
     workers = options.all_workers
     copied = inputs.needs_spool(files, workers)
     sources = []
+    unread: Counter[str] = Counter()
     for i, path in enumerate(files):
         shown = "standard input" if path == "-" else path
         target = Path(os.path.abspath(folder)) / f"unpacked{i}.jsonl"
@@ -182,13 +204,26 @@ def _sources(
             verb = "Copying" if is_stream(path) else "Unpacking"
             say(f"{verb} {shown} into {folder}, to share it among {workers} workers.")
             inputs.spool(path, target, options.columns)
-            sources.append(Source(str(target), shown, packing_of(str(target))))
-        elif packing_of(path) == "texts":
+            path = str(target)
+        packing = packing_of(path)
+        unread.update(unread_columns(path, packing, options.columns))
+        if is_array(path, packing):
+            say(f"{shown} is a JSON array; writing its items into {folder}, one in a line.")
+            lines = target.with_name(f"items{i}.jsonl")
+            unpack_array(path, packing, shown, lines)
+            target.unlink(missing_ok=True)
+            sources.append(Source(str(lines), shown, "array"))
+        elif path == str(target):
+            sources.append(Source(path, shown, packing))
+        elif packing == "texts":
             key_of_texts(path, options.columns)
             write_list(os.path.abspath(path), target)
             sources.append(Source(str(target), shown, "texts"))
         else:
-            sources.append(Source(os.path.abspath(path), shown, packing_of(path)))
+            sources.append(Source(os.path.abspath(path), shown, packing))
+    if unread:
+        names = ", ".join(f"{name} ({files} files)" for name, files in sorted(unread.items()))
+        say(f"Columns of the tables that are not used: {names}.")
     return sources
 
 
@@ -222,7 +257,9 @@ def _executor(name: str) -> Callable[[Job, list[int], Say], None]:
 def publish_job(job: Job, done: Mapping[int, PartMarker], resumed: int, start: float) -> Report:
     """Publish datasets and refused lines of a job; return a report, timed from ``start``."""
     markers = [done[i] for i in range(len(job.parts))]
-    prefixes = publish_datasets(job.options, job.folder, markers, job.encoding.dtypes)
+    prefixes = []
+    if any(marker.tokens for marker in markers):
+        prefixes = publish_datasets(job.options, job.folder, markers, job.encoding.dtypes)
     return Report(
         prefixes=prefixes,
         shown=_short(job.options, prefixes),
@@ -231,9 +268,46 @@ def publish_job(job: Job, done: Mapping[int, PartMarker], resumed: int, start: f
         input_bytes=sum(part.num_bytes for part in job.parts),
         rejected=sum(marker.rejected for marker in markers),
         rejected_path=publish_rejected(job.options, job.folder, job.parts, markers),
+        remarks=_remarks(markers),
         resumed_parts=resumed,
         seconds=time.monotonic() - start,
     )
+
+
+def _remarks(markers: Sequence[PartMarker]) -> list[str]:
+    """Return sentences on blank lines and on what the encoders have noted."""
+    notes: Counter[str] = Counter()
+    for marker in markers:
+        notes.update(marker.notes)
+    skipped = sum(marker.skipped for marker in markers)
+    refused, unread = _named(notes, REFUSED), _named(notes, UNREAD)
+    twice, empty = _named(notes, TWICE), _named(notes, EMPTY)
+    within = notes[ENDS_WITHIN]
+    remarks = {
+        f"{skipped} blank lines at the end of inputs were skipped.": skipped,
+        f"Reasons of refused lines: {refused}.": refused,
+        f"Keys of the lines that were not used: {unread}.": unread,
+        f"Keys that lines have twice, of which the last value was used: {twice}.": twice,
+        f"Empty texts, stored as documents without a token: {empty}.": empty,
+        f"The end-of-document token is spelled out {within} times within texts, and was stored as "
+        "that token there too.": within,
+    }
+    return [sentence for sentence, is_so in remarks.items() if is_so]
+
+
+def _named(notes: Mapping[str, int], start: str) -> str:
+    """Return what the notes with this beginning name, each with its number of lines."""
+    counts = {what.removeprefix(start): n for what, n in notes.items() if what.startswith(start)}
+    names = sorted(counts, key=lambda name: (-counts[name], name))
+    shown = [f"{name} ({counts[name]})" for name in names[:_MOST_REMARKS]]
+    more = len(names) - len(shown)
+    return ", ".join([*shown, *([f"and {more} more"] if more else [])])
+
+
+def _where_rejected(report: Report) -> list[str]:
+    if report.rejected_path is None:
+        return []
+    return [f"{report.rejected} bad lines are in {report.rejected_path}, each with its reason."]
 
 
 def _short(options: PreprocessOptions, prefixes: Sequence[str]) -> Sequence[str]:
@@ -267,6 +341,6 @@ def run_or_explain(run: Callable[[], Report | None], say: Say = say_to_stderr) -
     )
     if report.shown != report.prefixes:
         say(f"Train on the shards with `--data-path {report.shown[0]}`; bash writes them out.")
-    if report.rejected_path is not None:
-        say(f"{report.rejected} bad lines are in {report.rejected_path}, each with its reason.")
+    for sentence in (*_where_rejected(report), *report.remarks):
+        say(sentence)
     return 0

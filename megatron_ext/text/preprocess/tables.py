@@ -67,6 +67,22 @@ def group_sizes(path: str, packing: str, columns: Sequence[str] | None) -> list[
     return [size * weight // total for weight in weights]
 
 
+def unread_columns(path: str, packing: str, columns: Sequence[str] | None) -> list[str]:
+    """Return the columns of a table that are not among those to read; none for other files."""
+    if columns is None or not is_table(packing):
+        return []
+    with _readable(path, packing):
+        if packing == "parquet":
+            from pyarrow import parquet
+
+            with parquet.ParquetFile(path) as file:
+                names = file.schema_arrow.names
+        else:
+            with _batches(path, packing) as (names, _):
+                pass
+    return [name for name in dict.fromkeys(names) if name not in columns]
+
+
 def _check_columns(path: str, names: Sequence[str], columns: Sequence[str] | None) -> None:
     missing = [column for column in columns or () if column not in names]
     if missing:

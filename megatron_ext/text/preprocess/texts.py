@@ -5,6 +5,7 @@ from typing import Any
 
 from megatron_ext.data.indexed import optimal_dtype
 from megatron_ext.errors import ConfigError
+from megatron_ext.text.data.separators import appended_warnings
 from megatron_ext.text.preprocess.encode import (
     BadLine,
     TextEncoder,
@@ -16,7 +17,7 @@ from megatron_ext.text.preprocess.inputs import Part, blocks
 from megatron_ext.text.preprocess.jobs import Say
 from megatron_ext.text.preprocess.options import PreprocessOptions
 from megatron_ext.text.tokenizers import build_tokenizer
-from megatron_ext.text.tokenizers.base import NO_TOKEN
+from megatron_ext.text.tokenizers.base import NO_TOKEN, Tokenizer
 from megatron_ext.text.tokenizers.fast import FastEncoder
 
 _SAMPLE_PLACES = 24
@@ -31,12 +32,8 @@ class TextEncoding:
 
     def __init__(self, options: PreprocessOptions) -> None:
         tokenizer = build_tokenizer(options.tokenizer)
-        if options.append_eod and tokenizer.eod == NO_TOKEN:
-            raise ConfigError(
-                f"`--append-eod` needs an end-of-document token, but {tokenizer.kind} "
-                f"({tokenizer.path}) names none; set eos_token in it, or leave the flag out."
-            )
         self._options, self._tokenizer = options, tokenizer
+        self._eod = _end_of_document(options, tokenizer)
         self._fast: FastEncoder | None = None
         self.dtypes = [optimal_dtype(tokenizer.vocab_size)] * len(options.json_keys)
         self.identity: dict[str, Any] = {
@@ -46,7 +43,7 @@ class TextEncoding:
             "split": [options.split_sentences, options.keep_newlines, options.lang],
             "tokenizer": dict(tokenizer.unique_identifiers),
             "vocab_size": tokenizer.vocab_size,
-            "eod": tokenizer.eod,
+            "eod": tokenizer.eod if self._eod is None else self._eod,
         }
 
     def choose_engine(self, parts: Sequence[Part], say: Say) -> bool:
@@ -54,6 +51,9 @@ class TextEncoding:
         samples = _samples(parts, self._options.json_keys)
         self._fast, line = choose_engine(self._tokenizer, samples, self._options.engine)
         say(line)
+        if self._eod is not None:
+            for sentence in appended_warnings(self._tokenizer, self._eod):
+                say(sentence)
         return self._fast is not None
 
     def encoder(self, *, fast: bool) -> TextEncoder:
@@ -68,8 +68,30 @@ class TextEncoding:
             options.json_keys,
             options.streams,
             splitter,
-            options.append_eod,
+            self._eod,
         )
+
+
+def _end_of_document(options: PreprocessOptions, tokenizer: Tokenizer) -> int | None:
+    """Return the id that is appended to documents, None without ``--append-eod``."""
+    if not options.append_eod:
+        return None
+    if options.eod_token is None:
+        if tokenizer.eod == NO_TOKEN:
+            raise ConfigError(
+                f"`--append-eod` needs an end-of-document token, but {tokenizer.kind} "
+                f"({tokenizer.path}) names none; give its text with `--eod-token`, set eos_token "
+                "in the tokenizer, or leave the flag out."
+            )
+        return tokenizer.eod
+    number = tokenizer.token_id(options.eod_token)
+    if number == NO_TOKEN:
+        raise ConfigError(
+            f"`--eod-token` ({options.eod_token}) is no token of {tokenizer.kind} "
+            f"({tokenizer.path}); give the text of one, or leave the flag out for the tokenizer's "
+            "own."
+        )
+    return number
 
 
 def _samples(parts: Sequence[Part], keys: Sequence[str]) -> list[str]:

@@ -21,7 +21,14 @@ from megatron_ext.disk.writing import lock_path
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError, say_to_stderr
 from megatron_ext.text.config import SftConfig
 from megatron_ext.text.data.config import is_number
-from megatron_ext.text.preprocess.encode import BadLine, Encoded, Refuse, Write, read_object
+from megatron_ext.text.preprocess.encode import (
+    BadLine,
+    Encoded,
+    Note,
+    Refuse,
+    Write,
+    read_object,
+)
 from megatron_ext.text.preprocess.inputs import Part, identity_of
 from megatron_ext.text.preprocess.jobs import Say
 from megatron_ext.text.preprocess.options import PreprocessOptions
@@ -35,6 +42,7 @@ from megatron_ext.text.tokenizers import build_tokenizer
 
 _WITHOUT_MEANING = {
     "append_eod": "the chat template ends conversations",
+    "eod_token": "the chat template ends conversations",
     "split_sentences": "a conversation is one sequence",
     "keep_newlines": "the chat template writes the text",
     "partitions": "all conversations go into one store",
@@ -54,7 +62,9 @@ class ConversationEncoder:
 
     chat: Chat
 
-    def encode(self, lines: Sequence[bytes], first: int, refuse: Refuse, write: Write) -> int:
+    def encode(
+        self, lines: Sequence[bytes], first: int, refuse: Refuse, write: Write, note: Note
+    ) -> int:
         kept: list[TokenizedConversation] = []
         for number, line in enumerate(lines, first):
             try:

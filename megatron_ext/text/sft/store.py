@@ -35,6 +35,14 @@ def prefix_of(name: str) -> str:
     return name.removesuffix(_SUFFIX)
 
 
+def is_part_of_store(prefix: str) -> bool:
+    """Tell whether a dataset is the ids or the mask of a store."""
+    return any(
+        prefix.endswith(suffix) and about_path(prefix.removesuffix(suffix)).exists()
+        for suffix in (_SUFFIX, "_sft_mask")
+    )
+
+
 def write_about(prefix: str, identity: Mapping[str, Any], files: Sequence[tuple[str, int]]) -> None:
     """Write the JSON file that completes a store; ``files`` are (input file, conversations)."""
     path = about_path(prefix)

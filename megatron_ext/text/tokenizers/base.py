@@ -73,6 +73,10 @@ class Tokenizer(ABC):
         """Return the id of the token that is spelled ``text``, or -1 if there is none."""
         return NO_TOKEN
 
+    def start_ids(self) -> tuple[int, ...]:
+        """Return the ids that transformers puts before a text, where `tokenize` does not."""
+        return ()
+
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
         """Return the ids of each text, as an array or a list, without starting threads."""
         return [self.tokenize(text) for text in texts]

@@ -82,6 +82,14 @@ class HuggingFaceTokenizer(Tokenizer):
         known = self._backend.token_to_id(text)
         return NO_TOKEN if known is None else int(known)
 
+    def start_ids(self) -> tuple[int, ...]:
+        if self._include_special:
+            return ()
+        alone, whole = (self._backend.encode("a", add_special_tokens=x).ids for x in (False, True))
+        places = range(len(whole) - len(alone) + 1)
+        at = next((i for i in places if whole[i : i + len(alone)] == alone), 0)
+        return tuple(whole[:at])
+
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
         with refused_panic(str(self.path)):
             encodings = self._backend.encode_batch_fast(

@@ -30,6 +30,10 @@ _SECONDS_OF_SILENCE = 120.0
 """Time without a row or an event after which a run counts as dead."""
 
 
+FINISHED_WORD = "finished"
+"""The word of a run that came to its end."""
+
+
 @dataclass(frozen=True)
 class State:
     """How a run stands: a word, a sentence, and ``kind``, which is good, busy, warn or bad."""
@@ -54,7 +58,7 @@ def state_of(folder: RunFolder, now: float) -> State:
         if reason is None or (code and reason == FINISHED):
             return State("bad", "failed", f"The run failed with exit code {code}.")
         if reason == FINISHED:
-            return State("good", "finished", "The run came to its end.")
+            return State("good", FINISHED_WORD, "The run came to its end.")
         text = f"The run stopped before its last step, as it was asked to ({text_of(reason, 200)})."
         return State("good", "stopped", text)
     seen = max([_moment_of(last), *map(time_of, folder.events[-1:])])
@@ -96,7 +100,12 @@ def summary(
         samples = integer_of(last, "consumed_samples")
         used = "" if samples is None else f" with {samples:,} samples"
         wall = f" in {show_seconds(goodput.wall)}" if goodput.wall else ""
-        found.append(f"It reached iteration {last['iteration']:,}{of}{used}{wall}.")
+        reached = f"iteration {last['iteration']:,}"
+        if state.word == FINISHED_WORD and steps is not None and last["iteration"] < steps:
+            # The last steps are fewer than those between two rows.
+            found.append(f"It reached iteration {steps:,}{of}{wall}; the last row is of {reached}.")
+        else:
+            found.append(f"It reached {reached}{of}{used}{wall}.")
         name = main_loss(train)
         values = [row[name] for row in train if is_finite(row.get(name))] if name else []
         if name and values:

@@ -1,5 +1,6 @@
 """Runs that start from a Hugging Face folder, against transformers' class and torch's AdamW."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.convert.huggingface import Export, export_model
 from megatron_ext.train.run import Run
 from tests.text.convert.models import EXPERTS, MODELS, ONE_GROUP, in_child, make
+from tests.text.tiny import hf_folder
 from tests.training_runs import Rows, check_refused, prepared, train, training_rows
 from tools.lora import main as lora
 
@@ -179,6 +181,28 @@ def test_folders_written_in_training(adapters: list[str], tmp_path: Path) -> Non
     # The same command goes on from its checkpoint, not from the folder.
     rows = train([*flags, "--load", str(tmp_path / "run"), *more], tmp_path / "on", 4)
     assert [row["iteration"] for row in training_rows(rows)] == [3]
+
+
+def test_a_folder_of_a_model_from_scratch_names_the_end_of_a_text(tmp_path: Path) -> None:
+    """Tokens as transformers' own tokenizer of the same folder has them."""
+    words = "--num-layers 1 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 "
+    words += "--seq-length 8 --max-position-embeddings 8 --micro-batch-size 1 --swiglu "
+    words += "--global-batch-size 1 --train-iters 1 --lr 1e-3 --eval-iters 0 --mock-data "
+    words += "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    words += "--num-workers 0 --no-gradient-accumulation-fusion "
+    words += f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {hf_folder()}"
+    train([*words.split(), "--save-hf", str(tmp_path / "hf")], tmp_path / "run")
+    written = tmp_path / "hf" / "iter_0000001"
+    tokenizer = AutoTokenizer.from_pretrained(written)
+    config, generation = (
+        json.loads((written / f"{name}.json").read_text())
+        for name in ("config", "generation_config")
+    )
+    assert config["eos_token_id"] == generation["eos_token_id"] == tokenizer.eos_token_id
+    assert config["pad_token_id"] == generation["pad_token_id"] == tokenizer.pad_token_id
+    assert config["bos_token_id"] is None and tokenizer.bos_token_id is None
+    model = AutoModelForCausalLM.from_pretrained(written)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
 
 
 def test_folders_written_with_weights_in_one_buffer(tmp_path: Path) -> None:

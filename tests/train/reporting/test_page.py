@@ -78,6 +78,20 @@ def test_the_page_of_a_faulty_run_tells_its_story(tmp_path: Path) -> None:
     assert found.tags.count("svg") == 5 and found.tags.count("desc") == 5
 
 
+def test_a_finished_run_has_reached_its_last_step(tmp_path: Path) -> None:
+    """The last steps may be fewer than those between two rows of metrics."""
+    random = np.random.default_rng(0)
+    rows = [{**launched_row(BEGAN, 0, 0), "num_iterations": 54}, train_row(50, 54, random)]
+    ended = {"kind": "ended", "iteration": 54, "time": BEGAN + 9, "launched_at": BEGAN}
+    write_lines(tmp_path / "metrics.jsonl", [*rows, {**ended, "reason": "finished"}])
+    (tmp_path / "config.yaml").write_text("training: {train_iters: 54}\n")
+    _, found = _written(tmp_path)
+    told = " ".join(found.texts)
+    assert "The run came to its end." in told
+    reached = r"It reached iteration 54 of 54( in [^;]+)?; the last row is of iteration 50\."
+    assert re.search(reached, told)
+
+
 def test_a_restart_that_no_event_tells_is_told_by_the_rows(tmp_path: Path) -> None:
     faulty_run(tmp_path)
     events = tmp_path / "faults.jsonl"

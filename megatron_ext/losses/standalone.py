@@ -1,0 +1,128 @@
+"""The loss of a step in a training loop of one's own, without a run or a configuration.
+
+The loss of a step is one weighted mean over the tokens of all its micro-batches, on all ranks that
+share the step. So its gradient does not depend on how the step is cut.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_ext.data.batch import reduced_weights
+from megatron_ext.losses.blockwise_loss import TokenLosses, blockwise_loss
+from megatron_ext.losses.linear_cross_entropy import check_labels, weighted_linear_cross_entropy
+
+
+class LossValue(NamedTuple):
+    """The loss of a micro-batch.
+
+    Attributes:
+        loss: the micro-batch's part of the step's loss, a scalar with gradient.
+        losses: the losses of the tokens, ``[b, s]`` without gradient.
+        extra: what a loss of one's own returns beside its losses, each ``[b, s]``, by name.
+    """
+
+    loss: Tensor
+    losses: Tensor
+    extra: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """The loss of steps on the hidden states before an output head.
+
+    Attributes:
+        weight, bias: the head, ``[v, h]`` and ``[v]``; this tensor-parallel rank's part of it.
+        reduction: how tokens weigh, one of token, sample and square (``--loss-reduction``).
+        ignore_index: label of tokens that do not count.
+        token_losses: a loss of one's own in place of cross-entropy; see `blockwise_loss`.
+        extra_names: names of the values that ``token_losses`` returns beside the losses.
+        group: the data-parallel ranks that share a step; None takes all ranks, or this one alone
+            where there are no process groups. They must sum their gradients.
+        tp_group, sequence_parallel: how the head and the hidden states are cut.
+        options: further options of `weighted_linear_cross_entropy` or `blockwise_loss`.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    reduction: str = "token"
+    ignore_index: int = -100
+    token_losses: TokenLosses | None = None
+    extra_names: Sequence[str] = ()
+    group: ProcessGroup | None = None
+    tp_group: ProcessGroup | None = None
+    sequence_parallel: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def of_step(
+        self, labels: Sequence[Tensor], weights: Sequence[Tensor] | None = None
+    ) -> list["MicroBatchLoss"]:
+        """Return the loss of each micro-batch of a step, given the labels ``[b, s]`` of all.
+
+        ``weights`` are the tokens' own, ``[b, s]``, 1 where they are left out. All ranks of the
+        group call this together.
+        """
+        given = [torch.ones_like(x, dtype=torch.float32) for x in labels]
+        counted = [
+            reduced_weights(own.float() * (each != self.ignore_index), None, self.reduction)
+            for own, each in zip(weights or given, labels, strict=True)
+        ]
+        total = torch.stack([each.sum() for each in counted]).sum()
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(total, group=self.group)
+        total = total.clamp(min=1e-30)
+        return [
+            MicroBatchLoss(self, each, own / total)
+            for each, own in zip(labels, counted, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class MicroBatchLoss:
+    """A function from the hidden states of one micro-batch to its part of a step's loss.
+
+    ``weights`` are ``[b, s]``, and add up to 1 over all micro-batches of the step.
+    """
+
+    step: StepLoss
+    labels: Tensor
+    weights: Tensor
+
+    def __call__(self, hidden: Tensor, inputs: Mapping[str, Tensor] | None = None) -> LossValue:
+        """Return the loss of hidden states ``[s, b, h]``.
+
+        ``inputs`` are tensors ``[b, s, ...]`` for a loss of one's own, beside ``labels``.
+        """
+        step = self.step
+        shared: dict[str, Any] = {
+            "tp_group": step.tp_group,
+            "sequence_parallel": step.sequence_parallel,
+            "bias": step.bias,
+            **step.options,
+        }
+        if step.token_losses is None:
+            losses, total = weighted_linear_cross_entropy(
+                hidden,
+                step.weight,
+                self.labels,
+                self.weights,
+                ignore_index=step.ignore_index,
+                **shared,
+            )
+            return LossValue(total, losses, {})
+        ranks = 1 if step.tp_group is None else step.tp_group.size()
+        check_labels(self.labels, self.weights, step.ignore_index, ranks * step.weight.shape[0])
+        losses, total, extra = blockwise_loss(
+            step.token_losses,
+            hidden,
+            step.weight,
+            self.weights,
+            {"labels": self.labels, **(inputs or {})},
+            extra_names=step.extra_names,
+            **shared,
+        )
+        return LossValue(total, losses, extra)

@@ -1,0 +1,165 @@
+"""What ends the documents of a dataset, compared with the tokenizer of the run that reads it.
+
+A document should end with the tokenizer's end-of-document token, by which positions, attention and
+the loss can be cut. Two slips are common. Data ends with another token, such as a base model's
+``<|endoftext|>`` where an instruct tokenizer ends with ``<|im_end|>``. Or the token is the
+tokenizer's padding, which megatron-core's GPTDataset reads as id 0 and leaves out of the loss.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_ext.data.indexed import Array, Index, bin_path
+from megatron_ext.text.tokenizers.base import NO_TOKEN, Tokenizer
+
+LOOKED_AT = 1 << 20
+"""Tokens at the beginning of a dataset in which the ends of documents are looked at."""
+
+
+def padding_id(tokenizer: Tokenizer, *, allow_ambiguous: bool = False) -> int:
+    """Return the id that megatron-core's GPTDataset takes for padding, -1 for none.
+
+    A padding that is also the end of a sequence or document counts only if ``allow_ambiguous``.
+    """
+    pad = tokenizer.pad
+    if pad in (tokenizer.eos, tokenizer.eod) and not allow_ambiguous:
+        return NO_TOKEN
+    return pad
+
+
+@dataclass(frozen=True)
+class Endings:
+    """The ends of documents in the first tokens of a dataset.
+
+    Attributes:
+        documents: number of documents that end within these tokens.
+        last_ids: how many of them end with each id.
+        ids: the tokens.
+    """
+
+    documents: int
+    last_ids: Counter[int]
+    ids: Array
+
+    def share(self, number: int) -> float:
+        """Return the share of documents that end with an id."""
+        return self.last_ids[number] / max(1, self.documents)
+
+
+def endings_of(ids: Array, ends: Array) -> Endings:
+    """Return the endings of documents whose last tokens are at the places ``ends``."""
+    last = ids[ends]
+    return Endings(len(ends), Counter(last.tolist()), ids)
+
+
+def first_endings(prefix: Any, index: Index) -> Endings:
+    """Read the first tokens of a dataset on this machine; return the endings in them."""
+    ids = np.fromfile(bin_path(prefix), index.dtype, LOOKED_AT)
+    return endings_of(ids, document_ends(index, 0, len(ids)))
+
+
+def document_ends(index: Index, first: int, tokens: int) -> Array:
+    """Return where documents end within the ``tokens`` tokens from token ``first`` of a file on.
+
+    A place is the distance of a document's last token from the first of these tokens.
+    """
+    width = index.dtype.itemsize
+    edges = np.searchsorted(index.offsets, [first * width, (first + tokens) * width])
+    low, high = np.searchsorted(index.documents, edges, side="right")
+    last = np.asarray(index.documents[low : high + 1], dtype=np.int64) - 1
+    last = last[last < len(index.lengths)]
+    # Empty documents and sequences end where those before them end.
+    ends = np.unique(index.offsets[last] // width + index.lengths[last]) - first
+    return ends[(ends > 0) & (ends <= tokens)] - 1
+
+
+def ending_warnings(
+    name: str, endings: Endings, tokenizer: Tokenizer, padding: int, needed_by: Sequence[str] = ()
+) -> list[str]:
+    """Return sentences on ends of documents that a run does not see, or does not train.
+
+    Args:
+        name: the dataset.
+        padding: the id that the run takes for padding, -1 where none is known by its id.
+        needed_by: the flags of the run that need the ends of documents.
+    """
+    return [
+        *_about_padding(name, endings, tokenizer, padding),
+        *_about_other_ends(name, endings, tokenizer, needed_by),
+    ]
+
+
+def _about_padding(name: str, endings: Endings, tokenizer: Tokenizer, padding: int) -> list[str]:
+    if padding == NO_TOKEN:
+        return []
+    count = int((endings.ids == padding).sum())
+    if not count:
+        return []
+    return [
+        f"{name} holds the token {spelled(tokenizer, padding)} {count} times in its first "
+        f"{len(endings.ids)} tokens, and {endings.last_ids[padding]} of the first "
+        f"{endings.documents} documents end with it, but it is the padding of the run's tokenizer: "
+        "the order of samples of megatron-core reads it as id 0 and does not train it; use "
+        "`--data-order direct`, which trains it, or a tokenizer whose padding is another token."
+    ]
+
+
+def _about_other_ends(
+    name: str, endings: Endings, tokenizer: Tokenizer, needed_by: Sequence[str]
+) -> list[str]:
+    if not endings.documents or endings.share(tokenizer.eod) >= 0.5:
+        return []
+    common, count = endings.last_ids.most_common(1)[0]
+    ends = f"{count} of the first {endings.documents} documents of {name} end with"
+    own = f"the run's end of document is {spelled(tokenizer, tokenizer.eod)}"
+    needed = " and ".join(f"`{flag}`" for flag in needed_by)
+    if 2 * count >= endings.documents and common in special_ids(tokenizer):
+        effect = f"{needed} does not see their ends" if needed else "a run takes it for a text's"
+        return [
+            f"{ends} {spelled(tokenizer, common)}, but {own}, so that {effect}; use the tokenizer "
+            "that the data was made with, or preprocess it again with `--append-eod`."
+        ]
+    if needed:
+        return [
+            f"{endings.last_ids[tokenizer.eod]} of the first {endings.documents} documents of "
+            f"{name} end with {spelled(tokenizer, tokenizer.eod)}, the run's end of document, by "
+            f"which {needed} knows where one ends; preprocess the data with `--append-eod`."
+        ]
+    return []
+
+
+def appended_warnings(tokenizer: Tokenizer, eod: int) -> list[str]:
+    """Return sentences on an end of document that a run with the same tokenizer misreads."""
+    sentences = []
+    if eod == padding_id(tokenizer):
+        sentences.append(
+            f"Documents end with {spelled(tokenizer, eod)}, which is the padding of this "
+            "tokenizer: train on them with `--data-order direct`, since the order of samples of "
+            "megatron-core reads padding as id 0 and does not train it."
+        )
+    if eod != tokenizer.eod:
+        sentences.append(
+            f"Documents end with {spelled(tokenizer, eod)}, but the end of document of this "
+            f"tokenizer is {spelled(tokenizer, tokenizer.eod)}: `--reset-position-ids`, "
+            "`--reset-attention-mask` and `--eod-mask-loss` of a run with it do not see the ends."
+        )
+    return sentences
+
+
+def special_ids(tokenizer: Tokenizer) -> set[int]:
+    """Return the ids of the tokens that a tokenizer names, or keeps apart from text."""
+    named = (tokenizer.eos, tokenizer.eod, tokenizer.bos, tokenizer.pad, tokenizer.unk)
+    spelled_out = (tokenizer.token_id(text) for text in tokenizer.control_texts())
+    return {number for number in (*named, *spelled_out) if number >= 0}
+
+
+def spelled(tokenizer: Tokenizer, number: int) -> str:
+    """Return an id with the text of its token, for messages."""
+    if not 0 <= number < tokenizer.vocab_size:
+        return f"{number}"
+    text = tokenizer.detokenize([number], skip_special_tokens=False)
+    return f"{number} (`{text}`)" if text.strip() else f"{number}"

@@ -1,0 +1,88 @@
+"""The loss of a step outside the trainer: extra values, labels, and a loss of one's own."""
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ext.errors import DataError
+from megatron_ext.losses.linear_cross_entropy import weighted_linear_cross_entropy
+from megatron_ext.losses.standalone import StepLoss
+from megatron_ext.losses.vocabulary import VocabularyHead
+
+V, H = 11, 6
+
+
+def parts(seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """Return two micro-batches of unequal size, hidden states ``[s, b, h]`` and labels."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for b, s in ((1, 5), (3, 4)):
+        hidden = torch.randn(s, b, H, generator=generator).requires_grad_()
+        labels = torch.randint(0, V, (b, s), generator=generator)
+        labels[0, 0] = -100
+        found.append((hidden, labels))
+    return found
+
+
+def own_loss(
+    hidden: Tensor, head: VocabularyHead, inputs: Mapping[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    logits = head.logits(hidden)
+    hit = (logits.argmax(1) == inputs["labels"]).float()
+    return -head.log_prob(logits, inputs["labels"]) * inputs["scale"], {"accuracy": hit}
+
+
+def test_a_loss_returns_values_beside_its_own() -> None:
+    weight = torch.randn(V, H, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    batches = parts()
+    loss = StepLoss(weight, token_losses=own_loss, extra_names=["accuracy"])
+    total = torch.zeros(())
+    for (hidden, labels), part in zip(batches, loss.of_step([y for _, y in batches]), strict=True):
+        value = part(hidden, {"scale": torch.full(labels.shape, 0.5)})
+        logits = (hidden @ weight.T).transpose(0, 1)
+        hits = (logits.argmax(2) == labels).float()
+        torch.testing.assert_close(value.extra["accuracy"], hits * (labels != -100))
+        each = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+        torch.testing.assert_close(value.losses, 0.5 * each.detach())
+        total = total + value.loss.detach()
+        value.loss.backward()
+    mine, weight.grad = weight.grad, None
+    counted = sum(int((labels != -100).sum()) for _, labels in batches)
+    want = sum(
+        F.cross_entropy((x.detach() @ weight.T).flatten(0, 1), y.T.flatten(), reduction="sum")
+        for x, y in batches
+    )
+    (0.5 * want / counted).backward()  # type: ignore[union-attr]
+    torch.testing.assert_close(total, (0.5 * want / counted).detach())  # type: ignore[union-attr]
+    torch.testing.assert_close(mine, weight.grad)
+
+
+def test_weights_of_tokens_and_steps_without_targets() -> None:
+    weight, ((hidden, labels), _) = torch.randn(V, H), parts()
+    (part,) = StepLoss(weight).of_step([labels], [torch.full(labels.shape, 3.0)])
+    want = F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.T.flatten())
+    torch.testing.assert_close(part(hidden).loss, want)
+    (empty,) = StepLoss(weight).of_step([torch.full(labels.shape, -100)])
+    assert float(empty(hidden).loss.detach()) == 0.0
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("label", [V, -1, -101, 10**9])
+def test_labels_outside_the_head_are_refused(label: int, own: bool) -> None:
+    weight, ((hidden, labels), _) = torch.randn(V, H), parts()
+    labels[0, 2] = label
+    loss = StepLoss(weight, token_losses=own_loss if own else None, extra_names=["accuracy"])
+    (part,) = loss.of_step([labels])
+    with pytest.raises(DataError, match=f"A label is {label}, but the head has {V} rows, so that"):
+        part(hidden, {"scale": torch.ones(labels.shape)})
+    # A token without weight does not count.
+    weights = (labels != label).float()
+    (part,) = StepLoss(weight).of_step([labels], [weights])
+    assert bool(part(hidden).loss.isfinite())
+    with pytest.raises(DataError, match="give such labels, or tokens without a target the label"):
+        weighted_linear_cross_entropy(
+            hidden, weight, labels, torch.ones(labels.shape), tp_group=None, sequence_parallel=False
+        )

@@ -1,0 +1,68 @@
+"""Beginnings of prompts, as transformers makes them, and how texts are shown."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import processors
+from transformers import AutoTokenizer
+
+from megatron_ext.config.run import RunConfig
+from megatron_ext.text.config import TokenizerConfig
+from megatron_ext.text.convert.training import HuggingFaceConfig
+from megatron_ext.text.generation.config import GenerationConfig
+from megatron_ext.text.generation.decode import Completion
+from megatron_ext.text.generation.requests import Encoder, Prompt
+from megatron_ext.text.generation.tool import Terminal
+from megatron_ext.text.tokenizers import build_tokenizer
+from tests.text.tiny import END, hf_folder
+
+
+def folder_of(folder: Path, template: str | None) -> Path:
+    """Write a tokenizer that puts the tokens of ``template`` around a text."""
+    shutil.copytree(hf_folder(), folder)
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    if template is not None:
+        names = [(END, backend.token_to_id(END)), ("<|pad|>", backend.token_to_id("<|pad|>"))]
+        backend.post_processor = processors.TemplateProcessing(template, special_tokens=names)
+        backend.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "bos_token": END}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("text", ["The river", f"{END}The river", "a", ""])
+@pytest.mark.parametrize("template", [None, f"{END} $A", f"{END} <|pad|> $A"])
+def test_prompts_of_a_hugging_face_model_begin_as_in_transformers(
+    tmp_path: Path, template: str | None, text: str
+) -> None:
+    folder = folder_of(tmp_path / "t", template)
+    settings = TokenizerConfig("HuggingFaceTokenizer", str(folder))
+    tokenizer = build_tokenizer(settings)
+    theirs = AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
+    config = RunConfig().with_section(GenerationConfig(), settings)
+    prompt = Prompt(text, "`--prompt`", {})
+    encode = Encoder(config.with_section(HuggingFaceConfig(load_hf=str(folder))), tokenizer)
+    if text and not text.startswith(END):
+        assert encode(prompt) == theirs
+    elif text:
+        # A prompt that begins so already is left as it is.
+        start = tokenizer.start_ids()
+        doubled = len(start) == 1
+        assert encode(prompt) == (theirs[1:] if doubled else theirs)
+    assert (encode.note is None) == (template is None)
+    if text and template is not None:
+        assert str(encode.note).startswith(f"prompts begin with {theirs[0]} (`{END}`)")
+        scratch = Encoder(config.with_section(HuggingFaceConfig()), tokenizer)
+        assert scratch(prompt) == tokenizer.tokenize(text)
+        assert "prompts begin without" in str(scratch.note)
+        assert "`--tokenizer-hf-include-special-tokens` adds it" in str(scratch.note)
+
+
+def test_a_line_parts_the_prompt_from_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = [Prompt("2+2?", "", {}), Prompt([{"role": "user", "content": "so?"}], "", {})]
+    texts = [Completion(0, "4", (), "eos"), Completion(1, "yes", (), "eos")]
+    Terminal(prompts, streams=False).finish(texts)
+    assert capsys.readouterr().out == "\n[1] 2+2?\n→ 4\n\n[2] so?\n→ yes\n"
