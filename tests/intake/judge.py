@@ -82,7 +82,7 @@ def judge(
 
 
 def names(change: Change, text: str) -> bool:
-    """Return whether a text names the changed leaf by its key, as code or as words, or its value."""
+    """Return whether a text names the leaf by its key, as code or as words, or by its value."""
     name = re.sub(r"^--(no-|disable-)?", "", change.name)
     pattern = re.sub(r"\\?[_-]", "[_ -]", re.escape(name))
     if re.search(rf"(?<![^\W_]){pattern}s?(?![^\W_])", text):

@@ -21,11 +21,11 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.intake import config_json, flags
+from tests.intake import config_json, flags, video_lists
 from tests.intake.judge import Verdict, judge
 from tests.intake.leaves import Change, changes
 
-KINDS: dict[str, Any] = {"config_json": config_json, "flags": flags}
+KINDS: dict[str, Any] = {"config_json": config_json, "flags": flags, "video_lists": video_lists}
 """Kinds of input: ``bases`` yields good ones, and ``hear`` reads one.
 
 A kind may draw its ``changes`` itself, and know which of them only ``says_what_is``.
@@ -83,7 +83,7 @@ def shrunk(case: Case, verdict: Verdict) -> Case:
         try:
             if verdict_of(smaller).answer == verdict.answer:
                 case = smaller
-        except Exception:  # noqa: BLE001, S112 - the input needs this entry
+        except Exception:
             continue
     return case
 
