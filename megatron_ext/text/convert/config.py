@@ -4,7 +4,9 @@ Sources: the configuration classes and ``modeling_rope_utils.py`` of transformer
 RotaryEmbedding of megatron-core.
 """
 
+import copy
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 from megatron_ext.checkpoint.conversion import read_settings
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.moe import MoEConfig
-from megatron_ext.errors import CheckpointError
+from megatron_ext.errors import CheckpointError, ConfigError, MegatronExtError
 from megatron_ext.text.convert.families import FAMILIES
 from megatron_ext.text.convert.family import (
     Family,
@@ -35,6 +37,7 @@ class HuggingFaceModel:
         raw: the content of the file.
         fields: the corresponding values of `ModelConfig` and `MoEConfig`, by field.
         path: the file that was read, for messages.
+        ignored: entries that change nothing here, although they differ from transformers' defaults.
     """
 
     family: Family
@@ -42,6 +45,14 @@ class HuggingFaceModel:
     fields: Fields
     vocab_size: int
     path: Path
+    ignored: tuple[str, ...] = ()
+
+    def notes(self) -> list[str]:
+        """Return a note that names the entries without effect; none if all have one."""
+        if not self.ignored:
+            return []
+        names = ", ".join(f"`{name}`" for name in self.ignored)
+        return [f"{self.path}: these entries have no effect here: {names}"]
 
     def sections(self) -> tuple[ModelConfig, MoEConfig]:
         """Return our sections of the model that the file describes."""
@@ -64,20 +75,16 @@ def understand(raw: dict[str, Any], path: Path) -> HuggingFaceModel:
     Raise a CheckpointError if our flags cannot describe it.
     """
     kind = raw.get("model_type")
-    family = FAMILIES.get(kind) if isinstance(kind, str) else None
-    if family is None:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(_unknown(raw, path))
     _check_sizes(raw, path)
-    settings = Settings(path, _with_defaults(path, raw))
     try:
-        _refuse_what_is_not_here(settings, raw, family)
-        fields = family.fields(settings)
-        return HuggingFaceModel(family, raw, fields, int(settings["vocab_size"]), path)
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(
-            f"{path} has an entry of another type than {family.architecture} has ({error!r}); "
-            "copy it again."
-        ) from error
+        return _understood(raw, path)
+    except MegatronExtError:
+        raise
+    # Each version of transformers has its own kinds of error for a bad entry.
+    except Exception as error:
+        raise _unreadable(raw, path, error) from error
 
 
 def _check_sizes(raw: Mapping[str, Any], path: Path) -> None:
@@ -88,6 +95,63 @@ def _check_sizes(raw: Mapping[str, Any], path: Path) -> None:
             raise CheckpointError(
                 f"{path} gives `{name}` as {value}, but {most:,} is the most; copy it again."
             )
+
+
+def _understood(raw: dict[str, Any], path: Path) -> HuggingFaceModel:
+    """Return what `understand` does; raise errors of any class for a bad entry."""
+    family = FAMILIES[raw["model_type"]]
+    config = _configuration(raw)
+    settings = Settings(path, config.to_dict())
+    _refuse_what_is_not_here(settings, raw, family)
+    fields = family.fields(settings)
+    vocab_size = int(settings["vocab_size"])
+    ignored = _without_effect(raw, settings, config)
+    return HuggingFaceModel(family, raw, fields, vocab_size, path, ignored)
+
+
+def _unreadable(raw: dict[str, Any], path: Path, error: Exception) -> CheckpointError:
+    """Return the error about a config.json that a library or a family could not read.
+
+    Their errors seldom say which entry is wrong: it is one without which the rest can be read.
+    """
+    reason = " ".join(str(error).split())[:300].rstrip(".:") or type(error).__name__
+    if "rope_parameters" not in raw:
+        reason = reason.replace("rope_parameters", "rope_scaling")
+    wrong = []
+    for key in raw.keys() - {"model_type"}:
+        rest = {name: value for name, value in raw.items() if name != key}
+        with suppress(Exception):
+            _understood(rest, path)
+            wrong.append(f"`{key}` {raw[key]!r}")
+    mend = " or ".join(sorted(wrong)) or "it"
+    return CheckpointError(f"{path} cannot be read ({reason}); mend {mend}.")
+
+
+def _without_effect(raw: dict[str, Any], settings: Settings, config: Any) -> tuple[str, ...]:
+    """Return the entries of config.json that nothing has read and that say no default."""
+    # An entry may have two names, such as `hidden_size` and GPT-2's `n_embd`.
+    aliases: Mapping[str, str] = config.attribute_map
+    usual = type(config)().to_dict()
+    twice = {x for pair in aliases.items() if raw.keys() >= {*pair} for x in pair}
+    ignored = list(settings.ignored)
+    for key, value in raw.items():
+        name = aliases.get(key, key)
+        if key in _DESCRIBING:
+            continue
+        # Where both names of an entry are given, transformers takes one of the values.
+        lost = key in twice and settings.values.get(name) != value
+        if lost or (name not in settings.read and usual.get(name, _NOTHING) != value):
+            ignored.append(key)
+    inner = raw.get("rope_parameters") or {}
+    ignored += [key for key in ("rope_theta",) if {key} <= raw.keys() & inner.keys()]
+    quantized = raw.get("quantization_config") or {}
+    ignored += [f"quantization_config.{key}" for key in quantized if key not in _BLOCK_SCALED]
+    return tuple(ignored)
+
+
+_NOTHING = object()
+_DESCRIBING = ("model_type", "architectures", "quantization_config", "transformers_version")
+"""Entries that are read by other means, or that tell who wrote the file."""
 
 
 def _unknown(raw: dict[str, Any], path: Path) -> str:
@@ -134,22 +198,17 @@ _SAMPLE = {
 }
 
 
-def _with_defaults(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries ``raw`` of config.json, with transformers' defaults for missing ones."""
+def _configuration(raw: dict[str, Any]) -> Any:
+    """Return transformers' configuration of the entries ``raw``, which has defaults for others."""
     try:
         from transformers import AutoConfig
     except ImportError as error:
-        raise CheckpointError(
+        raise ConfigError(
             "Hugging Face models need transformers; install `megatron-ext[hf]`."
         ) from error
     given = {key: value for key, value in raw.items() if key != "quantization_config"}
-    try:
-        config = AutoConfig.for_model(**given)
-    # Each version of transformers has its own kinds of error for a bad entry.
-    except Exception as error:
-        reason = (str(error).strip() or repr(error)).splitlines()[0].rstrip(".:")
-        raise CheckpointError(f"{path} is refused by transformers ({reason}); mend it.") from error
-    return dict(config.to_dict())
+    # transformers writes into the objects that it is given.
+    return AutoConfig.for_model(**copy.deepcopy(given))
 
 
 def _refuse_what_is_not_here(settings: Settings, raw: dict[str, Any], family: Family) -> None:
@@ -173,7 +232,11 @@ def is_block_scaled(quantized: Mapping[str, Any]) -> bool:
     return quantized.get("quant_method") == "fp8" and bool(quantized.get("weight_block_size"))
 
 
-_MOST_LAYERS, _LARGEST_ENTRY = 10_000, 1 << 48
+_MOST_LAYERS = 10_000
+_LARGEST_ENTRY = 1 << 48
+_BLOCK_SCALED = ("quant_method", "weight_block_size")
+"""Entries of ``quantization_config`` that decide how weights are read."""
+
 
 TOKENIZER_FILES = (
     "tokenizer* *.model vocab* merges.txt added_tokens.json special_tokens_map.json "

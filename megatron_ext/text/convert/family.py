@@ -38,12 +38,20 @@ MOE_SHAPE = (
 
 @dataclass(frozen=True)
 class Settings:
-    """The entries of a config.json, with transformers' defaults for missing ones."""
+    """The entries of a config.json, with transformers' defaults for missing ones.
+
+    Attributes:
+        read: the entries that the family has looked at.
+        ignored: parts of those entries that have no effect, such as ``rope_scaling.factor``.
+    """
 
     path: Path
     values: Mapping[str, Any]
+    read: set[str] = field(default_factory=set)
+    ignored: list[str] = field(default_factory=list)
 
     def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
         return self.values.get(key)
 
     def refuse(self, key: str, value: Any = None, advice: str = "use a model without it") -> None:

@@ -95,6 +95,7 @@ class _Reading:
     def open(self) -> tuple[Shapes, Shapes]:
         """Return the least shapes of the tensors that this rank's decoder and depths need."""
         self.model = read_model(self.folder)
+        self.notes += self.model.notes()
         self.table = self.model.table()
         self.source = WeightFolder(self.model)
         decoder: Shapes = {}

@@ -6,7 +6,8 @@ import csv
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,13 +74,18 @@ def with_suffix(caption: str, fps: int | None, motion: float | None = None) -> s
     return f"{caption} {', '.join(parts)}." if parts else caption
 
 
-def read_list(path: str | os.PathLike[str]) -> list[Clip]:
+def read_list(
+    path: str | os.PathLike[str], say: Callable[[str], None] = lambda line: None
+) -> list[Clip]:
     """Read a jsonl or csv of clips, or a folder of clips with a ``.txt`` caption beside each.
 
     Rows have ``path`` (relative to the list), ``text`` or ``caption``, and may have ``fps`` and
-    ``motion`` (or ``motion_score``). An unreadable list or row, or an empty list, raises DataError.
+    ``motion`` (or ``motion_score``). Other columns, and a second caption or score in a row, are
+    named to ``say`` with the number of rows that have them. An unreadable list or row, or an empty
+    list, raises DataError.
     """
     source = Path(path)
+    unused: Counter[str] = Counter()
     try:
         if source.is_dir():
             clips = [
@@ -89,7 +95,10 @@ def read_list(path: str | os.PathLike[str]) -> list[Clip]:
             ]
         elif source.is_file():
             rows = _csv_rows if source.suffix.lower() == ".csv" else _json_rows
-            clips = [_clip(row, source, line) for line, row in rows(source)]
+            clips = []
+            for line, row in rows(source):
+                clips.append(_clip(row, source, line))
+                unused.update(_unused(row))
         else:
             raise DataError(
                 f"`--input` ({source}) is neither a file nor a folder; give a jsonl, a csv or a "
@@ -103,7 +112,24 @@ def read_list(path: str | os.PathLike[str]) -> list[Clip]:
         ) from None
     if not clips:
         raise DataError(f"`--input` ({source}) holds no clip; give a list with rows.")
+    if unused:
+        names = ", ".join(f"`{name}` ({count})" for name, count in unused.most_common())
+        say(f"Columns of {source} that are not used, with the rows that have them: {names}.")
     return clips
+
+
+_CAPTIONS = ("text", "caption")
+_SCORES = ("motion", "motion_score")
+"""Names of one column each; of two in a row, the first that has a value is taken."""
+
+
+def _unused(row: dict[str, Any]) -> Iterator[str]:
+    """Yield the columns of a row that have a value which nothing reads."""
+    given = [name for name, value in row.items() if value not in (None, "")]
+    read = {"path", "fps"}
+    for names in (_CAPTIONS, _SCORES):
+        read.update([name for name in names if name in given][:1])
+    yield from (name for name in given if name not in read)
 
 
 def _caption_beside(clip: Path) -> str:
@@ -148,7 +174,7 @@ def _clip(row: Any, source: Path, line: int) -> Clip:
         raise _bad_row(source, line, "has no `path`")
     if None in row:
         raise _bad_row(source, line, f"has {len(row[None])} cells more than the first line")
-    caption = next((row[x] for x in ("text", "caption") if row.get(x) not in (None, "")), "")
+    caption = next((row[x] for x in _CAPTIONS if row.get(x) not in (None, "")), "")
     if not isinstance(caption, str):
         raise _bad_row(source, line, "has a caption that is no text")
     fps = _number(row, "fps", source, line)

@@ -281,11 +281,15 @@ def open_online(options: VideoPreprocessOptions, *, tell: bool) -> OnlineVideos:
     """
     codec = build_codec(options.codec, seed=options.encode.clip_seed)
     check_codec(options.plan, codec, options.encode.reference_lengths)
-    clips = read_list(options.input)
-    planned, dropped = plan_clips(clips, options.plan, options.encode, workers=options.workers)
-    if tell:
-        for line in report(dropped, len(clips)):
+
+    def say(line: str) -> None:
+        if tell:
             print(f"> {line}", file=sys.stderr)
+
+    clips = read_list(options.input, say)
+    planned, dropped = plan_clips(clips, options.plan, options.encode, workers=options.workers)
+    for line in report(dropped, len(clips)):
+        say(line)
     text_encoder = build_text_encoder(options.text_encoder)
     manifest = make_manifest(options, clips, planned, codec, text_encoder)
     encoder = ClipEncoder(options.encode, codec, text_encoder)

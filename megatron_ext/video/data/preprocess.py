@@ -78,7 +78,7 @@ def preprocess(options: VideoPreprocessOptions, say: Say = say_to_stderr) -> Non
     folder, device = Path(options.output), torch.device(options.device)
     codec = build_codec(options.codec, device, options.encode.clip_seed)
     check_codec(options.plan, codec, options.encode.reference_lengths)
-    clips = read_list(options.input)
+    clips = read_list(options.input, say)
     planned, dropped = plan_clips(
         clips, options.plan, options.encode, workers=options.workers,
         tick=_ticker("Looked at", len(clips), say),

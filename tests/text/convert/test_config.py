@@ -96,7 +96,7 @@ MXFP4 = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4
             {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
             "is dynamic, which changes freq",
         ),
-        ({"num_attention_heads": "four"}, "config.json is refused by transformers"),
+        ({"num_attention_heads": "four"}, "mend `num_attention_heads` 'four'."),
     ],
 )
 def test_what_our_flags_cannot_describe(tmp_path: Path, changed: dict[str, Any], text: str) -> None:

@@ -175,6 +175,18 @@ def test_lists_and_folders_of_clips_beside_captions(tmp_path: Path) -> None:
     assert found == [("a.b.mp4", "a cat"), ("c.mp4", ""), ("v1.5", "a bar")]
 
 
+def test_columns_that_nothing_reads_are_named_with_their_rows(tmp_path: Path) -> None:
+    both = {"path": "a.mp4", "text": "A", "caption": "B", "crop": [0, 1]}
+    rows = [both, {"path": "b.mp4", "caption": "C", "crop": 1, "seed": None}]
+    path = write(tmp_path / "l.jsonl", "\n".join(map(json.dumps, rows)))
+    said: list[str] = []
+    assert [clip.caption for clip in read_list(path, said.append)] == ["A", "C"]
+    assert said == [
+        f"Columns of {path} that are not used, with the rows that have them: `crop` (2), "
+        "`caption` (1)."
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [

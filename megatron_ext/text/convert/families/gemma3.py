@@ -1,5 +1,6 @@
 """Gemma 3, text only: Gemma 2 with norms of queries and keys, and a base of its own in windows."""
 
+import dataclasses
 from typing import Any
 
 from megatron_ext.config.model import ModelConfig
@@ -13,7 +14,7 @@ FULL, WINDOW = "full_attention", "sliding_attention"
 def read(settings: Settings) -> Fields:
     """Return the fields of a Gemma 3, whose rotary positions depend on the kind of a layer."""
     rotary = {kind: dict(settings["rope_parameters"][kind]) for kind in (FULL, WINDOW)}
-    own = Settings(settings.path, {**settings.values, "rope_parameters": rotary[FULL]})
+    own = dataclasses.replace(settings, values={**settings.values, "rope_parameters": rotary[FULL]})
     fields = llama.read(own) | gemma2.read_scales(settings) | llama.read_window(settings)
     if rotary[WINDOW].get("rope_type", "default") != "default":
         settings.refuse("rope_parameters", rotary)

@@ -77,12 +77,19 @@ def read_rotary(settings: Settings) -> Fields:
 def read_scaling_of(settings: Settings, given: dict[str, Any]) -> Fields:
     """Return the fields of a scaling of rotary frequencies, by flags of their own if there are."""
     kind = given.get("rope_type") or given.get("type") or "default"
+    entries = {key for key, value in given.items() if value is not None} - {"rope_type", "type"}
     if kind == "default":
+        settings.ignored.extend(f"rope_scaling.{key}" for key in sorted(entries))
         return {}
     factor = float(given.get("factor") or 1.0)
-    if kind == "llama3" and all(given.get(x) == value for x, value in LLAMA3_CONSTANTS.items()):
+    # Flags of their own hold just these entries; `read_scaling` refuses any other.
+    if (
+        kind == "llama3"
+        and entries <= {"factor", *LLAMA3_CONSTANTS}
+        and all(given.get(x) == value for x, value in LLAMA3_CONSTANTS.items())
+    ):
         return {"use_rope_scaling": True, "rope_scaling_factor": factor}
-    if kind == "linear" and factor.is_integer():
+    if kind == "linear" and entries <= {"factor"} and factor.is_integer():
         return {"rotary_seq_len_interpolation_factor": int(factor)}
     original = settings["original_max_position_embeddings"]
     if original and kind in ("longrope", "yarn"):
