@@ -12,13 +12,21 @@ conversation, the two results are tokenized and compared instead.
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple, NoReturn
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.config import SftConfig
-from megatron_ext.text.sft.chat import ChatTokenizer, Template, find_beginnings
+from megatron_ext.text.sft.chat import (
+    ChatTokenizer,
+    Template,
+    find_beginnings,
+    reads_variable,
+)
 from megatron_ext.text.sft.conversation import ASSISTANT, Conversation
+from megatron_ext.text.sft.fit import fitted
+from megatron_ext.text.sft.rendered import find_left_out, report_unrendered
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -33,19 +41,62 @@ class TokenizedConversation(NamedTuple):
 def tokenize_conversation(
     tokenizer: ChatTokenizer, conversation: Conversation, sft: SftConfig | None = None
 ) -> TokenizedConversation:
-    """Return the token ids and the mask of a conversation.
+    """Return the token ids and the mask of a conversation, which is not split.
 
-    Raise a ConfigError without a chat template, a DataError if no ids or no mask can be found.
+    Raise a ConfigError without a chat template, a DataError if no ids or no mask can be found, or
+    if the template leaves something out.
     """
-    sft = sft or SftConfig()
-    kwargs, realign = sft.template_kwargs, sft.sft_on_mismatch == "realign"
+    sft = replace(sft or SftConfig(), sft_split_turns=False)
+    return tokenize_samples(tokenizer, conversation, sft)[0]
+
+
+def tokenize_samples(
+    tokenizer: ChatTokenizer, conversation: Conversation, sft: SftConfig
+) -> list[TokenizedConversation]:
+    """Return the token ids and the masks of the samples that a conversation makes.
+
+    It makes one, or with ``--sft-split-turns`` one for each trained turn. What was changed for the
+    template, and what the template leaves out, is counted in the conversation's `Intake`. Raise
+    the errors of `tokenize_conversation`.
+    """
+    kwargs, intake = sft.template_kwargs, conversation.intake
     if kwargs.get("chat_template") is None and not tokenizer.chat_template:
         raise ConfigError(
             "The tokenizer has no chat template, so conversations cannot be tokenized; give one "
-            "with chat_template in apply_chat_template_kwargs."
+            "with `--sft-chat-template`."
         )
-    template = Template(tokenizer, conversation, kwargs)
-    source = template.source()
+    template = fitted(Template(tokenizer, conversation, kwargs), sft)
+    thinks = conversation.enable_thinking is not None
+    if thinks and not reads_variable(template.source(), "enable_thinking"):
+        intake.ignored[f"column `{sft.sft_enable_thinking_key}`"] += 1
+    samples = _split(template) if sft.sft_split_turns else [template]
+    report_unrendered(template.conversation, find_left_out(samples), sft, intake)
+    return [_tokenized(sample, realign=sft.sft_on_mismatch == "realign") for sample in samples]
+
+
+def _split(template: Template) -> list[Template]:
+    """Return for each trained turn the template of the messages up to it, which trains it alone."""
+    conversation = template.conversation
+    turns = [index for index, trained in enumerate(conversation.trained) if trained]
+    if not turns:
+        return [template]
+    behind = len(conversation.messages) - 1 - turns[-1]
+    if behind:
+        conversation.intake.ignored["messages after the last trained turn"] += behind
+    return [
+        template.of(
+            replace(
+                conversation,
+                messages=conversation.messages[: turn + 1],
+                trained=(*(False for _ in range(turn)), True),
+            )
+        )
+        for turn in turns
+    ]
+
+
+def _tokenized(template: Template, *, realign: bool) -> TokenizedConversation:
+    tokenizer, source = template.tokenizer, template.source()
     if tokenizer.is_fast and _GENERATION.search(source) is not None:
         return _by_generation_marks(template, realign=realign)
     if tokenizer.is_fast and (found := _by_text(template)) is not None:
@@ -102,7 +153,7 @@ def _by_text(template: Template) -> TokenizedConversation | None:
     """
     conversation = template.conversation
     count = len(conversation.messages)
-    whole = template.text(count)
+    whole = template.whole
     encoded = template.encode(whole)
     ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
     mask = [0] * len(ids)
@@ -163,7 +214,8 @@ def _exact_span(template: Template, whole: list[int], turn: int) -> tuple[int, i
 
 _MISMATCH = (
     "templating the messages {} it does not give the beginning of the whole conversation; set "
-    "its loss_mask to 0, give a template that does, or set on_mismatch to realign"
+    "its loss_mask to 0, give a template that does, make a sample of each turn with "
+    "`--sft-split-turns`, or look for the turn with `--sft-on-mismatch realign`"
 )
 
 

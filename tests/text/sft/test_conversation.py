@@ -249,7 +249,7 @@ def test_a_long_conversation_is_templated_a_few_times_only(monkeypatch: pytest.M
 
     monkeypatch.setattr(Template, "apply", count)
     tokenize_conversation(tokenizer, conversation)
-    assert sorted(templated) == [1, 1, 2000, 2000]
+    assert sorted(templated) == [1, 1, 2000, 2000, 2000]
 
 
 def test_marks_give_the_mask_of_templating_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
