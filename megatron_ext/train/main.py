@@ -140,6 +140,8 @@ def main(
             check_save_folder(config.checkpoint.save)
         if first and work is None:
             print("\n".join(start_lines(config, parsed.given)), flush=True)
+            for line in task.data_lines(config, assets):
+                print(f"> {line}", flush=True)
     except MegatronExtError as error:
         return refuse(error)
     program_of = partial(pretrain, device=device, assets=assets, work=work, launched=launched)

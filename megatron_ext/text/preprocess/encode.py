@@ -8,7 +8,7 @@ Chinese, Japanese and Hindi, which need no white space.
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
@@ -124,6 +124,8 @@ Refuse = Callable[[int, str], None]
 """A function called with the number of a bad line in its part, from 0, and the reason."""
 Write = Callable[[int, int, Encoded], None]
 """A function called with the index of a key, the index of a stream, and documents to write."""
+Tally = Callable[[Mapping[str, Mapping[str, int]]], None]
+"""A function called with counts for the report, by kind and name, which it adds up."""
 
 
 Splitter = Callable[[str], list[str]]
@@ -131,10 +133,12 @@ Splitter = Callable[[str], list[str]]
 
 
 class BlockEncoder(Protocol):
-    def encode(self, lines: Sequence[bytes], first: int, refuse: Refuse, write: Write) -> int:
+    def encode(
+        self, lines: Sequence[bytes], first: int, refuse: Refuse, write: Write, tally: Tally
+    ) -> int:
         """Encode lines of an input part, numbered from ``first``; return how many are kept.
 
-        Documents go to ``write``, and bad lines to ``refuse``.
+        Documents go to ``write``, bad lines to ``refuse``, and counts for the report to ``tally``.
         """
         ...
 
@@ -156,7 +160,9 @@ class TextEncoder:
     append_eod: bool
     batches: int = 0
 
-    def encode(self, lines: Sequence[bytes], first: int, refuse: Refuse, write: Write) -> int:
+    def encode(
+        self, lines: Sequence[bytes], first: int, refuse: Refuse, write: Write, tally: Tally
+    ) -> int:
         kept: list[int] = []
         texts: list[list[list[str]]] = []
         for number, raw in enumerate(lines, first):

@@ -94,7 +94,7 @@ def encode_part(job: Job, number: int, advance: Advance) -> None:
             if not lines[-1]:
                 lines.pop()
             refuse = partial(_refuse, writer if quarantines else None, lines, line)
-            documents = job.encoder.encode(lines, line, refuse, writer.write)
+            documents = job.encoder.encode(lines, line, refuse, writer.write, writer.tally)
             line += len(lines)
             writer.count(len(lines), documents)
             advance(read, documents)

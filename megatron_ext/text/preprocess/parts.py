@@ -13,8 +13,8 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -38,7 +38,7 @@ class PartMarker:
 
     The names of the part's files begin with ``stem``; ``sizes`` in bytes detect later damage. The
     part is one of the plan with this ``key``; ``host`` encoded it in ``seconds``, until the Unix
-    time ``ended``.
+    time ``ended``. ``tally`` holds the counts that the encoder gave for the report.
     """
 
     stem: str
@@ -51,6 +51,7 @@ class PartMarker:
     host: str
     seconds: float
     ended: float
+    tally: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 class PartWriter:
@@ -70,6 +71,7 @@ class PartWriter:
             self._open(f"{self._stem}.k{k}.s{stream}.{kind}")
         self._rejected = self._open(f"{self._stem}.rejected")
         self._counts = {"lines": 0, "documents": 0, "tokens": 0, "rejected": 0}
+        self._tally: dict[str, dict[str, int]] = {}
 
     def _open(self, name: str) -> BinaryIO:
         self._files[name] = stream = open(self._folder / name, "wb")
@@ -93,6 +95,13 @@ class PartWriter:
         self._counts["lines"] += lines
         self._counts["documents"] += documents
 
+    def tally(self, counts: Mapping[str, Mapping[str, int]]) -> None:
+        """Add counts for the report, by kind and name."""
+        for kind, named in counts.items():
+            total = self._tally.setdefault(kind, {})
+            for name, count in named.items():
+                total[name] = total.get(name, 0) + count
+
     def finish(self) -> None:
         """Close the files and write the marker, which says that the part is finished."""
         sizes = {}
@@ -106,6 +115,7 @@ class PartWriter:
             host=socket.gethostname(),
             seconds=time.monotonic() - self._begun,
             ended=time.time(),
+            tally=self._tally,
             **self._counts,
         )
         path = marker_path(self._folder, self._key, self._number)

@@ -220,16 +220,12 @@ def dated(chat: Chat, date: str) -> Chat:
     """Return ``chat`` with templates that write ``date`` wherever they ask for the time."""
     day = datetime.date.fromisoformat(date)
     tokenizer = copy.copy(chat.tokenizer)
-    own, kwargs = tokenizer.chat_template, chat.sft.template_kwargs
+    own = tokenizer.chat_template
     if isinstance(own, str):
         tokenizer.chat_template = with_date(own, day)
     elif own:
         tokenizer.chat_template = {name: with_date(source, day) for name, source in own.items()}
-    if kwargs.get("chat_template"):
-        kwargs["chat_template"] = with_date(kwargs["chat_template"], day)
-    sft = dataclasses.replace(
-        chat.sft, sft_date=date, sft_template_kwargs=json.dumps(kwargs) if kwargs else None
-    )
+    sft = dataclasses.replace(chat.sft, sft_date=date)
     identity = {**chat.identity, "date": date}
     return dataclasses.replace(chat, tokenizer=tokenizer, sft=sft, identity=identity)
 

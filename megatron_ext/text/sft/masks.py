@@ -9,6 +9,7 @@ first, which needs only one tokenization. If a turn begins or ends inside a toke
 conversation, the two results are tokenized and compared instead.
 """
 
+import datetime
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from megatron_ext.text.sft.chat import (
     Template,
     find_beginnings,
     reads_variable,
+    with_date,
 )
 from megatron_ext.text.sft.conversation import ASSISTANT, Conversation
 from megatron_ext.text.sft.fit import fitted
@@ -65,6 +67,9 @@ def tokenize_samples(
             "The tokenizer has no chat template, so conversations cannot be tokenized; give one "
             "with `--sft-chat-template`."
         )
+    if sft.sft_date is not None and kwargs.get("chat_template"):
+        day = datetime.date.fromisoformat(sft.sft_date)
+        kwargs["chat_template"] = with_date(kwargs["chat_template"], day)
     template = fitted(Template(tokenizer, conversation, kwargs), sft)
     thinks = conversation.enable_thinking is not None
     if thinks and not reads_variable(template.source(), "enable_thinking"):
