@@ -287,9 +287,9 @@ class _Row:
         trains: list[bool] = []
         columns = {"user": self.sft.prompt_column, ASSISTANT: self.sft.response_column}
         for role, name in columns.items():
-            value = self._json(self._column(name), name)
+            value = self._column(name)
             part = [(name, {"role": role, "content": value})]
-            if not isinstance(value, str):
+            if not isinstance(value, str) or _holds_messages(value):
                 part = _numbered(name, self._list_of(value, name))
             listed += part
             trains += [role == ASSISTANT] * len(part)
@@ -424,6 +424,15 @@ class _Row:
                     self._refuse(f"{name}.{key}", f"must be an object, not {type(value).__name__}")
                 read[key] = self._schema(value, f"{name}.{key}") if key == "function" else value
         return read
+
+
+def _holds_messages(text: str) -> bool:
+    """Tell whether a text is JSON of a list of objects."""
+    try:
+        value = json.loads(text) if text.lstrip().startswith("[") else None
+    except ValueError:
+        return False
+    return isinstance(value, list) and bool(value) and all(isinstance(x, dict) for x in value)
 
 
 def _numbered(column: str, messages: Sequence[Message]) -> list[tuple[str, Message]]:

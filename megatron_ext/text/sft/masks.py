@@ -226,13 +226,33 @@ _MISMATCH = (
 
 def _end_of_prefix(template: Template, whole: list[int], count: int) -> int | None:
     """Count the tokens of the first ``count`` messages; None if ``whole`` begins otherwise."""
-    # Some templates close a text that asks for no answer (Phi-3 with `<|endoftext|>`); what is
-    # written with and without the generation prompt is that of the messages.
     prefix = template.ids(count)
     if _begins(whole, prefix):
         return len(prefix)
+    # Some templates close a text that asks for no answer: harmony ends its last turn otherwise, and
+    # Phi-3 adds `<|endoftext|>`. What stands before the generation prompt is that of the messages;
+    # if the prompt cannot be told, it is what is written with and without it.
+    asked = _before_generation_prompt(template, count)
+    if asked is not None and _begins(whole, asked):
+        return len(asked)
     shared = prefix[: _shared_length(prefix, template.ids(count, prompt=True))]
     return len(shared) if _begins(whole, shared) else None
+
+
+def _before_generation_prompt(template: Template, count: int) -> list[int] | None:
+    """Return the ids of the first ``count`` messages as they are written where an answer follows.
+
+    None if the messages before the last of them do not show what the generation prompt is.
+    """
+    if count < 2:
+        return None
+    bare, prompted = (template.text(count - 1, prompt=prompt) for prompt in (False, True))
+    text = template.text(count, prompt=True)
+    prompt = prompted[len(bare) :]
+    if not prompt or not prompted.startswith(bare) or not text.endswith(prompt):
+        return None
+    encoded = template.tokenizer(text.removesuffix(prompt), add_special_tokens=False)
+    return list(encoded["input_ids"])
 
 
 def _begins(whole: list[int], prefix: list[int]) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_ext.errors import DataError
 from megatron_ext.text.config import SftConfig
 from megatron_ext.text.sft.chat import Template
-from megatron_ext.text.sft.conversation import Conversation, generic
+from megatron_ext.text.sft.conversation import ASSISTANT, Conversation, generic
 from megatron_ext.text.sft.intake import Intake
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -247,10 +247,15 @@ def report_unrendered(
         elif sft.sft_on_unrendered == "note":
             intake.unrendered[f"{what} (`{generic(leaf.name)}`)"] += 1
         else:
+            advice = "give a template that writes it, take it out of the row"
+            if leaf.path[2] in REASONING and not _is_last_turn(conversation, leaf):
+                advice = (
+                    "make a sample of each turn with `--sft-split-turns`, train the turn as it is "
+                    "written with `--sft-on-mismatch realign`"
+                )
             raise DataError(
                 f"{conversation.place}: `{leaf.name}` ({what}) is left out of the text by the chat "
-                "template; give a template that writes it, take it out of the row, or count such "
-                "parts with `--sft-on-unrendered note`."
+                f"template; {advice}, or count such parts with `--sft-on-unrendered note`."
             )
     for leaf in unrendered.partly.values():
         intake.ignored[f"a part of `{generic(leaf.name)}`{_role(conversation, leaf)}"] += 1
@@ -282,6 +287,11 @@ def _meaning(
         turn_is_trained = conversation.trained[index] and not realigned
         return "the reasoning of a trained turn" if turn_is_trained else None
     return None
+
+
+def _is_last_turn(conversation: Conversation, leaf: Leaf) -> bool:
+    later = conversation.messages[int(leaf.path[1]) + 1 :]
+    return not any(message["role"] == ASSISTANT for message in later)
 
 
 def _role(conversation: Conversation, leaf: Leaf) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.data.indexed import bin_path, check_indexed_dataset, read_index
+from megatron_ext.data.indexed_writer import merge_indexed
 from megatron_ext.errors import DataError
 from megatron_ext.text.data.inspect import check_ids, id_range
 from megatron_ext.text.sft.intake import Intake
@@ -22,6 +23,7 @@ from megatron_ext.text.sft.intake import Intake
 FORMAT = 1
 _SUFFIX = "_sft_document"
 _INTAKE = "intake"
+_OF_ONE_STORE = {_INTAKE, "files", "format"}
 _VOCABULARY_SAMPLE = 1 << 24
 
 
@@ -66,6 +68,46 @@ def write_about(
         stream.flush()
         os.fsync(stream.fileno())
     os.replace(temporary, path)
+
+
+def store_prefixes(datasets: Sequence[str | os.PathLike[str]]) -> list[str]:
+    """Return the prefixes of the stores whose datasets are among these, in their order.
+
+    A dataset of token ids belongs to a store if the dataset of its masks is there too.
+    """
+    names = [os.fspath(name) for name in datasets]
+    stores = [prefix_of(name) for name in names if name.endswith(_SUFFIX)]
+    return [store for store in stores if f"{store}_sft_mask" in names]
+
+
+def merge_stores(prefixes: Sequence[str], output: str) -> int:
+    """Join stores, in order, to one store with the prefix ``output``; return its conversations.
+
+    Raise a DataError if a store is damaged, or if they were not made in the same way.
+    """
+    stores = [SftStore(prefix) for prefix in prefixes]
+    first = stores[0]
+    for store in stores[1:]:
+        differing = sorted(
+            key
+            for key in {*first.about, *store.about} - _OF_ONE_STORE
+            if first.about.get(key) != store.about.get(key)
+        )
+        if differing:
+            raise DataError(
+                f"{about_path(first.prefix)} and {about_path(store.prefix)} were made with another "
+                f"{', '.join(differing)}, so they cannot be one store; give both to `--data-path`, "
+                "or preprocess one of them again."
+            )
+    about_path(output).unlink(missing_ok=True)
+    for key in ("document", "mask"):
+        merge_indexed([f"{prefix}_sft_{key}" for prefix in prefixes], f"{output}_sft_{key}")
+    files = [tuple(file) for store in stores for file in store.about["files"]]
+    intakes = [store.intake for store in stores if store.intake is not None]
+    intake = Intake.total(intakes) if len(intakes) == len(stores) else None
+    identity = {key: value for key, value in first.about.items() if key not in _OF_ONE_STORE}
+    write_about(output, identity, files, intake)
+    return sum(map(len, stores))
 
 
 Arrays = tuple[NDArray[np.int64], NDArray[Any], NDArray[np.uint8]]
