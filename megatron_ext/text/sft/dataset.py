@@ -86,7 +86,7 @@ def lay_out(
 
 @dataclass(frozen=True)
 class Cut:
-    """What ``--sft-truncation`` takes from the conversations of a split.
+    """The tokens and conversations that ``--sft-truncation`` takes from a split.
 
     Attributes:
         shortened: number of conversations that are cut; they lose ``tokens`` tokens in all.
@@ -358,7 +358,7 @@ def _without_training(config: RunConfig, splits: Splits) -> ConfigError | DataEr
 
 @dataclass(frozen=True)
 class ConversationReport:
-    """What a run read of its conversations.
+    """A report on the conversations that a run reads.
 
     Attributes:
         intake: the counts of all stores together; None if no store has any.
