@@ -350,6 +350,12 @@ def _without_training(config: RunConfig, splits: Splits) -> ConfigError | DataEr
             f"({cut.truncation}); raise it and `--seq-length`, keep the other end, or check the "
             "loss masks."
         )
+    if not any(map(len, splits.stores)):
+        counted = [store.intake for store in splits.stores if store.intake is not None]
+        return DataError(
+            f"No conversation has a trained token ({Intake.total(counted).summary()}); check the "
+            "loss masks of the assistant's messages."
+        )
     return DataError(
         f"The train split is empty under `--split` ({data.split}); give it a larger share, or "
         "more conversations."

@@ -186,8 +186,14 @@ def with_fixed_date(options: SftPreprocessOptions) -> SftPreprocessOptions:
     return dataclasses.replace(options, sft=chat_of(options).sft)
 
 
-def write_store(options: SftPreprocessOptions, chat: Chat, say: Say) -> tuple[Report, Intake]:
-    """Tokenize conversations into a store; return a report, and the counts of what was read."""
+def write_store(
+    options: SftPreprocessOptions, chat: Chat, say: Say, *, may_be_empty: bool = False
+) -> tuple[Report, Intake]:
+    """Tokenize conversations into a store; return a report, and the counts of what was read.
+
+    Raise a DataError if there is no conversation, or none with a trained token unless the store
+    ``may_be_empty``, being one of several.
+    """
     start = time.monotonic()
     options = dataclasses.replace(options, sft=chat.sft)
     with encoded(options, conversation_encoding, say, ConversationEncoding(chat)) as work:
@@ -197,10 +203,11 @@ def write_store(options: SftPreprocessOptions, chat: Chat, say: Say) -> tuple[Re
         if not any(marker.documents for marker in done.values()):
             if not intake.dropped:
                 raise DataError(f"{names} holds no conversation; give files that do.")
-            raise DataError(
-                f"{names} holds no conversation with a trained token ({intake.summary()}); check "
-                "the loss masks of the assistant's messages."
-            )
+            if not may_be_empty:
+                raise DataError(
+                    f"{names} holds no conversation with a trained token ({intake.summary()}); "
+                    "check the loss masks of the assistant's messages."
+                )
         about_path(options.output_prefix).unlink(missing_ok=True)
         report = publish_job(job, done, resumed, start)
         identity = job.encoding.identity["sft"]
@@ -359,7 +366,7 @@ def _tokenize(name: str, prefix: Path, chat: Chat, say: Say) -> None:
         sft=chat.sft,
     )
     try:
-        write_store(options, chat, say)
+        write_store(options, chat, say, may_be_empty=True)
     except MegatronExtError as error:
         if os.environ.get("RANK", "0") != "0":  # the first rank alone shows errors, but waits
             for sentence in error.messages:
