@@ -269,7 +269,7 @@ def open_stores(
     vocab_size: int,
     say: Say = say_to_stderr,
 ) -> list[SftStore]:
-    """Open one store for each name, a file of conversations or the prefix of a store.
+    """Open one store for each name: a file or a dataset of conversations, or a store's prefix.
 
     Args:
         flag: the flag that gives the names, for errors.
@@ -288,10 +288,11 @@ def open_stores(
             )
         prefix = prefix_of(name)
         if not about_path(prefix).exists():
-            if not Path(name).is_file():
+            if not Path(name).exists():
                 raise DataError(
-                    f"`{flag}` ({name}) is neither a file of conversations nor the prefix of a "
-                    "store made by tools/preprocess_data.py --sft; check the path."
+                    f"`{flag}` ({name}) is neither a file of conversations, a dataset saved to "
+                    "disk, nor the prefix of a store made by tools/preprocess_data.py --sft; check "
+                    "the path."
                 )
             prefix = _tokenized(name, cache_of(name, cache), chat, say)
         store = SftStore(prefix)
@@ -321,7 +322,7 @@ def with_date_of_stores(chat: Chat, names: Sequence[str], cache: str | None) -> 
     for name in names:
         if about_path(prefix_of(name)).exists():
             dates.add(read_about(prefix_of(name)).get("date"))
-        elif Path(name).is_file():
+        elif Path(name).exists():
             folder = cache_of(name, cache)
             for path in folder.glob(f"{glob.escape(Path(name).name)}.*_sft.json"):
                 date = read_about(str(path).removesuffix("_sft.json")).get("date")

@@ -448,6 +448,19 @@ def test_unchanged_files_are_tokenized_once(run: tuple[RunConfig, Chat], tmp_pat
     assert kinds <= {".bin", ".idx", ".json", ".lock"}
 
 
+def test_a_dataset_saved_to_disk_is_a_file_too(run: tuple[RunConfig, Chat], tmp_path: Path) -> None:
+    rows = tiny.chats(3)
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    made = pyarrow.Table.from_pylist(rows)
+    with pyarrow.ipc.new_stream(folder / "data.arrow", made.schema) as writer:
+        writer.write_table(made)
+    state = {"_data_files": [{"filename": "data.arrow"}], "_indices_data_files": None}
+    (folder / "state.json").write_text(json.dumps(state))
+    (store,), _ = opened(run, folder)
+    check_pair(store, rows)
+
+
 def test_other_options_make_another_store(run: tuple[RunConfig, Chat], tmp_path: Path) -> None:
     path = tiny.write_jsonl(tmp_path / "f.jsonl", tiny.chats(3))
     template = tmp_path / "t.jinja"
