@@ -374,6 +374,10 @@ class _Row:
         calls = self._json(message["tool_calls"], f"{name}.tool_calls")
         if not isinstance(calls, list):
             self._refuse(f"{name}.tool_calls", f"must be a list, not {type(calls).__name__}")
+        if not calls:
+            # Tables fill it in for messages without calls, and some templates ask if it is there.
+            del message["tool_calls"]
+            return
         message["tool_calls"] = [
             self._call(call, f"{name}.tool_calls[{index}]") for index, call in enumerate(calls)
         ]

@@ -248,7 +248,7 @@ def report_unrendered(
             intake.unrendered[f"{what} (`{generic(leaf.name)}`)"] += 1
         else:
             advice = "give a template that writes it, take it out of the row"
-            if leaf.path[2] in REASONING and not _is_last_turn(conversation, leaf):
+            if set(leaf.path[2:3]) & set(REASONING) and not _is_last_turn(conversation, leaf):
                 advice = (
                     "make a sample of each turn with `--sft-split-turns`, train the turn as it is "
                     "written with `--sft-on-mismatch realign`"
@@ -290,6 +290,7 @@ def _meaning(
 
 
 def _is_last_turn(conversation: Conversation, leaf: Leaf) -> bool:
+    """Tell whether no assistant's message follows that of a value."""
     later = conversation.messages[int(leaf.path[1]) + 1 :]
     return not any(message["role"] == ASSISTANT for message in later)
 

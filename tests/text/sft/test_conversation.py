@@ -168,6 +168,7 @@ def test_keys_whose_value_is_null_are_as_good_as_missing() -> None:
     assert read.messages[1] == {"role": "assistant", "tool_calls": [kept]}
     assert read.tools == ({"name": "add", "parameters": {"enum": [1, None]}},)
     assert read.intake.ignored == {}
+    assert read_conversation(with_message(tool_calls=[]), PLACE).messages[1] == ASSISTANT
 
 
 COMPLETIONS = SftConfig(sft_row_format="prompt-completion")
