@@ -318,10 +318,10 @@ def with_date_of_stores(chat: Chat, names: Sequence[str], cache: str | None) -> 
     """
     if chat.date is None or chat.date_is_given:
         return chat
-    dates = set()
+    dates: set[str] = set()
     for name in names:
         if about_path(prefix_of(name)).exists():
-            dates.add(read_about(prefix_of(name)).get("date"))
+            dates |= {read_about(prefix_of(name)).get("date")} - {None}
         elif Path(name).exists():
             folder = cache_of(name, cache)
             for path in folder.glob(f"{glob.escape(Path(name).name)}.*_sft.json"):
@@ -329,8 +329,7 @@ def with_date_of_stores(chat: Chat, names: Sequence[str], cache: str | None) -> 
                 same = cached_prefix(name, folder, {**chat.identity, "date": date})
                 if date is not None and about_path(same) == path:
                     dates.add(date)
-    known = sorted(dates - {None})
-    return dated(chat, known[-1]) if known else chat
+    return dated(chat, max(dates)) if dates else chat
 
 
 def _tokenized(name: str, folder: Path, chat: Chat, say: Say) -> str:
