@@ -321,7 +321,8 @@ def with_date_of_stores(chat: Chat, names: Sequence[str], cache: str | None) -> 
     dates: set[str] = set()
     for name in names:
         if about_path(prefix_of(name)).exists():
-            dates |= {read_about(prefix_of(name)).get("date")} - {None}
+            stored = read_about(prefix_of(name)).get("date")
+            dates |= {stored} if stored is not None else set()
         elif Path(name).exists():
             folder = cache_of(name, cache)
             for path in folder.glob(f"{glob.escape(Path(name).name)}.*_sft.json"):
