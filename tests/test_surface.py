@@ -198,6 +198,8 @@ THROUGH_THE_CONFIGURATION = {
     "exit_signal": "read by its number",
     "decrease_batch_size_if_needed": "read by microbatches",
     "sft_template_kwargs": "read as template_kwargs",
+    "sft_prompt_key": "read as prompt_column",
+    "sft_response_key": "read as response_column",
     "grad_reduce_in_bf16": "gives accumulate_allreduce_grads_in_fp32",
     "first_last_layers_bf16": "read by keeps_bf16",
     "num_layers_at_start_in_bf16": "read by keeps_bf16",

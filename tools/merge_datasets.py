@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Join all the .bin/.idx datasets of a folder, in sorted order, into one."""
+"""Join all the .bin/.idx datasets of a folder, in sorted order, into one.
+
+Stores of conversations (tools/preprocess_data.py --sft) are joined to one store.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from collections.abc import Sequence
 from megatron_ext.data.indexed import bin_path, idx_path
 from megatron_ext.data.indexed_writer import merge_indexed
 from megatron_ext.errors import DataError, MegatronExtError
+from megatron_ext.text.sft.store import merge_stores, store_prefixes
 
 
 def prefixes_in(folder: Path, output_prefix: Path) -> list[Path]:
@@ -47,6 +51,27 @@ def prefixes_in(folder: Path, output_prefix: Path) -> list[Path]:
     return prefixes
 
 
+def stores_among(prefixes: Sequence[Path], folder: Path, output_prefix: Path) -> list[str]:
+    """Return the prefixes of the stores of conversations whose datasets these are.
+
+    Raises:
+        DataError: there are other datasets beside them, or the output would overwrite a store.
+    """
+    stores = store_prefixes(prefixes)
+    if stores and len(prefixes) != 2 * len(stores):
+        others = [path for path in prefixes if not str(path).startswith(tuple(stores))]
+        named = ", ".join(map(str, others or prefixes))
+        raise DataError(
+            f"`--input` ({folder}) holds stores of conversations and other datasets ({named}); "
+            "join each kind in a folder of its own."
+        )
+    if output_prefix.resolve() in [Path(store).resolve() for store in stores]:
+        raise DataError(
+            f"`--output-prefix` ({output_prefix}) is one of the stores to merge; give another."
+        )
+    return stores
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--input", required=True, help="folder with the datasets")
@@ -57,6 +82,11 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     try:
         prefixes = prefixes_in(Path(args.input), Path(args.output_prefix))
+        stores = stores_among(prefixes, Path(args.input), Path(args.output_prefix))
+        if stores:
+            count = merge_stores(stores, args.output_prefix)
+            print(f"{len(stores)} stores, {count} conversations -> {args.output_prefix}")
+            return 0
         info = merge_indexed(prefixes, args.output_prefix, multimodal=args.multimodal)
     except MegatronExtError as error:
         for sentence in error.messages:

@@ -1,6 +1,7 @@
 """Flags and rules of text runs: tokenizer, and fine-tuning on conversations."""
 
 import dataclasses
+import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,8 +63,11 @@ class TokenizerConfig:
     )
 
 
-_ROW_FORMATS = ("messages", "prompt-response", "sharegpt")
+_ROW_FORMATS = ("messages", "prompt-response", "prompt-completion", "sharegpt", "alpaca")
+_PROMPT_COLUMNS = {"prompt-completion": ("prompt", "completion")}
+"""By row format, the columns of prompt and answer that are not `question` and `answer`."""
 _BATCHING = ("packed", "padded", "token-budget")
+_ARGUMENT_FORMS = ("auto", "object", "string")
 
 _NO_EPOCHS, _NO_BLEND = "its steps would not add up to epochs", "there is no blend to build"
 _NOT_WITH_SFT = {
@@ -105,10 +109,22 @@ class SftConfig:
         "messages", "columns that hold a row's conversation", choices=_ROW_FORMATS
     )
     sft_messages_key: str = flag("messages", "column of messages, each with role and content")
-    sft_prompt_key: str = flag("question", "column of the prompt (prompt-response)")
-    sft_response_key: str = flag("answer", "column of the response (prompt-response)")
+    sft_prompt_key: str | None = flag(
+        None,
+        "column of the prompt; default: question (prompt-response), prompt (prompt-completion)",
+    )
+    sft_response_key: str | None = flag(
+        None,
+        "column of the response; default: answer (prompt-response), completion (prompt-completion)",
+    )
     sft_conversations_key: str = flag("conversations", "column of from/value pairs (sharegpt)")
-    sft_system_key: str = flag("system", "optional column of the system text (sharegpt)")
+    sft_instruction_key: str = flag("instruction", "column of the instruction (alpaca)")
+    sft_input_key: str = flag("input", "optional column of the instruction's input (alpaca)")
+    sft_output_key: str = flag("output", "column of the answer (alpaca)")
+    sft_history_key: str = flag(
+        "history", "optional column of earlier turns, pairs of instruction and answer (alpaca)"
+    )
+    sft_system_key: str = flag("system", "optional column of the system text")
     sft_tools_key: str = flag("tools", "optional column of tool schemas")
     sft_enable_thinking_key: str = flag("enable_thinking", "optional column of booleans")
     sft_chat_template: str | None = flag(
@@ -116,6 +132,28 @@ class SftConfig:
     )
     sft_template_kwargs: str | None = flag(
         None, 'JSON object for the template, such as {"enable_thinking": false}'
+    )
+    sft_date: str | None = flag(
+        None,
+        "the date, as YYYY-MM-DD, that a template with strftime_now writes; default: the day on "
+        "which the conversations are tokenized",
+    )
+    sft_tool_arguments: str = flag(
+        "auto",
+        "the form in which the template gets the arguments of tool calls: as an object, as JSON "
+        "text (string), or as it needs them, found by a trial (auto)",
+        choices=_ARGUMENT_FORMS,
+    )
+    sft_on_unrendered: str = flag(
+        "refuse",
+        "a message, tool, tool call or reasoning that the template leaves out of the text is "
+        "refused, or counted in the report (note)",
+        choices=("refuse", "note"),
+    )
+    sft_split_turns: bool = flag(
+        False,
+        "make one sample of each trained assistant turn, which ends with it, so that a template "
+        "that shortens earlier turns writes each as it is generated",
     )
     sft_on_mismatch: str = flag(
         "error",
@@ -146,16 +184,28 @@ class SftConfig:
         return dataclasses.replace(self, sft_max_length=seq_length)
 
     @property
+    def prompt_column(self) -> str:
+        return self.sft_prompt_key or _PROMPT_COLUMNS.get(self.sft_row_format, ("question",))[0]
+
+    @property
+    def response_column(self) -> str:
+        return self.sft_response_key or _PROMPT_COLUMNS.get(self.sft_row_format, ("answer",))[-1]
+
+    @property
     def template_kwargs(self) -> dict[str, Any]:
         return dict(parse_json(self.sft_template_kwargs or "{}", "--sft-template-kwargs"))
 
     def row_errors(self) -> list[str]:
-        """Return an error for a bad ``--sft-row-format`` and for bad ``--sft-template-kwargs``."""
+        """Return an error for each flag about rows and templates that has a bad value."""
         found = []
         if self.sft_row_format not in _ROW_FORMATS:
             found.append(
                 f"`--sft-row-format` ({self.sft_row_format}) must be one of "
                 f"{', '.join(_ROW_FORMATS)}."
+            )
+        if self.sft_date is not None and not _is_date(self.sft_date):
+            found.append(
+                f"`--sft-date` ({self.sft_date}) must be a day as YYYY-MM-DD; use 2024-07-26."
             )
         try:
             kwargs = parse_json(self.sft_template_kwargs or "{}", "--sft-template-kwargs")
@@ -167,6 +217,13 @@ class SftConfig:
                 """use '{"enable_thinking": false}'."""
             )
         return found
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return datetime.date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 def _sft_errors(sft: SftConfig, run: RunConfig) -> list[str]:

@@ -39,7 +39,7 @@ from megatron_ext.text.evaluation.config import TaskEvaluationConfig
 from megatron_ext.text.evaluation.scores import TaskScores, check_training
 from megatron_ext.text.hybrid import HybridConfig
 from megatron_ext.text.model.gpt import build_gpt_chunk
-from megatron_ext.text.sft.dataset import SftDataset, build_splits
+from megatron_ext.text.sft.dataset import SftDataset, build_splits, report_conversations
 from megatron_ext.text.step import gpt_forward_step, prepare_batches, text_step_stats
 from megatron_ext.text.tokenizers import build_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
@@ -191,7 +191,20 @@ GPT = Task(
     perplexity=True,
 )
 
-SFT = dataclasses.replace(GPT, rules=training_rules, preflight=prepare_sft, datasets=build_splits)
+
+def conversation_lines(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
+    """Return lines on what a run reads of its conversations, and what it does not use."""
+    report = report_conversations(config, tokenizer)
+    return [*report.notes, *report.warnings]
+
+
+SFT = dataclasses.replace(
+    GPT,
+    rules=training_rules,
+    preflight=prepare_sft,
+    datasets=build_splits,
+    data_lines=conversation_lines,
+)
 
 
 def task_of(config: RunConfig) -> Task:

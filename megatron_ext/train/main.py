@@ -155,6 +155,8 @@ def main(
             check_save_folder(config.checkpoint.save)
         if first and work is None:
             print("\n".join(start_lines(config, parsed.given)), flush=True)
+            for line in task.data_lines(config, assets):
+                print(f"> {line}", flush=True)
     except MegatronExtError as error:
         return refuse(error)
     # The ranks, which may be forked from here, know of a signal that comes before they start.

@@ -95,6 +95,8 @@ class Task(TaskFlags):
         preflight: ``(config)`` to the configuration, completed from the data, and to the task's
             assets, which its data and steps need. It checks the data on every rank before any
             process group exists.
+        data_lines: ``(config, assets)`` to lines on what was read of the data and what was not
+            used, which the first rank prints at the start.
         cost: the cost model for plans (``--dry-run``, tools/plan.py); None if there is none.
         takes_step_flags: True, or the forward step itself, if the forward step implements
             `STEP_FLAGS`; otherwise these flags are refused.
@@ -122,6 +124,7 @@ class Task(TaskFlags):
     perplexity: bool = False
     initial_weights: InitialWeights | None = None
     step_runner: Callable[..., Any] | None = None
+    data_lines: Callable[[RunConfig, Any], Sequence[str]] = lambda config, assets: ()
     cost: TaskCost | None = None
     takes_step_flags: bool | ForwardStep = False
     step_advice: str = (

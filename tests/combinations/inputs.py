@@ -79,14 +79,18 @@ def _write_chats(folder: Path) -> None:
     for name, count, seed in (("chats", 40, 0), ("more_chats", 12, 1)):
         rows = chats.chats(count, turns=2, words=3, seed=seed)
         chats.write_jsonl(folder / f"{name}.jsonl", rows)
-        asked, shared = [], []
+        asked, shared, instructed, completed = [], [], [], []
         for row in rows:
             question, answer = (message["content"] for message in row["messages"][:2])
             asked.append({"question": question, "answer": answer})
+            instructed.append({"instruction": question, "input": "", "output": answer})
+            completed.append({"prompt": row["messages"][:-1], "completion": row["messages"][-1:]})
             turns = [{"from": kinds[m["role"]], "value": m["content"]} for m in row["messages"]]
             shared.append({"conversations": turns})
         chats.write_jsonl(folder / f"{name}_questions.jsonl", asked)
         chats.write_jsonl(folder / f"{name}_shared.jsonl", shared)
+        chats.write_jsonl(folder / f"{name}_alpaca.jsonl", instructed)
+        chats.write_jsonl(folder / f"{name}_completions.jsonl", completed)
     texts = [{"text": f"line {i} " + "ab " * (i % 7)} for i in range(60)]
     chats.write_jsonl(folder / "texts.jsonl", texts)
     for name in ("chatml_generation", "zephyr"):

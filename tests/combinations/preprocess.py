@@ -34,7 +34,12 @@ class Case:
         words = " ".join(self.content)
         if "--sft" not in words:
             return "documents"
-        kinds = {"prompt-response": "chats_questions", "sharegpt": "chats_shared"}
+        kinds = {
+            "prompt-response": "chats_questions",
+            "prompt-completion": "chats_completions",
+            "sharegpt": "chats_shared",
+            "alpaca": "chats_alpaca",
+        }
         return next((name for kind, name in kinds.items() if kind in words), "chats")
 
     def words(self, data: Path, how: Iterable[str]) -> list[str]:

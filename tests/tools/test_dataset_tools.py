@@ -7,9 +7,10 @@ import runpy
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -19,8 +20,11 @@ from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.errors import DataError
 from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.data.inspect import inspect_dataset
+from megatron_ext.text.preprocess.cli import main as preprocess_main
+from megatron_ext.text.sft.store import SftStore
 from megatron_ext.text.tokenizers import build_tokenizer
 from tests.text import tiny
+from tests.text.sft import tiny as chats
 from tests.text.tiny import read_pair
 
 
@@ -56,6 +60,44 @@ def test_merge(tmp_path: Path) -> None:
     said = f"2 datasets, 3 documents, 6 tokens -> {output}\n"
     assert (done.returncode, done.stdout) == (0, said)
     assert read_pair(tmp_path / "all") == read_pair(write(tmp_path / "whole", [2, 4, 0]))
+
+
+def test_merge_of_stores_of_conversations(tmp_path: Path) -> None:
+    tokenizer = chats.save(tmp_path / "tokenizer")
+    folder = tmp_path / "stores"
+    folder.mkdir()
+    rows = chats.chats(5)
+
+    def preprocess(name: str, *rows: Any, more: Sequence[str] = ()) -> None:
+        path = chats.write_jsonl(tmp_path / f"{name}.jsonl", list(rows))
+        words = ["--sft", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model"]
+        words += [str(tokenizer), "--input", str(path), "--output-prefix", str(folder / name)]
+        assert preprocess_main([*words, *more]) == 0
+
+    preprocess("a", *rows[:2])
+    preprocess("b", *rows[2:])
+    done = run("merge_datasets.py", "--input", folder, "--output-prefix", tmp_path / "all")
+    assert done.stdout == f"2 stores, 5 conversations -> {tmp_path / 'all'}\n"
+    preprocess("whole", *rows)
+    merged, whole = SftStore(str(tmp_path / "all")), SftStore(str(folder / "whole"))
+    assert merged.intake == whole.intake and len(merged) == 5
+    assert [merged.source_of(number)[1] for number in range(5)] == [1, 2, 1, 2, 3]
+    for number in range(5):
+        for mine, theirs in zip(
+            merged.conversation(number), whole.conversation(number), strict=True
+        ):
+            assert mine.tolist() == theirs.tolist()
+
+    def error(output: Path) -> str:
+        return run("merge_datasets.py", "--input", folder, "--output-prefix", output).stderr
+
+    assert "is one of the stores to merge; give another." in error(folder / "a")
+    preprocess("whole", *rows, more=["--sft-template-kwargs", '{"a": 1}'])
+    assert "were made with another template_kwargs, so they cannot be one" in error(tmp_path / "x")
+    (folder / "whole_sft.json").unlink()
+    assert "whole_sft.json does not exist, so the store is not whole" in error(tmp_path / "x")
+    write(folder / "plain", [3])
+    assert "holds stores of conversations and other datasets (" in error(tmp_path / "x")
 
 
 def test_merge_refuses(tmp_path: Path) -> None:

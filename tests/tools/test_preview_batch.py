@@ -177,8 +177,24 @@ def test_suspicious_data_fails_if_strict(folder: Path, capfd: pytest.CaptureFixt
     assert run(words) == 0
     assert run(words, "--strict") == 1
     shown = capfd.readouterr().out
-    sentence = "warning: 1 conversations have no trained token (the first: "
-    assert shown.count(f"{sentence}{folder}/masked.jsonl, sample 2, conversation 1)") == 2
+    assert shown.count("warning: dropped: conversations without a trained token, by their l") == 2
+
+
+def test_what_is_not_used_of_the_rows_fails_if_strict(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = [json.loads(line(HELLO, score=1)), json.loads(line(SUM))]
+    (folder / "unused.jsonl").write_text(
+        "".join(json.dumps({**row, "id": i}) + "\n" for i, row in enumerate(rows))
+    )
+    words = [*words_of(folder, "unused.jsonl"), *"--sft-max-length 40".split()]
+    assert run([*words, "--sft-truncation", "left"], "--strict") == 1
+    shown = capfd.readouterr().out.replace("\n", " ")
+    assert "warning: ignored, because neither this program nor the chat template uses it" in shown
+    assert "`messages[].score` (2)" in shown and "column `id` (2)" in shown
+    assert "`--sft-truncation left` cuts 1 of 2 conversations of the train split to" in shown
+    assert "(40), and 32 tokens are lost" in shown
+    assert "conversations: 2 rows, 7 messages, 3 assistant turns" in shown
 
 
 @pytest.mark.parametrize(

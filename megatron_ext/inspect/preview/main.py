@@ -48,6 +48,7 @@ from megatron_ext.inspect.preview.text import (
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.text.config import SftConfig
 from megatron_ext.text.data.config import DataConfig
+from megatron_ext.text.sft.dataset import report_conversations
 from megatron_ext.text.task import separator_warnings
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.main import preflight, silence_known_warnings, stored_config
@@ -236,14 +237,19 @@ def preview(
     steps = collect(config, task, tokenizer, first=options.step, count=options.steps)
     crosses = not (config.section(SftConfig).sft or config.section(DataConfig).reset_attention_mask)
     notes = _notes(config.training, config.loss, steps[0].cp_columns, crosses=crosses)
-    warnings = [] if config.section(SftConfig).sft else separator_warnings(config, tokenizer)
+    if config.section(SftConfig).sft:
+        report = report_conversations(config, tokenizer)
+        notes += report.notes
+        warnings = report.warnings
+    else:
+        warnings = separator_warnings(config, tokenizer)
     return _show(steps, notes, warnings, options, tokenizer, console, config.loss.loss_reduction)
 
 
 def _show(
     steps: Sequence[Step],
-    notes: list[str],
-    warnings: list[str],
+    notes: Sequence[str],
+    of_data: Sequence[str],
     options: Options,
     tokenizer: Tokenizer,
     console: Console,
@@ -251,7 +257,7 @@ def _show(
 ) -> list[str]:
     splitter, eod = SpanSplitter(tokenizer), tokenizer.eod
     summary = summarize(steps, eod)
-    warnings = [*warnings, *warnings_of(steps, splitter, eod)]
+    warnings = [*of_data, *warnings_of(steps, splitter, eod)]
     # Whole tokens weigh 1; under the other reductions the weights only compare with each other.
     heaviest = max(summary.heaviest, 1.0) if reduction == "token" else summary.heaviest
     chosen = []

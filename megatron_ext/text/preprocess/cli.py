@@ -149,12 +149,15 @@ def _run(argv: Sequence[str]) -> Report | None:
         SftPreprocessOptions,
         conversation_encoding,
         preprocess_sft,
+        with_fixed_date,
     )
 
     options, notes = parse_options(argv)
     for note in notes:
         say_to_stderr(note)
     sft = isinstance(options, SftPreprocessOptions)
+    if isinstance(options, SftPreprocessOptions):
+        options = with_fixed_date(options)
     if options.slurm_script is not None:
         plan_for_slurm(options, conversation_encoding if sft else TextEncoding)
         return None

@@ -9,7 +9,7 @@ Chinese, Japanese and Hindi, which need no white space.
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
@@ -155,8 +155,8 @@ Refuse = Callable[[int, str], None]
 """A function called with the number of a bad line in its part, from 0, and the reason."""
 Write = Callable[[int, int, Encoded], None]
 """A function called with the index of a key, the index of a stream, and documents to write."""
-Note = Callable[[str, int], None]
-"""A function called with what the run's report tells of some lines, and the number of lines."""
+Tally = Callable[[Mapping[str, Mapping[str, int]]], None]
+"""A function called with counts for the report, by kind and name, which it adds up."""
 
 
 Splitter = Callable[[str], list[str]]
@@ -165,12 +165,11 @@ Splitter = Callable[[str], list[str]]
 
 class BlockEncoder(Protocol):
     def encode(
-        self, lines: Sequence[bytes], first: int, refuse: Refuse, write: Write, note: Note
+        self, lines: Sequence[bytes], first: int, refuse: Refuse, write: Write, tally: Tally
     ) -> int:
         """Encode lines of an input part, numbered from ``first``; return how many are kept.
 
-        Documents go to ``write``, bad lines to ``refuse``, and to ``note`` what is not used of the
-        lines that are kept.
+        Documents go to ``write``, bad lines to ``refuse``, and counts for the report to ``tally``.
         """
         ...
 
@@ -193,11 +192,12 @@ class TextEncoder:
     batches: int = 0
 
     def encode(
-        self, lines: Sequence[bytes], first: int, refuse: Refuse, write: Write, note: Note
+        self, lines: Sequence[bytes], first: int, refuse: Refuse, write: Write, tally: Tally
     ) -> int:
         kept: list[int] = []
         texts: list[list[list[str]]] = []
         unread: Counter[str] = Counter()
+        twice: Counter[str] = Counter()
         for number, raw in enumerate(lines, first):
             try:
                 document = read_object(raw, self.keys)
@@ -210,20 +210,18 @@ class TextEncoder:
                 unread.update(document.keys() - self.keys)
             for key in self.keys:
                 if _has_twice(raw, key):
-                    note(f"{TWICE}{key}", 1)
-        for name, count in unread.items():
-            note(f"{UNREAD}{name}", count)
+                    twice[key] += 1
         try:
-            self._encode_streams(texts, kept, write, note)
+            within = self._encode_streams(texts, kept, write)
         except (ValueError, OverflowError):
             # The tokenizer refuses some text; only now is it worth asking which.
             good = [i for i, number in enumerate(kept) if self._accepts(texts[i], number, refuse)]
             kept, texts = [kept[i] for i in good], [texts[i] for i in good]
-            self._encode_streams(texts, kept, write, note)
-        for i, key in enumerate(self.keys):
-            empty = sum(not any(document[i]) for document in texts)
-            if empty:
-                note(f"{EMPTY}{key}", empty)
+            within = self._encode_streams(texts, kept, write)
+        empty = {
+            key: sum(not any(document[i]) for document in texts) for i, key in enumerate(self.keys)
+        }
+        tally({UNREAD: unread, TWICE: twice, EMPTY: empty, ENDS_WITHIN: within})
         return len(kept)
 
     def _texts(self, document: dict[str, Any]) -> list[list[str]]:
@@ -242,21 +240,24 @@ class TextEncoder:
         return True
 
     def _encode_streams(
-        self, texts: list[list[list[str]]], numbers: list[int], write: Write, note: Note
-    ) -> None:
-        """Encode all texts before writing, so that nothing is written if a text is refused."""
+        self, texts: list[list[list[str]]], numbers: list[int], write: Write
+    ) -> dict[str, int]:
+        """Encode all texts before writing, so that nothing is written if a text is refused.
+
+        Return how many end-of-document tokens stand within the texts of each key.
+        """
         encoded = []
         for stream in range(self.streams):
             mine = [t for t, n in zip(texts, numbers, strict=True) if n % self.streams == stream]
             for key in range(len(self.keys)):
                 encoded.append((key, stream, self._encode([document[key] for document in mine])))
+        within: Counter[str] = Counter()
         for key, stream, batch in encoded:
             write(key, stream, batch)
             if self.eod is not None:
                 ends = int((batch.tokens == self.eod).sum())
-                within = ends - int((batch.documents > 0).sum())
-                if within:
-                    note(ENDS_WITHIN, within)
+                within[self.keys[key]] += ends - int((batch.documents > 0).sum())
+        return within
 
     def _encode(self, documents: Sequence[list[str]]) -> Encoded:
         """Encode documents, each a list of sequences; raise an InexactEngine if engines differ."""

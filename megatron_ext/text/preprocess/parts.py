@@ -13,9 +13,8 @@ import secrets
 import shutil
 import socket
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -51,10 +50,10 @@ _SECONDS_FOR_DYING_WORKERS = 1.0
 class PartMarker:
     """The marker of a finished part: numbers of lines read, documents, tokens and refused lines.
 
-    Blank lines at the end of an input (``skipped``) are no documents, and not refused. ``notes``
-    tells what else the report should say of how many lines. The names of the part's files begin
-    with ``stem``; ``sizes`` in bytes detect later damage. The part is one of the plan with this
-    ``key``; ``host`` encoded it in ``seconds``, until the Unix time ``ended``.
+    Blank lines at the end of an input (``skipped``) are no documents, and not refused. The names of
+    the part's files begin with ``stem``; ``sizes`` in bytes detect later damage. The part is one of
+    the plan with this ``key``; ``host`` encoded it in ``seconds``, until the Unix time ``ended``.
+    ``tally`` holds counts for the report, by kind and name.
     """
 
     stem: str
@@ -64,11 +63,11 @@ class PartMarker:
     tokens: int
     rejected: int
     skipped: int
-    notes: dict[str, int]
     sizes: dict[str, int]
     host: str
     seconds: float
     ended: float
+    tally: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def is_sound(self) -> bool:
         """Return whether the values, which a stranger may have written, are of their types."""
@@ -99,7 +98,7 @@ class PartWriter:
             self._open(f"{self._stem}.k{k}.s{stream}.{kind}")
         self._rejected = self._open(f"{self._stem}.rejected")
         self._counts = dict.fromkeys(("lines", "documents", "tokens", "rejected", "skipped"), 0)
-        self._notes: Counter[str] = Counter()
+        self._tally: dict[str, dict[str, int]] = {}
 
     def _open(self, name: str) -> BinaryIO:
         self._files[name] = stream = open_new(self._folder / name, "wb")
@@ -118,20 +117,23 @@ class PartWriter:
         record = {"line": line, "reason": reason, "text": text}
         self._rejected.write(json.dumps(record).encode() + b"\n")
         self._counts["rejected"] += 1
-        self._notes[f"{REFUSED}{reason.partition(' (')[0]}"] += 1
+        self.tally({REFUSED: {reason.partition(" (")[0]: 1}})
 
     def skip(self, line: int) -> None:
         """Record a blank line by its number within the part."""
         self._rejected.write(json.dumps({"line": line}).encode() + b"\n")
         self._counts["skipped"] += 1
 
-    def note(self, what: str, lines: int) -> None:
-        """Add to the number of lines of which the report tells something."""
-        self._notes[what] += lines
-
     def count(self, lines: int, documents: int) -> None:
         self._counts["lines"] += lines
         self._counts["documents"] += documents
+
+    def tally(self, counts: Mapping[str, Mapping[str, int]]) -> None:
+        """Add counts for the report, by kind and name."""
+        for kind, named in counts.items():
+            total = self._tally.setdefault(kind, {})
+            for name, count in named.items():
+                total[name] = total.get(name, 0) + count
 
     def finish(self) -> None:
         """Close the files and write the marker, which says that the part is finished."""
@@ -146,7 +148,7 @@ class PartWriter:
             host=socket.gethostname(),
             seconds=time.monotonic() - self._begun,
             ended=time.time(),
-            notes=dict(self._notes),
+            tally=self._tally,
             **self._counts,
         )
         path = marker_path(self._folder, self._key, self._number)

@@ -275,14 +275,13 @@ def publish_job(job: Job, done: Mapping[int, PartMarker], resumed: int, start: f
 
 
 def _remarks(markers: Sequence[PartMarker]) -> list[str]:
-    """Return sentences on blank lines and on what the encoders have noted."""
-    notes: Counter[str] = Counter()
-    for marker in markers:
-        notes.update(marker.notes)
+    """Return sentences on blank lines and on what the encoders have counted."""
     skipped = sum(marker.skipped for marker in markers)
-    refused, unread = _named(notes, REFUSED), _named(notes, UNREAD)
-    twice, empty = _named(notes, TWICE), _named(notes, EMPTY)
-    within = notes[ENDS_WITHIN]
+    refused = _named(markers, REFUSED)
+    unread = _named(markers, UNREAD)
+    twice = _named(markers, TWICE)
+    empty = _named(markers, EMPTY)
+    within = sum(sum(marker.tally.get(ENDS_WITHIN, {}).values()) for marker in markers)
     remarks = {
         f"{skipped} blank lines at the end of inputs were skipped.": skipped,
         f"Reasons of refused lines: {refused}.": refused,
@@ -295,9 +294,12 @@ def _remarks(markers: Sequence[PartMarker]) -> list[str]:
     return [sentence for sentence, is_so in remarks.items() if is_so]
 
 
-def _named(notes: Mapping[str, int], start: str) -> str:
-    """Return what the notes with this beginning name, each with its number of lines."""
-    counts = {what.removeprefix(start): n for what, n in notes.items() if what.startswith(start)}
+def _named(markers: Sequence[PartMarker], kind: str) -> str:
+    """Return the names that parts have counted under a kind, each with its number of lines."""
+    counts: Counter[str] = Counter()
+    for marker in markers:
+        counts.update(marker.tally.get(kind, {}))
+    counts = +counts  # Encoders count zeros too.
     names = sorted(counts, key=lambda name: (-counts[name], name))
     shown = [f"{name} ({counts[name]})" for name in names[:_MOST_REMARKS]]
     more = len(names) - len(shown)

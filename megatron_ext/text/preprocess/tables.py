@@ -3,11 +3,15 @@
 A parquet file is read by row groups, an Arrow file by record batches; both are called groups here.
 A column is read only if it is asked for. Arrow files are those of `pyarrow.ipc` and of Hugging
 Face's `save_to_disk`, in the file format or the stream format, and are mapped into memory.
+
+A row holds what a line of jsonl would: JSON texts in columns of Arrow's type json, which the
+datasets library writes for objects of unlike keys, become their values; maps become objects.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -16,6 +20,7 @@ import orjson
 from megatron_ext.errors import ConfigError, DataError
 
 _ROWS = 1024
+_OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS
 _LENGTH_OF_REASON = 160
 
 
@@ -151,7 +156,14 @@ def _lines(batch: Any) -> bytes:
     Such a line is refused with its number, as the line of a text file is.
     """
     try:
-        return b"".join(map(_line, batch.to_pylist()))
+        rows = batch.to_pylist()
+        if convert := _converters(batch.schema):
+            rows = [_convert_members(convert, row) for row in rows]
+        return b"".join(map(_line, rows))
+    except orjson.JSONDecodeError:
+        if batch.num_rows == 1:
+            return b"a column of the type json holds no JSON\n"
+        return b"".join(_lines(batch.slice(row, 1)) for row in range(batch.num_rows))
     except UnicodeDecodeError as error:
         if batch.num_rows == 1:
             return bytes(error.object).replace(b"\n", b" ") + b"\n"
@@ -159,12 +171,14 @@ def _lines(batch: Any) -> bytes:
 
 
 def _line(row: dict[str, Any]) -> bytes:
-    """Return a row as a line of JSON, without null fields in structs; a bytes value becomes null.
+    """Return a row as a line of JSON, without null fields in structs.
+
+    Bytes become an object that says how many there were, since JSON has none.
 
     In parquet every struct has the keys of all rows, and missing ones are null.
     """
     plain = {column: _without_nulls(value) for column, value in row.items()}
-    return orjson.dumps(plain, default=_otherwise, option=orjson.OPT_APPEND_NEWLINE)
+    return orjson.dumps(plain, default=_otherwise, option=_OPTIONS)
 
 
 def _without_nulls(value: Any) -> Any:
@@ -175,5 +189,67 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _otherwise(value: Any) -> str | None:
-    return None if isinstance(value, bytes) else str(value)
+def _otherwise(value: Any) -> Any:
+    return {"bytes": len(value)} if isinstance(value, bytes) else str(value)
+
+
+Convert = Callable[[Any], Any]
+"""A function from a value as pyarrow gives it to what a line of jsonl would hold."""
+
+
+def _converters(schema: Any) -> dict[str, Convert]:
+    """Return the functions that convert values, by those columns of a table that need one."""
+    found = {field.name: _converter(field) for field in schema}
+    return {name: convert for name, convert in found.items() if convert is not None}
+
+
+def _converter(field: Any) -> Convert | None:
+    """Return the function that converts the values of an Arrow field; None if none is needed."""
+    import pyarrow
+
+    kind = field.type
+    metadata = field.metadata or {}
+    name = getattr(kind, "extension_name", None) or metadata.get(_EXTENSION, b"").decode()
+    if name == "arrow.json":
+        return _from_json
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        kind = kind.storage_type
+    if pyarrow.types.is_dictionary(kind):
+        return _converter(pyarrow.field("", kind.value_type))
+    if pyarrow.types.is_map(kind):
+        of_values = _converter(kind.item_field)
+        return lambda pairs: {
+            key: value if of_values is None or value is None else of_values(value)
+            for key, value in pairs
+        }
+    if pyarrow.types.is_struct(kind):
+        members = _converters([kind.field(i) for i in range(kind.num_fields)])
+        return partial(_convert_members, members) if members else None
+    if _is_list(kind):
+        of_items = _converter(kind.value_field)
+        if of_items is not None:
+            return lambda items: [x if x is None else of_items(x) for x in items]
+    return None
+
+
+_EXTENSION = b"ARROW:extension:name"
+
+
+def _is_list(kind: Any) -> bool:
+    from pyarrow import types
+
+    names = ("list", "large_list", "fixed_size_list", "list_view", "large_list_view")
+    checks = (getattr(types, f"is_{name}", None) for name in names)  # pyarrow 16 lacks the views
+    return any(check is not None and check(kind) for check in checks)
+
+
+def _convert_members(members: Mapping[str, Convert], value: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: members[key](item) if key in members and item is not None else item
+        for key, item in value.items()
+    }
+
+
+def _from_json(text: str) -> Any:
+    """Return the value of a JSON text; raise a ValueError if it is none."""
+    return orjson.loads(text)

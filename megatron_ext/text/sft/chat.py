@@ -6,16 +6,19 @@ message after the other, independently of later messages. If the syntax tree of 
 this, the template is applied only once, with a mark before each message; the marks give all places.
 """
 
+import copy
+import dataclasses
+import datetime
 import hashlib
 import importlib.metadata
 import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
-from jinja2 import TemplateSyntaxError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatron_ext.disk.reading import UnreadableFile, read_text
@@ -34,9 +37,9 @@ _OURS = (
     "conversation add_generation_prompt continue_final_message tokenize return_dict tools "
     "return_assistant_tokens_mask return_tensors padding truncation max_length tokenizer_kwargs"
 ).split()
-_COLUMNS = (
-    "messages", "prompt", "response", "conversations", "system", "tools", "enable_thinking"
-)  # fmt: skip
+_COLUMNS = ("messages", "conversations", "system", "tools", "enable_thinking")
+_GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
+_ALPACA_COLUMNS = ("instruction", "input", "output", "history")
 
 
 class ChatTokenizer(Protocol):
@@ -56,7 +59,7 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
     for name in kwargs:
         if name in _OURS:
             raise ConfigError(
-                f"apply_chat_template_kwargs ({name}) must not hold what the tokenization of "
+                f"`--sft-template-kwargs` ({name}) must not hold what the tokenization of "
                 f"conversations sets itself ({', '.join(_OURS)}); leave it out."
             )
 
@@ -70,17 +73,27 @@ class Template:
     def __init__(
         self, tokenizer: ChatTokenizer, conversation: Conversation, kwargs: Mapping[str, Any]
     ) -> None:
-        self._tokenizer, self.conversation, self._kwargs = tokenizer, conversation, dict(kwargs)
+        self.tokenizer, self.conversation = tokenizer, conversation
+        self._given, self._kwargs = kwargs, dict(kwargs)
         if conversation.enable_thinking is not None:
             self._kwargs["enable_thinking"] = conversation.enable_thinking
         if conversation.tools is not None:
             self._kwargs["tools"] = list(conversation.tools)
 
+    def of(self, conversation: Conversation) -> "Template":
+        """Return the template of another conversation with the same tools or other ones."""
+        return Template(self.tokenizer, conversation, self._given)
+
+    @cached_property
+    def whole(self) -> str:
+        """Return the text of all messages."""
+        return self.text(len(self.conversation.messages))
+
     def apply(self, count: int, **kwargs: Any) -> Any:
         """Apply the template to the first ``count`` messages; raise a DataError if it fails."""
         messages = [dict(message) for message in self.conversation.messages[:count]]
         try:
-            return apply_template(self._tokenizer, messages, **{**self._kwargs, **kwargs})
+            return apply_template(self.tokenizer, messages, **{**self._kwargs, **kwargs})
         except TooCostly:
             raise
         except Exception as error:  # a template can raise anything
@@ -102,13 +115,13 @@ class Template:
     def source(self) -> str:
         """Return the Jinja source of the template."""
         own = self._kwargs.get("chat_template")
-        return self._tokenizer.get_chat_template(own, self._kwargs.get("tools"))
+        return self.tokenizer.get_chat_template(own, self._kwargs.get("tools"))
 
     def encode(self, text: str) -> Any:
         """Return `input_ids` and `offset_mapping` (in characters) of a text from the template."""
         try:
-            with refused_panic(getattr(self._tokenizer, "name_or_path", "")):
-                return self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            with refused_panic(getattr(self.tokenizer, "name_or_path", "")):
+                return self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         except Exception as error:  # such as half a surrogate pair, in ways of their own
             raise DataError(
                 f"{self.conversation.place}: the tokenizer refuses the text of the conversation "
@@ -126,13 +139,28 @@ CONTENT_VERSION = 1
 
 @dataclass(frozen=True)
 class Chat:
-    """The tokenizer and options of conversations; `identity` holds all that determines tokens."""
+    """The tokenizer and options of conversations.
+
+    Attributes:
+        sft: the options; ``sft_date`` is set if the template writes a date.
+        identity: all that determines tokens.
+        date_is_given: whether the user gave the date that the template writes.
+        unread: keywords of ``--sft-template-kwargs`` that the template does not read.
+    """
 
     tokenizer: ChatTokenizer
     settings: TokenizerConfig
     vocab_size: int
     sft: SftConfig
     identity: dict[str, Any]
+    date_is_given: bool = False
+    unread: tuple[str, ...] = ()
+
+    @property
+    def date(self) -> str | None:
+        """Return the date that the template writes; None if it writes none."""
+        date: str | None = self.identity.get("date")
+        return date
 
 
 def build_chat(tokenizer: Tokenizer, settings: TokenizerConfig, sft: SftConfig) -> Chat:
@@ -145,22 +173,95 @@ def build_chat(tokenizer: Tokenizer, settings: TokenizerConfig, sft: SftConfig) 
     if "sha256" in about:
         about.pop("path", None)
     chat_tokenizer = load_chat_tokenizer(tokenizer, settings, sft.sft_chat_template)
-    check_template_kwargs(sft.template_kwargs)
+    kwargs = sft.template_kwargs
+    check_template_kwargs(kwargs)
+    row_format = {
+        "layout": sft.sft_row_format,
+        "prompt": sft.prompt_column,
+        "response": sft.response_column,
+        **{column: getattr(sft, f"sft_{column}_key") for column in _COLUMNS},
+    }
+    if sft.sft_row_format == "alpaca":
+        row_format |= {column: getattr(sft, f"sft_{column}_key") for column in _ALPACA_COLUMNS}
     identity = {
         "tokenizer": about,
         "template": _digest(chat_tokenizer.chat_template),
-        "template_kwargs": sft.template_kwargs,
+        "template_kwargs": kwargs,
         "on_mismatch": sft.sft_on_mismatch,
-        "row_format": {
-            "layout": sft.sft_row_format,
-            **{column: getattr(sft, f"sft_{column}_key") for column in _COLUMNS},
-        },
+        "row_format": row_format,
         "versions": {
             "content": CONTENT_VERSION,
             **{name: importlib.metadata.version(name) for name in ("transformers", "tokenizers")},
         },
     }
-    return Chat(chat_tokenizer, settings, tokenizer.vocab_size, sft, identity)
+    # A flag with its default value leaves the identity of stores as it was before the flag.
+    defaults = SftConfig()
+    for name in ("sft_tool_arguments", "sft_on_unrendered", "sft_split_turns"):
+        if getattr(sft, name) != getattr(defaults, name):
+            identity[name.removeprefix("sft_")] = getattr(sft, name)
+    sources = _sources(chat_tokenizer, kwargs)
+    if any("strftime_now" in source for source in sources):
+        identity["date"] = sft.sft_date or datetime.date.today().isoformat()
+    unread = tuple(
+        name
+        for name in kwargs
+        if name != "chat_template" and not any(reads_variable(x, name) for x in sources)
+    )
+    chat = Chat(
+        chat_tokenizer,
+        settings,
+        tokenizer.vocab_size,
+        sft,
+        identity,
+        sft.sft_date is not None,
+        unread,
+    )
+    return chat if chat.date is None else dated(chat, chat.date)
+
+
+def _sources(tokenizer: ChatTokenizer, kwargs: Mapping[str, Any]) -> list[str]:
+    """Return the Jinja source of each template that conversations may get."""
+    own = kwargs.get("chat_template") or tokenizer.chat_template
+    return [own] if isinstance(own, str) else list(own.values())
+
+
+def dated(chat: Chat, date: str) -> Chat:
+    """Return ``chat`` with templates that write ``date`` wherever they ask for the time."""
+    day = datetime.date.fromisoformat(date)
+    tokenizer = copy.copy(chat.tokenizer)
+    own = tokenizer.chat_template
+    if isinstance(own, str):
+        tokenizer.chat_template = with_date(own, day)
+    elif own:
+        tokenizer.chat_template = {name: with_date(source, day) for name, source in own.items()}
+    sft = dataclasses.replace(chat.sft, sft_date=date)
+    identity = {**chat.identity, "date": date}
+    return dataclasses.replace(chat, tokenizer=tokenizer, sft=sft, identity=identity)
+
+
+_BEFORE_DATE = "{%- macro strftime_now(format) -%}{{ format"
+_AFTER_DATE = " }}{%- endmacro %}\n"
+
+
+def with_date(source: str, day: datetime.date) -> str:
+    """Return a template whose `strftime_now` gives ``day``; replace an earlier day.
+
+    A macro takes the place of transformers' function. The newline after it is the one that
+    transformers' environment takes out after a block, so that the text is the same otherwise.
+    """
+    if source.startswith(_BEFORE_DATE):
+        source = source[source.index(_AFTER_DATE) + len(_AFTER_DATE) :]
+    if "strftime_now" not in source:
+        return source
+    steps = "".join(
+        f" | replace({json.dumps('%' + name)}, {json.dumps(day.strftime('%' + name))})"
+        for name in (*_DIRECTIVES, "%")
+    )
+    return f"{_BEFORE_DATE}{steps}{_AFTER_DATE}{source}"
+
+
+_DIRECTIVES = (*(f"-{letter}" for letter in "dmyjHIMS"), *"aAbBcdDeFGhHIjmMpSTuUVwWxXyYZz")
+"""Directives of `strftime` for a day, whose time is midnight."""
 
 
 def load_chat_tokenizer(
@@ -216,6 +317,17 @@ def load_chat_tokenizer(
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+@lru_cache(maxsize=64)
+def reads_variable(source: str, name: str) -> bool:
+    """Tell whether a template reads a value from outside; True if that cannot be told."""
+    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        tree = environment.parse(_GENERATION.sub("", source))
+        return name in meta.find_undeclared_variables(tree)
+    except TemplateError:
+        return True
 
 
 def key_of(*values: Any) -> str:

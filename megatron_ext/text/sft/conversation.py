@@ -1,11 +1,18 @@
-"""Reads the conversation in a row of a jsonl or parquet file, and checks every field.
+"""Reads the conversation in a row of a jsonl, parquet or Arrow file, and checks every field.
 
-A row has one of three layouts: a column of messages as `apply_chat_template` of transformers
-takes them, one prompt and one response column, and ShareGPT's column of `from`/`value` pairs.
+A row has one of five layouts: a column of messages as `apply_chat_template` of transformers takes
+them; a prompt and a response, as texts or as lists of messages; ShareGPT's column of `from`/`value`
+pairs; alpaca's instruction, input, output and history. A column or key that means nothing here goes
+to the chat template if it belongs to a message, and is counted as ignored otherwise.
+
+One rule for nulls, in jsonl and in tables, at any depth: a key whose value is null is as good as
+missing. Tables give every object the keys of all objects, so that a real null cannot be told there
+from a missing key.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -13,6 +20,7 @@ import numpy as np
 from megatron_ext.disk.reading import UnreadableFile, parse_json
 from megatron_ext.errors import DataError
 from megatron_ext.text.config import SftConfig
+from megatron_ext.text.sft.intake import Intake
 
 ASSISTANT = "assistant"
 Message = dict[str, Any]
@@ -28,6 +36,20 @@ SHAREGPT_ROLES: Mapping[str, str] = {
     "function_call": ASSISTANT,
 }
 
+MASKS = ("loss_mask", "weight", "train", "loss", "training", "trainable")
+"""Keys of a message that say whether it is trained: ours, and those of other programs."""
+
+_LAYOUTS = (
+    ({"conversations"}, "sharegpt"),
+    ({"prompt", "completion"}, "prompt-completion"),
+    ({"instruction", "output"}, "alpaca"),
+    ({"question", "answer"}, "prompt-response"),
+)
+"""Columns by which a row of another layout is known, to name its `--sft-row-format`."""
+
+
+_NUMBER = re.compile(r"\[\d+\]")
+
 
 class Place(NamedTuple):
     """The origin of a row: its file, and its number in the file, from 1."""
@@ -41,11 +63,12 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversation:
-    """One checked conversation; `loss_mask` and null values are removed from its messages.
+    """One checked conversation; masks and null values are removed from its messages.
 
     Attributes:
         trained: for each message, whether its tokens are trained (only an assistant's may be).
         enable_thinking: the value in the row; None if ``--sft-template-kwargs`` decides.
+        intake: counts of what was read from the row.
     """
 
     messages: tuple[Message, ...]
@@ -53,6 +76,7 @@ class Conversation:
     tools: tuple[Any, ...] | None
     enable_thinking: bool | None
     place: Place
+    intake: Intake = field(default_factory=Intake, compare=False)
 
 
 def read_conversation(
@@ -75,67 +99,132 @@ def plain(value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True)
-class _Row:
-    """A row with its place, and the options that name its columns."""
+def without_nulls(value: Any) -> Any:
+    """Return a JSON value without the keys whose value is null; nulls in lists stay."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
 
-    columns: Mapping[str, Any]
-    place: Place
-    sft: SftConfig
+
+def _is_nothing(value: Any) -> bool:
+    """Tell whether a column holds nothing, as tables fill in for rows that lack it."""
+    return value is None or value in ("", [], {})
+
+
+class _Row:
+    """A row with its place, the options that name its columns, and what was used of it."""
+
+    def __init__(self, columns: Mapping[str, Any], place: Place, sft: SftConfig) -> None:
+        self.columns, self.place, self.sft = columns, place, sft
+        self.used: set[str] = set()
+        self.intake = Intake()
 
     def conversation(self) -> Conversation:
-        sft = self.sft
-        if sft.sft_row_format == "sharegpt":
-            listed, column = self._from_sharegpt(), sft.sft_conversations_key
-        elif sft.sft_row_format == "prompt-response":
-            listed, column = self._from_prompt_response(), sft.sft_response_key
-        else:
-            listed, column = self._list_of(sft.sft_messages_key), sft.sft_messages_key
+        listed, trains = self._messages()
         messages: list[Message] = []
         trained: list[bool] = []
-        for index, message in enumerate(listed):
-            trained.append(self._is_trained(message, f"{column}[{index}]"))
-            # Parquet fills the keys that a message lacks with null; templates test for presence.
-            kept = {k: v for k, v in message.items() if k != "loss_mask" and v is not None}
+        for (name, message), may_train in zip(listed, trains, strict=True):
+            kept, mask = self._checked(message, name)
+            is_assistant = kept["role"] == ASSISTANT
             messages.append(kept)
+            trained.append(is_assistant and (may_train if mask is None else mask))
         if not any(message["role"] == ASSISTANT for message in messages):
             rule = "has no message of the assistant, so nothing to train; drop the row"
-            self._refuse(column, rule)
-        thinks = plain(self.columns.get(sft.sft_enable_thinking_key))
+            self._refuse(listed[0][0].split("[")[0], rule)
+        thinks = self._take(self.sft.sft_enable_thinking_key)
         if thinks is not None and not isinstance(thinks, bool):
-            self._refuse(sft.sft_enable_thinking_key, f"must be true or false, not {thinks!r}")
-        return Conversation(tuple(messages), tuple(trained), self._tools(), thinks, self.place)
+            self._refuse(self.sft.sft_enable_thinking_key, f"must be true or false, not {thinks!r}")
+        tools = self._tools()
+        for name, value in self.columns.items():
+            if name not in self.used and not _is_nothing(plain(value)):
+                self.intake.ignored[f"column `{name}`"] += 1
+        self._count(messages, trained, tools)
+        return Conversation(tuple(messages), tuple(trained), tools, thinks, self.place, self.intake)
 
-    def _refuse(self, field: str, rule: str) -> NoReturn:
-        raise DataError(f"{self.place}: `{field}` {rule}.")
+    def _count(
+        self, messages: Sequence[Message], trained: Sequence[bool], tools: Sequence[Any] | None
+    ) -> None:
+        turns = sum(message["role"] == ASSISTANT for message in messages)
+        self.intake.counts.update(
+            {
+                "rows": 1,
+                "messages": len(messages),
+                "assistant turns": turns,
+                "turns with loss mask 0": turns - sum(trained),
+                "tools": len(tools or ()),
+                "tool calls": sum(len(m.get("tool_calls") or ()) for m in messages),
+            }
+        )
 
-    def _text(self, value: Any, field: str) -> str:
+    def _refuse(self, name: str, rule: str) -> NoReturn:
+        raise DataError(f"{self.place}: `{name}` {rule}.")
+
+    def _take(self, name: str) -> Any:
+        """Return a column without nulls, and note its use; None if the row lacks it."""
+        self.used.add(name)
+        return without_nulls(plain(self.columns.get(name)))
+
+    def _text(self, value: Any, name: str) -> str:
         if not isinstance(value, str):
-            self._refuse(field, f"must be a text, not {type(value).__name__}")
+            self._refuse(name, f"must be a text, not {type(value).__name__}")
         return value
 
     def _column(self, name: str) -> Any:
         if name not in self.columns:
             has = ", ".join(map(str, self.columns)) or "none"
-            rule = f"is not a column of this row (it has {has}); name the column it has"
-            self._refuse(name, rule)
-        return plain(self.columns[name])
+            layout = next((x for keys, x in _LAYOUTS if keys <= set(self.columns)), None)
+            advice = "name the column it has"
+            if layout is not None and layout != self.sft.sft_row_format:
+                advice += f", or give `--sft-row-format {layout}`"
+            self._refuse(name, f"is not a column of this row (it has {has}); {advice}")
+        return self._take(name)
 
-    def _list_of(self, name: str) -> list[Any]:
-        value = self._column(name)
+    def _json(self, value: Any, name: str) -> Any:
+        """Return the value that a JSON text holds, where a list or an object is expected."""
+        if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
+            return value
+        try:
+            parsed = parse_json(value, name)
+        except UnreadableFile as error:
+            self._refuse(name, f"is a text that is not JSON ({error.reason})")
+        self.intake.changed[f"JSON text in `{generic(name)}`"] += 1
+        return without_nulls(parsed)
+
+    def _list_of(self, value: Any, name: str) -> list[Any]:
+        """Return a list of messages; raise a DataError if ``value`` is none."""
+        value = self._json(value, name)
         if not isinstance(value, list) or not value:
             shown = "an empty list" if value == [] else type(value).__name__
             self._refuse(name, f"must be a list of at least one message, not {shown}")
-        for index, item in enumerate(value):
+        items = [self._json(item, f"{name}[{index}]") for index, item in enumerate(value)]
+        for index, item in enumerate(items):
             if not isinstance(item, dict):
                 self._refuse(f"{name}[{index}]", f"must be an object, not {type(item).__name__}")
-        return value
+        return items
 
-    def _from_sharegpt(self) -> list[Message]:
+    def _messages(self) -> tuple[list[tuple[str, Message]], list[bool]]:
+        """Return each message with its name, and whether it may be trained without a mask."""
+        layout = self.sft.sft_row_format
+        if layout == "sharegpt":
+            listed = self._from_sharegpt()
+        elif layout == "prompt-response":
+            listed = self._from_texts()
+        elif layout == "prompt-completion":
+            return self._from_prompt_completion()
+        elif layout == "alpaca":
+            listed = self._from_alpaca()
+        else:
+            name = self.sft.sft_messages_key
+            listed = _numbered(name, self._list_of(self._column(name), name))
+        listed = [*self._system_column(listed), *listed]
+        return listed, [True] * len(listed)
+
+    def _from_sharegpt(self) -> list[tuple[str, Message]]:
         column = self.sft.sft_conversations_key
-        turns = self._list_of(column)
-        messages = self._system_column(turns)
-        for index, turn in enumerate(turns):
+        messages: list[Message] = []
+        for index, turn in enumerate(self._list_of(self._column(column), column)):
             speaker = turn.get("from")
             if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
                 known = ", ".join(SHAREGPT_ROLES)
@@ -145,78 +234,215 @@ class _Row:
             spoken: Message = {"content": text}
             if speaker == "function_call":
                 spoken = self._calls(text, f"{column}[{index}].value")
+            for key in set(spoken) & set(rest) | ({"role"} & set(rest)):
+                self._refuse(f"{column}[{index}].{key}", "is given beside `from`/`value`; keep one")
             messages.append({"role": SHAREGPT_ROLES[speaker], **spoken, **rest})
-        return messages
+        return _numbered(column, messages)
 
-    def _system_column(self, turns: list[Any]) -> list[Message]:
-        """Return the system message of a ShareGPT row with a system column, else an empty list."""
-        name, conversations = self.sft.sft_system_key, self.sft.sft_conversations_key
-        text = plain(self.columns.get(name))
+    def _system_column(self, listed: Sequence[tuple[str, Message]]) -> list[tuple[str, Message]]:
+        """Return the system message of a row with a system column, else an empty list."""
+        name = self.sft.sft_system_key
+        text = self._take(name)
         if text is None or text == "":
             return []
         self._text(text, name)
-        if turns[0].get("from") == "system":
-            rule = f"is given, but `{conversations}` begins with a system turn too; keep one"
+        first, message = listed[0]
+        if message.get("role") == "system":
+            column = first.split("[")[0]
+            rule = f"is given, but `{column}` begins with a system turn too; keep one"
             self._refuse(name, rule)
-        return [{"role": "system", "content": text}]
+        return [(name, {"role": "system", "content": text})]
 
-    def _calls(self, text: str, field: str) -> Message:
+    def _calls(self, text: str, name: str) -> Message:
         """Return the message fields of tool calls; ``text`` is JSON of one call or a list."""
         try:
-            value = parse_json(text, field)
+            value = without_nulls(parse_json(text, name))
         except UnreadableFile as error:
-            self._refuse(field, f"is a function call that is not JSON ({error.reason})")
+            self._refuse(name, f"is a function call that is not JSON ({error.reason})")
         calls = value if isinstance(value, list) else [value]
         if not calls or not all(isinstance(call, dict) and call.get("name") for call in calls):
             self._refuse(
-                field, "is a function call, so it must be an object with name and arguments"
+                name, "is a function call, so it must be an object with name and arguments"
             )
-        given = [{"name": x["name"], "arguments": x.get("arguments", {})} for x in calls]
-        return {"content": "", "tool_calls": [{"type": "function", "function": x} for x in given]}
+        given = []
+        for call in calls:
+            rest = {key: item for key, item in call.items() if key not in ("name", "arguments")}
+            arguments = call.get("arguments")
+            if arguments is None:
+                arguments = rest.pop("parameters", {})
+            function = {"name": call["name"], "arguments": arguments}
+            given.append({**rest, "type": "function", "function": function})
+        return {"content": "", "tool_calls": given}
 
-    def _from_prompt_response(self) -> list[Message]:
-        columns = {"user": self.sft.sft_prompt_key, ASSISTANT: self.sft.sft_response_key}
+    def _from_texts(self) -> list[tuple[str, Message]]:
+        columns = {"user": self.sft.prompt_column, ASSISTANT: self.sft.response_column}
         return [
-            {"role": role, "content": self._text(self._column(name), name)}
+            (name, {"role": role, "content": self._text(self._column(name), name)})
             for role, name in columns.items()
         ]
 
-    def _is_trained(self, message: Message, field: str) -> bool:
-        """Check a message; return whether its tokens are trained."""
+    def _from_prompt_completion(self) -> tuple[list[tuple[str, Message]], list[bool]]:
+        """Return the messages of a prompt, which is not trained, and of a completion, which is."""
+        listed: list[tuple[str, Message]] = []
+        trains: list[bool] = []
+        columns = {"user": self.sft.prompt_column, ASSISTANT: self.sft.response_column}
+        for role, name in columns.items():
+            value = self._column(name)
+            part = [(name, {"role": role, "content": value})]
+            if not isinstance(value, str) or _holds_messages(value):
+                part = _numbered(name, self._list_of(value, name))
+            listed += part
+            trains += [role == ASSISTANT] * len(part)
+        system = self._system_column(listed)
+        return [*system, *listed], [*(True for _ in system), *trains]
+
+    def _from_alpaca(self) -> list[tuple[str, Message]]:
+        """Return earlier turns of `history`, which are trained too, then instruction and output.
+
+        The input stands on a line of its own, below the instruction.
+        """
+        sft = self.sft
+        listed: list[tuple[str, Message]] = []
+        history = self._json(self._take(sft.sft_history_key), sft.sft_history_key)
+        if not isinstance(history, list):
+            if not _is_nothing(history):
+                self._refuse(sft.sft_history_key, "must be a list of pairs of texts")
+            history = []
+        for index, pair in enumerate(history):
+            name = f"{sft.sft_history_key}[{index}]"
+            if not isinstance(pair, list) or len(pair) != 2:
+                self._refuse(name, "must be a pair of texts: instruction and answer")
+            for role, text in zip(("user", ASSISTANT), pair, strict=True):
+                listed.append((name, {"role": role, "content": self._text(text, name)}))
+        name = sft.sft_instruction_key
+        asked = self._text(self._column(name), name)
+        more = self._take(sft.sft_input_key)
+        if more is not None and self._text(more, sft.sft_input_key):
+            asked = f"{asked}\n{more}" if asked else more
+        answer = self._text(self._column(sft.sft_output_key), sft.sft_output_key)
+        listed.append((name, {"role": "user", "content": asked}))
+        listed.append((sft.sft_output_key, {"role": ASSISTANT, "content": answer}))
+        return listed
+
+    def _checked(self, message: Message, name: str) -> tuple[Message, bool | None]:
+        """Check a message; return it without its mask, and whether the mask lets it be trained."""
         role = message.get("role")
         if not isinstance(role, str) or not role:
-            self._refuse(f"{field}.role", f"must be a text such as user or assistant, not {role!r}")
-        content, calls = message.get("content"), message.get("tool_calls")
+            self._refuse(f"{name}.role", f"must be a text such as user or assistant, not {role!r}")
+        kept = {key: value for key, value in message.items() if key not in MASKS}
+        self._read_calls(kept, name)
+        content, calls = kept.get("content"), kept.get("tool_calls")
         if content is None and not calls:
             rule = "is missing; only a message with tool_calls needs none"
-            self._refuse(f"{field}.content", rule)
+            self._refuse(f"{name}.content", rule)
         if content is not None and not isinstance(content, (str, list)):
             kind = type(content).__name__
-            self._refuse(f"{field}.content", f"must be a text or a list of parts, not {kind}")
-        if calls is not None and not isinstance(calls, list):
-            self._refuse(f"{field}.tool_calls", f"must be a list, not {type(calls).__name__}")
-        mask = message.get("loss_mask")
-        if mask is not None and mask not in (0, 1):
-            self._refuse(f"{field}.loss_mask", f"must be 0 or 1, not {mask!r}")
-        if role != ASSISTANT and mask:
-            rule = f"is 1 in a message of role {role!r}, but only the assistant's are trained; "
-            self._refuse(f"{field}.loss_mask", rule + "leave it out or set it to 0")
-        return role == ASSISTANT and (mask is None or bool(mask))
+            self._refuse(f"{name}.content", f"must be a text or a list of parts, not {kind}")
+        return kept, self._mask(message, name, role)
+
+    def _mask(self, message: Message, name: str, role: str) -> bool | None:
+        """Return whether a message's mask lets it be trained; None if it has no mask."""
+        masks = {key: message[key] for key in MASKS if message.get(key) is not None}
+        for key, mask in masks.items():
+            if mask not in (0, 1):
+                self._refuse(f"{name}.{key}", f"must be 0 or 1, not {mask!r}")
+            if role != ASSISTANT and mask:
+                rule = f"is 1 in a message of role {role!r}, but only the assistant's are trained; "
+                self._refuse(f"{name}.{key}", rule + "leave it out or set it to 0")
+            if key != "loss_mask":
+                self.intake.changed[f"`{key}` as loss mask"] += 1
+        if len(set(map(bool, masks.values()))) > 1:
+            first, second = list(masks)[:2]
+            self._refuse(f"{name}.{first}", f"contradicts `{second}` of the message; keep one")
+        return bool(next(iter(masks.values()))) if masks else None
+
+    def _read_calls(self, message: Message, name: str) -> None:
+        """Check the tool calls of a message, and read them where they are JSON text.
+
+        OpenAI's older `function_call` becomes a tool call.
+        """
+        call = self._json(message.get("function_call"), f"{name}.function_call")
+        if call is not None:
+            if message.get("tool_calls") or not isinstance(call, dict):
+                rule = "must be an object, and the only call of its message; use tool_calls"
+                self._refuse(f"{name}.function_call", rule)
+            del message["function_call"]
+            message["tool_calls"] = [{"type": "function", "function": call}]
+            self.intake.changed["`function_call` as tool call"] += 1
+        if "tool_calls" not in message:
+            return
+        calls = self._json(message["tool_calls"], f"{name}.tool_calls")
+        if not isinstance(calls, list):
+            self._refuse(f"{name}.tool_calls", f"must be a list, not {type(calls).__name__}")
+        if not calls:
+            # Tables fill it in for messages without calls, and some templates ask if it is there.
+            del message["tool_calls"]
+            return
+        message["tool_calls"] = [
+            self._call(call, f"{name}.tool_calls[{index}]") for index, call in enumerate(calls)
+        ]
+
+    def _call(self, call: Any, name: str) -> Any:
+        """Return a tool call whose parts are objects, but for arguments that may be JSON text."""
+        call = self._json(call, name)
+        if not isinstance(call, dict):
+            self._refuse(name, f"must be an object, not {type(call).__name__}")
+        if "function" in call:
+            function = self._json(call["function"], f"{name}.function")
+            if not isinstance(function, dict):
+                kind = type(function).__name__
+                self._refuse(f"{name}.function", f"must be an object with a name, not {kind}")
+            call = {**call, "function": function}
+        return call
 
     def _tools(self) -> tuple[Any, ...] | None:
         """Return the tool schemas of the row; None if it has none.
 
-        The column may hold JSON text, since parquet gives every object the keys of all objects.
+        The column, a tool, its function and its parameters may each be JSON text, since parquet
+        gives every object the keys of all objects.
         """
         name = self.sft.sft_tools_key
-        tools = plain(self.columns.get(name))
+        tools = self._take(name)
         if isinstance(tools, str):
             try:
-                tools = parse_json(tools, name) if tools.strip() else None
+                tools = without_nulls(parse_json(tools, name)) if tools.strip() else None
             except UnreadableFile as error:
                 self._refuse(name, f"is a text that is not JSON ({error.reason})")
         if tools is None:
             return None
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            self._refuse(name, "must be a list of objects (tool schemas), or JSON text of one")
-        return tuple(tools) or None
+        rule = "must be a list of objects (tool schemas), or JSON text of one"
+        if not isinstance(tools, list):
+            self._refuse(name, rule)
+        read = [self._json(tool, f"{name}[{index}]") for index, tool in enumerate(tools)]
+        if not all(isinstance(tool, dict) for tool in read):
+            self._refuse(name, rule)
+        return tuple(self._schema(tool, f"{name}[{i}]") for i, tool in enumerate(read)) or None
+
+    def _schema(self, tool: Message, name: str) -> Message:
+        """Return a tool whose function and parameters are objects."""
+        read = dict(tool)
+        for key in ("function", "parameters"):
+            if key in read:
+                value = self._json(read[key], f"{name}.{key}")
+                if not isinstance(value, dict):
+                    self._refuse(f"{name}.{key}", f"must be an object, not {type(value).__name__}")
+                read[key] = self._schema(value, f"{name}.{key}") if key == "function" else value
+        return read
+
+
+def _holds_messages(text: str) -> bool:
+    """Tell whether a text is JSON of a list of objects."""
+    try:
+        value = parse_json(text, "messages") if text.lstrip().startswith("[") else None
+    except UnreadableFile:
+        return False
+    return isinstance(value, list) and bool(value) and all(isinstance(x, dict) for x in value)
+
+
+def _numbered(column: str, messages: Sequence[Message]) -> list[tuple[str, Message]]:
+    return [(f"{column}[{index}]", message) for index, message in enumerate(messages)]
+
+
+def generic(name: str) -> str:
+    """Return the name of a value without the numbers of its lists."""
+    return _NUMBER.sub("[]", name)

@@ -6,9 +6,9 @@ label belongs to another conversation than its input. Padding is recognized by i
 by its id, which may be that of the end token.
 """
 
-import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import gcd
 from typing import Any, Literal, cast
 
@@ -27,9 +27,10 @@ from megatron_ext.text.config import SftConfig, TokenizerConfig
 from megatron_ext.text.cost.flops import score_channels, token_products
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.gpt import split_bounds
-from megatron_ext.text.sft.chat import build_chat
+from megatron_ext.text.sft.chat import Chat, build_chat
+from megatron_ext.text.sft.intake import Intake
 from megatron_ext.text.sft.packing import BudgetEpochs, CostModel, PackedEpochs, PaddedEpochs
-from megatron_ext.text.sft.preprocess import open_stores
+from megatron_ext.text.sft.preprocess import chat_notes, open_stores, with_date_of_stores
 from megatron_ext.text.sft.store import SftStore
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.task import Datasets
@@ -83,14 +84,48 @@ def lay_out(
     return row
 
 
+@dataclass(frozen=True)
+class Cut:
+    """The tokens and conversations that ``--sft-truncation`` takes from a split.
+
+    Attributes:
+        shortened: number of conversations that are cut; they lose ``tokens`` tokens in all.
+        dropped: number of conversations that are left out, since they have no trained token then.
+    """
+
+    conversations: int
+    shortened: int
+    tokens: int
+    dropped: int
+    max_length: int
+    truncation: str
+
+    def sentences(self, split: str) -> list[str]:
+        """Return a sentence on the split if conversations were cut or left out."""
+        if not self.shortened and not self.dropped:
+            return []
+        total = f"{self.conversations:,} conversations of the {split} split"
+        parts = []
+        if self.shortened:
+            parts.append(
+                f"`--sft-truncation {self.truncation}` cuts {self.shortened:,} of {total} to "
+                f"`--sft-max-length` ({self.max_length}), and {self.tokens:,} tokens are lost"
+            )
+        if self.dropped:
+            parts.append(f"{self.dropped:,} of {total} have no trained token, and are dropped")
+        return ["; ".join(parts)]
+
+
 class SftDataset(Dataset[dict[str, Tensor]]):
     """The conversations of one split; an item is a row, indexed by the tuple of its conversations.
 
-    ``members [n]`` are the indices of the split's conversations in all stores together. With the
-    truncation "error", raise a DataError if one is longer than ``max_length`` tokens.
+    ``members`` are the indices of the split's conversations in all stores together. Those without a
+    trained token, which truncation may take from them, are left out; n stay. With the truncation
+    "error", raise a DataError if one is longer than ``max_length`` tokens.
 
     Attributes:
         lengths: positions that each conversation takes, ``[n]``.
+        cut: what truncation takes from the split's conversations.
         plan: the rows of each step of a run; None until `build_splits` sets it.
     """
 
@@ -104,13 +139,14 @@ class SftDataset(Dataset[dict[str, Tensor]]):
         truncation: Truncation,
         pad_id: int,
     ) -> None:
-        self._stores, self._members, self._seq_length = list(stores), members, seq_length
+        self._stores, self._seq_length = list(stores), seq_length
         self._begins = np.cumsum([0, *(len(store) for store in stores)])
         self._kept, self._pad_id = kept_tokens(max_length, truncation), pad_id
         self.plan: StepPlan | None = None
         tokens = np.concatenate([store.lengths for store in stores])[members]
+        self._members = members
+        long = np.flatnonzero(tokens > max_length)
         if truncation == "error":
-            long = np.flatnonzero(tokens > max_length)
             if long.size:
                 first = int(long[np.argmin(members[long])])
                 store, number = self.place_of(first)
@@ -120,7 +156,33 @@ class SftDataset(Dataset[dict[str, Tensor]]):
                     f"of its store with {tokens[first]} tokens; raise it and `--seq-length`, or "
                     "set `--sft-truncation` to left or right."
                 )
+        trains = self._trains(long)
+        self.cut = Cut(
+            conversations=tokens.size,
+            shortened=long.size,
+            tokens=int((tokens[long] - max_length).sum()),
+            dropped=int((~trains).sum()),
+            max_length=max_length,
+            truncation=truncation,
+        )
+        if self.cut.dropped:
+            self._members, tokens = members[trains], tokens[trains]
         self.lengths: Ints = np.minimum(tokens, max_length) - 1
+
+    def _trains(self, long: Ints) -> NDArray[np.bool_]:
+        """Return which conversations have a trained token in what is kept of them.
+
+        Those that are not among ``long``, which are cut, have one unless their store is of an
+        earlier version, which kept all.
+        """
+        trains = np.ones(len(self._members), np.bool_)
+        checked = {int(number) for number in long}
+        if any(store.intake is None for store in self._stores):
+            checked = set(range(len(self._members)))
+        for number in checked:
+            store, place = self.place_of(number)
+            trains[number] = store.has_trained_token(place, self._kept)
+        return trains
 
     def __len__(self) -> int:
         return len(self._members)
@@ -188,56 +250,173 @@ def _plan_steps(config: RunConfig, lengths: Ints, seed: int | None) -> StepPlan:
     return StepPlan(epochs, micro_batch_size, identity, packs_documents=batching != "padded")
 
 
+@dataclass(frozen=True)
+class Splits:
+    """The conversations of a run before their steps are planned.
+
+    ``datasets`` holds train, valid and test; one without conversations is None. ``cuts`` says by
+    the name of a split what was taken from it.
+    """
+
+    chat: Chat
+    stores: Sequence[SftStore]
+    datasets: Sequence[SftDataset | None]
+    cuts: Mapping[str, Cut]
+
+
+_NAMES = ("train", "valid", "test")
+
+
+def open_splits(config: RunConfig, tokenizer: Tokenizer) -> Splits:
+    """Open the conversations of a run, and divide them into splits.
+
+    Raise a ConfigError if data or chat template are not given, a DataError for unusable data.
+    """
+    sft, data = config.section(SftConfig), config.section(DataConfig)
+    chat = build_chat(tokenizer, config.section(TokenizerConfig), sft)
+    assert config.model.seq_length is not None and sft.sft_max_length is not None
+    by_flag = {"--data-path": data.data_path}
+    if data.data_path is None:
+        by_flag = {f"--{name}-data-path": getattr(data, f"{name}_data_path") for name in _NAMES}
+    names = [name for paths in by_flag.values() for name in paths or ()]
+    chat = with_date_of_stores(chat, names, data.data_cache_path)
+    opened = [
+        open_stores(
+            flag,
+            paths or [],
+            chat=chat,
+            cache=data.data_cache_path,
+            vocab_size=config.model.padded_vocab_size or chat.vocab_size,
+        )
+        for flag, paths in by_flag.items()
+    ]
+    stores = [store for group in opened for store in group]
+    if data.data_path is not None:
+        assert data.split is not None
+        count = sum(map(len, stores))
+        order = shuffled(count, config.training.seed, _SPLIT_SEED)
+        parts = [np.sort(order[a:b]) for a, b in split_bounds(data.split, count)]
+        groups = [(opened[0], part) for part in parts]
+    else:
+        groups = [(group, np.arange(sum(map(len, group)))) for group in opened]
+    datasets: list[SftDataset | None] = []
+    cuts = {}
+    for name, (group, members) in zip(_NAMES, groups, strict=True):
+        if not members.size:
+            datasets.append(None)
+            continue
+        dataset = SftDataset(
+            group,
+            members,
+            seq_length=config.model.seq_length,
+            max_length=sft.sft_max_length,
+            truncation=cast("Truncation", sft.sft_truncation),
+            pad_id=chat.tokenizer.pad_token_id or 0,  # it may be the end token's
+        )
+        cuts[name] = dataset.cut
+        datasets.append(dataset if len(dataset) else None)
+    return Splits(chat, stores, datasets, cuts)
+
+
 def build_splits(config: RunConfig, tokenizer: Tokenizer, *_: Any) -> Datasets:
     """Build the splits, each with the plan of its steps, on every rank; see `Task.datasets`.
 
     A split without conversations is None. Ranks that read no data need the plans too. Raise a
     ConfigError if data or chat template are not given, a DataError for unusable data.
     """
-    sft = config.section(SftConfig)
-    chat = build_chat(tokenizer, config.section(TokenizerConfig), sft)
-    assert config.model.seq_length is not None and sft.sft_max_length is not None
-    sizes: dict[str, Any] = {
-        "seq_length": config.model.seq_length,
-        "max_length": sft.sft_max_length,
-        "truncation": cast("Truncation", sft.sft_truncation),
-        "pad_id": chat.tokenizer.pad_token_id or 0,  # it may be the end token's
-    }
+    splits = open_splits(config, tokenizer)
+    seeds = (config.training.seed, None, None)
+    for dataset, seed in zip(splits.datasets, seeds, strict=True):
+        if dataset is not None:
+            dataset.plan = _plan_steps(config, dataset.lengths, seed)
+    if splits.datasets[0] is None and not config.training.skip_train:
+        raise _without_training(config, splits)
+    return Datasets(*splits.datasets)
 
-    def split(stores: Sequence[SftStore], members: Ints, seed: int | None) -> SftDataset | None:
-        if not members.size:
-            return None
-        dataset = SftDataset(stores, members, **sizes)
-        dataset.plan = _plan_steps(config, dataset.lengths, seed)
-        return dataset
 
-    seeds, data = (config.training.seed, None, None), config.section(DataConfig)
-    opened = functools.partial(
-        open_stores,
-        chat=chat,
-        cache=data.data_cache_path,
-        vocab_size=config.model.padded_vocab_size or chat.vocab_size,
-    )
-    if data.data_path is not None:
-        stores = opened("--data-path", data.data_path)
-        assert data.split is not None
-        count = sum(map(len, stores))
-        order = shuffled(count, config.training.seed, _SPLIT_SEED)
-        parts = [np.sort(order[a:b]) for a, b in split_bounds(data.split, count)]
-        found = [split(stores, part, seed) for part, seed in zip(parts, seeds, strict=True)]
-    else:
-        found = []
-        for name, seed in zip(("train", "valid", "test"), seeds, strict=True):
-            stores = opened(f"--{name}-data-path", getattr(data, f"{name}_data_path") or [])
-            found.append(split(stores, np.arange(sum(map(len, stores))), seed))
-    if found[0] is None and not config.training.skip_train:
-        if data.data_path is None and data.train_data_path is None:
-            raise ConfigError(
-                "`--sft` needs conversations to train on; name files with `--data-path`, or with "
-                "`--train-data-path`."
-            )
-        raise DataError(
-            f"The train split is empty under `--split` ({data.split}); give it a larger share, or "
-            "more conversations."
+def _without_training(config: RunConfig, splits: Splits) -> ConfigError | DataError:
+    """Return the error of a run whose train split has no conversation."""
+    data = config.section(DataConfig)
+    if data.data_path is None and data.train_data_path is None:
+        return ConfigError(
+            "`--sft` needs conversations to train on; name files with `--data-path`, or with "
+            "`--train-data-path`."
         )
-    return Datasets(*found)
+    if "train" in splits.cuts:
+        cut = splits.cuts["train"]
+        return DataError(
+            f"None of the {cut.conversations} conversations of the train split has a trained token "
+            f"within `--sft-max-length` ({cut.max_length}) under `--sft-truncation` "
+            f"({cut.truncation}); raise it and `--seq-length`, keep the other end, or check the "
+            "loss masks."
+        )
+    if not any(map(len, splits.stores)):
+        counted = [store.intake for store in splits.stores if store.intake is not None]
+        return DataError(
+            f"No conversation has a trained token ({Intake.total(counted).summary()}); check the "
+            "loss masks of the assistant's messages."
+        )
+    return DataError(
+        f"The train split is empty under `--split` ({data.split}); give it a larger share, or "
+        "more conversations."
+    )
+
+
+@dataclass(frozen=True)
+class ConversationReport:
+    """A report on the conversations that a run reads.
+
+    Attributes:
+        intake: the counts of all stores together; None if no store has any.
+        notes: sentences on what was read, in which form and with which date.
+        warnings: sentences on what was not used.
+    """
+
+    intake: Intake | None
+    notes: Sequence[str]
+    warnings: Sequence[str]
+
+
+def report_conversations(config: RunConfig, tokenizer: Tokenizer) -> ConversationReport:
+    """Return what a run reads of its conversations; raise the errors of `open_splits`."""
+    splits = open_splits(config, tokenizer)
+    counted = [store.intake for store in splits.stores if store.intake is not None]
+    intake = Intake.total(counted) if counted else None
+    notes = [] if intake is None else [f"conversations: {intake.summary()}", *intake.notes()]
+    notes += [*chat_notes(splits.chat), *_empty_splits(config, splits)]
+    warnings = [] if intake is None else intake.warnings()
+    warnings += [text for name, cut in splits.cuts.items() for text in cut.sentences(name)]
+    warnings += _about_stores(splits)
+    return ConversationReport(intake, notes, warnings)
+
+
+def _empty_splits(config: RunConfig, splits: Splits) -> Iterator[str]:
+    """Yield a sentence if there is no validation although a share was given for it."""
+    data = config.section(DataConfig)
+    if splits.datasets[1] is not None or config.training.eval_iters == 0:
+        return
+    count = sum(map(len, splits.stores))
+    if "valid" in splits.cuts:
+        yield "the valid split has no conversation with a trained token, so nothing is validated"
+    elif data.data_path is not None and data.split is not None:
+        shares = split_bounds(data.split, 10**6)
+        if shares[1][1] > shares[1][0]:
+            yield (
+                f"the valid split is empty, so nothing is validated: `--split` ({data.split}) "
+                f"leaves it none of {count} conversations"
+            )
+
+
+def _about_stores(splits: Splits) -> Iterator[str]:
+    for store in splits.stores:
+        if store.intake is None:
+            yield (
+                f"{store.prefix} was made by an earlier version, which did not count what it left "
+                "out; preprocess the data again to be sure of it"
+            )
+    dates = {store.about["date"] for store in splits.stores if store.about.get("date")}
+    if len(dates) > 1:
+        yield (
+            f"the texts were made on several days ({', '.join(sorted(dates))}), which the chat "
+            "template writes; preprocess them with one `--sft-date`"
+        )

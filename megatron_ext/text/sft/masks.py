@@ -9,16 +9,26 @@ first, which needs only one tokenization. If a turn begins or ends inside a toke
 conversation, the two results are tokenized and compared instead.
 """
 
+import datetime
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple, NoReturn
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.config import SftConfig
-from megatron_ext.text.sft.chat import ChatTokenizer, Template, find_beginnings
+from megatron_ext.text.sft.chat import (
+    ChatTokenizer,
+    Template,
+    find_beginnings,
+    reads_variable,
+    with_date,
+)
 from megatron_ext.text.sft.conversation import ASSISTANT, Conversation
+from megatron_ext.text.sft.fit import fitted
+from megatron_ext.text.sft.rendered import find_left_out, report_unrendered
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -33,19 +43,65 @@ class TokenizedConversation(NamedTuple):
 def tokenize_conversation(
     tokenizer: ChatTokenizer, conversation: Conversation, sft: SftConfig | None = None
 ) -> TokenizedConversation:
-    """Return the token ids and the mask of a conversation.
+    """Return the token ids and the mask of a conversation, which is not split.
 
-    Raise a ConfigError without a chat template, a DataError if no ids or no mask can be found.
+    Raise a ConfigError without a chat template, a DataError if no ids or no mask can be found, or
+    if the template leaves something out.
     """
-    sft = sft or SftConfig()
-    kwargs, realign = sft.template_kwargs, sft.sft_on_mismatch == "realign"
+    sft = replace(sft or SftConfig(), sft_split_turns=False)
+    return tokenize_samples(tokenizer, conversation, sft)[0]
+
+
+def tokenize_samples(
+    tokenizer: ChatTokenizer, conversation: Conversation, sft: SftConfig
+) -> list[TokenizedConversation]:
+    """Return the token ids and the masks of the samples that a conversation makes.
+
+    It makes one, or with ``--sft-split-turns`` one for each trained turn. What was changed for the
+    template, and what the template leaves out, is counted in the conversation's `Intake`. Raise
+    the errors of `tokenize_conversation`.
+    """
+    kwargs, intake = sft.template_kwargs, conversation.intake
     if kwargs.get("chat_template") is None and not tokenizer.chat_template:
         raise ConfigError(
             "The tokenizer has no chat template, so conversations cannot be tokenized; give one "
-            "with chat_template in apply_chat_template_kwargs."
+            "with `--sft-chat-template`."
         )
-    template = Template(tokenizer, conversation, kwargs)
-    source = template.source()
+    if sft.sft_date is not None and kwargs.get("chat_template"):
+        day = datetime.date.fromisoformat(sft.sft_date)
+        kwargs["chat_template"] = with_date(kwargs["chat_template"], day)
+    template = fitted(Template(tokenizer, conversation, kwargs), sft)
+    thinks = conversation.enable_thinking is not None
+    if thinks and not reads_variable(template.source(), "enable_thinking"):
+        intake.ignored[f"column `{sft.sft_enable_thinking_key}`"] += 1
+    samples = _split(template) if sft.sft_split_turns else [template]
+    report_unrendered(template.conversation, find_left_out(samples), sft, intake)
+    return [_tokenized(sample, realign=sft.sft_on_mismatch == "realign") for sample in samples]
+
+
+def _split(template: Template) -> list[Template]:
+    """Return for each trained turn the template of the messages up to it, which trains it alone."""
+    conversation = template.conversation
+    turns = [index for index, trained in enumerate(conversation.trained) if trained]
+    if not turns:
+        return [template]
+    behind = len(conversation.messages) - 1 - turns[-1]
+    if behind:
+        conversation.intake.ignored["messages after the last trained turn"] += behind
+    return [
+        template.of(
+            replace(
+                conversation,
+                messages=conversation.messages[: turn + 1],
+                trained=(*(False for _ in range(turn)), True),
+            )
+        )
+        for turn in turns
+    ]
+
+
+def _tokenized(template: Template, *, realign: bool) -> TokenizedConversation:
+    tokenizer, source = template.tokenizer, template.source()
     if tokenizer.is_fast and _GENERATION.search(source) is not None:
         return _by_generation_marks(template, realign=realign)
     if tokenizer.is_fast and (found := _by_text(template)) is not None:
@@ -102,7 +158,7 @@ def _by_text(template: Template) -> TokenizedConversation | None:
     """
     conversation = template.conversation
     count = len(conversation.messages)
-    whole = template.text(count)
+    whole = template.whole
     encoded = template.encode(whole)
     ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
     mask = [0] * len(ids)
@@ -163,19 +219,40 @@ def _exact_span(template: Template, whole: list[int], turn: int) -> tuple[int, i
 
 _MISMATCH = (
     "templating the messages {} it does not give the beginning of the whole conversation; set "
-    "its loss_mask to 0, give a template that does, or set on_mismatch to realign"
+    "its loss_mask to 0, give a template that does, make a sample of each turn with "
+    "`--sft-split-turns`, or look for the turn with `--sft-on-mismatch realign`"
 )
 
 
 def _end_of_prefix(template: Template, whole: list[int], count: int) -> int | None:
     """Count the tokens of the first ``count`` messages; None if ``whole`` begins otherwise."""
-    # Some templates close a text that asks for no answer (Phi-3 with `<|endoftext|>`); what is
-    # written with and without the generation prompt is that of the messages.
     prefix = template.ids(count)
     if _begins(whole, prefix):
         return len(prefix)
+    # Some templates close a text that asks for no answer: harmony ends its last turn otherwise, and
+    # Phi-3 adds `<|endoftext|>`. What stands before the generation prompt is that of the messages;
+    # if the prompt cannot be told, it is what is written with and without it.
+    asked = _before_generation_prompt(template, count)
+    if asked is not None and _begins(whole, asked):
+        return len(asked)
     shared = prefix[: _shared_length(prefix, template.ids(count, prompt=True))]
     return len(shared) if _begins(whole, shared) else None
+
+
+def _before_generation_prompt(template: Template, count: int) -> list[int] | None:
+    """Return the ids of the first ``count`` messages as they are written where an answer follows.
+
+    None if the messages before the last of them do not show what the generation prompt is.
+    """
+    if count < 2:
+        return None
+    bare, prompted = (template.text(count - 1, prompt=prompt) for prompt in (False, True))
+    text = template.text(count, prompt=True)
+    prompt = prompted[len(bare) :]
+    if not prompt or not prompted.startswith(bare) or not text.endswith(prompt):
+        return None
+    encoded = template.tokenizer(text.removesuffix(prompt), add_special_tokens=False)
+    return list(encoded["input_ids"])
 
 
 def _begins(whole: list[int], prefix: list[int]) -> bool:

@@ -4,6 +4,7 @@ A run tokenizes each file of conversations once, into a cache; other processes w
 """
 
 import dataclasses
+import glob
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -21,23 +22,24 @@ from megatron_ext.disk.writing import lock_path
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError, say_to_stderr
 from megatron_ext.text.config import SftConfig
 from megatron_ext.text.data.config import is_number
-from megatron_ext.text.preprocess.encode import (
-    BadLine,
-    Encoded,
-    Note,
-    Refuse,
-    Write,
-    read_object,
-)
+from megatron_ext.text.preprocess.encode import BadLine, Encoded, Refuse, Tally, Write, read_object
 from megatron_ext.text.preprocess.inputs import Part, identity_of
 from megatron_ext.text.preprocess.jobs import Say
 from megatron_ext.text.preprocess.options import PreprocessOptions
 from megatron_ext.text.preprocess.parts import PartMarker
 from megatron_ext.text.preprocess.run import Report, encoded, publish_job
-from megatron_ext.text.sft.chat import Chat, build_chat, key_of
+from megatron_ext.text.sft.chat import Chat, build_chat, dated, key_of
 from megatron_ext.text.sft.conversation import Place, read_conversation
-from megatron_ext.text.sft.masks import TokenizedConversation, tokenize_conversation
-from megatron_ext.text.sft.store import SftStore, about_path, prefix_of, write_about
+from megatron_ext.text.sft.intake import Intake
+from megatron_ext.text.sft.masks import TokenizedConversation, tokenize_samples
+from megatron_ext.text.sft.store import (
+    SftStore,
+    about_path,
+    has_intake,
+    prefix_of,
+    read_about,
+    write_about,
+)
 from megatron_ext.text.tokenizers import build_tokenizer
 
 _WITHOUT_MEANING = {
@@ -63,14 +65,30 @@ class ConversationEncoder:
     chat: Chat
 
     def encode(
-        self, lines: Sequence[bytes], first: int, refuse: Refuse, write: Write, note: Note
+        self, lines: Sequence[bytes], first: int, refuse: Refuse, write: Write, tally: Tally
     ) -> int:
         kept: list[TokenizedConversation] = []
+        intake = Intake()
         for number, line in enumerate(lines, first):
             try:
-                kept.append(self.tokenize(line, number))
+                samples, read = self.tokenize(line, number)
             except BadLine as bad:
                 refuse(number, str(bad))
+                continue
+            # The first token is never a label.
+            trained = [sample for sample in samples if any(sample.mask[1:])]
+            if len(trained) < len(samples):
+                read.dropped[WITHOUT_TRAINED_TOKEN] += len(samples) - len(trained)
+            read.counts.update(
+                {
+                    "conversations": len(trained),
+                    "tokens": sum(len(sample.ids) for sample in trained),
+                    "trained tokens": sum(sum(sample.mask[1:]) for sample in trained),
+                }
+            )
+            intake.add(read)
+            kept += trained
+        tally(intake.as_dict())
         ones = np.ones(len(kept), np.int32)
         lengths = np.array([len(conversation.ids) for conversation in kept], np.int32)
         for key in range(len(KEYS)):
@@ -79,21 +97,25 @@ class ConversationEncoder:
             write(key, 0, Encoded(tokens, lengths, ones))
         return len(kept)
 
-    def tokenize(self, line: bytes, number: int) -> TokenizedConversation:
-        """Return ids and mask of a line's conversation; raise a BadLine if it is not usable."""
+    def tokenize(self, line: bytes, number: int) -> tuple[list[TokenizedConversation], Intake]:
+        """Return ids and masks of the samples of a line's conversation, and what was read.
+
+        Raise a BadLine if it is not usable.
+        """
         place = Place("", number)
         try:
             row = read_object(line)
             if is_too_deep(row):
                 raise BadLine(f"is nested more than {MAX_DEPTH} deep")
             conversation = read_conversation(row, place, self.chat.sft)
-            tokenized = tokenize_conversation(self.chat.tokenizer, conversation, self.chat.sft)
+            samples = tokenize_samples(self.chat.tokenizer, conversation, self.chat.sft)
         except DataError as error:
             text = str(error).removeprefix(f"{place}: ").removesuffix(".")
             raise BadLine(f"is refused: {text}") from None
-        if len(tokenized.ids) < 2:
-            raise BadLine(f"gives {len(tokenized.ids)} tokens, but at least 2 are needed")
-        return tokenized
+        shortest = min(len(sample.ids) for sample in samples)
+        if shortest < 2:
+            raise BadLine(f"gives {shortest} tokens, but at least 2 are needed")
+        return samples, conversation.intake
 
 
 @dataclass(frozen=True)
@@ -146,32 +168,88 @@ class ConversationEncoding:
 def conversation_encoding(options: PreprocessOptions) -> ConversationEncoding:
     """Return the encoding of the conversations that the options describe."""
     assert isinstance(options, SftPreprocessOptions)
-    tokenizer = build_tokenizer(options.tokenizer)
-    return ConversationEncoding(build_chat(tokenizer, options.tokenizer, options.sft))
+    return ConversationEncoding(chat_of(options))
 
 
 def preprocess_sft(options: SftPreprocessOptions, say: Say = say_to_stderr) -> Report:
-    """Tokenize the conversations of the input files into a store; return a report."""
-    return write_store(options, None, say)
+    """Tokenize the conversations of the input files into a store, and say what was read.
+
+    Return a report.
+    """
+    chat = chat_of(options)
+    report, intake = write_store(options, chat, say)
+    for line in report_lines([intake], chat, "the input"):
+        say(line)
+    return report
 
 
-def write_store(options: SftPreprocessOptions, chat: Chat | None, say: Say) -> Report:
-    """Tokenize conversations into a store; return a report.
+def chat_of(options: SftPreprocessOptions) -> Chat:
+    """Return the tokenizer, template and options of conversations that the options describe."""
+    return build_chat(build_tokenizer(options.tokenizer), options.tokenizer, options.sft)
 
-    ``chat`` is the tokenizer with its template, where the caller has it already.
+
+def with_fixed_date(options: SftPreprocessOptions) -> SftPreprocessOptions:
+    """Return the options with the date that the template writes, for workers of all machines."""
+    return dataclasses.replace(options, sft=chat_of(options).sft)
+
+
+def write_store(
+    options: SftPreprocessOptions, chat: Chat, say: Say, *, may_be_empty: bool = False
+) -> tuple[Report, Intake]:
+    """Tokenize conversations into a store; return a report, and the counts of what was read.
+
+    Raise a DataError if there is no conversation, or none with a trained token unless the store
+    ``may_be_empty``, being one of several.
     """
     start = time.monotonic()
-    encoding = None if chat is None else ConversationEncoding(chat)
-    with encoded(options, conversation_encoding, say, encoding) as (job, done, resumed):
+    options = dataclasses.replace(options, sft=chat.sft)
+    with encoded(options, conversation_encoding, say, ConversationEncoding(chat)) as work:
+        job, done, resumed = work
+        intake = Intake.total(Intake.from_dict(marker.tally) for marker in done.values())
+        names = " ".join(options.inputs)
         if not any(marker.documents for marker in done.values()):
-            raise DataError(
-                f"{' '.join(options.inputs)} holds no conversation; give files that do."
-            )
+            if not intake.dropped:
+                raise DataError(f"{names} holds no conversation; give files that do.")
+            if not may_be_empty:
+                raise DataError(
+                    f"{names} holds no conversation with a trained token ({intake.summary()}); "
+                    "check the loss masks of the assistant's messages."
+                )
         about_path(options.output_prefix).unlink(missing_ok=True)
         report = publish_job(job, done, resumed, start)
         identity = job.encoding.identity["sft"]
-        write_about(options.output_prefix, identity, _conversations_of(job.parts, done))
-    return dataclasses.replace(report, tokens=report.tokens // len(KEYS))
+        files = _conversations_of(job.parts, done)
+        write_about(options.output_prefix, identity, files, intake)
+    return dataclasses.replace(report, tokens=report.tokens // len(KEYS)), intake
+
+
+WITHOUT_TRAINED_TOKEN = "conversations without a trained token, by their loss masks"
+
+
+def report_lines(intakes: Sequence[Intake], chat: Chat, what: str) -> list[str]:
+    """Return lines on what was read of ``what``, in which form, and what was not used."""
+    intake = Intake.total(intakes)
+    return [
+        *([f"{what}: {intake.summary()}"] if intake.counts else []),
+        *chat_notes(chat),
+        *intake.notes(),
+        *intake.warnings(),
+    ]
+
+
+def chat_notes(chat: Chat) -> list[str]:
+    """Return sentences on the date that the template writes, and on keywords that it ignores."""
+    notes = []
+    if chat.date is not None:
+        notes.append(f"the chat template writes the date {chat.date}; `--sft-date` sets it")
+    elif chat.date_is_given:
+        notes.append(f"`--sft-date` ({chat.sft.sft_date}): the chat template writes no date")
+    if chat.unread:
+        notes.append(
+            f"`--sft-template-kwargs` ({', '.join(chat.unread)}): the chat template reads no such "
+            "name"
+        )
+    return notes
 
 
 def _conversations_of(
@@ -198,7 +276,7 @@ def open_stores(
     vocab_size: int,
     say: Say = say_to_stderr,
 ) -> list[SftStore]:
-    """Open one store for each name, a file of conversations or the prefix of a store.
+    """Open one store for each name: a file or a dataset of conversations, or a store's prefix.
 
     Args:
         flag: the flag that gives the names, for errors.
@@ -217,22 +295,55 @@ def open_stores(
             )
         prefix = prefix_of(name)
         if not about_path(prefix).exists():
-            if not Path(name).is_file():
+            if not Path(name).exists():
                 raise DataError(
-                    f"`{flag}` ({name}) is neither a file of conversations nor the prefix of a "
-                    "store made by tools/preprocess_data.py --sft; check the path."
+                    f"`{flag}` ({name}) is neither a file of conversations, a dataset saved to "
+                    "disk, nor the prefix of a store made by tools/preprocess_data.py --sft; check "
+                    "the path."
                 )
-            prefix = _tokenized(name, Path(cache or Path(name).parent / "cache"), chat, say)
+            prefix = _tokenized(name, cache_of(name, cache), chat, say)
         store = SftStore(prefix)
-        store.check(chat.identity, vocab_size)
+        store.check(chat.identity, vocab_size, date_is_given=chat.date_is_given)
         stores.append(store)
     return stores
 
 
+def cache_of(name: str, cache: str | None) -> Path:
+    """Return the folder that keeps the store of a file, ``cache`` beside it unless it is given."""
+    return Path(cache or Path(name).parent / "cache")
+
+
+def cached_prefix(name: str, folder: Path, identity: Mapping[str, Any]) -> Path:
+    """Return the prefix of the store of a file in its cache."""
+    return folder / f"{Path(name).name}.{key_of([identity_of(name)], identity)}"
+
+
+def with_date_of_stores(chat: Chat, names: Sequence[str], cache: str | None) -> Chat:
+    """Return ``chat`` with the date of stores that exist, so that a run keeps it from day to day.
+
+    A date that the user gave stays. Among several dates of stores the latest is taken.
+    """
+    if chat.date is None or chat.date_is_given:
+        return chat
+    dates: set[str] = set()
+    for name in names:
+        if about_path(prefix_of(name)).exists():
+            stored = read_about(prefix_of(name)).get("date")
+            dates |= {stored} if stored is not None else set()
+        elif Path(name).exists():
+            folder = cache_of(name, cache)
+            for path in folder.glob(f"{glob.escape(Path(name).name)}.*_sft.json"):
+                date = read_about(str(path).removesuffix("_sft.json")).get("date")
+                same = cached_prefix(name, folder, {**chat.identity, "date": date})
+                if date is not None and about_path(same) == path:
+                    dates.add(date)
+    return dated(chat, max(dates)) if dates else chat
+
+
 def _tokenized(name: str, folder: Path, chat: Chat, say: Say) -> str:
     """Return the prefix of the store of one file; write the store if the cache lacks it."""
-    prefix = folder / f"{Path(name).name}.{key_of([identity_of(name)], chat.identity)}"
-    if about_path(prefix).exists():
+    prefix = cached_prefix(name, folder, chat.identity)
+    if has_intake(prefix):
         return str(prefix)
     lock = FileLock(f"{prefix}.lock")
     try:
@@ -244,7 +355,7 @@ def _tokenized(name: str, folder: Path, chat: Chat, say: Say) -> str:
             say(f"> waiting for another process, which tokenizes {name}")
             held = lock.acquire()
         with held:  # freed when its process ends, however it ends
-            if not about_path(prefix).exists():
+            if not has_intake(prefix):
                 say(f"> tokenizing {name} into {folder}")
                 _tokenize(name, prefix, chat, say)
     except OSError as error:
@@ -264,7 +375,7 @@ def _tokenize(name: str, prefix: Path, chat: Chat, say: Say) -> None:
         sft=chat.sft,
     )
     try:
-        write_store(options, chat, say)
+        write_store(options, chat, say, may_be_empty=True)
     except MegatronExtError as error:
         if os.environ.get("RANK", "0") != "0":  # the first rank alone shows errors, but waits
             for sentence in error.messages:

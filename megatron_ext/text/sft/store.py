@@ -15,19 +15,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.data.indexed import bin_path, check_indexed_dataset, read_index
+from megatron_ext.data.indexed_writer import merge_indexed
 from megatron_ext.disk.reading import UnreadableFile, is_count, read_json_object, shortened
 from megatron_ext.disk.writing import open_new
 from megatron_ext.errors import DataError
 from megatron_ext.text.data.inspect import check_ids, id_range
+from megatron_ext.text.sft.intake import Intake
 
 FORMAT = 1
 _SUFFIX = "_sft_document"
+_INTAKE = "intake"
+_OF_ONE_STORE = {_INTAKE, "files", "format"}
 _VOCABULARY_SAMPLE = 1 << 24
 
 
 def about_path(prefix: str | os.PathLike[str]) -> Path:
     """Return the path of a store's JSON file."""
     return Path(f"{os.fspath(prefix)}_sft.json")
+
+
+def has_intake(prefix: str | os.PathLike[str]) -> bool:
+    """Tell whether a store is there and counts what was read.
+
+    Those of earlier versions do not, and may lack parts of their conversations.
+    """
+    try:
+        return _INTAKE in json.loads(about_path(prefix).read_bytes())
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def prefix_of(name: str) -> str:
@@ -43,16 +58,66 @@ def is_part_of_store(prefix: str) -> bool:
     )
 
 
-def write_about(prefix: str, identity: Mapping[str, Any], files: Sequence[tuple[str, int]]) -> None:
-    """Write the JSON file that completes a store; ``files`` are (input file, conversations)."""
+def write_about(
+    prefix: str,
+    identity: Mapping[str, Any],
+    files: Sequence[tuple[str, int]],
+    intake: Intake | None,
+) -> None:
+    """Write the JSON file that completes a store.
+
+    ``files`` are (input file, conversations); ``intake`` are the counts of what was read from them.
+    """
     path = about_path(prefix)
     temporary = Path(f"{path}.writing.{os.getpid()}")
     about = {"format": FORMAT, **identity, "files": [list(file) for file in files]}
+    if intake is not None:
+        about[_INTAKE] = intake.as_dict()
     with open_new(temporary) as stream:
         json.dump(about, stream, indent=1)
         stream.flush()
         os.fsync(stream.fileno())
     os.replace(temporary, path)
+
+
+def store_prefixes(datasets: Sequence[str | os.PathLike[str]]) -> list[str]:
+    """Return the prefixes of the stores whose datasets are among these, in their order.
+
+    A dataset of token ids belongs to a store if the dataset of its masks is there too.
+    """
+    names = [os.fspath(name) for name in datasets]
+    stores = [prefix_of(name) for name in names if name.endswith(_SUFFIX)]
+    return [store for store in stores if f"{store}_sft_mask" in names]
+
+
+def merge_stores(prefixes: Sequence[str], output: str) -> int:
+    """Join stores, in order, to one store with the prefix ``output``; return its conversations.
+
+    Raise a DataError if a store is damaged, or if they were not made in the same way.
+    """
+    stores = [SftStore(prefix) for prefix in prefixes]
+    first = stores[0]
+    for store in stores[1:]:
+        differing = sorted(
+            key
+            for key in {*first.about, *store.about} - _OF_ONE_STORE
+            if first.about.get(key) != store.about.get(key)
+        )
+        if differing:
+            raise DataError(
+                f"{about_path(first.prefix)} and {about_path(store.prefix)} were made with another "
+                f"{', '.join(differing)}, so they cannot be one store; give both to `--data-path`, "
+                "or preprocess one of them again."
+            )
+    about_path(output).unlink(missing_ok=True)
+    for key in ("document", "mask"):
+        merge_indexed([f"{prefix}_sft_{key}" for prefix in prefixes], f"{output}_sft_{key}")
+    files = [tuple(file) for store in stores for file in store.about["files"]]
+    intakes = [store.intake for store in stores if store.intake is not None]
+    intake = Intake.total(intakes) if len(intakes) == len(stores) else None
+    identity = {key: value for key, value in first.about.items() if key not in _OF_ONE_STORE}
+    write_about(output, identity, files, intake)
+    return sum(map(len, stores))
 
 
 Arrays = tuple[NDArray[np.int64], NDArray[Any], NDArray[np.uint8]]
@@ -65,7 +130,10 @@ class SftStore:
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
-        self.about = _read_about(prefix)
+        self.about = read_about(prefix)
+        self.intake: Intake | None = None
+        if _INTAKE in self.about:
+            self.intake = Intake.from_dict(self.about[_INTAKE])
         infos = [check_indexed_dataset(f"{prefix}_sft_{key}") for key in ("document", "mask")]
         indices = [read_index(info.prefix) for info in infos]
         same = np.array_equal(indices[0].lengths, indices[1].lengths)
@@ -104,6 +172,10 @@ class SftStore:
             check_ids(f"{self.prefix}{_SUFFIX}", ids[kept], self._vocab_size)
         return ids[kept], mask[kept]
 
+    def has_trained_token(self, number: int, kept: slice) -> bool:
+        """Tell whether a part of a conversation, a slice of its tokens, has a trained label."""
+        return bool(self.conversation(number)[1][kept][1:].any())
+
     def source_of(self, number: int) -> tuple[str, int]:
         """Return the input file of a conversation, and its number in that file, from 1."""
         for path, count in self.about["files"]:
@@ -112,8 +184,13 @@ class SftStore:
             number -= count
         raise IndexError(number)
 
-    def check(self, identity: Mapping[str, Any], vocab_size: int) -> None:
-        """Raise a DataError if the store does not fit a run's tokenizer, template or vocabulary."""
+    def check(
+        self, identity: Mapping[str, Any], vocab_size: int, *, date_is_given: bool = False
+    ) -> None:
+        """Raise a DataError if the store does not fit a run's tokenizer, template or vocabulary.
+
+        With ``date_is_given`` it must also have the run's date.
+        """
         for name, flag in (("tokenizer", "--tokenizer-model"), ("template", "--sft-chat-template")):
             if self.about.get(name) != identity[name]:
                 raise DataError(
@@ -127,12 +204,19 @@ class SftStore:
                 f"({json.dumps(self.about.get('template_kwargs'))}), but this run has "
                 f"({json.dumps(given)}); leave it out, or preprocess the data again."
             )
+        if date_is_given and self.about.get("date") != identity.get("date"):
+            raise DataError(
+                f"{about_path(self.prefix)} was made with the date {self.about.get('date')}, but "
+                f"`--sft-date` ({identity.get('date')}) is another; leave it out, or preprocess "
+                "the data again."
+            )
         self._vocab_size = vocab_size
         prefix = f"{self.prefix}{_SUFFIX}"
         check_ids(prefix, id_range(prefix, _VOCABULARY_SAMPLE), vocab_size)
 
 
-def _read_about(prefix: str) -> dict[str, Any]:
+def read_about(prefix: str) -> dict[str, Any]:
+    """Return the content of a store's JSON file; raise a DataError if it cannot be used."""
     path = about_path(prefix)
     advice = "make it with tools/preprocess_data.py --sft"
     try:

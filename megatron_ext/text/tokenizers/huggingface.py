@@ -17,7 +17,10 @@ from megatron_ext.text.tokenizers.base import NO_TOKEN, FastKind, Ids, Tokenizer
 
 _GENERAL_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend", None)
 _NAMED = tuple(f"{name}_token" for name in ("eos", "bos", "unk", "sep", "pad", "cls", "mask"))
-_FILES = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.model", "*.tiktoken")
+_FILES = tuple("*.json *.jinja *.txt *.py *.model *.tiktoken *.bpe *.spm vocab* tokenizer*".split())
+"""Names of the files that a tokenizer may be made of, in all folders; weights have other endings.
+
+`*.jinja` are chat templates, further ones in `additional_chat_templates/`."""
 
 
 @contextmanager

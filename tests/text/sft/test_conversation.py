@@ -110,6 +110,126 @@ def test_nested_numpy_arrays_become_lists() -> None:
     assert read.enable_thinking is False
 
 
+@pytest.mark.parametrize("key", ["weight", "train", "loss", "training", "trainable"])
+def test_masks_of_other_programs(key: str) -> None:
+    masked = [USER, {**ASSISTANT, key: 0}, {**USER, key: None}, {**ASSISTANT, key: True}]
+    read = read_conversation({"messages": masked}, PLACE)
+    assert read.messages == (USER, ASSISTANT, USER, ASSISTANT)
+    assert read.trained == (False, False, False, True)
+    assert read.intake.changed == {f"`{key}` as loss mask": 2}
+    for value, rule in ((0.5, "must be 0 or 1, not 0.5"), ("no", "must be 0 or 1, not 'no'")):
+        with pytest.raises(DataError, match=rf"`messages\[1\].{key}` {rule}"):
+            read_conversation(with_message(**{key: value}), PLACE)
+    with pytest.raises(DataError, match=rf"`messages\[1\].loss_mask` contradicts `{key}`"):
+        read_conversation(with_message(loss_mask=1, **{key: False}), PLACE)
+
+
+def test_an_older_function_call_is_a_tool_call() -> None:
+    call = {"name": "add", "arguments": '{"a": 1}'}
+    read = read_conversation(with_message(content=None, function_call=call), PLACE)
+    calls = [{"type": "function", "function": call}]
+    assert read.messages[1] == {"role": "assistant", "tool_calls": calls}
+    with pytest.raises(DataError, match=r"function_call` must be an object, and the only call"):
+        read_conversation(with_message(function_call=call, tool_calls=calls), PLACE)
+
+
+def test_json_text_stands_for_lists_and_objects_at_each_place() -> None:
+    function = {"name": "add", "arguments": {"a": 1}}
+    calls = [{"type": "function", "function": function}]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"a": {}}}}]
+    plain = {"messages": [USER, {**ASSISTANT, "tool_calls": calls}], "tools": tools}
+    texts = [
+        {**plain, "messages": json.dumps(plain["messages"])},
+        {**plain, "messages": [json.dumps(message) for message in plain["messages"]]},
+        {**plain, "messages": [USER, {**ASSISTANT, "tool_calls": json.dumps(calls)}]},
+        {**plain, "messages": [USER, {**ASSISTANT, "tool_calls": [json.dumps(calls[0])]}]},
+        with_message(tool_calls=[{**calls[0], "function": json.dumps(function)}])
+        | {"tools": tools},
+        {**plain, "tools": [json.dumps(tools[0])]},
+        {**plain, "tools": [{**tools[0], "function": json.dumps(tools[0]["function"])}]},
+        {**plain, "tools": [{**tools[0], "function": {"name": "add", "parameters": '{"a": {}}'}}]},
+    ]
+    expected = read_conversation(plain, PLACE)
+    for row in texts:
+        assert read_conversation(row, PLACE) == expected
+    with pytest.raises(DataError, match=r"`messages` is a text that is not JSON"):
+        read_conversation({"messages": "[{"}, PLACE)
+    with pytest.raises(DataError, match=r"`tools\[0\].parameters` must be an object, not int"):
+        read_conversation({**plain, "tools": [{"name": "x", "parameters": 3}]}, PLACE)
+
+
+def test_keys_whose_value_is_null_are_as_good_as_missing() -> None:
+    arguments = {"a": None, "b": {"c": None, "d": [None, {"e": None}]}}
+    call = {"function": {"name": "add", "arguments": arguments}, "id": None}
+    tool = {"name": "add", "parameters": {"default": None, "enum": [1, None]}}
+    row = with_message(content=None, tool_calls=[call]) | {"tools": [tool], "id": None}
+    read = read_conversation(row, PLACE)
+    kept = {"function": {"name": "add", "arguments": {"b": {"d": [None, {}]}}}}
+    assert read.messages[1] == {"role": "assistant", "tool_calls": [kept]}
+    assert read.tools == ({"name": "add", "parameters": {"enum": [1, None]}},)
+    assert read.intake.ignored == {}
+    assert read_conversation(with_message(tool_calls=[]), PLACE).messages[1] == ASSISTANT
+
+
+COMPLETIONS = SftConfig(sft_row_format="prompt-completion")
+
+
+def test_prompts_and_completions_are_texts_or_messages() -> None:
+    for prompt in ("Hi", [USER], json.dumps([USER])):
+        for completion in ("Hello", [ASSISTANT]):
+            read = read_conversation(
+                {"prompt": prompt, "completion": completion}, PLACE, COMPLETIONS
+            )
+            assert read.messages == (USER, ASSISTANT) and read.trained == (False, True)
+    row = {"prompt": [USER, ASSISTANT, {**USER, "content": "[x"}], "completion": "Hello"}
+    assert read_conversation(row, PLACE, COMPLETIONS).trained == (False, False, False, True)
+    assert read_conversation({**row, "prompt": "[INST] x"}, PLACE, COMPLETIONS).messages[0] == {
+        "role": "user", "content": "[INST] x",
+    }  # fmt: skip
+
+
+ALPACA = SftConfig(sft_row_format="alpaca")
+
+
+def test_alpaca() -> None:
+    row = {"instruction": "Add", "input": "1+1", "output": "2", "history": [["Hi", "Hello"]]}
+    read = read_conversation({**row, "system": "Be kind."}, PLACE, ALPACA)
+    assert [(m["role"], m["content"]) for m in read.messages] == [
+        ("system", "Be kind."), ("user", "Hi"), ("assistant", "Hello"),
+        ("user", "Add\n1+1"), ("assistant", "2"),
+    ]  # fmt: skip
+    assert read.trained == (False, False, True, False, True)
+    for empty in ({"input": "", "history": []}, {"input": None, "history": None}):
+        assert len(read_conversation({**row, **empty}, PLACE, ALPACA).messages) == 2
+    with pytest.raises(DataError, match=r"`history\[0\]` must be a pair of texts: instruction and"):
+        read_conversation({**row, "history": [["Hi"]]}, PLACE, ALPACA)
+    with pytest.raises(DataError, match="`history` must be a list of pairs of texts"):
+        read_conversation({**row, "history": "Hi"}, PLACE, ALPACA)
+
+
+def test_a_row_of_another_layout_is_told_its_format() -> None:
+    for row, layout in (
+        ({"instruction": "x", "output": "y"}, "alpaca"),
+        ({"prompt": "x", "completion": "y"}, "prompt-completion"),
+        ({"conversations": []}, "sharegpt"),
+        ({"question": "x", "answer": "y"}, "prompt-response"),
+    ):
+        with pytest.raises(DataError, match=rf"or give `--sft-row-format {layout}`"):
+            read_conversation(row, PLACE)
+
+
+def test_nothing_of_a_sharegpt_call_is_lost() -> None:
+    call = {"name": "add", "parameters": {"a": 1}, "id": "7"}
+    turns = [{"from": "human", "value": "x"}, {"from": "function_call", "value": json.dumps(call)}]
+    read = read_conversation({"conversations": turns}, PLACE, SHAREGPT)
+    function = {"name": "add", "arguments": {"a": 1}}
+    assert read.messages[1]["tool_calls"] == [{"id": "7", "type": "function", "function": function}]
+    with pytest.raises(
+        DataError, match=r"`conversations\[0\].role` is given beside `from`/`value`"
+    ):
+        read_conversation({"conversations": [{**turns[0], "role": "user"}]}, PLACE, SHAREGPT)
+
+
 @pytest.mark.parametrize("tools", [None, [], "", "[]", "null"])
 def test_no_tools(tools: Any) -> None:
     assert read_conversation({"messages": [USER, ASSISTANT], "tools": tools}, PLACE).tools is None
@@ -249,7 +369,7 @@ def test_a_long_conversation_is_templated_a_few_times_only(monkeypatch: pytest.M
 
     monkeypatch.setattr(Template, "apply", count)
     tokenize_conversation(tokenizer, conversation)
-    assert sorted(templated) == [1, 1, 2000, 2000]
+    assert sorted(templated) == [1, 1, 2000, 2000, 2000]
 
 
 def test_marks_give_the_mask_of_templating_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:

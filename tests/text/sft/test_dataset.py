@@ -14,12 +14,14 @@ from megatron_ext.errors import DataError
 from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.sft.conversation import Place, read_conversation
 from megatron_ext.text.sft.dataset import (
+    ConversationReport,
     SftDataset,
     Truncation,
     build_splits,
     cost_model,
     kept_tokens,
     lay_out,
+    report_conversations,
 )
 from megatron_ext.text.sft.masks import TokenizedConversation, tokenize_conversation
 from megatron_ext.text.tokenizers import build_tokenizer
@@ -198,6 +200,60 @@ def test_splits_share_the_conversations_out(folder: Path) -> None:
     assert firsts(again.train) == parts[0]
     assert firsts(other.train) != parts[0]
     assert splits(folder, *paths, "--split", "1,0,0").valid is None
+
+
+def report(folder: Path, *words: str) -> ConversationReport:
+    config = config_of(folder, *words)
+    return report_conversations(config, build_tokenizer(config.section(TokenizerConfig)))
+
+
+def test_conversations_without_a_trained_token_after_truncation_are_dropped(folder: Path) -> None:
+    tokens = [tokenized(number) for number in range(25)]
+    for truncation, length in (("right", 60), ("left", 12)):
+        kept = kept_tokens(length, truncation)  # type: ignore[arg-type]
+        trains = [number for number, (_, mask) in enumerate(tokens) if any(mask[kept][1:])]
+        words = ["--train-data-path", str(folder / "a.jsonl"), "--sft-max-length", str(length)]
+        words += ["--sft-truncation", truncation]
+        found = splits(folder, *words).train
+        assert isinstance(found, SftDataset) and len(found) == len(trains)
+        for sample, number in enumerate(trains):
+            size = len(tokens[number][0][kept]) - 1
+            assert found[(sample,)]["tokens"][:size].tolist() == tokens[number][0][kept][:-1]
+        long = [len(ids) - length for ids, _ in tokens if len(ids) > length]
+        sentence = (
+            f"`--sft-truncation {truncation}` cuts {len(long)} of 25 conversations of the train "
+            f"split to `--sft-max-length` ({length}), and {sum(long):,} tokens are lost"
+        )
+        assert any(text.startswith(sentence) for text in report(folder, *words).warnings)
+
+
+def test_a_run_of_which_nothing_is_trained_is_refused(folder: Path) -> None:
+    words = ["--train-data-path", str(folder / "a.jsonl"), "--sft-max-length", "5"]
+    sentence = r"None of the 25 conversations of the train split has a trained token within `--sft-"
+    with pytest.raises(DataError, match=sentence):
+        splits(folder, *words, "--sft-truncation", "right")
+    masked = [{"messages": [{**m, "loss_mask": 0} for m in ROWS[0]["messages"]]}]
+    path = tiny.write_jsonl(folder / "masked.jsonl", masked)
+    with pytest.raises(DataError, match=r"No conversation has a trained token \(1 rows, "):
+        splits(folder, "--train-data-path", str(path))
+    both = ["--train-data-path", str(path), str(folder / "a.jsonl")]
+    found = splits(folder, *both).train
+    assert isinstance(found, SftDataset) and len(found) == 25
+    assert report(folder, *both).warnings == [
+        "dropped: conversations without a trained token, by their loss masks (1)"
+    ]
+
+
+def test_a_valid_split_that_is_empty_is_noted(folder: Path) -> None:
+    path = tiny.write_jsonl(folder / "few.jsonl", ROWS[:5])
+    words = ["--data-path", str(path), "--eval-iters", "1"]
+    (line,) = [
+        text for text in report(folder, *words, "--split", "98,2,0").notes if "split" in text
+    ]
+    assert line.startswith("the valid split is empty, so nothing is validated: `--split` (98,2,0)")
+    assert line.endswith("leaves it none of 5 conversations")
+    assert len(report(folder, *words, "--split", "1,0,0").notes) == 1
+    assert report(folder, *words, "--split", "1,1,0").notes[0].startswith("conversations: 5 rows, ")
 
 
 def test_a_preprocessed_prefix_and_its_file_are_the_same(folder: Path, train: SftDataset) -> None:

@@ -22,6 +22,7 @@ TALK: list[dict[str, Any]] = [
 ]
 TRAINED = sorted(tiny.TEMPLATES.glob("*.trained"))
 REALIGN = SftConfig(sft_on_mismatch="realign")
+REALIGN_AND_NOTE = SftConfig(sft_on_mismatch="realign", sft_on_unrendered="note")
 
 
 def conversation(messages: list[dict[str, Any]], **more: Any) -> Conversation:
@@ -217,7 +218,7 @@ def test_a_template_that_drops_turns_cannot_be_realigned() -> None:
         "{% endif %}{% endfor %}"
     )
     with pytest.raises(DataError, match=r"messages\[1\] .*cannot be found in the whole"):
-        trained_text("chatml", TALK[:3], REALIGN, template=template)
+        trained_text("chatml", TALK[:3], REALIGN_AND_NOTE, template=template)
 
 
 def test_what_the_template_refuses_names_the_row() -> None:
@@ -230,7 +231,7 @@ def test_no_template_and_keywords_that_are_set_anyway() -> None:
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="has no chat template"):
         tokenize_conversation(tokenizer, conversation(TALK))
-    with pytest.raises(ConfigError, match=r"apply_chat_template_kwargs \(tokenize\) must not"):
+    with pytest.raises(ConfigError, match=r"`--sft-template-kwargs` \(tokenize\) must not"):
         check_template_kwargs({"tokenize": False})
 
 

@@ -1,5 +1,6 @@
 """Files of conversations to stores, by the command line, against tokenizing row by row."""
 
+import datetime
 import gzip
 import json
 import multiprocessing
@@ -24,7 +25,12 @@ from megatron_ext.text.preprocess.inputs import Part, blocks
 from megatron_ext.text.sft.chat import Chat, build_chat
 from megatron_ext.text.sft.conversation import Place, read_conversation
 from megatron_ext.text.sft.masks import tokenize_conversation
-from megatron_ext.text.sft.preprocess import ConversationEncoder, open_stores
+from megatron_ext.text.sft.preprocess import (
+    ConversationEncoder,
+    chat_notes,
+    open_stores,
+    with_date_of_stores,
+)
 from megatron_ext.text.sft.store import SftStore, about_path
 from megatron_ext.text.tokenizers import build_tokenizer
 from tests.text.sft import tiny
@@ -82,6 +88,157 @@ def test_tools_of_a_parquet_file_have_no_keys_of_other_rows(tmp_path: Path) -> N
     lines = b"".join(piece for piece, _ in pieces).splitlines()
     assert [json.loads(line) for line in lines] == rows
     assert sum(read for _, read in pieces) == (tmp_path / "f.parquet").stat().st_size
+
+
+CALL = {"name": "w", "arguments": {"city": "Oslo", "to": None, "days": [1, None]}}
+CALLED = [
+    {"role": "user", "content": "x"},
+    {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": CALL}]},
+    {"role": "tool", "content": "y"},
+    {"role": "assistant", "content": "z"},
+]
+SCHEMAS = [{"name": "w", "parameters": {"city": {"type": "string", "default": None}}}]
+
+
+def table(path: Path, column: pyarrow.Array, tools: pyarrow.Array) -> Path:
+    made = pyarrow.table({"messages": column, "tools": tools})
+    if path.suffix == ".parquet":
+        parquet.write_table(made, path)
+    else:
+        with pyarrow.ipc.new_stream(path, made.schema) as writer:
+            writer.write_table(made)
+    return path
+
+
+def as_json(value: Any) -> pyarrow.Array:
+    return pyarrow.array([json.dumps(value)], pyarrow.string()).cast(pyarrow.json_())
+
+
+def test_json_columns_and_maps_of_tables_are_what_jsonl_holds(tmp_path: Path) -> None:
+    """As the datasets library writes objects of unlike keys, in parquet and saved to disk."""
+    folder = tiny.save(tmp_path / "tokenizer", "hermes")
+    list_of_json = pyarrow.ExtensionArray.from_storage
+    items = pyarrow.array([json.dumps(message) for message in CALLED], pyarrow.string())
+    column = pyarrow.ListArray.from_arrays([0, 4], list_of_json(pyarrow.json_(), items))
+    text = pyarrow.array([json.dumps(CALLED)])
+    strings = pyarrow.map_(pyarrow.string(), pyarrow.string())
+    kind = pyarrow.struct(
+        [("name", pyarrow.string()), ("parameters", pyarrow.map_(pyarrow.string(), strings))]
+    )
+    pairs = [{"name": "w", "parameters": [("city", [("type", "string"), ("default", None)])]}]
+    maps = pyarrow.array([pairs], pyarrow.list_(kind))
+    row = {"messages": CALLED, "tools": SCHEMAS}
+    inputs = [tiny.write_jsonl(tmp_path / "a.jsonl", [row])]
+    for ending in ("parquet", "arrow"):
+        for number, columns in enumerate(
+            [(column, as_json(SCHEMAS)), (as_json(CALLED), maps), (text, as_json(SCHEMAS))]
+        ):
+            inputs.append(table(tmp_path / f"{number}.{ending}", *columns))
+    words = ["--input", *inputs, "--output-prefix", tmp_path / "o"]
+    assert preprocess(folder, *words) == 0
+    store = SftStore(str(tmp_path / "o"))
+    assert len(store) == 7
+    first = store.conversation(0)
+    shown = tiny.tokenizer("hermes").decode(first[0].tolist())
+    assert '"arguments": {"city": "Oslo", "days": [1, null]}' in shown
+    assert '"parameters": {"city": {"type": "string"}}' in shown
+    for number in range(1, 7):
+        for mine, theirs in zip(store.conversation(number), first, strict=True):
+            assert mine.tolist() == theirs.tolist()
+
+
+def test_a_json_column_that_holds_none_is_refused(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    storage = pyarrow.array(["{"], pyarrow.string())
+    bad = pyarrow.ExtensionArray.from_storage(pyarrow.json_(), storage)
+    path = table(tmp_path / "f.parquet", bad, pyarrow.array(["[]"]))
+    assert preprocess(folder, "--input", path, "--output-prefix", tmp_path / "o") == 1
+    assert "f.parquet line 1 is not valid JSON" in capfd.readouterr().err
+
+
+def test_what_trains_nothing_is_dropped_and_the_report_is_stored(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = tiny.chats(3)
+    masked = [{**message, "weight": 0} for message in rows[1]["messages"]]
+    path = tiny.write_jsonl(tmp_path / "f.jsonl", [rows[0], {"messages": masked, "id": 3}, rows[2]])
+    words = ["--output-prefix", tmp_path / "o", "--input"]
+    assert preprocess(folder, *words, path) == 0
+    said = capfd.readouterr().err
+    assert "the input: 3 rows, " in said and "2 conversations, " in said
+    assert "dropped: conversations without a trained token, by their loss masks (1)" in said
+    assert "column `id` (1)" in said
+    store = SftStore(str(tmp_path / "o"))
+    check_pair(store, [rows[0], rows[2]])
+    assert store.intake is not None and store.intake.ignored == {"column `id`": 1}
+    trained = sum(int(store.conversation(number)[1].sum()) for number in range(2))
+    assert store.intake.counts["trained tokens"] == trained
+    assert preprocess(folder, *words, tiny.write_jsonl(path, [{"messages": masked}])) == 1
+    assert "f.jsonl holds no conversation with a trained token (1 rows," in capfd.readouterr().err
+
+
+DATED = "{{ strftime_now('%d %b %Y') }}" + (tiny.TEMPLATES / "chatml.jinja").read_text("utf-8")
+
+
+def test_a_run_keeps_the_date_of_its_stores(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = tmp_path / "dated.jinja"
+    template.write_text(DATED)
+    settings = TokenizerConfig("HuggingFaceTokenizer", str(folder))
+
+    def chat_on(day: str, given: str | None = None) -> Chat:
+        class Clock(datetime.date):
+            @classmethod
+            def today(cls) -> "Clock":
+                return cls.fromisoformat(day)
+
+        monkeypatch.setattr(datetime, "date", Clock)
+        sft = SftConfig(sft=True, sft_chat_template=str(template), sft_date=given)
+        return build_chat(build_tokenizer(settings), settings, sft)
+
+    path = str(tiny.write_jsonl(tmp_path / "f.jsonl", tiny.chats(2)))
+
+    def text_of(chat: Chat) -> str:
+        chat = with_date_of_stores(chat, [path], None)
+        (store,) = open_stores("--data-path", [path], chat=chat, cache=None, vocab_size=1000)
+        assert store.about["date"] == chat.date
+        ids = store.conversation(0)[0].tolist()
+        return str(tiny.tokenizer("chatml").decode(ids))[:11]
+
+    assert text_of(chat_on("2026-03-09")) == "09 Mar 2026"
+    # The next day continues with the same texts, unless another day is asked for.
+    assert text_of(chat_on("2026-03-10")) == "09 Mar 2026"
+    assert text_of(chat_on("2026-03-10", "2024-07-26")) == "26 Jul 2024"
+    old = open_stores("--data-path", [path], chat=chat_on("2026-03-09"), cache=None, vocab_size=999)
+    with pytest.raises(
+        DataError, match=r"the date 2026-03-09, but `--sft-date` \(2024-07-26\) is an"
+    ):
+        old[0].check(chat_on("2026-03-10", "2024-07-26").identity, 1000, date_is_given=True)
+
+
+def test_a_template_without_a_date_has_none_in_its_identity(folder: Path) -> None:
+    settings = TokenizerConfig("HuggingFaceTokenizer", str(folder))
+    for given in (None, "2024-07-26"):
+        sft = SftConfig(sft=True, sft_date=given, sft_template_kwargs='{"a": 1}')
+        chat = build_chat(build_tokenizer(settings), settings, sft)
+        assert "date" not in chat.identity and chat.unread == ("a",)
+        notes = chat_notes(chat)
+        assert notes[-1] == "`--sft-template-kwargs` (a): the chat template reads no such name"
+        assert len(notes) == 1 + (given is not None)
+
+
+def test_a_store_of_an_earlier_version_is_made_again(
+    run: tuple[RunConfig, Chat], tmp_path: Path
+) -> None:
+    path = tiny.write_jsonl(tmp_path / "f.jsonl", tiny.chats(3))
+    (store,), _ = opened(run, path)
+    about = json.loads(about_path(store.prefix).read_bytes())
+    del about["intake"]
+    about_path(store.prefix).write_text(json.dumps(about))
+    (again,), said = opened(run, path)
+    assert again.intake is not None and said == [f"> tokenizing {path} into {tmp_path / 'cache'}"]
 
 
 def test_files_of_no_use(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -152,6 +309,10 @@ def test_other_columns_and_template(folder: Path, tmp_path: Path) -> None:
         ("--partitions 2", "`--partitions` does not go with `--sft`: all conversations"),
         ("--json-keys a", "`--json-keys` does not go with `--sft`, whose columns have flags"),
         ("--engine native", "`--engine` does not go with `--sft`: the chat template"),
+        (
+            "--sft-date 26.7.2024",
+            "`--sft-date` (26.7.2024) must be a day as YYYY-MM-DD; use 2024-07",
+        ),
         ("--sft-template-kwargs 3", "`--sft-template-kwargs` (3) must be a JSON object; use"),
     ],
 )
@@ -285,6 +446,19 @@ def test_unchanged_files_are_tokenized_once(run: tuple[RunConfig, Chat], tmp_pat
     assert [len(store) for store in opened(run, two)[0]] == [5]
     kinds = {"".join(path.suffixes[-1:]) for path in cache.iterdir()}
     assert kinds <= {".bin", ".idx", ".json", ".lock"}
+
+
+def test_a_dataset_saved_to_disk_is_a_file_too(run: tuple[RunConfig, Chat], tmp_path: Path) -> None:
+    rows = tiny.chats(3)
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    made = pyarrow.Table.from_pylist(rows)
+    with pyarrow.ipc.new_stream(folder / "data.arrow", made.schema) as writer:
+        writer.write_table(made)
+    state = {"_data_files": [{"filename": "data.arrow"}], "_indices_data_files": None}
+    (folder / "state.json").write_text(json.dumps(state))
+    (store,), _ = opened(run, folder)
+    check_pair(store, rows)
 
 
 def test_other_options_make_another_store(run: tuple[RunConfig, Chat], tmp_path: Path) -> None:

@@ -16,8 +16,10 @@ from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.preprocess.options import add_tokenizer_flags, tokenizer_config
 from megatron_ext.text.tokenizers import build_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
+from megatron_ext.text.tokenizers.huggingface import tokenizer_folder
 from tests.config.runs import refusals
 from tests.text import tiny
+from tests.text.sft import tiny as chats
 
 TEXTS = [text for text in tiny.HARD_TEXTS if text] + tiny.sentences()[:20]
 
@@ -205,6 +207,29 @@ def test_a_hub_name_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch) -> N
     told = r"model\) is neither a folder here nor .* \(ConnectionError: no route to host\); check"
     with pytest.raises(DataError, match=told):
         build_tokenizer(flags("HuggingFaceTokenizer", tokenizer_model="someone/model"))
+
+
+def test_all_files_of_a_tokenizer_are_fetched_from_the_hub(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    saved = tmp_path / "saved"
+    loaded = chats.tokenizer("chatml")
+    loaded.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    loaded.save_pretrained(saved)
+    files = {str(path.relative_to(saved)) for path in saved.rglob("*") if path.is_file()}
+    assert {"chat_template.jinja", "additional_chat_templates/tool_use.jinja"} <= files
+    weights = ["model.safetensors", "pytorch_model.bin", "consolidated.00.pth", "a/model.gguf"]
+
+    def fetched(name: str, allow_patterns: list[str]) -> str:
+        kept = filter_repo_objects([*files, *weights], allow_patterns=allow_patterns)
+        assert set(kept) == files
+        return str(saved)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
+    assert tokenizer_folder("someone/model") == saved
 
 
 def test_core_accepts_it_as_a_dataset_tokenizer() -> None:

@@ -1,0 +1,224 @@
+"""Brings a conversation into the form that its chat template takes.
+
+Templates differ in three things that data sets do not agree on: whether arguments of tool calls are
+objects or JSON texts, whether a message may be a list of parts, and whether the role developer
+exists. Each is found out by applying the template to the row with marks in the place in question.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from megatron_ext.errors import DataError
+from megatron_ext.text.config import SftConfig
+from megatron_ext.text.sft.chat import Template
+from megatron_ext.text.sft.conversation import Message, generic, without_nulls
+
+_MARK = "zqmarkqz"
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_MOST_KNOWN = 64
+
+_forms: dict[str, str] = {}
+"""By the source of a template, the form in which it takes arguments, found by `_argument_form`."""
+_takes_parts: dict[str, bool] = {}
+"""By the source of a template, whether it writes the texts of a list of parts itself."""
+
+
+def fitted(template: Template, sft: SftConfig) -> Template:
+    """Return the template with its conversation in the form that it takes.
+
+    Raise a DataError for arguments that are not JSON, and for parts that are no text.
+    """
+    template = _with_arguments(template, sft.sft_tool_arguments)
+    template = _with_parts(template)
+    return _with_known_roles(template)
+
+
+def _changed(template: Template, change: Callable[[int, Message], Message]) -> Template:
+    """Return the template of the conversation whose message i is ``change(i, message)``."""
+    messages = template.conversation.messages
+    changed = tuple(change(index, message) for index, message in enumerate(messages))
+    return template.of(replace(template.conversation, messages=changed))
+
+
+def _refuse(template: Template, name: str, rule: str) -> NoReturn:
+    raise DataError(f"{template.conversation.place}: `{name}` {rule}.")
+
+
+def _remember(known: dict[str, Any], source: str, value: Any) -> None:
+    if len(known) >= _MOST_KNOWN:
+        known.clear()
+    known[source] = value
+
+
+def _with_arguments(template: Template, form: str) -> Template:
+    """Return the template with all arguments of tool calls as objects or as JSON texts."""
+    given = [
+        value
+        for message in template.conversation.messages
+        for call in message.get("tool_calls", ())
+        if (value := _function(call).get("arguments")) is not None
+    ]
+    if not any(isinstance(value, (str, dict)) for value in given):
+        return template
+    verbatim = form == "string"
+    if form == "auto":
+        form = _argument_form(template)
+    intake = template.conversation.intake
+
+    def convert(value: Any, name: str) -> Any:
+        if isinstance(value, str) and not verbatim:
+            read = _parsed(template, value, name)
+            if form == "object":
+                intake.changed["arguments of tool calls, from JSON text to object"] += 1
+                return read
+        elif isinstance(value, dict) and form == "string":
+            intake.changed["arguments of tool calls, from object to JSON text"] += 1
+            return json.dumps(value, ensure_ascii=False)
+        return value
+
+    return _changed(template, lambda index, message: _replaced(message, index, convert))
+
+
+def _function(call: Message) -> Message:
+    """Return the part of a tool call that has name and arguments."""
+    function = call.get("function")
+    return function if isinstance(function, dict) else call
+
+
+def _replaced(message: Message, index: int, convert: Callable[[Any, str], Any]) -> Message:
+    """Return a message with other arguments in its tool calls: ``convert(arguments, name)``."""
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for number, call in enumerate(message["tool_calls"]):
+        function = _function(call)
+        if function.get("arguments") is not None:
+            name = f"messages[{index}].tool_calls[{number}]"
+            name += ".arguments" if function is call else ".function.arguments"
+            value = convert(function["arguments"], name)
+            call = (
+                {**call, "arguments": value}
+                if function is call
+                else {**call, "function": {**function, "arguments": value}}
+            )
+        calls.append(call)
+    return {**message, "tool_calls": calls}
+
+
+def _parsed(template: Template, text: str, name: str) -> Any:
+    try:
+        value = without_nulls(json.loads(text)) if text.strip() else {}
+    except ValueError as error:
+        rule = f"is a text that is not JSON ({error})"
+        _refuse(
+            template, name, f"{rule}; correct it, or keep it with `--sft-tool-arguments string`"
+        )
+    if not isinstance(value, dict):
+        kind = type(value).__name__
+        _refuse(template, name, f"must be JSON of an object, not of {kind}; correct the row")
+    return value
+
+
+def _argument_form(template: Template) -> str:
+    """Return the form in which the template takes arguments: "object", "string" or "either".
+
+    A template that puts an object into its text as Python writes it needs a text, and one that
+    puts a text in quotes, or in braces of its own, needs an object.
+    """
+    source = template.source()
+    if source in _forms:
+        return _forms[source]
+    as_object, as_text = {"mark": _MARK}, json.dumps({"mark": _MARK})
+    first, second = (
+        _attempt(_changed(template, lambda i, m, x=x: _replaced(m, i, lambda *_: x)))  # type: ignore[misc]
+        for x in (as_object, as_text)
+    )
+    takes_object = _MARK in first and str(as_object) not in first
+    quoted = json.dumps(as_text)[1:-1]
+    takes_text = as_text in second and quoted not in second and "{" + as_text not in second
+    form = "object" if takes_object and not takes_text else "either"
+    if takes_text and not takes_object:
+        form = "string"
+    if first or second:
+        _remember(_forms, source, form)
+    return form
+
+
+def _attempt(template: Template) -> str:
+    """Return the text of all messages; an empty text if the template refuses them."""
+    try:
+        return template.whole
+    except DataError:
+        return ""
+
+
+def _with_parts(template: Template) -> Template:
+    """Return the template with each list of text parts joined, unless it takes lists itself."""
+    lists = {
+        index: _read_parts(template, message["content"], f"messages[{index}].content")
+        for index, message in enumerate(template.conversation.messages)
+        if isinstance(message.get("content"), list)
+    }
+    if not lists:
+        return template
+    if _is_for_parts(template, lists):
+        return _changed(template, lambda i, m: {**m, "content": lists[i]} if i in lists else m)
+    intake = template.conversation.intake
+    for index, parts in lists.items():
+        intake.changed["list of text parts, joined"] += 1
+        for key in (key for part in parts for key in part if key not in ("type", "text")):
+            intake.ignored[f"`{generic(f'messages[{index}].content[0].{key}')}`"] += 1
+    joined = {index: "".join(part["text"] for part in parts) for index, parts in lists.items()}
+    return _changed(template, lambda i, m: {**m, "content": joined[i]} if i in joined else m)
+
+
+def _read_parts(template: Template, content: list[Any], name: str) -> list[Message]:
+    parts: list[Message] = []
+    for index, part in enumerate(content):
+        read = {"type": "text", "text": part} if isinstance(part, str) else part
+        kind = read.get("type", "text") if isinstance(read, dict) else type(read).__name__
+        if kind not in _TEXT_PARTS:
+            rule = f"is a part of type {kind}, but only text is trained; drop the part or the row"
+            _refuse(template, f"{name}[{index}]", rule)
+        if not isinstance(read.get("text"), str):
+            found = type(read.get("text")).__name__
+            _refuse(template, f"{name}[{index}].text", f"must be a text, not {found}")
+        parts.append({**read, "type": "text"})
+    return parts
+
+
+def _is_for_parts(template: Template, lists: dict[int, list[Message]]) -> bool:
+    source = template.source()
+    if source not in _takes_parts:
+        part = {"type": "text", "text": _MARK}
+        text = _attempt(
+            _changed(template, lambda i, m: {**m, "content": [part]} if i in lists else m)
+        )
+        written_as_data = str(part) in text or json.dumps(part) in text
+        _remember(_takes_parts, source, _MARK in text and not written_as_data)
+    return _takes_parts[source]
+
+
+def _with_known_roles(template: Template) -> Template:
+    """Return the template with the role system for developer, where it only knows the former."""
+    developers = {
+        index
+        for index, message in enumerate(template.conversation.messages)
+        if message["role"] == "developer"
+    }
+    if not developers:
+        return template
+
+    def marked(role: str) -> Template:
+        return _changed(
+            template,
+            lambda i, m: {**m, "role": role, "content": _MARK} if i in developers else m,
+        )
+
+    written = [_attempt(marked(role)).count(_MARK) for role in ("developer", "system")]
+    if written[0] >= len(developers) or written[1] < len(developers):
+        return template
+    template.conversation.intake.changed["role developer as system"] += len(developers)
+    return _changed(template, lambda i, m: {**m, "role": "system"} if i in developers else m)

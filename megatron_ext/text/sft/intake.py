@@ -1,0 +1,83 @@
+"""Counts of what was read from conversations, what was changed, and what was not used.
+
+Every part of a row is used, or counted here by its name, or refuses the row. The counts are stored
+with the tokens, so that a run that reads a finished store says the same as the one that made it.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+_SHOWN = 40
+"""Most names that a sentence lists; all of them stand in the JSON file of the store."""
+
+_TITLES = {
+    "changed": "read in another form",
+    "ignored": "ignored, because neither this program nor the chat template uses it",
+    "unrendered": "left out of the text by the chat template (`--sft-on-unrendered note`)",
+    "dropped": "dropped",
+}
+
+
+@dataclass
+class Intake:
+    """The counts of some rows; two of them are added by `add`.
+
+    Attributes:
+        counts: number of rows, conversations, turns and so on, by name.
+        changed: number of values that were read in another form, by what was done.
+        ignored: number of values that nothing uses, by the name of their column or key.
+        unrendered: number of parts that the chat template leaves out of the text, by name.
+        dropped: number of conversations that are left out as a whole, by reason.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    changed: Counter[str] = field(default_factory=Counter)
+    ignored: Counter[str] = field(default_factory=Counter)
+    unrendered: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: "Intake") -> None:
+        """Add the counts of other rows."""
+        for name in self.__dataclass_fields__:
+            getattr(self, name).update(getattr(other, name))
+
+    def as_dict(self) -> dict[str, dict[str, int]]:
+        """Return the counts as JSON values, which `from_dict` reads."""
+        return {name: dict(getattr(self, name)) for name in self.__dataclass_fields__}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Mapping[str, int]]) -> "Intake":
+        """Return the counts that `as_dict` wrote."""
+        return cls(**{name: Counter(values.get(name, {})) for name in cls.__dataclass_fields__})
+
+    @classmethod
+    def total(cls, parts: Iterable["Intake"]) -> "Intake":
+        """Return the sum of several counts."""
+        whole = cls()
+        for part in parts:
+            whole.add(part)
+        return whole
+
+    def summary(self) -> str:
+        """Return one line with the numbers of what was read."""
+        return ", ".join(f"{count:,} {name}" for name, count in self.counts.items() if count)
+
+    def notes(self) -> list[str]:
+        """Return a sentence on what was read in another form than it was given."""
+        return self._sentences("changed")
+
+    def warnings(self) -> list[str]:
+        """Return a sentence for each way in which something was not used."""
+        return self._sentences("ignored", "unrendered", "dropped")
+
+    def _sentences(self, *kinds: str) -> list[str]:
+        sentences = []
+        for kind in kinds:
+            listed = getattr(self, kind).most_common()
+            names = [f"{name} ({count:,})" for name, count in listed[:_SHOWN]]
+            if len(listed) > _SHOWN:
+                names.append(f"and {len(listed) - _SHOWN} more names")
+            if names:
+                sentences.append(f"{_TITLES[kind]}: {', '.join(names)}")
+        return sentences

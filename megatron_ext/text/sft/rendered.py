@@ -1,0 +1,301 @@
+"""Finds the parts of a conversation that its chat template leaves out of the text.
+
+Every value of a conversation is marked at both ends, and the template is applied once more: the
+marks in the text tell which values it writes. Some values steer a template instead of being
+written, and some templates refuse marks. So a value whose marks are missing is changed in the row
+itself, and counts as left out only if the text stays the same.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_ext.errors import DataError
+from megatron_ext.text.config import SftConfig
+from megatron_ext.text.sft.chat import Template
+from megatron_ext.text.sft.conversation import ASSISTANT, Conversation, generic
+from megatron_ext.text.sft.intake import Intake
+
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message that hold an assistant's reasoning; transformers treats them as one."""
+
+_SHORTEST_CODE = 7
+"""Letters of the shortest mark that takes the place of an identifier, which keeps its length."""
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A value of a conversation that holds no other, and the keys and indices that lead to it."""
+
+    path: Path
+    value: Any
+
+    @property
+    def name(self) -> str:
+        """Return the name of the value, such as `messages[1].tool_calls[0].id`."""
+        shown = str(self.path[0])
+        for step in self.path[1:]:
+            shown += f"[{step}]" if isinstance(step, int) else f".{step}"
+        return shown
+
+
+@dataclass
+class Unrendered:
+    """The values that are left out of a text, by their paths, and the texts that are cut."""
+
+    absent: dict[Path, Leaf]
+    partly: dict[Path, Leaf]
+
+
+def find_left_out(samples: Sequence[Template]) -> Unrendered:
+    """Return what is left out by the texts of all samples of a conversation that have it."""
+    parts = [find_unrendered(sample) for sample in samples]
+    lengths = [len(sample.conversation.messages) for sample in samples]
+
+    def texts_with(path: Path) -> list[Unrendered]:
+        in_all = path[0] == "tools"
+        return [x for x, n in zip(parts, lengths, strict=True) if in_all or int(path[1]) < n]
+
+    absent: dict[Path, Leaf] = {}
+    partly: dict[Path, Leaf] = {}
+    leaves = {path: leaf for part in parts for path, leaf in (part.absent | part.partly).items()}
+    for path, leaf in leaves.items():
+        texts = texts_with(path)
+        if all(path in text.absent for text in texts):
+            absent[path] = leaf
+        elif all(path in text.absent or path in text.partly for text in texts):
+            partly[path] = leaf
+    return Unrendered(absent, partly)
+
+
+def find_unrendered(template: Template) -> Unrendered:
+    """Return what the template leaves out of the text of its conversation."""
+    whole = template.whole
+    leaves = list(_leaves(template.conversation, whole))
+    nonce = _nonce(whole)
+    marks = {
+        leaf.path: (f"{nonce}{2 * i:x}z", f"{nonce}{2 * i + 1:x}z") for i, leaf in enumerate(leaves)
+    }
+    text = _text_with(template, leaves, lambda leaf: _other(leaf.value, *marks[leaf.path]))
+    partly: dict[Path, Leaf] = {}
+    if text is None:
+        candidates = leaves
+    else:
+        candidates = []
+        for leaf in leaves:
+            seen = [mark in text for mark in _marks_in(leaf.value, *marks[leaf.path])]
+            if not any(seen):
+                candidates.append(leaf)
+            elif not all(seen) and not _lines_are_in(leaf.value, whole):
+                partly[leaf.path] = leaf
+    absent = _confirmed(template, candidates, marks, whole)
+    return Unrendered({leaf.path: leaf for leaf in absent}, partly)
+
+
+def _nonce(whole: str) -> str:
+    """Return letters that a text does not contain."""
+    nonce = "zq"
+    while nonce in whole:
+        nonce += "q"
+    return nonce
+
+
+def _is_code(value: str, mark: str) -> bool:
+    return value.isascii() and value.isalnum() and len(value) >= max(_SHORTEST_CODE, len(mark))
+
+
+def _other(value: Any, first: str, last: str) -> Any:
+    """Return another value that contains marks, of the same kind where the kind allows it."""
+    if isinstance(value, str):
+        # Some templates check the length of identifiers.
+        return first.ljust(len(value), "z") if _is_code(value, first) else first + value + last
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value + int.from_bytes(first.encode()[-6:], "big")
+    if isinstance(value, dict):
+        return {first: last}
+    return [first] if isinstance(value, list) else first
+
+
+def _marks_in(value: Any, first: str, last: str) -> tuple[str, ...]:
+    """Return the texts by which `_other` of a value is recognized."""
+    if isinstance(value, str):
+        return (first,) if _is_code(value, first) else (first, last)
+    if isinstance(value, bool):
+        return (first,)
+    if isinstance(value, (int, float)):
+        return (str(_other(value, first, last)),)
+    return (first,)
+
+
+def _leaves(conversation: Conversation, whole: str) -> Iterator[Leaf]:
+    """Yield each value that a template may write; roles and empty texts are none."""
+    for index, message in enumerate(conversation.messages):
+        for key, value in message.items():
+            if key != "role":
+                yield from _below(value, ("messages", index, key))
+    for index, tool in enumerate(conversation.tools or ()):
+        if not _is_written_whole(tool, whole):
+            yield from _below(tool, ("tools", index))
+
+
+def _is_written_whole(tool: dict[str, Any], whole: str) -> bool:
+    """Tell whether the text holds a whole tool, or its function, as JSON."""
+    values = [tool]
+    if set(tool) <= {"type", "function"} and tool.get("type", "function") == "function":
+        values.append(tool.get("function", tool))
+    return any(
+        json.dumps(value, ensure_ascii=False, indent=indent) in whole
+        for value in values
+        for indent in (None, 4, 2)
+    )
+
+
+def _below(value: Any, path: Path) -> Iterator[Leaf]:
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _below(item, (*path, key))
+    elif isinstance(value, list) and value:
+        for index, item in enumerate(value):
+            yield from _below(item, (*path, index))
+    elif not (isinstance(value, str) and not value.strip()) and not _is_constant(value, path):
+        yield Leaf(path, value)
+
+
+def _is_constant(value: Any, path: Path) -> bool:
+    """Tell whether a value is the word that each tool and tool call has as its type."""
+    is_call = len(path) == 5 and path[2] == "tool_calls"
+    is_tool = len(path) == 3 and path[0] == "tools"
+    is_part = len(path) == 5 and path[2] == "content"
+    return path[-1] == "type" and (
+        (value == "function" and (is_call or is_tool)) or (value == "text" and is_part)
+    )
+
+
+def _text_with(
+    template: Template, leaves: Sequence[Leaf], other: Callable[[Leaf], Any]
+) -> str | None:
+    """Return the text with other values; None if the template refuses them."""
+    changed = {leaf.path: leaf for leaf in leaves}
+
+    def rebuilt(value: Any, path: Path) -> Any:
+        leaf = changed.get(path)
+        if leaf is not None:
+            return other(leaf)
+        if isinstance(value, dict):
+            return {key: rebuilt(item, (*path, key)) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [rebuilt(item, (*path, index)) for index, item in enumerate(value)]
+        return value
+
+    conversation = template.conversation
+    messages = tuple(rebuilt(conversation.messages, ("messages",)))
+    tools = None if conversation.tools is None else tuple(rebuilt(conversation.tools, ("tools",)))
+    try:
+        return template.of(replace(conversation, messages=messages, tools=tools)).whole
+    except DataError:
+        return None
+
+
+def _confirmed(
+    template: Template, leaves: Sequence[Leaf], marks: dict[Path, tuple[str, str]], whole: str
+) -> list[Leaf]:
+    """Return the values that may be changed without a change of the text."""
+    if not leaves:
+        return []
+    text = _text_with(template, leaves, lambda leaf: _other(leaf.value, *marks[leaf.path]))
+    if text == whole:
+        return list(leaves)
+    if len(leaves) == 1:
+        return []
+    half = len(leaves) // 2
+    return [
+        *_confirmed(template, leaves[:half], marks, whole),
+        *_confirmed(template, leaves[half:], marks, whole),
+    ]
+
+
+def _lines_are_in(value: Any, whole: str) -> bool:
+    """Tell whether each line of a text stands somewhere in the whole text, maybe as JSON."""
+    lines = [line.strip() for line in str(value).splitlines()]
+    return all(
+        line in whole or json.dumps(line, ensure_ascii=False)[1:-1] in whole for line in lines
+    )
+
+
+def report_unrendered(
+    conversation: Conversation, unrendered: Unrendered, sft: SftConfig, intake: Intake
+) -> None:
+    """Count what the template leaves out; refuse what a model would have to learn or to know.
+
+    Raise a DataError for the first message, tool, tool call or reasoning of a trained turn that is
+    left out, unless ``--sft-on-unrendered note`` counts those too.
+    """
+    tools = {
+        index
+        for index in range(len(conversation.tools or ()))
+        if not _tool_is_written(conversation, index, unrendered)
+    }
+    for leaf in unrendered.absent.values():
+        what = _meaning(conversation, leaf, tools, realigned=sft.sft_on_mismatch == "realign")
+        if what is None:
+            intake.ignored[f"`{generic(leaf.name)}`"] += 1
+        elif sft.sft_on_unrendered == "note":
+            intake.unrendered[f"{what} (`{generic(leaf.name)}`)"] += 1
+        else:
+            advice = "give a template that writes it, take it out of the row"
+            if set(leaf.path[2:3]) & set(REASONING) and not _is_last_turn(conversation, leaf):
+                advice = (
+                    "make a sample of each turn with `--sft-split-turns`, train the turn as it is "
+                    "written with `--sft-on-mismatch realign`"
+                )
+            raise DataError(
+                f"{conversation.place}: `{leaf.name}` ({what}) is left out of the text by the chat "
+                f"template; {advice}, or count such parts with `--sft-on-unrendered note`."
+            )
+    for leaf in unrendered.partly.values():
+        intake.ignored[f"a part of `{generic(leaf.name)}`{_role(conversation, leaf)}"] += 1
+
+
+def _tool_is_written(conversation: Conversation, index: int, unrendered: Unrendered) -> bool:
+    """Tell whether a template writes something of a tool, and its name if it has one."""
+    tool = (conversation.tools or ())[index]
+    paths = [leaf.path for leaf in _below(tool, ("tools", index))]
+    names = [path for path in paths if path[2:] in (("name",), ("function", "name"))]
+    return any(p not in unrendered.absent for p in paths) and not any(
+        p in unrendered.absent for p in names
+    )
+
+
+def _meaning(
+    conversation: Conversation, leaf: Leaf, tools: set[int], *, realigned: bool
+) -> str | None:
+    """Return what a value that is left out means for training; None if it may be ignored."""
+    path = leaf.path
+    if path[0] == "tools":
+        return "a tool" if path[1] in tools else None
+    index, key = int(path[1]), path[2]
+    if key == "content" and (len(path) == 3 or path[-1] == "text"):
+        return f"a message of role {conversation.messages[index]['role']}"
+    if key == "tool_calls" and set(path[4:6]) & {"name", "arguments"}:
+        return "a tool call"
+    if key in REASONING:
+        turn_is_trained = conversation.trained[index] and not realigned
+        return "the reasoning of a trained turn" if turn_is_trained else None
+    return None
+
+
+def _is_last_turn(conversation: Conversation, leaf: Leaf) -> bool:
+    """Tell whether no assistant's message follows that of a value."""
+    later = conversation.messages[int(leaf.path[1]) + 1 :]
+    return not any(message["role"] == ASSISTANT for message in later)
+
+
+def _role(conversation: Conversation, leaf: Leaf) -> str:
+    if leaf.path[0] != "messages":
+        return ""
+    return f" (role {conversation.messages[int(leaf.path[1])]['role']})"

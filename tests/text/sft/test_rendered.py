@@ -1,0 +1,125 @@
+"""What a template leaves out of the text is refused, or counted by its name."""
+
+from typing import Any
+
+import pytest
+
+from megatron_ext.errors import DataError
+from megatron_ext.text.config import SftConfig
+from megatron_ext.text.sft.conversation import Place, read_conversation
+from megatron_ext.text.sft.intake import Intake
+from megatron_ext.text.sft.masks import tokenize_samples
+from tests.text.sft import tiny
+
+KNOWN = (
+    "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}<|im_start|>"
+    "{{ m.role }}: {{ m.content or '' }}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
+)
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+USER: dict[str, Any] = {"role": "user", "content": "a"}
+ANSWER: dict[str, Any] = {"role": "assistant", "content": "as you say"}
+LEFT_OUT: dict[str, tuple[dict[str, Any], str, int]] = {
+    # A short text that stands elsewhere in the whole text is left out nevertheless.
+    "a role": (
+        {"messages": [USER, {"role": "function", "content": "a"}, ANSWER]},
+        "`messages[1].content` (a message of role function)",
+        1,
+    ),
+    "tools": (
+        {"messages": [USER, ANSWER], "tools": [{"name": "add", "parameters": {"type": "object"}}]},
+        "`tools[0].name` (a tool)",
+        2,
+    ),
+    "a call": (
+        {"messages": [USER, {**ANSWER, "tool_calls": [CALL]}]},
+        "`messages[1].tool_calls[0].function.name` (a tool call)",
+        2,
+    ),
+    "reasoning": (
+        {"messages": [USER, {**ANSWER, "reasoning_content": "a"}]},
+        "`messages[1].reasoning_content` (the reasoning of a trained turn)",
+        1,
+    ),
+}
+
+
+def read(row: dict[str, Any], template: str = KNOWN, **options: Any) -> Intake:
+    tokenizer, sft = tiny.tokenizer("chatml", template=template), SftConfig(**options)
+    conversation = read_conversation(row, Place("f", 1), sft)
+    tokenize_samples(tokenizer, conversation, sft)
+    return conversation.intake
+
+
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_what_a_model_must_learn_or_know_is_refused_or_counted(case: str) -> None:
+    row, name, count = LEFT_OUT[case]
+    with pytest.raises(DataError) as caught:
+        read(row)
+    assert str(caught.value).startswith(f"f, row 1: {name} is left out of the text by the chat")
+    assert str(caught.value).endswith("such parts with `--sft-on-unrendered note`.")
+    unrendered = read(row, sft_on_unrendered="note").unrendered
+    assert sum(unrendered.values()) == count
+    plain = name.replace("[0]", "[]").replace("[1]", "[]")
+    path, what = plain.split(" ", 1)
+    assert unrendered[f"{what[1:-1]} ({path})"] == 1
+
+
+def test_every_other_key_and_column_is_counted_by_its_name() -> None:
+    named = [{**USER, "name": "Eve", "extra": {"deep": [1, True]}}, {**ANSWER, "score": 0.5}]
+    row = {"messages": named, "id": 7, "source": "web", "enable_thinking": True, "empty": None}
+    assert read(row).ignored == {
+        "column `id`": 1, "column `source`": 1, "column `enable_thinking`": 1,
+        "`messages[].name`": 1, "`messages[].extra.deep[]`": 2, "`messages[].score`": 1,
+    }  # fmt: skip
+    every = KNOWN.replace("{{ m.content or '' }}", "{{ m | tojson }}{{ enable_thinking }}")
+    assert read(row, every).ignored == {"column `id`": 1, "column `source`": 1}
+
+
+def test_a_value_that_steers_the_template_is_used() -> None:
+    steered = KNOWN.replace("{{ m.role }}:", "{{ 'loud' if m.loud else 'soft' }}:")
+    steered = steered.replace("assistant: {% endif", "soft: {% endif")
+    row = {"messages": [{**USER, "loud": True}, ANSWER]}
+    assert read(row, steered).ignored == {}
+    assert read(row).ignored == {"`messages[].loud`": 1}
+
+
+def test_a_part_of_a_text_that_is_left_out_is_counted() -> None:
+    cut = KNOWN.replace("m.content or ''", "(m.content or '').split('|')[-1]")
+    row = {"messages": [{**USER, "content": "lost | kept"}, ANSWER]}
+    assert read(row, cut).ignored == {"a part of `messages[].content` (role user)": 1}
+    assert read(row).ignored == {}
+
+
+THINKS = [
+    USER,
+    {**ANSWER, "reasoning_content": "one"},
+    USER,
+    {**ANSWER, "reasoning_content": "two"},
+]
+
+
+def test_reasoning_of_earlier_turns_is_trained_by_samples_of_their_own() -> None:
+    last = KNOWN.replace(
+        "{{ m.content", "{% if loop.last %}{{ m.reasoning_content }}{% endif %}{{ m.content"
+    )
+    row = {"messages": [*THINKS, {**USER, "content": "bye"}]}
+    with pytest.raises(
+        DataError, match="`--sft-split-turns`, train the turn as it is written with"
+    ):
+        read({"messages": THINKS}, last)
+    intake = read(row, last, sft_split_turns=True)
+    assert intake.ignored == {"messages after the last trained turn": 1}
+    assert read({"messages": THINKS}, last, sft_on_mismatch="realign").ignored == {
+        "`messages[].reasoning_content`": 1
+    }
+
+
+def test_counts_are_added_and_read_back() -> None:
+    one = read({"messages": [USER, ANSWER], "id": 7})
+    total = Intake.total([one, Intake.from_dict(one.as_dict())])
+    assert total.counts["rows"] == 2 and total.ignored == {"column `id`": 2}
+    assert total.warnings() == [
+        "ignored, because neither this program nor the chat template uses it: column `id` (2)"
+    ]
+    assert total.summary() == "2 rows, 4 messages, 2 assistant turns"
