@@ -17,9 +17,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron_ext.config.batch_size import samples_after
 from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.config.run import RunConfig
-from megatron_ext.config.training import TrainingConfig
 from megatron_ext.layers.compiled import compiles
 from megatron_ext.layers.transformer_config import params_dtype
 from megatron_ext.optim.adam import ADAMS, FusedAdam, Kernel, start_state
@@ -184,30 +184,42 @@ def choose_kernels(optimizer: MegatronOptimizer, *, fused: bool) -> None:
         inner.register_load_state_dict_pre_hook(keep)
 
 
-def schedule_lengths(optimizer: OptimizerConfig, training: TrainingConfig) -> dict[str, Any]:
-    """Return the schedule's phase lengths in samples, as `OptimizerParamScheduler` arguments."""
+def schedule_lengths(config: RunConfig) -> dict[str, Any]:
+    """Return the schedule's phase lengths in samples, as `OptimizerParamScheduler` arguments.
+
+    Lengths in iterations count the samples of these iterations, whose batches may grow.
+    """
+    optimizer, training = config.optimizer, config.training
     if training.train_samples is not None:
         total = training.train_samples
         decay = optimizer.lr_decay_samples or total
         warmup: float = optimizer.lr_warmup_samples
         wsd = optimizer.lr_wsd_decay_samples
     else:
-        batch = training.global_batch_size
-        assert training.train_iters is not None and batch is not None
-        total = training.train_iters * batch
-        decay = (optimizer.lr_decay_iters or training.train_iters) * batch
-        warmup = (optimizer.lr_warmup_iters or 0) * batch
-        wsd = None if optimizer.lr_wsd_decay_iters is None else optimizer.lr_wsd_decay_iters * batch
+        samples = partial(
+            samples_after,
+            training=training,
+            seq_length=config.model.seq_length,
+            data_parallel_size=config.parallel.data_parallel_size,
+        )
+        assert training.train_iters is not None
+        total = samples(training.train_iters)
+        decay_iters = optimizer.lr_decay_iters or training.train_iters
+        decay = samples(decay_iters)
+        warmup = samples(optimizer.lr_warmup_iters or 0)
+        wsd = None
+        if optimizer.lr_wsd_decay_iters is not None:
+            # The last phase ends with the decay, when the batch may be larger than at the start.
+            wsd = decay - samples(decay_iters - optimizer.lr_wsd_decay_iters)
     if optimizer.lr_warmup_fraction is not None:
         warmup = optimizer.lr_warmup_fraction * decay
     lengths = {"lr_warmup_steps": warmup, "lr_decay_steps": decay, "wd_incr_steps": total}
     return {**lengths, "wsd_decay_steps": wsd}
 
 
-def build_scheduler(
-    flags: OptimizerConfig, training: TrainingConfig, optimizer: MegatronOptimizer
-) -> OptimizerParamScheduler:
+def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Build the learning-rate and weight-decay schedule, whose steps are counted in samples."""
+    flags = config.optimizer
     return OptimizerParamScheduler(
         optimizer,
         init_lr=flags.lr_warmup_init,
@@ -220,5 +232,5 @@ def build_scheduler(
         use_checkpoint_opt_param_scheduler=flags.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=flags.override_opt_param_scheduler,
         lr_wsd_decay_style=flags.lr_wsd_decay_style,
-        **schedule_lengths(flags, training),
+        **schedule_lengths(config),
     )

@@ -16,6 +16,7 @@ from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.checkpoint.resume import Resume
 from megatron_ext.checkpoint.run_record import may_be_restarted
 from megatron_ext.checkpoint.state import LoadedCheckpoint
+from megatron_ext.config.batch_size import BatchSize, number_of_iterations
 from megatron_ext.config.optimizer import EmaConfig
 from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.run import RunConfig
@@ -30,7 +31,7 @@ from megatron_ext.optim.builder import build_optimizer, build_scheduler
 from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.optim.update import ParameterGather
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.train.batch_size import BatchSize, Progress, number_of_iterations, split_sizes
+from megatron_ext.train.batch_size import Progress, split_sizes
 from megatron_ext.train.callbacks.snapshots import snapshot_stores
 from megatron_ext.train.reporting.start import implementation_line, parameters_line
 from megatron_ext.train.run import Run, StopRequests, count_parameters
@@ -65,7 +66,7 @@ def build_run(
     trains = not config.training.skip_train
     if trains:
         optimizer = build_optimizer(config, chunks, context.pgs)
-        scheduler = build_scheduler(config.optimizer, config.training, optimizer)
+        scheduler = build_scheduler(config, optimizer)
     _tell_sizes(config, context, chunks, optimizer)
     ema = _average(config.ema, chunks, optimizer, trains=trains)
     checkpoints, saves = _checkpoints(config, context, device, helper)
@@ -192,10 +193,11 @@ def _progress_after(loaded: LoadedCheckpoint | None, context: ParallelContext) -
 def attach_data(run: Run, task: Task, assets: Any) -> None:
     """Build a run's datasets and batch sources; print a note if a resumed run's data changed."""
     config, context = run.config, run.context
+    replicas = context.layout.data_parallel_size
     datasets = task.datasets(
         config,
         assets,
-        split_sizes(config.training, run.num_iterations),
+        split_sizes(config.training, config.model.seq_length, replicas),
         lambda: reads_dataset(config.model, config.parallel, context),
     )
 

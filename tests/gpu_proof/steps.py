@@ -133,7 +133,7 @@ def _runner(config: RunConfig, context: ParallelContext, task: Task) -> StepRunn
         _number_chunks_of_experts(chunk)
     chunks = wrap_chunks(bare, config, transformer_config, context, DEVICE)
     optimizer = build_optimizer(config, chunks, context.pgs)
-    scheduler = build_scheduler(config.optimizer, config.training, optimizer)
+    scheduler = build_scheduler(config, optimizer)
     return StepRunner(config, task, context, transformer_config, chunks, optimizer, scheduler)
 
 

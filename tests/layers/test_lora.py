@@ -87,7 +87,7 @@ def test_three_steps_are_those_of_plain_torch(context: ParallelContext, targets:
     )
     (ddp,) = wrap_chunks([chunk], run, transformer_config, context, torch.device("cpu"))
     optimizer = build_optimizer(run, [ddp], context.pgs)
-    build_scheduler(run.optimizer, run.training, optimizer)  # sets the learning rate
+    build_scheduler(run, optimizer)  # sets the learning rate
     for step in range(STEPS):
         ddp.zero_grad_buffer()
         optimizer.zero_grad()

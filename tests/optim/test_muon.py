@@ -120,7 +120,7 @@ def test_three_steps_are_those_of_plain_torch(
     )
     (ddp,) = wrap_chunks([chunk], run, transformer_config, context, torch.device("cpu"))
     optimizer = build_optimizer(run, [ddp], context.pgs)
-    build_scheduler(run.optimizer, run.training, optimizer)
+    build_scheduler(run, optimizer)
     momenta = {name: torch.zeros_like(truth[name]) for name in names}
     beta, steps = run.optimizer.muon_momentum, SIMPLE if "simple" in flags else QUINTIC
     for _ in range(3):

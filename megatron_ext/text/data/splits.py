@@ -15,6 +15,7 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 from torch.utils.data import Dataset
 
+from megatron_ext.config.batch_size import BatchSize, number_of_iterations
 from megatron_ext.config.rules.parallel import share_errors
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.loader import BatchSource, build_source
@@ -44,7 +45,7 @@ from megatron_ext.text.data.plan import (
     weights_of,
 )
 from megatron_ext.text.tokenizers.base import Tokenizer
-from megatron_ext.train.batch_size import BatchSize, number_of_iterations, split_sizes
+from megatron_ext.train.batch_size import split_sizes
 from megatron_ext.train.callbacks.evaluation import check_validation
 from megatron_ext.train.run import Run
 from megatron_ext.train.task import Datasets
@@ -180,8 +181,7 @@ def build_held_out(
     training, length = config.training, config.model.seq_length
     assert length is not None
     data, marks = config.section(DataConfig), marks_of(config, tokenizer)
-    steps = number_of_iterations(training, length, config.parallel.data_parallel_size)
-    _, *sizes = split_sizes(training, steps)
+    _, *sizes = split_sizes(training, length, config.parallel.data_parallel_size)
 
     def build(split: int, prefixes: Mapping[str, Fraction], size: int | None) -> DirectDataset:
         found = [checked_span(split_span(config, name, split), split, length) for name in prefixes]

@@ -118,7 +118,7 @@ def build_critic(
     base = FrozenBase.of_run(config.lora, config.training.seed)
     if base is not None and path is not None:
         base = FrozenBase.given(path, average=checkpoint.pretrained_average)
-    scheduler = build_scheduler(own.optimizer, own.training, built)
+    scheduler = build_scheduler(own, built)
     return TrainedNetwork(chunks, built, scheduler, streaming.critic_clip_grad, base)
 
 
