@@ -78,13 +78,22 @@ def number_of_iterations(
 
 
 def samples_after(
-    iterations: int, training: TrainingConfig, seq_length: int | None, data_parallel_size: int
+    iterations: int,
+    training: TrainingConfig,
+    seq_length: int | None,
+    data_parallel_size: int,
+    *,
+    consumed: int = 0,
 ) -> int:
-    """Return the samples of the first ``iterations`` steps of a run, while its batch grows."""
+    """Return the samples of so many steps while the batch grows.
+
+    They are a run's first steps, or those after ``consumed`` samples.
+    """
     size = BatchSize(training, seq_length, data_parallel_size)
-    steps = consumed = 0
+    size.update(consumed)
+    steps, before = 0, consumed
     while steps < iterations and not size.is_final(consumed):
         consumed += size.global_batch_size
         steps += 1
         size.update(consumed)
-    return consumed + (iterations - steps) * size.global_batch_size
+    return consumed - before + (iterations - steps) * size.global_batch_size

@@ -27,8 +27,9 @@ from megatron_ext.layers.chunks import build_chunks, wrap_chunks
 from megatron_ext.layers.sdpa import use_flash_3
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.layers.transformer_engine import prepare_transformer_engine
-from megatron_ext.optim.builder import build_optimizer, build_scheduler
+from megatron_ext.optim.builder import build_optimizer
 from megatron_ext.optim.ema import ShardedEMA
+from megatron_ext.optim.schedule import build_scheduler
 from megatron_ext.optim.update import ParameterGather
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.batch_size import Progress, split_sizes
@@ -76,6 +77,8 @@ def build_run(
     parts = {"model": chunks, "optimizer": optimizer, "scheduler": scheduler, "ema": ema}
     resume = Resume(checkpoints, config, context)
     loaded, source = resume.load(stores, **parts, extra_state=runner.extra_state)
+    if loaded is not None:
+        _continue_schedules(runner, config, loaded, context)
     if loaded is None and task.initial_weights is not None:
         notes = task.initial_weights(config, context, chunks)
         _follow_new_weights(notes, optimizer, ema, context)
@@ -177,6 +180,17 @@ def _follow_new_weights(
         ema.restart()
     for note in notes if context.rank == 0 else ():
         print(f"> {note}", flush=True)
+
+
+def _continue_schedules(
+    runner: StepRunner, config: RunConfig, loaded: LoadedCheckpoint, context: ParallelContext
+) -> None:
+    """Let schedules go on at the rates of a loaded checkpoint, and print a note if they changed."""
+    progress = Progress.from_dict({**loaded.progress, "iteration": loaded.iteration})
+    consumed = progress.consumed_train_samples
+    notes = [x.go_on(config, progress.iteration, consumed) for x in runner.schedules]
+    if notes and notes[0] is not None and context.rank == 0:
+        print(f"> {notes[0]}", flush=True)
 
 
 def _progress_after(loaded: LoadedCheckpoint | None, context: ParallelContext) -> Progress:

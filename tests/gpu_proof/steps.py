@@ -18,7 +18,8 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import StepLoader
 from megatron_ext.layers.chunks import build_chunks, wrap_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
-from megatron_ext.optim.builder import build_optimizer, build_scheduler
+from megatron_ext.optim.builder import build_optimizer
+from megatron_ext.optim.schedule import build_scheduler
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.task import GPT
 from megatron_ext.train.step import StepRunner

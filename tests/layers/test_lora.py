@@ -18,7 +18,8 @@ from megatron_ext.inspect.layouts import parse_layout
 from megatron_ext.layers.chunks import build_chunks, wrap_chunks
 from megatron_ext.layers.lora import merge_adapters
 from megatron_ext.layers.transformer_config import build_transformer_config
-from megatron_ext.optim.builder import build_optimizer, build_scheduler
+from megatron_ext.optim.builder import build_optimizer
+from megatron_ext.optim.schedule import build_scheduler
 from megatron_ext.parallel.context import ParallelContext, seed_everything
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from megatron_ext.text.task import GPT

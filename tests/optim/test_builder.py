@@ -1,10 +1,7 @@
-"""Learning-rate schedules by their formulas, and Adam where Transformer Engine is installed."""
+"""Adam where Transformer Engine is installed."""
 
-import math
-import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import megatron.core.optimizer as core_optimizer
@@ -17,126 +14,7 @@ from megatron_ext.optim.adam import CountedAdam
 from megatron_ext.optim.update import parts_of
 from megatron_ext.train.run import Run
 from tests.checkpoint.tiny import whole_tensors
-from tests.training_runs import TINY, config_of, mock_data, train, train_steps
-
-PEAK, FLOOR, WARMUP, STEPS = 1e-3, 1e-4, 2, 12
-
-
-def _rates(*more: str, sizes: Sequence[int] = (16,) * STEPS) -> list[float]:
-    config = config_of([*TINY, *mock_data(), "--train-iters", str(STEPS), *more])
-    group: dict[str, Any] = {"params": [], "default_config": True}
-    optimizer: Any = SimpleNamespace(param_groups=[group])
-    scheduler = builder.build_scheduler(config, optimizer)
-    rates = [group["lr"]]
-    for size in sizes:
-        scheduler.step(increment=size)
-        rates.append(group["lr"])
-    return rates
-
-
-SHAPES: dict[str, Callable[[int], float]] = {
-    "linear": lambda step: 1 - (step - WARMUP) / (STEPS - WARMUP),
-    "cosine": lambda step: 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP))),
-    "constant": lambda step: 1.0,
-    "inverse-square-root": lambda step: (
-        (max(PEAK * math.sqrt(WARMUP / step), FLOOR) - FLOOR) / (PEAK - FLOOR)
-    ),
-}
-"""The share of the way from floor to peak by step."""
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_decay_follows_its_formula(shape: str) -> None:
-    want = [PEAK * step / WARMUP for step in range(WARMUP + 1)]
-    want += [FLOOR + SHAPES[shape](step) * (PEAK - FLOOR) for step in range(WARMUP + 1, STEPS + 1)]
-    assert _rates("--lr-decay-style", shape) == pytest.approx(want, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("style", "half"),
-    [
-        ("linear", FLOOR + 0.5 * (PEAK - FLOOR)),
-        ("cosine", FLOOR + 0.5 * (PEAK - FLOOR)),
-        ("exponential", FLOOR + (2 * 0.5**0.5 - 1) * (PEAK - FLOOR)),
-        ("minus_sqrt", FLOOR + (1 - math.sqrt(0.5)) * (PEAK - FLOOR)),
-    ],
-)
-def test_wsd_holds_and_then_falls(style: str, half: float) -> None:
-    flags = "--lr-decay-style WSD --lr-wsd-decay-iters 4 --lr-wsd-decay-style".split()
-    rates = _rates(*flags, style)
-    assert rates[WARMUP : STEPS - 3] == [PEAK] * (STEPS - 3 - WARMUP)
-    assert rates[STEPS - 2] == pytest.approx(half, rel=1e-9)
-    assert rates[STEPS] == pytest.approx(FLOOR, rel=1e-9)
-
-
-RAMPS = {
-    "--rampup-batch-size 4 4 24": [4, 4, 8, 12, *[16] * 8],
-    # Sequences of 64 tokens: batch 8 from 12 samples on, 16 from 40 on.
-    "--step-batch-size-schedule '0:4 768:8 2560:16'": [4, 4, 4, 8, 8, 8, 8, *[16] * 5],
-}
-"""Flags of a growing batch, and the sizes of the first steps, counted by hand."""
-WSD = {
-    "WSD linear": lambda share: 1 - share,
-    "WSD cosine": lambda share: 0.5 * (1 + math.cos(math.pi * share)),
-    "WSD exponential": lambda share: 2 * 0.5**share - 1,
-    "WSD minus_sqrt": lambda share: 1 - math.sqrt(share),
-}
-"""The share of the way from floor to peak, by the share of the last phase that is over."""
-
-
-def _share(style: str, done: int, warmup: int, hold: int, end: int) -> float:
-    """Return the share of the way from floor to peak after ``done`` samples, after the warm-up."""
-    if style in WSD:
-        return 1.0 if done <= hold else WSD[style]((done - hold) / (end - hold))
-    if style == "inverse-square-root":
-        return (max(PEAK * math.sqrt(warmup / done), FLOOR) - FLOOR) / (PEAK - FLOOR)
-    over = (done - warmup) / (end - warmup)
-    shapes = {"linear": 1 - over, "cosine": 0.5 * (1 + math.cos(math.pi * over)), "constant": 1.0}
-    return shapes[style]
-
-
-@pytest.mark.parametrize("style", [*SHAPES, *WSD])
-@pytest.mark.parametrize("ramp", RAMPS)
-def test_lengths_in_iterations_count_the_samples_of_a_growing_batch(ramp: str, style: str) -> None:
-    sizes = RAMPS[ramp]
-    name, *last_phase = style.split()
-    flags = f"--lr-decay-style {name}"
-    if last_phase:
-        flags += f" --lr-wsd-decay-iters 7 --lr-wsd-decay-style {last_phase[0]}"
-    consumed = [sum(sizes[:step]) for step in range(STEPS + 1)]
-    warmup, end, hold = consumed[WARMUP], consumed[STEPS], consumed[STEPS - 7]
-    want = [
-        PEAK * done / warmup
-        if step <= WARMUP
-        else FLOOR + _share(style, done, warmup, hold, end) * (PEAK - FLOOR)
-        for step, done in enumerate(consumed)
-    ]
-    assert _rates(*flags.split(), *shlex.split(ramp), sizes=sizes) == pytest.approx(want, rel=1e-9)
-
-
-@pytest.mark.parametrize("ramp", RAMPS)
-def test_iterations_and_their_samples_are_the_same_run(ramp: str, tmp_path: Path) -> None:
-    """Megatron-LM takes the growing batch with samples alone; losses are the same bits."""
-    words = " ".join(TINY).replace("--lr-warmup-iters 2", "").replace("--lr-decay-iters 12", "")
-    flags = [*words.split(), *mock_data(), *shlex.split(ramp)]
-    flags += "--num-layers 1 --global-batch-size 16 --micro-batch-size 4".split()
-    total, warmup = sum(RAMPS[ramp][:7]), sum(RAMPS[ramp][:2])
-    by_steps = train_steps([*flags, *"--train-iters 7 --lr-warmup-iters 2".split()], tmp_path / "a")
-    samples = f"--train-samples {total} --lr-warmup-samples {warmup}".split()
-    by_samples = train_steps([*flags, *samples], tmp_path / "b")
-    for key in ("lm loss", "grad_norm", "learning_rate", "consumed_samples"):
-        assert [row[key] for row in by_steps] == [row[key] for row in by_samples], key
-    assert len(by_steps) == 7 and by_steps[-1]["learning_rate"] == pytest.approx(FLOOR)
-
-
-def test_lengths_by_samples_and_by_fraction() -> None:
-    words = " ".join(TINY).replace("--lr-warmup-iters 2", "").replace("--lr-decay-iters 12", "")
-    more = "--train-samples 480 --lr-decay-samples 320 --lr-warmup-fraction 0.1".split()
-    config = config_of([*words.split(), *mock_data(), *more])
-    lengths = builder.schedule_lengths(config)
-    names = ("lr_decay_steps", "lr_warmup_steps", "wd_incr_steps")
-    assert [lengths[name] for name in names] == [320, 32.0, 480]
-
+from tests.training_runs import TINY, mock_data, train
 
 SMALL = [
     *TINY,

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.config.parser import parse_args
-from megatron_ext.optim.builder import build_scheduler, choose_kernels
+from megatron_ext.optim.builder import choose_kernels
+from megatron_ext.optim.schedule import build_scheduler
 from megatron_ext.train.run import Run
 from megatron_ext.video.data.randomness import draw_noise
 from megatron_ext.video.model.mmdit.model import timestep_sinusoid
