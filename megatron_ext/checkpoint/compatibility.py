@@ -380,6 +380,9 @@ def _check_schedule(path: Path, config: RunConfig, stored: Mapping[str, Any]) ->
     if decided or not (stored.get("optimizer") and stored.get("training")):
         return
     before = RunConfig.from_dict(stored)
+    lengths_of_run = before.training.train_iters, before.training.train_samples
+    if lengths_of_run == (None, None):
+        return
     constant = flags.weight_decay_incr_style == "constant"
     decays = "weight_decay" if constant else "start_weight_decay end_weight_decay"
     moved = _moved(f"{_RATES} {decays}", flags, before.optimizer)
