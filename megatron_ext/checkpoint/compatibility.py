@@ -35,6 +35,7 @@ from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError
+from megatron_ext.optim.schedule import schedule_lengths
 from megatron_ext.parallel.grid import Layout
 
 LENIENT = ("log_unexpected", "log_all", "return_unexpected", "return_all", "ignore_all")
@@ -341,6 +342,7 @@ def check_changes(
     optimizer = config.optimizer
     if with_optimizer:
         _check_optimizer(path, optimizer, stored.get("optimizer", {}))
+        _check_schedule(path, config, stored)
     kept = [x for x in keep if with_optimizer and x.name.startswith(f"{optimizer.optimizer}_")]
     said = not_to_resume if weights_only else say
     notes = []
@@ -368,6 +370,60 @@ def _check_optimizer(path: Path, config: OptimizerConfig, stored: Mapping[str, A
             f"optimizer state of {path}, saved with {stored[name]}; use that, or give "
             "`--no-load-optim`."
         )
+
+
+_RATES = "lr min_lr lr_decay_style weight_decay_incr_style"
+_PHASES = (
+    "lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples lr_warmup_fraction "
+    "lr_wsd_decay_iters lr_wsd_decay_samples"
+)
+_BATCHES = "global_batch_size rampup_batch_size step_batch_size_schedule"
+
+
+def _check_schedule(path: Path, config: RunConfig, stored: Mapping[str, Any]) -> None:
+    """Raise a CheckpointError that names the flags by which the learning rate would jump."""
+    flags, training = config.optimizer, config.training
+    decided = flags.override_opt_param_scheduler or flags.use_checkpoint_opt_param_scheduler
+    if decided or not (stored.get("optimizer") and stored.get("training")):
+        return
+    before = RunConfig.from_dict(stored)
+    lengths_of_run = before.training.train_iters, before.training.train_samples
+    if lengths_of_run == (None, None):
+        return
+    constant = flags.weight_decay_incr_style == "constant"
+    decays = "weight_decay" if constant else "start_weight_decay end_weight_decay"
+    moved = _moved(f"{_RATES} {decays}", flags, before.optimizer)
+    lengths, earlier = schedule_lengths(config), schedule_lengths(before)
+    if constant:
+        del lengths["wd_incr_steps"], earlier["wd_incr_steps"]
+    if lengths != earlier:
+        moved += _moved(_PHASES, flags, before.optimizer)
+        given = flags.lr_decay_iters or flags.lr_decay_samples
+        end = "" if constant and given else "train_iters train_samples "
+        moved += _moved(end + _BATCHES, training, before.training)
+    if moved:
+        raise CheckpointError(
+            f"The learning-rate schedule is not the checkpoint's ({path}), because of "
+            f"{', '.join(moved)}; give the flags of the run that saved it, "
+            "`--use-checkpoint-opt-param-scheduler` to keep its schedule, or "
+            "`--override-opt-param-scheduler` to go on from its rate to the end that yours set."
+        )
+
+
+def _moved(names: str, now: object, before: object) -> list[str]:
+    """Return the flags, with their values, that differ between two sections."""
+    values = {name: (getattr(now, name), getattr(before, name)) for name in names.split()}
+    return [
+        f"`--{name.replace('_', '-')}` ({_shown(value)}, before {_shown(earlier)})"
+        for name, (value, earlier) in values.items()
+        if value != earlier
+    ]
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "left out"
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _listed(found: list[Change]) -> str:

@@ -25,6 +25,7 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.optim.adam import ADAMS, start_state
 from megatron_ext.optim.muon import Muon
 from megatron_ext.optim.update import parts_of
+from megatron_ext.parallel.collectives import from_all_ranks
 
 RESHARDABLE = "fully_reshardable"
 """megatron-core's name of distributed optimizer state that loads in any layout."""
@@ -55,18 +56,30 @@ def prime(optimizer: MegatronOptimizer) -> None:
             start_state(inner)
 
 
+def _adams(optimizer: MegatronOptimizer) -> list[Any]:
+    inners = [getattr(part, "optimizer", None) for part in parts_of(optimizer)]
+    return [inner for inner in inners if isinstance(inner, ADAMS)]
+
+
+def step_count(optimizer: MegatronOptimizer) -> float | None:
+    """Return the updates so far, None without any; all ranks call this together.
+
+    A pipeline stage may train no parameter that could tell, as one without adapters.
+    """
+    entries = [entry for adam in _adams(optimizer) for entry in adam.state.values()]
+    own = next((float(entry["step"]) for entry in entries if "step" in entry), None)
+    return next((count for count in from_all_ranks(own, None) if count is not None), None)
+
+
 @contextmanager
-def counted(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Lend optimizers without parameters the step count of others in their chain, in this context.
+def counted(optimizer: MegatronOptimizer, count: float | None) -> Iterator[None]:
+    """Lend optimizers without parameters the ``count`` of `step_count`, in this context.
 
     One rank saves the step count for all ranks, and its optimizer may have no parameters.
     """
-    inners = [getattr(part, "optimizer", None) for part in parts_of(optimizer)]
-    adams = [inner for inner in inners if isinstance(inner, ADAMS)]
-    counts = [entry["step"] for inner in adams for entry in inner.state.values() if "step" in entry]
-    empty = [inner for inner in adams if counts and not inner.state]
+    empty = [adam for adam in _adams(optimizer) if count is not None and not adam.state]
     for inner in empty:
-        inner.state[_NOTHING] = {"step": counts[0]}
+        inner.state[_NOTHING] = {"step": torch.tensor(count)}
     try:
         yield
     finally:

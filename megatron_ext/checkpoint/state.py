@@ -108,12 +108,21 @@ def sharded_state(
         key: chunk.sharded_state_dict(metadata=metadata)
         for key, chunk in zip(chunk_keys(model), unwrap_model(model), strict=True)
     }
-    if optimizer is not None and not getattr(optimizer, "is_stub_optimizer", False):
-        if metadata.get(SHARDING) == flat_state.FLAT:
-            optimizer_state.prime(optimizer)
+    if optimizer is None:
+        return state
+    trains = not getattr(optimizer, "is_stub_optimizer", False)
+    if trains:
+        optimizer_state.prime(optimizer)
+    if metadata.get(SHARDING) == flat_state.FLAT:
+        if trains:
             place = metadata[flat_state.PLACE]
-            return {**state, "optimizer": flat_state.optimizer_state(optimizer, model, place)}
-        state["optimizer"] = _sharded_optimizer(optimizer, state, metadata, is_loading=is_loading)
+            state["optimizer"] = flat_state.optimizer_state(optimizer, model, place)
+        return state
+    count = optimizer_state.step_count(optimizer)
+    if trains:
+        state["optimizer"] = _sharded_optimizer(
+            optimizer, state, metadata, count, is_loading=is_loading
+        )
         optimizer_state.leave_out_nothing(state["optimizer"])
     return state
 
@@ -122,15 +131,15 @@ def _sharded_optimizer(
     optimizer: MegatronOptimizer,
     model: dict[str, Any],
     metadata: dict[str, Any],
+    count: float | None,
     *,
     is_loading: bool,
 ) -> dict[str, Any]:
-    optimizer_state.prime(optimizer)
     state: dict[str, Any]
     if metadata.get(SHARDING) == RESHARDABLE and not is_loading:
-        with optimizer_state.counted(optimizer):
+        with optimizer_state.counted(optimizer, count):
             return sharded_optimizer_state(optimizer, model, metadata)
-    with optimizer_state.counted(optimizer), optimizer_state.completed(optimizer):
+    with optimizer_state.counted(optimizer, count), optimizer_state.completed(optimizer):
         state = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     optimizer_state.leave_out_second_moments(optimizer, state)
     return state

@@ -86,7 +86,9 @@ class MoEConfig(Changeable):
         False, "balance the experts with a bias on the router's scores instead of a loss"
     )
     moe_router_bias_update_rate: float = said_flag(
-        1e-3, "step of the bias of --moe-router-enable-expert-bias", RATE
+        1e-3,
+        "step of the bias of --moe-router-enable-expert-bias; --lora-rank freezes the bias",
+        RATE,
     )
     moe_router_force_load_balancing: bool = said_flag(
         False, "route tokens at random, for benchmarks"

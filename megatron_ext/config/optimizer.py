@@ -183,7 +183,8 @@ class OptimizerConfig(Changeable):
     ddp_average_in_collective: bool = flag(False, "average gradients inside of the collective")
     log_num_zeros_in_grad: bool = flag(False, "count and log zero gradients")
     override_opt_param_scheduler: bool = flag(
-        False, "take the schedule of rates from the flags, not from the checkpoint"
+        False,
+        "take the schedule of rates from the flags, and go on at the checkpoint's place in it",
     )
     use_checkpoint_opt_param_scheduler: bool = flag(False, "schedule from checkpoint, not flags")
     usual_warmup_iters: int = 0

@@ -35,6 +35,8 @@ OPTIONAL = {
 """Kinds of scaling -> the entries that each may have besides."""
 
 
+FACTOR_OF_LENGTHS = ("yarn", "longrope")
+"""Kinds of scaling whose missing factor is the number of positions over the original one."""
 LISTS = ("short_factor", "long_factor")
 """Entries that hold a number for each pair of channels."""
 
@@ -155,7 +157,7 @@ def read_scaling(text: str | None, max_position_embeddings: int) -> RopeScaling 
         raise ValueError(f"{wrong}, but {kind} takes {', '.join(sorted(known))}; mend it")
     _check_values(values)
     original = values.get("original_max_position_embeddings")
-    if original and kind in ("yarn", "longrope"):
+    if original and kind in FACTOR_OF_LENGTHS:
         values.setdefault("factor", max_position_embeddings / original)
     lists = {name: tuple(values[name]) for name in LISTS if name in values}
     return RopeScaling(kind, **{**values, **lists})
@@ -184,8 +186,14 @@ def _check_values(values: dict[str, Any]) -> None:
 
 
 def written(scaling: RopeScaling) -> str:
-    """Return a scaling as JSON, without the entries that have their defaults."""
-    usual = RopeScaling(scaling.rope_type)
+    """Return a scaling as JSON that `read_scaling` reads as the same for any number of positions.
+
+    Entries that may be missing and have their defaults are left out. A factor is written also where
+    it has its default, since one that is missing may follow from the number of positions.
+    """
+    kind = scaling.rope_type
+    usual = RopeScaling(kind)
+    always = {"rope_type", *REQUIRED[kind], *(("factor",) if kind in FACTOR_OF_LENGTHS else ())}
     values = {f.name: getattr(scaling, f.name) for f in fields(scaling)}
-    changed = {k: v for k, v in values.items() if v != getattr(usual, k) or k == "rope_type"}
-    return json.dumps(changed)
+    kept = {k: v for k, v in values.items() if k in always or v != getattr(usual, k)}
+    return json.dumps(kept)

@@ -18,6 +18,7 @@ from megatron_ext.config.flags import (
     WEIGHT,
     Changeable,
     Range,
+    derived,
     flag,
     said_flag,
 )
@@ -104,6 +105,8 @@ class TrainingConfig(Changeable):
         [0], "with --profile, the ranks that record", NATURAL, nargs="+"
     )
     num_workers: int = flag(2, "processes that load data", Range(0, 256), "processes")
+    micro_batch_range: tuple[int, int] | None = derived()
+    """Smallest and largest micro-batch that the data asks for, where it decides; else None."""
 
     @property
     def evaluates(self) -> bool:

@@ -62,6 +62,8 @@ def build_chunks(
         torch.set_rng_state(random_state)
     if config.lora.lora_rank is not None:
         attach_adapters(chunks, config.lora, config.training.seed)
+        # The bias of the experts' scores belongs to the frozen model.
+        transformer_config.moe_router_bias_update_rate = 0.0
     if config.fp8.fp8_format is not None and config.model.transformer_impl != TE_IMPL:
         attach_fp8(
             chunks, config.fp8, context.pgs, num_layers=config.model.num_layers,

@@ -2,7 +2,8 @@
 
 Without Transformer Engine megatron-core's `gating` calls a name that does not exist. Under
 per-token normalization megatron-core multiplies auxiliary losses by the number of local tokens;
-here their coefficient always refers to the mean over all micro-batches, on every layout.
+here their coefficient always refers to the mean over all micro-batches, on every layout. In models
+of 16 bits megatron-core also rounds the counts of tokens from which the experts' bias follows.
 
 megatron-core's all-to-all dispatcher supports split sizes in GPU tensors only. Between the
 tensor-parallel parts of an expert it gathers unequal numbers of tokens, which Gloo cannot do.
@@ -10,7 +11,7 @@ tensor-parallel parts of an expert it gathers unequal numbers of tokens, which G
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,6 +72,21 @@ class Router(TopKRouter):  # type: ignore[misc]
         count = getattr(self.config, "moe_router_group_scores", None)
         if count is not None:
             self.router_replay = GroupRanking(count)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """Move the router, but keep its counts and the experts' bias in float32 when it is cast.
+
+        16 bits round counts of tokens from 257 (bf16) or 2,049 (fp16) on, so that a bias would
+        step the wrong way. megatron-core restores the bias alone, when it is rounded already.
+        """
+        before = {name: x for name, x in self._buffers.items() if x is not None}
+        super()._apply(fn, recurse)
+        for name, value in before.items():
+            cast = self._buffers[name]
+            assert cast is not None
+            if cast.element_size() < value.element_size():
+                self._buffers[name] = value.to(cast.device)
+        return self
 
     def apply_input_jitter(self, input: Tensor) -> Tensor:
         """Multiply the input ``[s, b, h]`` by noise in training (arXiv:2101.03961), if enabled.

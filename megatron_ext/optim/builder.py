@@ -1,4 +1,4 @@
-"""megatron-core's optimizer and parameter scheduler, built from a run's configuration."""
+"""megatron-core's optimizer, built from a run's configuration."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from megatron.core import optimizer as core
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.config.run import RunConfig
-from megatron_ext.config.training import TrainingConfig
 from megatron_ext.layers.compiled import compiles
 from megatron_ext.layers.transformer_config import params_dtype
 from megatron_ext.optim.adam import ADAMS, FusedAdam, Kernel, start_state
@@ -182,43 +180,3 @@ def choose_kernels(optimizer: MegatronOptimizer, *, fused: bool) -> None:
             state["param_groups"] = [{**inner.defaults, **group, **choice} for group in groups]
 
         inner.register_load_state_dict_pre_hook(keep)
-
-
-def schedule_lengths(optimizer: OptimizerConfig, training: TrainingConfig) -> dict[str, Any]:
-    """Return the schedule's phase lengths in samples, as `OptimizerParamScheduler` arguments."""
-    if training.train_samples is not None:
-        total = training.train_samples
-        decay = optimizer.lr_decay_samples or total
-        warmup: float = optimizer.lr_warmup_samples
-        wsd = optimizer.lr_wsd_decay_samples
-    else:
-        batch = training.global_batch_size
-        assert training.train_iters is not None and batch is not None
-        total = training.train_iters * batch
-        decay = (optimizer.lr_decay_iters or training.train_iters) * batch
-        warmup = (optimizer.lr_warmup_iters or 0) * batch
-        wsd = None if optimizer.lr_wsd_decay_iters is None else optimizer.lr_wsd_decay_iters * batch
-    if optimizer.lr_warmup_fraction is not None:
-        warmup = optimizer.lr_warmup_fraction * decay
-    lengths = {"lr_warmup_steps": warmup, "lr_decay_steps": decay, "wd_incr_steps": total}
-    return {**lengths, "wsd_decay_steps": wsd}
-
-
-def build_scheduler(
-    flags: OptimizerConfig, training: TrainingConfig, optimizer: MegatronOptimizer
-) -> OptimizerParamScheduler:
-    """Build the learning-rate and weight-decay schedule, whose steps are counted in samples."""
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=flags.lr_warmup_init,
-        max_lr=flags.lr,
-        min_lr=flags.min_lr,
-        lr_decay_style=flags.lr_decay_style,
-        start_wd=flags.start_weight_decay,
-        end_wd=flags.end_weight_decay,
-        wd_incr_style=flags.weight_decay_incr_style,
-        use_checkpoint_opt_param_scheduler=flags.use_checkpoint_opt_param_scheduler,
-        override_opt_param_scheduler=flags.override_opt_param_scheduler,
-        lr_wsd_decay_style=flags.lr_wsd_decay_style,
-        **schedule_lengths(flags, training),
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -121,37 +121,90 @@ def take_step(run: Run, metrics: IntervalMetrics) -> StepResult:
     return result
 
 
+def memory_of(device: torch.device) -> dict[str, float]:
+    """Return the bytes that are allocated and reserved on a GPU; {} on a CPU."""
+    if device.type != "cuda":
+        return {}
+    return {
+        "allocated": float(torch.cuda.memory_allocated(device)),
+        "reserved": float(torch.cuda.memory_reserved(device)),
+    }
+
+
+@dataclass
+class Sums:
+    """Losses, samples, tokens, work and time of some steps.
+
+    Attributes:
+        losses: for each loss its sum and count over the steps that updated, ``[2]``.
+        skipped, nans: steps without an update, and those of them whose loss was not finite.
+        seconds: time of these steps; complete when they are over.
+        pause: seconds in between that were not spent on steps.
+    """
+
+    losses: dict[str, Tensor] = field(default_factory=dict)
+    steps: int = 0
+    skipped: int = 0
+    nans: int = 0
+    samples: int = 0
+    tokens: int = 0
+    flops: float = 0.0
+    seconds: float = 0.0
+    pause: float = 0.0
+    start: float = field(default_factory=time.perf_counter)
+
+    def add(self, result: StepResult, stats: StepStats) -> None:
+        """Add one step."""
+        self.steps += 1
+        self.samples += stats.samples
+        self.tokens += stats.tokens
+        self.flops += stats.flops
+        for name, loss in result.losses.items():
+            counted = torch.stack([loss, (result.counts[name] > 0).to(loss)])
+            counted = torch.where(result.update.flag, counted, 0.0)
+            self.losses[name] = self.losses.get(name, torch.zeros_like(counted)) + counted
+
+    def ended(self) -> Sums:
+        """Return these sums with the time until now."""
+        return replace(self, seconds=time.perf_counter() - self.start - self.pause)
+
+    def with_steps_of(self, other: Sums) -> Sums:
+        """Return the sums over these steps and those of ``other``."""
+        names = ("steps", "skipped", "nans", "samples", "tokens", "flops", "seconds")
+        both = {name: getattr(self, name) + getattr(other, name) for name in names}
+        losses = dict(other.losses)
+        for name, value in self.losses.items():
+            losses[name] = losses.get(name, torch.zeros_like(value)) + value
+        return replace(self, losses=losses, **both)
+
+
 class IntervalMetrics:
     """Sums of losses, samples, tokens and time over the steps between two reports."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._unsettled: tuple[int, StepResult] | None = None
-        self._reset()
-
-    def _reset(self) -> None:
-        self._losses: dict[str, Tensor] = {}
-        self._steps = self._skipped = self._nans = self._samples = self._tokens = 0
-        self._flops = self._pause = 0.0
         self._last: StepResult | None = None
         self._last_samples = 0
-        self._start = time.perf_counter()
+        self._since_report, self._since_track = Sums(), Sums()
+        self._first: Sums | None = None
 
     def add(self, result: StepResult, stats: StepStats) -> None:
         """Add one step's losses and statistics to the sums."""
         self._count_last()
         self._last, self._last_samples = result, stats.samples
-        self._steps += 1
-        self._samples += stats.samples
-        self._tokens += stats.tokens
-        self._flops += stats.flops
-        for name, loss in result.losses.items():
-            counted = torch.stack([loss, (result.counts[name] > 0).to(loss)])
-            counted = torch.where(result.update.flag, counted, 0.0)
-            self._losses[name] = self._losses.get(name, torch.zeros_like(counted)) + counted
+        self._since_report.add(result, stats)
+        if self._tracks:
+            self._since_track.add(result, stats)
         self._unsettled = self._run.progress.iteration, result
         if self._run.runner.settled:
             self._count_last()
+
+    @property
+    def _tracks(self) -> bool:
+        """Whether TensorBoard or Weights & Biases follow the run, at an interval of their own."""
+        logging = self._run.config.logging
+        return bool(logging.tensorboard_dir or logging.wandb_project)
 
     def settle(self) -> None:
         """Wait for the last update; advance the learning rate, or count the step as skipped."""
@@ -165,8 +218,9 @@ class IntervalMetrics:
             return
         iteration, result = unsettled
         nan = any(not math.isfinite(float(loss)) for loss in result.losses.values())
-        self._skipped += 1
-        self._nans += nan
+        for sums in (self._since_report, self._since_track):
+            sums.skipped += 1
+            sums.nans += nan
         self._run.progress.skipped_iterations += 1
         self._run.progress.nan_iterations += nan
         self._run.reporters.say(
@@ -176,58 +230,88 @@ class IntervalMetrics:
 
     def pause(self, seconds: float) -> None:
         """Exclude seconds that were not spent on steps from the step time."""
-        self._pause += seconds
+        self._since_report.pause += seconds
+        self._since_track.pause += seconds
 
     def report_if_due(self) -> None:
         """Report every ``--log-interval`` steps, and after the first step of a run.
 
-        As in Megatron-LM, the first step counts again in the first full interval.
+        TensorBoard and Weights & Biases get the values of a step every
+        ``--tensorboard-log-interval`` steps, as from Megatron-LM.
         """
-        iteration = self._run.progress.iteration
-        if iteration == 1 or iteration % self._run.config.logging.log_interval == 0:
-            self.report(keep=iteration == 1)
-
-    def report(self, *, keep: bool = False) -> None:
-        """Report the steps since the last report, and reset the sums unless ``keep`` is set."""
+        iteration, logging = self._run.progress.iteration, self._run.config.logging
+        tracked = self._tracks and iteration % logging.tensorboard_log_interval == 0
+        due = iteration == 1 or iteration % logging.log_interval == 0
+        if not (due or tracked):
+            return
         self.settle()
+        norm = self._run.params_norm() if logging.log_params_norm else None
+        own = self._own_record(norm) if tracked else None
+        if due:
+            self._report(own, norm)
+        elif own is not None:
+            self._run.reporters.on_step(own)
+
+    def _report(self, own: IterationRecord | None, params_norm: float | None) -> None:
+        """Report the steps since the last report.
+
+        As in Megatron-LM, the first step of a run counts again in the line of the next report.
+        """
+        sums, first = self._since_report.ended(), self._first
+        self._since_report = Sums()
+        self._first = sums if self._run.progress.iteration == 1 else None
+        record = self._record(sums, self._mean_losses(sums), params_norm)
+        if first is not None:
+            both = sums.with_steps_of(first)
+            printed = self._record(both, self._mean_losses(both), params_norm)
+            record = replace(record, printed=printed)
+        self._run.reporters.on_iteration(record, own)
+
+    def _own_record(self, params_norm: float | None) -> IterationRecord:
+        """Return the record of the last step; its time is the mean since the last such record."""
+        assert self._last is not None
+        sums, self._since_track = self._since_track.ended(), Sums()
+        losses, counts = self._last.losses, self._last.counts
+        first = next(iter(losses), None)
+        own = {k: float(v) for k, v in losses.items() if k == first or float(counts[k]) > 0}
+        return self._record(sums, own, params_norm)
+
+    def _mean_losses(self, sums: Sums) -> dict[str, float]:
+        assert self._last is not None
+        if sums.skipped == sums.steps:
+            # Finite where only the gradients were not, as after an overflow of a loss scale.
+            return {name: float(loss) for name, loss in self._last.losses.items()}
+        return means_of(sums.losses)
+
+    def _record(
+        self, sums: Sums, losses: dict[str, float], params_norm: float | None
+    ) -> IterationRecord:
         run, last = self._run, self._last
         assert last is not None and run.optimizer is not None
-        losses = means_of(self._losses)
-        if self._skipped == self._steps:
-            # Finite where only the gradients were not, as after an overflow of a loss scale.
-            losses = {name: float(loss) for name, loss in last.losses.items()}
-        elapsed = time.perf_counter() - self._start - self._pause
-        memory = {}
-        if run.device.type == "cuda":
-            memory["allocated"] = float(torch.cuda.memory_allocated(run.device))
-            memory["reserved"] = float(torch.cuda.memory_reserved(run.device))
         rate = get_canonical_lr_for_logging(run.optimizer.param_groups) or 0.0
-        record = IterationRecord(
+        return IterationRecord(
             iteration=run.progress.iteration,
             num_iterations=run.num_iterations,
             consumed_samples=run.progress.consumed_train_samples,
-            seconds=max(elapsed, 1e-9) / self._steps,
+            seconds=max(sums.seconds, 1e-9) / sums.steps,
             # Megatron-LM's learning rate goes through a float32 tensor.
             learning_rate=float(np.float32(rate)),
             global_batch_size=self._last_samples,
             losses=losses,
             loss_scale=float(run.optimizer.get_loss_scale()),
             grad_norm=last.update.grad_norm,
-            samples=self._samples / self._steps,
+            samples=sums.samples / sums.steps,
             sample_name=run.task.sample_name,
-            tokens=self._tokens / self._steps,
-            flops=self._flops / self._steps,
+            tokens=sums.tokens / sums.steps,
+            flops=sums.flops / sums.steps,
             world_size=run.context.layout.world_size,
-            skipped=self._skipped,
-            nans=self._nans,
+            skipped=sums.skipped,
+            nans=sums.nans,
             total_skipped=run.progress.skipped_iterations,
             num_zeros=last.update.num_zeros,
-            params_norm=run.params_norm() if run.config.logging.log_params_norm else None,
+            params_norm=params_norm,
             peak_flops=run.peak_flops,
-            memory=memory,
+            memory=memory_of(run.device),
             epoch=run.progress.epoch,
             failed_saves=run.saves.num_failed,
         )
-        run.reporters.on_iteration(record)
-        if not keep:
-            self._reset()

@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.checkpoint.memory import MemoryCheckpoints
 from megatron_ext.checkpoint.publish import BestCheckpoint
+from megatron_ext.config.batch_size import BatchSize
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.data.loader import BatchSource
@@ -29,7 +30,7 @@ from megatron_ext.faults.host import is_under_torchrun
 from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.optim.update import ParameterGather
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.train.batch_size import BatchSize, Progress
+from megatron_ext.train.batch_size import Progress
 from megatron_ext.train.elastic import is_asked_to_resize
 from megatron_ext.train.exit_signal import ExitSignal
 from megatron_ext.train.reporting.build import Reporters

@@ -16,6 +16,7 @@ from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.checkpoint.resume import Resume
 from megatron_ext.checkpoint.run_record import may_be_restarted
 from megatron_ext.checkpoint.state import LoadedCheckpoint
+from megatron_ext.config.batch_size import BatchSize, number_of_iterations
 from megatron_ext.config.optimizer import EmaConfig
 from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.run import RunConfig
@@ -26,11 +27,12 @@ from megatron_ext.layers.chunks import build_chunks, wrap_chunks
 from megatron_ext.layers.sdpa import use_flash_3
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.layers.transformer_engine import prepare_transformer_engine
-from megatron_ext.optim.builder import build_optimizer, build_scheduler
+from megatron_ext.optim.builder import build_optimizer
 from megatron_ext.optim.ema import ShardedEMA
+from megatron_ext.optim.schedule import build_scheduler
 from megatron_ext.optim.update import ParameterGather
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.train.batch_size import BatchSize, Progress, number_of_iterations, split_sizes
+from megatron_ext.train.batch_size import Progress, split_sizes
 from megatron_ext.train.callbacks.snapshots import snapshot_stores
 from megatron_ext.train.exit_signal import ExitSignal
 from megatron_ext.train.reporting.start import implementation_line, parameters_line
@@ -68,7 +70,7 @@ def build_run(
     trains = not config.training.skip_train
     if trains:
         optimizer = build_optimizer(config, chunks, context.pgs)
-        scheduler = build_scheduler(config.optimizer, config.training, optimizer)
+        scheduler = build_scheduler(config, optimizer)
     _tell_sizes(config, context, chunks, optimizer)
     ema = _average(config.ema, chunks, optimizer, trains=trains)
     checkpoints, saves = _checkpoints(config, context, device, helper)
@@ -78,6 +80,8 @@ def build_run(
     parts = {"model": chunks, "optimizer": optimizer, "scheduler": scheduler, "ema": ema}
     resume = Resume(checkpoints, config, context)
     loaded, source = resume.load(stores, **parts, extra_state=runner.extra_state)
+    if loaded is not None:
+        _continue_schedules(runner, config, loaded, context)
     if loaded is None and task.initial_weights is not None:
         notes = task.initial_weights(config, context, chunks)
         _follow_new_weights(notes, optimizer, ema, context)
@@ -183,6 +187,17 @@ def _follow_new_weights(
         print(f"> {note}", flush=True)
 
 
+def _continue_schedules(
+    runner: StepRunner, config: RunConfig, loaded: LoadedCheckpoint, context: ParallelContext
+) -> None:
+    """Let schedules go on at the rates of a loaded checkpoint, and print a note if they changed."""
+    progress = Progress.from_dict({**loaded.progress, "iteration": loaded.iteration})
+    consumed = progress.consumed_train_samples
+    notes = [x.go_on(config, progress.iteration, consumed) for x in runner.schedules]
+    if notes and notes[0] is not None and context.rank == 0:
+        print(f"> {notes[0]}", flush=True)
+
+
 def _progress_after(loaded: LoadedCheckpoint | None, context: ParallelContext) -> Progress:
     """Print the path and notes of a loaded checkpoint, and return the progress to resume from."""
     if loaded is None:
@@ -200,10 +215,11 @@ def _progress_after(loaded: LoadedCheckpoint | None, context: ParallelContext) -
 def attach_data(run: Run, task: Task, assets: Any) -> None:
     """Build a run's datasets and batch sources; print a note if a resumed run's data changed."""
     config, context = run.config, run.context
+    replicas = context.layout.data_parallel_size
     datasets = task.datasets(
         config,
         assets,
-        split_sizes(config.training, run.num_iterations),
+        split_sizes(config.training, config.model.seq_length, replicas),
         lambda: reads_dataset(config.model, config.parallel, context),
     )
 

@@ -26,6 +26,7 @@ from megatron_ext.layers.fp8.linear import AmaxHistories, KeptWeights
 from megatron_ext.layers.gradient_shards import whole_gradients
 from megatron_ext.layers.weight_gradients import StepGradients
 from megatron_ext.losses.contract import LossFunction, Report, StepCounts, checked
+from megatron_ext.optim.schedule import Schedule
 from megatron_ext.optim.update import UpdateResult, all_decide_on_device, update_parameters
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.schedules.runtime import PipelineEngine, step_graphs
@@ -86,7 +87,7 @@ class StepRunner:
         transformer_config: TransformerConfig,
         chunks: list[DistributedDataParallel],
         optimizer: MegatronOptimizer | None,
-        scheduler: OptimizerParamScheduler | None,
+        scheduler: Schedule | None,
     ) -> None:
         self.config, self.task, self.context = config, task, context
         self.chunks, self.transformer_config = chunks, transformer_config
@@ -122,6 +123,11 @@ class StepRunner:
     def trained_chunks(self) -> list[DistributedDataParallel]:
         """Return the model chunks that train, whose replicas must stay equal."""
         return self.chunks
+
+    @property
+    def schedules(self) -> list[Schedule]:
+        """Return the schedules of learning rates of the networks that train, the model's first."""
+        return [] if self.scheduler is None else [self.scheduler]
 
     def model_steps(self, steps: int) -> int:
         """Return how many of a run's first ``steps`` steps train its model: all, in this class."""

@@ -18,7 +18,8 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import StepLoader
 from megatron_ext.layers.chunks import build_chunks, wrap_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
-from megatron_ext.optim.builder import build_optimizer, build_scheduler
+from megatron_ext.optim.builder import build_optimizer
+from megatron_ext.optim.schedule import build_scheduler
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.task import GPT
 from megatron_ext.train.step import StepRunner
@@ -133,7 +134,7 @@ def _runner(config: RunConfig, context: ParallelContext, task: Task) -> StepRunn
         _number_chunks_of_experts(chunk)
     chunks = wrap_chunks(bare, config, transformer_config, context, DEVICE)
     optimizer = build_optimizer(config, chunks, context.pgs)
-    scheduler = build_scheduler(config.optimizer, config.training, optimizer)
+    scheduler = build_scheduler(config, optimizer)
     return StepRunner(config, task, context, transformer_config, chunks, optimizer, scheduler)
 
 

@@ -1,11 +1,15 @@
 """A task's own auxiliary loss counts the same on every layout and micro-batch size."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor
 
 from megatron_ext.inspect.parity import GradientRecorder, read_gradients
@@ -107,3 +111,36 @@ def test_attach_hands_both_gradients_on() -> None:
     out.sum().backward()
     assert x.grad.tolist() == [1.0, 1.0]
     assert float(w.grad) == 8 * 6.0
+
+
+SCENARIOS = [
+    # scale, gradient of the attached loss to x and to y by itself -> gradients of loss, x and y
+    (1.0, 0.0, (1.0, 3.0, 2.0)),
+    (0.3, 0.0, (0.3, 3.0, 2.0)),
+    (1.0, 3.0, (1.0, 6.0, 5.0)),
+    (0.6, 3.0, (0.6, 4.8, 3.8)),
+]
+"""Attached losses on x y with x = 2 and y = 3, with and without a part in the parameters."""
+
+
+@pytest.mark.parametrize(("scale", "slope", "want"), SCENARIOS)
+def test_an_attached_loss_adds_its_scaled_gradient_and_no_more(
+    scale: float, slope: float, want: tuple[float, float, float]
+) -> None:
+    """megatron-core's own function, with its scale, gives the same."""
+
+    def gradients(attached: Callable[[Tensor, Tensor], Tensor]) -> tuple[float, ...]:
+        x, y = (torch.tensor(value, requires_grad=True) for value in (2.0, 3.0))
+        free = torch.tensor(7.0, requires_grad=True)
+        loss = slope * (x + y) if slope else free
+        loss.retain_grad()
+        attached(x * y, loss).backward()
+        return tuple(float(tensor.grad) for tensor in (loss, x, y) if tensor.grad is not None)
+
+    by_scaler = SimpleNamespace(grad_scale_func=lambda start: start * scale)
+    assert gradients(partial(attach, transformer_config=by_scaler)) == pytest.approx(want)
+    MTPLossAutoScaler.set_loss_scale(torch.tensor(scale))
+    try:
+        assert gradients(MTPLossAutoScaler.apply) == pytest.approx(want)
+    finally:
+        MTPLossAutoScaler.set_loss_scale(torch.tensor(1.0))

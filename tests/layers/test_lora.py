@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 from torch.func import functional_call
 
@@ -17,8 +18,10 @@ from megatron_ext.inspect import parity
 from megatron_ext.inspect.layouts import parse_layout
 from megatron_ext.layers.chunks import build_chunks, wrap_chunks
 from megatron_ext.layers.lora import merge_adapters
+from megatron_ext.layers.moe import Router
 from megatron_ext.layers.transformer_config import build_transformer_config
-from megatron_ext.optim.builder import build_optimizer, build_scheduler
+from megatron_ext.optim.builder import build_optimizer
+from megatron_ext.optim.schedule import build_scheduler
 from megatron_ext.parallel.context import ParallelContext, seed_everything
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from megatron_ext.text.task import GPT
@@ -87,7 +90,7 @@ def test_three_steps_are_those_of_plain_torch(context: ParallelContext, targets:
     )
     (ddp,) = wrap_chunks([chunk], run, transformer_config, context, torch.device("cpu"))
     optimizer = build_optimizer(run, [ddp], context.pgs)
-    build_scheduler(run.optimizer, run.training, optimizer)  # sets the learning rate
+    build_scheduler(run, optimizer)  # sets the learning rate
     for step in range(STEPS):
         ddp.zero_grad_buffer()
         optimizer.zero_grad()
@@ -243,3 +246,26 @@ def test_targets_that_a_model_lacks(context: ParallelContext) -> None:
     lora = dataclasses.replace(run.lora, lora_target_modules=["linear_q"])
     with pytest.raises(ConfigError, match=r"`--lora-target-modules` \(linear_q\) names no linear"):
         bare_chunk(dataclasses.replace(run, lora=lora), context)
+
+
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-router-enable-expert-bias "
+    "--moe-router-score-function sigmoid --lora-target-modules linear_qkv linear_proj"
+).split()
+
+
+@ranks()
+def test_the_bias_of_experts_is_frozen(context: ParallelContext) -> None:
+    run = gpt_config(*LORA, *EXPERTS)
+    transformer_config = build_transformer_config(run)
+    (chunk,) = build_chunks(build_gpt_chunk, run, transformer_config, context)
+    (ddp,) = wrap_chunks([chunk], run, transformer_config, context, torch.device("cpu"))
+    routers = [module for module in ddp.modules() if isinstance(module, Router)]
+    before = torch.tensor([0.1, -0.2, 0.30001, 0.0])
+    for router in routers:
+        router.expert_bias.copy_(before)
+    loss_of(ddp, run).backward()
+    assert all(float(router.local_tokens_per_expert.sum()) > 0 for router in routers)
+    finalize_model_grads([ddp], torch.tensor([1], dtype=torch.int))
+    assert len(routers) == 2
+    assert all(torch.equal(router.expert_bias, before) for router in routers)

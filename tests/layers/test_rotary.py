@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_ext.config.layers import layers_without_rope, windowed_layers
-from megatron_ext.config.rotary import read_scaling
+from megatron_ext.config.rotary import (
+    OPTIONAL,
+    REQUIRED,
+    RopeScaling,
+    read_scaling,
+    written,
+)
 from megatron_ext.layers.rotary import LayerRotary, RotaryEmbedding, inverse_frequencies
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext
@@ -60,6 +68,36 @@ def test_every_kind_has_the_frequencies_of_transformers(
     assert scaling is not None
     assert torch.equal(inverse_frequencies(D, percent, base, scaling, length), want)
     assert scaling.magnitude == magnitude
+
+
+def _with_defaults() -> Iterator[dict[str, Any]]:
+    """Yield each kind with each entry that it takes, and all of them, at the default value."""
+    usual = RopeScaling("linear")
+    defaults = {f.name: getattr(usual, f.name) for f in fields(usual)}
+    for given, _, _ in KINDS:
+        kind = given["rope_type"]
+        entries = [*REQUIRED[kind], *OPTIONAL.get(kind, ())]
+        changes = {name: defaults[name] for name in entries if defaults[name]}
+        every = {k: v for k, v in given.items() if v is not None} | changes
+        yield from ({**given, name: value} for name, value in changes.items())
+        yield every
+
+
+@pytest.mark.parametrize("values", list(_with_defaults()), ids=json.dumps)
+def test_a_scaling_that_is_written_is_read_as_the_same(values: dict[str, Any]) -> None:
+    """Also in a run with other positions, and with the frequencies that transformers computes."""
+    scaling = read_scaling(json.dumps(values), POSITIONS)
+    assert scaling is not None
+    again = read_scaling(written(scaling), 2 * POSITIONS)
+    assert again == scaling
+    config = transformers.PretrainedConfig(
+        head_dim=D, hidden_size=4 * D, num_attention_heads=4, max_position_embeddings=POSITIONS
+    )
+    config.rope_parameters = {**values, "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    config.standardize_rope_params = lambda: None
+    want, magnitude = ROPE[values["rope_type"]](config, torch.device("cpu"), seq_len=300)
+    assert torch.equal(inverse_frequencies(D, 0.5, 1e4, again, 300), want)
+    assert again.magnitude == magnitude
 
 
 def test_every_kind_of_transformers_is_known_or_refused_in_a_sentence() -> None:

@@ -15,6 +15,7 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from megatron_ext.inspect.audit.reproduce_router import (
     SEQUENCES,
     auxiliary_flags,
     auxiliary_share,
+    stock_router,
 )
 from megatron_ext.layers import specs as layers
 from megatron_ext.layers.attention import DotProductAttention
@@ -336,6 +338,37 @@ def test_what_load_balancing_depends_on(
 
 def test_d42_stock_counts_the_norm_of_compressed_queries_on_each_rank() -> None:
     check_ratio(reproduce_layers.d42, {"0.16": 2.0, "0.19": 2.0})
+
+
+def test_d43_stock_rounds_the_tokens_of_an_expert_to_16_bits() -> None:
+    check_ratio(stock.counts_in_16_bits, {"0.16": 4160 / 4748, "0.19": 4256 / 4849})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@ranks(dp=2)
+def test_d43_biases_step_by_the_tokens_of_the_whole_step(
+    context: ParallelContext, dtype: torch.dtype
+) -> None:
+    """Two replicas count tokens of their own; a bias is loaded as it was saved."""
+    in_16_bits = {"bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16}
+    router = stock_router(context, Router, **stock.BIAS, **in_16_bits, params_dtype=dtype)
+    chunk = Float16Module(router.config, router)
+    saved = torch.tensor([0.1, 0.2, 0.3001, -0.1234567])
+    router.load_state_dict({"weight": router.weight, "expert_bias": saved})
+    assert torch.equal(router.expert_bias, saved)
+    model = DistributedDataParallel(router.config, DistributedDataParallelConfig(), chunk)
+    generator = torch.Generator().manual_seed(context.dp_rank)
+    counts = torch.zeros(stock.EXPERTS, dtype=torch.long)
+    for _ in range(300):
+        hidden = torch.randn(24, 1, stock.HIDDEN, generator=generator).to(dtype)
+        probs, chosen = model(hidden)
+        (0 * probs.sum()).backward()
+        counts += chosen.reshape(-1, stock.EXPERTS).sum(0)
+    assert router.local_tokens_per_expert.tolist() == counts.tolist()
+    torch.distributed.all_reduce(counts)
+    finalize_model_grads([model], torch.tensor([1], dtype=torch.int))
+    step = 1e-3 * torch.sign(counts.sum() / stock.EXPERTS - counts)
+    torch.testing.assert_close(router.expert_bias, saved + step, rtol=0, atol=0)
 
 
 def test_d44_stock_cuts_the_input_of_a_depth_that_is_read_again() -> None:

@@ -1,9 +1,7 @@
-"""Learning-rate schedules by their formulas, and Adam where Transformer Engine is installed."""
+"""Adam where Transformer Engine is installed."""
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import megatron.core.optimizer as core_optimizer
@@ -16,66 +14,7 @@ from megatron_ext.optim.adam import CountedAdam
 from megatron_ext.optim.update import parts_of
 from megatron_ext.train.run import Run
 from tests.checkpoint.tiny import whole_tensors
-from tests.training_runs import TINY, config_of, mock_data, train
-
-PEAK, FLOOR, WARMUP, STEPS = 1e-3, 1e-4, 2, 12
-
-
-def _rates(*more: str) -> list[float]:
-    config = config_of([*TINY, *mock_data(), "--train-iters", str(STEPS), *more])
-    group: dict[str, Any] = {"params": [], "default_config": True}
-    optimizer: Any = SimpleNamespace(param_groups=[group])
-    scheduler = builder.build_scheduler(config.optimizer, config.training, optimizer)
-    rates = [group["lr"]]
-    for _ in range(STEPS):
-        scheduler.step(increment=config.training.global_batch_size)
-        rates.append(group["lr"])
-    return rates
-
-
-SHAPES: dict[str, Callable[[int], float]] = {
-    "linear": lambda step: 1 - (step - WARMUP) / (STEPS - WARMUP),
-    "cosine": lambda step: 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP))),
-    "constant": lambda step: 1.0,
-    "inverse-square-root": lambda step: (
-        (max(PEAK * math.sqrt(WARMUP / step), FLOOR) - FLOOR) / (PEAK - FLOOR)
-    ),
-}
-"""The share of the way from floor to peak by step."""
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_decay_follows_its_formula(shape: str) -> None:
-    want = [PEAK * step / WARMUP for step in range(WARMUP + 1)]
-    want += [FLOOR + SHAPES[shape](step) * (PEAK - FLOOR) for step in range(WARMUP + 1, STEPS + 1)]
-    assert _rates("--lr-decay-style", shape) == pytest.approx(want, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("style", "half"),
-    [
-        ("linear", FLOOR + 0.5 * (PEAK - FLOOR)),
-        ("cosine", FLOOR + 0.5 * (PEAK - FLOOR)),
-        ("exponential", FLOOR + (2 * 0.5**0.5 - 1) * (PEAK - FLOOR)),
-        ("minus_sqrt", FLOOR + (1 - math.sqrt(0.5)) * (PEAK - FLOOR)),
-    ],
-)
-def test_wsd_holds_and_then_falls(style: str, half: float) -> None:
-    flags = "--lr-decay-style WSD --lr-wsd-decay-iters 4 --lr-wsd-decay-style".split()
-    rates = _rates(*flags, style)
-    assert rates[WARMUP : STEPS - 3] == [PEAK] * (STEPS - 3 - WARMUP)
-    assert rates[STEPS - 2] == pytest.approx(half, rel=1e-9)
-    assert rates[STEPS] == pytest.approx(FLOOR, rel=1e-9)
-
-
-def test_lengths_by_samples_and_by_fraction() -> None:
-    words = " ".join(TINY).replace("--lr-warmup-iters 2", "").replace("--lr-decay-iters 12", "")
-    more = "--train-samples 480 --lr-decay-samples 320 --lr-warmup-fraction 0.1".split()
-    config = config_of([*words.split(), *mock_data(), *more])
-    lengths = builder.schedule_lengths(config.optimizer, config.training)
-    names = ("lr_decay_steps", "lr_warmup_steps", "wd_incr_steps")
-    assert [lengths[name] for name in names] == [320, 32.0, 480]
-
+from tests.training_runs import TINY, mock_data, train
 
 SMALL = [
     *TINY,

@@ -15,10 +15,11 @@ from megatron_ext.config.optimizer import QUINTIC_STEPS
 from megatron_ext.layers.chunks import wrap_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.optim import dealing
-from megatron_ext.optim.builder import build_optimizer, build_scheduler
+from megatron_ext.optim.builder import build_optimizer
 from megatron_ext.optim.matrices import Matrix
 from megatron_ext.optim.muon import Muon
 from megatron_ext.optim.newton_schulz import POLYNOMIALS, orthogonalize, polynomials
+from megatron_ext.optim.schedule import build_scheduler
 from megatron_ext.optim.shards import Shard
 from megatron_ext.parallel.context import ParallelContext
 from tests.checkpoint.tiny import whole_tensors
@@ -120,7 +121,7 @@ def test_three_steps_are_those_of_plain_torch(
     )
     (ddp,) = wrap_chunks([chunk], run, transformer_config, context, torch.device("cpu"))
     optimizer = build_optimizer(run, [ddp], context.pgs)
-    build_scheduler(run.optimizer, run.training, optimizer)
+    build_scheduler(run, optimizer)
     momenta = {name: torch.zeros_like(truth[name]) for name in names}
     beta, steps = run.optimizer.muon_momentum, SIMPLE if "simple" in flags else QUINTIC
     for _ in range(3):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.checkpoint.files import TRACKER
+from megatron_ext.errors import CheckpointError
 from megatron_ext.text.task import GPT
 from megatron_ext.train.exit_codes import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
@@ -154,10 +155,10 @@ def test_another_schedule_is_refused(tmp_path: Path, capfd: pytest.CaptureFixtur
     save = tmp_path / "save"
     _rows(save, "--exit-interval", str(BREAK))
     flags = _flags("--load", str(save), "--lr-decay-iters", "30")
-    assert train_on_ranks(flags, save=save)[0] != 0
-    shown = capfd.readouterr().err
-    assert "The learning-rate schedule is not the checkpoint's" in shown
-    assert "`--override-opt-param-scheduler`" in shown
+    with pytest.raises(CheckpointError) as caught:  # before a rank starts
+        train_on_ranks(flags, save=save)
+    assert "because of `--lr-decay-iters` (30, before 12); give the flags" in str(caught.value)
+    assert "`--override-opt-param-scheduler` to go on from its rate" in str(caught.value)
     rows = train_steps([*flags, "--override-opt-param-scheduler"], save)
     assert rows[-1]["iteration"] == STEPS
 

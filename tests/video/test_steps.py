@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.config.parser import parse_args
-from megatron_ext.optim.builder import build_scheduler, choose_kernels
+from megatron_ext.optim.builder import choose_kernels
+from megatron_ext.optim.schedule import build_scheduler
 from megatron_ext.train.run import Run
 from megatron_ext.video.data.randomness import draw_noise
 from megatron_ext.video.model.mmdit.model import timestep_sinusoid
@@ -234,7 +235,7 @@ def rates(words: str, at: list[int]) -> list[float]:
     flags = f"--video-data-path unread --micro-batch-size 2 --global-batch-size 6 {words}".split()
     config = parse_args(flags, VIDEO, world_size=1, device="cpu").config
     optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
-    scheduler = build_scheduler(config.optimizer, config.training, optimizer)  # type: ignore[arg-type]
+    scheduler = build_scheduler(config, optimizer)  # type: ignore[arg-type]
     found = []
     for _ in range(max(at) + 1):
         found.append(optimizer.param_groups[0]["lr"])

@@ -258,11 +258,6 @@ def lora_errors(
             f"`--lora-target-modules` ({' '.join(mlp)}) does not go with `--num-experts` "
             f"({moe.num_experts}), since experts take no adapters; use {projections} linear_proj."
         )
-    if moe.num_experts and moe.moe_router_enable_expert_bias:
-        yield (
-            "`--moe-router-enable-expert-bias` would change the frozen model of `--lora-rank`; "
-            "leave it out."
-        )
     if lora.lora_dropout and model.deterministic_dropout:
         yield (
             "`--lora-dropout` does not go with `--deterministic-dropout`, which gives "

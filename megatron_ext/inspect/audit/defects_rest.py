@@ -1,4 +1,4 @@
-"""The defects of data, layers and checkpoints: D29 to D42, and D44."""
+"""The defects of data, layers and checkpoints: D29 to D44."""
 
 from __future__ import annotations
 
@@ -373,6 +373,37 @@ REST: tuple[Defect, ...] = (
                 lambda x: f"Gradients of compressed queries' norms are {x.tp} times too large.",
                 "Use --sequence-parallel.",
                 depends="the layers are ModelOpt's or have another q_layernorm of their own",
+            ),
+        ),
+    ),
+    Defect(
+        number="D43",
+        affected="`--moe-router-enable-expert-bias` with `--bf16` or `--fp16`",
+        stock=(
+            "the counters of tokens by expert are cast with the model, and 16 bits round what is "
+            "added from 257 tokens on (2,049 in fp16): 4,160 "
+            "instead of 4,748 in a step of 400 micro-batches of 24 tokens, so that biases step the "
+            "wrong way"
+        ),
+        since=State("there", "4,256 instead of 4,849"),
+        ours=(
+            "own path: `layers/moe.py` `Router` keeps the buffers of a router in fp32 when it is "
+            "cast, also in Transformer Engine's layers and while a checkpoint is loaded"
+        ),
+        test=(
+            "`test_d43_stock_rounds_the_tokens_of_an_expert_to_16_bits`, "
+            "`test_d43_biases_step_by_the_tokens_of_the_whole_step`"
+        ),
+        rules=(
+            Rule(
+                (
+                    lambda x: x.experts,
+                    lambda x: x.has("--moe-router-enable-expert-bias"),
+                    lambda x: x.has("--bf16", "--fp16"),
+                ),
+                "Tokens by expert are counted in 16 bits, so that biases step the wrong way.",
+                "Set the router's local_tokens_per_expert to float32 after the model is cast, or "
+                "balance with --moe-aux-loss-coeff.",
             ),
         ),
     ),

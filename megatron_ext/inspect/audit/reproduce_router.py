@@ -1,4 +1,4 @@
-"""Reproduces the defects of megatron-core's router of experts: D1 to D3 and D25 to D28.
+"""Reproduces the defects of megatron-core's router of experts: D1 to D3, D25 to D28 and D43.
 
 The router of the installed megatron-core runs a step: micro-batches forward and backward, then its
 data-parallel wrapper and ``finalize_model_grads``, as in a run with ``--calculate-per-token-loss``.
@@ -16,6 +16,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
@@ -27,6 +28,12 @@ from megatron_ext.parallel.context import ParallelContext
 HIDDEN, EXPERTS, TOPK = 16, 4, 2
 LENGTH, SEQUENCES = 8, 8
 COEFFICIENT = 0.01
+TOKENS, MICROBATCHES = 24, 400
+"""The step whose tokens are counted in 16 bits."""
+BIAS: dict[str, Any] = {
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+}
 
 
 class _PlainGating(TopKRouter):  # type: ignore[misc]
@@ -207,11 +214,7 @@ def router_without_transformer_engine() -> Reproduced:
 
 
 def _counted(context: ParallelContext) -> list[float]:
-    bias: dict[str, Any] = {
-        "moe_router_enable_expert_bias": True,
-        "moe_router_score_function": "sigmoid",
-    }
-    router = stock_router(context, **bias)
+    router = stock_router(context, **BIAS)
     # All but one of the tokens chose every expert.
     router._apply_expert_bias(
         torch.ones(EXPERTS, EXPERTS, dtype=torch.bool), torch.arange(EXPERTS) == 1
@@ -228,6 +231,36 @@ def padding_of_the_expert_bias() -> Reproduced:
         EXPERTS - 1.0,
         f"Tokens counted for the second of {EXPERTS} experts, which all of {EXPERTS} tokens chose, "
         f"of which the second is padding (for all experts: {counts}).",
+    )
+
+
+def _counted_in_16_bits(context: ParallelContext) -> list[tuple[float, float]]:
+    """Return the tokens that an expert's counter holds after a step in bf16, and the right number.
+
+    One pair for each expert.
+    """
+    router = stock_router(context, bf16=True, params_dtype=torch.bfloat16, **BIAS)
+    generator = torch.Generator().manual_seed(6)
+    with torch.no_grad():
+        router.weight.copy_(torch.randn(EXPERTS, HIDDEN, generator=generator))
+    model = Float16Module(router.config, router)
+    right = torch.zeros(EXPERTS, dtype=torch.long)
+    for _ in range(MICROBATCHES):
+        hidden = torch.randn(TOKENS, 1, HIDDEN, generator=generator).bfloat16()
+        right += model.module(hidden)[1].reshape(-1, EXPERTS).sum(0)
+    return list(zip(router.local_tokens_per_expert.tolist(), right.tolist(), strict=True))
+
+
+def counts_in_16_bits() -> Reproduced:
+    """Measure D43: the tokens that the expert bias counts in a model of 16 bits."""
+    counts = on_ranks(_counted_in_16_bits)[0]
+    stock, right = max(counts, key=lambda pair: pair[1] - pair[0])
+    all_of_them = ", ".join(f"{mine:.0f} of {truth}" for mine, truth in counts)
+    return Reproduced(
+        stock,
+        float(right),
+        "Tokens counted for an expert with --bf16 --moe-router-enable-expert-bias, of a step of "
+        f"{MICROBATCHES} micro-batches of {TOKENS} tokens (for each expert: {all_of_them}).",
     )
 
 
@@ -268,4 +301,5 @@ REPRODUCTIONS: Reproductions = {
     "D26": padding_of_the_expert_bias,
     "D27": log_without_experts,
     "D28": no_targets,
+    "D43": counts_in_16_bits,
 }

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from megatron_ext.config.batch_size import BatchSize, number_of_iterations
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import Batch
 from megatron_ext.data.loader import BatchSource, build_source, reads_dataset
@@ -33,7 +34,7 @@ from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.direct import DirectDataset
 from megatron_ext.text.sft.dataset import SftDataset
 from megatron_ext.text.tokenizers.base import Tokenizer
-from megatron_ext.train.batch_size import BatchSize, number_of_iterations, split_sizes
+from megatron_ext.train.batch_size import split_sizes
 from megatron_ext.train.step import count_targets
 from megatron_ext.train.task import Task
 
@@ -79,7 +80,7 @@ def collect(
         train = task.datasets(
             config,
             tokenizer,
-            split_sizes(config.training, iterations),
+            split_sizes(config.training, length, replicas),
             lambda: reads_dataset(config.model, config.parallel, context),
         ).train
         assert train is not None and length is not None

@@ -44,7 +44,7 @@ from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.inspect import check_ids, id_range
 from megatron_ext.text.data.separators import ending_warnings, first_endings, padding_id
 from megatron_ext.text.tokenizers.base import Tokenizer
-from megatron_ext.train.batch_size import number_of_iterations, split_sizes
+from megatron_ext.train.batch_size import split_sizes
 from megatron_ext.train.task import Datasets
 
 VOCABULARY_SAMPLE = 1 << 24
@@ -193,8 +193,8 @@ def check_gpt_data(config: RunConfig, tokenizer: Tokenizer) -> None:
     ``--per-dataset-sequences-path`` are bad, or if the indices of samples do not fit into memory.
     """
     data, training, length = config.section(DataConfig), config.training, config.model.seq_length
-    iterations = number_of_iterations(training, length, config.parallel.data_parallel_size)
-    sizes, length = split_sizes(training, iterations), length or 0
+    sizes = split_sizes(training, length, config.parallel.data_parallel_size)
+    length = length or 0
     if not data.mock_data:
         spec = training_blend(data)
         check_inputs(data, config.model, spec, tokenizer, sizes)

@@ -14,6 +14,7 @@ from typing import Any
 from rich.table import Table
 
 from megatron_ext.checkpoint.stored import PROGRESS, find, read_progress
+from megatron_ext.config.batch_size import BatchSize, number_of_iterations
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.mixture import Exhausted, Planned, continued, limited, stages_of
 from megatron_ext.data.order import SampleOrder, Stage, check_recorded
@@ -26,7 +27,7 @@ from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.gpt import split_bounds
 from megatron_ext.text.data.schedule import Schedule, read_schedule
 from megatron_ext.text.data.storage import index_of, open_tokens
-from megatron_ext.train.batch_size import BatchSize, number_of_iterations, split_sizes
+from megatron_ext.train.batch_size import split_sizes
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ def plan_run(
         }
         order = PackedOrder(before, stages, window, seed, documents)
     steps = number_of_iterations(config.training, length, replicas)
-    total = split_sizes(config.training, steps)[0] or 0
+    total = split_sizes(config.training, length, replicas)[0] or 0
     if iteration is not None and config.training.train_samples is None:
         # Steps before may have been larger than those which are left.
         total = max(total, consumed + (steps - iteration) * config.training.batch_sizes[1])

@@ -13,6 +13,7 @@ import numpy as np
 from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
 from torch.utils.data import Dataset
 
+from megatron_ext.config.batch_size import BatchSize, number_of_iterations
 from megatron_ext.config.rules.parallel import share_errors
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.loader import BatchSource, build_source
@@ -48,7 +49,7 @@ from megatron_ext.text.data.separators import (
 )
 from megatron_ext.text.data.storage import index_of
 from megatron_ext.text.tokenizers.base import NO_TOKEN, Tokenizer
-from megatron_ext.train.batch_size import BatchSize, number_of_iterations, split_sizes
+from megatron_ext.train.batch_size import split_sizes
 from megatron_ext.train.callbacks.evaluation import check_validation
 from megatron_ext.train.run import Run
 from megatron_ext.train.task import Datasets
@@ -190,8 +191,7 @@ def build_held_out(
     training, length = config.training, config.model.seq_length
     assert length is not None
     data, marks = config.section(DataConfig), marks_of(config, tokenizer)
-    steps = number_of_iterations(training, length, config.parallel.data_parallel_size)
-    _, *sizes = split_sizes(training, steps)
+    _, *sizes = split_sizes(training, length, config.parallel.data_parallel_size)
 
     def build(split: int, prefixes: Mapping[str, Fraction], size: int | None) -> DirectDataset:
         found = [checked_span(split_span(config, name, split), split, length) for name in prefixes]

@@ -76,7 +76,9 @@ def _imported(module: str, given: str, called: str) -> Any:
 
 
 class TensorBoard:
-    """Writes reports to event files: Megatron-LM's tags by iteration and by consumed samples."""
+    """Writes steps to event files: Megatron-LM's tags by iteration and by consumed samples."""
+
+    follows_steps = True
 
     def __init__(self, folder: str, config: LoggingConfig) -> None:
         module = "torch.utils.tensorboard"
@@ -113,7 +115,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Sends scalars to a Weights & Biases run."""
+    """Sends the scalars of steps to a Weights & Biases run."""
+
+    follows_steps = True
 
     def __init__(self, config: LoggingConfig, folder: str, settings: dict[str, Any]) -> None:
         given = f"`--wandb-project` ({config.wandb_project})"
@@ -143,6 +147,10 @@ class WeightsAndBiases:
         self._run.finish()
 
 
+def _follows_steps(sink: Reporter) -> bool:
+    return getattr(sink, "follows_steps", False)
+
+
 class Reporters:
     """All reporters (sinks) of a run; a context manager that closes them on exit.
 
@@ -157,13 +165,23 @@ class Reporters:
         self.reason = FINISHED
         self._warned: set[int] = set()
 
-    def on_iteration(self, record: IterationRecord) -> None:
+    def on_iteration(self, record: IterationRecord, own: IterationRecord | None = None) -> None:
+        """Report an interval; ``own`` is the record of its last step, for those that follow steps.
+
+        Without one they get the record of the interval.
+        """
         for sink in self.sinks:
             with self._going_on(sink):
-                sink.on_iteration(record)
+                sink.on_iteration(own or record if _follows_steps(sink) else record)
         if self.time_rows is not None:
             with self._going_on(self.time_rows):
                 self.time_rows.write(record.iteration)
+
+    def on_step(self, record: IterationRecord) -> None:
+        """Report a single step to the sinks that follow steps."""
+        for sink in filter(_follows_steps, self.sinks):
+            with self._going_on(sink):
+                sink.on_iteration(record)
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
         for sink in self.sinks:

@@ -92,7 +92,8 @@ class LinePrinter:
             self._bar.write(text)
 
     def on_iteration(self, record: IterationRecord) -> None:
-        self._print(iteration_line(record, datetime.now(), on_gpu=self._on_gpu))
+        printed = record.printed or record
+        self._print(iteration_line(printed, datetime.now(), on_gpu=self._on_gpu))
         if self._bar is not None:
             self._bar.update(record.iteration - self._bar.n)
 

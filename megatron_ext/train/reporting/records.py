@@ -25,6 +25,8 @@ class IterationRecord:
         epoch: passes through the training data so far; None where the data has no epochs.
         failed_saves: number of checkpoints that could not be saved, and without which the run went
             on.
+        printed: the record of the printed line, in which Megatron-LM counts the first step of a run
+            a second time; None where it is this one.
     """
 
     iteration: int
@@ -50,6 +52,7 @@ class IterationRecord:
     memory: dict[str, float] = field(default_factory=dict)
     epoch: float | None = None
     failed_saves: int = 0
+    printed: IterationRecord | None = None
 
     @property
     def common(self) -> dict[str, float]:
@@ -131,7 +134,10 @@ class EvaluationRecord:
 
 
 class Reporter(Protocol):
-    """A sink of reports, such as a file or a server; `close` is its last call."""
+    """A sink of reports, such as a file or a server; `close` is its last call.
+
+    One with a true ``follows_steps`` gets records of single steps, at an interval of its own.
+    """
 
     def on_iteration(self, record: IterationRecord) -> None: ...
     def on_evaluation(self, record: EvaluationRecord) -> None: ...

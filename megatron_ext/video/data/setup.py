@@ -185,8 +185,12 @@ def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
     )
     # Validation takes all of its data, and is left out where there is none.
     evaluates = video.video_valid_path is not None and training.eval_iters > 0
+    sizes = [x.micro_batch_size for x in train.clips.members(training.batch_sizes[0]).values()]
     training = dataclasses.replace(
-        training, full_validation=evaluates, eval_iters=training.eval_iters if evaluates else 0
+        training,
+        full_validation=evaluates,
+        eval_iters=training.eval_iters if evaluates else 0,
+        micro_batch_range=(min(sizes), max(sizes)),
     )
     return dataclasses.replace(config, model=model, training=training, optimizer=optimizer), None
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -21,7 +20,8 @@ from megatron_ext.checkpoint.state import CRITIC
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.layers.chunks import build_chunks, wrap_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
-from megatron_ext.optim.builder import build_optimizer, build_scheduler
+from megatron_ext.optim.builder import build_optimizer
+from megatron_ext.optim.schedule import Schedule, build_scheduler
 from megatron_ext.optim.update import UpdateResult, update_parameters
 from megatron_ext.video.model.wan.attention import wan_options
 from megatron_ext.video.model.wan.model import VideoDiT
@@ -48,7 +48,7 @@ class TrainedNetwork:
 
     chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
-    scheduler: OptimizerParamScheduler
+    scheduler: Schedule
     clip_grad: float
     base: FrozenBase | None = None
 
@@ -118,7 +118,7 @@ def build_critic(
     base = FrozenBase.of_run(config.lora, config.training.seed)
     if base is not None and path is not None:
         base = FrozenBase.given(path, average=checkpoint.pretrained_average)
-    scheduler = build_scheduler(own.optimizer, own.training, built)
+    scheduler = build_scheduler(own, built)
     return TrainedNetwork(chunks, built, scheduler, streaming.critic_clip_grad, base)
 
 

@@ -12,6 +12,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_ext.losses.contract import Report
+from megatron_ext.optim.schedule import Schedule
 from megatron_ext.optim.update import UpdateResult
 from megatron_ext.planning.network import FORWARD_AND_BACKWARD
 from megatron_ext.train.step import StepResult, StepRunner
@@ -116,6 +117,11 @@ class StreamingRunner(StepRunner):
     def trained_chunks(self) -> list[DistributedDataParallel]:
         """Return the chunks of generator and critic; see `StepRunner.trained_chunks`."""
         return [*self.generator.chunks, *self.critic.chunks]
+
+    @property
+    def schedules(self) -> list[Schedule]:
+        """Return the schedules of generator and critic; see `StepRunner.schedules`."""
+        return [*super().schedules, self.critic.scheduler]
 
     @property
     def _networks(self) -> dict[Pass, TrainedNetwork]:

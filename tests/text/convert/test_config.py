@@ -15,8 +15,10 @@ from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.moe import MoEConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.text.convert.config import HuggingFaceModel, config_json, read_model
+from megatron_ext.text.convert.families.llama import write_scaling
 from megatron_ext.text.convert.family import architecture_of, sections_of, words_of
 from tests.text.convert.models import LLAMA3, MODELS, SIZES
+from tests.training_runs import SMALL, config_of
 
 
 def read(folder: Path, **changed: Any) -> HuggingFaceModel:
@@ -51,6 +53,19 @@ def test_both_spellings_of_positions(tmp_path: Path) -> None:
     assert read_model(tmp_path / "new").fields == old.fields
     assert old.fields["rotary_base"] == 1000000
     assert (old.fields["use_rope_scaling"], old.fields["rope_scaling_factor"]) == (True, 32)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"original_max_position_embeddings": 4096}, {"high_freq_factor": 3.0}, {"low_freq_factor": 2}],
+)
+def test_llama3_with_some_values_of_its_own(tmp_path: Path, changed: dict[str, Any]) -> None:
+    """The others are those of Llama 3.1, which the flag needs all the same."""
+    scaling = {**LLAMA3, **changed}
+    model = resolved(read(tmp_path, rope_scaling=scaling).fields)
+    assert json.loads(model.rope_scaling or "") == scaling == write_scaling(model)
+    words = ["--position-embedding-type", "rope", "--rope-scaling", str(model.rope_scaling)]
+    assert config_of([*SMALL, *words]).model.rope_scaling == model.rope_scaling
 
 
 @pytest.mark.parametrize("scaling", [None, LLAMA3, {"rope_type": "linear", "factor": 4.0}])

@@ -203,3 +203,13 @@ def test_what_cannot_be_exported_is_a_sentence(
     with pytest.raises(CheckpointError, match=message):
         export(run, tmp_path / "run", tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
+
+
+def test_a_stage_that_trains_nothing_is_saved(tmp_path: Path) -> None:
+    """The first of three stages holds the embedding alone, and the last the output layer."""
+    truth = train(tmp_path / "truth", *LORA)
+    layout = "--pipeline-model-parallel-size 3 --pipeline-model-parallel-layout E|tttt|L".split()
+    saved = tmp_path / "saved"
+    first = train(saved, *LORA, *layout, "--exit-interval", "2", ranks=3)
+    more = train(tmp_path / "more", *LORA, "--load", str(saved))
+    assert [*first, *more] == pytest.approx(truth, rel=1e-6)

@@ -1,7 +1,9 @@
 """Reports have Megatron-LM's line to the character, and files that survive kills."""
 
+import dataclasses
 import json
 import math
+import re
 import resource
 import signal
 import sys
@@ -12,17 +14,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from megatron_ext.config.output import LoggingConfig
 from megatron_ext.device.gpus import peak_flops
 from megatron_ext.text.cost.flops import flops_per_sample
 from megatron_ext.text.task import GPT
+from megatron_ext.train import loop
 from megatron_ext.train.main import main
 from megatron_ext.train.reporting import build, files
 from megatron_ext.train.reporting.records import AVERAGED, EvaluationRecord, IterationRecord
 from megatron_ext.train.reporting.start import CONFIGURATION_FILE, start_lines
-from tests.training_runs import TINY, config_of, mock_data
+from tests.training_runs import TINY, config_of, mock_data, train_steps
 
 
 def _record(iteration: int = 12, **values: object) -> IterationRecord:
@@ -314,3 +318,48 @@ def test_the_configuration_is_kept(tmp_path: Path, capfd: pytest.CaptureFixture[
     words = ["--config", str(tmp_path / CONFIGURATION_FILE)]
     kept["model"]["unpadded_vocab_size"] = None  # The tokenizer gives it anew.
     assert config_of(words).to_dict() == kept
+
+
+def _losses_on_board(folder: Path) -> dict[int, float]:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(folder)).Reload()
+    return {event.step: event.value for event in events.Scalars("lm loss")}
+
+
+def test_rows_and_boards_hold_the_losses_of_their_steps(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The printed line of iteration 2 alone is the mean of two steps, as Megatron-LM prints it."""
+    flags = [*TINY, *mock_data(), *"--train-iters 6 --num-layers 1".split()]
+    board = ["--tensorboard-dir", str(tmp_path / "a")]
+    rows = {row["iteration"]: row for row in train_steps([*flags, *board], tmp_path / "each")}
+    own = {iteration: row["lm loss"] for iteration, row in rows.items()}
+    printed = re.findall(r"iteration +(\d+)/.* lm loss: (\S+) ", capfd.readouterr().out)
+    lines = {int(iteration): float(loss) for iteration, loss in printed}
+    assert lines == pytest.approx({**own, 2: (own[1] + own[2]) / 2}, rel=1e-6)
+    assert _losses_on_board(tmp_path / "a") == pytest.approx(own, rel=1e-6)
+    assert own[1] != own[2] and sorted(own) == [1, 2, 3, 4, 5, 6]
+
+    often = f"--log-interval 3 --tensorboard-dir {tmp_path / 'b'} --tensorboard-log-interval 2"
+    rows = {r["iteration"]: r for r in train_steps([*flags, *often.split()], tmp_path / "third")}
+    want = {1: own[1], 3: (own[2] + own[3]) / 2, 6: (own[4] + own[5] + own[6]) / 3}
+    assert {x: row["lm loss"] for x, row in rows.items()} == pytest.approx(want, rel=1e-6)
+    even = {step: own[step] for step in (2, 4, 6)}
+    assert _losses_on_board(tmp_path / "b") == pytest.approx(even, rel=1e-6)
+
+
+def test_the_memory_of_a_gpu_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes, allocated and reserved, as torch counts them."""
+    for name, count in {"allocated": 3 * 2**30, "reserved": 5 * 2**30}.items():
+        monkeypatch.setattr(torch.cuda, f"memory_{name}", lambda _device, count=count: count)
+    assert loop.memory_of(torch.device("cpu")) == {}
+    record = _record(memory=loop.memory_of(torch.device("cuda")))
+    (row,) = _written(tmp_path, record)
+    assert (row["memory/allocated"], row["memory/reserved"]) == (3 * 2.0**30, 5 * 2.0**30)
+
+
+def test_steps_whose_data_decides_their_size_say_so() -> None:
+    config = config_of(FLAGS, ranks=2)
+    training = dataclasses.replace(config.training, micro_batch_range=(2, 8))
+    lines = start_lines(dataclasses.replace(config, training=training), set())
+    assert "16 to 64 samples in a step: 4 micro-batches × micro-batch size 2 to 8 × " in lines[1]

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.config.batch_size import BatchSize, number_of_iterations
 from megatron_ext.config.training import TrainingConfig, parse_batch_schedule
-from megatron_ext.train.batch_size import BatchSize, number_of_iterations
 
 
 def _training(**values: Any) -> TrainingConfig:

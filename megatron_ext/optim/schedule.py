@@ -1,0 +1,205 @@
+"""The schedule of learning rate and weight decay, and how it goes on in a run with other flags.
+
+megatron-core counts a schedule in samples. Flags that count iterations become samples of a run from
+its start, so that another batch size or another number of iterations moves every phase, and a run
+that resumes would jump to another rate. Here the schedule goes on where it was: in the same phase,
+as far into it, with what is left of the run for the rest of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import (
+    OptimizerParamScheduler,
+    get_canonical_lr_for_logging,
+)
+
+from megatron_ext.config.batch_size import samples_after
+from megatron_ext.config.run import RunConfig
+
+WSD = "wsd_decay_steps"
+"""Key of the length of the last phase of ``--lr-decay-style WSD``, not saved by megatron-core."""
+
+
+def schedule_lengths(config: RunConfig) -> dict[str, Any]:
+    """Return the schedule's phase lengths in samples, as `OptimizerParamScheduler` arguments.
+
+    Lengths in iterations count the samples of these iterations, whose batches may grow.
+    """
+    optimizer, training = config.optimizer, config.training
+    if training.train_samples is not None:
+        total = training.train_samples
+        decay = optimizer.lr_decay_samples or total
+        warmup: float = optimizer.lr_warmup_samples
+        wsd = optimizer.lr_wsd_decay_samples
+    else:
+        samples = partial(_samples, config)
+        assert training.train_iters is not None
+        total = samples(training.train_iters)
+        decay_iters = optimizer.lr_decay_iters or training.train_iters
+        decay = samples(decay_iters)
+        warmup = samples(optimizer.lr_warmup_iters or 0)
+        wsd = None
+        if optimizer.lr_wsd_decay_iters is not None:
+            # The last phase ends with the decay, when the batch may be larger than at the start.
+            wsd = decay - samples(decay_iters - optimizer.lr_wsd_decay_iters)
+    if optimizer.lr_warmup_fraction is not None:
+        warmup = optimizer.lr_warmup_fraction * decay
+    lengths = {"lr_warmup_steps": warmup, "lr_decay_steps": decay, "wd_incr_steps": total}
+    return {**lengths, WSD: wsd}
+
+
+def _samples(config: RunConfig, iterations: int, consumed: int = 0) -> int:
+    """Return the samples of so many steps after ``consumed`` samples."""
+    return samples_after(
+        iterations,
+        config.training,
+        config.model.seq_length,
+        config.parallel.data_parallel_size,
+        consumed=consumed,
+    )
+
+
+def samples_of_decay_left(config: RunConfig, iteration: int, consumed: int) -> int:
+    """Return how many samples after ``iteration`` steps the flags let the decay end."""
+    optimizer, training = config.optimizer, config.training
+    if training.train_samples is not None:
+        return max(0, (optimizer.lr_decay_samples or training.train_samples) - consumed)
+    end = optimizer.lr_decay_iters or training.train_iters or 0
+    return _samples(config, max(0, end - iteration), consumed)
+
+
+@dataclass
+class Place:
+    """Lengths of a schedule in samples, and the sample that it is at."""
+
+    warmup: float
+    decay: float
+    last_phase: float
+    done: float
+
+
+class Schedule(OptimizerParamScheduler):  # type: ignore[misc]
+    """megatron-core's schedule, which goes on at its rate when the lengths of its phases change."""
+
+    _loaded: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return megatron-core's state, and the length of the last phase if there is one."""
+        state: dict[str, Any] = super().state_dict()
+        return {**state, WSD: self.wsd_decay_steps} if self.lr_decay_style == "WSD" else state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; raise an AssertionError if it is of another schedule and no flag decides.
+
+        The time over which the weight decay grows is not compared where it does not grow.
+        """
+        self._loaded = dict(state_dict)
+        if self.wd_incr_style == state_dict.get("wd_incr_style") == "constant":
+            state_dict = {**state_dict, "wd_incr_steps": self.wd_incr_steps}
+        super().load_state_dict(state_dict)
+        if self.use_checkpoint_opt_param_scheduler:
+            self.wsd_decay_steps = state_dict.get(WSD, self.wsd_decay_steps)
+
+    def go_on(self, config: RunConfig, iteration: int, consumed: int) -> str | None:
+        """Follow the flags of `--override-opt-param-scheduler` from the rate of the loaded state.
+
+        Rate and phase stay, and the decay ends where the flags say. Return a note about it, or None
+        where the lengths are those of the loaded state, or do not come from the flags.
+
+        Args:
+            iteration: the steps of the run so far.
+            consumed: the samples of these steps.
+        """
+        state, last_phase = self._loaded, self.wsd_decay_steps or 0
+        if state is None or not self.override_opt_param_scheduler:
+            return None
+        theirs = Place(
+            state["lr_warmup_steps"],
+            state["lr_decay_steps"],
+            state.get(WSD, last_phase * state["lr_decay_steps"] / self.lr_decay_steps) or 0,
+            state["num_steps"],
+        )
+        ours = Place(self.lr_warmup_steps, self.lr_decay_steps, last_phase, 0)
+        if (ours.warmup, ours.decay, last_phase) == (
+            theirs.warmup,
+            theirs.decay,
+            theirs.last_phase,
+        ):
+            return None
+        left = samples_of_decay_left(config, iteration, consumed)
+        ended = theirs.done >= theirs.decay and self.lr_decay_style != "constant"
+        place = continued(self.lr_decay_style, theirs, ours, left)
+        grown = min(1.0, state["num_steps"] / state["wd_incr_steps"])
+        self.lr_warmup_steps, self.lr_decay_steps = place.warmup, place.decay
+        if self.wsd_decay_steps is not None:
+            self.wsd_decay_steps = place.last_phase
+        if grown:
+            self.wd_incr_steps = place.done / grown
+        self.num_steps = place.done
+        self.step(0)
+        rate = get_canonical_lr_for_logging(self.optimizer.param_groups) or 0.0
+        if ended:
+            return (
+                "The decay of the checkpoint's learning rate has ended, so that it stays at "
+                f"`--min-lr` ({rate:g}); give another one, or `--finetune` for a schedule that "
+                "starts anew."
+            )
+        return (
+            f"The schedule goes on at the checkpoint's place, with a learning rate of {rate:g}, "
+            "and its decay ends where the flags say."
+        )
+
+
+def continued(style: str, theirs: Place, ours: Place, left: int) -> Place:
+    """Return lengths with which a schedule is as far in its phase as ``theirs``.
+
+    Args:
+        style: ``--lr-decay-style``.
+        ours: lengths of the flags; without ``done``.
+        left: samples until the decay is to end.
+    """
+    passed = max(ours.decay - left, 0)
+    warmup, done = ours.warmup, max(passed, ours.warmup)
+    last_phase = ours.last_phase
+    if theirs.done < theirs.warmup:
+        share, rest = theirs.done / theirs.warmup, max(ours.warmup - passed, 0)
+        # The flags may have no warm-up any more.
+        warmup = rest / (1 - share)
+        done = warmup - rest if rest else done
+    elif theirs.done >= theirs.decay:
+        return Place(warmup, done + 1, min(last_phase, 1), done + 2)
+    elif style == "inverse-square-root":
+        done = max(theirs.done * max(warmup, 1) / max(theirs.warmup, 1), done)
+    elif style in ("linear", "cosine"):
+        share = (theirs.done - theirs.warmup) / (theirs.decay - theirs.warmup)
+        decay = warmup + left / (1 - share)
+        return Place(warmup, decay, last_phase, decay - left)
+    elif style == "WSD":
+        start = theirs.decay - theirs.last_phase
+        share = max(0.0, (theirs.done - start) / theirs.last_phase)
+        last_phase = left / (1 - share) if share else min(last_phase, left)
+    return Place(warmup, max(done + left, warmup + 1), last_phase, done)
+
+
+def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> Schedule:
+    """Build the learning-rate and weight-decay schedule, whose steps are counted in samples."""
+    flags = config.optimizer
+    return Schedule(
+        optimizer,
+        init_lr=flags.lr_warmup_init,
+        max_lr=flags.lr,
+        min_lr=flags.min_lr,
+        lr_decay_style=flags.lr_decay_style,
+        start_wd=flags.start_weight_decay,
+        end_wd=flags.end_weight_decay,
+        wd_incr_style=flags.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=flags.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=flags.override_opt_param_scheduler,
+        lr_wsd_decay_style=flags.lr_wsd_decay_style,
+        **schedule_lengths(config),
+    )
