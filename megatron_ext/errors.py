@@ -142,7 +142,7 @@ def run_program(main: Callable[[list[str]], int | None]) -> NoReturn:
     """
     interrupt_once()
     sys.unraisablehook = _on_unraisable
-    code: object
+    code: str | int | None
     try:
         try:
             code = main(sys.argv[1:])
@@ -158,7 +158,7 @@ def run_program(main: Callable[[list[str]], int | None]) -> NoReturn:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         code = EXIT_CODE_INTERRUPTED
-    sys.exit(code)  # type: ignore[arg-type]
+    sys.exit(code)
 
 
 def _has_reader(stream: TextIO) -> bool:

@@ -547,10 +547,11 @@ def read_index(content: bytes) -> metadata.Metadata:
         raise Refused(f"it holds a {type(index).__name__}")
     for name, entry in index.state_dict_metadata.items():
         kind = type(entry)
-        tensor = kind is metadata.TensorStorageMetadata
-        if type(name) is not str or not (tensor or kind is metadata.BytesStorageMetadata):
+        known = (metadata.TensorStorageMetadata, metadata.BytesStorageMetadata)
+        if type(name) is not str or kind not in known:
             raise Refused(f"it has a {kind.__name__} as the entry of {name}")
-        if tensor and any(type(x) is not metadata.ChunkStorageMetadata for x in entry.chunks):
+        chunks = entry.chunks if isinstance(entry, metadata.TensorStorageMetadata) else []
+        if any(type(chunk) is not metadata.ChunkStorageMetadata for chunk in chunks):
             raise Refused(f"it has chunks of {name} that are none")
     for place, info in (index.storage_data or {}).items():
         if type(place) is not metadata.MetadataIndex or type(info) is not filesystem._StorageInfo:

@@ -35,8 +35,11 @@ from torch.serialization import _is_zipfile
 
 from megatron_ext.checkpoint.files import is_plain_name
 from megatron_ext.checkpoint.pickles import ForeignName, Refused, Scan, member_of, read_index
+from megatron_ext.disk.reading import read_bytes
 from megatron_ext.errors import CheckpointError
 
+_MAX_INDEX_BYTES = 4 << 30
+"""The largest index of shards that is read; one of 400,000 shards has 0.1 GB."""
 COMMON_STATE = "common_state"
 """Name of the common state among the shards."""
 _OBJECT = f"{COMMON_STATE}/shard_0_1"
@@ -76,7 +79,7 @@ class MetadataReader(FileSystemReader):
 
 def _read_metadata(path: Path) -> Metadata:
     try:
-        metadata = read_index(path.read_bytes())
+        metadata = read_index(read_bytes(path, _MAX_INDEX_BYTES))
         files = {place.relative_path for place in (metadata.storage_data or {}).values()}
     except ForeignName as error:
         raise refused(path, str(error)) from None
@@ -212,7 +215,8 @@ class PlainArray(np.ndarray):
 
 def _new_array(kind: Any, shape: Any, code: Any) -> PlainArray:
     """Return an empty array, of which the pickle then sets shape, type and content."""
-    return np.ndarray.__new__(PlainArray, (0,), np.int8)
+    array: PlainArray = np.ndarray.__new__(PlainArray, (0,), np.int8)
+    return array
 
 
 class PlainObjectsPlanner(MCoreLoadPlanner):  # type: ignore[misc]

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.disk.writing import open_descriptor
+from megatron_ext.disk.writing import open_descriptor, write_text
 from megatron_ext.faults.process import ticks_at_start
 
 FOLDER_VARIABLE = "MEGATRON_EXT_HOST_FOLDER"
@@ -145,7 +145,7 @@ def leave_exit_code(code: int) -> None:
     if folder is not None:
         with suppress(OSError):
             path = folder / f"{_LEFT}{os.environ.get('LOCAL_RANK', '0')}"
-            path.write_text(f"{generation()} {code}", encoding="utf-8")
+            write_text(path, f"{generation()} {code}")
 
 
 def exit_codes_left(folder: Path) -> list[int]:
@@ -191,7 +191,7 @@ def _take_over(folder: Path | None, save: str | None) -> None:
         return
     own = os.path.realpath(save)
     with suppress(OSError):
-        (folder / _SAVE).write_text(own, encoding="utf-8")
+        write_text(folder / _SAVE, own)
     left = [path for path in folder.parent.glob(f"{_PREFIX}*") if path != folder]
     for other in sorted(left, key=_newest_change, reverse=True):
         with suppress(OSError):
@@ -202,7 +202,7 @@ def _take_over(folder: Path | None, save: str | None) -> None:
                 for name in SNAPSHOTS:
                     if (other / name).is_dir() and not (folder / name).exists():
                         os.rename(other / name, folder / name)
-                        (folder / TAKEN_OVER).touch()
+                        write_text(folder / TAKEN_OVER, "")
                 shutil.rmtree(other, ignore_errors=True)
 
 

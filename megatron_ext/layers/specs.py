@@ -30,9 +30,9 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_ext import core
+from megatron_ext.config.model import RECOMPUTED_WITH_TE
 from megatron_ext.config.moe import layers_with_experts
 from megatron_ext.config.precision import TE_IMPL
-from megatron_ext.config.rules.build import RECOMPUTED_WITH_TE
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.attention import DotProductAttention
 from megatron_ext.layers.latent_attention import LatentAttention

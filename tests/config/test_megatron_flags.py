@@ -100,7 +100,7 @@ LISTS = {
     "--tiktoken-special-tokens <unk> <s>": ["<unk>", "<s>"],
     "--tokenizer-special-tokens <x>": ["<x>"],
 }
-"""What Megatron-LM's launch scripts write for lists and tuples -> the value of its parser."""
+"""Words that Megatron-LM's launch scripts write for lists and tuples -> the value of its parser."""
 
 
 @pytest.mark.parametrize("words", LISTS)

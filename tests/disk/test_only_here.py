@@ -45,12 +45,15 @@ WRITES = {
     ("faults/watchdog.py", "os.truncate"): "a file in the private folder of this machine",
     ("faults/strikes.py", "open"): "damages a checkpoint on purpose, of a run that is tested",
     ("text/data/ledger_tool.py", "ParquetWriter"): "a file that was opened by `open_new`",
+    ("errors.py", "os.open"): "/dev/null",
+    ("faults/host.py", "os.open"): "the lock of a folder that is this user's alone",
     ("data/block_cache.py", "truncate"): "a file that was opened by `open_new`",
 }
 """Writes outside of `disk`, by file and function, each with its reason."""
 PARSES = {
     ("text/preprocess/encode.py", "orjson.loads"): "a line of bounded length; depth 1024 at most",
     ("text/preprocess/encode.py", "json.loads"): "such a line, again; RecursionError is caught",
+    ("text/preprocess/tables.py", "orjson.loads"): "a cell of bounded length; depth 1024 at most",
     ("text/preprocess/parts.py", "json.loads"): "what this process has just written as JSON",
     ("text/preprocess/folders.py", "json.loads"): "a list that this run has written",
     ("faults/inject.py", "json.loads"): "an environment variable of the tool's own",
@@ -66,6 +69,9 @@ READS = {
     ("faults/strikes.py", "read_text"): PROC,
     ("faults/process.py", "read_text"): PROC,
     ("device/host.py", "read_text"): PROC,
+    ("limits.py", "read_text"): PROC,
+    ("text/sft/templates.py", "read_text"): PROC,
+    ("faults/host.py", "read_text"): "a file in the private folder of this machine",
     ("data/block_cache.py", "read_text"): PROC,
     ("inspect/chaos/run.py", "read_text"): PROC,
     ("train/exit_codes.py", "read_text"): "exit codes that processes of this job have left",

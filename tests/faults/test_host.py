@@ -159,7 +159,7 @@ def test_the_next_start_takes_over_what_a_killed_run_of_the_same_folder_has_left
 
 
 def test_sockets_of_data_workers_lie_in_the_folder_and_go_with_it(tmp_path: Path) -> None:
-    """What `multiprocessing` keeps for a worker stays when that is killed."""
+    """A socket of `multiprocessing` stays when its worker is killed."""
     assert multiprocessing.current_process()._config.get("tempdir") is None  # type: ignore[attr-defined]
     with shared_host_folder() as folder:
         assert folder is not None

@@ -24,6 +24,7 @@ from megatron_ext.checkpoint.safetensors_files import (
     write_tensors,
     written_aside,
 )
+from megatron_ext.disk.writing import write_text
 from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.initialization import Shard
 from megatron_ext.parallel.collectives import from_all_ranks, gather_or_raise
@@ -158,7 +159,7 @@ def write_model(
                 write_others(folder, config, copied)
                 settings = folder / "generation_config.json"
                 if generation and not settings.exists():
-                    settings.write_text(json.dumps(dict(generation), indent=2) + "\n")
+                    write_text(settings, json.dumps(dict(generation), indent=2) + "\n")
         except CheckpointError as error:
             fault = error
         # The other ranks send all the same, and must not wait forever.

@@ -1,4 +1,4 @@
-"""What ends the documents of a dataset, compared with the tokenizer of the run that reads it.
+"""Compares the token that ends the documents of a dataset with the tokenizer of its run.
 
 A document should end with the tokenizer's end-of-document token, by which positions, attention and
 the loss can be cut. Two slips are common. Data ends with another token, such as a base model's

@@ -125,7 +125,7 @@ def _encode_lines(
 ) -> int:
     """Encode lines of a part, numbered from ``first``; return the number of documents."""
     refuse = partial(_refuse, None if stops else writer, lines, first)
-    documents = job.encoder.encode(lines, first, refuse, writer.write, writer.note)
+    documents = job.encoder.encode(lines, first, refuse, writer.write, writer.tally)
     writer.count(len(lines), documents)
     return documents
 

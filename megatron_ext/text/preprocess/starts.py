@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from megatron_ext.disk.writing import open_new
 from megatron_ext.errors import DataError
 from megatron_ext.text.preprocess.packed import BLOCK_BYTES, unpacked
 
@@ -155,6 +156,6 @@ def _texts(path: str, packing: str, source: str) -> Iterator[str]:
 def unpack_array(path: str, packing: str, source: str, target: Path) -> None:
     """Write the items of a JSON array to ``target``, which appears when it is whole."""
     temporary = target.with_suffix(".unpacking")
-    with open(temporary, "wb") as out:
+    with open_new(temporary, "wb") as out:
         write_items(path, packing, source, out)
     temporary.replace(target)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from megatron_ext.disk.reading import UnreadableFile, parse_json
 from megatron_ext.errors import DataError
 from megatron_ext.text.config import SftConfig
 from megatron_ext.text.sft.chat import Template
@@ -109,9 +110,9 @@ def _replaced(message: Message, index: int, convert: Callable[[Any, str], Any]) 
 
 def _parsed(template: Template, text: str, name: str) -> Any:
     try:
-        value = without_nulls(json.loads(text)) if text.strip() else {}
-    except ValueError as error:
-        rule = f"is a text that is not JSON ({error})"
+        value = without_nulls(parse_json(text, name)) if text.strip() else {}
+    except UnreadableFile as error:
+        rule = f"is a text that is not JSON ({error.reason})"
         _refuse(
             template, name, f"{rule}; correct it, or keep it with `--sft-tool-arguments string`"
         )

@@ -40,8 +40,8 @@ def has_intake(prefix: str | os.PathLike[str]) -> bool:
     Those of earlier versions do not, and may lack parts of their conversations.
     """
     try:
-        return _INTAKE in json.loads(about_path(prefix).read_bytes())
-    except (OSError, ValueError, TypeError):
+        return _INTAKE in read_json_object(about_path(prefix))
+    except UnreadableFile:
         return False
 
 

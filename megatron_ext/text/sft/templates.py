@@ -50,7 +50,7 @@ class _Excess(Exception):
 
 
 class _Budget:
-    """What is left of the bounds of one rendering."""
+    """The rest of the bounds of one rendering, which counts down."""
 
     def __init__(self) -> None:
         self.start()

@@ -90,7 +90,7 @@ def write_page(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def page_of(package: str, name: str, **facts: object) -> str:
+def page_of(package: str, name: str, /, **facts: object) -> str:
     """Return a page whose template extends `layout.html`, the look of all pages of reports.
 
     The template ``name`` lies in a package of this one, and may take macros from `macros.html`. No

@@ -1,4 +1,4 @@
-"""What a template leaves out of the text is refused, or counted by its name."""
+"""A part that a template leaves out of the text is refused, or counted by its name."""
 
 from typing import Any
 
