@@ -131,11 +131,14 @@ class Started:
         return self._code
 
     def alive(self) -> list[int]:
-        """Return the processes of the session that still run."""
+        """Return the processes of the run that still run."""
+        # torchrun puts each rank in a session of its own.
+        ranks = (path.read_text() for path in self.folder.glob("rank_*"))
+        sessions = {self.pid, *map(int, ranks)}
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error, ProcessLookupError):
-                of_run = os.getsid(process.pid) == self.pid
+                of_run = os.getsid(process.pid) in sessions
                 if of_run and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process.pid)
         return found
@@ -164,9 +167,9 @@ class Started:
         until(reached, SECONDS)
 
     def end(self) -> int:
-        """Wait for the end of the whole session, and return the exit code."""
+        """Wait for the end of all processes, and return the exit code."""
         until(lambda: self.poll() is not None, SECONDS)
-        until(lambda: not self.alive(), 60)
+        until(lambda: not self.alive(), SECONDS)
         assert self._code is not None
         return self._code
 
