@@ -87,6 +87,10 @@ class Schedule(OptimizerParamScheduler):  # type: ignore[misc]
     """megatron-core's schedule, which goes on at its rate when the lengths of its phases change."""
 
     _loaded: dict[str, Any] | None = None
+    lr_warmup_steps: float
+    lr_decay_steps: float
+    wsd_decay_steps: float | None
+    wd_incr_steps: float
 
     def state_dict(self) -> dict[str, Any]:
         """Return megatron-core's state, and the length of the last phase if there is one."""
