@@ -58,11 +58,11 @@ def start_lines(config: RunConfig, given: Collection[str]) -> list[str]:
     if training.train_samples is not None:
         length = f"{training.train_samples} samples"
     number = batch // (micro * replicas)
-    sizes = sorted(set(training.micro_batch_range or (micro,)))
-    samples = " to ".join(str(number * size * replicas) for size in sizes)
+    micro_sizes = sorted(set(training.micro_batch_range or (micro,)))
+    samples = " to ".join(str(number * size * replicas) for size in micro_sizes)
     step = (
         f"{samples} samples in a step: {number} micro-batches × micro-batch size "
-        f"{' to '.join(map(str, sizes))} × data-parallel size {replicas}"
+        f"{' to '.join(map(str, micro_sizes))} × data-parallel size {replicas}"
     )
     lines = [f"{STARTED} {layout}", f"> {length}; {step}", f"> model: {named}"]
     on_command_line, elsewhere = dict[str, list[str]](), dict[str, list[str]]()

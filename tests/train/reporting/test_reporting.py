@@ -349,7 +349,7 @@ def test_rows_and_boards_hold_the_losses_of_their_steps(
 
 
 def test_the_memory_of_a_gpu_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bytes of a GPU, allocated and reserved, are those that torch counts."""
+    """Bytes are those that torch counts as allocated and as reserved."""
     for name, count in {"allocated": 3 * 2**30, "reserved": 5 * 2**30}.items():
         monkeypatch.setattr(torch.cuda, f"memory_{name}", lambda _device, count=count: count)
     assert loop.memory_of(torch.device("cpu")) == {}
