@@ -547,10 +547,12 @@ def read_index(content: bytes) -> metadata.Metadata:
         raise Refused(f"it holds a {type(index).__name__}")
     for name, entry in index.state_dict_metadata.items():
         kind = type(entry)
-        tensor = kind is metadata.TensorStorageMetadata
-        if type(name) is not str or not (tensor or kind is metadata.BytesStorageMetadata):
+        kinds = (metadata.TensorStorageMetadata, metadata.BytesStorageMetadata)
+        if type(name) is not str or kind not in kinds:
             raise Refused(f"it has a {kind.__name__} as the entry of {name}")
-        if tensor and any(type(x) is not metadata.ChunkStorageMetadata for x in entry.chunks):
+        if isinstance(entry, metadata.TensorStorageMetadata) and any(
+            type(chunk) is not metadata.ChunkStorageMetadata for chunk in entry.chunks
+        ):
             raise Refused(f"it has chunks of {name} that are none")
     for place, info in (index.storage_data or {}).items():
         if type(place) is not metadata.MetadataIndex or type(info) is not filesystem._StorageInfo:

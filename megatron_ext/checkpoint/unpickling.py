@@ -212,7 +212,8 @@ class PlainArray(np.ndarray):
 
 def _new_array(kind: Any, shape: Any, code: Any) -> PlainArray:
     """Return an empty array, of which the pickle then sets shape, type and content."""
-    return np.ndarray.__new__(PlainArray, (0,), np.int8)
+    made: PlainArray = np.ndarray.__new__(PlainArray, (0,), np.int8)
+    return made
 
 
 class PlainObjectsPlanner(MCoreLoadPlanner):  # type: ignore[misc]

@@ -124,7 +124,8 @@ def run_model(
         defaults: further defaults of flags, by name.
     """
     try:
-        of_model, notes = {}, list[str]()
+        of_model = dict[str, Any]()
+        notes = list[str]()
         if not {"-h", "--help"} & {*argv}:
             of_model, notes = model_defaults(argv, program, tool)
     except MegatronExtError as error:
