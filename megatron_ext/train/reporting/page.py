@@ -92,8 +92,8 @@ def write_page(path: Path, text: str) -> None:
 def page_of(package: str, template: str, /, **facts: object) -> str:
     """Return a page whose template extends `layout.html`, the look of all pages of reports.
 
-    The file ``template`` lies in ``package``, which is one of ours, and may take macros from `macros.html`. No
-    other file is read. Each string of ``facts`` is escaped.
+    The file ``template`` lies in ``package``, which is one of ours, and may take macros from
+    `macros.html`. No other file is read. Each string of ``facts`` is escaped.
     """
     # Imported here, since only a page needs it.
     from jinja2 import DictLoader, StrictUndefined
