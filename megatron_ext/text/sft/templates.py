@@ -50,7 +50,7 @@ class _Excess(Exception):
 
 
 class _Budget:
-    """The rest of the bounds of one rendering, which counts down."""
+    """The turns and the time that one rendering has left, and its operators."""
 
     def __init__(self) -> None:
         self.start()

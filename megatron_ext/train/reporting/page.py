@@ -90,17 +90,17 @@ def write_page(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def page_of(package: str, name: str, /, **facts: object) -> str:
+def page_of(package: str, template: str, /, **facts: object) -> str:
     """Return a page whose template extends `layout.html`, the look of all pages of reports.
 
-    The template ``name`` lies in a package of this one, and may take macros from `macros.html`. No
-    other file is read. Each string of ``facts`` is escaped.
+    The file ``template`` lies in ``package``, which is one of ours, and may take macros from
+    `macros.html`. No other file is read. Each string of ``facts`` is escaped.
     """
     # Imported here, since only a page needs it.
     from jinja2 import DictLoader, StrictUndefined
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    places = {"layout.html": __package__, "macros.html": __package__, name: package}
+    places = {"layout.html": __package__, "macros.html": __package__, template: package}
     templates = {
         file: importlib.resources.files(place).joinpath(file).read_text(encoding="utf-8")
         for file, place in places.items()
@@ -112,7 +112,7 @@ def page_of(package: str, name: str, /, **facts: object) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template(name).render(style=Markup(style_sheet()), **facts)
+    return environment.get_template(template).render(style=Markup(style_sheet()), **facts)
 
 
 def render(folder: RunFolder, goodput: Goodput, *, now: float, beside: Path) -> str:
