@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import stat
 from contextlib import suppress
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, Literal, TextIO, overload
 
 StrPath = str | os.PathLike[str]
+_DESCRIPTOR = re.compile(r"/proc/(self|[0-9]+)/fd/[0-9]+")
 _ACCESS = os.O_RDONLY | os.O_WRONLY | os.O_RDWR
 
 
@@ -35,7 +37,9 @@ def open_descriptor(path: StrPath, flags: int, permissions: int = 0o666) -> int:
         NotRegular: a link, pipe, device or file of several names stands there.
         OSError: it cannot be opened.
     """
-    safe = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    # A descriptor of a process, such as shared memory without a name, only looks like a link.
+    is_open_already = _DESCRIPTOR.fullmatch(os.fspath(path)) is not None
+    safe = (0 if is_open_already else os.O_NOFOLLOW) | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         # Nothing may be cut before it is known to be a regular file.
         descriptor = os.open(path, (flags & ~os.O_TRUNC) | safe, permissions)

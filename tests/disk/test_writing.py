@@ -133,3 +133,14 @@ def test_removing_a_link_leaves_its_target(tmp_path: Path, secret: Path) -> None
     remove(folder)
     remove(folder)
     assert not folder.exists()
+
+
+def test_shared_memory_of_a_process_is_opened_by_its_descriptor() -> None:
+    memory = os.memfd_create("memory")
+    try:
+        other = open_descriptor(Path(f"/proc/{os.getpid()}/fd/{memory}"), os.O_RDWR)
+        os.write(other, b"same")
+        os.close(other)
+        assert os.pread(memory, 4, 0) == b"same"
+    finally:
+        os.close(memory)

@@ -147,7 +147,7 @@ def _json_rows(source: Path) -> Iterator[tuple[int, Any]]:
         if not text.strip():
             continue
         try:
-            row = parse_json(text, source)
+            row = parse_json(text, source, not_finite=True)
         except UnreadableFile as error:
             raise _bad_row(source, line, f"is no JSON ({error.reason})") from None
         yield line, row

@@ -163,7 +163,7 @@ def read_row(
     must be strings or null.
     """
     try:
-        row = parse_json(line, source)
+        row = parse_json(line, source, not_finite=True)
     except UnreadableFile as error:
         raise bad_row(source, number, f"is no JSON ({error.reason})") from None
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):
