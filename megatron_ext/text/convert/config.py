@@ -5,6 +5,7 @@ RotaryEmbedding of megatron-core.
 """
 
 import copy
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -207,8 +208,11 @@ def _configuration(raw: dict[str, Any]) -> Any:
             "Hugging Face models need transformers; install `megatron-ext[hf]`."
         ) from error
     given = {key: value for key, value in raw.items() if key != "quantization_config"}
-    # transformers writes into the objects that it is given.
-    return AutoConfig.for_model(**copy.deepcopy(given))
+    with warnings.catch_warnings():
+        # Entries of older releases are translated here, whatever a newer one advises.
+        warnings.simplefilter("ignore", FutureWarning)
+        # transformers writes into the objects that it is given.
+        return AutoConfig.for_model(**copy.deepcopy(given))
 
 
 def _refuse_what_is_not_here(settings: Settings, raw: dict[str, Any], family: Family) -> None:
