@@ -110,7 +110,7 @@ def test_a_marker_of_a_part_names_files_of_its_folder(tmp_path: Path) -> None:
     folder = tmp_path / "parts"
     folder.mkdir()
     counts = {"lines": 1, "documents": 1, "tokens": 1, "rejected": 0, "skipped": 0}
-    about = {"notes": {}, "sizes": {}, "host": "a", "seconds": 1.0, "ended": 2.0}
+    about = {"sizes": {}, "host": "a", "seconds": 1.0, "ended": 2.0}
     done = PartMarker("p000000.1", "key", **counts, **about)  # type: ignore[arg-type]
     marker_path(folder, "key", 0).write_text(json.dumps(dataclasses.asdict(done)))
     assert read_marker(folder, "key", 0) == done

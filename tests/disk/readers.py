@@ -221,8 +221,8 @@ def _array() -> bytes:
 
 MARKER = asdict(
     PartMarker(
-        "p000000.1", "key", lines=1, documents=1, tokens=1, rejected=0, sizes={}, host="a",
-        seconds=1.0, ended=2.0,
+        "p000000.1", "key", lines=1, documents=1, tokens=1, rejected=0, skipped=0, sizes={},
+        host="a", seconds=1.0, ended=2.0,
     )
 )  # fmt: skip
 

@@ -71,11 +71,12 @@ class PartMarker:
 
     def is_sound(self) -> bool:
         """Return whether the values, which a stranger may have written, are of their types."""
-        counts = self.lines, self.documents, self.tokens, self.rejected, *self.sizes.values()
+        counts = [self.lines, self.documents, self.tokens, self.rejected, self.skipped]
         texts = self.stem, self.key, self.host
         seconds = self.seconds, self.ended
+        tallied = [count for named in self.tally.values() for count in named.values()]
         return (
-            all(map(is_count, counts))
+            all(map(is_count, [*counts, *self.sizes.values(), *tallied]))
             and all(isinstance(text, str) for text in texts)
             and all(isinstance(value, int | float) for value in seconds)
         )
@@ -172,7 +173,7 @@ def read_marker(folder: Path, key: str, number: int) -> PartMarker | None:
         if not done.is_sound() or any(Path(n).name != n for n in (done.stem, *done.sizes)):
             return None
         whole = all(os.path.getsize(folder / name) == size for name, size in done.sizes.items())
-    except (OSError, ValueError, TypeError, UnreadableFile):
+    except (OSError, ValueError, TypeError, AttributeError, UnreadableFile):
         return None
     return done if whole and done.key == key else None
 

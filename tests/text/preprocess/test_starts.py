@@ -37,8 +37,8 @@ def run(folder: Path, content: bytes, name: str = "in", **more: Any) -> tuple[Re
         ARRAY,
         MARK + b" \n" + ARRAY + b" \n",
         b"[" + b",".join(LINES) + b"]",
-        gzip.compress(MARK + LINES[0] + b"\n") + gzip.compress(LINES[1]),
-        gzip.compress(ARRAY),
+        gzip.compress(MARK + LINES[0] + b"\n", mtime=0) + gzip.compress(LINES[1]),
+        gzip.compress(ARRAY, mtime=0),
         zstandard.compress(ARRAY),
     ],
 )
