@@ -315,7 +315,7 @@ _FORMS: dict[str, tuple[Callable[[object], bool], str]] = {
     "data_plan": (lambda x: isinstance(x, str), "a text"),
     "data_order": (lambda x: x is None or isinstance(x, dict), "an object"),
 }
-"""What the counters of a checkpoint may be, with its words."""
+"""For each counter of a checkpoint a test of its value, and that test in words."""
 
 
 def read_progress(path: Path) -> dict[str, Any]:

@@ -37,7 +37,7 @@ LeftOut = Mapping[str, Mapping[str, str]]
 
 
 _OF_WRONG_TYPES = TypeError, ValueError, LookupError, AttributeError, ArithmeticError
-"""What the checks of a section raise for values of other types than its flags have."""
+"""Errors that the checks of a section raise for values of other types than its flags have."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import yaml
 from megatron_ext.errors import DataError
 
 MAX_BYTES = 256 << 20
-"""The largest JSON file that is read; the vocabulary of a large tokenizer has 30 MiB."""
+"""The largest JSON file that is read; the largest vocabularies have 30 MiB."""
 MAX_YAML_BYTES = 4 << 20
 MAX_LINES_BYTES = 4 << 30
 """The largest file of lines, of which a million steps write a quarter."""
