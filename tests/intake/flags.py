@@ -50,7 +50,9 @@ def says_what_is(change: Change, usual: Heard) -> bool:
     if change.name not in table:
         return False
     flag = table[change.name][0]
-    return str(usual.trained[flag.section].get(flag.field)) == change.value
+    derived = usual.trained[flag.section].get(flag.field)
+    given = change.value if flag.type is not bool else str(table[change.name][1])
+    return str(derived) == given or (isinstance(derived, list | tuple) and {*derived} == {given})
 
 
 def hear(content: Any, folder: Path) -> Heard:

@@ -38,13 +38,26 @@ TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
         ("", f"{SELECTIVE} mlp", "", 1),
         ("", f"{SELECTIVE} core_attn mlp", TP2, 2),
         (
+            "--mtp-num-layers 2",
+            f"{UNIFORM} 2 --distribute-saved-activations",
+            "--tensor-model-parallel-size 2",
+            2,
+        ),
+        (
             "--num-experts 4 --disable-bias-linear --num-layers 4",
             f"{UNIFORM} 2",
             f"{PP2} --num-virtual-stages-per-pipeline-rank 2",
             2,
         ),
     ],
-    ids=["rest", "multi-token prediction", "mlp with biases", "both modules", "virtual chunks"],
+    ids=[
+        "rest",
+        "multi-token prediction",
+        "mlp with biases",
+        "both modules",
+        "distributed activations",
+        "virtual chunks",
+    ],
 )
 def test_recomputation_changes_nothing(
     model: str, recomputed: str, layout: str, ranks: int, tmp_path: Path

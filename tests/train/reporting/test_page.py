@@ -302,7 +302,7 @@ def test_the_report_waits_for_no_pipe_and_reads_no_device(name: str, tmp_path: P
         assert f"{name} cannot be read (it is a pipe, a device or a socket, not a regular" in str(
             problems
         )
-    _written(tmp_path)
+    write_report(read_run_folder(tmp_path))
 
 
 def test_deep_yaml_is_told_in_the_report(tmp_path: Path) -> None:
