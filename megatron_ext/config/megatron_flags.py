@@ -20,7 +20,6 @@ RENAMED: dict[str, tuple[str, ...]] = {
     "--enable-cuda-graph": ("--cuda-graph-impl", "local"),
     "--external-cuda-graph": ("--cuda-graph-impl", "transformer_engine"),
     "--no-pad-vocab-size": ("--make-vocab-size-divisible-by", "1"),
-    "--chat-template": ("--sft-chat-template",),
     "--dataloader-inter-document-masking": ("--reset-attention-mask",),
     "--recompute-activations": ("--recompute-granularity", "selective"),
     "--checkpoint-activations": (
@@ -427,6 +426,8 @@ float32 anyway:
 it names a format of conversations that is compiled into Megatron-LM; use `--sft-chat-template` with
 a file, or the tokenizer's own template:
     sft-tokenizer-prompt-format=nemotron-h-aligned
+it names the template that conversations are written by; use `--sft-chat-template`:
+    chat-template
 it names one shared folder for checkpoints that do not stay; use `--non-persistent-ckpt-type` local
 or in_memory:
     non-persistent-global-ckpt-dir

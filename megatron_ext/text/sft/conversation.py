@@ -188,7 +188,7 @@ class _Row:
         try:
             parsed = parse_json(value, name)
         except UnreadableFile as error:
-            self._refuse(name, f"is a text that is not JSON ({error.reason})")
+            self._refuse(name, f"is a text that is not JSON ({not_json(error)})")
         self.intake.changed[f"JSON text in `{generic(name)}`"] += 1
         return without_nulls(parsed)
 
@@ -258,7 +258,7 @@ class _Row:
         try:
             value = without_nulls(parse_json(text, name))
         except UnreadableFile as error:
-            self._refuse(name, f"is a function call that is not JSON ({error.reason})")
+            self._refuse(name, f"is a function call that is not JSON ({not_json(error)})")
         calls = value if isinstance(value, list) else [value]
         if not calls or not all(isinstance(call, dict) and call.get("name") for call in calls):
             self._refuse(
@@ -407,7 +407,7 @@ class _Row:
             try:
                 tools = without_nulls(parse_json(tools, name)) if tools.strip() else None
             except UnreadableFile as error:
-                self._refuse(name, f"is a text that is not JSON ({error.reason})")
+                self._refuse(name, f"is a text that is not JSON ({not_json(error)})")
         if tools is None:
             return None
         rule = "must be a list of objects (tool schemas), or JSON text of one"
@@ -437,6 +437,11 @@ def _holds_messages(text: str) -> bool:
     except UnreadableFile:
         return False
     return isinstance(value, list) and bool(value) and all(isinstance(x, dict) for x in value)
+
+
+def not_json(error: UnreadableFile) -> str:
+    """Return why a text is not JSON, for a sentence that says so itself."""
+    return error.reason.removeprefix("it is no valid JSON: ")
 
 
 def _numbered(column: str, messages: Sequence[Message]) -> list[tuple[str, Message]]:

@@ -14,7 +14,7 @@ from megatron_ext.disk.reading import UnreadableFile, parse_json
 from megatron_ext.errors import DataError
 from megatron_ext.text.config import SftConfig
 from megatron_ext.text.sft.chat import Template
-from megatron_ext.text.sft.conversation import Message, generic, without_nulls
+from megatron_ext.text.sft.conversation import Message, generic, not_json, without_nulls
 
 _MARK = "zqmarkqz"
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -112,7 +112,7 @@ def _parsed(template: Template, text: str, name: str) -> Any:
     try:
         value = without_nulls(parse_json(text, name)) if text.strip() else {}
     except UnreadableFile as error:
-        rule = f"is a text that is not JSON ({error.reason})"
+        rule = f"is a text that is not JSON ({not_json(error)})"
         _refuse(
             template, name, f"{rule}; correct it, or keep it with `--sft-tool-arguments string`"
         )

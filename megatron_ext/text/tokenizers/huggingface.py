@@ -220,7 +220,7 @@ def _load_direct(folder: Path, config: dict[str, Any]) -> tuple[Any, dict[str, s
 
 
 def _text(token: Any) -> str:
-    return str(token["content"] if isinstance(token, dict) else token)
+    return str(token.get("content", token) if isinstance(token, dict) else token)
 
 
 def load_pretrained(folder: Path, *, trust_remote_code: bool) -> Any:
