@@ -1,4 +1,4 @@
-"""The defects of data, layers and checkpoints: D29 to D44."""
+"""The defects of data, layers and checkpoints: D29 to D43."""
 
 from __future__ import annotations
 
@@ -404,35 +404,6 @@ REST: tuple[Defect, ...] = (
                 "Tokens by expert are counted in 16 bits, so that biases step the wrong way.",
                 "Set the router's local_tokens_per_expert to float32 after the model is cast, or "
                 "balance with --moe-aux-loss-coeff.",
-            ),
-        ),
-    ),
-    Defect(
-        number="D44",
-        affected="`--distribute-saved-activations` with multi-token prediction",
-        stock=(
-            "the input of a recomputed depth is cut in place, though it is the output of the "
-            "decoder, which is joined with that of the depths afterwards: `RuntimeError: Tensors "
-            "must have same number of dimensions: got 3 and 1`, also without tensor parallelism"
-        ),
-        since=State("there", "`RuntimeError`"),
-        ours=(
-            "own path: `text/model/language.py` keeps the inputs of depths whole, and leaves the "
-            "decoder's cut"
-        ),
-        test=(
-            "`test_d44_stock_cuts_the_input_of_a_depth_that_is_read_again`, "
-            "`tests/train/test_equal_curves.py`"
-        ),
-        rules=(
-            Rule(
-                (
-                    lambda x: x.mtp > 0,
-                    lambda x: x.text("--recompute-granularity") == "full",
-                    lambda x: x.has("--distribute-saved-activations"),
-                ),
-                "RuntimeError: Tensors must have same number of dimensions: got 3 and 1.",
-                "Leave --distribute-saved-activations out.",
             ),
         ),
     ),

@@ -1,4 +1,4 @@
-"""Reproductions of defects in layers of megatron-core: D34 to D37, D42, D44."""
+"""Reproductions of defects in layers of megatron-core: D34 to D37, D42."""
 
 from __future__ import annotations
 
@@ -297,18 +297,10 @@ def _distributed(context: ParallelContext) -> tuple[float, float, str]:
     return stock, right, error
 
 
-def d44() -> Reproduced:
-    """Return the norm of the gradients where the inputs of recomputed depths are cut."""
-    ((stock, right, error),) = on_ranks(_distributed)
-    what = "norm of the gradients with --mtp-num-layers 1 --distribute-saved-activations"
-    return Reproduced(stock, right, f"{what}: {error}" if error else what)
-
-
 REPRODUCTIONS: Reproductions = {
     "D34": d34,
     "D35": d35,
     "D36": d36,
     "D37": d37,
     "D42": d42,
-    "D44": d44,
 }

@@ -45,7 +45,7 @@ class TextModel(LanguageModule):  # type: ignore[misc]
                     depth.config = copy.copy(self.config)
                     # Core recomputes depths one by one; the flag counts layers of the decoder only.
                     depth.config.recompute_num_layers = 1
-                    # A depth's input, which core would cut in place, is read again after it (D44).
+                    # A depth's input, which core would cut in place, is read again after it.
                     depth.config.distribute_saved_activations = False
 
     def forward(

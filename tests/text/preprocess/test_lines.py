@@ -236,7 +236,10 @@ def test_the_line_of_a_later_part_is_counted_from_the_beginning(
     path = tmp_path / "docs.jsonl"
     first, size = b"{}\n" * 5, 9 << 20
     path.write_bytes(first + b"x" * size)
-    part = Part(str(path), str(path), len(first), len(first) + size, "plain", size)
+    # Items of an array come unpacked; those of a plain file may be as long as the file.
+    plain = Part(str(path), str(path), len(first), len(first) + size, "plain", size)
+    assert sum(len(block) for block, _ in blocks(plain)) == size
+    part = Part(str(path), str(path), len(first), len(first) + size, "array", size)
     with pytest.raises(DataError, match="in line 6, which is the longest line that is read"):
         list(blocks(part))
 

@@ -145,12 +145,11 @@ def test_empty_input(tmp_path: Path) -> None:
     path, packed = tmp_path / "in.jsonl", tmp_path / "in.gz"
     path.write_bytes(b"")
     packed.write_bytes(gzip.compress(b""))
-    for number in (1, 2):
-        report, _ = run(tmp_path, path, partitions=number, keep_sequential_samples=True)
-        assert report.documents == 0
-        assert check_indexed_dataset(tmp_path / "out_text_document").num_documents == 0
-        assert run(tmp_path, packed, workers=number)[0].documents == 0
-    assert run(tmp_path, "/dev/null")[0].documents == 0
+    for options in ({"partitions": 2, "keep_sequential_samples": True}, {"workers": 2}, {}):
+        for source in (path, packed, "/dev/null"):
+            with pytest.raises(DataError, match="gives no token, with 0 empty documents"):
+                run(tmp_path, source, **options)
+            assert not (tmp_path / "out_text_document.idx").exists()
 
 
 @pytest.mark.parametrize("packed", [False, True])
