@@ -78,7 +78,7 @@ def run_config(context: Any, root: Path, flags: Sequence[str] = ()) -> RunConfig
     if layout.virtual_pipeline_model_parallel_size:
         words += ["--num-virtual-stages-per-pipeline-rank", "2"]
     task = inference_task()
-    defaults = model_defaults(words, task, "the test")
+    defaults, _ = model_defaults(words, task, "the test")
     return config_of(words, task, ranks=layout.world_size, defaults=defaults)
 
 
