@@ -567,10 +567,11 @@ def read_index(content: bytes) -> metadata.Metadata:
 class Unknown:
     """A value that `Scan` does not make; ``parts`` are the values from which it would be made."""
 
-    __slots__ = ("parts",)
+    __slots__ = ("has_state", "parts")
 
     def __init__(self, *parts: Any) -> None:
         self.parts = list(parts)
+        self.has_state = False
 
 
 class Scan(Machine):
@@ -599,6 +600,10 @@ class Scan(Machine):
 
     def build(self, target: Any, state: Any) -> None:
         if type(target) is Unknown:
+            # A second state would free memory that a tensor may share by then.
+            if target.has_state:
+                raise Refused("it sets the state of an object twice")
+            target.has_state = True
             target.parts.append(state)
         elif type(target) is OrderedDict:
             check_nesting(state)
@@ -609,6 +614,9 @@ class Scan(Machine):
         return Unknown(key)
 
     def is_key(self, value: Any) -> bool:
+        # Such as a pair of dtypes, by which the distributed optimizer keeps its buffers.
+        if type(value) is tuple and len(value) <= MAX_KEY:
+            return all(type(x) is Name or (type(x) is not tuple and _is_key(x)) for x in value)
         return type(value) in (Name, Unknown) or _is_key(value)
 
     def check_tuple(self, value: tuple[Any, ...]) -> None:

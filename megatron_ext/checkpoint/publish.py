@@ -22,7 +22,7 @@ from megatron_ext import limits
 from megatron_ext.checkpoint import files
 from megatron_ext.checkpoint.files import folder_of, published
 from megatron_ext.config.output import CheckpointConfig
-from megatron_ext.disk.writing import open_descriptor, remove
+from megatron_ext.disk.writing import lock_path, open_descriptor, remove
 from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.collectives import on_first_rank
 from megatron_ext.parallel.context import ParallelContext
@@ -223,7 +223,7 @@ def _lock(save: Path) -> int | None:
     """
     try:
         save.mkdir(parents=True, exist_ok=True)
-        descriptor = open_descriptor(save / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = open_descriptor(lock_path(save / LOCK), os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise CheckpointError(
             f"`--save` ({save}) cannot be written ({limits.cause(error, save)}); give a folder "

@@ -153,8 +153,8 @@ _TOO_DEEP = f"it is nested more than {MAX_DEPTH} deep"
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
         raise ValueError(f"it has the key {shortened(twice)} twice in one object")
     return content
 

@@ -164,8 +164,9 @@ def is_regular(path: StrPath) -> bool:
 def lock_path(path: StrPath) -> str:
     """Return the path of a lock file, where filelock would empty the target of a link.
 
-    A link or pipe at this name is removed.
+    A link or pipe at this name is removed, and so is a name of a file that has others, as in a
+    folder copied by ``cp -al``.
     """
-    if os.path.lexists(path) and not is_regular(path):
+    if os.path.lexists(path) and (not is_regular(path) or os.lstat(path).st_nlink > 1):
         os.unlink(path)
     return os.fspath(path)
