@@ -174,6 +174,14 @@ def say_to_stderr(line: str) -> None:
 
 
 _PR_SET_PDEATHSIG = 1
+_AT_START = os.getpid(), os.getppid()
+"""This process and its parent when this module was imported, which programs do first."""
+
+
+def parent_at_start() -> int:
+    """Return the process that has started this one, which may have ended during the imports."""
+    process, parent = _AT_START
+    return parent if process == os.getpid() else os.getppid()
 
 
 def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:

@@ -84,19 +84,21 @@ def loss_at_end(code: int, config: RunConfig) -> str | None:
         number = signal.Signals[training.exit_signal] if save is None else signal.SIGTERM
     elif number is None or (code == EXIT_CODE_SIGNAL and training.exit_signal_handler):
         return None
-    told, how = f"ended by {number.name}", number.name
+    ending = f"ended by {number.name}"
+    sender = number.name
     if number == signal.SIGINT:
-        told, how = "interrupted", "Ctrl-C"
+        ending = "interrupted"
+        sender = "Ctrl-C"
     flags = "`--exit-signal-handler"
     flags += "`" if number == signal.SIGTERM else f" --exit-signal {number.name}`"
     if save is None:
         return (
-            f"{told}: nothing has been saved, as `--save` is not given; give it and {flags}, and "
-            f"{how} saves a checkpoint before the run ends."
+            f"{ending}: nothing has been saved, as `--save` is not given; give it and {flags}, and "
+            f"{sender} saves a checkpoint before the run ends."
         )
     iteration = read_tracker(Path(save))
     lost = f"nothing has been saved in `--save` ({save})"
     if iteration is not None:
         lost = f"the newest checkpoint in `--save` ({save}) is of iteration {iteration}, and later "
         lost += "steps are lost"
-    return f"{told}: {lost}; give {flags}, and {how} saves a checkpoint before the run ends."
+    return f"{ending}: {lost}; give {flags}, and {sender} saves a checkpoint before the run ends."

@@ -31,6 +31,7 @@ from megatron_ext.errors import (
     MegatronExtError,
     end_with_parent,
     held_signals,
+    parent_at_start,
     release_signals,
 )
 from megatron_ext.faults.host import (
@@ -211,7 +212,7 @@ def _run_started_rank(main: Main, exit_signal: ExitSignal, tell: Tell, *, elasti
 
     The process ends here unless the exit code is 0.
     """
-    agent = os.getppid()
+    agent = parent_at_start()
     if is_under_torchrun():
         # The agent may be ended by a signal that it does not pass on.
         end_with_parent(agent, exit_signal.number or signal.SIGKILL)

@@ -80,8 +80,8 @@ class StopRequests:
             return None
         resize = self._elastic and (self._ended_by_torchrun or is_asked_to_resize())
         over = self._end is not None and time.time() > self._end
-        asked = [self._exit_signal.came, resize, over]
-        flags = to_device(torch.tensor(asked, dtype=torch.int32), device)
+        reasons_here = [self._exit_signal.came, resize, over]
+        flags = to_device(torch.tensor(reasons_here, dtype=torch.int32), device)
         torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
         answer: HostCopy | None = HostCopy(flags)
         if device.type == "cuda" if late is None else late:

@@ -38,7 +38,7 @@ FLAGS = [
     *without(SMALL, "--num-workers", "--train-iters", "--eval-interval", "--eval-iters"),
     *"--train-iters 3000 --eval-iters 0".split(),
 ]
-SECONDS = 240.0
+SECONDS = 600.0
 """Time for anything that a run does, on a machine that does much else."""
 
 
@@ -132,13 +132,11 @@ class Started:
 
     def alive(self) -> list[int]:
         """Return the processes of the run that still run."""
-        # torchrun puts each rank in a session of its own.
-        ranks = (path.read_text() for path in self.folder.glob("rank_*"))
-        sessions = {self.pid, *map(int, ranks)}
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error, ProcessLookupError):
-                of_run = os.getsid(process.pid) in sessions
+                # torchrun puts each rank in a session of its own, and names the folder to it.
+                of_run = os.getsid(process.pid) == self.pid or str(self.folder) in process.cmdline()
                 if of_run and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process.pid)
         return found
@@ -321,6 +319,17 @@ def test_restarts_follow_faults_and_not_the_exit_signal(tmp_path: Path) -> None:
     assert "restart 2" not in run.log()
 
 
+def test_a_rank_whose_agent_dies_during_the_imports_does_not_run_alone(tmp_path: Path) -> None:
+    case = Case("torchrun", 1, 0, "training", "launcher", "SIGKILL")
+    with Started(case, tmp_path, "--exit-signal-handler") as run:
+        until(lambda: len(run.alive()) == 2, SECONDS)
+        (rank,) = set(run.alive()) - {run.pid}
+        until(lambda: _catches(rank, signal.SIGTERM), SECONDS)
+        run.send(signal.SIGKILL)
+        assert run.end() == -signal.SIGKILL
+    assert "starting 1 ranks" not in run.log() and not run.save.exists()
+
+
 @pytest.mark.slow
 def test_torchrun_does_not_start_ranks_again_that_have_saved(tmp_path: Path) -> None:
     case = Case("our torchrun", 2, 2, "training", "rank", "SIGUSR1")
@@ -332,15 +341,17 @@ def test_torchrun_does_not_start_ranks_again_that_have_saved(tmp_path: Path) -> 
         run.check_saved()
 
 
+def _catches(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal."""
+    found = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)
+
+
 def test_a_program_says_during_its_imports_that_it_has_not_saved() -> None:
     words = [sys.executable, "pretrain_gpt.py", "--exit-signal-handler"]
     process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
-    def handles() -> bool:
-        status = Path(f"/proc/{process.pid}/status").read_text()
-        return bool(int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) >> signal.SIGTERM - 1 & 1)
-
-    until(handles, SECONDS)
+    until(lambda: _catches(process.pid, signal.SIGTERM), SECONDS)
     process.terminate()
     _, said = process.communicate(timeout=SECONDS)
     assert (process.returncode, said) == (
