@@ -115,7 +115,7 @@ def as_json(value: Any) -> pyarrow.Array:
 
 
 def test_json_columns_and_maps_of_tables_are_what_jsonl_holds(tmp_path: Path) -> None:
-    """As the datasets library writes objects of unlike keys, in parquet and saved to disk."""
+    """The datasets library writes objects of unlike keys so, in parquet and saved to disk."""
     folder = tiny.save(tmp_path / "tokenizer", "hermes")
     list_of_json = pyarrow.ExtensionArray.from_storage
     items = pyarrow.array([json.dumps(message) for message in CALLED], pyarrow.string())

@@ -1,4 +1,4 @@
-"""What a template leaves out of the text is refused, or counted by its name."""
+"""Parts of a row that a template leaves out are refused, or counted by their names."""
 
 from typing import Any
 
