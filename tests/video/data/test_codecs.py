@@ -323,7 +323,9 @@ def test_folders_of_no_use(
         with pytest.raises(ConfigError, match=rf"of the class {name}, which is no VAE of the inst"):
             load(folder)
     (folder / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"a local folder with a diffusers VAE, but .*names no class"):
+    with pytest.raises(
+        ConfigError, match=r"a local folder with a diffusers VAE, but .*names no class"
+    ):
         load(folder)
     codec = load(folders["AutoencoderKLWan"])
     codec.temporal = 2
