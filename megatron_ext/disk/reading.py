@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache
@@ -153,8 +154,8 @@ _TOO_DEEP = f"it is nested more than {MAX_DEPTH} deep"
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        twice, times = Counter(name for name, _ in pairs).most_common(1)[0]
+        assert times > 1
         raise ValueError(f"it has the key {shortened(twice)} twice in one object")
     return content
 
@@ -386,7 +387,7 @@ def rows_of(path: StrPath, is_row: Callable[[dict[str, Any]], bool]) -> Iterator
     Raises:
         UnreadableFile: the file cannot be read.
     """
-    if not os.path.lexists(path):
+    if not os.path.exists(path):
         return
     for line in lines_of(path):
         row = row_of(line)

@@ -9,6 +9,7 @@ lies in them is checked.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import shutil
@@ -166,7 +167,32 @@ def lock_path(path: StrPath) -> str:
 
     A link or pipe at this name is removed, and so is a name of a file that has others, as in a
     folder copied by ``cp -al``.
+
+    Raises:
+        BlockingIOError: a run holds the lock, whose file got its other names since; without its
+            name a second run would not see the first one.
     """
-    if os.path.lexists(path) and (not is_regular(path) or os.lstat(path).st_nlink > 1):
-        os.unlink(path)
+    if os.path.lexists(path):
+        if not is_regular(path):
+            os.unlink(path)
+        elif os.lstat(path).st_nlink > 1:
+            if _is_locked(path):
+                reason = f"a run that goes on has locked {os.fspath(path)}"
+                raise BlockingIOError(errno.EAGAIN, reason)
+            os.unlink(path)
     return os.fspath(path)
+
+
+def _is_locked(path: StrPath) -> bool:
+    """Return whether another process has locked a file, by a lock of either kind."""
+    descriptor = open_descriptor(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return True
+    except OSError:  # The file system has no locks.
+        return False
+    finally:
+        os.close(descriptor)
+    return False

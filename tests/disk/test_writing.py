@@ -1,6 +1,8 @@
 """Writing into a folder of a stranger follows no link and waits for no pipe."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from megatron_ext.disk.writing import (
     NotRegular,
     cleared,
     is_regular,
+    lock_path,
     open_descriptor,
     open_new,
     open_to_append,
@@ -144,3 +147,34 @@ def test_shared_memory_of_a_process_is_opened_by_its_descriptor() -> None:
         assert os.pread(memory, 4, 0) == b"same"
     finally:
         os.close(memory)
+
+
+@pytest.mark.parametrize("lock", ["fcntl.lockf", "fcntl.flock"])
+def test_a_lock_with_two_names_is_replaced_unless_a_run_holds_it(
+    lock: str, tmp_path: Path, secret: Path
+) -> None:
+    """`cp -al` of the folder of a run that goes on gives its lock a second name."""
+    path = tmp_path / ".lock"
+    os.link(secret, path)
+    code = (
+        f"import fcntl\nfile = open({str(path)!r}, 'r+')\n{lock}(file, fcntl.LOCK_EX)\n"
+        "print('locked', flush=True)\ninput()"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"locked\n"
+        with pytest.raises(BlockingIOError, match=r"a run that goes on has locked .*\.lock"):
+            lock_path(path)
+        assert path.exists()
+        holder.communicate(b"\n")
+    assert lock_path(path) == str(path) and not path.exists()
+    assert secret.read_text() == "secret"
+
+
+def test_a_lock_that_is_a_link_is_replaced(tmp_path: Path, secret: Path) -> None:
+    path = tmp_path / ".lock"
+    path.symlink_to(secret)
+    assert lock_path(path) == str(path) and not os.path.lexists(path)
+    path.touch()
+    assert lock_path(path) == str(path) and path.exists()
+    assert secret.read_text() == "secret"

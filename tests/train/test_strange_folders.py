@@ -64,7 +64,7 @@ def test_links_in_a_save_folder_lead_nowhere(data: Path, capfd: pytest.CaptureFi
 
 @pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "progress.txt"])
 @pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_what_a_run_needs_is_refused_in_a_sentence(
+def test_what_a_run_needs_is_replaced_or_refused_in_a_sentence(
     name: str, kind: str, data: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     save = data / "save"
@@ -76,7 +76,12 @@ def test_what_a_run_needs_is_refused_in_a_sentence(
     code = main(GPT, _flags(save, data))
     said = capfd.readouterr()
     assert "Traceback" not in said.out + said.err and not (data / "absent").exists()
-    if name == ".lock":
+    kinds = {"link": "a symbolic link", "pipe": "a pipe, a device or a socket"}
+    if name == "progress.txt":
         assert code == EXIT_CODE_USER_ERROR
-        kinds = {"link": "a symbolic link", "pipe": "a pipe, a device or a socket"}
-        assert f".lock is {kinds[kind]}, which is not written to; remove it" in said.err
+        assert f"progress.txt is {kinds[kind]}, which is not written to; remove it" in said.err
+    elif (name, kind) == ("metrics.jsonl", "pipe"):
+        assert code == EXIT_CODE_USER_ERROR
+        assert f"metrics.jsonl cannot be used (it is {kinds[kind]}, not a regular" in said.err
+    else:
+        assert code == 0 and (save / name).is_file() and not (save / name).is_symlink()

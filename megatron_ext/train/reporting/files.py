@@ -116,7 +116,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         UnreadableFile: the file cannot be read, or is no regular file.
     """
     rows: list[dict[str, Any]] = []
-    if os.path.lexists(path):
+    if os.path.exists(path):
         for line in lines_of(path):
             row = row_of(line)
             if row is None or not _is_row(row):
