@@ -154,8 +154,7 @@ _TOO_DEEP = f"it is nested more than {MAX_DEPTH} deep"
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
-        twice, times = Counter(name for name, _ in pairs).most_common(1)[0]
-        assert times > 1
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"it has the key {shortened(twice)} twice in one object")
     return content
 
