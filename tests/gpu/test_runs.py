@@ -145,7 +145,7 @@ def test_a_whole_step_never_waits(words: str) -> None:
             one_step(run, window)
         assert not run.runner.settled
         assert run.progress.skipped_iterations == 0
-        window.report()
+        window.settle()
         assert run.runner.settled
 
 

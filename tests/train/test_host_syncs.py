@@ -37,7 +37,7 @@ def places_of_a_step(run: Run) -> list[str]:
     with host_syncs() as places:
         one_step(run, window, batches)
     assert not run.runner.settled
-    window.report()
+    window.settle()
     return places
 
 
