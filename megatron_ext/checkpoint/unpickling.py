@@ -212,6 +212,10 @@ class PlainArray(np.ndarray):
             raise Refused("it has an array of what are no plain numbers")
         super().__setstate__((version, shape, kind.dtype, by_column, content))
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle it as numpy's own class: ranks that load together send it to each other."""
+        return self.view(np.ndarray).__reduce_ex__(protocol)
+
 
 def _new_array(kind: Any, shape: Any, code: Any) -> PlainArray:
     """Return an empty array, of which the pickle then sets shape, type and content."""

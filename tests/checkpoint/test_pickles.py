@@ -329,6 +329,8 @@ def test_what_checkpoints_hold_is_read(old: bool) -> None:
     np.random.set_state(state["np"])
     assert all(np.array_equal(x, y) for x, y in zip(np.random.get_state(), before, strict=True))
     assert read["numbers"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    # As ranks do that load together.
+    assert pickle.loads(pickle.dumps(read["numbers"])).tolist() == [[0, 1, 2], [3, 4, 5]]
     assert read["a", 1] == {"a": b"bytes"}
     assert set(torch.serialization.get_safe_globals()) == registered
 

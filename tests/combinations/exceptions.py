@@ -68,6 +68,10 @@ RESUME_DIFFERS: tuple[tuple[str, _Rule], ...] = (
     ("--finetune starts at step 0", _on("finetune")),
     ("random numbers are not loaded", lambda s: _on("no_load_rng")(s) and _dropout(s)),
     ("each --exit-interval ends a run", _on("exit_interval")),
+    (
+        "a rewind goes back within its own folder",
+        lambda s: "rewind" in s.get("on_spike", ("", ()))[1],
+    ),
 )
 """Why a run that is continued differs from one that was not interrupted."""
 

@@ -17,7 +17,7 @@ from tests.video.clips import IMAGE, LONG, SHORT, write_clips
 from tests.video.streaming.runs import write_prompts
 
 VOCABULARY = 127
-USUAL_PLACE = Path(tempfile.gettempdir()) / "megatron_ext_combinations_6"
+USUAL_PLACE = Path(tempfile.gettempdir()) / "megatron_ext_combinations_7"
 """The folder of the inputs; its number changes when they do."""
 
 

@@ -77,8 +77,6 @@ def test_a_release_without_hybrid_model_is_named() -> None:
         ("*-|*- --pipeline-model-parallel-size 2 --account-for-loss-in-pipeline-split",
          "is cut into stages by |, and also by `--account-for-loss-in-pipeline-split`; leave out "
          "one of them."),
-        ("*-*- --transformer-impl transformer_engine", "`--hybrid-layer-pattern` needs our own "
-         "layers, which `--transformer-impl transformer_engine` replaces;"),
         ("*-*- --multi-latent-attention --position-embedding-type rope", "has layers of halves, "
          "which `--multi-latent-attention` is not among; give `--num-layers` instead."),
         ("*-*- --cuda-graph-impl local", "`--hybrid-layer-pattern` has layers of halves, but "

@@ -40,8 +40,7 @@ class Report:
     """The outcome of a run.
 
     ``tokens`` sums all keys; ``prefixes`` names the datasets that together have all lines, and
-    ``shown`` the same in bash's short form for numbered shards. Nothing is published without a
-    token. ``remarks`` are sentences on what was not used of the input, or used otherwise than one
+    ``shown`` the same in bash's short form for numbered shards; none without a token. ``remarks`` are sentences on what was not used of the input, or used otherwise than one
     may think.
     """
 
@@ -254,11 +253,21 @@ def _executor(name: str) -> Callable[[Job, list[int], Say], None]:
     return encode_parts
 
 
-def publish_job(job: Job, done: Mapping[int, PartMarker], resumed: int, start: float) -> Report:
-    """Publish datasets and refused lines of a job; return a report, timed from ``start``."""
+def publish_job(
+    job: Job,
+    done: Mapping[int, PartMarker],
+    resumed: int,
+    start: float,
+    *,
+    may_be_empty: bool = False,
+) -> Report:
+    """Publish datasets and refused lines of a job; return a report, timed from ``start``.
+
+    Datasets without a token are published if they ``may_be_empty``.
+    """
     markers = [done[i] for i in range(len(job.parts))]
     prefixes = []
-    if any(marker.tokens for marker in markers):
+    if may_be_empty or any(marker.tokens for marker in markers):
         prefixes = publish_datasets(job.options, job.folder, markers, job.encoding.dtypes)
     return Report(
         prefixes=prefixes,

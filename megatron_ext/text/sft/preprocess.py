@@ -216,7 +216,7 @@ def write_store(
                     "check the loss masks of the assistant's messages."
                 )
         about_path(options.output_prefix).unlink(missing_ok=True)
-        report = publish_job(job, done, resumed, start)
+        report = publish_job(job, done, resumed, start, may_be_empty=may_be_empty)
         identity = job.encoding.identity["sft"]
         files = _conversations_of(job.parts, done)
         write_about(options.output_prefix, identity, files, intake)

@@ -187,14 +187,9 @@ def _rule(given: Any) -> BucketRule:
 
 def _whole(value: Any) -> int:
     """Turn a whole number, or the text of one, into an int; raise ValueError for anything else."""
-    number = int(value)
-    if isinstance(value, bool) or (not isinstance(value, str) and number != value):
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
         raise ValueError(f"{value!r} is no whole number")
-    return number
-
-
-def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is no number")
+    return int(value)
 
 
 SMALLEST_SHARE = 0.8

@@ -107,7 +107,7 @@ def test_a_full_disk_of_tensorboard_prints_no_traceback(
         for iteration in range(13, 16):
             reporters.on_iteration(_record(iteration))
     shown = capsys.readouterr().err
-    assert shown.startswith("warning: TensorBoard cannot write ([Errno 28]")
+    assert shown.startswith("warning: TensorBoard cannot write (the disk of ")
     assert shown.count("\n") == 1
 
 

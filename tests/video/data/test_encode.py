@@ -250,7 +250,7 @@ def test_sizes_of_resolutions() -> None:
                 ([1.5, 2], r"probability of a bucket \(1.5\) must lie between 0 and 1; 1 takes ev"),
                 ([1, 2.5], r"\(2.5 is no whole number\); correct it"),
                 ([1, True], r"\(True is no whole number\)"),
-                ([1, float("inf")], "it holds Infinity, which is no number"),
+                ([1, float("inf")], "it holds Infinity|inf is no whole number"),
                 ([1, 2, 3], r"\(\[1, 2, 3\] holds more than a probability and a micro-batch siz"),
                 ([], "must be JSON such as"),
                 ("1.0", "the probability '1.0' is no number"),

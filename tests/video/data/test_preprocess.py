@@ -221,7 +221,10 @@ def test_a_worker_that_is_killed_is_named(
 ) -> None:
     monkeypatch.setattr(run_module, "_start_worker", _die)
     # Forked, it dies without importing torch first.
-    fork = SimpleNamespace(get_context=lambda kind: multiprocessing.get_context("fork"))
+    fork = SimpleNamespace(
+        get_context=lambda kind: multiprocessing.get_context("fork"),
+        active_children=multiprocessing.active_children,
+    )
     monkeypatch.setattr(run_module, "multiprocessing", fork)
     assert run(make_clips(tmp_path, 2), tmp_path / "out", "--clips-per-shard=1", "--workers=2") == 1
     said = capsys.readouterr().err
