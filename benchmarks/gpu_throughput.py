@@ -55,6 +55,7 @@ from benchmarks.gpu_setup import (
 )
 from benchmarks.targets import FP8_OVER_BF16, MFU, Target, verdict
 from megatron_ext.config.output import GPU_NAMES
+from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.cost.flops import flops_per_sample
 from megatron_ext.train.loop import train
@@ -194,6 +195,9 @@ def measure(
         ConfigError: it cannot run here.
     """
     run = built_run(variant.flags, context, device)
+    asked = IMPLEMENTATIONS[variant.implementation]
+    if run.config.model.transformer_impl != asked:
+        raise ConfigError(f"`--transformer-impl {asked}` has no effect on this device")
     seconds = seconds_per_step(run, timing)
     tokens = variant.batch * variant.length / seconds
     flops = tokens * flops_per_sample(run.config.model, run.config.moe) / variant.length

@@ -149,7 +149,7 @@ def test_a_failed_copy_is_tried_again_and_a_partial_one_is_never_whole(
     save(checkpoints, tiny, 1, context)
     assert published(there) == [1]
     faults("part " * 30)
-    reason = r"/__\d_0.distcp: \d+ bytes have arrived instead of \d+; free some space"
+    reason = r"/__\d_0.distcp: \d+ bytes have arrived instead of \d+; mend this or give another"
     with pytest.raises(CheckpointError, match=reason):
         save(checkpoints, tiny, 2, context)
     assert (there / TRACKER).read_text() == "1"

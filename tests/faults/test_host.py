@@ -65,13 +65,14 @@ def test_ranks_of_one_agent_share_a_folder_that_outlives_a_failed_worker() -> No
 def test_the_last_failure_under_torchrun_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(host.FOLDER_VARIABLE, str(tmp_path / "run"))
-    (tmp_path / "run").mkdir()
+    folder = tmp_path / f"run{host._OF_AGENT}"
+    folder.mkdir()
+    monkeypatch.setenv(host.FOLDER_VARIABLE, str(folder))
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
     for count, stays in ((0, True), (1, True), (2, False)):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
         leave_host_folder()
-        assert (tmp_path / "run").exists() is stays
+        assert folder.exists() is stays
 
 
 def test_folders_of_killed_runs_are_removed_once_they_are_old(

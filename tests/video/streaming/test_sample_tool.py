@@ -271,7 +271,7 @@ def test_averaged_weights_under_adapters_are_taken_again(
     want = adapted(merged(tmp_path / "save", tmp_path / "merged"))
     check(adapted(tmp_path / "save"), want)
     # A run that goes on must not take the others.
-    words += f" --load {tmp_path / 'save'} --train-iters {STEPS}"
+    words += f" --load {tmp_path / 'save'} --train-iters {STEPS} --override-opt-param-scheduler"
     code, _ = attempt(tmp_path, words, save="again")
     assert code == EXIT_CODE_USER_ERROR
     assert "averaged); give these." in capfd.readouterr().err
