@@ -29,6 +29,10 @@ MAX_KEY = 64
 """Elements of a tuple that is a key, or dimensions of a size."""
 MAX_IN_TUPLE = 10_000
 """Elements of a tuple with the tuples in it, each as often as it occurs there."""
+MAX_SAME_HASH = 1_000
+"""Keys whose hash is that of another one, which a mapping compares with each other."""
+MAX_REUSE = 8
+"""Bytes and elements that calls take, for each byte of the pickle."""
 
 
 class ForeignName(ValueError):
@@ -49,6 +53,8 @@ class Name:
 
 
 _SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
+_WITHOUT_EQUALS = frozenset({int, bool, bytes, type(None)})
+"""Classes of which, of small integers and of what Python hashes with a secret, few share a hash."""
 _LARGEST_KEY = 1 << 63
 
 
@@ -73,6 +79,8 @@ class Machine:
         if len(content) > MAX_BYTES:
             raise Refused(f"it has {len(content)} bytes, more than {MAX_BYTES}")
         self._content, self.at = content, at
+        self._of_hash: dict[int, Any] = {}
+        self._same_hash = 0
 
     def name(self, module: str, name: str) -> Any:
         """Return what stands for a class or function; raise ForeignName if it does not belong."""
@@ -97,6 +105,20 @@ class Machine:
     def is_key(self, value: Any) -> bool:
         """Return whether a value may be the key of a mapping."""
         return _is_key(value)
+
+    def check_key(self, key: Any) -> None:
+        """Raise Refused for what is no key, or one of too many with equal hashes."""
+        if type(key) is str:
+            return
+        if not self.is_key(key):
+            raise Refused(f"it has a {type(key).__name__} as a key")
+        if type(key) in _WITHOUT_EQUALS:
+            return
+        first = self._of_hash.setdefault(hash(key), key)
+        if first is not key and first != key:
+            self._same_hash += 1
+            if self._same_hash > MAX_SAME_HASH:
+                raise Refused(f"it has more than {MAX_SAME_HASH} keys with the hash of another one")
 
     def check_tuple(self, value: tuple[Any, ...]) -> None:
         """Raise Refused if a tuple is too large for its reader."""
@@ -150,8 +172,8 @@ class Machine:
                 if type(target) is not dict and type(target) is not OrderedDict:
                     raise Refused("it sets items of what is no mapping")
                 for key, value in zip(items[::2], items[1::2], strict=True):
-                    if type(key) is not str and not self.is_key(key):
-                        raise Refused(f"it has a {type(key).__name__} as a key")
+                    if type(key) is not str:
+                        self.check_key(key)
                     target[key] = value
             elif 0x85 <= code <= 0x87 or code == 0x74:  # TUPLE1, TUPLE2, TUPLE3, TUPLE
                 if code == 0x74:
@@ -564,6 +586,14 @@ def read_index(content: bytes) -> metadata.Metadata:
     return index
 
 
+_SIZED = frozenset({str, bytes, list, tuple, dict, OrderedDict})
+_HASHING = frozenset(
+    {f"{module}.set" for module in ("builtins", "__builtin__")}
+    | {"collections.Counter", "collections.OrderedDict"}
+)
+"""Functions that hash the elements of what they are given."""
+
+
 class Unknown:
     """A value that `Scan` does not make; ``parts`` are the values from which it would be made."""
 
@@ -586,13 +616,25 @@ class Scan(Machine):
         super().__init__(content, at)
         self._sizes: dict[int, int] = {}
         self._tuples: list[tuple[Any, ...]] = []
+        self._left = MAX_REUSE * (len(content) - at) + (1 << 16)
 
     def name(self, module: str, name: str) -> Name:
         return Name(module, name)
 
     def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
-        if type(function) is Name and function.full == "collections.OrderedDict" and not arguments:
+        self._left -= sum(len(value) for value in arguments if type(value) in _SIZED)
+        if self._left < 0:
+            raise Refused("it gives the same values to functions again and again")
+        full = function.full if type(function) is Name else ""
+        if full == "collections.OrderedDict" and not arguments:
             return OrderedDict()
+        if full.endswith((".bytearray", "Tensor")) and any(type(x) is int for x in arguments):
+            raise Refused("it asks for a number of bytes")
+        if full == "_codecs.encode" and arguments[1:] not in (("latin1",), ("latin-1",)):
+            raise Refused("it encodes a text in another way than pickles do")
+        if full in _HASHING:
+            for key in (key for value in arguments if type(value) in _SIZED for key in value):
+                self.check_key(key)
         return Unknown(function, arguments)
 
     def new(self, kind: Any, arguments: tuple[Any, ...]) -> Unknown:
@@ -617,7 +659,11 @@ class Scan(Machine):
         # Such as a pair of dtypes, by which the distributed optimizer keeps its buffers.
         if type(value) is tuple and len(value) <= MAX_KEY:
             return all(type(x) is Name or (type(x) is not tuple and _is_key(x)) for x in value)
-        return type(value) in (Name, Unknown) or _is_key(value)
+        if type(value) is Unknown:
+            # A member of an enumeration, whose hash is that of its name.
+            self._same_hash += 1
+            return self._same_hash <= MAX_SAME_HASH
+        return type(value) is Name or _is_key(value)
 
     def check_tuple(self, value: tuple[Any, ...]) -> None:
         inner = [self._sizes.get(id(part), 0) for part in value if type(part) is tuple]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import pickle
 import re
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -137,6 +138,11 @@ def _scan(file: Path | BytesIO) -> None:
 
 def _scan_opened(file: IO[bytes]) -> None:
     if _is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            # torch.save packs nothing, and what is packed may be a thousand times as large.
+            if any(record.compress_type != zipfile.ZIP_STORED for record in archive.infolist()):
+                raise Refused("it is packed")
+        file.seek(0)
         # torch's own reader, so that both see the same record of the archive.
         Scan(torch._C.PyTorchFileReader(file).get_record("data.pkl")).load()
         return

@@ -30,11 +30,16 @@ MAX_LINES_BYTES = 4 << 30
 MAX_LINE_BYTES = 16 << 20
 MAX_DEPTH = 64
 """The deepest nesting; configurations of models are nested 5 deep, and JSON schemas 20."""
+MAX_JSON_VALUES = 5_000_000
+"""The most values in a JSON file; a tokenizer with 500,000 merges has 2 million."""
 MAX_NODES = 2_000_000
 """The most values in a YAML file, where each use of an alias counts as the values it stands for."""
 _MAX_DIGITS = 1_000
 _MAX_INTEGER = 1 << 128
 """Above 1e30, which transformers writes as the length of a model that has none."""
+_MAX_KEY = 1 << 63
+"""Of larger integers many have the same hash, so that a mapping compares each with each."""
+_PLAIN_TAGS = ("map", "seq", "str", "int", "float", "bool", "null")
 _PIPES_OF_SHELLS = ("/dev/fd", "/proc/self/fd")
 
 StrPath = str | os.PathLike[str]
@@ -134,6 +139,9 @@ def parse_json(text: str | bytes, source: StrPath, *, not_finite: bool = False) 
     if isinstance(text, bytes):
         text = _decoded(text.removeprefix(b"\xef\xbb\xbf"), source)
     constant = None if not_finite else _refuse_constant
+    # Punctuation within texts counts too: a bound, not a count.
+    if sum(map(text.count, "[{,")) > MAX_JSON_VALUES:
+        raise UnreadableFile(source, f"it has more than {MAX_JSON_VALUES:,} values")
     try:
         content = json.loads(text, object_pairs_hook=_unique, parse_constant=constant)
         _check_values(content)
@@ -268,24 +276,39 @@ def _loader() -> type:
                 self._refuse_twice(node)
             return super().construct_mapping(node, deep=deep)
 
-        @staticmethod
-        def _refuse_twice(node: yaml.MappingNode) -> None:
-            seen = set[tuple[str, str]]()
+        def _refuse_twice(self, node: yaml.MappingNode) -> None:
+            seen = set[Any]()
             for key, _ in node.value:
-                if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                    if (key.tag, key.value) in seen:
-                        name = shortened(key.value)
-                        raise yaml.constructor.ConstructorError(
-                            None, None, f"it has the key {name} twice", key.start_mark
-                        )
-                    seen.add((key.tag, key.value))
+                if not isinstance(key, yaml.ScalarNode) or key.tag.endswith(":merge"):
+                    continue
+                # 0x1 is 1, and Python takes 1 and 1.0 and true for the same key.
+                value = self.construct_object(key)
+                if isinstance(value, int) and not -_MAX_KEY < value < _MAX_KEY:
+                    raise _refused(key, "it has an integer of more than 64 bits as a key")
+                if value in seen:
+                    raise _refused(key, f"it has the key {shortened(key.value)} twice")
+                seen.add(value)
 
         def flatten_mapping(self, node: yaml.MappingNode) -> None:
             # Before the keys of `<<` are put in, which the mapping's own may replace.
             self._refuse_twice(node)
             super().flatten_mapping(node)
 
+    Loader.yaml_constructors = {
+        tag: make
+        for tag, make in base.yaml_constructors.items()
+        if tag is None or tag.rpartition(":")[2] in _PLAIN_TAGS
+    }
+    # A date without quotes is a text, as it is in JSON.
+    Loader.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in known if not tag.endswith(":timestamp")]
+        for first, known in base.yaml_implicit_resolvers.items()
+    }
     return Loader
+
+
+def _refused(node: yaml.Node, problem: str) -> yaml.constructor.ConstructorError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
 def _check_events(text: str) -> None:

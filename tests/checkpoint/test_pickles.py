@@ -6,7 +6,9 @@ import io
 import pathlib
 import pickle
 import random
+import re
 import time
+import zipfile
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -86,6 +88,30 @@ def test_an_index_sets_nothing_on_shared_objects(target: str, state: bytes, tmp_
     assert not _marked()
 
 
+def _with_one_hash(count: int) -> list[bytes]:
+    """Return instructions for pairs of integers which Python hashes alike."""
+    word, turned = 1 << 64, 31
+    first, second, start = 11400714785074694791, 14029467366897019727, 2870177450012600261
+
+    def turn(value: int, bits: int) -> int:
+        return (value << bits | value >> (64 - bits)) % word
+
+    made: list[bytes] = []
+    for left in range(1, 1 << 20):
+        # The state after the first element, and the second one that leads to a hash of our choice.
+        state = turn((start + left * second) % word, turned) * first % word
+        wanted = turn(12345678901234567 * pow(first, -1, word) % word, 64 - turned)
+        right = (wanted - state) * pow(second, -1, word) % word
+        if right < (1 << 61) - 2:
+            pair = (left, right)
+            made.append(pickle.dumps(pair, protocol=2)[2:-1])
+            assert hash(pair) == hash(pickle.loads(b"\x80\x02" + made[0] + b"."))
+        if len(made) == count:
+            break
+    return [re.sub(rb"q.$", b"", each, flags=re.DOTALL) for each in made]
+
+
+COLLIDING = _with_one_hash(1100)
 INDEX = metadata.Metadata({}, storage_data={})
 NESTED = b"\x85" * 300_000
 _INDEX_OBJECT = _name(_METADATA, "MetadataIndex") + b")\x81"
@@ -94,6 +120,7 @@ REFUSED = {
     "a doubling key": (b"}K\x01" + b"q\x00h\x00\x86" * 60 + b"K\x01s.", "a tuple as a key"),
     "a long key": (b"}(" + b"K\x01" * 65 + b"tK\x01s.", "a tuple as a key"),
     "a key without fields": (b"}" + _INDEX_OBJECT + b"K\x01s.", "a MetadataIndex as a key"),
+    "keys with one hash": (b"}(" + b"N".join(COLLIDING) + b"Nu.", "with the hash of another one"),
     "a deep value": (b"K\x01" + NESTED + b".", "more than 100 deep"),
     "deep marks": (b"(" * 300_000 + b".", "more than 100 deep"),
     "itself": (b"]q\x00h\x00a.", "lies within itself"),
@@ -262,6 +289,8 @@ def _saved(payload: bytes, *, archive: bool) -> io.BytesIO:
 
 
 _ENUMS = "megatron.core.transformer.enums"
+MANY = b"\x8a\x05" + bytes(4) + b"\x01"
+"""The instruction for 2 ** 32."""
 _MEMBER = _made(_ENUMS, "AttnBackend", b"K\x01")
 _ARRAY = _name("numpy", "ndarray")
 IN_FILES = {
@@ -281,7 +310,7 @@ IN_FILES = {
         + b"("
         + b"K\x01\x85"
         + _made("numpy", "dtype", _text("f8"))
-        + _made("builtins", "bytearray", b"K\x08")
+        + _made("builtins", "bytearray", _text("a" * 8), _text("latin-1"))
         + b"tR.",
         "an array from raw memory",
     ),
@@ -293,7 +322,28 @@ IN_FILES = {
         "tuples in tuples with more than",
     ),
     "another class": (_name("pathlib", "WindowsPath") + b".", "names `pathlib.WindowsPath`"),
-}
+    "a state twice": (_name("argparse", "Namespace") + b")\x81}b}b.", "of an object twice"),
+    "many bytes": (_made("builtins", "bytearray", MANY) + b".", "a number of bytes"),
+    "many numbers": (_made("torch", "FloatTensor", MANY) + b".", "a number of bytes"),
+    "a codec": (
+        _made("_codecs", "encode", _text("x"), _text("/tmp/evil")) + b".",
+        "another way than pickles do",
+    ),
+    "keys with one hash": (b"}(" + b"N".join(COLLIDING) + b"Nu.", "with the hash of another one"),
+    "a set with one hash": (
+        _made("builtins", "set", b"](", *COLLIDING, b"e") + b".",
+        "with the hash of another one",
+    ),
+    "a count of large numbers": (
+        _made("collections", "Counter", b"](\x8a\x09" + bytes(8) + b"\x01e") + b".",
+        "a int as a key",
+    ),
+    "one text for many calls": (
+        b"](" + _text("a" * 3000) + b"q\x00" + _text("latin1") + b"q\x01"
+        + _name("_codecs", "encode") + b"q\x02" + b"h\x02h\x00h\x01\x86R" * 2000 + b"e.",
+        "again and again",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("archive", [True, False])
@@ -333,6 +383,16 @@ def test_what_checkpoints_hold_is_read(old: bool) -> None:
     assert pickle.loads(pickle.dumps(read["numbers"])).tolist() == [[0, 1, 2], [3, 4, 5]]
     assert read["a", 1] == {"a": b"bytes"}
     assert set(torch.serialization.get_safe_globals()) == registered
+
+
+def test_a_packed_file_is_refused() -> None:
+    """A thousandth of its size on disk may be all that a record of zeros takes."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02" + _text("a" * (1 << 20)) + b".")
+    packed.seek(0)
+    with pytest.raises(CheckpointError, match="it is packed"):
+        plain_content(packed, "the file")
 
 
 def test_a_foreign_name_is_told_by_its_own_error() -> None:

@@ -79,7 +79,11 @@ def _leave_a_process(words: list[str]) -> int:
         (_sleep, "hang", "in _sleep"),
         (lambda words: tempfile.mkdtemp("", "mine_") and _train(words), "left behind", "mine_"),
         (_leave_a_process, "left behind", "processes"),
-        (lambda words: host._make(None, None) and _train(words), "left behind", "/dev/shm/megatron_ext_"),
+        (
+            lambda words: host._make(None, None) and _train(words),
+            "left behind",
+            "/dev/shm/megatron_ext_",
+        ),
         (lambda words: _train(words, float("nan")), "not finite", "lm loss is nan"),
         (lambda words: 3, "exit code 3", ""),
     ],

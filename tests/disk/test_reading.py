@@ -35,6 +35,11 @@ JSON_ATTACKS = {
     "infinity": ('{"a": -Infinity}', "Infinity, which is no number"),
     "a number that overflows": ('{"a": [1e999]}', "a number that is not finite"),
     "key twice": ('{"seed": 1, "seed": 2}', "the key 'seed' twice"),
+    "many small lists": ("[" + "[]," * 3_000_000 + "0]", "more than 5,000,000 values"),
+    "key twice among many": (
+        "{" + "".join(f'"{n}":0,' for n in range(300_000)) + '"299999":0}',
+        "the key '299999' twice",
+    ),
     "half a surrogate pair": ('{"a": "\\ud800"}', "half a surrogate pair"),
     "cut": ('{"a": [1, 2', "no valid JSON"),
     "empty": ("", "no valid JSON"),
@@ -62,7 +67,11 @@ YAML_ATTACKS = {
     "hexadecimal number": ("0x" + "f" * 5000, "number of 5,002 characters"),
     "tagged number": ("!!int '" + "1:" * 5000 + "1'", "number of 10,001 characters"),
     "huge integer": ("a: " + "9" * 500, "integer of more than 128 bits"),
-    "bad date": ("a: 2001-99-99", "no valid YAML"),
+    "set": ("!!set {a, b}", "could not determine"),
+    "ordered mapping": ("!!omap [a: 1]", "could not determine"),
+    "one key as two numbers": ("1: a\n0x1: b", "the key '0x1' twice"),
+    "one key as two words": ("true: a\nyes: b", "the key 'yes' twice"),
+    "large keys": (f"{1 << 64}: a", "an integer of more than 64 bits as a key"),
     "tag without its value": ("a: !!bool x", "no valid YAML"),
     "empty number": ("a: !!int ''", "no valid YAML"),
     "date that is none": ("a: !!timestamp x", "no valid YAML"),
@@ -124,6 +133,7 @@ def test_plain_files_are_read_as_ever(tmp_path: Path) -> None:
     assert parse_yaml(deepest, "x") is not None
     merged = "base: &base {lr: 1.0e-3, seed: 1}\nmine: {<<: *base, seed: 2}\nnot: '1:2'\n"
     assert parse_yaml(merged, "x") == yaml.safe_load(merged)
+    assert parse_yaml("date: 2026-01-31", "x") == {"date": "2026-01-31"}
     long = "text: '" + "1" * 100_000 + "'\nother: " + "word " * 10_000
     assert parse_yaml(long, "x") == yaml.safe_load(long)
     assert parse_yaml("", "x") is None

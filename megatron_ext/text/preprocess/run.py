@@ -40,8 +40,8 @@ class Report:
     """The outcome of a run.
 
     ``tokens`` sums all keys; ``prefixes`` names the datasets that together have all lines, and
-    ``shown`` the same in bash's short form for numbered shards; none without a token. ``remarks`` are sentences on what was not used of the input, or used otherwise than one
-    may think.
+    ``shown`` the same in bash's short form for numbered shards; none without a token. ``remarks``
+    are sentences on what was not used of the input, or used otherwise than one may think.
     """
 
     prefixes: Sequence[str]

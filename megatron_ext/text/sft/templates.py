@@ -63,8 +63,13 @@ class _Budget:
         self._steps -= 1
         if self._steps < 0:
             raise _Excess(f"{MAX_STEPS:,} turns of its loops")
+        self.timed()
+
+    def timed(self, value: Any = None) -> Any:
+        """Return the value, which a filter or a function is about to get, if time is left."""
         if time.thread_time() > self._end:
             raise _Excess(f"{MAX_SECONDS:.0f} seconds of computing")
+        return value
 
     def binop(self, _context: Any, operator: str, left: Any, right: Any) -> Any:
         """Do an arithmetic operation whose result is small enough."""
@@ -105,12 +110,17 @@ def _call(name: str, *arguments: nodes.Expr) -> nodes.Call:
 
 
 class _Counting(NodeTransformer):
-    """Adds a step to the body of each loop and macro, and measures what ``~`` makes."""
+    """Adds a step to the body of each loop and macro, and measures what ``~`` makes.
+
+    The time is looked at before each filter and each call.
+    """
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
         self.generic_visit(node)
         if isinstance(node, (nodes.For, nodes.Macro, nodes.CallBlock)):
             node.body.insert(0, nodes.ExprStmt(_call("count_step")))
+        if isinstance(node, (nodes.Filter, nodes.Call)) and node.node is not None:
+            node.node = _call("check_time", node.node)
         return _call("joined_texts", *node.nodes) if isinstance(node, nodes.Concat) else node
 
 
@@ -191,6 +201,9 @@ def _bound(source: str) -> None:
         environment.call_binop = budget.binop
         environment.joined_texts = budget.joined
         environment.count_step = budget.step
+        environment.check_time = budget.timed
+        # Makes as many words as it is asked for.
+        environment.globals.pop("lipsum", None)
         tree = _Counting().visit(environment.parse(source))
         code = environment.compile(tree)
         bounded = JinjaTemplate.from_code(environment, code, environment.make_globals(None))

@@ -25,10 +25,10 @@ _FILES = tuple("*.json *.jinja *.txt *.py *.model *.tiktoken *.bpe *.spm vocab* 
 
 @contextmanager
 def refused_panic(tokenizer: str) -> Iterator[None]:
-    """Raise a DataError where the library of tokenizers gives up on a text.
+    """Raise a DataError where the library of tokenizers gives up on a text or on its own file.
 
-    It does so after ten million attempts to match a pattern at one place, by an error that is no
-    Exception. ``tokenizer`` is its file or folder.
+    It does so, by an error that is no Exception, after ten million attempts to match a pattern at
+    one place, or where a part of its file is damaged. ``tokenizer`` is its file or folder.
     """
     try:
         yield
@@ -37,8 +37,8 @@ def refused_panic(tokenizer: str) -> Iterator[None]:
             raise
         reason = " ".join(str(error).split())[:160]
         raise DataError(
-            f"`--tokenizer-model` ({tokenizer}) has a pattern or content that does not get through "
-            f"a text ({reason}); give a tokenizer from a source that you trust."
+            f"`--tokenizer-model` ({tokenizer}) has a pattern or content that the library of "
+            f"tokenizers gives up on ({reason}); give a tokenizer from a source that you trust."
         ) from None
 
 
@@ -202,7 +202,10 @@ def _load_direct(folder: Path, config: dict[str, Any]) -> tuple[Any, dict[str, s
     tokenizers = require_package("tokenizers", "HuggingFaceTokenizer")
     path = folder / "tokenizer.json"
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        with refused_panic(str(folder)):
+            backend = tokenizers.Tokenizer.from_file(str(path))
+    except DataError:
+        raise
     except Exception as error:  # the library raises plain Exception
         reason = " ".join(str(error).split())[:160]
         raise DataError(f"{path} is not a tokenizer ({reason}); copy it again.") from None
@@ -230,10 +233,13 @@ def load_pretrained(folder: Path, *, trust_remote_code: bool) -> Any:
     """
     transformers = require_package("transformers", "HuggingFaceTokenizer")
     try:
-        loaded = transformers.AutoTokenizer.from_pretrained(
-            str(folder), trust_remote_code=trust_remote_code
-        )
-        loaded.backend_tokenizer  # noqa: B018 - a tokenizer in Python has none
+        with refused_panic(str(folder)):
+            loaded = transformers.AutoTokenizer.from_pretrained(
+                str(folder), trust_remote_code=trust_remote_code
+            )
+            loaded.backend_tokenizer  # noqa: B018 - a tokenizer in Python has none
+    except DataError:
+        raise
     except Exception as error:  # any library or remote code may raise anything here
         if "trust_remote_code" in str(error):
             raise DataError(

@@ -106,7 +106,7 @@ def fail(with_: Exception | None) -> Callable[..., None]:
     [
         (None, MachineFault, r"Worker \d was killed by signal 9 in .*in.jsonl, bytes \d+ to"),
         (KeyError("a"), RuntimeError, r"(?s)A worker failed:.*KeyError: 'a'"),
-        (FULL, MachineFault, r"A worker could not write or read: \[Errno 28\] No space"),
+        (FULL, MachineFault, r"A worker could not write or read: the disk of "),
     ],
 )
 def test_the_failure_of_a_worker_ends_the_run(

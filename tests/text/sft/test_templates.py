@@ -78,6 +78,16 @@ def test_a_costly_template_is_a_sentence(name: str, monkeypatch: pytest.MonkeyPa
     assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
+STRAIGHT = "{% set x = 'ab' * 1000000 %}" + "{% set y = x|replace('a', 'b') %}" * 20_000
+
+
+def test_a_template_without_loops_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "MAX_SECONDS", 1.0)
+    chat = tokenizer("chatml", template=STRAIGHT)
+    with pytest.raises(TooCostly, match="1 seconds of computing"):
+        apply_template(chat, MESSAGES, tokenize=False)
+
+
 HONEST = {
     "arithmetic": "{{ messages|length * 2 + 1 }} {{ 2 ** 10 }} {{ 2.5 * 2 }} {{ [1] + [2] }}"
     "{{ 3 * 'a' }}",
@@ -98,6 +108,8 @@ HONEST = {
     "error": "{{ raise_exception('no ' ~ messages|length) }}",
     "undefined": "{% for m in nothing.at.all %}{% endfor %}",
     "numbers": "{{ 1 + 'a' }}",
+    "filters": "{% filter upper %}a{{ messages|map(attribute='role')|join(',') }}{% endfilter %}"
+    "{{ 'a b'.split()|last }}{{ range(3)|list|tojson }}",
 }
 
 

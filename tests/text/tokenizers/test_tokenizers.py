@@ -272,6 +272,14 @@ def test_bad_settings_are_told(tmp_path: Path, _section: str, case: str, sentenc
     assert "\n" not in str(caught.value)
 
 
+def test_a_file_that_the_library_gives_up_on_is_a_sentence(tmp_path: Path) -> None:
+    content = json.loads((tiny.hf_folder() / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "//////////8="}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match="that the library of tokenizers gives up on"):
+        build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))
+
+
 @pytest.mark.parametrize("case", LIBRARIES)
 def test_building_imports_no_torch(case: str) -> None:
     script = (
