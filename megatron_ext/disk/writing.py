@@ -145,13 +145,23 @@ def remove(path: StrPath) -> None:
 def own_folder(path: StrPath, permissions: int = 0o777) -> Path:
     """Make a folder inside of a folder that exists, unless it is there; return its path.
 
-    A link or a file at its name is replaced.
+    A link or a pipe at its name is replaced.
+
+    Raises:
+        FileExistsError: a file has its name.
     """
     with suppress(FileNotFoundError):
-        if not stat.S_ISDIR(os.lstat(path).st_mode):
+        mode = os.lstat(path).st_mode
+        if stat.S_ISDIR(mode):
+            return Path(path)
+        if not stat.S_ISREG(mode):
             os.unlink(path)
-    with suppress(FileExistsError):
+    try:
         os.mkdir(path, permissions)
+    except FileExistsError:
+        # Another process may have made it meanwhile.
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            raise
     return Path(path)
 
 

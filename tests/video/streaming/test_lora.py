@@ -130,7 +130,8 @@ def test_adapters_do_not_go_on_without_their_weights(
     tuned: runs.Tuned, tmp_path: Path, capfd: pytest.CaptureFixture[str], words: str, message: str
 ) -> None:
     where = {"base": tuned.base, "saved": tuned.saved}
-    words = f"{runs.ADAPTERS} --train-iters 9 {words.format(**where)}"
+    resumes = "--override-opt-param-scheduler" if "--load" in words else ""
+    words = f"{runs.ADAPTERS} --train-iters 9 {resumes} {words.format(**where)}"
     failed(tmp_path, words, capfd, message.format(**where))
 
 
