@@ -83,7 +83,7 @@ def shared_host_folder(save: str | None = None) -> Iterator[Path | None]:
     os.environ[FOLDER_VARIABLE] = str(folder)
     keeps = is_rank
     try:
-        with sockets_in(folder):
+        with _sockets_in(folder):
             yield folder
         keeps = is_rank and os.environ.get("LOCAL_RANK", "0") != "0"
     finally:
@@ -94,28 +94,22 @@ def shared_host_folder(save: str | None = None) -> Iterator[Path | None]:
 
 
 @contextmanager
-def sockets_in(folder: Path | None) -> Iterator[None]:
-    """Let this process and its children keep the sockets of multiprocessing in one folder.
+def _sockets_in(folder: Path) -> Iterator[None]:
+    """Let this process and its children keep the sockets of multiprocessing in a folder.
 
     A data worker hands its tensors over by a socket in a folder in the temporary folder, which it
     removes at its end. But it is killed when its rank has ended, so that the folder would stay.
-
-    Args:
-        folder: who made it removes it; None makes one that is removed at the end.
     """
     config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     if config.get("tempdir") is not None:
         yield  # those of a caller
         return
-    sockets = folder or Path(tempfile.mkdtemp(prefix=_PREFIX))
     # Where `multiprocessing.util.get_temp_dir` looks, and what a child copies from its parent.
-    config["tempdir"] = str(sockets)
+    config["tempdir"] = str(folder)
     try:
         yield
     finally:
         config["tempdir"] = None
-        if sockets != folder:
-            shutil.rmtree(sockets, ignore_errors=True)
 
 
 def _name_of_agent(agent: int) -> str:

@@ -41,7 +41,6 @@ from megatron_ext.faults.host import (
     leave_host_folder,
     restarts_by_torchrun,
     shared_host_folder,
-    sockets_in,
 )
 from megatron_ext.faults.watcher import open_watcher
 from megatron_ext.parallel.context import NoAnswer, contact_fault
@@ -343,7 +342,7 @@ def _forked(
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
-    with _meeting_place() as address, sockets_in(host_folder()):
+    with _meeting_place() as address:
         # Ranks need not look for garbage among the objects that they share with this process.
         gc.freeze()
         with held_signals():
