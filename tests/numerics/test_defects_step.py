@@ -46,4 +46,4 @@ def test_d20_stock_takes_a_flag_for_a_size_of_a_group() -> None:
 def test_d20_hybrid_context_parallelism_is_refused() -> None:
     words = [*TINY, *mock_data(), "--train-iters", "1", "--hybrid-context-parallel"]
     (error,) = errors_of(words)
-    assert "`--hybrid-context-parallel`" in error and "not supported" in error
+    assert "`--hybrid-context-parallel`" in error and "refused here" in error

@@ -215,7 +215,7 @@ def test_other_flags_say_what_begins_anew(
 def test_state_of_one_layout_is_refused_in_another_before_any_rank_starts(tmp_path: Path) -> None:
     words = "--use-distributed-optimizer --no-dist-ckpt-optim-fully-reshardable --train-iters 2"
     runs.run(tmp_path, f"{words} {CP2[2]}", ranks=2)
-    words += f" --train-iters 3 --load {tmp_path / 'save'} {TP2[2]} --sequence-parallel"
+    words += f" --exit-interval 3 --load {tmp_path / 'save'} {TP2[2]} --sequence-parallel"
     with pytest.raises(CheckpointError, match="use those, or give `--no-load-optim`"):
         runs.attempt(tmp_path, words, ranks=2, save="other")
 
@@ -312,7 +312,8 @@ def test_another_kind_of_run_is_refused(tmp_path: Path, capfd: pytest.CaptureFix
         )
 
     runs.run(tmp_path, "--train-iters 1", save="plain", prepare=hide_critic)
-    code, _ = runs.attempt(tmp_path, f"--train-iters 2 --load {tmp_path / 'plain'}")
+    words = f"--train-iters 2 --override-opt-param-scheduler --load {tmp_path / 'plain'}"
+    code, _ = runs.attempt(tmp_path, words)
     assert code == 2
     said = "holds no critic, so it is not of a run with `--task streaming`; give it as "
     assert said in capfd.readouterr().err
