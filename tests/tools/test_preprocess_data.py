@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shlex
 import signal
 import socket
@@ -162,21 +161,13 @@ def test_interrupt_ends_all_and_keeps_parts(tmp_path: Path, how: signal.Signals)
     assert list((tmp_path / "out.parts").glob("p0*.json"))
 
 
-def test_starts_in_half_a_second_without_torch(tmp_path: Path) -> None:
-    """CPU time, which a busy machine does not stretch as it does wall time."""
+def test_starts_without_torch(tmp_path: Path) -> None:
     tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(5))
-    seconds = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, str(TOOL), "--help"], check=True, capture_output=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(seconds) < 0.5
     script = (
         f"import sys; sys.path.insert(0, {str(tiny.ROOT)!r})\n"
         "from megatron_ext.text.preprocess.cli import main\n"
         f"assert main({command(tmp_path)[2:]!r}) == 0\n"
-        "heavy = ('torch', 'triton', 'transformer_engine', 'megatron', 'transformers', 'awkward')\n"
+        "heavy = 'torch triton transformer_engine megatron transformers awkward jinja2'.split()\n"
         "print([name for name in heavy if name in sys.modules])"
     )
     how = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 60}

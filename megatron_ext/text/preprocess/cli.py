@@ -145,6 +145,18 @@ def _run(argv: Sequence[str]) -> Report | None:
             raise ConfigError(_about_unknown(parser, unknown))
         show_status(args.output_prefix)
         return None
+    options, notes = parse_options(argv)
+    for note in notes:
+        say_to_stderr(note)
+    if type(options) is not PreprocessOptions:
+        return _run_conversations(options)
+    if options.slurm_script is not None:
+        plan_for_slurm(options, TextEncoding)
+        return None
+    return preprocess(options)
+
+
+def _run_conversations(options: PreprocessOptions) -> Report | None:
     from megatron_ext.text.sft.preprocess import (
         SftPreprocessOptions,
         conversation_encoding,
@@ -152,18 +164,12 @@ def _run(argv: Sequence[str]) -> Report | None:
         with_fixed_date,
     )
 
-    options, notes = parse_options(argv)
-    for note in notes:
-        say_to_stderr(note)
-    sft = isinstance(options, SftPreprocessOptions)
-    if isinstance(options, SftPreprocessOptions):
-        options = with_fixed_date(options)
+    assert isinstance(options, SftPreprocessOptions)
+    options = with_fixed_date(options)
     if options.slurm_script is not None:
-        plan_for_slurm(options, conversation_encoding if sft else TextEncoding)
+        plan_for_slurm(options, conversation_encoding)
         return None
-    if isinstance(options, SftPreprocessOptions):
-        return preprocess_sft(options)
-    return preprocess(options)
+    return preprocess_sft(options)
 
 
 def main(argv: Sequence[str]) -> int:
