@@ -126,7 +126,9 @@ def find(config: CheckpointConfig, damaged: Damaged | None = None) -> Checkpoint
             f"`--pretrained-checkpoint` ({config.pretrained_checkpoint}) holds no checkpoint; "
             "give a folder that does."
         )
-    if config.load is not None and not _same_folder(config.load, config.save):
+    # A folder without a checkpoint may have local ones, which are looked for later.
+    has_local = config.non_persistent_local_ckpt_dir is not None
+    if config.load is not None and not has_local and not _same_folder(config.load, config.save):
         raise CheckpointError(
             f"`--load` ({config.load}) holds no checkpoint; give a folder that does, or leave "
             "`--load` out to start from scratch."
@@ -142,6 +144,12 @@ def load_notes(config: CheckpointConfig) -> list[str]:
     """Return a note if ``--load`` is the save folder and holds no checkpoint to go on from yet."""
     if config.load is None or config.starts_elsewhere or find(config) is not None:
         return []
+    local = config.non_persistent_local_ckpt_dir
+    if local is not None:
+        return [
+            f"`--load` ({config.as_given().load}) holds no checkpoint; training starts from what "
+            f"`--non-persistent-local-ckpt-dir` ({local}) holds of it, or else from scratch."
+        ]
     return [
         f"`--load` ({config.as_given().load}) is the folder of `--save` and holds no checkpoint "
         "yet; training starts from scratch."

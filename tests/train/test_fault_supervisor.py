@@ -122,5 +122,5 @@ def test_exit_codes_say_whether_a_scheduler_should_start_again(
     assert meaning_of(137) == "a rank was ended by SIGKILL"
     assert (exit_code_main(["143"]), exit_code_main(["2"]), exit_code_main([])) == (0, 1, 2)
     shown = capsys.readouterr().out.splitlines()
-    assert shown[0].endswith("saved what it could; worth another start")
+    assert shown[0].endswith("has saved first; worth another start")
     assert shown[1].endswith("must be corrected first; not worth another start")
