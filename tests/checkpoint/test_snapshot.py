@@ -170,5 +170,7 @@ def test_what_is_no_whole_snapshot_is_not_read(
 
 def test_a_folder_without_room_is_told(shared_memory: Path) -> None:
     shared_memory.mkdir()
-    with pytest.raises(CheckpointError, match=r"has no room for a snapshot of .* MiB \(the disk of"):
+    with pytest.raises(
+        CheckpointError, match=r"has no room for a snapshot of .* MiB \(the disk of"
+    ):
         SnapshotPair(shared_memory, "rank0").reserve(1 << 50)
