@@ -92,7 +92,7 @@ def losses(rows: list[dict[str, Any]]) -> list[tuple[int, float]]:
     return [(row["iteration"], row["lm loss"]) for row in rows]
 
 
-QUICK = list(CASES)[:2]
+QUICK = ["DP2, averages, evaluations"]
 
 
 @pytest.mark.parametrize(
@@ -174,6 +174,7 @@ def cut_too(snapshots: Path, save: Path) -> None:
     os.truncate(next(folder_of(save, 4).glob("__1_*")), 20)
 
 
+@pytest.mark.slow
 def test_what_is_lost_decides_from_where_a_run_goes_on(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -217,6 +218,7 @@ def test_snapshots_may_be_newer_than_the_newest_intact_checkpoint(tmp_path: Path
     assert told == "memory 3"
 
 
+@pytest.mark.slow
 def test_later_snapshots_of_an_earlier_run_are_left(tmp_path: Path) -> None:
     local = ["--non-persistent-local-ckpt-dir", str(tmp_path / "local")]
     local += "--non-persistent-ckpt-type local --non-persistent-save-interval 1".split()

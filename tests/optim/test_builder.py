@@ -112,6 +112,7 @@ def _narrow(run: Run) -> None:
             assert state["exp_avg"].any()
 
 
+@pytest.mark.slow
 def test_moments_in_16_bits_go_on_in_another_layout(tmp_path: Path) -> None:
     """Checkpoints hold the moments in float32, which changes no bit of them."""
     words = [*SMALL, *IN_16_BITS]

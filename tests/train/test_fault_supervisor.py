@@ -36,7 +36,9 @@ sys.exit(launch(main, nproc_per_node=2, device=Device("cpu", "gloo"), policy=pol
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
+)
 def test_a_signal_in_the_middle_of_restarts_ends_the_run(
     number: signal.Signals, tmp_path: Path
 ) -> None:

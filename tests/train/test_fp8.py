@@ -160,6 +160,7 @@ LATENT = (
 )
 
 
+@pytest.mark.slow
 def test_latent_attention_is_near_bf16_on_other_layouts(tmp_path: Path) -> None:
     """Projections to small vectors are whole on every rank; their scales are those of one rank."""
     words = (LATENT, "--fp8-format hybrid", DELAYED)

@@ -96,6 +96,7 @@ def draws(process: psutil.Process) -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_a_run_with_four_faults_ends_as_one_without(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

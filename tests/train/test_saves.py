@@ -28,8 +28,14 @@ def values(rows: list[dict[str, Any]]) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("flags", "ranks"),
     [
-        ("--pipeline-model-parallel-size 2 --ema-decay 0.9 --bf16", 4),
-        ("--no-use-distributed-optimizer --lora-rank 4 --no-ckpt-fully-parallel-save", 2),
+        pytest.param(
+            "--pipeline-model-parallel-size 2 --ema-decay 0.9 --bf16", 4, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "--no-use-distributed-optimizer --lora-rank 4 --no-ckpt-fully-parallel-save",
+            2,
+            marks=pytest.mark.slow,
+        ),
         ("--num-experts 2 --expert-model-parallel-size 2 --keep-best 1 --fp16", 2),
     ],
 )
@@ -103,6 +109,7 @@ def test_a_failed_save_is_told_and_counted_and_the_last_one_is_repeated(
     assert "The checkpoint of iteration 4 could not be saved: " in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_failed_save_is_tried_again_after_pauses_that_double(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,7 @@ def survive(campaign: Campaign, kinds: Sequence[str], layout: str, seed: int = 0
 
 
 @pytest.mark.parametrize(("layout", "seed"), CASES)
+@pytest.mark.slow
 def test_twelve_faults_in_a_row_are_survived(campaign: Campaign, layout: str, seed: int) -> None:
     result = survive(campaign, TWELVE, layout, seed)
     assert result.different is None

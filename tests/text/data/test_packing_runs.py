@@ -32,7 +32,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["0.7", documents(folder / "a", 300), "0.3", documents(folder / "b", 200)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [x if x == "cp2" else pytest.param(x, marks=pytest.mark.slow) for x in LAYOUTS]
+)
 def test_losses_are_equal_on_every_layout(layout: str, data: list[str], tmp_path: Path) -> None:
     """Two ranks go on from a checkpoint of one; rounding alone differs."""
     flags, own = LAYOUTS[layout]

@@ -183,6 +183,7 @@ def test_documents_dropout_and_recomputation_without_experts(
     train_alike(layouts, f"{TRAINED} {dropout} --reset-attention-mask", capfd)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_another_layout(tmp_path: Path) -> None:
     """Norms have the names in the checkpoint that Transformer Engine's layers give them."""
     words = f"{RECIPE} --train-iters 3 --log-interval 1 --eval-iters 0 --save-interval 2".split()

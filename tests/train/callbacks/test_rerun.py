@@ -27,7 +27,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-SLOW = ("tp2", "pp2", "cp2", "ep2", "mtp")
+SLOW = ("tp2", "pp2", "cp2", "pp2vpp2bf16", "ep2", "mtp", "tp2pp2")
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_flags_that_need_each_other() -> None:
 @pytest.mark.parametrize(
     ("at", "words"),
     [
-        ("end of backward", "--tensor-model-parallel-size 2"),
+        pytest.param("end of backward", "--tensor-model-parallel-size 2", marks=pytest.mark.slow),
         ("update", "--no-use-distributed-optimizer"),
     ],
 )

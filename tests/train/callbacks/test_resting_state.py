@@ -59,8 +59,11 @@ def _flips(where: str, rank: int) -> Callable[[Run], None]:
 @pytest.mark.parametrize(
     ("words", "ranks", "where", "told"),
     [
-        ("--tensor-model-parallel-size 2", 2, "weight `module.decoder.layers.1.mlp.linear_fc2",
-         "weight `module.decoder.layers.1.mlp.linear_fc2.weight` changed on rank 1 (tensor 1)"),
+        pytest.param(
+            "--tensor-model-parallel-size 2", 2, "weight `module.decoder.layers.1.mlp.linear_fc2",
+            "weight `module.decoder.layers.1.mlp.linear_fc2.weight` changed on rank 1 (tensor 1)",
+            marks=pytest.mark.slow,
+        ),
         ("--bf16", 2, "the optimizer's copy", "weight` changed on rank 1 (data 1)"),
         ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", 2,
          "`exp_avg_sq` of weight `chunk 1: module.decoder.layers.0.mlp.linear_fc1",
@@ -103,6 +106,7 @@ def test_an_injected_bit_is_met(
     assert "During iteration 3 weight `" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_restart_mends_a_flipped_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = run_with("--bf16", tmp_path / "plain", 2)
     for name, value in as_variable([Fault("bit flip", 4, rank=0, at="forward")]).items():

@@ -74,7 +74,9 @@ class Without:
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
-        (2, "--tensor-model-parallel-size 2 --sequence-parallel --bf16"),
+        pytest.param(
+            2, "--tensor-model-parallel-size 2 --sequence-parallel --bf16", marks=pytest.mark.slow
+        ),
         (4, "--pipeline-model-parallel-size 2 --mtp-num-layers 1"),
         pytest.param(2, "--context-parallel-size 2", marks=pytest.mark.slow),
     ],

@@ -142,6 +142,7 @@ def test_the_launcher_reports_runs_that_failed_and_touches_no_other(
     assert warning.startswith(f"warning: {tmp_path / 'report.html'} cannot be written (IsADirect")
 
 
+@pytest.mark.slow
 def test_the_account_of_a_run_with_a_restart_agrees_with_a_clock_outside(tmp_path: Path) -> None:
     """A rank is killed in step 7; the run goes on after step 6, which it has saved."""
     words = [*SMALL, "--train-iters", "10", "--save", str(tmp_path), "--nproc-per-node", "2"]

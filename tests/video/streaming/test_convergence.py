@@ -56,6 +56,7 @@ def test_distance_of_gaussians_is_that_of_the_formula() -> None:
 
 
 @ranks()
+@pytest.mark.slow
 def test_the_generator_learns_the_distribution_of_the_teacher(context: ParallelContext) -> None:
     """Train two networks of one layer, which leave the two components a little blurred."""
     course = follow(context, Settings(), steps=150, every=150)
