@@ -31,14 +31,14 @@ MAX_LINE_BYTES = 16 << 20
 MAX_DEPTH = 64
 """The deepest nesting; configurations of models are nested 5 deep, and JSON schemas 20."""
 MAX_JSON_VALUES = 5_000_000
-"""The most values in a JSON file; a tokenizer with 500,000 merges has 2 million."""
+"""The most values in a JSON file; a large vocabulary with its rules has 2 million."""
 MAX_NODES = 2_000_000
 """The most values in a YAML file, where each use of an alias counts as the values it stands for."""
 _MAX_DIGITS = 1_000
 _MAX_INTEGER = 1 << 128
 """Above 1e30, which transformers writes as the length of a model that has none."""
 _MAX_KEY = 1 << 63
-"""Of larger integers many have the same hash, so that a mapping compares each with each."""
+"""Many larger integers have the same hash, so that a mapping compares each with each."""
 _PLAIN_TAGS = ("map", "seq", "str", "int", "float", "bool", "null")
 _PIPES_OF_SHELLS = ("/dev/fd", "/proc/self/fd")
 
