@@ -342,17 +342,35 @@ def check_folders(logs: LoggingConfig, checkpoint: CheckpointConfig) -> None:
         raise ConfigError(found)
 
 
+def _all_of(checks: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Return what each check returns; raise the errors of all of them together."""
+    results, errors = [], list[MegatronExtError]()
+    for check in checks:
+        try:
+            results.append(check())
+        except MegatronExtError as error:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise ConfigError([sentence for error in errors for sentence in error.messages])
+    return results
+
+
 def preflight(config: RunConfig, check_data: Preflight) -> tuple[RunConfig, Any]:
     """Check folders, checkpoints and data on every rank, before any process group exists.
 
     Returns the result of ``check_data`` (`Task.preflight`): the configuration, completed from the
     data, and the task's assets. A failed check raises a MegatronExtError.
     """
+    checks: list[Callable[[], object]] = [
+        partial(check_start, config.checkpoint, initializes=config.model.perform_initialization)
+    ]
     if not config.planning.dry_run:
-        check_folders(config.logging, config.checkpoint)
-    check_start(config.checkpoint, initializes=config.model.perform_initialization)
+        checks.insert(0, partial(check_folders, config.logging, config.checkpoint))
     if config.loss.loss is not None:
-        load_loss(config.loss.loss, tuple(config.loss.loss_args))
-    config, assets = check_data(config)
+        checks.append(partial(load_loss, config.loss.loss, tuple(config.loss.loss_args)))
+    results = _all_of([*checks, partial(check_data, config)])
+    config, assets = results[-1]
     check_resume(config)
     return config, assets

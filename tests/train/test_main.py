@@ -14,7 +14,7 @@ import torch
 from megatron_ext import device as devices
 from megatron_ext.checkpoint.files import read_tracker
 from megatron_ext.text.task import GPT
-from megatron_ext.train.exit_codes import EXIT_CODE_SIGNAL
+from megatron_ext.train.exit_codes import EXIT_CODE_SIGNAL, EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import LOGGED, main, silence_known_warnings
 from megatron_ext.train.reporting.files import read_metrics
 from megatron_ext.train.run import StopRequests
@@ -136,3 +136,17 @@ def test_the_order_of_launches_is_set_before_the_driver_starts(
     monkeypatch.setattr(torch.cuda, "is_available", starts_the_driver)
     assert main(GPT, [*FLAGS, *words.split(), "--nproc-per-node", "2", "--print-config"]) == 0
     assert found and set(found) == {seen}
+
+
+def test_all_that_is_missing_is_told_together(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = [*training_runs.TINY, "--train-iters", "1", "--data-path", str(tmp_path / "a")]
+    words += ["--load", str(tmp_path / "b"), "--loss", str(tmp_path / "c.py:Loss")]
+    words += "--tokenizer-type NullTokenizer --vocab-size 128".split()
+    assert main(GPT, words) == EXIT_CODE_USER_ERROR
+    shown = capfd.readouterr().err.splitlines()
+    expected = ("/b) holds no checkpoint;", "/c.py:Loss) cannot be imported", "/a.idx does not ex")
+    assert len(shown) == 3
+    for part, line in zip(expected, shown, strict=True):
+        assert part in line
