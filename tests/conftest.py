@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,8 +24,27 @@ def _environment_stays() -> Iterator[None]:
         yield
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` where there is none, and say so."""
+SLOW_CASES = Path(__file__).with_name("slow_cases.txt")
+"""Cases of parametrized tests that are slow, beside quicker ones of the same test."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark slow cases, and skip tests marked ``gpu`` where there is none.
+
+    Raises:
+        pytest.UsageError: a file of tests has no case of a listed name any more.
+    """
+    slow = set(SLOW_CASES.read_text(encoding="utf-8").splitlines())
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker(pytest.mark.slow)
+    if not any("::" in argument for argument in config.args):
+        files = {item.nodeid.partition("::")[0] for item in items}
+        gone = slow - {item.nodeid for item in items}
+        gone = {name for name in gone if name.partition("::")[0] in files}
+        if gone:
+            raise pytest.UsageError(f"{SLOW_CASES} names tests that are gone: {sorted(gone)}")
     if torch.cuda.is_available():
         return
     for item in items:

@@ -25,7 +25,7 @@ from jinja2.visitor import NodeTransformer
 from megatron_ext.errors import DataError
 from megatron_ext.text.tokenizers.huggingface import refused_panic
 
-MAX_SOURCE = 1 << 20
+MAX_SOURCE = 1 << 18
 """Characters of a template."""
 MAX_STEPS = 500_000
 """Turns of loops and calls of macros in one rendering; those of a conversation take thousands."""
