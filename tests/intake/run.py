@@ -21,11 +21,16 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.intake import config_json, flags, video_lists
+from tests.intake import config_json, conversations, flags, video_lists
 from tests.intake.judge import Verdict, judge
 from tests.intake.leaves import Change, changes
 
-KINDS: dict[str, Any] = {"config_json": config_json, "flags": flags, "video_lists": video_lists}
+KINDS: dict[str, Any] = {
+    "config_json": config_json,
+    "conversations": conversations,
+    "flags": flags,
+    "video_lists": video_lists,
+}
 """Kinds of input: ``bases`` yields good ones, and ``hear`` reads one.
 
 A kind may draw its ``changes`` itself, and know which of them only ``says_what_is``.
