@@ -39,6 +39,7 @@ WEATHER = {
     },
 }
 ARGUMENTS = {"city": "Oslo", "days": 2, "units": {"metric": True}, "hours": [6, 18]}
+AS_TEXT = json.dumps(ARGUMENTS)
 
 
 def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
@@ -83,7 +84,11 @@ ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "OpenAI, qwen3": ("families/qwen3", {}, OPENAI),
     "OpenAI, llama3.1": ("families/llama3.1", {}, OPENAI),
     "OpenAI, mistral": ("families/mistral", {}, OPENAI),
-    "OpenAI, deepseek-r1": ("families/deepseek-r1", {}, {"messages": _called(json.dumps(ARGUMENTS))}),
+    "OpenAI, deepseek-r1": (
+        "families/deepseek-r1",
+        {},
+        {"messages": _called(AS_TEXT)},
+    ),
     "OpenAI, glm": ("families/glm", {}, OPENAI),
     "OpenAI, harmony": ("families/harmony", {"sft_date": "2024-07-26"}, OPENAI),
     "tool calls that are noted": (
@@ -97,12 +102,12 @@ ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "arguments as JSON text": (
         "families/qwen2.5",
         {},
-        {"messages": _called(json.dumps(ARGUMENTS)), "tools": json.dumps([WEATHER])},
+        {"messages": _called(AS_TEXT), "tools": json.dumps([WEATHER])},
     ),
     "arguments kept as text": (
         "families/deepseek-r1",
         {"sft_tool_arguments": "string"},
-        {"messages": _called(json.dumps(ARGUMENTS))},
+        {"messages": _called(AS_TEXT)},
     ),
     "an older function_call": (
         "templates/hermes",
@@ -114,9 +119,17 @@ ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             ]
         },
     ),
-    "two turns, phi": ("families/phi", {}, {"messages": PLAIN, "id": 7, "source": {"from": "a web page"}}),
+    "two turns, phi": (
+        "families/phi",
+        {},
+        {"messages": PLAIN, "id": 7, "source": {"from": "a web page"}},
+    ),
     "two turns, llama2": ("families/llama2", {}, {"messages": PLAIN, "system": "Be kind."}),
-    "two turns, gemma": ("families/gemma", {}, {"messages": PLAIN, "chat_template_kwargs": {"a": 1}}),
+    "two turns, gemma": (
+        "families/gemma",
+        {},
+        {"messages": PLAIN, "template_kwargs": {"a": 1}},
+    ),
     "two turns, zephyr": ("templates/zephyr", {}, {"messages": json.dumps(PLAIN)}),
     "a developer": (
         "families/qwen2.5",
@@ -250,6 +263,19 @@ def changes(content: Any, dice: random.Random) -> Iterator[Change]:
         yield replace(change, path=("row", *change.path))
 
 
+def names_whole(change: Change, text: str) -> bool:
+    """Return whether a text names a column, or a value in a message, that holds the leaf."""
+    unused = "\n".join(
+        line for line in text.splitlines() if line.startswith(("ignored", "left out"))
+    )
+    wholes = [f"column `{change.path[1]}`"]
+    name = str(change.path[1])
+    for step in change.path[2:]:
+        name += "[]" if isinstance(step, int) else f".{step}"
+        wholes += [f"`{name}`"] if isinstance(step, str) else []
+    return any(whole in unused for whole in wholes)
+
+
 def hear(content: Any, folder: Path) -> Heard:
     """Return the tokens and the masks of a row, as a run and tools/preprocess_data.py make them."""
     chat = _chat(content["template"], json.dumps(content["options"]))
@@ -260,7 +286,9 @@ def hear(content: Any, folder: Path) -> Heard:
         [json.dumps(content["row"]).encode()],
         0,
         lambda line, reason: refused.append(reason),
-        lambda key, stream, batch: documents.append((batch.tokens.tolist(), batch.lengths.tolist())),
+        lambda key, stream, batch: documents.append(
+            (batch.tokens.tolist(), batch.lengths.tolist())
+        ),
         counted.append,
     )
     if refused:
@@ -272,7 +300,9 @@ def hear(content: Any, folder: Path) -> Heard:
 @cache
 def _chat(template: str, options: str) -> Chat:
     settings = TokenizerConfig("HuggingFaceTokenizer", str(_tokenizer(template)))
-    return build_chat(build_tokenizer(settings), settings, SftConfig(sft=True, **json.loads(options)))
+    return build_chat(
+        build_tokenizer(settings), settings, SftConfig(sft=True, **json.loads(options))
+    )
 
 
 @cache

@@ -33,8 +33,10 @@ KINDS: dict[str, Any] = {
 }
 """Kinds of input: ``bases`` yields good ones, and ``hear`` reads one.
 
-A kind may draw its ``changes`` itself, and know which of them only ``says_what_is``.
+A kind may draw its ``changes`` itself, know which of them only ``says_what_is``, and which text
+``names_whole`` what a leaf is a part of.
 """
+_HOOKS = ("says_what_is", "names_whole")
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def cases(seed: int, kinds: Sequence[str]) -> Iterator[Case]:
 def verdict_of(case: Case) -> Verdict:
     with tempfile.TemporaryDirectory(prefix="intake_") as folder:
         kind = KINDS[case.kind]
-        options = {"says_what_is": kind.says_what_is} if hasattr(kind, "says_what_is") else {}
+        options = {name: getattr(kind, name) for name in _HOOKS if hasattr(kind, name)}
         return judge(kind.hear, case.content, case.change, Path(folder), **options)
 
 
