@@ -58,7 +58,7 @@ def judge(
     """Return the verdict on a change of ``whole``, whose input is written into new folders.
 
     ``says_what_is`` returns whether a change only says aloud what holds without it, and
-    ``names_whole`` whether a text names something as not used that the leaf is a part of.
+    ``names_whole`` whether a text names something that the leaf is a part of.
     """
     before, after = folder / "before", folder / "after"
     for place in (before, after):
@@ -68,7 +68,8 @@ def judge(
         heard = hear(change.applied(whole), after)
     except MegatronExtError as error:
         text = str(error)
-        return Verdict("refused" if names(change, text) else "refused without its name", text)
+        is_named = names(change, text) or names_whole(change, text)
+        return Verdict("refused" if is_named else "refused without its name", text)
     # Anything else that is raised reaches a user as a traceback.
     except Exception as error:
         return Verdict("traceback", f"{type(error).__name__}: {error}")

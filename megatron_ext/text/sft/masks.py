@@ -228,7 +228,7 @@ def _exact_span(template: Template, whole: list[int], turn: int) -> tuple[int, i
 
 _MISMATCH = (
     "templating the messages {} it does not give the beginning of the whole conversation; set "
-    "its loss_mask to 0, give a template that does, make a sample of each turn with "
+    "its loss_mask to 0, give a chat template that does, make a sample of each turn with "
     "`--sft-split-turns`, or look for the turn with `--sft-on-mismatch realign`"
 )
 

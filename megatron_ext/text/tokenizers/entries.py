@@ -6,9 +6,11 @@ tokenizer_config.json, unless the latter has `added_tokens_decoder`, which makes
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
+
+import orjson
 
 from megatron_ext.errors import DataError
 
@@ -24,7 +26,7 @@ DESCRIBING = tuple(
 
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _READ = (*NAMED, *LISTED, "tokenizer_class", "auto_map", "chat_template", "split_special_tokens")
-_USUAL = {
+USUAL = {
     "add_bos_token": False,
     "add_eos_token": False,
     "add_prefix_space": False,
@@ -39,6 +41,7 @@ _USUAL = {
 _ENDLESS = 10**20
 """A `model_max_length` from here on says that there is none."""
 _BOOLEANS = ("add_prefix_space", "split_special_tokens", "add_bos_token", "add_eos_token")
+_SIDES = ("padding_side", "truncation_side")
 _TEMPLATES = ("default", "tool_use")
 """Names of the templates that conversations get, the second where there are tools."""
 
@@ -57,14 +60,21 @@ def check_entries(path: Path, entries: Mapping[str, Any]) -> None:
         for key, value in token.items():
             if key in _FLAGS and not isinstance(value, bool):
                 refuse(f"{name}.{key}", "must be true or false")
+            if key == "__type" and value != "AddedToken":
+                refuse(f"{name}.{key}", "must be AddedToken")
             if key not in (*_FLAGS, "content", "__type", "id"):
                 refuse(f"{name}.{key}", "is no entry of a token")
 
     for name, value in entries.items():
+        if name in _SIDES and value not in ("left", "right"):
+            refuse(name, "must be left or right")
         if value is None:
             continue
         if name in NAMED:
             check_token(name, value)
+            # transformers reads an object as a token by this alone, but in special_tokens_map.json.
+            if isinstance(value, dict) and "__type" not in value and "_map" not in path.name:
+                refuse(name, 'is an object without `"__type": "AddedToken"`')
         elif name in LISTED:
             is_object = isinstance(value, dict)
             if not isinstance(value, list) and not (is_object and name != LISTED[0]):
@@ -79,6 +89,8 @@ def check_entries(path: Path, entries: Mapping[str, Any]) -> None:
                     refuse(place, "is no object of a token under its id")
         elif name in _BOOLEANS and not isinstance(value, bool):
             refuse(name, "must be true or false")
+        elif name == "model_max_length" and not isinstance(value, int | float):
+            refuse(name, "must be a number")
         elif name == "tokenizer_class" and not isinstance(value, str):
             refuse(name, "must be the name of a class")
         elif name == "chat_template":
@@ -127,8 +139,8 @@ def unused_entries(folder: Path, files: Mapping[str, Any], backend: Any, loaded:
     added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     unused: dict[str, list[str]] = {}
     own = folder / "tokenizer.json"
-    state = json.loads(backend.to_str())
-    raw = json.loads(own.read_bytes()) if own.is_file() else None
+    state = orjson.loads(backend.to_str())
+    raw = orjson.loads(own.read_bytes()) if own.is_file() else None
     reads = set(_READ)
     if loaded is not None and not (raw is not None and _tokenizes_alike(raw, state)):
         reads |= {*inspect.signature(type(loaded).__init__).parameters, "add_prefix_space"}
@@ -149,10 +161,10 @@ def unused_entries(folder: Path, files: Mapping[str, Any], backend: Any, loaded:
         its = type(loaded).__name__
         if named.removesuffix("Fast") != its.removesuffix("Fast"):
             unused["tokenizer_config.json"].append("tokenizer_class")
-    if raw is not None:
+    if raw is not None and loaded is None:
         unused["tokenizer.json"] = [
             *(key for key in ("truncation", "padding") if raw.get(key) is not None),
-            *_lost(raw, state),
+            *_lost(raw, state, type(backend)),
         ]
     return [
         f"{folder / name}: these entries have no effect here: "
@@ -165,7 +177,7 @@ def unused_entries(folder: Path, files: Mapping[str, Any], backend: Any, loaded:
 def _asks_nothing(key: str, value: Any) -> bool:
     if key == "model_max_length" and isinstance(value, int | float):
         return value >= _ENDLESS
-    return key in _USUAL and value == _USUAL[key]
+    return key in USUAL and value == USUAL[key]
 
 
 def _special_without_effect(
@@ -233,31 +245,89 @@ def _agree(raw: Any, state: Any) -> bool:
     return bool(raw == state)
 
 
+def part_at_fault(raw: Any, kind: Any) -> str | None:
+    """Return the name of the part without which a tokenizer.json can be read; None if none is.
+
+    ``kind`` is the class `tokenizers.Tokenizer`, whose errors seldom say which part is wrong.
+    """
+    if not isinstance(raw, dict):
+        return None
+    for key, value in raw.items():
+        if key == "added_tokens" and isinstance(value, list):
+            for index in range(len(value)):
+                rest = [*value[:index], *value[index + 1 :]]
+                if _state(kind, {**raw, key: rest}) is not None:
+                    return f"{key}[{index}]"
+        else:
+            rest = {name: part for name, part in raw.items() if name != key}
+            empty = "1.0" if key == "version" else None
+            if any(_state(kind, x) is not None for x in (rest, {**rest, key: empty})):
+                return key
+    if _state(kind, {**raw, "model": {"type": "BPE", "vocab": {}, "merges": []}}) is not None:
+        return "model"
+    return None
+
+
+def _state(kind: Any, content: Any) -> Any:
+    """Return what the library of tokenizers makes of the content of a file; None if it refuses."""
+    try:
+        return json.loads(kind.from_str(json.dumps(content)).to_str())
+    except BaseException as error:  # the library raises plain Exception, and panics that are none
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+            raise
+        return None
+
+
 _LARGE = ("vocab", "merges")
 
 
-def _lost(raw: Any, state: Any, name: str = "") -> Iterator[str]:
-    """Yield the names of entries that the library of tokenizers has not taken from its file."""
+def _lost(raw: Any, state: Any, kind: Any) -> Iterator[str]:
+    """Yield the names of entries that the library of tokenizers does not take from its file.
+
+    ``state`` is what it writes of the tokenizer in the file. Some entries it reads under an older
+    name, so that a tokenizer without them is another one.
+    """
+    whole: Any = None
+    for path, is_there in _not_kept(raw, state):
+        if not is_there:
+            whole = whole or _state(kind, raw)
+        if is_there or _state(kind, _without(raw, path)) == whole:
+            yield "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in path).lstrip(".")
+
+
+def _not_kept(
+    raw: Any, state: Any, path: tuple[Any, ...] = ()
+) -> Iterator[tuple[tuple[Any, ...], bool]]:
+    """Yield the path of each entry that ``state`` lacks, or has with another value (True)."""
     if isinstance(raw, dict) and isinstance(state, dict):
         for key, value in raw.items():
-            inside = f"{name}.{key}" if name else str(key)
             if key not in state:
                 if value is not None:
-                    yield inside
-            elif key not in _LARGE:
-                yield from _lost(value, state[key], inside)
-    elif isinstance(raw, list) and isinstance(state, list) and len(raw) == len(state):
-        for index, (value, kept) in enumerate(zip(raw, state, strict=True)):
-            yield from _lost(value, kept, f"{name}[{index}]")
+                    yield (*path, key), False
+            elif key not in _APART:
+                yield from _not_kept(value, state[key], (*path, key))
+    elif isinstance(raw, list) and isinstance(state, list):
+        kept: Any = state
+        if path == ("added_tokens",):  # they are sorted, and their texts are unlike
+            by_text = {token["content"]: token for token in state}
+            kept = [by_text.get(token["content"]) for token in raw]
+        if len(raw) == len(kept):
+            for index, (value, other) in enumerate(zip(raw, kept, strict=True)):
+                yield from _not_kept(value, other, (*path, index))
+    elif raw != state:
+        yield path, True
 
 
-def generation_notes(path: Path, entries: Mapping[str, Any], read: Sequence[str]) -> list[str]:
-    """Return a sentence on the entries of a generation_config.json that have no effect here."""
-    skipped = (*read, *DESCRIBING, "_from_model_config")
-    names = [f"`{key}`" for key, value in entries.items() if value is not None if key not in skipped]
-    if not names:
-        return []
-    return [
-        f"{path}: these entries have no effect here: {', '.join(names)}; flags such as "
-        "`--temperature` set how texts are drawn"
-    ]
+_APART = ("vocab", "merges", "truncation", "padding")
+"""Keys of large parts, and of parts that are switched off here."""
+
+
+def _without(content: Any, path: tuple[Any, ...]) -> Any:
+    """Return a content without the entry at a path."""
+    first, *rest = path
+    if rest:
+        inner = _without(content[first], tuple(rest))
+        if isinstance(content, list):
+            return [*content[:first], inner, *content[first + 1 :]]
+        return {**content, first: inner}
+    return {key: value for key, value in content.items() if key != first}

@@ -20,6 +20,7 @@ from megatron_ext.text.tokenizers.entries import (
     NAMED,
     check_entries,
     flags_differ,
+    part_at_fault,
     special_entries,
     text_of,
     unused_entries,
@@ -42,12 +43,31 @@ def refused_panic(tokenizer: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if not _is_panic(error):
             raise
         reason = " ".join(str(error).split())[:160]
         raise DataError(
             f"`--tokenizer-model` ({tokenizer}) has a pattern or content that the library of "
             f"tokenizers gives up on ({reason}); give a tokenizer from a source that you trust."
+        ) from None
+
+
+def _is_panic(error: BaseException) -> bool:
+    return type(error).__name__ == "PanicException"
+
+
+def _check_post_processor(path: Path, backend: Any) -> None:
+    """Raise a DataError if the library of tokenizers gives up on the last step of each encoding."""
+    try:
+        backend.encode("a", "a")
+        backend.encode("a")
+    except BaseException as error:
+        if not _is_panic(error):
+            raise
+        reason = " ".join(str(error).split())[:160]
+        raise DataError(
+            f"{path} has a `post_processor` that the library of tokenizers gives up on ({reason}); "
+            "copy it again."
         ) from None
 
 
@@ -238,7 +258,10 @@ def _load_direct(
         raise
     except Exception as error:  # the library raises plain Exception
         reason = " ".join(str(error).split())[:160]
-        raise DataError(f"{path} is not a tokenizer ({reason}); copy it again.") from None
+        part = part_at_fault(_read_json(path), tokenizers.Tokenizer)
+        where = "" if part is None else f", at fault is `{part}`"
+        raise DataError(f"{path} is not a tokenizer ({reason}){where}; copy it again.") from None
+    _check_post_processor(path, backend)
     merged = special_entries(config, files["special_tokens_map.json"])
     named = {key: text_of(merged[key]) for key in NAMED if merged.get(key) is not None}
     listed: list[Any] = []
