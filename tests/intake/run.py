@@ -21,7 +21,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.intake import config_json, conversations, flags, texts, tokenizers, video_lists
+from tests.intake import config_json, conversations, flags, texts, tokenizer_files, video_lists
 from tests.intake.judge import Verdict, judge
 from tests.intake.leaves import Change, changes
 
@@ -30,7 +30,7 @@ KINDS: dict[str, Any] = {
     "conversations": conversations,
     "flags": flags,
     "texts": texts,
-    "tokenizers": tokenizers,
+    "tokenizer_files": tokenizer_files,
     "video_lists": video_lists,
 }
 """Kinds of input: ``bases`` yields good ones, and ``hear`` reads one.

@@ -52,7 +52,11 @@ def bases() -> Iterator[tuple[str, Any]]:
 def changes(content: Any, dice: random.Random) -> Iterator[Change]:
     for change in changes_of(content["rows"], dice):
         # An Arrow list holds items of one type.
-        if content["form"] == "table" and change.kind == "type" and isinstance(change.path[-1], int):
+        if (
+            content["form"] == "table"
+            and change.kind == "type"
+            and isinstance(change.path[-1], int)
+        ):
             continue
         yield replace(change, path=("rows", *change.path))
 

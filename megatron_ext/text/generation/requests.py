@@ -215,8 +215,8 @@ def generation_notes(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
     if not names:
         return []
     return [
-        f"{path}: these entries have no effect here: {names}; flags such as `--temperature` set how "
-        "texts are drawn"
+        f"{path}: these entries have no effect here: {names}; flags such as `--temperature` set "
+        "how texts are drawn"
     ]
 
 

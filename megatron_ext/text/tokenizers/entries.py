@@ -1,7 +1,7 @@
 """Entries in the files of a Hugging Face tokenizer: checks them, and names those without effect.
 
 Two files name special tokens. As in transformers, special_tokens_map.json goes before
-tokenizer_config.json, unless the latter has `added_tokens_decoder`, which makes the former obsolete.
+tokenizer_config.json, unless the latter has `added_tokens_decoder`: then the former is not read.
 """
 
 import inspect

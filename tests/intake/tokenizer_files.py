@@ -52,7 +52,9 @@ GENERATION = {
     "top_p": 0.9,
     "transformers_version": "4.55.0",
 }
-_WITH_TOOLS = "{{ tools | tojson }}{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}"
+_WITH_TOOLS = (
+    "{{ tools | tojson }}{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}"
+)
 
 
 def bases() -> Iterator[tuple[str, Any]]:
@@ -221,5 +223,7 @@ def hear(content: Any, folder: Path) -> Heard:
 
 def _texts_of(tokenizer: Tokenizer) -> list[Any]:
     ids = [tokenizer.tokenize(text) for text in TEXTS]
-    shown = [tokenizer.detokenize(one, skip_special_tokens=skip) for one in ids for skip in (False, True)]
+    shown = [
+        tokenizer.detokenize(one, skip_special_tokens=skip) for one in ids for skip in (False, True)
+    ]
     return [ids, shown]
