@@ -255,14 +255,14 @@ def part_at_fault(raw: Any, kind: Any) -> str | None:
     for key, value in raw.items():
         if key == "added_tokens" and isinstance(value, list):
             for index in range(len(value)):
-                rest = [*value[:index], *value[index + 1 :]]
-                if _state(kind, {**raw, key: rest}) is not None:
+                others = [*value[:index], *value[index + 1 :]]
+                if _state(kind, {**raw, key: others}) is not None:
                     return f"{key}[{index}]"
         else:
             rest = {name: part for name, part in raw.items() if name != key}
             empty = "1.0" if key == "version" else None
             if any(_state(kind, x) is not None for x in (rest, {**rest, key: empty})):
-                return key
+                return str(key)
     if _state(kind, {**raw, "model": {"type": "BPE", "vocab": {}, "merges": []}}) is not None:
         return "model"
     return None
