@@ -125,6 +125,10 @@ def _unreadable(raw: dict[str, Any], path: Path, error: Exception) -> Checkpoint
             _understood(rest, path)
             wrong.append(f"`{key}` {raw[key]!r}")
     mend = " or ".join(sorted(wrong)) or "it"
+    lacks = sorted(_sample(FAMILIES[raw["model_type"]]) - raw.keys() - _UNIMPORTANT)
+    if lacks:
+        names = ", ".join(f"`{key}`" for key in lacks)
+        mend += f", or give what it leaves to transformers' defaults: {names}"
     return CheckpointError(f"{path} cannot be read ({reason}); mend {mend}.")
 
 
