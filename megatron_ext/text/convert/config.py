@@ -125,11 +125,18 @@ def _unreadable(raw: dict[str, Any], path: Path, error: Exception) -> Checkpoint
             _understood(rest, path)
             wrong.append(f"`{key}` {raw[key]!r}")
     mend = " or ".join(sorted(wrong)) or "it"
+    if "factor" in reason and "length" in reason:
+        # The lists of a scaling have a number for each pair of a head's rotated channels.
+        sizes = [f"`{key}` {raw[key]!r}" for key in _OF_HEADS if raw.get(key) is not None]
+        mend += f", or the size of a head ({', '.join(sizes)})" if sizes else ""
     lacks = sorted(_sample(FAMILIES[raw["model_type"]]) - raw.keys() - _UNIMPORTANT)
     if lacks:
         names = ", ".join(f"`{key}`" for key in lacks)
         mend += f", or give what it leaves to transformers' defaults: {names}"
     return CheckpointError(f"{path} cannot be read ({reason}); mend {mend}.")
+
+
+_OF_HEADS = ("hidden_size", "num_attention_heads", "head_dim", "partial_rotary_factor")
 
 
 def _without_effect(raw: dict[str, Any], settings: Settings, config: Any) -> tuple[str, ...]:
