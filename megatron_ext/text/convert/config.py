@@ -127,16 +127,13 @@ def _unreadable(raw: dict[str, Any], path: Path, error: Exception) -> Checkpoint
     mend = " or ".join(sorted(wrong)) or "it"
     if "factor" in reason and "length" in reason:
         # The lists of a scaling have a number for each pair of a head's rotated channels.
-        sizes = [f"`{key}` {raw[key]!r}" for key in _OF_HEADS if raw.get(key) is not None]
-        mend += f", or the size of a head ({', '.join(sizes)})" if sizes else ""
-    lacks = sorted(_sample(FAMILIES[raw["model_type"]]) - raw.keys() - _UNIMPORTANT)
-    if lacks:
-        names = ", ".join(f"`{key}`" for key in lacks)
-        mend += f", or give what it leaves to transformers' defaults: {names}"
+        given = ((key, raw.get(key)) for key in _OF_HEADS)
+        sizes = ", ".join(f"`{key}` {'missing' if x is None else x}" for key, x in given)
+        mend += f", or the size of a head ({sizes})"
     return CheckpointError(f"{path} cannot be read ({reason}); mend {mend}.")
 
 
-_OF_HEADS = ("hidden_size", "num_attention_heads", "head_dim", "partial_rotary_factor")
+_OF_HEADS = ("hidden_size", "num_attention_heads")
 
 
 def _without_effect(raw: dict[str, Any], settings: Settings, config: Any) -> tuple[str, ...]:

@@ -182,8 +182,8 @@ def test_models_that_have_no_family(tmp_path: Path, changed: dict[str, Any], tex
 @pytest.mark.parametrize(
     ("heads", "text"),
     [
-        ({"num_attention_heads": 5}, "or the size of a head (`hidden_size` 64, `num_attention_h"),
-        ({}, "or give what it leaves to transformers' defaults: `num_attention_heads`"),
+        ({"num_attention_heads": 5}, "(`hidden_size` 64, `num_attention_heads` 5)"),
+        ({}, "or the size of a head (`hidden_size` 64, `num_attention_heads` missing)"),
     ],
 )
 def test_heads_that_do_not_fit_a_scaling_are_named(
