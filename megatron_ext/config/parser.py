@@ -120,6 +120,8 @@ def parse_args(
             "`--transformer-impl` (transformer_engine) has no effect on a CPU: Transformer Engine "
             "needs a GPU, and torch's layers compute the same."
         )
+    if bare.model.transformer_impl == "local":
+        notes.append("`--transformer-impl` (local) is torch here: there are no other local layers.")
     if "lr_warmup_iters" not in values["optimizer"]:
         notes += config.optimizer.warmup_notes()
     if "muon_extra_scale_factor" not in values["optimizer"]:
@@ -189,6 +191,7 @@ class _Reading:
         left_out: reasons why the program lacks flags of the engine, by spelling.
         unread: first spellings of the flags whose values could not be read.
         settled: file, key, flag and value of each config-file entry for a flag in ``left_out``.
+        renamed: old spellings that were given, by the new ones.
     """
 
     table: dict[str, tuple[Flag, bool]]
@@ -203,6 +206,7 @@ class _Reading:
     no_position_embedding: bool = False
     unread: set[str] = field(default_factory=set)
     settled: list[tuple[str, str, Flag, Any]] = field(default_factory=list)
+    renamed: dict[str, str] = field(default_factory=dict)
 
     def words(self, argv: Sequence[str]) -> Iterator[str]:
         """Yield the words of a command line; split ``--a=b`` in two, and rename old flags."""
@@ -213,6 +217,7 @@ class _Reading:
                 now = RENAMED.get(name) or answer_in(RENAMED, canonical(name))
             if now is not None:
                 self.notes.append(f"`{name}` is spelled `{' '.join(now)}` now.")
+                self.renamed |= {flag: name for flag in now if flag.startswith("--")}
             yield from now or (name,)
             if equals:
                 yield value
@@ -257,16 +262,25 @@ class _Reading:
         value: Any = positive
         if flag.type is bool and values:
             given = " ".join(values)
-            self.errors.append(f"`{word}` takes no value, but got {given}; leave it out.")
+            self.errors.append(
+                f"{self._spelled(word)} takes no value, but got {given}; leave it out."
+            )
         if flag.type is not bool:
             try:
                 value = sections.value_of_words(flag, word, values)
             except ConfigError as error:
-                self.errors += error.messages
+                self.errors += [
+                    text.replace(f"`{word}`", self._spelled(word), 1) for text in error.messages
+                ]
                 self.unread.add(flag.positive[0])
                 return
         self.values.setdefault(flag.section, {})[flag.field] = value
         self.given.append(flag)
+
+    def _spelled(self, word: str) -> str:
+        """Return a flag as code, with its old spelling where that was given."""
+        old = self.renamed.get(word)
+        return f"`{word}`" if old is None else f"`{word}` (given as `{old}`)"
 
     def causes(self, messages: Iterable[str]) -> list[str]:
         """Return messages without those about flags that could not be read, which were reported."""

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from megatron_ext.config.model import ModelConfig, padded_size
 from megatron_ext.config.parallel import ParallelConfig
@@ -169,6 +170,14 @@ def prepare_sft(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
     return dataclasses.replace(config, training=training), tokenizer
 
 
+def tokenizer_lines(config: RunConfig, assets: Any) -> list[str]:
+    """Return lines on entries of the tokenizer's files that have no effect here.
+
+    A task that is made from this one may have other assets than a tokenizer.
+    """
+    return assets.notes() if isinstance(assets, Tokenizer) else []
+
+
 GPT = Task(
     sections=(*SECTIONS, HuggingFaceConfig),
     needs=NEEDS,
@@ -178,6 +187,7 @@ GPT = Task(
     described_model=model_of_folder,
     initial_weights=load_initial_weights,
     preflight=prepare_gpt,
+    data_lines=tokenizer_lines,
     datasets=build_datasets,
     source=text_source,
     model_chunk=build_gpt_chunk,
@@ -195,7 +205,7 @@ GPT = Task(
 def conversation_lines(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
     """Return lines on what a run reads of its conversations, and what it does not use."""
     report = report_conversations(config, tokenizer)
-    return [*report.notes, *report.warnings]
+    return [*tokenizer.notes(), *report.notes, *report.warnings]
 
 
 SFT = dataclasses.replace(

@@ -53,10 +53,12 @@ def judge(
     change: Change,
     folder: Path,
     says_what_is: Callable[[Change, Heard], bool] = lambda change, usual: False,
+    names_whole: Callable[[Change, str], bool] = lambda change, text: False,
 ) -> Verdict:
     """Return the verdict on a change of ``whole``, whose input is written into new folders.
 
-    ``says_what_is`` returns whether a change only says aloud what holds without it.
+    ``says_what_is`` returns whether a change only says aloud what holds without it, and
+    ``names_whole`` whether a text names something that the leaf is a part of.
     """
     before, after = folder / "before", folder / "after"
     for place in (before, after):
@@ -66,7 +68,8 @@ def judge(
         heard = hear(change.applied(whole), after)
     except MegatronExtError as error:
         text = str(error)
-        return Verdict("refused" if names(change, text) else "refused without its name", text)
+        is_named = names(change, text) or names_whole(change, text)
+        return Verdict("refused" if is_named else "refused without its name", text)
     # Anything else that is raised reaches a user as a traceback.
     except Exception as error:
         return Verdict("traceback", f"{type(error).__name__}: {error}")
@@ -76,7 +79,11 @@ def judge(
     lines = set(heard.printed.splitlines()) - set(usual.printed.splitlines())
     if change.kind in ("gone", "null") or says_what_is(change, usual):
         return Verdict("same")
-    if names(change, "\n".join(lines)) or names(change, heard.printed):
+    if any(
+        tells(change, text)
+        for tells in (names, names_whole)
+        for text in ("\n".join(lines), heard.printed)
+    ):
         return Verdict("named", heard.printed)
     return Verdict("unheard", heard.printed)
 

@@ -21,15 +21,24 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.intake import config_json, flags, video_lists
+from tests.intake import config_json, conversations, flags, texts, tokenizer_files, video_lists
 from tests.intake.judge import Verdict, judge
 from tests.intake.leaves import Change, changes
 
-KINDS: dict[str, Any] = {"config_json": config_json, "flags": flags, "video_lists": video_lists}
+KINDS: dict[str, Any] = {
+    "config_json": config_json,
+    "conversations": conversations,
+    "flags": flags,
+    "texts": texts,
+    "tokenizer_files": tokenizer_files,
+    "video_lists": video_lists,
+}
 """Kinds of input: ``bases`` yields good ones, and ``hear`` reads one.
 
-A kind may draw its ``changes`` itself, and know which of them only ``says_what_is``.
+A kind may draw its ``changes`` itself, know which of them only ``says_what_is``, and which text
+``names_whole`` what a leaf is a part of.
 """
+_HOOKS = ("says_what_is", "names_whole")
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,7 @@ def cases(seed: int, kinds: Sequence[str]) -> Iterator[Case]:
 def verdict_of(case: Case) -> Verdict:
     with tempfile.TemporaryDirectory(prefix="intake_") as folder:
         kind = KINDS[case.kind]
-        options = {"says_what_is": kind.says_what_is} if hasattr(kind, "says_what_is") else {}
+        options = {name: getattr(kind, name) for name in _HOOKS if hasattr(kind, name)}
         return judge(kind.hear, case.content, case.change, Path(folder), **options)
 
 

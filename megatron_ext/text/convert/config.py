@@ -125,7 +125,15 @@ def _unreadable(raw: dict[str, Any], path: Path, error: Exception) -> Checkpoint
             _understood(rest, path)
             wrong.append(f"`{key}` {raw[key]!r}")
     mend = " or ".join(sorted(wrong)) or "it"
+    if "factor" in reason and "length" in reason:
+        # The lists of a scaling have a number for each pair of a head's rotated channels.
+        given = ((key, raw.get(key)) for key in _OF_HEADS)
+        sizes = ", ".join(f"`{key}` {'missing' if x is None else x}" for key, x in given)
+        mend += f", or the size of a head ({sizes})"
     return CheckpointError(f"{path} cannot be read ({reason}); mend {mend}.")
+
+
+_OF_HEADS = ("hidden_size", "num_attention_heads")
 
 
 def _without_effect(raw: dict[str, Any], settings: Settings, config: Any) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_ext.config.run import RunConfig
@@ -26,6 +27,7 @@ from megatron_ext.text.generation.sampling import Sampling
 from megatron_ext.text.sft.chat import load_chat_tokenizer
 from megatron_ext.text.sft.templates import TooCostly, apply_template
 from megatron_ext.text.tokenizers.base import NO_TOKEN, Tokenizer
+from megatron_ext.text.tokenizers.entries import DESCRIBING
 from megatron_ext.text.tokenizers.huggingface import tokenizer_folder
 
 Messages = Sequence[Mapping[str, Any]]
@@ -192,25 +194,46 @@ def end_tokens(config: RunConfig, tokenizer: Tokenizer) -> set[int]:
 
     Such a file lies in the folder of a Hugging Face tokenizer whose model ends turns otherwise.
     """
-    found = {tokenizer.eod} - {NO_TOKEN}
+    ends = {tokenizer.eod} - {NO_TOKEN}
+    path, entries = _generation_config(config, tokenizer)
+    given = entries.get("eos_token_id")
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(map(is_count, ids)):
+        raise DataError(
+            f"{path} gives `eos_token_id` as {shortened(given)}, but it must be a number of a "
+            "token or a list of such; copy the model again."
+        )
+    return ends | set(ids)
+
+
+def generation_notes(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
+    """Return a sentence on the entries of a generation_config.json that have no effect here."""
+    path, entries = _generation_config(config, tokenizer)
+    skipped = (*DESCRIBING, "_from_model_config", "eos_token_id")
+    given = [key for key, value in entries.items() if value is not None]
+    names = ", ".join(f"`{key}`" for key in given if key not in skipped)
+    if not names:
+        return []
+    return [
+        f"{path}: these entries have no effect here: {names}; flags such as `--temperature` set "
+        "how texts are drawn"
+    ]
+
+
+def _generation_config(config: RunConfig, tokenizer: Tokenizer) -> tuple[Path, dict[str, Any]]:
+    """Return path and content of a tokenizer's generation_config.json, {} if it has none."""
     name = config.section(TokenizerConfig).tokenizer_model
-    if tokenizer.kind == "HuggingFaceTokenizer" and name is not None:
-        path = tokenizer_folder(name) / "generation_config.json"
-        if path.is_file():
-            try:
-                given = read_json_object(path, not_finite=True).get("eos_token_id")
-            except UnreadableFile as error:
-                raise DataError(
-                    f"{path} is not a JSON object ({error.reason}); copy the model again."
-                ) from None
-            ids = given if isinstance(given, list) else [] if given is None else [given]
-            if not all(map(is_count, ids)):
-                raise DataError(
-                    f"{path} gives `eos_token_id` as {shortened(given)}, but it must be a number "
-                    "of a token or a list of such; copy the model again."
-                )
-            found |= set(ids)
-    return found
+    if tokenizer.kind != "HuggingFaceTokenizer" or name is None:
+        return Path("generation_config.json"), {}
+    path = tokenizer_folder(name) / "generation_config.json"
+    if not path.is_file():
+        return path, {}
+    try:
+        return path, read_json_object(path, not_finite=True)
+    except UnreadableFile as error:
+        raise DataError(
+            f"{path} is not a JSON object ({error.reason}); copy the model again."
+        ) from None
 
 
 def check_vocabulary(trained: int | None, tokenizer: Tokenizer) -> None:

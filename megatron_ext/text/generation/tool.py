@@ -32,6 +32,7 @@ from megatron_ext.text.generation.requests import (
     check_vocabulary,
     encoded_requests,
     end_tokens,
+    generation_notes,
     read_prompts,
 )
 from megatron_ext.text.model.gpt import build_gpt_chunk
@@ -236,8 +237,10 @@ def write_texts(run: Run) -> None:
     generation = config.section(GenerationConfig)
     config, tokenizer = with_tokenizer(config)
     encode = Encoder(config, tokenizer)
-    if encode.note is not None and context.is_reporting_rank:
-        print(f"> {encode.note}", flush=True)
+    notes = [*tokenizer.notes(), *generation_notes(config, tokenizer)]
+    notes += [] if encode.note is None else [encode.note]
+    for note in notes if context.is_reporting_rank else ():
+        print(f"> {note}", flush=True)
     writer = Writer(run, tokenizer, batch_size=generation.generation_batch_size)
     if generation.interactive:
         _converse(config, encode, writer)

@@ -31,7 +31,7 @@ from megatron_ext.text.preprocess.texts import TextEncoding
 from megatron_ext.text.preprocess.workers import encode_parts
 from megatron_ext.text.tokenizers.fast import InexactEngine
 
-_MOST_REMARKS = 8
+_MOST_REMARKS = 40
 """Reasons or keys that one sentence of the report names at most."""
 
 

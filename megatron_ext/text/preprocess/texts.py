@@ -51,6 +51,8 @@ class TextEncoding:
         samples = _samples(parts, self._options.json_keys)
         self._fast, line = choose_engine(self._tokenizer, samples, self._options.engine)
         say(line)
+        for sentence in self._tokenizer.notes():
+            say(sentence)
         if self._eod is not None:
             for sentence in appended_warnings(self._tokenizer, self._eod):
                 say(sentence)

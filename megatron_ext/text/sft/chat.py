@@ -13,7 +13,7 @@ import hashlib
 import importlib.metadata
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from megatron_ext.disk.reading import UnreadableFile, read_text
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.config import SftConfig, TokenizerConfig
-from megatron_ext.text.sft.conversation import Conversation
+from megatron_ext.text.sft.conversation import Conversation, Message
 from megatron_ext.text.sft.templates import TooCostly, apply_template
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.text.tokenizers.huggingface import (
@@ -97,11 +97,7 @@ class Template:
         except TooCostly:
             raise
         except Exception as error:  # a template can raise anything
-            raise DataError(
-                f"{self.conversation.place}: the chat template refuses the first {count} of "
-                f"{len(self.conversation.messages)} messages ({_reason(error)}); correct the row, "
-                "or give a template that takes it."
-            ) from error
+            raise RefusedByTemplate(self, count, _reason(error)) from error
 
     def ids(self, count: int, *, prompt: bool = False) -> list[int]:
         """Return the first ``count`` messages' token ids; ``prompt`` adds the generation prompt."""
@@ -127,6 +123,79 @@ class Template:
                 f"{self.conversation.place}: the tokenizer refuses the text of the conversation "
                 f"({_reason(error)}); correct the row."
             ) from error
+
+
+class RefusedByTemplate(DataError):
+    """Raised where a template refuses the first ``count`` messages of its conversation."""
+
+    def __init__(self, template: Template, count: int, reason: str) -> None:
+        self._template, self._count, self._reason = template, count, reason
+        total = len(template.conversation.messages)
+        super().__init__(self._sentence(f"the first {count} of {total} messages"))
+
+    def with_part(self) -> DataError:
+        """Return the error that names the part at fault, found by trials on fewer messages.
+
+        They take time, and many refusals are only those of a mark in the row, so that this is left
+        to whoever shows the error.
+        """
+        template = self._template
+        conversation = template.conversation
+        if conversation.tools is not None:
+            bare = template.of(dataclasses.replace(conversation, tools=None))
+            if _refusal(bare, self._count) != self._reason:
+                keys = {key for tool in conversation.tools for key in _names_below(tool, "tools[]")}
+                return DataError(self._sentence(f"`tools` (with {', '.join(sorted(keys))})"))
+        for count in range(1, self._count + 1):
+            if _refusal(template, count) == self._reason:
+                shown = _described(conversation.messages[count - 1])
+                return DataError(self._sentence(f"`messages[{count - 1}]` ({shown})"))
+        return self
+
+    def _sentence(self, part: str) -> str:
+        return (
+            f"{self._template.conversation.place}: the chat template refuses {part}: "
+            f"{self._reason}; correct the row, or give a template that takes it."
+        )
+
+
+def _refusal(template: Template, count: int) -> str | None:
+    """Return why a template refuses the first ``count`` messages; None if it takes them."""
+    try:
+        template.text(count)
+    except RefusedByTemplate as error:
+        return error._reason
+    return None
+
+
+def _described(message: Message) -> str:
+    """Return the role of a message, and which keys it has and lacks, for an error."""
+    names = [name for key in message for name in _names_below(message[key], key) if key != "role"]
+    needed = ["content", *(["tool_call_id"] if message["role"] == "tool" else [])]
+    lacking = [key for key in needed if key not in message]
+    for call in message.get("tool_calls", ()):
+        function = call.get("function", call)
+        inside = "tool_calls[]" if function is call else "tool_calls[].function"
+        lacking += ["tool_calls[].id"] if "id" not in call else []
+        lacking += [f"{inside}.arguments"] if "arguments" not in function else []
+    shown = f"role {message['role']}"
+    if names:
+        shown += f", with {', '.join(dict.fromkeys(names))}"
+    if lacking:
+        shown += f", without {', '.join(dict.fromkeys(lacking))}"
+    return shown
+
+
+def _names_below(value: Any, name: str) -> Iterator[str]:
+    """Yield the name of each value below, without the numbers of lists; arguments stay whole."""
+    if isinstance(value, dict) and value and not name.endswith("arguments"):
+        for key, item in value.items():
+            yield from _names_below(item, f"{name}.{key}")
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for item in value:
+            yield from _names_below(item, f"{name}[]")
+    else:
+        yield name
 
 
 def _reason(error: Exception) -> str:

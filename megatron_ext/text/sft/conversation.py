@@ -131,7 +131,9 @@ class _Row:
             messages.append(kept)
             trained.append(is_assistant and (may_train if mask is None else mask))
         if not any(message["role"] == ASSISTANT for message in messages):
-            rule = "has no message of the assistant, so nothing to train; drop the row"
+            roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+            rule = f"has no message of role {ASSISTANT} but of {roles}, so nothing to train"
+            rule += "; drop the row"
             self._refuse(listed[0][0].split("[")[0], rule)
         thinks = self._take(self.sft.sft_enable_thinking_key)
         if thinks is not None and not isinstance(thinks, bool):
@@ -393,7 +395,14 @@ class _Row:
                 kind = type(function).__name__
                 self._refuse(f"{name}.function", f"must be an object with a name, not {kind}")
             call = {**call, "function": function}
+            self._name_of(function, f"{name}.function")
+        else:
+            self._name_of(call, name)
         return call
+
+    def _name_of(self, function: Message, name: str) -> None:
+        """Refuse a function whose name is no text."""
+        self._text(function.get("name"), f"{name}.name")
 
     def _tools(self) -> tuple[Any, ...] | None:
         """Return the tool schemas of the row; None if it has none.
@@ -427,6 +436,8 @@ class _Row:
                 if not isinstance(value, dict):
                     self._refuse(f"{name}.{key}", f"must be an object, not {type(value).__name__}")
                 read[key] = self._schema(value, f"{name}.{key}") if key == "function" else value
+        if "name" in read:
+            self._name_of(read, name)
         return read
 
 

@@ -21,6 +21,7 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.config import SftConfig
 from megatron_ext.text.sft.chat import (
     ChatTokenizer,
+    RefusedByTemplate,
     Template,
     find_beginnings,
     reads_variable,
@@ -61,7 +62,7 @@ def tokenize_samples(
     template, and what the template leaves out, is counted in the conversation's `Intake`. Raise
     the errors of `tokenize_conversation`.
     """
-    kwargs, intake = sft.template_kwargs, conversation.intake
+    kwargs = sft.template_kwargs
     if kwargs.get("chat_template") is None and not tokenizer.chat_template:
         raise ConfigError(
             "The tokenizer has no chat template, so conversations cannot be tokenized; give one "
@@ -70,7 +71,15 @@ def tokenize_samples(
     if sft.sft_date is not None and kwargs.get("chat_template"):
         day = datetime.date.fromisoformat(sft.sft_date)
         kwargs["chat_template"] = with_date(kwargs["chat_template"], day)
-    template = fitted(Template(tokenizer, conversation, kwargs), sft)
+    try:
+        return _tokenized_samples(Template(tokenizer, conversation, kwargs), sft)
+    except RefusedByTemplate as error:
+        raise error.with_part() from None
+
+
+def _tokenized_samples(template: Template, sft: SftConfig) -> list[TokenizedConversation]:
+    conversation, intake = template.conversation, template.conversation.intake
+    template = fitted(template, sft)
     thinks = conversation.enable_thinking is not None
     if thinks and not reads_variable(template.source(), "enable_thinking"):
         intake.ignored[f"column `{sft.sft_enable_thinking_key}`"] += 1
@@ -219,7 +228,7 @@ def _exact_span(template: Template, whole: list[int], turn: int) -> tuple[int, i
 
 _MISMATCH = (
     "templating the messages {} it does not give the beginning of the whole conversation; set "
-    "its loss_mask to 0, give a template that does, make a sample of each turn with "
+    "its loss_mask to 0, give a chat template that does, make a sample of each turn with "
     "`--sft-split-turns`, or look for the turn with `--sft-on-mismatch realign`"
 )
 

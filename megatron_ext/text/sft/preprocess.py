@@ -176,7 +176,10 @@ def preprocess_sft(options: SftPreprocessOptions, say: Say = say_to_stderr) -> R
 
     Return a report.
     """
-    chat = chat_of(options)
+    tokenizer = build_tokenizer(options.tokenizer)
+    for sentence in tokenizer.notes():
+        say(sentence)
+    chat = build_chat(tokenizer, options.tokenizer, options.sft)
     report, intake = write_store(options, chat, say)
     for line in report_lines([intake], chat, "the input"):
         say(line)

@@ -282,7 +282,8 @@ def _meaning(
     if key == "content" and (len(path) == 3 or path[-1] == "text"):
         return f"a message of role {conversation.messages[index]['role']}"
     if key == "tool_calls" and set(path[4:6]) & {"name", "arguments"}:
-        return "a tool call"
+        role = conversation.messages[index]["role"]
+        return "a tool call" if role == ASSISTANT else f"a tool call of role {role}"
     if key in REASONING:
         turn_is_trained = conversation.trained[index] and not realigned
         return "the reasoning of a trained turn" if turn_is_trained else None

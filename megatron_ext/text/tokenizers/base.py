@@ -73,6 +73,10 @@ class Tokenizer(ABC):
         """Return the id of the token that is spelled ``text``, or -1 if there is none."""
         return NO_TOKEN
 
+    def notes(self) -> list[str]:
+        """Return sentences on entries of the tokenizer's files that have no effect here."""
+        return []
+
     def start_ids(self) -> tuple[int, ...]:
         """Return the ids that transformers puts before a text, where `tokenize` does not."""
         return ()

@@ -6,17 +6,27 @@ milliseconds and does not import torch. Any other class may change its tokenizer
 loaded by transformers.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.disk.reading import UnreadableFile, read_json_object
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.tokenizers.base import NO_TOKEN, FastKind, Ids, Tokenizer, require_package
+from megatron_ext.text.tokenizers.entries import (
+    LISTED,
+    NAMED,
+    check_entries,
+    flags_differ,
+    part_at_fault,
+    special_entries,
+    text_of,
+    unused_entries,
+)
 
 _GENERAL_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend", None)
-_NAMED = tuple(f"{name}_token" for name in ("eos", "bos", "unk", "sep", "pad", "cls", "mask"))
 _FILES = tuple("*.json *.jinja *.txt *.py *.model *.tiktoken *.bpe *.spm vocab* tokenizer*".split())
 """Names of the files that a tokenizer may be made of, in all folders; weights have other endings.
 
@@ -33,7 +43,7 @@ def refused_panic(tokenizer: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if not _is_panic(error):
             raise
         reason = " ".join(str(error).split())[:160]
         raise DataError(
@@ -42,12 +52,31 @@ def refused_panic(tokenizer: str) -> Iterator[None]:
         ) from None
 
 
+def _is_panic(error: BaseException) -> bool:
+    return type(error).__name__ == "PanicException"
+
+
+def _check_post_processor(path: Path, backend: Any) -> None:
+    """Raise a DataError if the library of tokenizers gives up on the last step of each encoding."""
+    try:
+        backend.encode("a", "a")
+        backend.encode("a")
+    except BaseException as error:
+        if not _is_panic(error):
+            raise
+        reason = " ".join(str(error).split())[:160]
+        raise DataError(
+            f"{path} has a `post_processor` that the library of tokenizers gives up on ({reason}); "
+            "copy it again."
+        ) from None
+
+
 class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizers.Tokenizer` with named special tokens, such as eos_token.
 
     ``special_tokens`` that are not in the vocabulary get the next ids. With
     ``include_special_tokens``, each text gets the special tokens that the tokenizer adds itself,
-    such as bos.
+    such as bos. ``unused`` returns sentences on entries of its files that have no effect.
     """
 
     def __init__(
@@ -59,6 +88,7 @@ class HuggingFaceTokenizer(Tokenizer):
         special_tokens: Sequence[str] = (),
         *,
         include_special_tokens: bool = False,
+        unused: Callable[[], list[str]] | None = None,
     ) -> None:
         options = {
             "special_tokens": list(special_tokens) or None,
@@ -66,6 +96,7 @@ class HuggingFaceTokenizer(Tokenizer):
         }
         super().__init__(path, options)
         self.kind, self._backend, self._include_special = kind, backend, include_special_tokens
+        self._unused = unused
         backend.no_truncation()
         backend.no_padding()
         if special_tokens:
@@ -84,6 +115,9 @@ class HuggingFaceTokenizer(Tokenizer):
     def token_id(self, text: str) -> int:
         known = self._backend.token_to_id(text)
         return NO_TOKEN if known is None else int(known)
+
+    def notes(self) -> list[str]:
+        return [] if self._unused is None else self._unused()
 
     def start_ids(self) -> tuple[int, ...]:
         if self._include_special:
@@ -139,19 +173,32 @@ def build(
             f"`--tokenizer-type {kind}` needs `--tokenizer-model` with a folder or a hub name."
         )
     folder = tokenizer_folder(name)
-    config = _read_json(folder / "tokenizer_config.json")
+    files = {file: _read_json(folder / file) for file in _WITH_ENTRIES}
+    for file, entries in files.items():
+        check_entries(folder / file, entries)
+    config = files["tokenizer_config.json"]
     direct = (folder / "tokenizer.json").is_file() and not trust_remote_code
     if include_special_tokens and ("add_bos_token" in config or "add_eos_token" in config):
         direct = False  # transformers rewrites the post-processor by these
-    found = _load_direct(folder, config) if direct else None
+    found = _load_direct(folder, files) if direct else None
+    loaded = None
     if found is None:
         loaded = load_pretrained(folder, trust_remote_code=trust_remote_code)
-        named = {key: str(getattr(loaded, key)) for key in _NAMED if getattr(loaded, key, None)}
+        named = {key: str(getattr(loaded, key)) for key in NAMED if getattr(loaded, key, None)}
         found = loaded.backend_tokenizer, named
     backend, named = found
     return HuggingFaceTokenizer(
-        kind, name, backend, named, special_tokens, include_special_tokens=include_special_tokens
+        kind,
+        name,
+        backend,
+        named,
+        special_tokens,
+        include_special_tokens=include_special_tokens,
+        unused=partial(unused_entries, folder, files, backend, loaded),
     )
+
+
+_WITH_ENTRIES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 def tokenizer_folder(name: str) -> Path:
@@ -192,38 +239,45 @@ def _read_json(path: Path) -> dict[str, Any]:
         ) from None
 
 
-def _load_direct(folder: Path, config: dict[str, Any]) -> tuple[Any, dict[str, str]] | None:
+def _load_direct(
+    folder: Path, files: Mapping[str, dict[str, Any]]
+) -> tuple[Any, dict[str, str]] | None:
     """Load tokenizer.json by itself; return None if transformers might read it differently.
 
     The result is the `tokenizers.Tokenizer`, and its special tokens by name.
     """
+    config = files["tokenizer_config.json"]
     if config.get("tokenizer_class") not in _GENERAL_CLASSES or "auto_map" in config:
         return None
     tokenizers = require_package("tokenizers", "HuggingFaceTokenizer")
     path = folder / "tokenizer.json"
     try:
-        with refused_panic(str(folder)):
-            backend = tokenizers.Tokenizer.from_file(str(path))
-    except DataError:
-        raise
-    except Exception as error:  # the library raises plain Exception
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except BaseException as error:  # the library raises plain Exception, or panics
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise
         reason = " ".join(str(error).split())[:160]
-        raise DataError(f"{path} is not a tokenizer ({reason}); copy it again.") from None
-    merged = {**_read_json(folder / "special_tokens_map.json"), **config}
-    named = {key: _text(merged[key]) for key in _NAMED if merged.get(key) is not None}
-    extra: list[str] = []
-    for key in ("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder"):
+        part = part_at_fault(_read_json(path), tokenizers.Tokenizer)
+        where = "" if part is None else f", at fault is `{part}`"
+        raise DataError(f"{path} is not a tokenizer ({reason}){where}; copy it again.") from None
+    _check_post_processor(path, backend)
+    merged = special_entries(config, files["special_tokens_map.json"])
+    named = {key: text_of(merged[key]) for key in NAMED if merged.get(key) is not None}
+    listed: list[Any] = []
+    for key in LISTED:
         tokens = merged.get(key) or ()
-        extra += [_text(t) for t in (tokens.values() if isinstance(tokens, dict) else tokens)]
-    if any(backend.token_to_id(token) is None for token in [*named.values(), *extra]):
+        listed += tokens.values() if isinstance(tokens, dict) else tokens
+    others = [x for key, x in merged.items() if key.endswith("_token") and isinstance(x, str)]
+    # transformers adds those that are missing, and changes the flags of those that differ.
+    added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    if any(text_of(token) not in added for token in [*named.values(), *listed, *others]):
+        return None
+    decoder = (config.get("added_tokens_decoder") or {}).values()
+    if any(flags_differ(token, added[text_of(token)]) for token in decoder):
         return None
     if merged.get("add_prefix_space") or merged.get("split_special_tokens"):
         return None
     return backend, named
-
-
-def _text(token: Any) -> str:
-    return str(token.get("content", token) if isinstance(token, dict) else token)
 
 
 def load_pretrained(folder: Path, *, trust_remote_code: bool) -> Any:

@@ -177,3 +177,21 @@ def test_models_that_have_no_family(tmp_path: Path, changed: dict[str, Any], tex
         config_json(model, MoEConfig(), vocab_size=300, dtype=torch.float32, like=None)
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("heads", "text"),
+    [
+        ({"num_attention_heads": 5}, "(`hidden_size` 64, `num_attention_heads` 5)"),
+        ({}, "or the size of a head (`hidden_size` 64, `num_attention_heads` missing)"),
+    ],
+)
+def test_heads_that_do_not_fit_a_scaling_are_named(
+    heads: dict[str, int], text: str, tmp_path: Path
+) -> None:
+    content = {**SIZES, **MODELS["phi3 longrope"]}
+    del content["num_attention_heads"]
+    (tmp_path / "config.json").write_text(json.dumps({**content, **heads}), encoding="utf-8")
+    with pytest.raises(CheckpointError) as caught:
+        read_model(tmp_path)
+    assert "config.json cannot be read (" in str(caught.value) and text in str(caught.value)

@@ -245,11 +245,22 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "not a list": ({"messages": "Hi"}, "`messages` must be a list of at least one message, not st"),
     "empty": ({"messages": []}, "`messages` must be a list of at least one message, not an empty"),
     "not an object": ({"messages": ["Hi"]}, "`messages[0]` must be an object, not str."),
-    "no assistant": ({"messages": [USER]}, "`messages` has no message of the assistant, so no"),
+    "no assistant": (
+        {"messages": [USER]},
+        "`messages` has no message of role assistant but of user",
+    ),
     "role": (with_message(role=3), "`messages[1].role` must be a text such as user or assistant"),
     "no content": (with_message(content=None), "`messages[1].content` is missing; only a messag"),
     "content": (with_message(content=3), "`messages[1].content` must be a text or a list of parts"),
     "calls": (with_message(tool_calls="x"), "`messages[1].tool_calls` must be a list, not str."),
+    "name of a call": (
+        with_message(tool_calls=[{"function": {"name": {"text": "f"}, "arguments": {}}}]),
+        "`messages[1].tool_calls[0].function.name` must be a text, not dict.",
+    ),
+    "name of a tool": (
+        {**GOOD, "tools": [{"type": "function", "function": {"name": 3}}]},
+        "`tools[0].function.name` must be a text, not int.",
+    ),
     "loss_mask": (with_message(loss_mask=2), "`messages[1].loss_mask` must be 0 or 1, not 2."),
     "trained user": (
         {"messages": [{**USER, "loss_mask": 1}, ASSISTANT]},

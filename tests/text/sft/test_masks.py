@@ -221,9 +221,37 @@ def test_a_template_that_drops_turns_cannot_be_realigned() -> None:
         trained_text("chatml", TALK[:3], REALIGN_AND_NOTE, template=template)
 
 
-def test_what_the_template_refuses_names_the_row() -> None:
-    with pytest.raises(DataError, match=r"chats.jsonl, row 7: .*System role not supported"):
+NEEDS_ID = (
+    "{% for m in messages %}{% if m.role == 'tool' and m.tool_call_id|length != 9 %}"
+    "{{ raise_exception('Nine letters.') }}{% endif %}{{ m.content }}{% endfor %}"
+    "{% for t in tools %}{{ 'tool ' + t.name }}{% endfor %}"
+)
+
+
+def test_what_the_template_refuses_names_the_row_and_the_message() -> None:
+    with pytest.raises(
+        DataError,
+        match=r"chats.jsonl, row 7: the chat template refuses `messages\[0\]` \(role system, with "
+        r"content\): TemplateError: System role not supported; correct the row, or give",
+    ):
         trained_text("gemma", [SYSTEM, *TALK])
+    answered = [*TALK, {"role": "tool", "content": "4", "seconds": {"all": 2}}]
+    with pytest.raises(
+        DataError,
+        match=r"`messages\[4\]` \(role tool, with content, seconds.all, without tool_call_id\): "
+        r".*Nine letters",
+    ):
+        trained_text("chatml", answered, template=NEEDS_ID)
+
+
+def test_what_the_template_refuses_names_the_tools() -> None:
+    row = {"messages": TALK, "tools": [{"type": "browser"}]}
+    template = tiny.tokenizer("chatml", template=NEEDS_ID)
+    with pytest.raises(
+        DataError,
+        match=r"the chat template refuses `tools` \(with tools\[\].type\): UndefinedError",
+    ):
+        tokenize_conversation(template, read_conversation(row, Place("chats.jsonl", 7)))
 
 
 def test_no_template_and_keywords_that_are_set_anyway() -> None:

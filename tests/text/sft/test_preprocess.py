@@ -261,7 +261,7 @@ BAD = [
     ("[]", "is not a JSON object"),
     ("", "is blank"),
     ('{"text": "x"}', "is refused: `messages` is not a column of this row (it has text); na"),
-    (messages("x"), "is refused: `messages` has no message of the assist"),
+    (messages("x"), "is refused: `messages` has no message of role assist"),
     (messages("\ud800", "x"), "is refused: the tokenizer refuses the text of the conv"),
 ]
 

@@ -138,6 +138,10 @@ def test_detokenize_shows_special_tokens_on_request() -> None:
         assert tokenizer.detokenize(ids, skip_special_tokens=False) == f"ba{text}"
 
 
+ADDED = {"0": {"content": tiny.END, "lstrip": False, "rstrip": False, "special": True}}
+ALONE = {"content": "<|pad|>", "single_word": True, "special": True}
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -145,18 +149,25 @@ def test_detokenize_shows_special_tokens_on_request() -> None:
         {"eos_token": tiny.END, "extra_special_tokens": ["<a>", "<b>"]},
         {"eos_token": tiny.END, "bos_token": "<|pad|>", "add_bos_token": True},
         {"sep_token": "<|pad|>"},
+        {"eos_token": tiny.END, "image_token": "<a>"},
+        {"eos_token": "who"},
+        {"eos_token": "<|pad|>", "map": {"eos_token": tiny.END}},
+        {"eos_token": "<|pad|>", "map": {"eos_token": tiny.END}, "added_tokens_decoder": ADDED},
+        {"eos_token": tiny.END, "added_tokens_decoder": {**ADDED, "1": ALONE}},
     ],
 )
 def test_what_the_config_adds_is_what_core_sees(tmp_path: Path, config: dict[str, Any]) -> None:
     folder = tmp_path / "hf"
     shutil.copytree(tiny.hf_folder(), folder)
     config = {"tokenizer_class": "TokenizersBackend", **config}
+    if "map" in config:
+        (folder / "special_tokens_map.json").write_text(json.dumps(config.pop("map")))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     for include in (False, True):
         chosen = huggingface(tokenizer_hf_include_special_tokens=include)
         chosen = dataclasses.replace(chosen, tokenizer_model=str(folder))
         ours, theirs = build_tokenizer(chosen), tiny.cores_tokenizer(chosen)
-        texts = [*TEXTS, "x <a><b> <eos>"]
+        texts = [*TEXTS, "x <a><b> <eos>", f"who {tiny.END} who x<|pad|>y <|pad|> who"]
         assert [ours.tokenize(text) for text in texts] == [theirs.tokenize(t) for t in texts]
         assert (ours.vocab_size, ours.eod) == (theirs.vocab_size, theirs.eod)
 
@@ -276,7 +287,7 @@ def test_a_file_that_the_library_gives_up_on_is_a_sentence(tmp_path: Path) -> No
     content = json.loads((tiny.hf_folder() / "tokenizer.json").read_text())
     content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "//////////8="}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(DataError, match="that the library of tokenizers gives up on"):
+    with pytest.raises(DataError, match=r"is not a tokenizer .* at fault is `normali"):
         build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))
 
 

@@ -1,0 +1,333 @@
+"""Entries in the files of a Hugging Face tokenizer: checks them, and names those without effect.
+
+Two files name special tokens. As in transformers, special_tokens_map.json goes before
+tokenizer_config.json, unless the latter has `added_tokens_decoder`: then the former is not read.
+"""
+
+import inspect
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import orjson
+
+from megatron_ext.errors import DataError
+
+NAMED = tuple(f"{name}_token" for name in ("eos", "bos", "unk", "sep", "pad", "cls", "mask"))
+"""Keys of the special tokens that have a name."""
+LISTED = ("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder")
+"""Keys of further special tokens."""
+DESCRIBING = tuple(
+    "_commit_hash _name_or_path backend is_local local_files_only model_input_names name_or_path "
+    "processor_class special_tokens_map_file tokenizer_file transformers_version".split()
+)
+"""Entries that tell who wrote the files, of what, and with which classes."""
+
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_READ = (*NAMED, *LISTED, "tokenizer_class", "auto_map", "chat_template", "split_special_tokens")
+USUAL = {
+    "add_bos_token": False,
+    "add_eos_token": False,
+    "add_prefix_space": False,
+    "clean_up_tokenization_spaces": False,
+    "errors": "replace",
+    "padding_side": "right",
+    "spaces_between_special_tokens": False,
+    "truncation_side": "right",
+    "use_default_system_prompt": False,
+}
+"""The defaults of entries that have no effect here; these values ask for nothing."""
+_ENDLESS = 10**20
+"""A `model_max_length` from here on says that there is none."""
+_BOOLEANS = ("add_prefix_space", "split_special_tokens", "add_bos_token", "add_eos_token")
+_SIDES = ("padding_side", "truncation_side")
+_TEMPLATES = ("default", "tool_use")
+"""Names of the templates that conversations get, the second where there are tools."""
+
+
+def check_entries(path: Path, entries: Mapping[str, Any]) -> None:
+    """Raise a DataError for an entry of a tokenizer's file that has a value of a wrong type."""
+
+    def refuse(name: str, rule: str) -> NoReturn:
+        raise DataError(f"{path} has under `{name}` what {rule}; copy the tokenizer again.")
+
+    def check_token(name: str, token: Any) -> None:
+        if isinstance(token, str):
+            return
+        if not isinstance(token, dict) or not isinstance(token.get("content"), str):
+            refuse(name, "is no token: neither a text nor an object with a text as `content`")
+        for key, value in token.items():
+            if key in _FLAGS and not isinstance(value, bool):
+                refuse(f"{name}.{key}", "must be true or false")
+            if key == "__type" and value != "AddedToken":
+                refuse(f"{name}.{key}", "must be AddedToken")
+            if key not in (*_FLAGS, "content", "__type", "id"):
+                refuse(f"{name}.{key}", "is no entry of a token")
+
+    for name, value in entries.items():
+        if name in _SIDES and value not in ("left", "right"):
+            refuse(name, "must be left or right")
+        if value is None:
+            continue
+        if name in NAMED:
+            check_token(name, value)
+            # transformers reads an object as a token by this alone, but in special_tokens_map.json.
+            if isinstance(value, dict) and "__type" not in value and "_map" not in path.name:
+                refuse(name, 'is an object without `"__type": "AddedToken"`')
+        elif name in LISTED:
+            is_object = isinstance(value, dict)
+            if not isinstance(value, list) and not (is_object and name != LISTED[0]):
+                refuse(name, "is no list of tokens")
+            tokens = value.items() if is_object else enumerate(value)
+            for key, token in tokens:
+                place = f"{name}.{key}" if is_object else f"{name}[{key}]"
+                check_token(place, token)
+                if name == "added_tokens_decoder" and not (
+                    str(key).isdecimal() and isinstance(token, dict)
+                ):
+                    refuse(place, "is no object of a token under its id")
+        elif name in _BOOLEANS and not isinstance(value, bool):
+            refuse(name, "must be true or false")
+        elif name == "model_max_length" and not isinstance(value, int | float):
+            refuse(name, "must be a number")
+        elif name == "tokenizer_class" and not isinstance(value, str):
+            refuse(name, "must be the name of a class")
+        elif name == "chat_template":
+            _check_templates(value, refuse)
+
+
+def _check_templates(value: Any, refuse: Any) -> None:
+    if isinstance(value, str):
+        return
+    if not isinstance(value, list):
+        refuse("chat_template", "is neither a text nor a list of named templates")
+    for index, item in enumerate(value):
+        name = f"chat_template[{index}]"
+        if not isinstance(item, dict):
+            refuse(name, "is no object with `name` and `template`")
+        for key in ("name", "template"):
+            if not isinstance(item.get(key), str):
+                refuse(f"{name}.{key}", "must be a text")
+
+
+def special_entries(config: Mapping[str, Any], map_: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries on special tokens that are in use, of the two files that have some."""
+    return {**config} if "added_tokens_decoder" in config else {**config, **map_}
+
+
+def text_of(token: Any) -> str:
+    """Return the text of a token that is given as a text or an object."""
+    return str(token.get("content", token) if isinstance(token, dict) else token)
+
+
+def flags_differ(token: Mapping[str, Any], added: Any) -> bool:
+    """Tell whether an object of a token says other flags than a loaded `AddedToken` has."""
+    return any(key in token and token[key] != getattr(added, key) for key in _FLAGS)
+
+
+def unused_entries(folder: Path, files: Mapping[str, Any], backend: Any, loaded: Any) -> list[str]:
+    """Return a sentence for each file of a tokenizer with entries that have no effect here.
+
+    Args:
+        files: the contents of tokenizer_config.json and special_tokens_map.json.
+        backend: the loaded `tokenizers.Tokenizer`.
+        loaded: the tokenizer of transformers that it belongs to; None if it was loaded directly.
+    """
+    config, map_ = files["tokenizer_config.json"], files["special_tokens_map.json"]
+    in_use = special_entries(config, map_)
+    added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    unused: dict[str, list[str]] = {}
+    own = folder / "tokenizer.json"
+    state = orjson.loads(backend.to_str())
+    raw = orjson.loads(own.read_bytes()) if own.is_file() else None
+    reads = set(_READ)
+    if loaded is not None and not (raw is not None and _tokenizes_alike(raw, state)):
+        reads |= {*inspect.signature(type(loaded).__init__).parameters, "add_prefix_space"}
+    for name, entries in files.items():
+        unused[name] = [*_special_without_effect(entries, in_use, added)]
+        for key, value in entries.items():
+            if value is None or key in (*DESCRIBING, *NAMED, *LISTED):
+                continue
+            of_config = name == "tokenizer_config.json"
+            # Any further `..._token` is a special token, and a variable of the chat template.
+            if key.endswith("_token") and isinstance(value, str):
+                continue
+            if not of_config or (key not in reads and not _asks_nothing(key, value)):
+                unused[name].append(key)
+    unused["tokenizer_config.json"] += _templates_without_effect(folder, config)
+    named = config.get("tokenizer_class")
+    if loaded is not None and named is not None:
+        its = type(loaded).__name__
+        if named.removesuffix("Fast") != its.removesuffix("Fast"):
+            unused["tokenizer_config.json"].append("tokenizer_class")
+    if raw is not None and loaded is None:
+        unused["tokenizer.json"] = [
+            *(key for key in ("truncation", "padding") if raw.get(key) is not None),
+            *_lost(raw, state, type(backend)),
+        ]
+    return [
+        f"{folder / name}: these entries have no effect here: "
+        + ", ".join(f"`{key}`" for key in dict.fromkeys(keys))
+        for name, keys in unused.items()
+        if keys
+    ]
+
+
+def _asks_nothing(key: str, value: Any) -> bool:
+    if key == "model_max_length" and isinstance(value, int | float):
+        return value >= _ENDLESS
+    return key in USUAL and value == USUAL[key]
+
+
+def _special_without_effect(
+    entries: Mapping[str, Any], in_use: Mapping[str, Any], added: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield the entries on special tokens that another file overrides, or that are not heeded."""
+    for key in (*NAMED, *LISTED):
+        value = entries.get(key)
+        if value is None:
+            continue
+        if key in NAMED and text_of(value) != text_of(in_use.get(key)):
+            yield key
+            continue
+        if key in LISTED and value != in_use.get(key):
+            yield key
+            continue
+        for name, token in _tokens_of(key, value):
+            known = added.get(text_of(token))
+            if known is None:
+                yield name
+            elif isinstance(token, dict):
+                yield from (
+                    f"{name}.{flag}"
+                    for flag in _FLAGS
+                    if flag in token and token[flag] != getattr(known, flag)
+                )
+
+
+def _tokens_of(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if key in NAMED:
+        yield key, value
+    elif isinstance(value, dict):
+        yield from ((f"{key}.{name}", token) for name, token in value.items())
+    else:
+        yield from ((f"{key}[{index}]", token) for index, token in enumerate(value))
+
+
+def _templates_without_effect(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the templates of tokenizer_config.json that no conversation gets."""
+    given = config.get("chat_template")
+    if given is None:
+        return
+    if (folder / "chat_template.jinja").is_file():
+        yield "chat_template"
+    elif isinstance(given, list):
+        for index, item in enumerate(given):
+            if item["name"] not in _TEMPLATES:
+                yield f"chat_template[{index}]` (name {item['name']}) `template"
+            yield from (
+                f"chat_template[{index}].{key}" for key in item if key not in ("name", "template")
+            )
+
+
+def _tokenizes_alike(raw: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
+    """Tell whether a loaded tokenizer is that of its file, but for entries that the file lacks."""
+    parts = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "added_tokens")
+    return all(_agree(raw.get(part), state.get(part)) for part in parts)
+
+
+def _agree(raw: Any, state: Any) -> bool:
+    if isinstance(raw, dict) and isinstance(state, dict):
+        return all(_agree(value, state[key]) for key, value in raw.items() if key in state)
+    if isinstance(raw, list) and isinstance(state, list):
+        return len(raw) == len(state) and all(map(_agree, raw, state))
+    return bool(raw == state)
+
+
+def part_at_fault(raw: Any, kind: Any) -> str | None:
+    """Return the name of the part without which a tokenizer.json can be read; None if none is.
+
+    ``kind`` is the class `tokenizers.Tokenizer`, whose errors seldom say which part is wrong.
+    """
+    if not isinstance(raw, dict):
+        return None
+    for key, value in raw.items():
+        if key == "added_tokens" and isinstance(value, list):
+            for index in range(len(value)):
+                others = [*value[:index], *value[index + 1 :]]
+                if _state(kind, {**raw, key: others}) is not None:
+                    return f"{key}[{index}]"
+        else:
+            rest = {name: part for name, part in raw.items() if name != key}
+            empty = "1.0" if key == "version" else None
+            if any(_state(kind, x) is not None for x in (rest, {**rest, key: empty})):
+                return str(key)
+    if _state(kind, {**raw, "model": {"type": "BPE", "vocab": {}, "merges": []}}) is not None:
+        return "model"
+    return None
+
+
+def _state(kind: Any, content: Any) -> Any:
+    """Return what the library of tokenizers makes of the content of a file; None if it refuses."""
+    try:
+        return json.loads(kind.from_str(json.dumps(content)).to_str())
+    except BaseException as error:  # the library raises plain Exception, and panics that are none
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+            raise
+        return None
+
+
+_LARGE = ("vocab", "merges")
+
+
+def _lost(raw: Any, state: Any, kind: Any) -> Iterator[str]:
+    """Yield the names of entries that the library of tokenizers does not take from its file.
+
+    ``state`` is what it writes of the tokenizer in the file. Some entries it reads under an older
+    name, so that a tokenizer without them is another one.
+    """
+    whole: Any = None
+    for path, is_there in _not_kept(raw, state):
+        if not is_there:
+            whole = whole or _state(kind, raw)
+        if is_there or _state(kind, _without(raw, path)) == whole:
+            yield "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in path).lstrip(".")
+
+
+def _not_kept(
+    raw: Any, state: Any, path: tuple[Any, ...] = ()
+) -> Iterator[tuple[tuple[Any, ...], bool]]:
+    """Yield the path of each entry that ``state`` lacks, or has with another value (True)."""
+    if isinstance(raw, dict) and isinstance(state, dict):
+        for key, value in raw.items():
+            if key not in state:
+                if value is not None:
+                    yield (*path, key), False
+            elif key not in _APART:
+                yield from _not_kept(value, state[key], (*path, key))
+    elif isinstance(raw, list) and isinstance(state, list):
+        kept: Any = state
+        if path == ("added_tokens",):  # they are sorted, and their texts are unlike
+            by_text = {token["content"]: token for token in state}
+            kept = [by_text.get(token["content"]) for token in raw]
+        if len(raw) == len(kept):
+            for index, (value, other) in enumerate(zip(raw, kept, strict=True)):
+                yield from _not_kept(value, other, (*path, index))
+    elif raw != state:
+        yield path, True
+
+
+_APART = ("vocab", "merges", "truncation", "padding")
+"""Keys of large parts, and of parts that are switched off here."""
+
+
+def _without(content: Any, path: tuple[Any, ...]) -> Any:
+    """Return a content without the entry at a path."""
+    first, *rest = path
+    if rest:
+        inner = _without(content[first], tuple(rest))
+        if isinstance(content, list):
+            return [*content[:first], inner, *content[first + 1 :]]
+        return {**content, first: inner}
+    return {key: value for key, value in content.items() if key != first}
