@@ -116,9 +116,13 @@ class Machine:
             return
         first = self._of_hash.setdefault(hash(key), key)
         if first is not key and first != key:
-            self._same_hash += 1
-            if self._same_hash > MAX_SAME_HASH:
-                raise Refused(f"it has more than {MAX_SAME_HASH} keys with the hash of another one")
+            self._count_same_hash()
+
+    def _count_same_hash(self) -> None:
+        """Count a key whose hash may be that of another one; raise Refused for too many."""
+        self._same_hash += 1
+        if self._same_hash > MAX_SAME_HASH:
+            raise Refused(f"it has more than {MAX_SAME_HASH} keys with the hash of another one")
 
     def check_tuple(self, value: tuple[Any, ...]) -> None:
         """Raise Refused if a tuple is too large for its reader."""
@@ -659,11 +663,14 @@ class Scan(Machine):
         # Such as a pair of dtypes, by which the distributed optimizer keeps its buffers.
         if type(value) is tuple and len(value) <= MAX_KEY:
             return all(type(x) is Name or (type(x) is not tuple and _is_key(x)) for x in value)
-        if type(value) is Unknown:
-            # A member of an enumeration, whose hash is that of its name.
-            self._same_hash += 1
-            return self._same_hash <= MAX_SAME_HASH
-        return type(value) is Name or _is_key(value)
+        return type(value) in (Name, Unknown) or _is_key(value)
+
+    def check_key(self, key: Any) -> None:
+        if type(key) is Unknown:
+            # Such as a member of an enumeration, or a size, whose hash is not known here.
+            self._count_same_hash()
+        else:
+            super().check_key(key)
 
     def check_tuple(self, value: tuple[Any, ...]) -> None:
         inner = [self._sizes.get(id(part), 0) for part in value if type(part) is tuple]

@@ -141,7 +141,7 @@ def _same_folder(path: str, other: str | None) -> bool:
 
 
 def load_notes(config: CheckpointConfig) -> list[str]:
-    """Return a note if ``--load`` is the save folder and holds no checkpoint to go on from yet."""
+    """Return a note if ``--load`` holds no checkpoint, and what the run starts from instead."""
     if config.load is None or config.starts_elsewhere or find(config) is not None:
         return []
     local = config.non_persistent_local_ckpt_dir

@@ -344,7 +344,8 @@ def check_folders(logs: LoggingConfig, checkpoint: CheckpointConfig) -> None:
 
 def _all_of(checks: Sequence[Callable[[], Any]]) -> list[Any]:
     """Return what each check returns; raise the errors of all of them together."""
-    results, errors = [], list[MegatronExtError]()
+    results: list[Any] = []
+    errors: list[MegatronExtError] = []
     for check in checks:
         try:
             results.append(check())
@@ -363,14 +364,14 @@ def preflight(config: RunConfig, check_data: Preflight) -> tuple[RunConfig, Any]
     Returns the result of ``check_data`` (`Task.preflight`): the configuration, completed from the
     data, and the task's assets. A failed check raises a MegatronExtError.
     """
-    checks: list[Callable[[], object]] = [
-        partial(check_start, config.checkpoint, initializes=config.model.perform_initialization)
-    ]
+    checks: list[Callable[[], Any]] = []
     if not config.planning.dry_run:
-        checks.insert(0, partial(check_folders, config.logging, config.checkpoint))
+        checks.append(partial(check_folders, config.logging, config.checkpoint))
+    initializes = config.model.perform_initialization
+    checks.append(partial(check_start, config.checkpoint, initializes=initializes))
     if config.loss.loss is not None:
         checks.append(partial(load_loss, config.loss.loss, tuple(config.loss.loss_args)))
-    results = _all_of([*checks, partial(check_data, config)])
-    config, assets = results[-1]
+    checks.append(partial(check_data, config))
+    config, assets = _all_of(checks)[-1]
     check_resume(config)
     return config, assets

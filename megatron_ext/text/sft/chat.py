@@ -129,7 +129,9 @@ class RefusedByTemplate(DataError):
     """Raised where a template refuses the first ``count`` messages of its conversation."""
 
     def __init__(self, template: Template, count: int, reason: str) -> None:
-        self._template, self._count, self._reason = template, count, reason
+        self._template = template
+        self._count = count
+        self._reason = reason
         total = len(template.conversation.messages)
         super().__init__(self._sentence(f"the first {count} of {total} messages"))
 

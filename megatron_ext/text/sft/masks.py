@@ -78,7 +78,8 @@ def tokenize_samples(
 
 
 def _tokenized_samples(template: Template, sft: SftConfig) -> list[TokenizedConversation]:
-    conversation, intake = template.conversation, template.conversation.intake
+    conversation = template.conversation
+    intake = conversation.intake
     template = fitted(template, sft)
     thinks = conversation.enable_thinking is not None
     if thinks and not reads_variable(template.source(), "enable_thinking"):

@@ -134,7 +134,8 @@ def unused_entries(folder: Path, files: Mapping[str, Any], backend: Any, loaded:
         backend: the loaded `tokenizers.Tokenizer`.
         loaded: the tokenizer of transformers that it belongs to; None if it was loaded directly.
     """
-    config, map_ = files["tokenizer_config.json"], files["special_tokens_map.json"]
+    config = files["tokenizer_config.json"]
+    map_ = files["special_tokens_map.json"]
     in_use = special_entries(config, map_)
     added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     unused: dict[str, list[str]] = {}

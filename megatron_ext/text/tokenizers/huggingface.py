@@ -40,15 +40,21 @@ def refused_panic(tokenizer: str) -> Iterator[None]:
     It does so, by an error that is no Exception, after ten million attempts to match a pattern at
     one place, or where a part of its file is damaged. ``tokenizer`` is its file or folder.
     """
+    what = f"`--tokenizer-model` ({tokenizer}) has a pattern or content"
+    with _panic_told(what, "give a tokenizer from a source that you trust"):
+        yield
+
+
+@contextmanager
+def _panic_told(what: str, advice: str) -> Iterator[None]:
+    """Raise a DataError for a panic of the library of tokenizers, which tells ``what`` it is of."""
     try:
         yield
     except BaseException as error:
         if not _is_panic(error):
             raise
-        reason = " ".join(str(error).split())[:160]
         raise DataError(
-            f"`--tokenizer-model` ({tokenizer}) has a pattern or content that the library of "
-            f"tokenizers gives up on ({reason}); give a tokenizer from a source that you trust."
+            f"{what} that the library of tokenizers gives up on ({_reason(error)}); {advice}."
         ) from None
 
 
@@ -56,19 +62,15 @@ def _is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
+def _reason(error: BaseException) -> str:
+    return " ".join(str(error).split())[:160]
+
+
 def _check_post_processor(path: Path, backend: Any) -> None:
     """Raise a DataError if the library of tokenizers gives up on the last step of each encoding."""
-    try:
+    with _panic_told(f"{path} has a `post_processor`", "copy it again"):
         backend.encode("a", "a")
         backend.encode("a")
-    except BaseException as error:
-        if not _is_panic(error):
-            raise
-        reason = " ".join(str(error).split())[:160]
-        raise DataError(
-            f"{path} has a `post_processor` that the library of tokenizers gives up on ({reason}); "
-            "copy it again."
-        ) from None
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -220,7 +222,7 @@ def tokenizer_folder(name: str) -> Path:
 
         return Path(snapshot_download(name, allow_patterns=list(_FILES)))
     except Exception as error:  # the hub's client and its transport raise kinds of their own
-        reason = " ".join(str(error).split())[:160]
+        reason = _reason(error)
         raise DataError(
             f"`--tokenizer-model` ({name}) is neither a folder here nor a Hugging Face name that "
             f"could be fetched ({type(error).__name__}: {reason}); check the name and the network."
@@ -256,7 +258,7 @@ def _load_direct(
     except BaseException as error:  # the library raises plain Exception, or panics
         if not isinstance(error, Exception) and not _is_panic(error):
             raise
-        reason = " ".join(str(error).split())[:160]
+        reason = _reason(error)
         part = part_at_fault(_read_json(path), tokenizers.Tokenizer)
         where = "" if part is None else f", at fault is `{part}`"
         raise DataError(f"{path} is not a tokenizer ({reason}){where}; copy it again.") from None
@@ -300,7 +302,7 @@ def load_pretrained(folder: Path, *, trust_remote_code: bool) -> Any:
                 f"`--tokenizer-model` ({folder}) is a tokenizer with code of its own, which is not "
                 "run; give `--trust-remote-code` if you trust its source."
             ) from None
-        reason = " ".join(str(error).split())[:160]
+        reason = _reason(error)
         raise DataError(
             f"`--tokenizer-model` ({folder}) could not be loaded by transformers "
             f"({type(error).__name__}: {reason}); give a folder with tokenizer.json."
@@ -325,7 +327,7 @@ def build_gpt2(
     try:
         model = tokenizers.models.BPE.from_file(vocab_file, merge_file)
     except Exception as error:  # the library raises plain Exception
-        reason = " ".join(str(error).split())[:160]
+        reason = _reason(error)
         raise DataError(
             f"`--merge-file` ({merge_file}) does not fit `--vocab-file` ({vocab_file}): {reason}; "
             "give the two files of one tokenizer."
