@@ -74,6 +74,25 @@ def mtp_on_this_chunk(config: TransformerConfig, vp_stage: int | None) -> bool:
     return bool(function(layout, config.mtp_num_layers, **here))
 
 
+def scale_mtp_losses(scale: Tensor) -> None:
+    """Set the gradient with which the MTP losses that megatron-core's own models attach start."""
+    multi_token_prediction.MTPLossAutoScaler.set_loss_scale(scale)
+
+
+def take_mtp_losses() -> Tensor | None:
+    """Return the losses ``[depths]`` that core's own models logged since the last call, and reset.
+
+    Each is the mean over the tokens of a micro-batch on this rank. None if no model logged one.
+    """
+    tracker = multi_token_prediction.MTPLossLoggingHelper.tracker
+    values = tracker.get("values", tracker.get("loss_values"))
+    if values is None:
+        return None
+    taken: Tensor = values.clone()
+    values.zero_()
+    return taken
+
+
 MTP_LAYER = next(
     name
     for name in ("mtp_model_layer", "transformer_layer")

@@ -113,15 +113,17 @@ def megatron_task(
 
     @functools.wraps(forward_step)
     def step(
-        config: RunConfig, batch: Any, model: torch.nn.Module, _counts: StepCounts | None
+        config: RunConfig, batch: Any, model: torch.nn.Module, counts: StepCounts | None
     ) -> tuple[Tensor, LossFunction]:
+        if config.model.mtp_num_layers:
+            _scale_mtp_losses(config, counts)
         output, loss = forward_step(iter([batch]) if isinstance(batch, Sample) else None, model)
         return output, _of_contract(loss, config.parallel.context_parallel_size)
 
     sections = () if extra_args_provider is None else (section_of(extra_args_provider),)
     return dataclasses.replace(
         GPT.with_sections(*sections),
-        takes_step_flags=False,
+        takes_step_flags=frozenset({"mtp_num_layers"}),
         step_advice="train with `pretrain_gpt.py`, whose own step knows it",
         prepare_batches=None,
         datasets=datasets,
@@ -197,6 +199,14 @@ def _preflight(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
         for flag, is_given in given.items()
         if is_given
     ]
+    model = config.model
+    stages = config.parallel.pipeline_model_parallel_size
+    if model.mtp_num_layers and stages > 1 and not model.untie_embeddings_and_output_weights:
+        errors.append(
+            f"`--mtp-num-layers {model.mtp_num_layers}` with {stages} pipeline stages and tied "
+            "embeddings cannot be saved by megatron-core's GPTModel; add "
+            "`--untie-embeddings-and-output-weights`, or use one stage or `pretrain_gpt.py`."
+        )
     if errors:
         raise ConfigError(errors)
     config, _current.tokenizer = with_tokenizer(config)
@@ -228,6 +238,20 @@ def _model_chunk(
     return provider(**given)
 
 
+def _scale_mtp_losses(config: RunConfig, counts: StepCounts | None) -> None:
+    """Let the MTP losses that a model of megatron-core attaches have their share of the step.
+
+    The step divides gradients by its targets; without ``--calculate-per-token-loss``, it takes the
+    mean of micro-batch means, where core has divided by the tokens of a context-parallel rank.
+    """
+    core_config = _begun(_current.transformer_config, "forward_step")
+    scale = torch.ones((), device=torch.cuda.current_device())
+    if counts is not None and not config.training.calculate_per_token_loss:
+        scale *= config.parallel.context_parallel_size / counts.num_microbatches
+    start = core_config.grad_scale_func
+    core.scale_mtp_losses(scale if start is None else start(scale))
+
+
 def _source(run: Run, dataset: Any, _: Tokenizer, consumed: int, full_epoch: bool) -> BatchSource:
     parts = run.config, run.context, run.device
     return build_source(dataset, *parts, consumed, full_epoch, as_mappings=True)
@@ -252,6 +276,8 @@ def _of_contract(loss: Callable[..., Any], cp_size: int) -> LossFunction:
         report = result[-1] if len(result) > 1 else {"loss": result[0]}
         entries = {name: torch.as_tensor(value) for name, value in report.items()}
         entries = {x: pair(v.view([]), one) if v.numel() == 1 else v for x, v in entries.items()}
+        if (depths := core.take_mtp_losses()) is not None and torch.is_grad_enabled():
+            entries |= {f"mtp_{k} loss": pair(v, one) for k, v in enumerate(depths, start=1)}
         if len(result) == 3:
             return result[0], result[1], entries
         return result[0] * cp_size, one, entries

@@ -99,7 +99,7 @@ class Task(TaskFlags):
             used, which the first rank prints at the start.
         cost: the cost model for plans (``--dry-run``, tools/plan.py); None if there is none.
         takes_step_flags: True, or the forward step itself, if the forward step implements
-            `STEP_FLAGS`; otherwise these flags are refused.
+            `STEP_FLAGS`, or the set of those that it implements; the others are refused.
         step_advice: what such a refusal advises besides leaving the flag out.
         chunk_sections: by a model chunk, the sections of flags that it alone implements; a task
             with another model chunk refuses these flags.
@@ -126,7 +126,7 @@ class Task(TaskFlags):
     step_runner: Callable[..., Any] | None = None
     data_lines: Callable[[RunConfig, Any], Sequence[str]] = lambda config, assets: ()
     cost: TaskCost | None = None
-    takes_step_flags: bool | ForwardStep = False
+    takes_step_flags: bool | ForwardStep | frozenset[str] = False
     step_advice: str = (
         "let the step call `text.step.gpt_forward_step`, which knows it, and say "
         "`takes_step_flags=True` in the task"
@@ -203,7 +203,8 @@ def _step_errors(task: Task, config: RunConfig) -> list[str]:
     takes = task.takes_step_flags
     if takes is True or (takes is not False and takes is task.forward_step):
         return []
-    given = [x for name, only in STEP_FLAGS.items() for x in changed(config, [name], only)]
+    own = takes if isinstance(takes, frozenset) else frozenset()
+    given = [x for name, only in STEP_FLAGS.items() for x in changed(config, [name], only - own)]
     step = getattr(task.forward_step, "__name__", "none")
     left_out = {name for fields in task.left_out.values() for name in fields}
     return [

@@ -19,6 +19,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
 )
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
@@ -95,7 +96,11 @@ def gpt_builder(args, pre_process, post_process, vp_stage=None, config=None, pg_
     else:
         assert args.heterogeneous_layers_config_path is None
         spec = layer_of(use_te, config)
-    assert args.mtp_num_layers is None
+    mtp_spec = None
+    if args.mtp_num_layers is not None:
+        mtp_spec = get_gpt_mtp_block_spec(
+            config, spec, use_transformer_engine=use_te, vp_stage=vp_stage
+        )
     return GPTModel(
         config=config,
         transformer_layer_spec=spec,
@@ -110,7 +115,7 @@ def gpt_builder(args, pre_process, post_process, vp_stage=None, config=None, pg_
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling,
-        mtp_block_spec=None,
+        mtp_block_spec=mtp_spec,
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )

@@ -84,10 +84,14 @@ def test_the_pages_program_trains_what_pretrain_gpt_trains(
 def test_megatron_lms_own_program_trains_what_pretrain_gpt_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = [*RUN, *PP2.split()]
+    words = [*RUN, *PP2.split(), "--mtp-num-layers", "1", "--untie-embeddings-and-output-weights"]
     own = run_program(OWN, words, tmp_path / "own", monkeypatch)
-    rows = runs.train(words, tmp_path / "gpt", 2)
+    # core 0.16 divides the sum over a depth's targets, 31 in a sequence of 32, by the main ones.
+    factor = str(0.1 * 31 / 32)
+    rows = runs.train([*words, "--mtp-loss-scaling-factor", factor], tmp_path / "gpt", 2)
     assert losses(own) == [pytest.approx(row, rel=1e-5) for row in losses(rows)]
+    depths = [row["mtp_1 loss"] for row in runs.training_rows(rows)]
+    assert [row["mtp_1 loss"] for row in runs.training_rows(own)] == pytest.approx(depths, rel=1e-5)
 
 
 @pytest.mark.parametrize("function", [GPTFIMDataset, SFTDataset, core_transformer_config_from_yaml])
@@ -239,7 +243,10 @@ def test_flags_that_only_gpts_step_honours_are_refused(program: Path, tmp_path: 
     with pytest.raises(ConfigError, match="`--loss-reduction` does nothing in a program whose"):
         runs.train_on_ranks([*RUN, "--loss-reduction", "sample"], save=tmp_path, task=task)
     advice = (
-        r"`--mtp-num-layers` is left out .* \(`forward_step`\); .* `pretrain_gpt.py`, whose own"
+        r"`--label-smoothing` is left out .* \(`forward_step`\); .* `pretrain_gpt.py`, whose own"
     )
     with pytest.raises(ConfigError, match=advice):
-        runs.train_on_ranks([*RUN, "--mtp-num-layers", "1"], save=tmp_path, task=task)
+        runs.train_on_ranks([*RUN, "--label-smoothing", "0.1"], save=tmp_path, task=task)
+    tied = [*RUN, "--mtp-num-layers", "1", *PP2.split()]
+    with pytest.raises(ConfigError, match="add `--untie-embeddings-and-output-weights`"):
+        runs.train_on_ranks(tied, ranks=2, save=tmp_path, task=task)
