@@ -25,7 +25,7 @@ def _environment_stays() -> Iterator[None]:
 
 
 SLOW_CASES = Path(__file__).with_name("slow_cases.txt")
-"""Cases of parametrized tests that are slow, beside quicker ones of the same test."""
+"""Cases of parametrized tests that are slow, most of them beside quicker ones of the same test."""
 
 
 @pytest.hookimpl(tryfirst=True)

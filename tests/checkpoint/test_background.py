@@ -156,6 +156,7 @@ def test_a_failed_save_is_known_to_all_ranks_and_the_next_one_succeeds(
             ]  # fmt: skip
 
 
+@pytest.mark.slow
 @ranks(dp=2, timeout=120)
 def test_a_helper_that_is_killed_or_hangs_is_replaced_and_its_save_is_not_lost(
     context: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -296,6 +297,7 @@ def check_loads(context: Any, root: Path, iteration: int) -> None:
     assert load(manager(context, root), build(context, layers=1)).iteration == iteration
 
 
+@pytest.mark.slow
 def test_kills_of_ranks_helpers_or_all_leave_a_whole_newest_checkpoint(tmp_path: Path) -> None:
     root, generator = tmp_path / "save", random.Random(11)
     newest = 0

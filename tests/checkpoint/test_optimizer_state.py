@@ -126,12 +126,14 @@ def test_a_run_goes_on_from_before_its_first_update(flags: str, ranks: int, tmp_
     assert all(math.isfinite(row["lm loss"]) and row["nan_iterations"] == 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_a_stage_with_an_empty_group_of_parameters_goes_on_in_16_bits(tmp_path: Path) -> None:
     # The first stage holds the embedding alone, which has no biases or norms.
     layout = f"{STAGES} --pipeline-model-parallel-layout E|ttL"
     check_that_it_goes_on(f"--bf16 {layout}", tmp_path, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", HALF[:2])
 def test_a_stage_without_experts_goes_on_in_16_bits(flags: str, tmp_path: Path) -> None:
     """Check it although the optimizer of its experts has no weights in the checkpoint."""

@@ -96,6 +96,7 @@ def test_documents_apart_give_the_gradients_of_one_rank(name: str, tmp_path: Pat
     assert truth.rows[0]["mtp_1 loss"] != through.rows[0]["mtp_1 loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tie", TIES)
 def test_d07_one_rank_goes_on_from_the_checkpoint_of_an_own_stage(tie: str, tmp_path: Path) -> None:
     """Both evaluate alike: in evaluation the own stage hands on the model's states alone."""

@@ -57,6 +57,7 @@ def calls(of: dict[str, Any], name: str) -> list[dict[str, Any]]:
     return [arguments for called, arguments in of["calls"] if called == name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bf16", "delayed"])
 def test_losses_are_those_of_the_torch_layers(name: str, seen: Seen) -> None:
     """Both start from the same weights; bf16 rounds at other places, 3 digits over few layers."""

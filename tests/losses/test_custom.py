@@ -93,6 +93,7 @@ def test_trains_like_its_dense_form_on_four_ranks(spec: str, tmp_path: Path) -> 
         assert mine["grad_norm"] == pytest.approx(truth["grad_norm"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_further_values_of_a_loss_are_in_the_log(spec: str, tmp_path: Path) -> None:
     """Means over the tokens with the loss's weights; the same on two ranks as on one."""
     file = Path(spec.rpartition(":")[0])

@@ -201,6 +201,7 @@ def test_d27_stock_sizes_the_log_otherwise_without_experts() -> None:
     check_ratio(stock.log_without_experts, {"0.16": 4 / 5, "0.19": 1.0})
 
 
+@pytest.mark.slow
 def test_d27_a_stage_without_experts_logs_what_one_rank_logs(tmp_path: Path) -> None:
     flags = [*TINY, *mock_data(), "--num-experts", "4", "--moe-router-topk", "2"]
     flags += "--moe-layer-freq [0,0,1,1] --moe-aux-loss-coeff 0.01 --mtp-num-layers 1".split()
@@ -304,6 +305,7 @@ def test_d36_biases_of_other_experts_are_not_summed(context: ParallelContext) ->
     assert wrong_expert_gradients(context, add_bias_linear=True) == set()
 
 
+@pytest.mark.slow
 def test_d35_d36_runs_log_the_same_however_experts_are_shared(tmp_path: Path) -> None:
     """Steps are clipped and have biases, with and without the distributed optimizer."""
     tiny = [word for word in TINY if word not in TO_VARY]

@@ -225,6 +225,7 @@ def test_blocks_of_ranks_are_another_update(one_rank: OneRank, tmp_path: Path) -
     assert (found[name] - one_rank("")[name]).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_in_another_layout(one_rank: OneRank, tmp_path: Path) -> None:
     """It holds a momentum for each matrix, and no second moment, from any optimizer."""
     first = tmp_path / "first"

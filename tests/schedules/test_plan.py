@@ -64,6 +64,7 @@ def activation_limit(plan: Plan, rank: int, group: int) -> int:
     return size - rank
 
 
+@pytest.mark.slow
 def test_random_plans_are_complete_and_free_of_deadlock_and_within_memory() -> None:
     generator = random.Random(3)
     for _ in range(NUM_PLANS):

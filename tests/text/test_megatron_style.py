@@ -100,6 +100,7 @@ def test_what_has_another_way_here_says_which(function: Any) -> None:
         function()
 
 
+@pytest.mark.slow
 def test_the_pages_program_keeps_its_flag_in_checkpoints(
     program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,7 @@ def test_resuming_the_same_layout_is_identical(ranks: int, layout: str, tmp_path
         assert [row[key] for row in resumed] == [row[key] for row in whole], key
 
 
+@pytest.mark.slow
 def test_resuming_in_other_layouts_follows_the_uninterrupted_run(tmp_path: Path) -> None:
     """TP1, then TP2 x PP2 from step 4 on, then CP2 x DP2 from step 8 on: within 1e-6."""
     save, uninterrupted = tmp_path / "save", _rows(tmp_path / "whole")
@@ -134,6 +135,7 @@ def test_experts_that_the_first_stage_lacks_resume(optimizer: str, tmp_path: Pat
     _assert_close(short("other", load, 2), whole[2:], 1e-6)
 
 
+@pytest.mark.slow
 def test_runs_resume_in_another_layout_with_and_without_sharded_gradients(tmp_path: Path) -> None:
     """Averages of the weights and checks of the replicas are on; all agree within 1e-6."""
     size = "--num-layers 2 --train-iters 4 --save-interval 2 --global-batch-size 8"
@@ -177,6 +179,7 @@ def test_auto_starts_anew_and_then_goes_on_by_the_same_command(tmp_path: Path) -
     assert [row["iteration"] for row in second] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_auto_prefers_its_own_checkpoints_to_those_it_began_from(tmp_path: Path) -> None:
     base, save = tmp_path / "base", tmp_path / "save"
     run(base, "--exit-interval 3")
@@ -188,6 +191,7 @@ def test_auto_prefers_its_own_checkpoints_to_those_it_began_from(tmp_path: Path)
     assert [row["iteration"] for row in run(save, f"--resume-mode auto --load {base}")] == [4]
 
 
+@pytest.mark.slow
 def test_disable_starts_anew_whatever_the_folder_holds_and_path_goes_on(tmp_path: Path) -> None:
     first = run(tmp_path, "")
     again = run(tmp_path, "--resume-mode disable --exit-interval 2")

@@ -138,6 +138,7 @@ def test_a_failed_save_is_tried_again_after_pauses_that_double(
     assert published(tmp_path / "mine") == [again["iteration"], 16]
 
 
+@pytest.mark.slow
 def test_a_run_that_may_be_restarted_goes_on_after_a_failed_save_but_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -327,6 +327,7 @@ def test_restarts_follow_faults_and_not_the_exit_signal(tmp_path: Path) -> None:
     assert "restart 2" not in run.log()
 
 
+@pytest.mark.slow
 def test_a_rank_whose_agent_dies_during_the_imports_does_not_run_alone(tmp_path: Path) -> None:
     case = Case("torchrun", 1, 0, "training", "launcher", "SIGKILL")
     with Started(case, tmp_path, "--exit-signal-handler") as run:

@@ -195,6 +195,7 @@ def test_requests_to_stop_are_read_one_step_later(context: ParallelContext) -> N
     assert order.waits == [READ] * 2
 
 
+@pytest.mark.slow
 @ranks(dp=2, ep=2)
 def test_experts_wait_for_what_they_use(context: ParallelContext) -> None:
     """The host must know how many tokens each expert gets, and asks in megatron-core alone."""

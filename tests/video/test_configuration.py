@@ -154,6 +154,7 @@ def test_steps_of_epochs(data: Path, tmp_path: Path, capfd: pytest.CaptureFixtur
             assert math.isclose(row["loss"], want["loss"], rel_tol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_of_epochs_goes_on_in_its_epoch_bit_for_bit(data: Path, tmp_path: Path) -> None:
     words = f"{EPOCHS} --train-epochs 2 --save-interval 8"
     whole = steps(data, tmp_path / "whole", words, flags=WITHOUT_ITERS)

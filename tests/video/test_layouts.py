@@ -61,6 +61,7 @@ def test_four_batches_are_one(clips: Path, valid: Path, one_rank: Rows, tmp_path
     check(run(clips, valid, tmp_path, "--micro-batch-size 8"), one_rank, 1e-6)
 
 
+@pytest.mark.slow
 def test_means_are_the_same_wherever_the_text_is(clips: Path, valid: Path, tmp_path: Path) -> None:
     """Give the rank with the text fewer image tokens, or none of the images'."""
     words = "--no-calculate-per-token-loss --micro-batch-size 1"
@@ -99,6 +100,7 @@ def test_mixed_buckets_train_alike_on_replicas(clips: Path, valid: Path, tmp_pat
     assert not {round(size, 3) for size in sizes} <= {24, 56, 88}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mmdit", "video-dit"])
 def test_stages_exchange_16_bits_wherever_they_lie(clips: Path, tmp_path: Path, kind: str) -> None:
     """Compare bf16 losses of a V-shaped schedule with one rank's, but for the rounding of sums."""

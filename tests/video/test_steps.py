@@ -219,6 +219,7 @@ def follow(run: Run, folder: Path) -> None:
     source.next_step = partial(followed, source.next_step)
 
 
+@pytest.mark.slow
 def test_steps_wait_for_what_they_use(clips: Path, tmp_path: Path) -> None:
     """The clips of both ranks' steps and their noise are sent ahead, on a stream of copies."""
     words = "--bf16 --log-interval 9 --tensor-model-parallel-size 2 --sequence-parallel"

@@ -49,6 +49,7 @@ def test_twelve_faults_in_a_row_are_survived(campaign: Campaign, layout: str, se
     assert [outcome.fault.kind for outcome in result.outcomes] == list(TWELVE)
 
 
+@pytest.mark.slow
 def test_kills_in_a_save_and_in_the_restarts_after_it_are_survived(campaign: Campaign) -> None:
     layout = parse_layout("dp2")
     faults = (

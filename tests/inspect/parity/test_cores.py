@@ -169,6 +169,7 @@ def test_dropout_is_told_before_anything_runs(capfd: pytest.CaptureFixture[str])
     assert "parameters" not in shown.err + shown.out
 
 
+@pytest.mark.slow
 def test_schedules_of_the_same_stages_draw_the_same_masks(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -177,6 +178,7 @@ def test_schedules_of_the_same_stages_draw_the_same_masks(
     assert capfd.readouterr().out.count(": PASS") == 3
 
 
+@pytest.mark.slow
 def test_the_running_core_trains_in_a_process_of_its_own(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

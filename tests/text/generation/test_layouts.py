@@ -58,6 +58,7 @@ EXPERTS = (
 ).split()
 
 
+@pytest.mark.slow
 def test_experts_windows_and_learned_positions(tmp_path: Path) -> None:
     """A model with experts, windows in every second layer, learned positions and an MTP depth."""
     root = tmp_path / "run"
@@ -77,6 +78,7 @@ LATENT = (
 ).split()
 
 
+@pytest.mark.slow
 def test_multi_latent_attention(tmp_path: Path) -> None:
     """Keys and values are kept as its heads get them; layers share one rotary embedding."""
     root = tmp_path / "run"

@@ -64,6 +64,7 @@ def test_a_lost_task_is_run_again_alone(
     assert left_in(tmp_path) == ["out_text_document.bin", "out_text_document.idx"]
 
 
+@pytest.mark.slow
 def test_a_part_that_always_dies_ends_the_run_and_others_are_kept(
     slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +92,7 @@ def test_a_bad_line_ends_the_array(slurm: Slurm, tmp_path: Path) -> None:
     check_pair(tmp_path, texts_of(tiny.corpus(100)))
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_is_not_submitted_again(
     slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,7 @@ def test_a_run_averages_each_applied_update_once(ranks: int, more: str, tmp_path
     assert _equal(_stored(tmp_path, 3)[1], _stored(tmp_path, 4)[1])
 
 
+@pytest.mark.slow
 def test_an_average_every_other_step_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     """Steps 4 and 6 are averaged; before the first averaged step the average is the weights."""
     flags = [*EMA, "--ema-update-every", "2", "--ema-start", "4", "--save-interval", "1"]
@@ -145,6 +146,7 @@ def test_one_rank_goes_on_as_tp2_pp2(tmp_path: Path) -> None:
         torch.testing.assert_close(same, average, rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.slow
 def test_training_does_not_notice_the_average(tmp_path: Path) -> None:
     noisy = "--attention-dropout 0.1 --hidden-dropout 0.1 --eval-iters 1 --eval-interval 2".split()
     plain = _train(tmp_path / "plain", *noisy, ranks=2)
@@ -187,6 +189,7 @@ def test_evaluation_is_that_of_the_exported_average(
         assert math.isclose(plain[name], inside[f"{name} ema"], rel_tol=1e-6), name
 
 
+@pytest.mark.slow
 def test_an_average_starts_from_weights(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     flags = ["--save-interval", "1", "--load", str(tmp_path)]
     _train(tmp_path, *flags, "--exit-interval", "2")

@@ -67,6 +67,7 @@ def test_the_best_checkpoints_stay_and_those_they_supersede_go(
     assert (tmp_path / BEST_TRACKER).read_text() == "10 2.0\n"
 
 
+@pytest.mark.slow
 def test_a_best_checkpoint_that_could_not_be_saved_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +91,7 @@ def test_a_best_checkpoint_that_could_not_be_saved_is_none(
     assert (best["iteration"], best["loss"]) == (4, 3.0)
 
 
+@pytest.mark.slow
 def test_a_best_loss_after_the_last_step_is_known_to_a_later_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

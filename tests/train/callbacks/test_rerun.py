@@ -55,6 +55,7 @@ def test_a_transient_fault_leaves_no_trace(layout: str, tmp_path: Path) -> None:
     assert all("linear_fc1" in event["parameter"] for event in ended.events)
 
 
+@pytest.mark.slow
 def test_a_result_that_comes_again_is_skipped(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -204,6 +204,7 @@ def test_strings_of_strangers_are_text_and_links_do_not_lead_out(tmp_path: Path)
     assert "<script>alert" not in text
 
 
+@pytest.mark.slow
 def test_a_huge_run_has_a_small_page_soon(tmp_path: Path) -> None:
     """Processor time is measured, of which a quiet machine needs 2 seconds for these rows."""
     long_run(tmp_path, 50_000)

@@ -191,6 +191,7 @@ DESCRIBING = (
 ).split()
 
 
+@pytest.mark.slow
 def test_adapters_go_on_without_flags_of_the_networks(tuned: runs.Tuned, tmp_path: Path) -> None:
     """Compare with a run that is given all flags, bit for bit."""
     found = []

@@ -204,6 +204,7 @@ def moved(tuned: Tuned, tmp_path: Path) -> Iterator[Path]:
     folder.rename(tuned.base)
 
 
+@pytest.mark.slow
 def test_adapters_as_merged(tuned: Tuned, adapted: Callable[..., Tensor], tmp_path: Path) -> None:
     want = adapted(merged(tuned.saved, tmp_path / "merged"))
     found = adapted(tuned.saved)
@@ -262,6 +263,7 @@ def test_random_weights_are_drawn_again(adapted: Callable[..., Tensor], tmp_path
     check(adapted(tmp_path / "save"), want)
 
 
+@pytest.mark.slow
 def test_averaged_weights_under_adapters_are_taken_again(
     adapted: Callable[..., Tensor], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
