@@ -55,6 +55,8 @@ PARSES = {
     ("text/preprocess/encode.py", "json.loads"): "such a line, again; RecursionError is caught",
     ("text/preprocess/tables.py", "orjson.loads"): "a cell of bounded length; depth 1024 at most",
     ("text/preprocess/parts.py", "json.loads"): "what this process has just written as JSON",
+    ("text/tokenizers/entries.py", "orjson.loads"): "what the library has just written as JSON",
+    ("text/tokenizers/entries.py", "json.loads"): "what the library has just written as JSON",
     ("text/preprocess/folders.py", "json.loads"): "a list that this run has written",
     ("faults/inject.py", "json.loads"): "an environment variable of the tool's own",
     ("faults/flight.py", "json.loads"): "a file in the private folder of this machine",

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import orjson
 
+from megatron_ext.disk.reading import read_json
 from megatron_ext.errors import DataError
 
 NAMED = tuple(f"{name}_token" for name in ("eos", "bos", "unk", "sep", "pad", "cls", "mask"))
@@ -141,7 +142,7 @@ def unused_entries(folder: Path, files: Mapping[str, Any], backend: Any, loaded:
     unused: dict[str, list[str]] = {}
     own = folder / "tokenizer.json"
     state = orjson.loads(backend.to_str())
-    raw = orjson.loads(own.read_bytes()) if own.is_file() else None
+    raw = read_json(own, not_finite=True) if own.is_file() else None
     reads = set(_READ)
     if loaded is not None and not (raw is not None and _tokenizes_alike(raw, state)):
         reads |= {*inspect.signature(type(loaded).__init__).parameters, "add_prefix_space"}
