@@ -335,6 +335,16 @@ _DIRECTIVES = (*(f"-{letter}" for letter in "dmyjHIMS"), *"aAbBcdDeFGhHIjmMpSTuU
 """Directives of `strftime` for a day, whose time is midnight."""
 
 
+def read_template(flag: str | None, path: str) -> str:
+    """Return the chat template in the file that ``flag`` names; a DataError if it is unreadable."""
+    try:
+        return read_text(path)
+    except UnreadableFile as error:
+        raise DataError(
+            f"`{flag}` ({path}) cannot be read ({error.reason}); give a file with a Jinja template."
+        ) from None
+
+
 def load_chat_tokenizer(
     tokenizer: Tokenizer,
     settings: TokenizerConfig,
@@ -370,13 +380,7 @@ def load_chat_tokenizer(
             f"{len(loaded)} as transformers loads it; save it again with save_pretrained."
         )
     if template is not None:
-        try:
-            loaded.chat_template = read_text(template)
-        except UnreadableFile as error:
-            raise DataError(
-                f"`{template_flag}` ({template}) cannot be read ({error.reason}); give a file "
-                "with a Jinja template."
-            ) from None
+        loaded.chat_template = read_template(template_flag, template)
     if not loaded.chat_template:
         how = f"give one with `{template_flag}`" if template_flag else f"leave out `{asked}`"
         raise ConfigError(
