@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import warnings
@@ -153,9 +154,13 @@ def main(
         check_host_memory(config, task.cost)
         if first:
             check_save_folder(config.checkpoint.save)
+        if work is None:
+            # Any rank may be the one that reports.
+            lines = tuple(task.data_lines(config, assets))
+            launched = dataclasses.replace(launched, data_lines=lines)
         if first and work is None:
             print("\n".join(start_lines(config, parsed.given)), flush=True)
-            for line in task.data_lines(config, assets):
+            for line in launched.data_lines:
                 print(f"> {line}", flush=True)
     except MegatronExtError as error:
         errors = all_errors(
