@@ -92,7 +92,12 @@ class CheckpointConfig(UsersOwn):
     no_load_rng: bool = flag(False, "do not load the random states")
     exit_on_missing_checkpoint: bool = flag(False, "fail when --load holds no checkpoint")
     use_checkpoint_args: bool = flag(False, "take the shape of the model from the checkpoint")
-    ckpt_format: str = flag("torch_dist", "format of checkpoints", choices="torch_dist")
+    ckpt_format: str = flag(
+        "torch_dist",
+        "format of checkpoints",
+        choices="torch_dist",
+        advice="leave it out, and convert checkpoints in other formats by Megatron-LM's own tools",
+    )
     ckpt_fully_parallel_save: bool = flag(True, "share the writing over replicas")
     ckpt_fully_parallel_load: bool = flag(False, "share the reading over replicas")
     async_save: bool = flag(

@@ -285,12 +285,12 @@ class _Reading:
         elif refusal := answer_in(UNSUPPORTED, name):
             if values == [refusal.default]:
                 self.notes.append(
-                    f"`{word}` ({refusal.default}) has no effect: it is Megatron-LM's default, "
-                    "and what is done here."
+                    f"`{word}` ({refusal.default}) has no effect: it is {refusal.source}'s "
+                    "default, and what is done here."
                 )
                 return
             self.errors.append(
-                f"`{word}` is known from Megatron-LM but refused here: {refusal.reason}."
+                f"`{word}` is known from {refusal.source} but refused here: {refusal.reason}."
             )
         elif name in self.elsewhere:
             other = self.elsewhere[name]
