@@ -48,6 +48,8 @@ from megatron_ext.text.sft.dataset import (
     SftDataset,
     build_splits,
     names_by_flag,
+    open_splits,
+    planned,
     report_conversations,
 )
 from megatron_ext.text.sft.preprocess import check_name
@@ -197,7 +199,8 @@ def prepare_sft(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
     """
     config, tokenizer = with_tokenizer(config)
     check_training(config)
-    splits, training = build_splits(config, tokenizer), config.training
+    opened, training = open_splits(config, tokenizer), config.training
+    splits = planned(config, opened)
     check_validation(config, given=splits.valid is not None and training.eval_iters > 0)
     train = splits.train
     training = dataclasses.replace(training, full_validation=training.eval_iters > 0)
@@ -207,7 +210,8 @@ def prepare_sft(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
     errors = list(optimizer_errors(config.optimizer, training))
     if errors:
         raise ConfigError(errors)
-    return dataclasses.replace(config, training=training), tokenizer
+    sft = dataclasses.replace(config.section(SftConfig), written_date=opened.chat.date)
+    return dataclasses.replace(config.with_section(sft), training=training), tokenizer
 
 
 def tokenizer_lines(config: RunConfig, assets: Any) -> list[str]:

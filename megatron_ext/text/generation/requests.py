@@ -24,7 +24,12 @@ from megatron_ext.text.data.separators import spelled
 from megatron_ext.text.generation.config import GenerationConfig
 from megatron_ext.text.generation.decode import Request
 from megatron_ext.text.generation.sampling import Sampling
-from megatron_ext.text.sft.chat import load_chat_tokenizer
+from megatron_ext.text.sft.chat import (
+    dated_tokenizer,
+    load_chat_tokenizer,
+    with_known_date,
+    writes_date,
+)
 from megatron_ext.text.sft.templates import TooCostly, apply_template
 from megatron_ext.text.tokenizers.base import NO_TOKEN, Tokenizer
 from megatron_ext.text.tokenizers.entries import DESCRIBING
@@ -96,7 +101,8 @@ class Encoder:
     model that was trained here from scratch do not, since the documents of its data do not.
 
     Attributes:
-        note: a sentence on the tokens at the beginning, where transformers has some.
+        note: a sentence on the tokens at the beginning, where transformers has some, or, with
+            ``--chat``, on the date that the template writes.
 
     Raises:
         ConfigError: ``--chat`` is given, but there is no template.
@@ -126,6 +132,18 @@ class Encoder:
                 asked="--chat",
                 template_flag="--chat-template",
             )
+            self._write_date()
+
+    def _write_date(self) -> None:
+        """Let the chat template write one date, and tell in the note which one."""
+        given = self._generation.chat_date
+        if given is None:
+            self._chat, sentence = with_known_date(self._chat, self._generation.trained_date)
+            self.note = sentence and f"{sentence}; `--chat-date` sets it"
+        elif writes_date(self._chat):
+            self._chat = dated_tokenizer(self._chat, given)
+        else:
+            self.note = f"`--chat-date` ({given}): the chat template writes no date"
 
     def __call__(self, prompt: Prompt) -> list[int]:
         """Return the tokens of a prompt; raise a DataError if there are none."""

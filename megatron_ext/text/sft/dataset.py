@@ -329,7 +329,11 @@ def build_splits(config: RunConfig, tokenizer: Tokenizer, *_: Any) -> Datasets:
     A split without conversations is None. Ranks that read no data need the plans too. Raise a
     ConfigError if data or chat template are not given, a DataError for unusable data.
     """
-    splits = open_splits(config, tokenizer)
+    return planned(config, open_splits(config, tokenizer))
+
+
+def planned(config: RunConfig, splits: Splits) -> Datasets:
+    """Return the datasets of ``splits``, each with the plan of its steps; see `build_splits`."""
     seeds = (config.training.seed, None, None)
     for dataset, seed in zip(splits.datasets, seeds, strict=True):
         if dataset is not None:
