@@ -190,7 +190,9 @@ class CheckpointConfig(UsersOwn):
         yield from self._address_errors()
         for name in ("save_interval", "save_retain_interval", "keep_best"):
             if getattr(self, name) is not None and self.save is None:
-                yield f"`--{name.replace('_', '-')}` needs `--save`; give a folder."
+                yield (
+                    f"`--{name.replace('_', '-')}` needs `--save`; give a folder, or leave it out."
+                )
         retain, interval = self.save_retain_interval, self.save_interval or 1
         yield from must_divide("--save-retain-interval", retain, "--save-interval", interval)
         yield from self._non_persistent_errors()
