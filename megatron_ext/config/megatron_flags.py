@@ -627,7 +627,7 @@ it chooses the order of micro-batches in the pipeline; use `--pipeline-schedule`
 it leaves places of the pipeline without a layer; use `--pipeline-model-parallel-layout`:
     noop-layers
 """
-"""As `_REFUSED`, for flags of Pai-Megatron-Patch and of MindSpeed-LLM."""
+"""Reasons in the form of `_REFUSED`, for flags of Pai-Megatron-Patch and of MindSpeed-LLM."""
 
 
 @dataclass(frozen=True)
