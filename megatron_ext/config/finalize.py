@@ -44,6 +44,11 @@ def finalize(config: RunConfig, task: TaskFlags, world_size: int, device: str) -
     return run
 
 
+def errors_of_ranges(config: RunConfig) -> list[str]:
+    """Return a sentence for each number that is out of its flag's range."""
+    return list(_within_ranges(config)[1].values())
+
+
 def _within_ranges(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
     """Reset numbers out of range to defaults; return the configuration and the errors by flag."""
     errors: dict[str, str] = {}

@@ -146,8 +146,8 @@ def flag(
         nargs: number of values, or ``"+"`` for one or more; None means one.
         names: further spellings; the field's own name, dashed, is always one.
         negative: spellings that set a boolean to False, besides ``--no-<name>``.
-        advice: the advice in the error about a number out of bounds; None makes one from the
-            default or the bounds.
+        advice: the advice in the error about a number out of bounds, or a value that is no choice;
+            None makes one from the default or the bounds.
         if_changed: what happens if a checkpoint to load has another value; None takes the
             section's ``IF_CHANGED``, or "say".
         from_checkpoint: whether the configuration in a checkpoint, which may be a stranger's, may

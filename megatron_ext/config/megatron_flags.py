@@ -1,8 +1,9 @@
 """Tables of Megatron-LM's flags that are renamed, have no effect here, or are refused.
 
-They answer every flag of releases 0.16 to 0.20 that is not a flag here. A flag that changes no
-result, because it logs, overlaps, or saves memory, is noted. The reason for a refusal tells what
-the flag is for and what to do instead.
+They answer every flag of releases 0.16 to 0.20 that is not a flag here, and those that launch
+scripts of Pai-Megatron-Patch and MindSpeed-LLM, which are built on it, give to every model. A flag
+that changes no result, because it logs, overlaps, or saves memory, is noted. The reason for a
+refusal tells what the flag is for and what to do instead.
 """
 
 from __future__ import annotations
@@ -26,6 +27,12 @@ RENAMED: dict[str, tuple[str, ...]] = {
         "--recompute-granularity", "full", "--recompute-method", "uniform",
         "--recompute-num-layers", "1",
     ),
+    "--qk-nope-head-dim": ("--qk-head-dim",),
+    "--qk-rope-head-dim": ("--qk-pos-emb-head-dim",),
+    "--num-mtp-predictor": ("--mtp-num-layers",),
+    "--tokenizer-name-or-path": ("--tokenizer-model",),
+    "--rope-scaling-mscale": ("--mscale",),
+    "--rope-scaling-mscale-all-dim": ("--mscale-all-dim",),
     "--model-parallel-size": ("--tensor-model-parallel-size",),
     "--decoder-num-layers": ("--num-layers",),
     "--decoder-seq-length": ("--seq-length",),
@@ -45,6 +52,28 @@ def _by_name(text: str) -> dict[str, str]:
 
 
 _NO_EFFECT = """
+layers are built for training, not in the forms that ModelOpt exports:
+    export-model-type export-legacy-megatron export-te-mcore-model export-default-te-spec
+    export-force-local-attention modelopt-enabled
+samples of text are never padded, and `--sft-max-length` cuts conversations:
+    max-padding-length
+`--sft` tells conversations from indexed datasets:
+    dataset
+`--mtp-num-layers` says how many further tokens are predicted:
+    use-multi-token-prediction
+shared experts are as wide as `--moe-shared-expert-intermediate-size` says:
+    enable-shared-expert
+kernels are chosen by the device:
+    fused-padded-mla-attention use-fused-rotary-pos-emb use-fused-swiglu use-fused-rmsnorm
+    use-fused-softmax use-fused-ring-attention-update use-fused-moe-token-permute-and-unpermute
+    mla-fa-without-pad no-shared-storage coc-fused-kernel use-ascend-coc use-ascend-mc2 use-mc2
+communication runs beside computation as the schedule allows:
+    moe-permutation-async-comm moe-alltoall-overlap-comm moe-fb-overlap use-cp-send-recv-overlap
+memory is saved by `--recompute-granularity` and `--cross-entropy-chunk-size`:
+    swap-attention reuse-fp32-param mtp-mem-efficient-logits
+`--profile` always records the same:
+    profile-level profile-with-cpu profile-with-memory profile-with-stack profile-record-shapes
+    profile-save-path profile-export-type profile-data-simplification
 models are always megatron-core's:
     use-mcore-models
 attention uses a flash kernel wherever torch or Transformer Engine has one:
@@ -533,6 +562,24 @@ ids, and try both with `tools/preview_batch.py`:
 it moves the special ids of NullTokenizer; leave it out, as its end of a document is `--vocab-size`
 itself and there is no padding:
     null-tokenizer-eod-id null-tokenizer-pad-id=-1
+it is for NVIDIA's ModelOpt, which quantizes a trained model or makes it smaller; leave it out, and
+give ModelOpt what `--save-hf` writes:
+    export-kv-cache-quant export-real-quant-cfg export-quant-cfg export-offline-model
+it learns from a teacher by ModelOpt; leave it out, or give a loss of your own with `--loss`:
+    export-kd-teacher-load export-kd-teacher-model-config export-kd-teacher-ckpt-format
+    export-kd-cfg
+it reads conversations from the Hugging Face hub for ModelOpt; use `--sft` with `--data-path`:
+    finetune-hf-dataset finetune-data-split finetune-data-files
+it trains a part of the model only; leave it out, or use `--lora-rank` for few trained weights:
+    qad-train-target freeze-base-for-mtp
+it normalizes queries and keys without weights, as Llama 4 does; leave it out, or use
+`--qk-layernorm`, which has weights:
+    export-qk-l2-norm
+it multiplies the input of experts by their probabilities; use `--moe-apply-probs-on-input`:
+    export-moe-apply-probs-on-input
+it turns on gpt-oss's scaling of rotary positions; use `--rope-type yarn` and its flags, or
+`--load-hf` with a folder of the model:
+    enable-gpt-oss
 it reads a configuration in Megatron-LM's own YAML; use `--config`, whose names are those of the
 flags:
     yaml-cfg
@@ -541,21 +588,73 @@ flags:
 Megatron-LM, which asks for nothing and is therefore not refused."""
 
 
+_REFUSED_OF_PAI = """
+it names the tokenizer of a family of models; use `--tokenizer-type HuggingFaceTokenizer` with
+`--tokenizer-model`:
+    patch-tokenizer-type
+it adds entries to the vocabulary; use `--padded-vocab-size` with the number of all entries:
+    extra-vocab-size=0
+it trains on the answers of conversations; use `--sft`:
+    train-mode=pretrain
+it gives the number of shared experts; use `--moe-shared-expert-intermediate-size` with the width of
+all of them together:
+    num-shared-experts
+it adds tokens that every other one sees; leave it out, or use `--softmax-type learnable`:
+    attention-sink-k=0
+"""
+_REFUSED_OF_MINDSPEED = """
+it makes the first layers dense; use `--moe-layer-freq` with a list such as [0]*1+[1]*3:
+    first-k-dense-replace=0
+it gives the number of shared experts; use `--moe-shared-expert-intermediate-size` with the width of
+all of them together:
+    n-shared-experts
+it balances the experts within each sequence; use `--moe-router-load-balancing-type seq_aux_loss`:
+    seq-aux
+it makes the weights of a token's experts add up to 1; leave it out, as they do so without
+`--moe-router-pre-softmax`:
+    norm-topk-prob
+it deals whole experts to tensor-parallel ranks; use `--expert-tensor-parallel-size 1`:
+    moe-tp-extend-ep
+it scales rotary positions; use `--rope-type yarn`:
+    rope-scaling-type
+it tells for how many positions the model was trained before; use `--rope-type yarn` with
+`--original-max-position-embeddings`:
+    rope-scaling-original-max-position-embeddings
+it chooses how ranks share a sequence; use `--cp-comm-type` with p2p for a ring, or a2a for Ulysses:
+    context-parallel-algo
+it chooses the order of micro-batches in the pipeline; use `--pipeline-schedule`:
+    schedules-method
+it leaves places of the pipeline without a layer; use `--pipeline-model-parallel-layout`:
+    noop-layers
+"""
+"""Reasons in the form of `_REFUSED`, for flags of Pai-Megatron-Patch and of MindSpeed-LLM."""
+
+
 @dataclass(frozen=True)
 class Refusal:
-    """The reason why a flag is refused, and the value, if any, that is accepted for it."""
+    """The reason why a flag is refused.
+
+    Attributes:
+        default: the value, if any, that is accepted for it.
+        source: the program that has the flag.
+    """
 
     reason: str
     default: str | None = None
+    source: str = "Megatron-LM"
 
 
-def _refusals(text: str) -> Iterator[tuple[str, Refusal]]:
+def _refusals(text: str, source: str) -> Iterator[tuple[str, Refusal]]:
     for entry, reason in _by_name(text).items():
         name, has_default, default = entry.partition("=")
-        yield f"--{name}", Refusal(reason, default if has_default else None)
+        yield f"--{name}", Refusal(reason, default if has_default else None, source)
 
 
-UNSUPPORTED = dict(_refusals(_REFUSED))
+UNSUPPORTED = {
+    **dict(_refusals(_REFUSED, "Megatron-LM")),
+    **dict(_refusals(_REFUSED_OF_PAI, "Pai-Megatron-Patch")),
+    **dict(_refusals(_REFUSED_OF_MINDSPEED, "MindSpeed-LLM")),
+}
 
 
 def answer_in(table: Mapping[str, T], name: str) -> T | None:

@@ -94,7 +94,10 @@ class MoEConfig(Changeable):
         False, "route tokens at random, for benchmarks"
     )
     moe_token_dispatcher_type: str = flag(
-        "allgather", "method that brings tokens to their experts", choices="allgather alltoall"
+        "allgather",
+        "method that brings tokens to their experts",
+        choices="allgather alltoall",
+        advice="use alltoall, which gives the same results",
     )
     moe_expert_capacity_factor: float | None = said_flag(
         None,

@@ -37,6 +37,7 @@ class OptimizerConfig(Changeable):
         "rule that updates the weights; muon updates embeddings, output layers, norms and biases "
         "by adam; dist_muon is muon with --use-distributed-optimizer",
         choices="adam muon dist_muon sgd",
+        advice="use adam",
     )
     lr: float | None = flag(None, "largest learning rate", RATE)
     min_lr: float = flag(0.0, "smallest learning rate after the warm-up", RATE)

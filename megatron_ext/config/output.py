@@ -92,7 +92,12 @@ class CheckpointConfig(UsersOwn):
     no_load_rng: bool = flag(False, "do not load the random states")
     exit_on_missing_checkpoint: bool = flag(False, "fail when --load holds no checkpoint")
     use_checkpoint_args: bool = flag(False, "take the shape of the model from the checkpoint")
-    ckpt_format: str = flag("torch_dist", "format of checkpoints", choices="torch_dist")
+    ckpt_format: str = flag(
+        "torch_dist",
+        "format of checkpoints",
+        choices="torch_dist",
+        advice="leave it out, and convert checkpoints in other formats by Megatron-LM's own tools",
+    )
     ckpt_fully_parallel_save: bool = flag(True, "share the writing over replicas")
     ckpt_fully_parallel_load: bool = flag(False, "share the reading over replicas")
     async_save: bool = flag(
@@ -185,7 +190,9 @@ class CheckpointConfig(UsersOwn):
         yield from self._address_errors()
         for name in ("save_interval", "save_retain_interval", "keep_best"):
             if getattr(self, name) is not None and self.save is None:
-                yield f"`--{name.replace('_', '-')}` needs `--save`; give a folder."
+                yield (
+                    f"`--{name.replace('_', '-')}` needs `--save`; give a folder, or leave it out."
+                )
         retain, interval = self.save_retain_interval, self.save_interval or 1
         yield from must_divide("--save-retain-interval", retain, "--save-interval", interval)
         yield from self._non_persistent_errors()

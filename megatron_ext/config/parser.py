@@ -10,12 +10,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ext.config import sections
-from megatron_ext.config.finalize import finalize
+from megatron_ext.config.finalize import errors_of_ranges, finalize
 from megatron_ext.config.flags import Flag, flags_of
 from megatron_ext.config.megatron_flags import (
     ALWAYS_ON,
@@ -131,6 +131,50 @@ def parse_args(
     return ParsedArgs(config, notes, task, fields, reading.print_config)
 
 
+def all_errors(
+    errors: Sequence[str],
+    argv: Sequence[str],
+    program: Program,
+    *,
+    input_errors: Callable[[Any, RunConfig], Iterable[str]],
+    defaults: Mapping[str, Any] | None = None,
+    elsewhere: Mapping[str, Sequence[type]] | None = None,
+) -> list[str]:
+    """Return ``errors`` of a command line with those that they have hidden, each of them once.
+
+    These are words that cannot be read, numbers out of range, and inputs that cannot be used. With
+    ``--print-config``, which needs no inputs, ``errors`` is returned.
+
+    Args:
+        errors: what a check has found that may have kept others from being made.
+        input_errors: takes a task and what flags give, before anything is derived from them, and
+            returns a sentence for each unusable input.
+        defaults, elsewhere: as in `parse_args`.
+    """
+    reading = read_words(argv, program, elsewhere)
+    if reading.print_config:
+        return list(errors)
+    known = list(dict.fromkeys([*reading.errors, *errors]))
+    given = [reading.read_yaml(path, program) for path in reading.config_files]
+    replaced, asked = _by_section(defaults or {}, program), _joined([*given, reading.values])
+    try:
+        task = program.choose(RunConfig.from_dict(_joined([replaced, asked]), program.sections))
+        layers = [_by_section(task.defaults, program), replaced, asked]
+        config = RunConfig.from_dict(_joined(layers), program.sections)
+    except ConfigError:
+        return known
+    known = list(dict.fromkeys([*known, *errors_of_ranges(config)]))
+    subjects = {_subject(text) for text in known}
+    further = reading.causes(input_errors(task, config))
+    return known + [text for text in dict.fromkeys(further) if _subject(text) not in subjects]
+
+
+def _subject(sentence: str) -> str:
+    """Return the flag and the value that an error is about, or the sentence if it names none."""
+    found = re.match(r"`--[\w-]+` \([^)]*\)", sentence)
+    return found[0] if found else sentence
+
+
 def _joined(layers: Iterable[Mapping[str, Mapping[str, Any]]]) -> Values:
     """Merge mappings from section and field to value; where two differ, the later one wins."""
     values: Values = {}
@@ -241,12 +285,12 @@ class _Reading:
         elif refusal := answer_in(UNSUPPORTED, name):
             if values == [refusal.default]:
                 self.notes.append(
-                    f"`{word}` ({refusal.default}) has no effect: it is Megatron-LM's default, "
-                    "and what is done here."
+                    f"`{word}` ({refusal.default}) has no effect: it is {refusal.source}'s "
+                    "default, and what is done here."
                 )
                 return
             self.errors.append(
-                f"`{word}` is known from Megatron-LM but refused here: {refusal.reason}."
+                f"`{word}` is known from {refusal.source} but refused here: {refusal.reason}."
             )
         elif name in self.elsewhere:
             other = self.elsewhere[name]

@@ -276,7 +276,8 @@ def value_of_words(flag: Flag, named: str, words: Sequence[str]) -> Any:
     wrong = [value for value in converted if flag.choices and value not in flag.choices]
     if wrong:
         allowed = ", ".join(str(choice) for choice in flag.choices or ())
-        raise ConfigError(f"`{named}` ({wrong[0]}) must be one of {allowed}.")
+        advice = f"; {flag.advice}" if flag.advice else ""
+        raise ConfigError(f"`{named}` ({wrong[0]}) must be one of {allowed}{advice}.")
     return converted if flag.nargs else converted[0]
 
 

@@ -82,7 +82,13 @@ class TrainingConfig(Changeable):
         NATURAL,
         choices=(0, 1, 2),
     )
-    eval_iters: int = flag(100, "batches of one evaluation", NATURAL, "steps")
+    eval_iters: int = flag(
+        100,
+        "batches of one evaluation",
+        NATURAL,
+        "steps",
+        advice="use 0 for no evaluation, or `--full-validation` for all of the validation data",
+    )
     eval_interval: int = flag(
         1000, "evaluate after each multiple of this many steps", COUNT, "steps"
     )

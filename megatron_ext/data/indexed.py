@@ -196,6 +196,20 @@ def _map_arrays(
     return Index(dtype, lengths, offsets, documents, modes)
 
 
+def path_of_tokens(prefix: str | os.PathLike[str]) -> Path:
+    """Return the path of the tokens beside an index; raise a DataError if there is no such file."""
+    data = bin_path(prefix)
+    if not data.is_file():
+        raise DataError(f"{data} does not exist beside its index {idx_path(prefix)}; copy both.")
+    return data
+
+
+def check_present(prefix: str | os.PathLike[str]) -> None:
+    """Raise a DataError if a dataset's index is missing or damaged, or its tokens are missing."""
+    read_index(prefix)
+    path_of_tokens(prefix)
+
+
 def check_indexed_dataset(prefix: str | os.PathLike[str]) -> IndexInfo:
     """Check that `.idx` and `.bin` are complete and match; return the dataset's header and sizes.
 
@@ -205,9 +219,7 @@ def check_indexed_dataset(prefix: str | os.PathLike[str]) -> IndexInfo:
         DataError: a file is missing or damaged, or the two disagree; the message names the fault.
     """
     index = read_index(prefix)
-    data = bin_path(prefix)
-    if not data.is_file():
-        raise DataError(f"{data} does not exist beside its index {idx_path(prefix)}; copy both.")
+    data = path_of_tokens(prefix)
     itemsize = index.dtype.itemsize
     tokens = _check_sequences(prefix, index)
     with readable(data), open(data, "rb") as stream:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ext.data.indexed import Array, Index, bin_path, idx_path, read_index, readable
+from megatron_ext.data.indexed import Array, Index, bin_path, path_of_tokens, read_index, readable
 from megatron_ext.data.permutation import Ints
 from megatron_ext.errors import DataError
 from megatron_ext.faults.bus import cut_in_use, remember_size
@@ -196,9 +196,7 @@ def open_span(prefix: str, first: int, end: int | None, *, mapped: bool = True) 
     Raises:
         DataError: a file is missing, damaged or of another length than the index says.
     """
-    index, path = read_index(prefix), bin_path(prefix)
-    if not path.is_file():
-        raise DataError(f"{path} does not exist beside its index {idx_path(prefix)}; copy both.")
+    index, path = read_index(prefix), path_of_tokens(prefix)
     begin, stop = token_bounds(index, first, end, str(path), path.stat().st_size)
     kind = MappedSpan if mapped else ReadSpan
     return kind(prefix, index.dtype, begin, stop - begin)

@@ -11,6 +11,7 @@ from megatron_ext.config.flags import (
     NATURAL,
     Range,
     changed_fields,
+    derived,
     flag,
     spelling_of,
 )
@@ -191,6 +192,9 @@ class SftConfig:
     def response_column(self) -> str:
         return self.sft_response_key or _PROMPT_COLUMNS.get(self.sft_row_format, ("answer",))[-1]
 
+    written_date: str | None = derived()
+    """The date that the chat template writes in this run; None if it writes none."""
+
     @property
     def template_kwargs(self) -> dict[str, Any]:
         return dict(parse_json(self.sft_template_kwargs or "{}", "--sft-template-kwargs"))
@@ -203,7 +207,7 @@ class SftConfig:
                 f"`--sft-row-format` ({self.sft_row_format}) must be one of "
                 f"{', '.join(_ROW_FORMATS)}."
             )
-        if self.sft_date is not None and not _is_date(self.sft_date):
+        if self.sft_date is not None and not is_date(self.sft_date):
             found.append(
                 f"`--sft-date` ({self.sft_date}) must be a day as YYYY-MM-DD; use 2024-07-26."
             )
@@ -219,7 +223,8 @@ class SftConfig:
         return found
 
 
-def _is_date(text: str) -> bool:
+def is_date(text: str) -> bool:
+    """Tell whether a text is a day as YYYY-MM-DD."""
     try:
         return datetime.date.fromisoformat(text).isoformat() == text
     except ValueError:

@@ -3,6 +3,8 @@
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megatron_ext.config.model import ModelConfig, padded_size
@@ -19,6 +21,7 @@ from megatron_ext.text.config import (
     stored_text_model,
     text_rules,
 )
+from megatron_ext.text.convert.config import read_model
 from megatron_ext.text.convert.training import (
     HuggingFaceConfig,
     HuggingFaceFolders,
@@ -32,7 +35,7 @@ from megatron_ext.text.cost.network import GPT_COST
 from megatron_ext.text.data import gpt, splits
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.gpt import build_gpt_datasets, check_gpt_data
-from megatron_ext.text.data.plan import history_of, plan_run
+from megatron_ext.text.data.plan import dataset_checks, history_of, plan_run
 from megatron_ext.text.data.recording import DataLedger
 from megatron_ext.text.data.splits import build_direct, prepare_direct, text_source
 from megatron_ext.text.data.storage import StorageNotes
@@ -40,9 +43,18 @@ from megatron_ext.text.evaluation.config import TaskEvaluationConfig
 from megatron_ext.text.evaluation.scores import TaskScores, check_training
 from megatron_ext.text.hybrid import HybridConfig
 from megatron_ext.text.model.gpt import build_gpt_chunk
-from megatron_ext.text.sft.dataset import SftDataset, build_splits, report_conversations
+from megatron_ext.text.sft.chat import read_template
+from megatron_ext.text.sft.dataset import (
+    SftDataset,
+    build_splits,
+    names_by_flag,
+    open_splits,
+    planned,
+    report_conversations,
+)
+from megatron_ext.text.sft.preprocess import check_name
 from megatron_ext.text.step import gpt_forward_step, prepare_batches, text_step_stats
-from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.text.tokenizers import build_tokenizer, check_files
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.callbacks.evaluation import check_validation
 from megatron_ext.train.task import Datasets, Task, TaskChoice
@@ -63,6 +75,36 @@ def gpt_rules(given: RunConfig, run: RunConfig) -> list[str]:
             "leave it out, or start from the task `megatron_ext.text.task.SFT`."
         )
     return found
+
+
+def tokenizer_inputs(config: RunConfig) -> list[Callable[[], Any]]:
+    """Return checks of the folder of ``--load-hf`` and of the tokenizer's files.
+
+    A tokenizer that the folder may give is checked if its type is a flag.
+    """
+    checks: list[Callable[[], Any]] = []
+    folder, tokenizer = config.section(HuggingFaceConfig).load_hf, config.section(TokenizerConfig)
+    if folder is not None:
+        checks.append(partial(read_model, Path(folder)))
+    if folder is None or tokenizer.tokenizer_type != TokenizerConfig().tokenizer_type:
+        checks.append(partial(check_files, tokenizer))
+    return checks
+
+
+def gpt_inputs(config: RunConfig) -> list[Callable[[], Any]]:
+    """Return checks of the tokenizer's files and of each indexed dataset; see `Task.inputs`."""
+    return [*tokenizer_inputs(config), *dataset_checks(config)]
+
+
+def conversation_inputs(config: RunConfig) -> list[Callable[[], Any]]:
+    """Return checks of tokenizer, chat template and conversations; see `Task.inputs`."""
+    checks = tokenizer_inputs(config)
+    template = config.section(SftConfig).sft_chat_template
+    if template is not None:
+        checks.append(partial(read_template, "--sft-chat-template", template))
+    for flag, names in names_by_flag(config.section(DataConfig)).items():
+        checks += [partial(check_name, flag, name) for name in names or ()]
+    return checks
 
 
 def with_tokenizer(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
@@ -157,7 +199,8 @@ def prepare_sft(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
     """
     config, tokenizer = with_tokenizer(config)
     check_training(config)
-    splits, training = build_splits(config, tokenizer), config.training
+    opened, training = open_splits(config, tokenizer), config.training
+    splits = planned(config, opened)
     check_validation(config, given=splits.valid is not None and training.eval_iters > 0)
     train = splits.train
     training = dataclasses.replace(training, full_validation=training.eval_iters > 0)
@@ -167,7 +210,8 @@ def prepare_sft(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
     errors = list(optimizer_errors(config.optimizer, training))
     if errors:
         raise ConfigError(errors)
-    return dataclasses.replace(config, training=training), tokenizer
+    sft = dataclasses.replace(config.section(SftConfig), written_date=opened.chat.date)
+    return dataclasses.replace(config.with_section(sft), training=training), tokenizer
 
 
 def tokenizer_lines(config: RunConfig, assets: Any) -> list[str]:
@@ -187,6 +231,7 @@ GPT = Task(
     described_model=model_of_folder,
     initial_weights=load_initial_weights,
     preflight=prepare_gpt,
+    inputs=gpt_inputs,
     data_lines=tokenizer_lines,
     datasets=build_datasets,
     source=text_source,
@@ -212,6 +257,7 @@ SFT = dataclasses.replace(
     GPT,
     rules=training_rules,
     preflight=prepare_sft,
+    inputs=conversation_inputs,
     datasets=build_splits,
     data_lines=conversation_lines,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import warnings
@@ -16,9 +17,9 @@ from megatron_ext.checkpoint.compatibility import check_resume
 from megatron_ext.checkpoint.files import root_of
 from megatron_ext.checkpoint.publish import check_save_folder, hold_save_folder
 from megatron_ext.checkpoint.staging import copy_records, fetched, stage
-from megatron_ext.checkpoint.stored import check_start, load_notes, read_run_config
+from megatron_ext.checkpoint.stored import check_start, find, load_notes, read_run_config
 from megatron_ext.config.output import CheckpointConfig, LoggingConfig
-from megatron_ext.config.parser import ParsedArgs, parse_args, read_words
+from megatron_ext.config.parser import ParsedArgs, all_errors, parse_args, read_words
 from megatron_ext.config.run import Program, RunConfig
 from megatron_ext.data.indexed import write_error
 from megatron_ext.device import Device, keep_launch_order, select
@@ -153,12 +154,24 @@ def main(
         check_host_memory(config, task.cost)
         if first:
             check_save_folder(config.checkpoint.save)
+        if work is None:
+            # Any rank may be the one that reports.
+            lines = tuple(task.data_lines(config, assets))
+            launched = dataclasses.replace(launched, data_lines=lines)
         if first and work is None:
             print("\n".join(start_lines(config, parsed.given)), flush=True)
-            for line in task.data_lines(config, assets):
+            for line in launched.data_lines:
                 print(f"> {line}", flush=True)
     except MegatronExtError as error:
-        return refuse(error)
+        errors = all_errors(
+            error.messages,
+            argv,
+            program,
+            input_errors=input_errors,
+            defaults=defaults,
+            elsewhere=elsewhere,
+        )
+        return refuse(ConfigError(errors))
     # The ranks, which may be forked from here, know of a signal that comes before they start.
     exit_signal = ExitSignal.of_run(config.training)
     program_of = partial(
@@ -342,8 +355,8 @@ def check_folders(logs: LoggingConfig, checkpoint: CheckpointConfig) -> None:
         raise ConfigError(found)
 
 
-def _all_of(checks: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Return what each check returns; raise the errors of all of them together."""
+def _run_all(checks: Sequence[Callable[[], Any]]) -> tuple[list[Any], list[MegatronExtError]]:
+    """Return what the checks return, and the errors of those that raise one."""
     results: list[Any] = []
     errors: list[MegatronExtError] = []
     for check in checks:
@@ -351,11 +364,37 @@ def _all_of(checks: Sequence[Callable[[], Any]]) -> list[Any]:
             results.append(check())
         except MegatronExtError as error:
             errors.append(error)
+    return results, errors
+
+
+def _all_of(checks: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Return what each check returns; raise the errors of all of them together."""
+    results, errors = _run_all(checks)
     if len(errors) == 1:
         raise errors[0]
     if errors:
         raise ConfigError([sentence for error in errors for sentence in error.messages])
     return results
+
+
+def input_errors(task: Task, config: RunConfig) -> list[str]:
+    """Return a sentence for each input of a task that does not exist, or is damaged.
+
+    Args:
+        config: the flags as given; nothing that follows from them is needed.
+    """
+    checks: list[Callable[[], Any]] = []
+    checkpoint = config.checkpoint.resolved()
+    if not checkpoint.addresses:
+        checks.append(partial(find, checkpoint))
+    checks += [*_check_loss(config), *task.inputs(config)]
+    return [sentence for error in _run_all(checks)[1] for sentence in error.messages]
+
+
+def _check_loss(config: RunConfig) -> list[Callable[[], Any]]:
+    """Return a check of the user's loss, if there is one."""
+    loss = config.loss
+    return [] if loss.loss is None else [partial(load_loss, loss.loss, tuple(loss.loss_args))]
 
 
 def preflight(config: RunConfig, check_data: Preflight) -> tuple[RunConfig, Any]:
@@ -369,9 +408,7 @@ def preflight(config: RunConfig, check_data: Preflight) -> tuple[RunConfig, Any]
         checks.append(partial(check_folders, config.logging, config.checkpoint))
     initializes = config.model.perform_initialization
     checks.append(partial(check_start, config.checkpoint, initializes=initializes))
-    if config.loss.loss is not None:
-        checks.append(partial(load_loss, config.loss.loss, tuple(config.loss.loss_args)))
-    checks.append(partial(check_data, config))
+    checks += [*_check_loss(config), partial(check_data, config)]
     config, assets = _all_of(checks)[-1]
     check_resume(config)
     return config, assets

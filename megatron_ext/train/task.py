@@ -38,6 +38,7 @@ class Datasets:
 
 DatasetsProvider = Callable[[RunConfig, Any, Sequence["int | None"], Callable[[], bool]], Datasets]
 Preflight = Callable[[RunConfig], tuple[RunConfig, Any]]
+InputChecks = Callable[[RunConfig], Sequence[Callable[[], Any]]]
 # What a batch is, is between a task's source and its forward step.
 ForwardStep = Callable[
     [RunConfig, Any, torch.nn.Module, "StepCounts | None"], tuple[Tensor, LossFunction]
@@ -95,6 +96,9 @@ class Task(TaskFlags):
         preflight: ``(config)`` to the configuration, completed from the data, and to the task's
             assets, which its data and steps need. It checks the data on every rank before any
             process group exists.
+        inputs: ``(config)`` to a check of each file and folder that flags name, which raises the
+            error of one that does not exist. They are called for a run that has been refused, to
+            report such inputs too, and need nothing but the flags as given.
         data_lines: ``(config, assets)`` to lines on what was read of the data and what was not
             used, which the first rank prints at the start.
         cost: the cost model for plans (``--dry-run``, tools/plan.py); None if there is none.
@@ -116,6 +120,7 @@ class Task(TaskFlags):
     step_stats: Callable[[Any, int], StepStats]
     forward_step: ForwardStep | None = None
     preflight: Preflight = lambda config: (config, None)
+    inputs: InputChecks = lambda config: ()
     auxiliary_losses: bool = False
     prepare_batches: PrepareBatches | None = None
     boundary_shape: BoundaryShape | None = None

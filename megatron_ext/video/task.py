@@ -26,6 +26,7 @@ from megatron_ext.video.data.setup import (
     build_video_datasets,
     planned_clips,
     prepare_video,
+    video_inputs,
     video_step_stats,
 )
 from megatron_ext.video.model.mmdit.flow import mmdit_boundary_shape
@@ -59,6 +60,7 @@ FLOW = Task(
     rules=mmdit_rules,
     stored_model=stored_video_model,
     preflight=prepare_video,
+    inputs=video_inputs,
     datasets=build_video_datasets,
     source=VideoSource,
     model_chunk=build_chunk,

@@ -71,6 +71,31 @@ def test_a_refused_flag_with_megatron_lms_default_asks_for_nothing() -> None:
     assert error.startswith("`--main-grads-dtype` is known from Megatron-LM but refused here: ")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--train-mode finetune", "from Pai-Megatron-Patch but refused here: it trains on the ans"),
+        ("--first-k-dense-replace 1", "from MindSpeed-LLM but refused here: it makes the first"),
+        ("--ckpt-format torch", "must be one of torch_dist; leave it out, and convert"),
+        ("--moe-token-dispatcher-type flex", "allgather, alltoall; use alltoall, which gives"),
+        ("--optimizer hybridadam", "sgd; use adam."),
+    ],
+)
+def test_flags_of_scripts_built_on_megatron_lm_are_told_what_replaces_them(
+    words: str, said: str
+) -> None:
+    (error,) = read_words(words.split(), TEXT).errors
+    assert said in error
+
+
+def test_flags_of_scripts_built_on_megatron_lm_that_change_nothing_are_notes() -> None:
+    words = "--train-mode pretrain --extra-vocab-size 0 --max-padding-length 128 --use-fused-swiglu"
+    reading = read_words([*words.split(), "--qk-rope-head-dim", "64"], TEXT)
+    assert not reading.errors
+    assert "it is Pai-Megatron-Patch's default" in reading.notes[1]
+    assert reading.values["model"]["qk_pos_emb_head_dim"] == 64
+
+
 def test_both_negative_spellings_switch_off() -> None:
     for name in ("--no-log-loss-scale-to-tensorboard", "--disable-log-loss-scale-to-tensorboard"):
         assert read_words([name], TEXT).values["logging"]["log_loss_scale_to_tensorboard"] is False

@@ -13,7 +13,7 @@ import torch
 
 from megatron_ext import device as devices
 from megatron_ext.checkpoint.files import read_tracker
-from megatron_ext.text.task import GPT
+from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.train.exit_codes import EXIT_CODE_SIGNAL, EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import LOGGED, main, silence_known_warnings
 from megatron_ext.train.reporting.files import read_metrics
@@ -139,15 +139,58 @@ def test_the_order_of_launches_is_set_before_the_driver_starts(
     assert found and set(found) == {seen}
 
 
+NOWHERE = "--load FOLDER/b --loss FOLDER/c.py:Loss"
+IN_ORDER = ("/b) holds no checkpoint;", "/c.py:Loss) cannot be imported")
+HF = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER/tok"
+DATASETS = "--data-path FOLDER/d FOLDER/e"
+ABSENT = ("/d.idx does not exist;", "/e.idx does not exist;")
+NULL = "--tokenizer-type NullTokenizer --vocab-size 128"
+GPT2 = "--tokenizer-type GPT2BPETokenizer --vocab-file FOLDER/v --merge-file FOLDER/m"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (f"{NULL} {NOWHERE} {DATASETS}", (*IN_ORDER, *ABSENT)),
+        # The tokenizer's check hides that of the data.
+        (f"{HF} {DATASETS} --eval-iters 0", ("/tok) does not exist; give a", *ABSENT)),
+        (f"{GPT2} --data-order direct {DATASETS}", ("/v) is not a file", "/m) is not a", *ABSENT)),
+        # An error of a flag hides all of them.
+        (
+            f"--lr abc {HF} {NOWHERE} --data-args-path FOLDER/f",
+            ("`--lr` (abc) must", *IN_ORDER, "/tok) does not", "`--data-args-path` ("),
+        ),
+        (f"{NULL} --lr -1 {DATASETS}", ("`--lr` (-1.0) must be at least 0", *ABSENT)),
+        # Neither the data nor the schedule of it is missing because a flag's own words are.
+        (f"{NULL} --data-path --mock-dat", ("`--data-path` takes", "`--mock-dat` is not a")),
+        (
+            "--data-order direct --data-schedule FOLDER/s --lr abc --load-hf FOLDER/hf",
+            ("`--lr` (abc)", "/hf/config.json cannot be read", "`--data-schedule` ("),
+        ),
+        (
+            f"--sft --sft-chat-template FOLDER/t {HF} {DATASETS} --lr abc",
+            (
+                "`--lr` (abc)",
+                "/tok) does not exist",
+                "`--sft-chat-template` (",
+                "/d) is neither a file of conversations",
+                "/e) is neither a file of conversations",
+            ),
+        ),
+        # A checkpoint that describes the model is looked for before the flags are read.
+        (
+            f"{NULL} --use-checkpoint-args --load FOLDER/b --lr abc --vocab-size -3 {DATASETS}",
+            ("`--lr` (abc)", "/b) is no folder;", "`--vocab-size` (-3) must", *ABSENT),
+        ),
+        (f"--print-config --lr abc {HF} {NOWHERE} {DATASETS}", ("`--lr` (abc) must",)),
+    ],
+)
 def test_all_that_is_missing_is_told_together(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    words: str, expected: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*training_runs.TINY, "--train-iters", "1", "--data-path", str(tmp_path / "a")]
-    words += ["--load", str(tmp_path / "b"), "--loss", str(tmp_path / "c.py:Loss")]
-    words += "--tokenizer-type NullTokenizer --vocab-size 128".split()
-    assert main(GPT, words) == EXIT_CODE_USER_ERROR
+    given = words.replace("FOLDER", str(tmp_path)).split()
+    assert main(TEXT, [*training_runs.TINY, "--train-iters", "1", *given]) == EXIT_CODE_USER_ERROR
     shown = capfd.readouterr().err.splitlines()
-    expected = ("/b) holds no checkpoint;", "/c.py:Loss) cannot be imported", "/a.idx does not ex")
-    assert len(shown) == 3
+    assert len(shown) == len(expected), shown
     for part, line in zip(expected, shown, strict=True):
         assert part in line

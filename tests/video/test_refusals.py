@@ -61,6 +61,44 @@ def test_data_must_be_given_and_whole(refused: Refused, tmp_path: Path) -> None:
     assert f"error: {caption} is missing, but its index asks for" in refused(caption.parent, "")
 
 
+ONLINE = '--online-encoding --video-buckets {"64px":{"9":[1.0,2]}}'
+MISSING = {
+    "--video-data-path FOLDER/a --video-valid-path FOLDER/b": (
+        "/a/manifest.json does not exist",
+        "/b/manifest.json does not exist",
+    ),
+    f"--lr abc --video-data-path FOLDER/a --video-valid-path FOLDER/b {ONLINE} --codec FOLDER/vae "
+    "--text-encoder t5-clip --t5-path FOLDER/t5 --clip-path FOLDER/clip": (
+        "`--lr` (abc)",
+        "`--video-data-path` (FOLDER/a) is neither a file nor a folder",
+        "`--video-valid-path` (FOLDER/b) is neither a file nor a folder",
+        "`t5_path` (FOLDER/t5) must be a local folder",
+        "`clip_path` (FOLDER/clip) must be a local folder",
+        "`codec` (FOLDER/vae) must be",
+    ),
+    "--task streaming --lr abc --prompts-path FOLDER/p --second-prompts-path FOLDER/q "
+    "--teacher-checkpoint FOLDER/t --critic-checkpoint FOLDER/c --load FOLDER/l": (
+        "`--lr` (abc)",
+        "`--load` (FOLDER/l) holds no checkpoint",
+        "`--critic-checkpoint` (FOLDER/c) holds no checkpoint",
+        "`--teacher-checkpoint` (FOLDER/t) holds no checkpoint",
+        "`--prompts-path` (FOLDER/p) cannot be read",
+        "`--second-prompts-path` (FOLDER/q) cannot be read",
+    ),
+}
+
+
+@pytest.mark.parametrize("words", MISSING)
+def test_all_inputs_that_are_missing_are_told_together(
+    refused: Refused, words: str, tmp_path: Path
+) -> None:
+    usual = "--micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1".split()
+    said = refused(None, words.replace("FOLDER", str(tmp_path)), usual=usual).splitlines()
+    assert len(said) == len(MISSING[words]), said
+    for part, line in zip(MISSING[words], said, strict=True):
+        assert part.replace("FOLDER", str(tmp_path)) in line
+
+
 MISFITS = {
     "--v2v-head-weight 1 --v2v-frames 3": "`--v2v-head-weight` (1.0) needs references of 3 latent "
     "frame(s), but the data has head1, tail1; preprocess it with `--reference-lengths 3`, or ",

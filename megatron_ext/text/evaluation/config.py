@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_ext.config.flags import COUNT, NATURAL, SIZE, Range, UsersOwn, flag
+from megatron_ext.config.flags import COUNT, NATURAL, SIZE, Range, UsersOwn, derived, flag
 
 
 @dataclass(frozen=True)
@@ -66,3 +66,5 @@ class ResultsConfig(UsersOwn):
     bootstrap_iters: int = flag(
         100, "samples of which standard errors are computed; 0 for none", NATURAL
     )
+    trained_date: str | None = derived()
+    """The date that the chat template has written in the training of the model, if it is known."""

@@ -20,7 +20,7 @@ from megatron_ext.text.generation.tool import (
     prepare,
     run_model,
 )
-from megatron_ext.text.sft.chat import load_chat_tokenizer
+from megatron_ext.text.sft.chat import load_chat_tokenizer, with_known_date
 from megatron_ext.text.task import with_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
 
@@ -51,11 +51,15 @@ def prepare_evaluation(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
     return config, tokenizer
 
 
-def _chat_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> Any:
+def _chat_tokenizer(config: RunConfig, tokenizer: Tokenizer, *, tells: bool = False) -> Any:
     if not config.section(ResultsConfig).apply_chat_template:
         return None
     settings, asked = config.section(TokenizerConfig), "--apply-chat-template"
-    return load_chat_tokenizer(tokenizer, settings, None, asked=asked, template_flag=None)
+    loaded = load_chat_tokenizer(tokenizer, settings, None, asked=asked, template_flag=None)
+    dated, sentence = with_known_date(loaded, config.section(ResultsConfig).trained_date)
+    if sentence is not None and tells:
+        print(f"> {sentence}", flush=True)
+    return dated
 
 
 EVALUATION = replace(
@@ -74,7 +78,9 @@ def evaluate_model(run: Run) -> None:
     """Score the model on the tasks; write lm-eval's results, and print its table, on rank 0."""
     config, tokenizer = with_tokenizer(run.config)
     own, flags = config.section(ResultsConfig), config.section(TaskEvaluationConfig)
-    chat_tokenizer = _chat_tokenizer(config, tokenizer) if run.context.rank == 0 else None
+    chat_tokenizer = None
+    if run.context.rank == 0:
+        chat_tokenizer = _chat_tokenizer(config, tokenizer, tells=True)
     results = scored(
         run,
         tokenizer,

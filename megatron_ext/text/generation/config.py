@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_ext.config.flags import COUNT, SIZE, Range, UsersOwn, changed_fields, flag
+from megatron_ext.config.flags import COUNT, SIZE, Range, UsersOwn, changed_fields, derived, flag
+from megatron_ext.text.config import is_date
 from megatron_ext.text.generation.sampling import Sampling
 
 _DRAWN = ("temperature", "top_k", "top_p")
@@ -27,6 +28,11 @@ class GenerationConfig(UsersOwn):
     chat: bool = flag(False, "put prompts into the tokenizer's chat template, as a user's messages")
     chat_template: str | None = flag(
         None, "a Jinja file for --chat; default: the chat template of the tokenizer"
+    )
+    chat_date: str | None = flag(
+        None,
+        "the date, as YYYY-MM-DD, that a template with strftime_now writes; default: that of the "
+        "model's training, else today's",
     )
     max_new_tokens: int = flag(128, "longest text", COUNT, "tokens")
     do_sample: bool = flag(False, "draw tokens; without it the likeliest token is taken")
@@ -53,6 +59,9 @@ class GenerationConfig(UsersOwn):
         None, "end a text at the first of these, which is left out", nargs="+"
     )
     generation_batch_size: int = flag(16, "texts that a replica writes at once", SIZE, "texts")
+
+    trained_date: str | None = derived()
+    """The date that the chat template has written in the training of the model, if it is known."""
 
     def sampling(self, seed: int) -> Sampling:
         """Return the options of every request."""
@@ -87,10 +96,15 @@ class GenerationConfig(UsersOwn):
             for name in _DRAWN
             if name in changed and not self.do_sample
         ]
-        if self.chat_template is not None and not self.chat:
+        found += [
+            f"`--{name.replace('_', '-')}` ({getattr(self, name)}) has an effect only with "
+            "`--chat`; add it, or leave this out."
+            for name in ("chat_template", "chat_date")
+            if getattr(self, name) is not None and not self.chat
+        ]
+        if self.chat_date is not None and not is_date(self.chat_date):
             found.append(
-                f"`--chat-template` ({self.chat_template}) has an effect only with `--chat`; add "
-                "it, or leave this out."
+                f"`--chat-date` ({self.chat_date}) must be a day as YYYY-MM-DD; use 2024-07-26."
             )
         if self.interactive and self.output_file is not None:
             found.append(

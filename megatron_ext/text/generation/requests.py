@@ -24,7 +24,13 @@ from megatron_ext.text.data.separators import spelled
 from megatron_ext.text.generation.config import GenerationConfig
 from megatron_ext.text.generation.decode import Request
 from megatron_ext.text.generation.sampling import Sampling
-from megatron_ext.text.sft.chat import load_chat_tokenizer
+from megatron_ext.text.sft.chat import (
+    ChatTokenizer,
+    dated_tokenizer,
+    load_chat_tokenizer,
+    with_known_date,
+    writes_date,
+)
 from megatron_ext.text.sft.templates import TooCostly, apply_template
 from megatron_ext.text.tokenizers.base import NO_TOKEN, Tokenizer
 from megatron_ext.text.tokenizers.entries import DESCRIBING
@@ -96,7 +102,8 @@ class Encoder:
     model that was trained here from scratch do not, since the documents of its data do not.
 
     Attributes:
-        note: a sentence on the tokens at the beginning, where transformers has some.
+        note: a sentence on the tokens at the beginning, where transformers has some, or, with
+            ``--chat``, on the date that the template writes.
 
     Raises:
         ConfigError: ``--chat`` is given, but there is no template.
@@ -104,7 +111,8 @@ class Encoder:
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
         self._generation = config.section(GenerationConfig)
-        self._tokenizer, self._chat = tokenizer, None
+        self._tokenizer = tokenizer
+        self._chat: ChatTokenizer | None = None
         start = () if self._generation.chat else tokenizer.start_ids()
         origin = config.section(HuggingFaceConfig)
         is_theirs = origin.load_hf is not None or origin.origin is not None
@@ -119,13 +127,25 @@ class Encoder:
                     "the training did; `--tokenizer-hf-include-special-tokens` adds it"
                 )
         if self._generation.chat:
-            self._chat = load_chat_tokenizer(
+            loaded = load_chat_tokenizer(
                 tokenizer,
                 config.section(TokenizerConfig),
                 self._generation.chat_template,
                 asked="--chat",
                 template_flag="--chat-template",
             )
+            self._chat = self._with_date(loaded)
+
+    def _with_date(self, chat: ChatTokenizer) -> ChatTokenizer:
+        """Return ``chat`` with a template that writes one date; tell in the note which one."""
+        given = self._generation.chat_date
+        if given is None:
+            dated, sentence = with_known_date(chat, self._generation.trained_date)
+            self.note = sentence and f"{sentence}; `--chat-date` sets it"
+            return dated
+        if not writes_date(chat):
+            self.note = f"`--chat-date` ({given}): the chat template writes no date"
+        return dated_tokenizer(chat, given)
 
     def __call__(self, prompt: Prompt) -> list[int]:
         """Return the tokens of a prompt; raise a DataError if there are none."""

@@ -19,7 +19,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.config.sections import described, withheld_notes
 from megatron_ext.data.indexed import write_error
 from megatron_ext.errors import ConfigError, MegatronExtError
-from megatron_ext.text.config import text_rules
+from megatron_ext.text.config import is_date, text_rules
 from megatron_ext.text.convert.config import read_model
 from megatron_ext.text.convert.training import folder_errors
 from megatron_ext.text.evaluation.config import TaskEvaluationConfig
@@ -146,10 +146,12 @@ def _stored_model(stored: Mapping[str, Any], program: Task, load: str) -> dict[s
     for section in program.stored_model(stored, RunConfig()).values():
         found.update(section)
     found.update(stored["tokenizer"])
+    date = stored.get("sft", {}).get("written_date")
     return {
         **{k: v for k, v in found.items() if k not in NOT_STORED},
         **{name: stored["precision"].get(name) for name in ("bf16", "fp16")},
         "unpadded_vocab_size": stored["model"].get("unpadded_vocab_size"),
+        "trained_date": date if isinstance(date, str) and is_date(date) else None,
         "origin": (stored.get("hugging_face") or {}).get("origin"),
     }
 

@@ -1,5 +1,6 @@
 """One preprocessing run from options to published datasets."""
 
+import json
 import os
 import time
 from collections import Counter
@@ -277,41 +278,56 @@ def publish_job(
         input_bytes=sum(part.num_bytes for part in job.parts),
         rejected=sum(marker.rejected for marker in markers),
         rejected_path=publish_rejected(job.options, job.folder, job.parts, markers),
-        remarks=_remarks(markers),
+        remarks=_remarks(markers, Path(f"{job.options.output_prefix}_remarks.json")),
         resumed_parts=resumed,
         seconds=time.monotonic() - start,
     )
 
 
-def _remarks(markers: Sequence[PartMarker]) -> list[str]:
-    """Return sentences on blank lines and on what the encoders have counted."""
+def _remarks(markers: Sequence[PartMarker], path: Path) -> list[str]:
+    """Return sentences on blank lines and on what the encoders have counted.
+
+    Where a sentence would have too many names, the file at ``path`` gets all of them.
+    """
     skipped = sum(marker.skipped for marker in markers)
-    refused = _named(markers, REFUSED)
-    unread = _named(markers, UNREAD)
-    twice = _named(markers, TWICE)
-    empty = _named(markers, EMPTY)
     within = sum(sum(marker.tally.get(ENDS_WITHIN, {}).values()) for marker in markers)
-    remarks = {
-        f"{skipped} blank lines at the end of inputs were skipped.": skipped,
-        f"Reasons of refused lines: {refused}.": refused,
-        f"Keys of the lines that were not used: {unread}.": unread,
-        f"Keys that lines have twice, of which the last value was used: {twice}.": twice,
-        f"Empty texts, stored as documents without a token: {empty}.": empty,
-        f"The end-of-document token is spelled out {within} times within texts, and was stored as "
-        "that token there too.": within,
+    counted = {
+        "Reasons of refused lines": _counted(markers, REFUSED),
+        "Keys of the lines that were not used": _counted(markers, UNREAD),
+        "Keys that lines have twice, of which the last value was used": _counted(markers, TWICE),
+        "Empty texts, stored as documents without a token": _counted(markers, EMPTY),
     }
-    return [sentence for sentence, is_so in remarks.items() if is_so]
+    remarks = []
+    if skipped:
+        remarks.append(f"{skipped} blank lines at the end of inputs were skipped.")
+    remarks += [f"{what}: {_named(counts)}." for what, counts in counted.items() if counts]
+    if within:
+        remarks.append(
+            f"The end-of-document token is spelled out {within} times within texts, and was stored "
+            "as that token there too."
+        )
+    if any(len(counts) > _MOST_REMARKS for counts in counted.values()):
+        named = {what: counts for what, counts in counted.items() if counts}
+        replace_file(path, json.dumps(named, indent=1, ensure_ascii=False) + "\n")
+        remarks.append(f"All of these names, with the number of lines of each, are in {path}.")
+    else:
+        path.unlink(missing_ok=True)  # of an earlier run
+    return remarks
 
 
-def _named(markers: Sequence[PartMarker], kind: str) -> str:
-    """Return the names that parts have counted under a kind, each with its number of lines."""
+def _counted(markers: Sequence[PartMarker], kind: str) -> dict[str, int]:
+    """Return the names that parts have counted under a kind, the most frequent first."""
     counts: Counter[str] = Counter()
     for marker in markers:
         counts.update(marker.tally.get(kind, {}))
     counts = +counts  # Encoders count zeros too.
-    names = sorted(counts, key=lambda name: (-counts[name], name))
-    shown = [f"{name} ({counts[name]})" for name in names[:_MOST_REMARKS]]
-    more = len(names) - len(shown)
+    return dict(sorted(counts.items(), key=lambda entry: (-entry[1], entry[0])))
+
+
+def _named(counts: Mapping[str, int]) -> str:
+    """Return the first of the counted names, each with its number of lines."""
+    shown = [f"{name} ({count})" for name, count in list(counts.items())[:_MOST_REMARKS]]
+    more = len(counts) - len(shown)
     return ", ".join([*shown, *([f"and {more} more"] if more else [])])
 
 

@@ -298,16 +298,43 @@ def _sources(tokenizer: ChatTokenizer, kwargs: Mapping[str, Any]) -> list[str]:
 
 def dated(chat: Chat, date: str) -> Chat:
     """Return ``chat`` with templates that write ``date`` wherever they ask for the time."""
+    tokenizer = dated_tokenizer(chat.tokenizer, date)
+    sft = dataclasses.replace(chat.sft, sft_date=date)
+    identity = {**chat.identity, "date": date}
+    return dataclasses.replace(chat, tokenizer=tokenizer, sft=sft, identity=identity)
+
+
+def writes_date(tokenizer: ChatTokenizer) -> bool:
+    """Tell whether the tokenizer's chat template asks for the time."""
+    return any("strftime_now" in source for source in _sources(tokenizer, {}))
+
+
+def with_known_date(
+    tokenizer: ChatTokenizer, trained: str | None
+) -> tuple[ChatTokenizer, str | None]:
+    """Return ``tokenizer`` with a template that writes one date, and a sentence on which one.
+
+    It is the date ``trained`` of the model's training, else today's. The sentence is None for a
+    template that writes no date.
+    """
+    if not writes_date(tokenizer):
+        return tokenizer, None
+    date = trained or datetime.date.today().isoformat()
+    which = "that of the model's training" if trained else "today's, as the model keeps none"
+    sentence = f"the chat template writes the date {date}, {which}"
+    return dated_tokenizer(tokenizer, date), sentence
+
+
+def dated_tokenizer(tokenizer: ChatTokenizer, date: str) -> ChatTokenizer:
+    """Return a copy of ``tokenizer`` whose chat templates write ``date``, as YYYY-MM-DD."""
     day = datetime.date.fromisoformat(date)
-    tokenizer = copy.copy(chat.tokenizer)
+    tokenizer = copy.copy(tokenizer)
     own = tokenizer.chat_template
     if isinstance(own, str):
         tokenizer.chat_template = with_date(own, day)
     elif own:
         tokenizer.chat_template = {name: with_date(source, day) for name, source in own.items()}
-    sft = dataclasses.replace(chat.sft, sft_date=date)
-    identity = {**chat.identity, "date": date}
-    return dataclasses.replace(chat, tokenizer=tokenizer, sft=sft, identity=identity)
+    return tokenizer
 
 
 _BEFORE_DATE = "{%- macro strftime_now(format) -%}{{ format"
@@ -333,6 +360,16 @@ def with_date(source: str, day: datetime.date) -> str:
 
 _DIRECTIVES = (*(f"-{letter}" for letter in "dmyjHIMS"), *"aAbBcdDeFGhHIjmMpSTuUVwWxXyYZz")
 """Directives of `strftime` for a day, whose time is midnight."""
+
+
+def read_template(flag: str | None, path: str) -> str:
+    """Return the chat template in the file that ``flag`` names; a DataError if it is unreadable."""
+    try:
+        return read_text(path)
+    except UnreadableFile as error:
+        raise DataError(
+            f"`{flag}` ({path}) cannot be read ({error.reason}); give a file with a Jinja template."
+        ) from None
 
 
 def load_chat_tokenizer(
@@ -370,13 +407,7 @@ def load_chat_tokenizer(
             f"{len(loaded)} as transformers loads it; save it again with save_pretrained."
         )
     if template is not None:
-        try:
-            loaded.chat_template = read_text(template)
-        except UnreadableFile as error:
-            raise DataError(
-                f"`{template_flag}` ({template}) cannot be read ({error.reason}); give a file "
-                "with a Jinja template."
-            ) from None
+        loaded.chat_template = read_template(template_flag, template)
     if not loaded.chat_template:
         how = f"give one with `{template_flag}`" if template_flag else f"leave out `{asked}`"
         raise ConfigError(

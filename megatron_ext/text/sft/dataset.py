@@ -267,6 +267,13 @@ class Splits:
 _NAMES = ("train", "valid", "test")
 
 
+def names_by_flag(data: DataConfig) -> dict[str, list[str] | None]:
+    """Return the names of conversations by the flag that gives them, one for each split or all."""
+    if data.data_path is not None:
+        return {"--data-path": data.data_path}
+    return {f"--{name}-data-path": getattr(data, f"{name}_data_path") for name in _NAMES}
+
+
 def open_splits(config: RunConfig, tokenizer: Tokenizer) -> Splits:
     """Open the conversations of a run, and divide them into splits.
 
@@ -275,9 +282,7 @@ def open_splits(config: RunConfig, tokenizer: Tokenizer) -> Splits:
     sft, data = config.section(SftConfig), config.section(DataConfig)
     chat = build_chat(tokenizer, config.section(TokenizerConfig), sft)
     assert config.model.seq_length is not None and sft.sft_max_length is not None
-    by_flag = {"--data-path": data.data_path}
-    if data.data_path is None:
-        by_flag = {f"--{name}-data-path": getattr(data, f"{name}_data_path") for name in _NAMES}
+    by_flag = names_by_flag(data)
     names = [name for paths in by_flag.values() for name in paths or ()]
     chat = with_date_of_stores(chat, names, data.data_cache_path)
     opened = [
@@ -324,7 +329,11 @@ def build_splits(config: RunConfig, tokenizer: Tokenizer, *_: Any) -> Datasets:
     A split without conversations is None. Ranks that read no data need the plans too. Raise a
     ConfigError if data or chat template are not given, a DataError for unusable data.
     """
-    splits = open_splits(config, tokenizer)
+    return planned(config, open_splits(config, tokenizer))
+
+
+def planned(config: RunConfig, splits: Splits) -> Datasets:
+    """Return the datasets of ``splits``, each with the plan of its steps; see `build_splits`."""
     seeds = (config.training.seed, None, None)
     for dataset, seed in zip(splits.datasets, seeds, strict=True):
         if dataset is not None:

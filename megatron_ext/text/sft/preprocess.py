@@ -291,24 +291,28 @@ def open_stores(
     """
     stores = []
     for name in names:
-        if is_number(name) and not os.path.exists(name):
-            raise ConfigError(
-                f"`{flag}` ({name}) is a weight, but `--sft` uses every conversation of its files "
-                "once in an epoch; leave weights out."
-            )
+        check_name(flag, name)
         prefix = prefix_of(name)
         if not about_path(prefix).exists():
-            if not Path(name).exists():
-                raise DataError(
-                    f"`{flag}` ({name}) is neither a file of conversations, a dataset saved to "
-                    "disk, nor the prefix of a store made by tools/preprocess_data.py --sft; check "
-                    "the path."
-                )
             prefix = _tokenized(name, cache_of(name, cache), chat, say)
         store = SftStore(prefix)
         store.check(chat.identity, vocab_size, date_is_given=chat.date_is_given)
         stores.append(store)
     return stores
+
+
+def check_name(flag: str, name: str) -> None:
+    """Raise an error if a name of ``flag`` is no file, dataset or store of conversations."""
+    if is_number(name) and not os.path.exists(name):
+        raise ConfigError(
+            f"`{flag}` ({name}) is a weight, but `--sft` uses every conversation of its files "
+            "once in an epoch; leave weights out."
+        )
+    if not about_path(prefix_of(name)).exists() and not Path(name).exists():
+        raise DataError(
+            f"`{flag}` ({name}) is neither a file of conversations, a dataset saved to disk, nor "
+            "the prefix of a store made by tools/preprocess_data.py --sft; check the path."
+        )
 
 
 def cache_of(name: str, cache: str | None) -> Path:

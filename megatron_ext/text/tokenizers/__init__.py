@@ -7,7 +7,7 @@ and torch only for Hugging Face classes that transformers must load.
 import difflib
 
 from megatron_ext.disk.reading import UnreadableFile, read_json_object
-from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.errors import ConfigError, DataError, MegatronExtError
 from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.tokenizers.base import (
     ByteLevelTokenizer,
@@ -36,6 +36,51 @@ _NOT_HERE = {
 }
 
 
+_FILES_OF_TYPE = {
+    "TikTokenizer": {"--tokenizer-model": "a tiktoken vocabulary"},
+    "GPT2BPETokenizer": {
+        "--vocab-file": "GPT-2's vocab.json",
+        "--merge-file": "GPT-2's merges.txt",
+    },
+} | {
+    kind: {"--tokenizer-model": "a SentencePiece .model file"}
+    for kind, library in _LIBRARY_OF_TYPE.items()
+    if library == "sentencepiece"
+}
+"""By type of tokenizer, the flags that name its files, and in words what they are."""
+
+
+def check_files(settings: TokenizerConfig) -> None:
+    """Raise an error with a sentence for each file of a tokenizer that is not given or missing.
+
+    What may be a name on the Hugging Face hub is not looked up there.
+    """
+    kind = _known_type(settings)
+    if _LIBRARY_OF_TYPE[kind] == "huggingface" and settings.tokenizer_model:
+        from megatron_ext.text.tokenizers.huggingface import local_folder
+
+        local_folder(settings.tokenizer_model)
+    _files_of(settings, kind)
+    _check_metadata(settings.tokenizer_metadata, kind)
+
+
+def _files_of(settings: TokenizerConfig, kind: str) -> list[str]:
+    """Return the paths of a tokenizer's files; raise the errors of all that are missing."""
+    paths = list[str]()
+    errors = list[MegatronExtError]()
+    for flag, what in _FILES_OF_TYPE.get(kind, {}).items():
+        given = getattr(settings, flag.removeprefix("--").replace("-", "_"))
+        try:
+            paths.append(require_file(flag, given, what, kind))
+        except MegatronExtError as error:
+            errors.append(error)
+    if len(errors) > 1:
+        raise DataError([sentence for error in errors for sentence in error.messages])
+    if errors:
+        raise errors[0]
+    return paths
+
+
 def build_tokenizer(settings: TokenizerConfig) -> Tokenizer:
     """Build the tokenizer that `--tokenizer-type` and the other tokenizer flags describe.
 
@@ -51,8 +96,7 @@ def build_tokenizer(settings: TokenizerConfig) -> Tokenizer:
     if kind == "TikTokenizer":
         from megatron_ext.text.tokenizers import models
 
-        given, what = settings.tokenizer_model, "a tiktoken vocabulary"
-        path = require_file("--tokenizer-model", given, what, kind)
+        (path,) = _files_of(settings, kind)
         return models.TikTokenizer(
             path,
             pattern=settings.tiktoken_pattern or "v2",
@@ -63,8 +107,7 @@ def build_tokenizer(settings: TokenizerConfig) -> Tokenizer:
     if _LIBRARY_OF_TYPE[kind] == "sentencepiece":
         from megatron_ext.text.tokenizers.models import SentencePieceTokenizer
 
-        given, what = settings.tokenizer_model, "a SentencePiece .model file"
-        path = require_file("--tokenizer-model", given, what, kind)
+        (path,) = _files_of(settings, kind)
         if special and not settings.tokenizer_sentencepiece_legacy:
             raise ConfigError(
                 "`--tokenizer-special-tokens` with a SentencePiece model needs "
@@ -74,8 +117,7 @@ def build_tokenizer(settings: TokenizerConfig) -> Tokenizer:
     from megatron_ext.text.tokenizers import huggingface
 
     if kind == "GPT2BPETokenizer":
-        vocab = require_file("--vocab-file", settings.vocab_file, "GPT-2's vocab.json", kind)
-        merges = require_file("--merge-file", settings.merge_file, "GPT-2's merges.txt", kind)
+        vocab, merges = _files_of(settings, kind)
         return huggingface.build_gpt2(kind, vocab, merges, special)
     return huggingface.build(
         kind,

@@ -203,10 +203,10 @@ def build(
 _WITH_ENTRIES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
-def tokenizer_folder(name: str) -> Path:
-    """Return the folder of a tokenizer, given the folder, a file in it or a name on the hub.
+def local_folder(name: str) -> Path | None:
+    """Return the folder of a tokenizer, given it or a file in it; None for a name on the hub.
 
-    Raise a DataError if the folder does not exist and cannot be downloaded from the hub.
+    Raise a DataError for a path that does not exist.
     """
     if Path(name).is_dir():
         return Path(name)
@@ -217,6 +217,17 @@ def tokenizer_folder(name: str) -> Path:
             f"`--tokenizer-model` ({name}) does not exist; give a folder with tokenizer.json, or "
             "a name on the Hugging Face hub."
         )
+    return None
+
+
+def tokenizer_folder(name: str) -> Path:
+    """Return the folder of a tokenizer, given the folder, a file in it or a name on the hub.
+
+    Raise a DataError if the folder does not exist and cannot be downloaded from the hub.
+    """
+    folder = local_folder(name)
+    if folder is not None:
+        return folder
     try:
         from huggingface_hub import snapshot_download
 

@@ -41,6 +41,7 @@ from megatron_ext.train.reporting.summary import (
 from megatron_ext.train.reporting.tables import (
     FaultStory,
     checkpoint_table,
+    data_lines,
     environment_table,
     fault_stories,
     fault_table,
@@ -144,6 +145,7 @@ def render(folder: RunFolder, goodput: Goodput, *, now: float, beside: Path) -> 
         root=f"./{quote(os.path.relpath(folder.path, beside))}",
         checkpoints=checkpoint_table(folder),
         noticed=noticed,
+        data=data_lines(folder),
         settings=settings_tables(folder),
         environment=environment_table(folder),
         problems=folder.problems,

@@ -13,6 +13,7 @@ from typing import Any
 from megatron_ext.config.flags import changed_fields, default_of, flags_of
 from megatron_ext.config.run import RunConfig, engine_sections
 from megatron_ext.train.reporting.charts import show
+from megatron_ext.train.reporting.files import METRICS_FILE
 from megatron_ext.train.reporting.goodput import (
     LAUNCHED,
     TIME,
@@ -25,9 +26,21 @@ from megatron_ext.train.reporting.run_folder import PostMortem, Row, RunFolder, 
 
 MAX_ROWS = 300
 """Most rows of a table; the newest are shown."""
+MAX_DATA_LINES = 100
+"""Most sentences on the data of a run."""
 _MAX_TEXT = 600
 NOTHING = "–"
 FAULT, RESTART, SAVED = "fault", "restart", "saved"
+_NOT_ENVIRONMENT = {
+    "kind",
+    "iteration",
+    "launched_at",
+    "time",
+    "num_iterations",
+    "settings",
+    "data",
+}
+"""Entries of a launch's row that the table of the environment leaves out."""
 NOTICED = {
     "spike": "spike",
     "non_finite": "not finite",
@@ -336,11 +349,21 @@ def _setting(value: object) -> str:
     return "none" if value is None else text_of(value)
 
 
+def data_lines(folder: RunFolder) -> list[str]:
+    """Return the sentences on what a run read of its data, and on what it did not use."""
+    told = folder.start_facts.get("data")
+    lines = [text_of(line, 1000) for line in told] if isinstance(told, list) else []
+    more = len(lines) - MAX_DATA_LINES
+    if more > 0:
+        lines[MAX_DATA_LINES:] = [f"… and {more} more, in {METRICS_FILE}"]
+    return lines
+
+
 def environment_table(folder: RunFolder) -> Table:
     """Return what the ranks have told of their machine and their packages when they started."""
     table = Table(("what", "value"))
     for name, fact in folder.start_facts.items():
-        if name in ("kind", "iteration", "launched_at", "time", "num_iterations", "settings"):
+        if name in _NOT_ENVIRONMENT:
             continue
         words = fact if isinstance(fact, Mapping) else {name: fact}
         table.rows += [

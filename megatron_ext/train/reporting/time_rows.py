@@ -48,10 +48,12 @@ class Launch:
         started: when the launcher started, in seconds since the epoch.
         ends_itself: whether the launcher is a process of this package, which writes the report
             when all ranks have ended; otherwise the reporting rank does.
+        data_lines: what the run reads of its data and what it does not use (`Task.data_lines`).
     """
 
     started: float
     ends_itself: bool
+    data_lines: Sequence[str] = ()
 
 
 def launch_of(argv: Sequence[str]) -> Launch:
@@ -151,6 +153,7 @@ class TimeRows:
         row |= {"world_size": config.parallel.world_size, "num_iterations": num_iterations}
         if self._generation == 0:
             row |= {**environment(config.device), "settings": changed_settings(config)}
+            row |= {"data": list(self.launch.data_lines)}
         append_row(self._path, row)
 
     def finish(self, reason: str) -> None:

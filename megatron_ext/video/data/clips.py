@@ -75,14 +75,17 @@ def with_suffix(caption: str, fps: int | None, motion: float | None = None) -> s
 
 
 def read_list(
-    path: str | os.PathLike[str], say: Callable[[str], None] = lambda line: None
+    path: str | os.PathLike[str],
+    say: Callable[[str], None] = lambda line: None,
+    *,
+    flag: str = "--input",
 ) -> list[Clip]:
     """Read a jsonl or csv of clips, or a folder of clips with a ``.txt`` caption beside each.
 
     Rows have ``path`` (relative to the list), ``text`` or ``caption``, and may have ``fps`` and
     ``motion`` (or ``motion_score``). Other columns, and a second caption or score in a row, are
     named to ``say`` with the number of rows that have them. An unreadable list or row, or an empty
-    list, raises DataError.
+    list, raises DataError, which names the ``flag`` that gives the path.
     """
     source = Path(path)
     unused: Counter[str] = Counter()
@@ -101,17 +104,17 @@ def read_list(
                 unused.update(_unused(row))
         else:
             raise DataError(
-                f"`--input` ({source}) is neither a file nor a folder; give a jsonl, a csv or a "
+                f"`{flag}` ({source}) is neither a file nor a folder; give a jsonl, a csv or a "
                 "folder of clips."
             )
     except (OSError, UnicodeDecodeError, UnreadableFile) as error:
         why = error.reason if isinstance(error, UnreadableFile) else error
         raise DataError(
-            f"`--input` ({source}) cannot be read ({why}); give a jsonl, a csv or a folder with "
+            f"`{flag}` ({source}) cannot be read ({why}); give a jsonl, a csv or a folder with "
             "captions, in UTF-8."
         ) from None
     if not clips:
-        raise DataError(f"`--input` ({source}) holds no clip; give a list with rows.")
+        raise DataError(f"`{flag}` ({source}) holds no clip; give a list with rows.")
     if unused:
         names = ", ".join(f"`{name}` ({count})" for name, count in unused.most_common())
         say(f"Columns of {source} that are not used, with the rows that have them: {names}.")

@@ -205,7 +205,7 @@ class DiffusersCodec(VideoCodec):
     """
 
     def __init__(self, folder: str, device: torch.device, seed: int = 0) -> None:
-        settings = _read_config(folder)
+        settings = read_config(folder)
         self.identity = {"codec": settings["_class_name"], "config": public(settings)}
         self.vae = _load_vae(folder, settings["_class_name"]).to(device).eval()
         self.vae.requires_grad_(False)
@@ -271,7 +271,8 @@ class DiffusersCodec(VideoCodec):
         return raw.to(self.vae.dtype)
 
 
-def _read_config(folder: str) -> dict[str, Any]:
+def read_config(folder: str) -> dict[str, Any]:
+    """Return the config.json of a VAE; raise a ConfigError if it cannot be used."""
     path = Path(folder) / "config.json"
     try:
         settings = read_json_object(path, not_finite=True)

@@ -21,7 +21,13 @@ from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import PATCH, CodecConfig
-from megatron_ext.video.data.codec import DiffusersCodec, PatchCodec, VideoCodec, compared
+from megatron_ext.video.data.codec import (
+    DiffusersCodec,
+    PatchCodec,
+    VideoCodec,
+    compared,
+    read_config,
+)
 
 
 def build_codec(
@@ -31,6 +37,12 @@ def build_codec(
     if config.codec == PATCH:
         return PatchCodec(config)
     return DiffusersCodec(config.codec, device or torch.device("cpu"), seed)
+
+
+def check_codec_folder(config: CodecConfig) -> None:
+    """Raise a ConfigError if the folder of a VAE has no config.json that names its class."""
+    if config.codec != PATCH:
+        read_config(config.codec)
 
 
 def codec_from_manifest(

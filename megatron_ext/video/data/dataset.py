@@ -273,11 +273,11 @@ def collate(samples: Sequence[VideoSample], *, patch: int, multiple: int = 1) ->
     )
 
 
-def open_online(options: VideoPreprocessOptions, *, tell: bool) -> OnlineVideos:
+def open_online(options: VideoPreprocessOptions, *, flag: str, tell: bool) -> OnlineVideos:
     """Open a list of clips that are encoded on access, with the same buckets as in preprocessing.
 
-    The header of every clip is read, and nothing is written. ``tell`` prints how many clips are
-    left out, and why.
+    The header of every clip is read, and nothing is written. ``flag`` gives the list, for errors.
+    ``tell`` prints how many clips are left out, and why.
     """
     codec = build_codec(options.codec, seed=options.encode.clip_seed)
     check_codec(options.plan, codec, options.encode.reference_lengths)
@@ -286,7 +286,7 @@ def open_online(options: VideoPreprocessOptions, *, tell: bool) -> OnlineVideos:
         if tell:
             print(f"> {line}", file=sys.stderr)
 
-    clips = read_list(options.input, say)
+    clips = read_list(options.input, say, flag=flag)
     planned, dropped = plan_clips(clips, options.plan, options.encode, workers=options.workers)
     for line in report(dropped, len(clips)):
         say(line)

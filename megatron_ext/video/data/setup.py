@@ -35,6 +35,8 @@ from megatron_ext.train.task import Datasets
 from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
 from megatron_ext.video.config.run import ConditionConfig, SampleConfig, VideoConfig
 from megatron_ext.video.cost.clip import Clip
+from megatron_ext.video.data.clips import read_list
+from megatron_ext.video.data.codecs import check_codec_folder
 from megatron_ext.video.data.conditions import Text, sections
 from megatron_ext.video.data.dataset import (
     ShardedVideos,
@@ -48,6 +50,7 @@ from megatron_ext.video.data.geometry import parse_plan
 from megatron_ext.video.data.manifest import VideoPreprocessOptions, read_manifest
 from megatron_ext.video.data.sampler import BucketSteps, Geometry, VideoPlan
 from megatron_ext.video.data.shards import MANIFEST, read_null
+from megatron_ext.video.data.text_encoders import encoder_checks
 from megatron_ext.video.model.tokens import grid
 from megatron_ext.video.networks import network_of
 from megatron_ext.video.sampling.generate import check_sampling
@@ -58,11 +61,14 @@ def open_videos(config: RunConfig, path: str) -> VideoClips:
     """Open the clips of a preprocessed folder, or those of a list with ``--online-encoding``."""
     video, kinds = config.section(VideoConfig), (CodecConfig, TextEncoderConfig, EncodeConfig)
     encoding = tuple(config.section(x) for x in kinds) if video.online_encoding else None
-    return _opened(path, video.video_buckets, encoding)
+    flag = "--video-data-path" if path == str(video.video_data_path) else "--video-valid-path"
+    return _opened(flag, path, video.video_buckets, encoding)
 
 
 @lru_cache(maxsize=4)
-def _opened(path: str, buckets: str | None, encoding: tuple[Any, ...] | None) -> VideoClips:
+def _opened(
+    flag: str, path: str, buckets: str | None, encoding: tuple[Any, ...] | None
+) -> VideoClips:
     """Open the clips at ``path``, or return those of an earlier call with the same arguments.
 
     Processes that are forked later share these clips. ``encoding`` is None for a folder of shards.
@@ -76,7 +82,8 @@ def _opened(path: str, buckets: str | None, encoding: tuple[Any, ...] | None) ->
             f"`--online-encoding` takes clips, but {path} holds encoded ones; leave it out, or "
             "give a folder or a list of clips."
         )
-    return open_online(VideoPreprocessOptions(path, "", plan, *encoding), tell=_is_first_rank())
+    options = VideoPreprocessOptions(path, "", plan, *encoding)
+    return open_online(options, flag=flag, tell=_is_first_rank())
 
 
 def _is_first_rank() -> bool:
@@ -193,6 +200,26 @@ def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
         micro_batch_range=(min(sizes), max(sizes)),
     )
     return dataclasses.replace(config, model=model, training=training, optimizer=optimizer), None
+
+
+def video_inputs(config: RunConfig) -> list[Callable[[], Any]]:
+    """Return a check of each list or folder of clips, and of encoders' folders; see `Task.inputs`.
+
+    Encoders are read only where clips are encoded during training.
+    """
+    video, encoder = config.section(VideoConfig), config.section(TextEncoderConfig)
+    paths = {
+        "--video-data-path": video.video_data_path,
+        "--video-valid-path": video.video_valid_path,
+    }
+    given = {flag: path for flag, path in paths.items() if path is not None}
+    if not video.online_encoding:
+        return [partial(read_manifest, Path(path)) for path in given.values()]
+    checks: list[Callable[[], Any]] = [
+        partial(read_list, path, flag=flag) for flag, path in given.items()
+    ]
+    codec = partial(check_codec_folder, config.section(CodecConfig))
+    return [*checks, *encoder_checks(encoder), codec]
 
 
 def _with_warmup(given: OptimizerConfig, training: TrainingConfig) -> OptimizerConfig:

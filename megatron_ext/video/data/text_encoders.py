@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import html
 import re
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -230,6 +230,12 @@ def build_text_encoder(
         return HashedWords(config)
     kind = T5AndClip if config.text_encoder == T5_CLIP else UMT5
     return kind(config, device or torch.device("cpu"))
+
+
+def encoder_checks(config: TextEncoderConfig) -> list[Callable[[], Any]]:
+    """Return a check of the config.json of each folder that an encoder is loaded from."""
+    paths = {name: getattr(config, name) for name in FOLDERS[config.text_encoder]}
+    return [partial(read_settings, name, path) for name, path in paths.items() if path is not None]
 
 
 def width_of(config: TextEncoderConfig) -> int:

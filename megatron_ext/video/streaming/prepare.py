@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.checkpoint.stored import check_weights
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
 from megatron_ext.video.config.run import SampleConfig
-from megatron_ext.video.data.codecs import build_codec
-from megatron_ext.video.data.text_encoders import width_of
+from megatron_ext.video.data.codecs import build_codec, check_codec_folder
+from megatron_ext.video.data.text_encoders import encoder_checks, width_of
 from megatron_ext.video.streaming.config import Role, StreamingConfig, StreamingSampleConfig
 from megatron_ext.video.streaming.decisions import (
     clips_seen,
@@ -20,7 +21,7 @@ from megatron_ext.video.streaming.decisions import (
     switch_candidates,
     warn_of_aliasing,
 )
-from megatron_ext.video.streaming.prompts import read_training_prompts, video_prompts
+from megatron_ext.video.streaming.prompts import prompt_checks, read_training_prompts, video_prompts
 from megatron_ext.video.streaming.rules import check_options, teacher_sizes
 
 if TYPE_CHECKING:
@@ -51,6 +52,18 @@ def prepare_streaming(config: RunConfig) -> tuple[RunConfig, None]:
     if sample.sample_interval is not None:
         video_prompts(sample, config.section(StreamingSampleConfig), streaming)
     return sized(config.with_section(streaming)), None
+
+
+def streaming_inputs(config: RunConfig) -> list[Callable[[], Any]]:
+    """Return checks of weights, prompts and encoders of a streaming run; see `Task.inputs`."""
+    streaming, encoder = config.section(StreamingConfig), config.section(TextEncoderConfig)
+    return [
+        partial(check_weights, "--critic-checkpoint", streaming.critic_checkpoint),
+        partial(check_weights, "--teacher-checkpoint", streaming.teacher_checkpoint),
+        *prompt_checks(streaming),
+        *encoder_checks(encoder),
+        partial(check_codec_folder, config.section(CodecConfig)),
+    ]
 
 
 def sized(config: RunConfig) -> RunConfig:

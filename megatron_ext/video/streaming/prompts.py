@@ -81,6 +81,15 @@ def read_training_prompts(config: StreamingConfig) -> Sequence[PromptRow]:
     ]
 
 
+def prompt_checks(config: StreamingConfig) -> list[Callable[[], Any]]:
+    """Return a check of each file of prompts that a training run reads."""
+    paths = {
+        "--prompts-path": config.prompts_path,
+        "--second-prompts-path": config.second_prompts_path,
+    }
+    return [partial(_rows, flag, path) for flag, path in paths.items() if path is not None]
+
+
 def _rows(flag: str, path: str) -> list[PromptRow]:
     """Return a row for each line of a text file or jsonl; skip blank lines."""
     source = Path(path)

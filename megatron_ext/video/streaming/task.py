@@ -26,7 +26,7 @@ from megatron_ext.video.streaming.cost import STREAMING_COST
 from megatron_ext.video.streaming.decisions import passes
 from megatron_ext.video.streaming.long_videos import LongVideoSampler, NotFiniteError
 from megatron_ext.video.streaming.networks import build_network
-from megatron_ext.video.streaming.prepare import clip_tokens, prepare_streaming
+from megatron_ext.video.streaming.prepare import clip_tokens, prepare_streaming, streaming_inputs
 from megatron_ext.video.streaming.prompts import FilePrompts
 from megatron_ext.video.streaming.step import StreamingRunner
 
@@ -89,6 +89,7 @@ STREAMING = Task(
     callbacks=(partial(SampleWhileTraining, build=sampler_of),),
     sample_name="chunks",
     preflight=prepare_streaming,
+    inputs=streaming_inputs,
     step_runner=StreamingRunner,
     cost=STREAMING_COST,
 )

@@ -1,5 +1,6 @@
 """Beginnings of prompts, as transformers makes them, and how texts are shown."""
 
+import datetime
 import json
 import shutil
 from pathlib import Path
@@ -59,6 +60,54 @@ def test_prompts_of_a_hugging_face_model_begin_as_in_transformers(
         assert scratch(prompt) == tokenizer.tokenize(text)
         assert "prompts begin without" in str(scratch.note)
         assert "`--tokenizer-hf-include-special-tokens` adds it" in str(scratch.note)
+
+
+DATED = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("given", "trained", "day", "said"),
+    [
+        ("2024-07-26", "2023-01-02", "26 Jul 2024", None),
+        (None, "2023-01-02", "02 Jan 2023", "2023-01-02, that of the model's training; `--chat-d"),
+        (None, None, f"{datetime.date.today():%d %b %Y}", ", today's, as the model keeps none; "),
+    ],
+)
+def test_a_chat_template_writes_the_date_of_the_training(
+    tmp_path: Path, given: str | None, trained: str | None, day: str, said: str | None
+) -> None:
+    folder = folder_of(tmp_path / "t", None)
+    (tmp_path / "dated.jinja").write_text(DATED)
+    settings = TokenizerConfig("HuggingFaceTokenizer", str(folder))
+    flags = GenerationConfig(
+        chat=True,
+        chat_template=str(tmp_path / "dated.jinja"),
+        chat_date=given,
+        trained_date=trained,
+    )
+    config = RunConfig().with_section(flags, settings, HuggingFaceConfig())
+    encode = Encoder(config, tokenizer := build_tokenizer(settings))
+    assert encode(Prompt("The river", "", {})) == tokenizer.tokenize(f"{day}The river")
+    assert encode.note is None if said is None else said in str(encode.note)
+
+
+def test_a_date_without_use_is_told(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "t", None)
+    (tmp_path / "plain.jinja").write_text("{{ messages }}")
+    settings = TokenizerConfig("HuggingFaceTokenizer", str(folder))
+    flags = GenerationConfig(
+        prompt=["a"],
+        chat=True,
+        chat_template=str(tmp_path / "plain.jinja"),
+        chat_date="2024-07-26",
+    )
+    config = RunConfig().with_section(flags, settings, HuggingFaceConfig())
+    note = Encoder(config, build_tokenizer(settings)).note
+    assert note == "`--chat-date` (2024-07-26): the chat template writes no date"
+    assert GenerationConfig(prompt=["a"], chat_date="July").own_errors() == [
+        "`--chat-date` (July) has an effect only with `--chat`; add it, or leave this out.",
+        "`--chat-date` (July) must be a day as YYYY-MM-DD; use 2024-07-26.",
+    ]
 
 
 def test_a_line_parts_the_prompt_from_the_answer(capsys: pytest.CaptureFixture[str]) -> None:

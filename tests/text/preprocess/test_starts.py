@@ -107,6 +107,19 @@ def test_a_report_counts_what_was_not_used(tmp_path: Path) -> None:
     assert report.rejected == 7
 
 
+def test_names_that_a_sentence_leaves_out_are_in_a_file(tmp_path: Path) -> None:
+    row = {"text": "a", **dict.fromkeys((f"key{number}" for number in range(45)), 1)}
+    report, _ = run(tmp_path, json.dumps(row).encode() + b'\n{"text": "b", "key44": 2}')
+    path = tmp_path / "out_remarks.json"
+    unread, where = report.remarks
+    assert unread.startswith("Keys of the lines that were not used: key44 (2), key0 (1), ")
+    assert unread.endswith("and 5 more.") and str(path) in where
+    (names,) = json.loads(path.read_text()).values()
+    assert names == {"key44": 2, **{f"key{number}": 1 for number in range(44)}}
+    run(tmp_path, b'{"text": "a", "other": 1}')
+    assert not path.exists()
+
+
 @pytest.mark.parametrize("size", [1e-6, 1])
 def test_blank_lines_within_a_file_are_bad_lines(tmp_path: Path, size: float) -> None:
     content = b"\n".join([LINES[0], b"", LINES[1], b"", b"\r", b" "])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_ext.errors import DataError, MegatronExtError
 from megatron_ext.text.config import TokenizerConfig
+from megatron_ext.text.generation.tool import GENERATION, _stored_model
 from megatron_ext.text.sft.dataset import SftDataset, build_splits
 from megatron_ext.text.task import prepare_sft
 from megatron_ext.text.tokenizers import build_tokenizer
@@ -186,6 +187,21 @@ def test_another_batch_size_does_not_go_on_in_an_epoch(
     assert train_on_ranks(flags, save=tmp_path / "s")[0] != 0
     said = "The run has consumed 2 samples, which is no whole number of steps of `--global"
     assert said in capfd.readouterr().err
+
+
+def test_a_checkpoint_tells_the_date_that_the_template_has_written(
+    data: list[str], tmp_path: Path
+) -> None:
+    template = tmp_path / "dated.jinja"
+    plain = (tiny.TEMPLATES / "chatml.jinja").read_text("utf-8")
+    template.write_text("{{ strftime_now('%d %b %Y') }}" + plain)
+    words = [*MODEL, *data, *"--global-batch-size 2 --train-iters 1".split()]
+    words += ["--sft-chat-template", str(template), "--data-cache-path", str(tmp_path)]
+    flags = config_of([*words, "--sft-date", "2024-07-26"], ranks=0)
+    stored = preflight(flags, prepare_sft)[0].to_dict()
+    assert _stored_model(stored, GENERATION, "x")["trained_date"] == "2024-07-26"
+    stored["sft"]["written_date"] = "of a stranger"
+    assert _stored_model(stored, GENERATION, "x")["trained_date"] is None
 
 
 def test_epochs_become_steps_and_validation_is_whole(data: list[str]) -> None:

@@ -182,7 +182,8 @@ def test_strings_of_strangers_are_text_and_links_do_not_lead_out(tmp_path: Path)
     rows = [
         {"kind": "train", **evil, f"{EVIL} loss": 2.5},
         {"kind": "evaluation", "split": EVIL, "lm loss": 3.0, "iteration": 390},
-        {"kind": "launched", **evil, "host": EVIL, "settings": {EVIL: [[EVIL] * 3]}},
+        {"kind": "launched", **evil, "host": EVIL, "settings": {EVIL: [[EVIL] * 3]},
+         "data": [EVIL, {EVIL: EVIL}, *["a" * 50] * 5000]},
         {"kind": "ended", "iteration": 1, "reason": EVIL, "launched_at": BEGAN, "time": BEGAN + 1},
         {"kind": EVIL, "iteration": 10**30},
     ]  # fmt: skip
@@ -202,6 +203,8 @@ def test_strings_of_strangers_are_text_and_links_do_not_lead_out(tmp_path: Path)
     assert not any(address.startswith("data:") for address in found.addresses)
     assert "alert(1)</script>" in " ".join(found.texts)
     assert "<script>alert" not in text
+    assert "… and 4902 more, in metrics.jsonl" in found.texts
+    assert len(text) < 1_000_000
 
 
 @pytest.mark.slow

@@ -104,7 +104,8 @@ def test_the_reporting_rank_reports_where_no_launcher_of_ours_does(
     config = config_of([*SMALL, "--save", str(tmp_path)])
     recorder = Recorder()
     metrics = MetricsFile(tmp_path, 0)
-    rows = TimeRows(tmp_path, recorder, Launch(time.time(), ends_itself=False), 0)
+    launched = Launch(time.time(), ends_itself=False, data_lines=["conversations: 3 <rows>"])
+    rows = TimeRows(tmp_path, recorder, launched, 0)
     rows.launched(config, 2)
     with Reporters([metrics], rows):
         recorder.step(1)
@@ -114,6 +115,8 @@ def test_the_reporting_rank_reports_where_no_launcher_of_ours_does(
     assert shown.startswith("> goodput ") and f"the report is {tmp_path / 'report.html'}" in shown
     settings = read_run_folder(tmp_path).start_facts["settings"]
     assert ["--seq-length", "32", "none"] in settings["model"]
+    page = (tmp_path / "report.html").read_text()
+    assert "What was read of the data" in page and "conversations: 3 &lt;rows&gt;" in page
 
 
 def test_the_launcher_reports_runs_that_failed_and_touches_no_other(
