@@ -173,8 +173,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize("words", WRONG)
-def test_what_an_mmdit_would_ignore_is_refused(refused: Refused, words: str) -> None:
-    (said,) = refused(Path("unread"), words).splitlines()
+def test_what_an_mmdit_would_ignore_is_refused(refused: Refused, clips: Path, words: str) -> None:
+    (said,) = refused(clips, words).splitlines()
     assert said.startswith(f"error: {WRONG[words]}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -106,18 +107,23 @@ def rank_errors(
     small = {name: value for name, value in sizes.items() if value < 1}
     for name, value in small.items():
         yield f"`{name}` ({value}) must be at least 1."
-    products = {
-        "tensor × pipeline × context": tensor * pipeline * context,
-        "expert-tensor × expert × pipeline": expert_tensor * expert * pipeline,
-    }
-    # Equal products are reported once, by the first of their names.
-    by_size = {size: what for what, size in reversed(products.items())}
-    for what, size in products.items():
-        if not small and world_size % size and by_size[size] == what:
+    products = [
+        ("--tensor-model-parallel-size", STAGES, "--context-parallel-size"),
+        ("--expert-tensor-parallel-size", "--expert-model-parallel-size", STAGES),
+    ]
+    reported = set()
+    for names in products:
+        shown = [name for name in names if sizes[name] != 1]
+        size = math.prod(sizes[name] for name in shown)
+        if not small and world_size % size and size not in reported:
+            # Equal products are reported once, by the first of their names.
+            reported.add(size)
+            flags = " × ".join(f"`{name}`" for name in shown)
+            numbers = " × ".join(str(sizes[name]) for name in shown)
+            product = f"{numbers} = {size}" if len(shown) > 1 else numbers
             yield (
-                f"The number of ranks ({world_size}) must be divisible by {what} parallel size "
-                f"({size}); start {-(-world_size // size) * size} ranks, or lower one of the "
-                "sizes."
+                f"The number of ranks ({world_size}) must be divisible by {flags} ({product}); "
+                f"start {-(-world_size // size) * size} ranks, or lower one of the sizes."
             )
 
 
@@ -171,8 +177,8 @@ def share_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
         )
     if parallel.sequence_parallel and length % (tp * cp):
         yield (
-            f"`--seq-length` ({length}) must be divisible by tensor × context parallel size "
-            f"({tp} × {cp} = {tp * cp}) with `--sequence-parallel`; use "
+            f"`--seq-length` ({length}) must be divisible by `{tensor}` × "
+            f"`--context-parallel-size` ({tp} × {cp} = {tp * cp}) with `--sequence-parallel`; use "
             f"{-(-length // (tp * cp)) * tp * cp}."
         )
 
@@ -202,8 +208,9 @@ def _split_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]
     chunks = stages * (per_chunk if per_chunk and stages > 1 else count)
     if chunks and units % chunks:
         yield (
-            f"`--num-layers` ({layers}) must be divisible by pipeline stages × virtual chunk "
-            f"({chunks}); use {-(-units // chunks) * chunks - extra}."
+            f"`--num-layers` ({layers}) must be divisible by `{STAGES}` × chunks of a stage "
+            f"({stages} × {chunks // stages} = {chunks}); use "
+            f"{-(-units // chunks) * chunks - extra}."
         )
 
 
