@@ -9,8 +9,9 @@ import torch
 from PIL import Image
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.video.data import clips
-from megatron_ext.video.data.clips import Clip, decode, fit, probe, read_list
+from megatron_ext.video.data import video_files
+from megatron_ext.video.data.clips import Clip, read_list
+from megatron_ext.video.data.frames import decode, fit, probe
 from megatron_ext.video.data.geometry import ClipShape
 from tests.video.data import making
 
@@ -138,7 +139,7 @@ def test_damage_that_headers_do_not_show(tmp_path: Path) -> None:
 
 
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clips, "av", None)
+    monkeypatch.setattr(video_files, "av", None)
     with pytest.raises(ConfigError, match=r"needs the package av, .* install 'megatron-ext\[video"):
         probe(Clip(str(tmp_path / "a.mp4"), "x"))
 

@@ -13,7 +13,8 @@ from PIL import Image
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
 from megatron_ext.video.config.run import ConditionConfig
-from megatron_ext.video.data.clips import Clip, decode, with_suffix
+from megatron_ext.video.data.clips import Clip, with_suffix
+from megatron_ext.video.data.frames import decode
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.conditions import Text
 from megatron_ext.video.data.text_encoders import build_text_encoder
