@@ -209,10 +209,9 @@ class _Renderer:
         hdr = _HDR.get(stream.codec_context.color_trc)
         if hdr is not None:
             filters.append((_HDR_FILTER, _TO_SCREEN))
-        self._filters: _Filters | None = None
-        if not filters:
-            return
         try:
+            # The filter format converts as the program ffmpeg does; PyAV's own conversion takes
+            # other neighbours for colours of more than 8 bits.
             self._filters = _Filters(frame, [*filters, ("format", self._to)], aspect)
         except Exception as error:
             if hdr is None:
@@ -226,12 +225,9 @@ class _Renderer:
         """Return the pixels of a frame, ``[H, W, 3]`` as bytes."""
         if (frame.width, frame.height) != self._format[:2]:
             raise ValueError("its frames differ in size")
-        if self._filters is not None:
-            if frame.format.name != self._format[2]:
-                frame = frame.reformat(format=self._format[2])
-            frame = next(self._filters.push(frame))
-        # Bicubic, as the program ffmpeg converts; PyAV would interpolate colours linearly.
-        pixels: Picture = frame.to_ndarray(format=self._to, interpolation="BICUBIC")
+        if frame.format.name != self._format[2]:
+            frame = frame.reformat(format=self._format[2])
+        pixels: Picture = next(self._filters.push(frame)).to_ndarray()
         return composited(pixels, self._background) if self._to == "rgba" else pixels
 
 
