@@ -117,9 +117,7 @@ class ClipEncoder:
         return found
 
 
-def worded(
-    caption: str, fps: float | None, motion: float | None, text_encoder: TextEncoder
-) -> str:
+def worded(caption: str, fps: float | None, motion: float | None, text_encoder: TextEncoder) -> str:
     """Return the caption with its suffix (`with_suffix`), or with the same words before it.
 
     They stand before a caption that the encoder would cut, since it would cut them off.

@@ -32,8 +32,12 @@ _NO_DURATION = 0.1
 
 
 def picture_size(path: Path) -> tuple[int, int]:
-    """Return the height and width of the upright picture, from the header."""
+    """Return the height and width of the upright picture, from the header where it says so."""
     with Image.open(path) as image:
+        if image.format == "TIFF":
+            # Some versions of Pillow turn it when it is opened, others when it is loaded.
+            upright = ImageOps.exif_transpose(image)
+            return upright.height, upright.width
         # A PNG's own method would decode the pixels, to look for EXIF behind them.
         if Image.Image.getexif(image).get(_ORIENTATION) in _TURNED:
             return image.width, image.height

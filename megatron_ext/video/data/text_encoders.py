@@ -148,7 +148,7 @@ def tokenized(tokenizer: Any, captions: Sequence[str], length: int) -> Any:
 
 def is_cut(tokenizer: Any, caption: str, length: int) -> bool:
     """Return whether `tokenized` cuts a caption to ``length`` tokens."""
-    # Not verbose: it would warn of captions that are longer than the model's, which is the question.
+    # A verbose tokenizer would warn of captions longer than its model's.
     return len(tokenizer(caption, truncation=False, verbose=False)["input_ids"]) > length
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -35,12 +36,13 @@ _ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
 _HDR = {16: "PQ", 18: "HLG"}
 """Transfer functions, by their number in ITU-T H.273."""
 _HDR_FILTER = "scale"
+_OF_THREAD = threading.local()
 _TO_SCREEN = "out_transfer=bt709:out_primaries=bt709:out_color_matrix=bt709"
 
 
 @dataclass(frozen=True)
 class VideoFacts:
-    """What a video file holds: size of the upright picture in square pixels, frames, and rate.
+    """The facts of a video file: size of the upright picture in square pixels, frames, and rate.
 
     Attributes:
         num_frames: frames at the rate ``fps``, with those that would fill pauses.
@@ -69,7 +71,7 @@ def video_facts(path: Path) -> VideoFacts:
         rates = [Fraction(x) for x in (stream.base_rate, stream.average_rate) if x]
     with _opened(path) as (container, stream):
         first = next(_decoded(container, stream))
-        height, width = _Renderer(stream, first, (0, 0, 0)).picture(first).shape[:2]
+        height, width = _Renderer(stream, first, (0, 0, 0)).size(first)
         start = first.pts
     if None in (pts for pts, _ in timed) or start is None:
         # Streams without timestamps, such as raw H.264, have a rate only.
@@ -154,17 +156,21 @@ def _decoded(container: Any, stream: Any) -> Iterator[Any]:
         yield from decoder.decode(packet if packet.size else None)
 
 
+Step = tuple[str, str]
+"""The name of one of FFmpeg's filters, and its arguments."""
+
+
 class _Filters:
     """A chain of FFmpeg's filters for frames of one size and format."""
 
-    def __init__(self, frame: Any, filters: list[tuple[str, str]], aspect: Fraction) -> None:
+    def __init__(self, frame: Any, steps: Sequence[Step], aspect: Fraction) -> None:
         self._graph = av.filter.Graph()
         source = {
             "video_size": f"{frame.width}x{frame.height}", "pix_fmt": frame.format.name,
             "time_base": frame.time_base or Fraction(1, 1000), "sar": aspect,
         }  # fmt: skip
         nodes = [self._graph.add("buffer", ":".join(f"{k}={v}" for k, v in source.items()))]
-        nodes += [self._graph.add(name, arguments or None) for name, arguments in filters]
+        nodes += [self._graph.add(name, arguments or None) for name, arguments in steps]
         nodes.append(self._graph.add("buffersink"))
         for node, following in zip(nodes, nodes[1:], strict=False):
             node.link_to(following)
@@ -202,24 +208,43 @@ class _Renderer:
         self._format = (frame.width, frame.height, frame.format.name)
         alpha = any(part.is_alpha for part in frame.format.components)
         self._to = "rgba" if alpha or frame.format.has_palette else "rgb24"
-        aspect = Fraction(stream.sample_aspect_ratio or 1) or Fraction(1)
-        filters = _upright(frame)
-        if aspect != 1:
-            filters += [("scale", "iw*sar:ih"), ("setsar", "1")]
+        self._aspect = Fraction(stream.sample_aspect_ratio or 1)
+        self._shape = _upright(frame)
+        if self._aspect != 1:
+            self._shape += [("scale", "iw*sar:ih"), ("setsar", "1")]
+        # The filter format converts as the program ffmpeg does; PyAV's own conversion takes other
+        # neighbours for colours of more than 8 bits.
+        self._colour = [("format", self._to)]
         hdr = _HDR.get(stream.codec_context.color_trc)
-        if hdr is not None:
-            filters.append((_HDR_FILTER, _TO_SCREEN))
+        if hdr is None:
+            self._filters = _Filters(frame, [*self._shape, *self._colour], self._aspect)
+            return
+        self._colour = [(_HDR_FILTER, _TO_SCREEN), *self._colour]
         try:
-            # The filter format converts as the program ffmpeg does; PyAV's own conversion takes
-            # other neighbours for colours of more than 8 bits.
-            self._filters = _Filters(frame, [*filters, ("format", self._to)], aspect)
+            self._filters = self._shared(frame)
         except Exception as error:
-            if hdr is None:
-                raise
             raise ValueError(
                 f"it is HDR ({hdr}), which this version of av cannot map to the range of a screen "
                 f"({error}); install av 16 or later, or convert it to BT.709"
             ) from error
+
+    def _shared(self, frame: Any) -> _Filters:
+        """Return the filters of this thread for frames like this one.
+
+        FFmpeg takes seconds for the table with which the first frame is mapped.
+        """
+        steps = (*self._shape, *self._colour)
+        key = (*self._format, frame.time_base, steps, self._aspect)
+        cache: dict[Any, _Filters] = vars(_OF_THREAD).setdefault("filters", {})
+        if key not in cache:
+            cache.clear()
+            cache[key] = _Filters(frame, steps, self._aspect)
+        return cache[key]
+
+    def size(self, frame: Any) -> tuple[int, int]:
+        """Return the height and width of the pixels of a frame."""
+        shaped = next(_Filters(frame, self._shape or [("null", "")], self._aspect).push(frame))
+        return shaped.height, shaped.width
 
     def picture(self, frame: Any) -> Picture:
         """Return the pixels of a frame, ``[H, W, 3]`` as bytes."""
@@ -244,7 +269,7 @@ _TRANSPOSED = {
 """Directions of the filter transpose by the signs of b and c of a display matrix."""
 
 
-def _upright(frame: Any) -> list[tuple[str, str]]:
+def _upright(frame: Any) -> list[Step]:
     """Return the filters that turn and mirror a frame as its display matrix says.
 
     They are those that the program ffmpeg puts before all others.

@@ -223,9 +223,7 @@ def encode_requests(
     latent_shape = codec.latent_shape(shape.num_frames, shape.height, shape.width)
     moving = shape.num_frames > 1
     fps = shape.fps if moving and shape.encode.fps_words else None
-    captions = [
-        worded(r.text, fps, r.motion if moving else None, text_encoder) for r in requests
-    ]
+    captions = [worded(r.text, fps, r.motion if moving else None, text_encoder) for r in requests]
     null = null or _encoded(text_encoder, [""])
     references = None
     if any(request.reference is not None for request in requests):

@@ -14,9 +14,9 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
 from megatron_ext.video.config.run import ConditionConfig
 from megatron_ext.video.data.clips import Clip, with_suffix
-from megatron_ext.video.data.frames import decode
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.conditions import Text
+from megatron_ext.video.data.frames import decode
 from megatron_ext.video.data.text_encoders import build_text_encoder
 from megatron_ext.video.sampling.clips import Mp4Writer
 from megatron_ext.video.sampling.requests import (
