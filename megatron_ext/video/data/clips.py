@@ -76,7 +76,7 @@ def read_list(
     unused: Counter[str] = Counter()
     try:
         if source.is_dir():
-            clips = list(_clips_in(source))
+            clips = list(_clips_in(source, set()))
         elif source.is_file():
             rows = _csv_rows if source.suffix.lower() == ".csv" else _json_rows
             clips = []
@@ -116,16 +116,19 @@ def _unused(row: dict[str, Any]) -> Iterator[str]:
     yield from (name for name in given if name not in read)
 
 
-def _clips_in(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Clip]:
-    """Yield the clips in a folder and in those within it; a link to a folder above ends there."""
-    above = (*above, folder.resolve())
+def _clips_in(folder: Path, read: set[Path]) -> Iterator[Clip]:
+    """Yield the clips in a folder and in those within it; no folder is read twice through links.
+
+    ``read`` is the set of folders read before, which this extends.
+    """
+    read.add(folder.resolve())
     for path in sorted(folder.iterdir()):
         if path.suffix == ".txt" or path.name.startswith("."):
             continue
         if not path.is_dir() or _holds_frames(path):
             yield Clip(str(path), _caption_beside(path))
-        elif path.resolve() not in above:
-            yield from _clips_in(path, above)
+        elif path.resolve() not in read:
+            yield from _clips_in(path, read)
 
 
 def _holds_frames(folder: Path) -> bool:

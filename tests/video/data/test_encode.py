@@ -97,7 +97,7 @@ def test_references_are_pieces_encoded_by_themselves(tmp_path: Path) -> None:
 def test_what_a_sample_says_and_when_it_has_no_references(tmp_path: Path) -> None:
     sample = encoded(tmp_path / "a", pictures(5))
     assert (sample.number, sample.fps) == (4, 8)
-    assert sample.caption == "a bar 8 FPS, 4 motion score."
+    assert sample.caption == "8 FPS, 4 motion score. a bar"  # would be cut after six words
     text, pooled = encoder().text_encoder.encode([sample.caption])
     assert torch.equal(sample.text, text[0]) and torch.equal(sample.pooled, pooled[0])
     still = encoded(tmp_path / "b", pictures(1))
@@ -251,7 +251,7 @@ def test_codecs_are_told_clip_and_piece(tmp_path: Path, monkeypatch: pytest.Monk
         ({"video_blend": True}, r"`--video-blend` needs `--video-fps`, .*; give the rate"),
         (
             {"video_background": "#12"},
-            r"`--video-background` \(#12\) must be white, black, grey or a",
+            r"`--video-background` \(#12\) must be white, black, grey or",
         ),
         ({"reference_lengths": (9, 9)}, r"\(\[9, 9\]\) must be different numbers of latent fram"),
     ],

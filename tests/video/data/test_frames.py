@@ -220,7 +220,7 @@ def test_a_variable_rate_is_followed_by_time_as_ffmpeg_does(tmp_path: Path) -> N
     times = [*range(24), *range(24, 48, 6)]
     path = numbered(tmp_path / "a.mkv", times, rate=24)
     assert probe(Clip(str(path), "x")) == ClipShape(43, 16, 16, 24.0)
-    for rate in (24, 30):
+    for rate in (24, 48):
         wanted = by_filter_fps(path, rate)
         assert at_rate(path, rate)[: len(wanted) - 1] == wanted[:-1]
 

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from PIL import Image
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
+from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
 from megatron_ext.video.config.run import ConditionConfig
 from megatron_ext.video.data.clips import Clip, with_suffix
 from megatron_ext.video.data.codecs import build_codec
@@ -147,6 +148,33 @@ def test_switches_move_to_the_next_block() -> None:
         at_block_starts(twice, block=3, num_frames=12)
 
 
+def test_a_reference_is_turned_and_over_the_background_of_training(tmp_path: Path) -> None:
+    made = np.zeros((32, 16, 4), np.uint8)
+    made[:16] = (200, 40, 80, 255)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(made).save(tmp_path / "phone.png", exif=exif)
+    shape = replace(SHAPE, encode=EncodeConfig(video_background="black"))
+    request = ClipRequest("a", str(tmp_path / "phone.png"), "i2v_head")
+    references = encode(request, shape=shape).references
+    assert references is not None
+    # Turned clockwise: what was above is at the right.
+    wanted = np.zeros((16, 32, 3), np.float32)
+    wanted[:, 16:] = (200, 40, 80)
+    pixels = torch.from_numpy(wanted).permute(2, 0, 1)[None, :, None] / 127.5 - 1
+    torch.testing.assert_close(references.latents[0, :, :1], CODEC.encode(pixels)[0])
+
+
+def test_references_are_taken_at_the_exact_rate_of_training(video: Path) -> None:
+    shape = replace(SHAPE, fps=12, encode=EncodeConfig(video_fps=12))
+    references = encode(ClipRequest("a", str(video), "v2v_head"), shape=shape).references
+    assert references is not None
+    frames = CODEC.decode(references.latents[:, :, :2])[0, 0, :, 8, 16]
+    # Of 16 frames a second those at 0, 1.33, 2.67, 4 and 5.33.
+    wanted = torch.tensor([30, 40, 60, 70, 80]) / 127.5 - 1
+    assert (frames - wanted).abs().max() < 0.03
+
+
 def test_captions_have_the_suffix_of_training() -> None:
     encoded = encode(ClipRequest("a red square"), ClipRequest("a ring", motion=4.2))
     captions = [with_suffix("a red square", 8), with_suffix("a ring", 8, 4.2)]
@@ -155,6 +183,10 @@ def test_captions_have_the_suffix_of_training() -> None:
     assert len(encoded) == 2 and encoded.references is None
     assert encoded.latent_shape == (6, 4, 4, 8)
     assert torch.equal(encoded.null.sequence, ENCODER.encode([""])[0])
+    wordless = replace(SHAPE, encode=EncodeConfig(fps_words=False))
+    assert torch.equal(
+        encode(ClipRequest("a ring"), shape=wordless).text.sequence, ENCODER.encode(["a ring"])[0]
+    )
     image = encode(ClipRequest("a ring", motion=4.2), shape=SampleShape(1, 16, 32))
     assert torch.equal(image.text.sequence, ENCODER.encode(["a ring"])[0])
     # The empty caption of training is taken.
