@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -78,7 +79,7 @@ class ClipEncoder:
     def sample(self, planned: PlannedClip) -> VideoSample:
         """Read and encode one clip and its caption; raise DataError if its file cannot be read."""
         config, clip, count = self.config, planned.clip, planned.bucket.num_frames
-        rates = {"fps_cap": config.fps_cap, "video_fps": config.video_fps}
+        rates: dict[str, Any] = {"fps_cap": config.fps_cap, "video_fps": config.video_fps}
         interval, fps = subsampling(planned.shape.fps, **rates)
         first: float = 0
         if config.temporal_crop == "random":

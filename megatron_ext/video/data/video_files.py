@@ -70,7 +70,9 @@ def video_facts(path: Path) -> VideoFacts:
         base = float(stream.time_base)
         rates = [Fraction(x) for x in (stream.base_rate, stream.average_rate) if x]
     with _opened(path) as (container, stream):
-        first = next(_decoded(container, stream))
+        first = next(_decoded(container, stream), None)
+        if first is None:
+            raise ValueError("it has no frames")
         height, width = _Renderer(stream, first, (0, 0, 0)).size(first)
         start = first.pts
     if None in (pts for pts, _ in timed) or start is None:
@@ -103,7 +105,9 @@ def video_frames(
                 renderer = _Renderer(stream, frame, background)
             time = number / (fps or 1) if frame.pts is None else float(frame.pts * frame.time_base)
             start = time if start is None else start
-            duration = float((frame.duration or 0) * frame.time_base) if frame.time_base else 0.0
+            # PyAV before 15 does not tell it; the last frame then lasts as long as the others.
+            ticks = getattr(frame, "duration", None) or 0
+            duration = float(ticks * frame.time_base) if frame.time_base else 0.0
             yield (time - start) * fps, duration * fps, LazyFrame(renderer, frame)
 
 
