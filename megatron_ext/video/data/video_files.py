@@ -77,7 +77,8 @@ def video_facts(path: Path) -> VideoFacts:
         start = first.pts
     if None in (pts for pts, _ in timed) or start is None:
         # Streams without timestamps, such as raw H.264, have a rate only.
-        return VideoFacts(len(timed), height, width, float(rates[-1]) if len(timed) > 1 else 0.0)
+        fps = float(rates[-1]) if rates and len(timed) > 1 else 0.0
+        return VideoFacts(len(timed), height, width, fps)
     # Packets before the first frame that can be decoded give none, as after a cut in open groups.
     whole = sorted({pts: duration for pts, duration in timed if pts >= start}.items())
     if not whole:
@@ -105,7 +106,7 @@ def video_frames(
                 renderer = _Renderer(stream, frame, background)
             time = number / (fps or 1) if frame.pts is None else float(frame.pts * frame.time_base)
             start = time if start is None else start
-            # PyAV before 15 does not tell it; the last frame then lasts as long as the others.
+            # Older versions of PyAV do not tell it; the last frame then lasts as long as the others.
             ticks = getattr(frame, "duration", None) or 0
             duration = float(ticks * frame.time_base) if frame.time_base else 0.0
             yield (time - start) * fps, duration * fps, LazyFrame(renderer, frame)
