@@ -106,7 +106,7 @@ def video_frames(
                 renderer = _Renderer(stream, frame, background)
             time = number / (fps or 1) if frame.pts is None else float(frame.pts * frame.time_base)
             start = time if start is None else start
-            # Older versions of PyAV do not tell it; the last frame then lasts as long as the others.
+            # Older versions of PyAV do not tell it; the last frame then lasts like the others.
             ticks = getattr(frame, "duration", None) or 0
             duration = float(ticks * frame.time_base) if frame.time_base else 0.0
             yield (time - start) * fps, duration * fps, LazyFrame(renderer, frame)
