@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
-from megatron_ext.config.flags import FINITE, NATURAL, SIZE, check_ranges, flag
-from megatron_ext.errors import ConfigError
+from megatron_ext.config.flags import FINITE, NATURAL, SIZE, Range, check_ranges, flag
+from megatron_ext.errors import ConfigError, DataError
 
 PATCH = "patch"
 HASHED = "hashed"
@@ -108,6 +111,28 @@ class TextEncoderConfig:
                 )
 
 
+WHITE = "white"
+_COLOURS = {WHITE: (255, 255, 255), "black": (0, 0, 0), "grey": (128, 128, 128)}
+_HEX = re.compile(r"#([0-9a-fA-F]{2})([0-9a-fA-F]{2})([0-9a-fA-F]{2})")
+
+
+def colour_of(text: str) -> tuple[int, int, int]:
+    """Return red, green and blue of a colour, ``white``, ``black``, ``grey`` or ``#RRGGBB``.
+
+    Another text raises ConfigError.
+    """
+    if text in _COLOURS:
+        return _COLOURS[text]
+    match = _HEX.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"`--video-background` ({text}) must be {', '.join(_COLOURS)} or a colour such as "
+            "#8090a0; correct it."
+        )
+    red, green, blue = (int(part, 16) for part in match.groups())
+    return red, green, blue
+
+
 @dataclass(frozen=True)
 class EncodeConfig:
     """Flags of how clips are cut into samples; a value out of range raises ConfigError."""
@@ -117,6 +142,23 @@ class EncodeConfig:
         "highest frame rate; faster clips lose every other frame and so on",
         SIZE,
         "frames per second",
+    )
+    video_fps: float | None = flag(
+        None,
+        "exact frame rate of all clips, whatever theirs: the frames nearest in time; default: "
+        "whole strides below --fps-cap",
+        Range(0, 1000, above=True),
+        "frames per second",
+        advice="use the rate of the model, such as 16 or 24",
+    )
+    video_blend: bool = flag(
+        False, "with --video-fps, mix the two frames around a time instead of the nearer one"
+    )
+    video_background: str = flag(
+        WHITE, "colour under transparent pictures and clips: white, black, grey or #RRGGBB"
+    )
+    fps_words: bool = flag(
+        True, "end captions with the frame rate, such as '24 FPS.'; Wan's own captions have none"
     )
     temporal_crop: str = flag(
         "random",
@@ -139,9 +181,37 @@ class EncodeConfig:
             raise ConfigError(
                 f"`temporal_crop` ({self.temporal_crop}) must be random or start; choose one."
             )
+        colour_of(self.video_background)
+        default_cap = next(field.default for field in fields(self) if field.name == "fps_cap")
+        if self.video_fps is not None and self.fps_cap != default_cap:
+            raise ConfigError(
+                f"`--fps-cap` ({self.fps_cap}) has no effect with `--video-fps` "
+                f"({self.video_fps:g}), which gives the rate of all clips; leave one of them out."
+            )
+        if self.video_blend and self.video_fps is None:
+            raise ConfigError(
+                "`--video-blend` needs `--video-fps`, without which whole strides take frames as "
+                "they are; give the rate, or leave it out."
+            )
         lengths = self.reference_lengths
         if len(set(lengths)) < len(lengths):
             raise ConfigError(
                 f"`reference_lengths` ({list(lengths)}) must be different numbers of latent "
                 "frames; 1 serves the i2v modes."
             )
+
+
+def encode_of(manifest: Mapping[str, Any]) -> EncodeConfig:
+    """Return the flags with which a dataset was encoded; what an older one lacks is the default.
+
+    Flags of another kind raise DataError.
+    """
+    stored = manifest.get("encode", {})
+    known = {field.name for field in fields(EncodeConfig)}
+    try:
+        return EncodeConfig(**{name: value for name, value in stored.items() if name in known})
+    except (AttributeError, TypeError, ConfigError) as error:
+        raise DataError(
+            f"The manifest's `encode` ({stored}) must hold the flags of tools/preprocess_video.py "
+            f"({error}); make the data again with it."
+        ) from None

@@ -28,6 +28,7 @@ from megatron_ext.video.data.encode import (
     check_codec,
     plan_clips,
     report,
+    slow_clips,
 )
 from megatron_ext.video.data.geometry import Bucket, BucketPlan
 from megatron_ext.video.data.manifest import (
@@ -288,7 +289,7 @@ def open_online(options: VideoPreprocessOptions, *, flag: str, tell: bool) -> On
 
     clips = read_list(options.input, say, flag=flag)
     planned, dropped = plan_clips(clips, options.plan, options.encode, workers=options.workers)
-    for line in report(dropped, len(clips)):
+    for line in [*report(dropped, len(clips)), *slow_clips(planned, options.encode)]:
         say(line)
     text_encoder = build_text_encoder(options.text_encoder)
     manifest = make_manifest(options, clips, planned, codec, text_encoder)

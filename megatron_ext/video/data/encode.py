@@ -10,13 +10,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import EncodeConfig
-from megatron_ext.video.data.clips import Clip, decode, probe, with_suffix
+from megatron_ext.video.data.clips import Clip, with_suffix
 from megatron_ext.video.data.codec import VideoCodec
+from megatron_ext.video.data.frames import decode, probe
 from megatron_ext.video.data.geometry import (
     Bucket,
     BucketPlan,
@@ -49,7 +51,7 @@ class VideoSample:
         text, pooled: embeddings of the caption, by token ``[l, d]`` and as a whole ``[e]``.
         references: latents ``[c, k, h, w]`` of the first or last k latent frames, encoded without
             the rest of the clip and named by `reference_name`. There are none with k >= t.
-        fps: frames per second after subsampling; 0 for an image.
+        fps: frames per second of the sample, the nearest whole number; 0 for an image.
         number: number of the clip in its list.
         caption: the caption that the text encoder got, suffix included.
     """
@@ -77,15 +79,20 @@ class ClipEncoder:
     def sample(self, planned: PlannedClip) -> VideoSample:
         """Read and encode one clip and its caption; raise DataError if its file cannot be read."""
         config, clip, count = self.config, planned.clip, planned.bucket.num_frames
-        seed, cap = config.clip_seed, config.fps_cap
-        interval, fps = subsampling(planned.shape.fps, cap)
-        first = 0
+        rates: dict[str, Any] = {"fps_cap": config.fps_cap, "video_fps": config.video_fps}
+        interval, fps = subsampling(planned.shape.fps, **rates)
+        first: float = 0
         if config.temporal_crop == "random":
-            first = first_frame(planned.shape, count, planned.number, seed=seed, fps_cap=cap)
+            seed = config.clip_seed
+            first = first_frame(planned.shape, count, planned.number, seed=seed, **rates)
         size = (planned.bucket.height, planned.bucket.width)
-        pixels = decode(clip, first, interval, count, size)[None]
+        pixels = decode(
+            clip, first, interval, count, size, shape=planned.shape, blend=config.video_blend,
+            background=config.video_background,
+        )[None]  # fmt: skip
         fps, motion = (fps, clip.motion) if count > 1 else (0, None)
-        caption = with_suffix(clip.caption, fps, motion)
+        shown_fps = fps if config.fps_words else None
+        caption = worded(clip.caption, shown_fps, motion, self.text_encoder)
         text, pooled = self.text_encoder.encode([caption])
         latents = self.codec.encode(pixels, number=planned.number)
         return VideoSample(
@@ -93,7 +100,7 @@ class ClipEncoder:
             text=text[0].cpu(),
             pooled=pooled[0].cpu(),
             references=self._references(pixels, latents.size(2), planned.number),
-            fps=fps,
+            fps=round(fps),
             number=planned.number,
             caption=caption,
         )
@@ -109,6 +116,17 @@ class ClipEncoder:
                 name = reference_name(side, length)
                 found[name] = self.codec.encode(piece, number=number, piece=name)[0].cpu()
         return found
+
+
+def worded(caption: str, fps: float | None, motion: float | None, text_encoder: TextEncoder) -> str:
+    """Return the caption with its suffix (`with_suffix`), or with the same words before it.
+
+    They stand before a caption that the encoder would cut, since it would cut them off.
+    """
+    ended = with_suffix(caption, fps, motion)
+    if ended != caption and text_encoder.cuts(ended):
+        return with_suffix(caption, fps, motion, first=True)
+    return ended
 
 
 def reference_names(lengths: Sequence[int]) -> tuple[str, ...]:
@@ -167,7 +185,10 @@ def plan_clips(
             if not isinstance(seen, ClipShape):
                 dropped.append(Dropped(number, clip.path, *seen))
                 continue
-            bucket = assign(seen, plan, number, seed=config.clip_seed, fps_cap=config.fps_cap)
+            bucket = assign(
+                seen, plan, number,
+                seed=config.clip_seed, fps_cap=config.fps_cap, video_fps=config.video_fps,
+            )  # fmt: skip
             if isinstance(bucket, Drop):
                 dropped.append(Dropped(number, clip.path, bucket))
             else:
@@ -196,4 +217,16 @@ def report(dropped: Sequence[Dropped], total: int) -> list[str]:
     return [
         f"{count} of {total} clips dropped: the clip {why.value}. First: {first[why].rstrip('.')}."
         for why, count in Counter(d.reason for d in dropped).most_common()
+    ]
+
+
+def slow_clips(planned: Sequence[PlannedClip], config: EncodeConfig) -> list[str]:
+    """Return a line about clips whose frames are repeated to reach the frame rate, if any."""
+    rate = config.video_fps
+    slow = [p for p in planned if rate and p.bucket.num_frames > 1 and p.shape.fps < 0.99 * rate]
+    if not slow:
+        return []
+    return [
+        f"{len(slow)} of {len(planned)} clips are slower than `--video-fps` ({rate:g}), so that "
+        f"frames repeat. First: {slow[0].clip.path}, with {slow[0].shape.fps:.4g}."
     ]

@@ -208,31 +208,59 @@ class Drop(str, Enum):
 
 @dataclass(frozen=True)
 class ClipShape:
-    """The shape of a clip as read from its file; an image has 1 frame, and 0 frames per second."""
+    """The shape of a clip as it is shown; an image has 1 frame, and 0 frames per second.
+
+    Attributes:
+        num_frames: frames at the rate ``fps``. A clip of variable rate is counted as if each frame
+            were repeated while it stands still.
+        height, width: size in square pixels of the upright picture.
+        fps: usual frame rate.
+        speed: how many times faster than its timestamps say the clip is shown, because its row
+            gives another rate.
+    """
 
     num_frames: int
     height: int
     width: int
     fps: float
+    speed: float = 1.0
 
 
-def subsampling(fps: float, fps_cap: int) -> tuple[int, int]:
-    """Return n, where every n-th frame of a clip is kept, and the resulting integer frame rate.
+_SAME_RATE = 1.01
+"""A clip is faster than a cap only beyond this factor: a header of 24.02 means 24."""
 
-    The rule is Open-Sora's: n is ``ceil(fps / fps_cap)``, the rate ``floor(fps / n)``. For an
-    image, with 0 frames per second, the result is ``(1, 0)``.
+
+def subsampling(
+    fps: float, fps_cap: float, video_fps: float | None = None
+) -> tuple[int | float, int | float]:
+    """Return the distance of the frames to keep, in frames of a clip, and their frame rate.
+
+    Without ``video_fps`` the rule is Open-Sora's: every n-th frame is kept, n is
+    ``ceil(fps / fps_cap)``, the rate ``floor(fps / n)``. With ``video_fps`` this is the rate, and
+    the distance may be a fraction. For an image, with 0 frames per second, the result is
+    ``(1, 0)``.
     """
-    interval = max(1, math.ceil(fps / fps_cap))
+    if video_fps is not None and fps:
+        return fps / video_fps, int(video_fps) if video_fps == int(video_fps) else video_fps
+    interval = max(1, math.ceil(fps / (fps_cap * _SAME_RATE)))
     return interval, math.floor(fps / interval)
 
 
-def available_frames(clip: ClipShape, fps_cap: int) -> int:
+def available_frames(clip: ClipShape, fps_cap: float, video_fps: float | None = None) -> int:
     """Return the number of frames that `subsampling` keeps; the first frame is always kept."""
-    return -(-clip.num_frames // subsampling(clip.fps, fps_cap)[0])
+    if clip.num_frames == 1:
+        return 1
+    return math.ceil(clip.num_frames / subsampling(clip.fps, fps_cap, video_fps)[0] - 1e-6)
 
 
 def assign(
-    clip: ClipShape, plan: BucketPlan, number: int, *, seed: int, fps_cap: int = 24
+    clip: ClipShape,
+    plan: BucketPlan,
+    number: int,
+    *,
+    seed: int,
+    fps_cap: int = 24,
+    video_fps: float | None = None,
 ) -> Bucket | Drop:
     """Return the bucket of a clip, or why it has none.
 
@@ -242,7 +270,7 @@ def assign(
     ``seed`` and ``number``, the clip's number in its list, decide the draws.
     """
     draws = np.random.Generator(np.random.PCG64((seed, 0, number)))
-    frames = available_frames(clip, fps_cap)
+    frames = available_frames(clip, fps_cap, video_fps)
     reason = Drop.TOO_SMALL
     for resolution in sorted(plan.rules, key=pixel_budget, reverse=True):
         # One draw for each resolution, taken or not: adding a bucket moves no other draw.
@@ -260,9 +288,17 @@ def assign(
     return reason
 
 
-def first_frame(clip: ClipShape, num_frames: int, number: int, *, seed: int, fps_cap: int) -> int:
-    """Return the index of the file's frame where a crop begins, drawn from seed and number."""
-    interval = subsampling(clip.fps, fps_cap)[0]
-    spare = available_frames(clip, fps_cap) - num_frames
+def first_frame(
+    clip: ClipShape,
+    num_frames: int,
+    number: int,
+    *,
+    seed: int,
+    fps_cap: int,
+    video_fps: float | None = None,
+) -> int | float:
+    """Return where a crop begins, in frames of the clip, drawn from seed and number."""
+    interval = subsampling(clip.fps, fps_cap, video_fps)[0]
+    spare = available_frames(clip, fps_cap, video_fps) - num_frames
     draws = np.random.Generator(np.random.PCG64((seed, 0, number, 1)))
     return interval * int(draws.integers(spare + 1))

@@ -84,8 +84,8 @@ def make_manifest(
         for b in sorted({p.bucket for p in planned})
     ]
     # Samples take the frame rate of most videos too.
-    cap = options.encode.fps_cap
-    rates = [subsampling(p.shape.fps, cap)[1] for p in planned if p.bucket.num_frames > 1]
+    cap, exact = options.encode.fps_cap, options.encode.video_fps
+    rates = [subsampling(p.shape.fps, cap, exact)[1] for p in planned if p.bucket.num_frames > 1]
     about = {
         "format": shards.FORMAT,
         "codec": codec.identity,
@@ -177,7 +177,7 @@ _ENTRIES = {
     "text_length": _SIZE,
     "text_width": _SIZE,
     "pooled_width": _whole(0),
-    "fps": _SIZE,
+    "fps": ("a number above 0", lambda x: _NUMBER[1](x) and x > 0),
     "fingerprint": _TEXT,
 }
 """Entries that a manifest must have: a table, a list of one kind, or (kind in words, test)."""

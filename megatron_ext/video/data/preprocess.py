@@ -49,6 +49,7 @@ from megatron_ext.video.data.encode import (
     plan_clips,
     reference_names,
     report,
+    slow_clips,
 )
 from megatron_ext.video.data.geometry import Bucket, Drop, parse_plan
 from megatron_ext.video.data.manifest import (
@@ -113,7 +114,7 @@ def preprocess(options: VideoPreprocessOptions, say: Say = say_to_stderr) -> Non
             f"`--output` ({folder}) cannot be written ({limits.cause(error, folder)}); finished "
             "shards are kept, so mend this and run the same command again, or give another folder."
         ) from error
-    for line in report(dropped, len(clips)):
+    for line in [*report(dropped, len(clips)), *slow_clips(planned, options.encode)]:
         say(line)
     kept, seconds = sum(marker["clips"] for marker in markers.values()), time.monotonic() - start
     counts = f"{kept} clips in {len(parts)} shards, {len(dropped)} dropped"
@@ -319,6 +320,11 @@ def _parser() -> argparse.ArgumentParser:
     for kind in _SECTIONS.values():
         for flag in flags_of("", kind):
             help_ = f"{flag.help}: {' or '.join(flag.choices)}" if flag.choices else flag.help
+            help_ = help_.replace("%", "%%")
+            if flag.type is bool:
+                add(flag.positive[0], action=argparse.BooleanOptionalAction, default=flag.default,
+                    help=help_)  # fmt: skip
+                continue
             add(flag.positive[0], type=flag.type, nargs="*" if flag.nargs else None,
                 default=flag.default, help=help_)  # fmt: skip
     add("--storage", default="float32", help="type of the stored numbers: float32 or bfloat16")

@@ -43,6 +43,10 @@ class TextEncoder(Protocol):
         """Return the embeddings of n captions, ``[n, l, d]`` and pooled ``[n, e]``, in float32."""
         ...
 
+    def cuts(self, caption: str) -> bool:
+        """Return whether the caption is too long for the rows, so that its end is left out."""
+        ...
+
 
 _WORD = re.compile(r"[^\W_]+")
 
@@ -72,6 +76,9 @@ class HashedWords:
                 pooled[i] += _word_vector("pooled", word, self.pooled_width)
             pooled[i] /= max(1, len(words)) ** 0.5
         return rows, pooled
+
+    def cuts(self, caption: str) -> bool:
+        return len(_WORD.findall(caption.lower())) > self.length
 
 
 @lru_cache(maxsize=1 << 16)
@@ -139,6 +146,12 @@ def tokenized(tokenizer: Any, captions: Sequence[str], length: int) -> Any:
     )  # fmt: skip
 
 
+def is_cut(tokenizer: Any, caption: str, length: int) -> bool:
+    """Return whether `tokenized` cuts a caption to ``length`` tokens."""
+    # A verbose tokenizer would warn of captions longer than its model's.
+    return len(tokenizer(caption, truncation=False, verbose=False)["input_ids"]) > length
+
+
 def read_settings(name: str, path: str) -> dict[str, Any]:
     """Return the config.json of a folder, or raise ConfigError that names the option ``name``."""
     try:
@@ -187,6 +200,9 @@ class T5AndClip:
         pooled = self._clip(input_ids=ids.to(self.device)).pooler_output
         return rows.float(), pooled.float()
 
+    def cuts(self, caption: str) -> bool:
+        return is_cut(self._t5_tokenizer, caption, self.length)
+
 
 class UMT5:
     """A text encoder that gives UMT5's last hidden states, zero at pads, and no pooled vector.
@@ -214,12 +230,19 @@ class UMT5:
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
-        cleaned = [" ".join(html.unescape(html.unescape(c)).split()) for c in captions]
+        cleaned = [_cleaned(caption) for caption in captions]
         words = tokenized(self._tokenizer, cleaned, self.length)
         mask = words["attention_mask"].to(self.device)
         output = self._model(input_ids=words["input_ids"].to(self.device), attention_mask=mask)
         rows = output.last_hidden_state.float().masked_fill(mask[..., None] == 0, 0.0)
         return rows, rows.new_zeros(len(captions), self.pooled_width)
+
+    def cuts(self, caption: str) -> bool:
+        return is_cut(self._tokenizer, _cleaned(caption), self.length)
+
+
+def _cleaned(caption: str) -> str:
+    return " ".join(html.unescape(html.unescape(caption)).split())
 
 
 def build_text_encoder(

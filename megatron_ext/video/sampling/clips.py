@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +28,31 @@ _CONSTANT_QUALITY = {"crf": "17"}
 _FRAGMENTED = {"movflags": "frag_keyframe+empty_moov+default_base_moof", "flush_packets": "1"}
 """Options with which a file can be played while it is written, and needs no index in memory."""
 _FRAGMENT = 2  # seconds
+_HD = (1280, 720)
+"""Width or height from which players take untagged video for BT.709, and below it for BT.601."""
+_BT709, _BT601, _LIMITED = 1, 6, 1
+"""Numbers of ITU-T H.273 for the matrix, and FFmpeg's for the range of 16 to 235."""
 
 
 class Mp4Writer:
     """An H.264 file of one clip, written frame by frame.
 
     With ``growing`` it can be played while it is written. An odd height or width is padded to an
-    even one, which the format needs.
+    even one, which the format needs. Colours are tagged, so that every player shows the same: the
+    matrix is BT.709 in HD and BT.601 below, with the primaries and transfer of BT.709.
 
     Raises:
         ConfigError: PyAV is not installed.
     """
 
-    def __init__(self, path: Path, fps: int, *, growing: bool = False) -> None:
+    def __init__(self, path: Path, fps: float, *, growing: bool = False) -> None:
         (self._av,) = _imported("av", "av")
-        self._container = self._av.open(str(path), "w", options=_FRAGMENTED if growing else {})
-        options = _CONSTANT_QUALITY | ({"g": str(_FRAGMENT * fps)} if growing else {})
-        self._stream = self._container.add_stream("libx264", rate=fps, options=options)
+        # Without the protocol FFmpeg takes what stands before a colon for one.
+        name = f"file:{path}"
+        self._container = self._av.open(name, "w", options=_FRAGMENTED if growing else {})
+        options = _CONSTANT_QUALITY | ({"g": str(round(_FRAGMENT * fps))} if growing else {})
+        rate = Fraction(fps).limit_denominator(1001)
+        self._stream = self._container.add_stream("libx264", rate=rate, options=options)
         self._stream.pix_fmt = "yuv420p"
         self._is_begun = False
 
@@ -52,11 +61,21 @@ class Mp4Writer:
         _, height, width, _ = frames.shape
         even = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
         if not self._is_begun:
-            self._stream.height, self._stream.width = even.shape[1:3]
-            self._is_begun = True
+            self._begin(*even.shape[1:3])
         for frame in even:
             picture = self._av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
-            self._container.mux(self._stream.encode(picture))
+            encoded = picture.reformat(
+                format="yuv420p", dst_colorspace=self._matrix, dst_color_range=_LIMITED
+            )
+            self._container.mux(self._stream.encode(encoded))
+
+    def _begin(self, height: int, width: int) -> None:
+        self._stream.height, self._stream.width = height, width
+        self._matrix = _BT709 if width >= _HD[0] or height >= _HD[1] else _BT601
+        context = self._stream.codec_context
+        context.colorspace, context.color_range = self._matrix, _LIMITED
+        context.color_primaries = context.color_trc = _BT709
+        self._is_begun = True
 
     def close(self) -> None:
         """Write the frames that the encoder still holds, and finish the file."""
@@ -113,7 +132,7 @@ def write_clips(
     pixels: Tensor,
     requests: Sequence[ClipRequest],
     *,
-    fps: int,
+    fps: float,
     seed: int,
     facts: Mapping[str, Any] | None = None,
 ) -> None:

@@ -10,7 +10,12 @@ from torch import Tensor
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.collectives import on_reporting_rank
-from megatron_ext.video.config.encoding import PATCH, CodecConfig, TextEncoderConfig
+from megatron_ext.video.config.encoding import (
+    PATCH,
+    CodecConfig,
+    TextEncoderConfig,
+    encode_of,
+)
 from megatron_ext.video.config.run import ConditionConfig, FlowConfig, SampleConfig
 from megatron_ext.video.data.codec import VideoCodec
 from megatron_ext.video.data.codecs import codec_from_manifest
@@ -48,7 +53,8 @@ def shape_of(sample: SampleConfig, manifest: Mapping[str, Any]) -> SampleShape:
     largest = max(buckets, key=lambda b: (b.height * b.width, b.num_frames, b))
     height, width = sample.sample_size or (largest.height, largest.width)
     frames = sample.sample_frames or largest.num_frames
-    return SampleShape(frames, height, width, sample.sample_fps or int(manifest["fps"]))
+    fps = sample.sample_fps or manifest["fps"]
+    return SampleShape(frames, height, width, fps, encode_of(manifest))
 
 
 def build_codec_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,10 +14,13 @@ from torch import Tensor
 
 from megatron_ext.disk.reading import UnreadableFile, parse_json, read_text
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.video.config.encoding import EncodeConfig
 from megatron_ext.video.config.run import MODES, ConditionConfig
-from megatron_ext.video.data.clips import Clip, decode, probe, with_suffix
+from megatron_ext.video.data.clips import Clip
 from megatron_ext.video.data.codec import VideoCodec
 from megatron_ext.video.data.conditions import Text, frame_masks, place_references, sections
+from megatron_ext.video.data.encode import worded
+from megatron_ext.video.data.frames import decode, probe
 from megatron_ext.video.data.geometry import subsampling
 from megatron_ext.video.data.text_encoders import TextEncoder
 from megatron_ext.video.sampling.flow import References
@@ -29,13 +32,17 @@ Request = TypeVar("Request")
 class SampleShape:
     """Size of sampled clips in frames and pixels; one frame makes an image.
 
-    ``fps``, frames per second, is added to the caption of a clip.
+    Attributes:
+        fps: frames per second; added to the caption of a clip.
+        encode: flags with which the training data was encoded, which references and captions
+            follow.
     """
 
     num_frames: int
     height: int
     width: int
-    fps: int = 24
+    fps: float = 24
+    encode: EncodeConfig = field(default_factory=EncodeConfig)
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,7 @@ def read_prompts(
     lines = read_lines(source, f"The file of prompts {source}")
     if source.suffix != ".jsonl":
         return [kind(line) for _, line in lines]
-    known, found = [field.name for field in fields(kind)], []  # type: ignore[arg-type]
+    known, found = [x.name for x in fields(kind)], []  # type: ignore[arg-type]
     for number, line in lines:
         row = read_row(line, source, number, known, texts=("reference", "mode"))
         try:
@@ -215,8 +222,8 @@ def encode_requests(
     """
     latent_shape = codec.latent_shape(shape.num_frames, shape.height, shape.width)
     moving = shape.num_frames > 1
-    fps = shape.fps if moving else None
-    captions = [with_suffix(r.text, fps, r.motion if moving else None) for r in requests]
+    fps = shape.fps if moving and shape.encode.fps_words else None
+    captions = [worded(r.text, fps, r.motion if moving else None, text_encoder) for r in requests]
     null = null or _encoded(text_encoder, [""])
     references = None
     if any(request.reference is not None for request in requests):
@@ -248,18 +255,22 @@ def _placed(
         assert request.reference is not None
         clip = Clip(request.reference, request.text)
         found = probe(clip)
-        # Frames are taken near the frame rate of the clips.
-        interval = subsampling(found.fps, shape.fps)[0]
+        # Frames are taken as in training: at the frame rate of the clips, or near it.
+        exact = shape.fps if shape.encode.video_fps else None
+        interval = subsampling(found.fps, shape.fps, exact)[0]
         count = (section.length - 1) * codec.temporal + 1
-        needed = interval * (count - 1) + 1
-        if found.num_frames < needed:
+        last = interval * (count - 1)
+        if found.num_frames <= last:
             raise DataError(
                 f"The reference {request.reference} has {found.num_frames} frame(s) of "
-                f"{found.fps:g} per second, but the mode {request.mode} needs {needed}; give a "
-                "longer one, or take an i2v mode."
+                f"{found.fps:g} per second, but the mode {request.mode} needs "
+                f"{math.floor(last) + 1}; give a longer one, or take an i2v mode."
             )
-        first = found.num_frames - needed if section.start else 0
-        pixels = decode(clip, first, interval, count, (shape.height, shape.width))
+        first = found.num_frames - 1 - last if section.start else 0
+        pixels = decode(
+            clip, first, interval, count, (shape.height, shape.width), shape=found,
+            blend=shape.encode.video_blend, background=shape.encode.video_background,
+        )  # fmt: skip
         # Each section is encoded by itself, as in training.
         placed.append((section, codec.encode(pixels[None])[0].cpu()))
     return place_references(placed, latent_shape, torch.float32)

@@ -90,7 +90,7 @@ class LongVideoWriter:
         decoder: Callable[[Tensor], Tensor],
         *,
         num_frames: int,
-        fps: int,
+        fps: float,
     ) -> None:
         self._numbers, self._decoder = numbers, decoder
         self._shown = set(shown_frames(num_frames).tolist())

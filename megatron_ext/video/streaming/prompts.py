@@ -16,9 +16,10 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.parallel.collectives import on_first_of_replica, share
 from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
 from megatron_ext.video.config.run import SampleConfig
-from megatron_ext.video.data.clips import Clip, decode, probe
+from megatron_ext.video.data.clips import Clip
 from megatron_ext.video.data.codec import VideoCodec
 from megatron_ext.video.data.codecs import build_codec
+from megatron_ext.video.data.frames import decode, probe
 from megatron_ext.video.data.randomness import generator
 from megatron_ext.video.data.text_encoders import TextEncoder, build_text_encoder
 from megatron_ext.video.sampling.requests import bad_row, read_lines, read_prompts, read_row
@@ -335,7 +336,7 @@ class FilePrompts:
             )
         height, width = (size * codec.spatial for size in self._latent[1:])
         shown = min(count, found.num_frames)
-        pixels = decode(clip, 0, 1, shown, (height, width))[None].to(self._device)
+        pixels = decode(clip, 0, 1, shown, (height, width), shape=found)[None].to(self._device)
         pixels = pixels.expand(-1, -1, count, -1, -1) if shown == 1 else pixels
         return codec.encode(pixels).transpose(1, 2)
 

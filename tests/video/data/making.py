@@ -60,9 +60,15 @@ def write_folder(path: Path, made: np.ndarray, name: str = "{:03}.png") -> Path:
 
 def lay_on_its_side(path: Path) -> None:
     """Make an mp4 that players turn by 90 degrees clockwise, as phones write them."""
+    set_matrix(path, (0, 1, -1, 0))
+
+
+def set_matrix(path: Path, matrix: tuple[int, int, int, int]) -> None:
+    """Make an mp4 whose points (x, y) players show at (a x + c y, b x + d y)."""
     data = bytearray(path.read_bytes())
-    matrix = data.index(b"tkhd") + 44
-    data[matrix : matrix + 36] = struct.pack(">9i", 0, 65536, 0, -65536, 0, 0, 0, 0, 1 << 30)
+    begin = data.index(b"tkhd") + 44
+    a, b, c, d = (65536 * value for value in matrix)
+    data[begin : begin + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
     path.write_bytes(data)
 
 

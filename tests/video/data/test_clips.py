@@ -1,149 +1,17 @@
-"""Files of clips of every kind, lists of them, and the sentences about bad ones."""
+"""Lists of clips, and the sentences about bad ones."""
 
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from PIL import Image
 
-from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.video.data import clips
-from megatron_ext.video.data.clips import Clip, decode, fit, probe, read_list
-from megatron_ext.video.data.geometry import ClipShape
+from megatron_ext.errors import DataError
+from megatron_ext.video.data.clips import Clip, read_list
 from tests.video.data import making
-
-CODECS = {"libx264": "mp4", "libvpx": "webm", "libvpx-vp9": "webm"}
-
-
-def as_pixels(made: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(made.copy()).permute(3, 0, 1, 2) / 127.5 - 1
-
-
-@pytest.mark.parametrize(("codec", "kind"), CODECS.items())
-def test_videos(tmp_path: Path, codec: str, kind: str) -> None:
-    made = making.pictures(11)
-    clip = Clip(str(making.write_video(tmp_path / f"a.{kind}", made, codec=codec)), "x")
-    assert probe(clip) == ClipShape(11, 32, 32, 8.0)
-    pixels = decode(clip, 1, 3, 4, (32, 32))
-    assert pixels.dtype == torch.float32 and pixels.shape == (3, 4, 32, 32)
-    assert (pixels - as_pixels(made[[1, 4, 7, 10]])).abs().mean() < 0.02
-    # A neighbouring frame differs by more than the compression does.
-    assert (pixels - as_pixels(made[[0, 3, 6, 9]])).abs().mean() > 0.06
-
-
-def test_gifs_images_and_folders_of_images_are_exact(tmp_path: Path) -> None:
-    made = making.pictures(6)
-    clip = Clip(str(making.write_gif(tmp_path / "a.gif", made)), "x")
-    assert probe(clip) == ClipShape(6, 32, 32, 10.0)
-    torch.testing.assert_close(decode(clip, 0, 1, 6, (32, 32)), as_pixels(made), atol=1e-6, rtol=0)
-    assert probe(Clip(clip.path, "x", fps=5.0)).fps == 5.0
-    still = Clip(str(making.write_gif(tmp_path / "b.gif", making.pictures(1))), "x")
-    assert probe(still) == ClipShape(1, 32, 32, 0.0)
-    made = making.pictures(12)
-    folder = making.write_folder(tmp_path / "v1.0", made, "f_{}.png")
-    (folder / "._f_0.png").write_bytes(b"what macOS leaves")
-    (folder / "notes.md").write_text("no image")
-    clip = Clip(str(folder), "x")
-    assert probe(clip) == ClipShape(12, 32, 32, 24.0)
-    # f_10.png comes after f_9.png.
-    torch.testing.assert_close(decode(clip, 0, 1, 12, (32, 32)), as_pixels(made))
-    still = Clip(str(folder / "f_3.png"), "x")
-    assert probe(still) == ClipShape(1, 32, 32, 0.0)
-    torch.testing.assert_close(decode(still, 0, 1, 1, (32, 32)), as_pixels(made[3:4]))
-
-
-def test_clips_that_are_turned_or_cut_by_an_edit_stand_as_players_show_them(tmp_path: Path) -> None:
-    made = np.full((3, 32, 64, 3), 20, np.uint8)
-    made[:, :16, :16] = 240
-    path = making.write_video(tmp_path / "phone.mp4", made)
-    making.lay_on_its_side(path)
-    clip = Clip(str(path), "x")
-    assert probe(clip) == ClipShape(3, 64, 32, 8.0)
-    pixels = decode(clip, 0, 1, 3, (64, 32))
-    # Turned clockwise, the upper left corner becomes the upper right one.
-    wanted = as_pixels(np.stack([np.rot90(picture, -1) for picture in made]))
-    assert (pixels - wanted).abs().mean() < 0.05
-    made = making.pictures(11)
-    whole = making.write_video(tmp_path / "whole.mp4", made)
-    clip = Clip(str(making.hide_the_beginning(whole, tmp_path / "cut.mp4", 4)), "x")
-    assert probe(clip) == ClipShape(7, 32, 32, 8.0)
-    assert (decode(clip, 0, 1, 7, (32, 32)) - as_pixels(made[4:])).abs().mean() < 0.02
-
-
-def test_fit_covers_and_cuts_the_middle() -> None:
-    wide = torch.zeros(1, 20, 60, 3, dtype=torch.uint8)
-    wide[:, :, 20:40] = 255
-    torch.testing.assert_close(fit(wide, (20, 20)), torch.ones(3, 1, 20, 20))
-    grey = torch.full((2, 31, 47, 3), 100, dtype=torch.uint8)
-    for size in ((16, 16), (64, 48), (16, 96)):
-        wanted = torch.full((3, 2, *size), 100 / 127.5 - 1)
-        torch.testing.assert_close(fit(grey, size), wanted, atol=1e-5, rtol=0)
-    checkers = torch.zeros(1, 32, 32, 3, dtype=torch.uint8)
-    checkers[:, ::2] = 254
-    # Reduced by two, rows average; without the filter they would be all black or all white.
-    assert (fit(checkers, (16, 16))[:, :, 2:-2] + 0.004).abs().max() < 0.3
-
-
-def damage(kind: str, folder: Path) -> Path:
-    path, noise = folder / kind, np.random.default_rng(0)
-    if kind == "folder":
-        path.mkdir()
-    elif kind == "cut.mp4":
-        whole = making.write_video(folder / "whole.mp4", making.pictures(30, 64, 64), crf="0")
-        path.write_bytes(whole.read_bytes()[:2000])
-    elif kind == "cut.png":
-        Image.fromarray(noise.integers(0, 255, (64, 64, 3), np.uint8)).save(path)
-        path.write_bytes(path.read_bytes()[:60])
-    elif not kind.startswith("missing"):
-        content = {"empty.mp4": b"", "noise.webm": noise.bytes(3000), "text.jpg": b"no image"}
-        path.write_bytes(content[kind])
-    return path
-
-
-@pytest.mark.parametrize(
-    ("kind", "why"),
-    [
-        ("empty.mp4", "Invalid data"),
-        ("cut.mp4", "Invalid data"),
-        ("noise.webm", "Invalid data"),
-        ("missing.mp4", "No such file"),
-        ("missing.png", "No such file"),
-        ("text.jpg", "cannot identify image"),
-        ("folder", "the folder holds no images"),
-    ],
-)
-def test_bad_files_are_named(tmp_path: Path, kind: str, why: str) -> None:
-    path = damage(kind, tmp_path)
-    for read in (probe, lambda clip: decode(clip, 0, 1, 1, (32, 32))):
-        with pytest.raises(DataError, match=rf"^The clip \S+{kind} cannot be read \(.*{why}") as e:
-            read(Clip(str(path), "x"))
-        assert e.value.messages[0].endswith("mend the file or take its row out.")
-
-
-def test_damage_that_headers_do_not_show(tmp_path: Path) -> None:
-    path = damage("cut.png", tmp_path)
-    assert probe(Clip(str(path), "x")).height == 64
-    with pytest.raises(DataError, match=r"cut.png cannot be read \("):
-        decode(Clip(str(path), "x"), 0, 1, 1, (32, 32))
-    folder = making.write_folder(tmp_path / "mixed", making.pictures(2))
-    Image.fromarray(making.pictures(1, 16, 16)[0]).save(folder / "002.png")
-    with pytest.raises(DataError, match=r"mixed cannot be read \(its frames differ in size\)"):
-        decode(Clip(str(folder), "x"), 0, 1, 3, (32, 32))
-    for write in (making.write_video, making.write_folder):
-        path = write(tmp_path / f"{write.__name__}.mp4", making.pictures(4))
-        with pytest.raises(DataError, match=r"only 2 of 3 frames could be decoded"):
-            decode(Clip(str(path), "x"), 0, 2, 3, (32, 32))
-
-
-def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clips, "av", None)
-    with pytest.raises(ConfigError, match=r"needs the package av, .* install 'megatron-ext\[video"):
-        probe(Clip(str(tmp_path / "a.mp4"), "x"))
 
 
 def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return path
 
@@ -173,6 +41,26 @@ def test_lists_and_folders_of_clips_beside_captions(tmp_path: Path) -> None:
         write(folder / name, text)
     found = [(Path(c.path).name, c.caption) for c in read_list(folder)]
     assert found == [("a.b.mp4", "a cat"), ("c.mp4", ""), ("v1.5", "a bar")]
+
+
+def test_folders_of_folders_are_read_and_no_folder_twice(tmp_path: Path) -> None:
+    making.write_folder(tmp_path / "day" / "pictures", making.pictures(2))
+    making.write_folder(tmp_path / "day" / "frames", making.pictures(2))
+    making.write_folder(tmp_path / "day" / "no_caption", making.pictures(2))
+    write(tmp_path / "day" / "frames.txt", "a clip of frames")
+    write(tmp_path / "day" / "pictures" / "000.txt", "a picture")
+    write(tmp_path / "day" / "night" / "12:30:00.mp4", "")
+    write(tmp_path / "day" / "night" / "12:30:00.txt", "a cat at noon")
+    (tmp_path / "day" / "night" / "above").symlink_to(tmp_path / "day")
+    (tmp_path / "linked").symlink_to(tmp_path / "day")
+    found = [(str(Path(c.path).relative_to(tmp_path)), c.caption) for c in read_list(tmp_path)]
+    assert found == [
+        ("day/frames", "a clip of frames"),
+        ("day/night/12:30:00.mp4", "a cat at noon"),
+        ("day/no_caption", ""),
+        ("day/pictures/000.png", "a picture"),
+        ("day/pictures/001.png", ""),
+    ]
 
 
 def test_columns_that_nothing_reads_are_named_with_their_rows(tmp_path: Path) -> None:

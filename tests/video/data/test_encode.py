@@ -19,6 +19,8 @@ from megatron_ext.video.data.encode import (
     plan_clips,
     reference_names,
     report,
+    slow_clips,
+    worded,
 )
 from megatron_ext.video.data.geometry import (
     Bucket,
@@ -26,6 +28,7 @@ from megatron_ext.video.data.geometry import (
     ClipShape,
     Drop,
     assign,
+    available_frames,
     first_frame,
     parse_plan,
     sizes,
@@ -94,7 +97,7 @@ def test_references_are_pieces_encoded_by_themselves(tmp_path: Path) -> None:
 def test_what_a_sample_says_and_when_it_has_no_references(tmp_path: Path) -> None:
     sample = encoded(tmp_path / "a", pictures(5))
     assert (sample.number, sample.fps) == (4, 8)
-    assert sample.caption == "a bar 8 FPS, 4 motion score."
+    assert sample.caption == "8 FPS, 4 motion score. a bar"  # would be cut after six words
     text, pooled = encoder().text_encoder.encode([sample.caption])
     assert torch.equal(sample.text, text[0]) and torch.equal(sample.pooled, pooled[0])
     still = encoded(tmp_path / "b", pictures(1))
@@ -104,6 +107,59 @@ def test_what_a_sample_says_and_when_it_has_no_references(tmp_path: Path) -> Non
     assert with_suffix("a cat", 8) == "a cat 8 FPS."
     assert with_suffix("", None, 4) == " 4 motion score."
     assert with_suffix("a cat", 0) == "a cat"
+    assert with_suffix("a cat", 23.976, 4) == "a cat 23.976 FPS, 4 motion score."
+
+
+def test_words_of_the_rate_stand_where_a_cut_caption_keeps_them(tmp_path: Path) -> None:
+    encoder_ = encoder().text_encoder  # of six words
+    assert worded("a red bar moves", 8, None, encoder_) == "a red bar moves 8 FPS."
+    long = "a red bar moves right"
+    assert worded(long, 8, 3.6, encoder_) == "8 FPS, 4 motion score. a red bar moves right"
+    assert worded(long, None, None, encoder_) == long
+    write_folder(tmp_path / "a", pictures(5))
+    made = encoder(EncodeConfig(fps_words=False))
+    assert made.sample(planned_folder(tmp_path / "a", 5)).caption == "a bar 4 motion score."
+
+
+def test_an_exact_rate_takes_frames_by_time_and_is_told(tmp_path: Path) -> None:
+    write_folder(tmp_path / "a", pictures(12))
+    shape = ClipShape(12, 32, 32, 30.0)
+    assert available_frames(shape, 24, 16) == 7 and available_frames(shape, 24) == 6
+    clip = Clip(str(tmp_path / "a"), "a bar", 30.0)
+    chosen = PlannedClip(0, clip, shape, Bucket("32px", 5, 32, 32))
+    made = encoder(EncodeConfig(video_fps=16, temporal_crop="start"))
+    sample = made.sample(chosen)
+    assert (sample.fps, sample.caption) == (16, "a bar 16 FPS.")
+    # Frames at 0, 1.875, 3.75, 5.625 and 7.5.
+    wanted = made.codec.encode(pixels_of(pictures(12)[[0, 2, 4, 6, 8]]))[0]
+    torch.testing.assert_close(sample.latents, wanted)
+    made = encoder(EncodeConfig(video_fps=40, video_blend=True, temporal_crop="start"))
+    sample = made.sample(chosen)
+    assert sample.caption == "a bar 40 FPS."
+    parts = pixels_of(pictures(12))
+    mixed = torch.stack(
+        [parts[:, :, 0], *(parts[:, :, i] * (1 - w) + parts[:, :, i + 1] * w
+                           for i, w in ((0, 0.75), (1, 0.5), (2, 0.25))), parts[:, :, 3]], dim=2
+    )  # fmt: skip
+    torch.testing.assert_close(sample.latents, made.codec.encode(mixed)[0], atol=1e-5, rtol=1e-4)
+    starts = {
+        first_frame(ClipShape(90, 32, 32, 30.0), 17, i, seed=1, fps_cap=24, video_fps=16)
+        for i in range(99)
+    }
+    assert len(starts) > 20 and max(starts) == 31 * 1.875
+
+
+def test_clips_slower_than_the_rate_are_named() -> None:
+    def planned_at(fps: float) -> PlannedClip:
+        shape, bucket = ClipShape(12, 32, 32, fps), Bucket("32px", 5, 32, 32)
+        return PlannedClip(0, Clip(f"{fps:g}.mp4", "x"), shape, bucket)
+
+    clips = [planned_at(fps) for fps in (16, 15.99, 12.5, 8)]
+    assert slow_clips(clips, EncodeConfig()) == []
+    assert slow_clips(clips, EncodeConfig(video_fps=16)) == [
+        "2 of 4 clips are slower than `--video-fps` (16), so that frames repeat. First: 12.5.mp4, "
+        "with 12.5."
+    ]
 
 
 def test_crops_begin_within_the_clip_and_repeat_by_seed(tmp_path: Path) -> None:
@@ -187,6 +243,16 @@ def test_codecs_are_told_clip_and_piece(tmp_path: Path, monkeypatch: pytest.Monk
         ({"temporal_crop": "end"}, r"`temporal_crop` \(end\) must be random or start; choose one"),
         ({"clip_seed": -1}, r"`--clip-seed` \(-1\) must be at least 0"),
         ({"reference_lengths": (0,)}, r"`--reference-lengths` \(0\) must be at least 1"),
+        ({"video_fps": 0.0}, r"`--video-fps` \(0.0\) must be above 0 and .* 1000; use the rate of"),
+        (
+            {"video_fps": 16, "fps_cap": 12},
+            r"`--fps-cap` \(12\) has no effect with `--video-fps` \(16",
+        ),
+        ({"video_blend": True}, r"`--video-blend` needs `--video-fps`, .*; give the rate"),
+        (
+            {"video_background": "#12"},
+            r"`--video-background` \(#12\) must be white, black, grey or",
+        ),
         ({"reference_lengths": (9, 9)}, r"\(\[9, 9\]\) must be different numbers of latent fram"),
     ],
 )

@@ -73,13 +73,36 @@ def test_clips_to_shards_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "3 clips in 2 shards, 5 dropped" in said and "2 of 8 clips dropped" in said
     videos = ShardedVideos(output)
     assert len(videos) == 3 and videos.manifest["dropped"]["cannot be read"] == 2
-    assert videos[0].caption == "a red bar moves right 8 FPS."
+    assert videos[0].caption == "8 FPS. a red bar moves right"  # of seven words, six are kept
     assert videos[2].caption == "a red bar moves right" and not videos[2].references
     first = build_codec(making.CODEC).decode(videos[1].latents[None])[0]
     truth = torch.from_numpy(making.pictures(6)[:5]).permute(3, 0, 1, 2) / 127.5 - 1
     assert (first - truth).abs().mean() < 0.2
     text, pooled = videos.null_text
     assert text.shape == (6, 16) and not text.any() and not pooled.any()
+
+
+def test_flags_that_change_frames_or_words_make_another_dataset(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = tmp_path / "l.jsonl", tmp_path / "out"
+    making.write_video(tmp_path / "a.mp4", making.pictures(9))
+    source.write_text(json.dumps({"path": "a.mp4", "text": "a bar"}) + "\n")
+    assert run(source, output, "--video-fps=7.5", "--video-background=#102030") == 0
+    videos = ShardedVideos(output)
+    assert videos[0].caption == "a bar 7.5 FPS." and videos.manifest["fps"] == 7.5
+    assert videos.manifest["encode"]["video_background"] == "#102030"
+    assert "slower" not in capsys.readouterr().err
+    for other in (
+        "--video-fps=8",
+        "--video-fps=7.5 --video-blend",
+        "--video-fps=7.5 --no-fps-words",
+    ):
+        assert run(source, output, "--video-background=#102030", *other.split()) == 1
+        assert "holds a dataset of other clips or options" in capsys.readouterr().err
+    assert run(source, tmp_path / "other", "--video-fps=16", "--no-fps-words") == 0
+    assert ShardedVideos(tmp_path / "other")[0].caption == "a bar"
+    assert "1 of 1 clips are slower than `--video-fps` (16)" in capsys.readouterr().err
 
 
 def test_the_number_of_processes_and_threads_changes_no_byte(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Files of sampled clips and long videos, read back."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,25 @@ def test_images_and_odd_sizes_play(tmp_path: Path, frames: int, height: int, wid
     write_clips(tmp_path / "out", pixels, ASKED[:1], fps=1, seed=5)
     found, fps = read(tmp_path / "out" / "sample_000.mp4")
     assert found.shape == (frames, height + height % 2, width + width % 2, 3) and fps == 1
+
+
+@pytest.mark.parametrize(("size", "matrix"), [((720, 32), 1), ((32, 1280), 1), ((480, 48), 6)])
+def test_colours_are_tagged_and_encoded_as_tagged(
+    tmp_path: Path, size: tuple[int, int], matrix: int
+) -> None:
+    colour = np.array([200, 50, 120])
+    with closing(module.Mp4Writer(tmp_path / "12:30.mp4", 23.976)) as writer:
+        writer.append(np.broadcast_to(colour.astype(np.uint8), (2, *size, 3)))
+    with av.open(f"file:{tmp_path / '12:30.mp4'}") as container:
+        stream = container.streams.video[0]
+        assert float(stream.average_rate or 0) == pytest.approx(23.976, abs=1e-3)
+        context, frame = stream.codec_context, next(container.decode(stream))
+    tags = (context.color_primaries, context.color_trc, context.colorspace, context.color_range)
+    assert tags == (1, 1, matrix, 1)
+    # The luma of the matrix, in 16 to 235.
+    weights = {1: (0.2126, 0.7152, 0.0722), 6: (0.299, 0.587, 0.114)}[matrix]
+    luma = 16 + 219 * float(colour @ np.array(weights)) / 255
+    assert abs(float(frame.to_ndarray()[4, 4]) - luma) <= 2
 
 
 def test_older_samples_are_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,9 @@ from torch import Tensor
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.config.mmdit import SIZES
-from megatron_ext.video.data.clips import Clip, decode
+from megatron_ext.video.data.clips import Clip
 from megatron_ext.video.data.conditions import Text
+from megatron_ext.video.data.frames import decode
 from megatron_ext.video.data.randomness import draw_noise
 from megatron_ext.video.model.mmdit.blocks import MMDiTOptions
 from megatron_ext.video.model.tokens import position_ids

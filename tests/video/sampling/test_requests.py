@@ -2,6 +2,7 @@
 
 import json
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch
 from PIL import Image
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
+from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
 from megatron_ext.video.config.run import ConditionConfig
-from megatron_ext.video.data.clips import Clip, decode, with_suffix
+from megatron_ext.video.data.clips import Clip, with_suffix
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.conditions import Text
+from megatron_ext.video.data.frames import decode
 from megatron_ext.video.data.text_encoders import build_text_encoder
 from megatron_ext.video.sampling.clips import Mp4Writer
 from megatron_ext.video.sampling.requests import (
@@ -146,6 +148,35 @@ def test_switches_move_to_the_next_block() -> None:
         at_block_starts(twice, block=3, num_frames=12)
 
 
+def test_a_reference_is_turned_and_over_the_background_of_training(tmp_path: Path) -> None:
+    made = np.zeros((32, 16, 4), np.uint8)
+    made[:16] = (200, 40, 80, 255)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(made).save(tmp_path / "phone.png", exif=exif)
+    shape = replace(SHAPE, encode=EncodeConfig(video_background="black"))
+    request = ClipRequest("a", str(tmp_path / "phone.png"), "i2v_head")
+    references = encode(request, shape=shape).references
+    assert references is not None
+    # Turned clockwise: what was above is at the right.
+    wanted = np.zeros((16, 32, 3), np.float32)
+    wanted[:, 16:] = (200, 40, 80)
+    pixels = torch.from_numpy(wanted).permute(2, 0, 1)[None, :, None] / 127.5 - 1
+    torch.testing.assert_close(references.latents[0, :, :1], CODEC.encode(pixels)[0])
+
+
+def test_references_are_taken_at_the_exact_rate_of_training(video: Path) -> None:
+    shape = replace(SHAPE, fps=12, encode=EncodeConfig(video_fps=12))
+    references = encode(ClipRequest("a", str(video), "v2v_head"), shape=shape).references
+    assert references is not None
+    # Of 16 frames a second those at 0, 1.33, 2.67, 4 and 5.33.
+    greys = torch.tensor([30, 40, 60, 70, 80]) / 127.5 - 1
+    wanted = CODEC.encode(greys[None, None, :, None, None].expand(1, 3, 5, 16, 32))
+    assert (references.latents[:, :, :2] - wanted).abs().max() < 0.1 * wanted.abs().max()
+    changed = CODEC.encode(greys.roll(1)[None, None, :, None, None].expand(1, 3, 5, 16, 32))
+    assert (references.latents[:, :, :2] - changed).abs().max() > 0.1 * wanted.abs().max()
+
+
 def test_captions_have_the_suffix_of_training() -> None:
     encoded = encode(ClipRequest("a red square"), ClipRequest("a ring", motion=4.2))
     captions = [with_suffix("a red square", 8), with_suffix("a ring", 8, 4.2)]
@@ -154,6 +185,10 @@ def test_captions_have_the_suffix_of_training() -> None:
     assert len(encoded) == 2 and encoded.references is None
     assert encoded.latent_shape == (6, 4, 4, 8)
     assert torch.equal(encoded.null.sequence, ENCODER.encode([""])[0])
+    wordless = replace(SHAPE, encode=EncodeConfig(fps_words=False))
+    assert torch.equal(
+        encode(ClipRequest("a ring"), shape=wordless).text.sequence, ENCODER.encode(["a ring"])[0]
+    )
     image = encode(ClipRequest("a ring", motion=4.2), shape=SampleShape(1, 16, 32))
     assert torch.equal(image.text.sequence, ENCODER.encode(["a ring"])[0])
     # The empty caption of training is taken.

@@ -1,0 +1,213 @@
+"""The pixels of clips: video files, pictures, and folders of pictures, as players show them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.video.config.encoding import WHITE, colour_of
+from megatron_ext.video.data import pictures, video_files
+from megatron_ext.video.data.clips import Clip
+from megatron_ext.video.data.geometry import ClipShape
+from megatron_ext.video.data.pictures import IMAGE_SUFFIXES, Colour, Picture
+from megatron_ext.video.data.timing import frame_rate, frames_at
+
+FOLDER_FPS = 24.0
+"""Frame rate of an image folder whose row in the list gives none."""
+
+
+def probe(clip: Clip) -> ClipShape:
+    """Return the shape of a clip, from its first frame and the packets of its file.
+
+    A clip that cannot be read raises DataError; a missing package raises ConfigError.
+    """
+    path = Path(clip.path)
+    with _reading(path):
+        if path.is_dir():
+            images = _images_of(path)
+            height, width = pictures.picture_size(images[0])
+            return ClipShape(len(images), height, width, clip.fps or FOLDER_FPS)
+        if path.suffix.lower() in IMAGE_SUFFIXES:
+            height, width = pictures.picture_size(path)
+            if not pictures.is_animated(path):
+                return ClipShape(1, height, width, 0.0)
+            count, fps = _timing(pictures.durations(path))
+        else:
+            facts = video_files.video_facts(path)
+            height, width, count, fps = facts.height, facts.width, facts.num_frames, facts.fps
+        if not count or (count > 1 and not (clip.fps or fps)):
+            raise ValueError("it has no frames or no frame rate")
+        if count > 1 and clip.fps:
+            return ClipShape(count, height, width, clip.fps, clip.fps / fps if fps else 1.0)
+        return ClipShape(count, height, width, fps)
+
+
+def decode(
+    clip: Clip,
+    first: float,
+    interval: float,
+    count: int,
+    size: tuple[int, int],
+    *,
+    shape: ClipShape | None = None,
+    blend: bool = False,
+    background: str = WHITE,
+) -> Tensor:
+    """Return frames of a clip, scaled and cropped by `fit`: ``[3, count, H, W]`` in [-1, 1].
+
+    The result is float32. A file that cannot be read or ends too early raises DataError; a missing
+    package raises ConfigError.
+
+    Args:
+        first, interval: the frames are those shown at ``first``, ``first + interval`` and so on,
+            counted in frames of the clip's rate; fractions lie between two frames (`frames_at`).
+        shape: what `probe` returned for the clip; None looks again.
+        blend: whether to mix the frames before and after a time.
+        background: colour under transparent parts; see `colour_of`.
+    """
+    shape = shape or probe(clip)
+    path = Path(clip.path)
+    places = [first + interval * number for number in range(count)]
+    within = [place for place in places if place < shape.num_frames - 1e-6]
+    shapes, fitted = set(), []
+    with _reading(path):
+        # One at a time: a hundred frames of a large video would take gigabytes.
+        frames = _frames(path, shape, within, colour_of(background))
+        for mixed in frames_at(frames, within, step=interval, blend=blend):
+            planes = torch.zeros(3, 1, *size)
+            for frame, weight in mixed:
+                picture = frame.picture()
+                shapes.add(picture.shape)
+                pixels = fit(torch.from_numpy(picture)[None], size)
+                planes = pixels if weight == 1 else planes + weight * pixels
+            fitted.append(planes)
+        if len(fitted) < count:
+            raise ValueError(f"only {len(fitted)} of {count} frames could be decoded")
+        if len(shapes) > 1:
+            raise ValueError("its frames differ in size")
+    return torch.cat(fitted, dim=1)
+
+
+def fit(frames: Tensor, size: tuple[int, int]) -> Tensor:
+    """Scale frames until they cover ``size`` (height, width), and cut out their centre.
+
+    ``[f, H0, W0, 3]`` uint8 becomes ``[3, f, H, W]`` float32 in [-1, 1].
+    """
+    planes = frames.permute(0, 3, 1, 2).float()
+    height, width = planes.shape[2:]
+    scale = max(size[0] / height, size[1] / width)
+    scaled = (max(size[0], round(height * scale)), max(size[1], round(width * scale)))
+    if scaled != (height, width):
+        planes = torch.nn.functional.interpolate(
+            planes, scaled, mode="bilinear", antialias=True, align_corners=False
+        )
+    top, left = (scaled[0] - size[0]) // 2, (scaled[1] - size[1]) // 2
+    cut = planes[:, :, top : top + size[0], left : left + size[1]]
+    return (cut / 127.5 - 1).clamp(-1, 1).transpose(0, 1).contiguous()
+
+
+class _Frame(Protocol):
+    """A frame of a clip that is turned into pixels only if it is wanted."""
+
+    def picture(self) -> Picture: ...
+
+
+@dataclass(frozen=True)
+class _Still:
+    """A picture file that is a frame."""
+
+    path: Path
+    background: Colour
+
+    def picture(self) -> Picture:
+        return pictures.read_picture(self.path, self.background)
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """Pixels that are a frame."""
+
+    pixels: Picture
+
+    def picture(self) -> Picture:
+        return self.pixels
+
+
+def _frames(
+    path: Path, shape: ClipShape, places: list[float], background: Colour
+) -> Iterator[tuple[float, float, _Frame]]:
+    """Yield time, duration and content of frames; times count frames of the clip's rate."""
+    if path.is_dir():
+        for number, image in enumerate(_images_of(path)):
+            yield number, 1.0, _Still(image, background)
+    elif path.suffix.lower() not in IMAGE_SUFFIXES:
+        # In frames of the file's own rate, so that another rate of the row changes no index.
+        fps = shape.fps / shape.speed
+        yield from video_files.video_frames(path, fps, background)
+    elif shape.num_frames == 1:
+        yield 0, 1.0, _Still(path, background)
+    else:
+        lengths = np.array(pictures.durations(path)) * shape.fps / shape.speed
+        begins = np.concatenate([[0.0], np.cumsum(lengths)[:-1]])
+        last = int(np.searchsorted(begins, max(places, default=0.0) + 0.5))
+        shown = pictures.read_animation(path, last, background)
+        for time, length, pixels in zip(begins, lengths, shown, strict=False):
+            yield float(time), float(length), _Shown(pixels)
+
+
+def _timing(lengths: list[float]) -> tuple[int, float]:
+    """Return the number of frames and the frame rate of frames that are shown for some seconds."""
+    begins = np.concatenate([[0.0], np.cumsum(lengths)[:-1]])
+    fps, constant = frame_rate(begins, ())
+    last = 1 if constant else max(1, round(lengths[-1] * fps))
+    return round(float(begins[-1]) * fps) + last, fps
+
+
+def _images_of(folder: Path) -> list[Path]:
+    """Return a folder's images, sorted by name with numbers by value, so that 10 follows 9."""
+
+    def natural(path: Path) -> tuple[list[tuple[int, int, str]], str]:
+        parts = re.findall(r"[0-9]+|[^0-9]+", path.name)
+        return [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in parts], path.name
+
+    images = [
+        path
+        for path in folder.iterdir()
+        if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")
+    ]
+    if not images:
+        raise ValueError("the folder holds no images")
+    return sorted(images, key=natural)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn an exception from reading ``path`` into a DataError that names the file.
+
+    MemoryError passes unchanged. ConfigError is raised if the package av or pillow is missing.
+    """
+    for package, module in (("av", video_files.av), ("pillow", pictures.Image)):
+        if module is None:
+            raise ConfigError(
+                f"Reading clips needs the package {package}, which is not installed; run "
+                "`pip install 'megatron-ext[video]'`."
+            )
+    try:
+        yield
+    except MemoryError:
+        raise
+    # FFmpeg and pillow have errors of dozens of classes for bad files, among them bare Exception.
+    except Exception as error:
+        raise DataError(
+            f"The clip {path} cannot be read ({str(error) or type(error).__name__}); mend the file "
+            "or take its row out."
+        ) from error

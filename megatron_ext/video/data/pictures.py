@@ -1,0 +1,104 @@
+"""Reads still and animated pictures as viewers show them: upright, and over a background."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Image: Any
+ImageOps: Any
+try:
+    from PIL import Image, ImageOps
+except ImportError:
+    Image = ImageOps = None
+
+Picture = np.ndarray[Any, Any]
+Colour = tuple[int, int, int]
+
+IMAGE_SUFFIXES = frozenset(
+    (".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".bmp", ".tif", ".tiff")
+)
+_ANIMATED = ("PNG", "WEBP")
+"""Formats whose pictures follow each other in time; the second picture of a JPEG or a TIFF is
+another size or another page."""
+_TURNED = (5, 6, 7, 8)
+"""EXIF orientations that swap height and width."""
+_ORIENTATION = 0x0112
+_WITH_ALPHA = ("RGBA", "RGBa", "LA", "La", "PA")
+_NO_DURATION = 0.1
+"""Seconds for which viewers show a frame that gives no duration."""
+
+
+def picture_size(path: Path) -> tuple[int, int]:
+    """Return the height and width of the upright picture, from the header where it says so."""
+    with Image.open(path) as image:
+        if image.format == "TIFF":
+            # Some versions of Pillow turn it when it is opened, others when it is loaded.
+            upright = ImageOps.exif_transpose(image)
+            return upright.height, upright.width
+        # A PNG's own method would decode the pixels, to look for EXIF behind them.
+        if Image.Image.getexif(image).get(_ORIENTATION) in _TURNED:
+            return image.width, image.height
+        return image.height, image.width
+
+
+def read_picture(path: Path, background: Colour) -> Picture:
+    """Return a picture ``[H, W, 3]`` as bytes; of an animated one the first frame."""
+    with Image.open(path) as image:
+        return _as_rgb(image, background)
+
+
+def is_animated(path: Path) -> bool:
+    """Return whether a picture file is a clip: an animated PNG or WebP."""
+    with Image.open(path) as image:
+        return len(_numbers(image)) > 1
+
+
+def durations(path: Path) -> list[float]:
+    """Return how long each frame of an animated picture is shown, in seconds."""
+    found = []
+    with Image.open(path) as image:
+        for number in _numbers(image):
+            image.seek(number)
+            # WebP tells the duration only when the frame is decoded.
+            image.load()
+            found.append(float(image.info.get("duration") or 0) / 1000 or _NO_DURATION)
+    return found
+
+
+def read_animation(path: Path, last: int, background: Colour) -> list[Picture]:
+    """Return the frames 0 to ``last`` of an animated picture, each ``[H, W, 3]`` as bytes."""
+    with Image.open(path) as image:
+        found = []
+        for number in _numbers(image)[: last + 1]:
+            image.seek(number)
+            found.append(_as_rgb(image, background))
+        return found
+
+
+def _numbers(image: Any) -> range:
+    """Return the numbers of the frames that play; a PNG may begin with a picture beside them."""
+    count = getattr(image, "n_frames", 1) if image.format in _ANIMATED else 1
+    return range(1 if count > 1 and image.info.get("default_image") else 0, count)
+
+
+def composited(pixels: Picture, background: Colour) -> Picture:
+    """Return pixels ``[H, W, 4]`` over a background, ``[H, W, 3]``, all of them bytes."""
+    alpha = pixels[..., 3:].astype(np.uint32)
+    below = np.asarray(background, np.uint32)
+    mixed = (pixels[..., :3] * alpha + below * (255 - alpha) + 127) // 255
+    return mixed.astype(np.uint8)
+
+
+def _as_rgb(image: Any, background: Colour) -> Picture:
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode.startswith("I"):
+        # Grey values of 16 bits, which `convert` would cut off at 255.
+        grey = np.asarray(upright).astype(np.float64)
+        eight = np.clip(np.rint(grey / 257), 0, 255).astype(np.uint8)
+        return np.repeat(eight[..., None], 3, axis=-1)
+    if upright.mode in _WITH_ALPHA or "transparency" in upright.info:
+        return composited(np.asarray(upright.convert("RGBA")), background)
+    return np.array(upright.convert("RGB"))

@@ -1,0 +1,111 @@
+"""When the frames of a clip are shown: its frame rate from its timestamps, and frames by time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Frame = TypeVar("Frame")
+
+_WHOLE = (5, 6, 8, 10, 12, 15, 16, 20, 24, 25, 30, 48, 50, 60, 90, 100, 120, 240)
+_NTSC = (24, 30, 48, 60, 120)
+USUAL_RATES = (*map(Fraction, _WHOLE), *(Fraction(1000 * rate, 1001) for rate in _NTSC))
+"""Frame rates that cameras and programs write."""
+
+_ROUNDING = 1.1e-3
+"""Seconds by which a timestamp may be rounded: Matroska, and files copied from it, count ms."""
+_SNAP = 0.02
+"""Share by which the usual interval of a variable clip may miss a usual rate that is meant."""
+_ON_GRID = 0.1
+"""A frame this near to a place of the grid, in frames, stands on it; the rest is rounding."""
+
+
+def frame_rate(times: NDArray[np.float64], given: Sequence[Fraction | None]) -> tuple[float, bool]:
+    """Return the frame rate that timestamps follow, and whether it is constant.
+
+    Headers are not trusted, since remuxed and cut files have wrong averages: a rate of a header or
+    a usual one counts if the timestamps lie on its grid. If they lie on none, the rate is one over
+    the usual interval between two frames.
+
+    Args:
+        times: at least two timestamps in seconds, rising.
+        given: rates that the headers give, the most trusted first.
+    """
+    mean = (len(times) - 1) / (times[-1] - times[0])
+    rates = [float(rate) for rate in (*given, *USUAL_RATES) if rate]
+    candidates = [*rates, mean]
+    steps = np.arange(len(times))
+    spreads = [float(np.ptp(times - steps / rate)) for rate in candidates]
+    fits = min(spreads) + _ROUNDING
+    for rate, spread in zip(candidates, spreads, strict=True):
+        if spread <= fits and spread < 0.5 / rate:
+            return rate, True
+    intervals = np.diff(times)
+    middle = np.median(intervals)
+    usual = 1 / float(intervals[np.abs(intervals - middle) <= middle / 3].mean())
+    nearest = min(rates, key=lambda rate: abs(rate - usual))
+    return nearest if abs(nearest - usual) <= _SNAP * usual else usual, False
+
+
+def frames_at(
+    frames: Iterable[tuple[float, float, Frame]],
+    places: Sequence[float],
+    *,
+    step: float,
+    blend: bool = False,
+) -> Iterator[list[tuple[Frame, float]]]:
+    """Yield the frames that are shown at given places, each as [(frame, weight)].
+
+    Where frames are dense, this is the frame nearest in time, the later one of two as near. A frame
+    that stands still for longer than ``step`` is left half a ``step`` before the next one, as by
+    ffmpeg's filter fps. The iterator ends early if the frames do.
+
+    Args:
+        frames: time, duration and content of each frame, in order of time. Times count frames of
+            the clip's rate from the clip's beginning.
+        places: rising times for which frames are wanted.
+        step: distance between two places, in the same unit.
+        blend: whether to mix the two frames around a place by their distances instead.
+    """
+    left = iter(places)
+    place = next(left, None)
+    before: tuple[float, float, Frame] | None = None
+    for raw, duration, content in frames:
+        whole = round(raw)
+        time = float(whole) if abs(raw - whole) < _ON_GRID else raw
+        if before is not None and time <= before[0]:
+            continue
+        gap = 0.0 if before is None else time - before[0]
+        while place is not None and place <= time + _EPSILON:
+            if before is None:
+                share = 1.0
+            elif blend:
+                share = max(0.0, 1 - (time - place) / min(gap, max(step, 1.0)))
+            else:
+                share = float(place >= time - min(gap, step) / 2 - _EPSILON)
+            yield _mixed(before, content, share)
+            place = next(left, None)
+        if place is None:
+            return
+        before = (time, max(duration, 1.0), content)
+    while before is not None and place is not None and place < before[0] + before[1] - _EPSILON:
+        yield [(before[2], 1.0)]
+        place = next(left, None)
+
+
+_EPSILON = 1e-6
+
+
+def _mixed(
+    before: tuple[float, float, Frame] | None, after: Frame, share: float
+) -> list[tuple[Frame, float]]:
+    """Return frames with weights: ``share`` for the later one, the rest for the earlier one."""
+    if before is None or share > 1 - _EPSILON:
+        return [(after, 1.0)]
+    if share < _EPSILON:
+        return [(before[2], 1.0)]
+    return [(before[2], 1 - share), (after, share)]

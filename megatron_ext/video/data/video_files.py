@@ -1,0 +1,305 @@
+"""Reads the frames of video files through FFmpeg, as a player shows them.
+
+A player turns and mirrors frames by their display matrix, widens pixels that are not square,
+deinterlaces, maps HDR to the range of a screen, and shows what lies under transparent parts. The
+filters for this are FFmpeg's own, chosen by what the stream and its frames say.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_ext.video.data.pictures import Colour, Picture, composited
+from megatron_ext.video.data.timing import frame_rate
+
+av: Any
+try:
+    import av
+    import av.filter
+except ImportError:
+    av = None
+
+_PICTURES = ("attached_pic", "timed_thumbnails")
+"""Dispositions of video streams that are no video, such as the cover of an album."""
+_ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
+"""Decoders that read the transparency of a codec; FFmpeg's own ones leave it out."""
+_HDR = {16: "PQ", 18: "HLG"}
+"""Transfer functions, by their number in ITU-T H.273."""
+_HDR_FILTER = "scale"
+_OF_THREAD = threading.local()
+_TO_SCREEN = "out_transfer=bt709:out_primaries=bt709:out_color_matrix=bt709"
+
+
+@dataclass(frozen=True)
+class VideoFacts:
+    """The facts of a video file: size of the upright picture in square pixels, frames, and rate.
+
+    Attributes:
+        num_frames: frames at the rate ``fps``, with those that would fill pauses.
+        fps: usual frame rate; 0 for one frame.
+    """
+
+    num_frames: int
+    height: int
+    width: int
+    fps: float
+
+
+def video_facts(path: Path) -> VideoFacts:
+    """Return what a video file holds, from the packets of its stream and its first frame.
+
+    ValueError is raised for a file without video, and errors of FFmpeg for one that it cannot read.
+    """
+    with _opened(path) as (container, stream):
+        timed = [
+            (packet.pts, packet.duration or 0)
+            for packet in container.demux(stream)
+            # Packets before the beginning of an edited mp4 give no frame.
+            if packet.size > 0 and not packet.is_discard
+        ]
+        base = float(stream.time_base)
+        rates = [Fraction(x) for x in (stream.base_rate, stream.average_rate) if x]
+    with _opened(path) as (container, stream):
+        first = next(_decoded(container, stream), None)
+        if first is None:
+            raise ValueError("it has no frames")
+        height, width = _Renderer(stream, first, (0, 0, 0)).size(first)
+        start = first.pts
+    if None in (pts for pts, _ in timed) or start is None:
+        # Streams without timestamps, such as raw H.264, have a rate only.
+        fps = float(rates[-1]) if rates and len(timed) > 1 else 0.0
+        return VideoFacts(len(timed), height, width, fps)
+    # Packets before the first frame that can be decoded give none, as after a cut in open groups.
+    whole = sorted({pts: duration for pts, duration in timed if pts >= start}.items())
+    if not whole:
+        raise ValueError("it has no frames")
+    if len(whole) == 1:
+        return VideoFacts(1, height, width, 0.0)
+    times = np.array([pts for pts, _ in whole], np.float64) * base
+    fps, constant = frame_rate(times, rates)
+    last = 1 if constant else max(1, round(whole[-1][1] * base * fps))
+    return VideoFacts(round((times[-1] - times[0]) * fps) + last, height, width, fps)
+
+
+def video_frames(
+    path: Path, fps: float, background: Colour
+) -> Iterator[tuple[float, float, LazyFrame]]:
+    """Yield the time, the duration and the picture of each frame.
+
+    Times count frames of the rate ``fps`` from the first frame that can be decoded.
+    """
+    with _opened(path) as (container, stream):
+        start: float | None = None
+        renderer: _Renderer | None = None
+        for number, frame in enumerate(_deinterlaced(_decoded(container, stream))):
+            if renderer is None:
+                renderer = _Renderer(stream, frame, background)
+            time = number / (fps or 1) if frame.pts is None else float(frame.pts * frame.time_base)
+            start = time if start is None else start
+            # Older versions of PyAV do not tell it; the last frame then lasts like the others.
+            ticks = getattr(frame, "duration", None) or 0
+            duration = float(ticks * frame.time_base) if frame.time_base else 0.0
+            yield (time - start) * fps, duration * fps, LazyFrame(renderer, frame)
+
+
+@dataclass(frozen=True)
+class LazyFrame:
+    """A decoded frame that is turned into pixels only if it is wanted."""
+
+    renderer: _Renderer
+    frame: Any
+
+    def picture(self) -> Picture:
+        """Return the pixels, ``[H, W, 3]`` as bytes."""
+        return self.renderer.picture(self.frame)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
+    """Open a file, and choose its video: the largest one that is no cover picture."""
+    # Without the protocol FFmpeg takes "12:" in "12:30:00.mp4" for one.
+    with av.open(f"file:{path}") as container:
+        videos = [x for x in container.streams.video if not _is_picture(x)]
+        if not videos:
+            holds = "only sound" if container.streams.audio else "neither sound nor pictures"
+            if container.streams.video:
+                holds = f"{holds} and a cover picture"
+            raise ValueError(f"it has no video, {holds}")
+        yield container, max(videos, key=lambda x: (_is_default(x), x.width * x.height))
+
+
+def _is_picture(stream: Any) -> bool:
+    return any(bool(stream.disposition & av.stream.Disposition[name]) for name in _PICTURES)
+
+
+def _is_default(stream: Any) -> bool:
+    return bool(stream.disposition & av.stream.Disposition.default)
+
+
+def _decoded(container: Any, stream: Any) -> Iterator[Any]:
+    """Yield the frames of a stream, with their transparency where they have one."""
+    name = _ALPHA_DECODERS.get(stream.codec_context.name)
+    if name is None or stream.metadata.get("alpha_mode") != "1":
+        yield from container.decode(stream)
+        return
+    if name not in av.codecs_available:
+        raise ValueError(
+            f"it is transparent, which needs FFmpeg's decoder {name}; install av from PyPI"
+        )
+    decoder = av.CodecContext.create(name, "r")
+    for packet in container.demux(stream):
+        yield from decoder.decode(packet if packet.size else None)
+
+
+Step = tuple[str, str]
+"""The name of one of FFmpeg's filters, and its arguments."""
+
+
+class _Filters:
+    """A chain of FFmpeg's filters for frames of one size and format."""
+
+    def __init__(self, frame: Any, steps: Sequence[Step], aspect: Fraction) -> None:
+        self._graph = av.filter.Graph()
+        source = {
+            "video_size": f"{frame.width}x{frame.height}", "pix_fmt": frame.format.name,
+            "time_base": frame.time_base or Fraction(1, 1000), "sar": aspect,
+        }  # fmt: skip
+        nodes = [self._graph.add("buffer", ":".join(f"{k}={v}" for k, v in source.items()))]
+        nodes += [self._graph.add(name, arguments or None) for name, arguments in steps]
+        nodes.append(self._graph.add("buffersink"))
+        for node, following in zip(nodes, nodes[1:], strict=False):
+            node.link_to(following)
+        self._graph.configure()
+
+    def push(self, frame: Any | None) -> Iterator[Any]:
+        """Filter a frame, or None at the end, and yield the frames that come out."""
+        self._graph.vpush(frame)
+        while True:
+            try:
+                yield self._graph.vpull()
+            except (av.BlockingIOError, av.EOFError):
+                return
+
+
+def _deinterlaced(frames: Iterator[Any]) -> Iterator[Any]:
+    """Yield frames, deinterlaced by FFmpeg's yadif from the first interlaced one on."""
+    filters: _Filters | None = None
+    for frame in frames:
+        if filters is None and not frame.interlaced_frame:
+            yield frame
+            continue
+        if filters is None:
+            filters = _Filters(frame, [("yadif", "deint=interlaced")], Fraction(1))
+        yield from filters.push(frame)
+    if filters is not None:
+        yield from filters.push(None)
+
+
+class _Renderer:
+    """Turns decoded frames of one stream into upright pixels over a background."""
+
+    def __init__(self, stream: Any, frame: Any, background: Colour) -> None:
+        self._background = background
+        self._format = (frame.width, frame.height, frame.format.name)
+        alpha = any(part.is_alpha for part in frame.format.components)
+        self._to = "rgba" if alpha or frame.format.has_palette else "rgb24"
+        self._aspect = Fraction(stream.sample_aspect_ratio or 1)
+        self._shape = _upright(frame)
+        if self._aspect != 1:
+            self._shape += [("scale", "iw*sar:ih"), ("setsar", "1")]
+        # The filter format converts as the program ffmpeg does; PyAV's own conversion takes other
+        # neighbours for colours of more than 8 bits.
+        self._colour = [("format", self._to)]
+        hdr = _HDR.get(stream.codec_context.color_trc)
+        if hdr is None:
+            self._filters = _Filters(frame, [*self._shape, *self._colour], self._aspect)
+            return
+        self._colour = [(_HDR_FILTER, _TO_SCREEN), *self._colour]
+        try:
+            self._filters = self._shared(frame)
+        except Exception as error:
+            raise ValueError(
+                f"it is HDR ({hdr}), which this version of av cannot map to the range of a screen "
+                f"({error}); install av 16 or later, or convert it to BT.709"
+            ) from error
+
+    def _shared(self, frame: Any) -> _Filters:
+        """Return the filters of this thread for frames like this one.
+
+        FFmpeg takes seconds for the table with which the first frame is mapped.
+        """
+        steps = (*self._shape, *self._colour)
+        key = (*self._format, frame.time_base, steps, self._aspect)
+        cache: dict[Any, _Filters] = vars(_OF_THREAD).setdefault("filters", {})
+        if key not in cache:
+            cache.clear()
+            cache[key] = _Filters(frame, steps, self._aspect)
+        return cache[key]
+
+    def size(self, frame: Any) -> tuple[int, int]:
+        """Return the height and width of the pixels of a frame."""
+        shaped = next(_Filters(frame, self._shape or [("null", "")], self._aspect).push(frame))
+        return shaped.height, shaped.width
+
+    def picture(self, frame: Any) -> Picture:
+        """Return the pixels of a frame, ``[H, W, 3]`` as bytes."""
+        if (frame.width, frame.height) != self._format[:2]:
+            raise ValueError("its frames differ in size")
+        if frame.format.name != self._format[2]:
+            frame = frame.reformat(format=self._format[2])
+        pixels: Picture = next(self._filters.push(frame)).to_ndarray()
+        return composited(pixels, self._background) if self._to == "rgba" else pixels
+
+
+_UNIT = 1 << 16
+"""One, in the fixed-point numbers of a display matrix."""
+_LEVEL = math.radians(1)
+"""An angle that is this near to a multiple of a right angle counts as one."""
+_TRANSPOSED = {
+    (True, True): "cclock_flip",
+    (True, False): "clock",
+    (False, True): "cclock",
+    (False, False): "clock_flip",
+}
+"""Directions of the filter transpose by the signs of b and c of a display matrix."""
+
+
+def _upright(frame: Any) -> list[Step]:
+    """Return the filters that turn and mirror a frame as its display matrix says.
+
+    They are those that the program ffmpeg puts before all others.
+    """
+    matrix = _display_matrix(frame)
+    if matrix is None:
+        return []
+    # A point (x, y) is shown at (a x + c y, b x + d y).
+    a, b, c, d = (matrix[i] for i in (0, 1, 3, 4))
+    angle = math.atan2(b, a)
+    if abs(math.sin(2 * angle)) > 2 * math.sin(_LEVEL):
+        return [("rotate", str(angle))]
+    if abs(b) > abs(a):
+        return [("transpose", _TRANSPOSED[b > 0, c > 0])]
+    return [("hflip", "")] * (a < 0) + [("vflip", "")] * (d < 0)
+
+
+def _display_matrix(frame: Any) -> tuple[int, ...] | None:
+    try:
+        found = [x for x in frame.side_data if x.type.name == "DISPLAYMATRIX"]
+    # PyAV refuses frames with side data that it does not know, such as EXIF.
+    except ValueError:
+        if not round(frame.rotation):
+            return None
+        turn = math.radians(frame.rotation)
+        cosine, sine = round(_UNIT * math.cos(turn)), round(_UNIT * math.sin(turn))
+        return (cosine, -sine, 0, sine, cosine, 0, 0, 0, 1 << 30)
+    return struct.unpack("=9i", bytes(found[0])[:36]) if found else None

@@ -1,0 +1,91 @@
+"""Pictures as viewers show them, compared with Pillow and with arithmetic."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from megatron_ext.video.data.pictures import (
+    composited,
+    durations,
+    is_animated,
+    picture_size,
+    read_animation,
+    read_picture,
+)
+
+WHITE = (255, 255, 255)
+
+
+def marked() -> np.ndarray:
+    """Return a picture without symmetry, ``[16, 32, 3]``."""
+    made = np.full((16, 32, 3), 40, np.uint8)
+    made[:4, :8] = (250, 30, 60)
+    made[12:, 24:28] = (20, 220, 90)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["png", "webp", "tif"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientations(tmp_path: Path, orientation: int, kind: str) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = tmp_path / f"a.{kind}"
+    options = {"lossless": True} if kind == "webp" else {}
+    Image.fromarray(marked()).save(path, exif=exif, **options)
+    with Image.open(path) as image:
+        wanted = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+    found = read_picture(path, WHITE)
+    assert np.array_equal(found, wanted)
+    assert picture_size(path) == found.shape[:2] == ((32, 16) if orientation > 4 else (16, 32))
+
+
+def test_transparency_shows_the_background(tmp_path: Path) -> None:
+    made = np.concatenate([marked(), np.full((16, 32, 1), 255, np.uint8)], axis=2)
+    made[:, 16:, 3], made[:, 20:, 3] = 128, 0
+    for mode in ("RGBA", "P", "LA"):
+        Image.fromarray(made).convert(mode).save(tmp_path / "a.png")
+        with Image.open(tmp_path / "a.png") as image:
+            pixels = image.convert("RGBA")
+            wanted = np.asarray(
+                Image.alpha_composite(Image.new("RGBA", pixels.size, "red"), pixels)
+            )
+        found = read_picture(tmp_path / "a.png", (255, 0, 0)).astype(int)
+        assert np.abs(found - wanted[..., :3]).max() <= 1, mode
+    opaque = np.dstack([marked(), np.full((16, 32), 255, np.uint8)])
+    assert np.array_equal(composited(opaque, (1, 2, 3)), marked())
+
+
+@pytest.mark.parametrize("kind", ["png", "tif"])
+def test_greys_of_16_bits_keep_their_range(tmp_path: Path, kind: str) -> None:
+    ramp = np.linspace(0, 65535, 64).astype(np.uint16)[None].repeat(8, 0)
+    Image.fromarray(ramp).save(tmp_path / f"a.{kind}")
+    found = read_picture(tmp_path / f"a.{kind}", WHITE).astype(float)
+    assert np.abs(found - ramp[..., None] / 257).max() <= 0.5
+
+
+@pytest.mark.parametrize("kind", ["webp", "png"])
+def test_animated_pictures_are_clips(tmp_path: Path, kind: str) -> None:
+    stills = [np.roll(marked(), 3 * number, axis=1) for number in range(4)]
+    images = [Image.fromarray(still) for still in stills]
+    lasts = [100, 100, 500, 100]
+    options = {"lossless": True} if kind == "webp" else {}
+    path = tmp_path / f"a.{kind}"
+    images[0].save(path, save_all=True, append_images=images[1:], duration=lasts, **options)
+    assert is_animated(path) and durations(path) == [0.1, 0.1, 0.5, 0.1]
+    for found, still in zip(read_animation(path, 2, WHITE), stills[:3], strict=True):
+        assert np.array_equal(found, still)
+    images[0].save(tmp_path / f"b.{kind}", **options)
+    assert not is_animated(tmp_path / f"b.{kind}")
+
+
+def test_a_picture_beside_an_animation_and_pages_are_no_frames(tmp_path: Path) -> None:
+    images = [Image.fromarray(np.roll(marked(), 3 * number, axis=1)) for number in range(3)]
+    many = {"save_all": True, "append_images": images[1:], "duration": 100}
+    images[0].save(tmp_path / "a.png", default_image=True, **many)
+    frames = read_animation(tmp_path / "a.png", 5, WHITE)
+    assert len(durations(tmp_path / "a.png")) == len(frames) == 2
+    assert np.array_equal(frames[0], np.asarray(images[1]))
+    images[0].save(tmp_path / "a.tif", save_all=True, append_images=images[1:])
+    assert not is_animated(tmp_path / "a.tif")
