@@ -286,6 +286,10 @@ def install() -> None:
             "`cuda_shim.install` was called on a machine with a GPU, where its answers would be "
             "wrong; use `device.select()`, or hide the GPU with `CUDA_VISIBLE_DEVICES=`."
         )
+    # torch looks its factories up when a device is first used as a context, and then knows no
+    # others. It must find its own, or models that are built on "meta" keep buffers on the CPU.
+    with CPU:
+        torch.empty(0)
     for row in TABLE:
         original = getattr(row.owner, row.name)
         _saved.append((row.owner, row.name, vars(row.owner).get(row.name, _MISSING)))

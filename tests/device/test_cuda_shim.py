@@ -3,6 +3,8 @@
 import importlib.util
 import logging
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,16 @@ def test_tensors_are_made_on_the_cpu(device: Any) -> None:
         torch.ones(2).new_empty(3, device=device),
     ]
     assert {tensor.device.type for tensor in made} == {"cpu"}
+
+
+def test_a_device_is_a_context_for_all_factories() -> None:
+    """As in a model of transformers, which is built on "meta" before its weights are read."""
+    program = (
+        "import torch; from megatron_ext.device import cuda_shim; cuda_shim.install()\n"
+        "with torch.device('meta'): print(torch.tensor([1]).device, torch.empty(1).device)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split() == ["meta", "meta"], done.stderr
 
 
 @pytest.mark.usefixtures("installed")

@@ -232,10 +232,7 @@ TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 @torch.no_grad()
 def reference_logits(model: HuggingFaceModel) -> tuple[Tensor, Tensor]:
-    """Return random tokens ``[1, s]``, and their logits ``[1, s, v]`` in transformers in float32.
-
-    Call it before any process group exists: transformers would leave buffers uninitialized.
-    """
+    """Return random tokens ``[1, s]``, and their float32 logits ``[1, s, v]`` in transformers."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
