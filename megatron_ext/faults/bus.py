@@ -73,7 +73,7 @@ def remember_size(path: str | os.PathLike[str], size: int) -> None:
 
 
 def cut_file(number: int | None = None) -> DataError | None:
-    """Return what is wrong with a file that this process has mapped and that is shorter than it was.
+    """Return what is wrong with a mapped file of this process that is shorter than it was.
 
     Up to the end of its last page such a file reads as zeros, without a signal. A file that another
     one has replaced stays whole in memory. None means that all are whole.
