@@ -53,6 +53,8 @@ _SHORT_WRITE = re.compile(r"inline_container\.cc|\d+ requested and \d+ written")
 """Texts of a file that could not be written whole, by torch's writer and by numpy's."""
 _FULL = 1 << 20
 """Free bytes up to which a disk counts as full after a write has failed."""
+_PLENTY = 1 << 30
+"""Free bytes from which on a disk that nothing names is hardly the one that a write has filled."""
 
 
 def sentence(error: BaseException) -> str | None:
@@ -214,12 +216,22 @@ def shared_memory_fault() -> str:
 def disk_fault(place: str | os.PathLike[str] | None, needed: int | None = None) -> str:
     """Return which disk is full, with the bytes that are free and needed.
 
-    Without a ``place`` the fullest disk that the command line names is meant.
+    Without a ``place`` the fullest disk that the command line names is meant, or else the shared
+    memory.
     """
     folder = _fullest(place)
     if folder is None:
         return "the disk is full; free some space"
     usage = shutil.disk_usage(folder)
+    if place is None and usage.free >= _PLENTY:
+        # Semaphores and queues lie in shared memory; their errors name no file.
+        with suppress(OSError):
+            if shutil.disk_usage(SHARED_MEMORY).free < _FULL:
+                return shared_memory_fault()
+        return (
+            f"a disk is full, but {folder} (mounted at {mount_of(folder)}) has "
+            f"{_size(usage.free)} free by now; free some space where this program writes"
+        )
     wants = "" if needed is None else f", and {_size(needed)} are needed"
     inodes = os.statvfs(folder)
     if inodes.f_files and not inodes.f_favail:

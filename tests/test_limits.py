@@ -176,6 +176,23 @@ def test_shared_memory_that_is_full_is_told_with_its_size() -> None:
     assert "--shm-size" in said
 
 
+def test_a_full_disk_without_a_name_is_the_one_that_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["program", "--save", str(tmp_path)])
+    # As multiprocessing raises it where a semaphore finds no room in shared memory.
+    error = OSError(errno.ENOSPC, "No space left on device")
+    said = limits.sentence(error)
+    assert said is not None and said.startswith("A disk is full, but /")
+    assert "free by now; free some space where this program writes." in said
+    with small_disk(tmp_path / "shm", 1 << 16) as folder:
+        monkeypatch.setattr(limits, "SHARED_MEMORY", str(folder))
+        if not folder.is_mount():
+            pytest.skip("nothing may be mounted here")
+        said = limits.sentence(error)
+        assert said is not None and said.startswith(f"The shared memory {folder} is full: ")
+
+
 def test_a_quota_and_a_limit_of_file_sizes_are_no_full_disk(tmp_path: Path) -> None:
     quota = limits.cause(OSError(errno.EDQUOT, "Disk quota exceeded"), tmp_path)
     assert quota.startswith(f"the disk quota of this user on the disk of {tmp_path} is used up")

@@ -173,6 +173,7 @@ def _map_arrays(
     path: Path, size: int, dtype: np.dtype[Any], sequences: int, boundaries: int
 ) -> Index:
     plain = HEADER_BYTES + 12 * sequences + 8 * boundaries
+    remember_size(path, size)
     if size not in (plain, plain + sequences) or boundaries < 1:
         raise DataError(
             f"{path} has {size} bytes, but its {sequences} sequences and {boundaries} document "
@@ -182,7 +183,6 @@ def _map_arrays(
     at = HEADER_BYTES
     with open(path, "rb") as stream:
         buffer = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-    remember_size(path, size)
 
     def take(count: int, kind: str) -> Array:
         nonlocal at
@@ -224,13 +224,13 @@ def check_indexed_dataset(prefix: str | os.PathLike[str]) -> IndexInfo:
     tokens = _check_sequences(prefix, index)
     with readable(data), open(data, "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
+    remember_size(data, size)
     if size != tokens * itemsize:
         verb = "truncated" if size < tokens * itemsize else "longer than its index says"
         raise DataError(
             f"{data} is {verb}: it has {size} bytes, but its index counts {tokens} tokens of "
             f"{itemsize} bytes ({tokens * itemsize} bytes); copy or make the pair again."
         )
-    remember_size(data, size)
     _check_documents(prefix, index)
     counts = (len(index.lengths), len(index.documents) - 1, tokens)
     return IndexInfo(os.fspath(prefix), index.dtype, *counts, index.modes is not None)

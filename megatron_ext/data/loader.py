@@ -25,7 +25,7 @@ from megatron_ext.data.samplers import (
 )
 from megatron_ext.data.workers import worker_context
 from megatron_ext.errors import DataError, MachineFault, MegatronExtError
-from megatron_ext.faults.bus import worker_setup
+from megatron_ext.faults.bus import cut_file, worker_setup
 from megatron_ext.parallel.context import ParallelContext, mtp_rank
 
 
@@ -84,20 +84,28 @@ class BatchSource:
         """Return the micro-batches of the next step; None on stages that read no data.
 
         Raises:
-            DataError: the data has ended, or the dataset raised a DataError.
+            DataError: the data has ended, a file of it was cut, or the dataset raised a DataError.
         """
         self._coming += 1
         if self.loader is None:
             return None
         try:
-            return self.loader.next_step(num_microbatches)
-        except (DataError, MachineFault) as error:
-            raise without_traceback(error) from None
+            batches = self.loader.next_step(num_microbatches)
         except StopIteration:
             raise DataError(
                 f"The data ended in the middle of a step (the split holds {self.num_samples} "
                 "samples); give more data or fewer iterations."
             ) from None
+        except (DataError, MachineFault) as error:
+            raise without_traceback(error) from None
+        except Exception:
+            # Garbage out of a file that was cut is refused in many ways.
+            if (cut := cut_file()) is not None:
+                raise cut from None
+            raise
+        if (cut := cut_file(self._coming)) is not None:
+            raise cut
+        return batches
 
 
 def without_traceback(error: MegatronExtError) -> MegatronExtError:

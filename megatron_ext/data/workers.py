@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from multiprocessing.context import ForkContext, ForkProcess
 from multiprocessing.popen_fork import Popen
 from multiprocessing.process import BaseProcess
@@ -18,8 +20,21 @@ class _Popen(Popen):
             super()._launch(process_obj)  # type: ignore[misc]
 
     def terminate(self) -> None:
-        """Kill the process, since it ignores the signal that asks for its end."""
-        self.kill()
+        """Kill the process, since it ignores the signal that asks for its end.
+
+        torch's handler of SIGCHLD takes a killed worker for a fault, so it is left out until
+        nothing is left of this one.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            self.kill()
+            return
+        handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        try:
+            self.kill()
+            self.wait()
+        finally:
+            # None: a handler of the C library's, which Python cannot put back.
+            signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
 
 
 class _Process(ForkProcess):

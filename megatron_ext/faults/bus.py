@@ -42,6 +42,9 @@ _LATER = signal.SIGRTMIN + 5 if sys.platform == "linux" else signal.SIGINT
 
 _sizes: dict[str, int] = {}
 """By path, the size in bytes that a mapped file had when it was checked."""
+_inodes: dict[str, tuple[int, int]] = {}
+"""By path, the process that checked it and the number of the very file then; another one may have
+taken its name since."""
 _fault: list[MegatronExtError] = []
 """The newest fault, until Python raises it."""
 
@@ -63,7 +66,33 @@ _before = _Action()
 
 def remember_size(path: str | os.PathLike[str], size: int) -> None:
     """Note the size that a file has while it is mapped, to tell it if the file is cut later."""
-    _sizes[os.path.realpath(path)] = size
+    real = os.path.realpath(path)
+    with suppress(OSError):
+        _inodes[real] = os.getpid(), os.stat(real).st_ino
+        _sizes[real] = size
+
+
+def cut_file(number: int | None = None) -> DataError | None:
+    """Return what is wrong with a mapped file of this process that is shorter than it was.
+
+    Up to the end of its last page such a file reads as zeros, without a signal. A file that another
+    one has replaced stays whole in memory. None means that all are whole.
+
+    Args:
+        number: look at one file alone, in turn for rising numbers; by default at all.
+    """
+    paths = list(_sizes)
+    if number is not None and paths:
+        paths = [paths[number % len(paths)]]
+    host = host_folder()
+    for path in paths:
+        if host is not None and Path(path).is_relative_to(host):
+            continue
+        with suppress(OSError):
+            known = os.stat(path)
+            if (os.getpid(), known.st_ino) == _inodes[path] and known.st_size < _sizes[path]:
+                return DataError(cut_in_use(path, known.st_size, _sizes.pop(path)))
+    return None
 
 
 def cut_in_use(path: str | os.PathLike[str], size: int, had: int | str) -> str:

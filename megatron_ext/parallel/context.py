@@ -118,9 +118,12 @@ class NoAnswer(Enum):
 def contact_fault(error: BaseException) -> NoAnswer | None:
     """Return how contact with another rank failed; None if the error has another cause.
 
-    gloo raises a plain RuntimeError, which only its text identifies.
+    gloo raises a plain RuntimeError, which only its text identifies, also where it is this process
+    that may open no more connections.
     """
     text = str(error)
+    if "Too many open files" in text or "Cannot allocate memory" in text:
+        return None
     if isinstance(error, torch.distributed.DistStoreError) and "timeout" in text:
         return NoAnswer.TIMEOUT
     if not isinstance(error, RuntimeError) or "gloo/transport" not in text:

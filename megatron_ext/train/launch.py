@@ -153,7 +153,7 @@ def run_rank(main: Main) -> int:
         fault = contact_fault(error)
         message, code = limits.sentence(error) or traceback.format_exc(), 1
         if _lacks_memory(error):
-            message, code = message + _WITHOUT_MEMORY, EXIT_CODE_NO_MEMORY
+            message, code = f"{message.rstrip()}\n{_WITHOUT_MEMORY}", EXIT_CODE_NO_MEMORY
         if fault is not None:
             message, timed_out = fault.value, fault is NoAnswer.TIMEOUT
             code = EXIT_CODE_NO_ANSWER if timed_out else EXIT_CODE_LOST_CONTACT

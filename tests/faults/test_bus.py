@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_ext.data.indexed import bin_path, idx_path, read_index
-from megatron_ext.data.loader import without_traceback
+from megatron_ext.data.loader import BatchSource, without_traceback
 from megatron_ext.errors import DataError, MachineFault, MegatronExtError
 from megatron_ext.faults import bus
 from megatron_ext.faults.host import FOLDER_VARIABLE
@@ -172,3 +172,58 @@ def test_a_run_whose_tokens_are_cut_ends_with_a_user_s_error(
     assert code == 2, said
     assert f"{path} was cut while it was in use: it has 10 bytes, but had" in said
     assert "Traceback" not in said and "shared memory" not in said
+
+
+@pytest.mark.parametrize("number", [None, 5])
+def test_a_file_that_was_cut_within_its_last_page_is_named_though_it_reads_as_zeros(
+    tmp_path: Path, number: int | None
+) -> None:
+    path, other = made(tmp_path / "docs.bin"), made(tmp_path / "moved.bin")
+
+    def work() -> Any:
+        bus._sizes.clear()
+        mapped = np.memmap(path, np.uint8, "r")
+        bus.remember_size(path, SIZE)
+        bus.remember_size(other, SIZE)
+        before = bus.cut_file(number)
+        # Another file of its name leaves the mapped one whole.
+        made(tmp_path / "next").rename(other)
+        os.truncate(other, 1)
+        os.truncate(path, SIZE - 100)
+        assert not mapped[-100:].any()
+        named = [bus.cut_file(number) for number in range(4)] if number else [bus.cut_file()]
+        return before, {str(error) for error in named if error is not None}
+
+    _, result = in_child(work)
+    sentence = (
+        f"{path} was cut while it was in use: it has {SIZE - 100} bytes, but had {SIZE} when it "
+        "was opened; copy or make it again, and leave it alone while a run uses it."
+    )
+    assert result == (None, {sentence})
+
+
+class Garbage:
+    """A loader whose file is cut while it reads, and which trips over what it reads, or not."""
+
+    def __init__(self, path: Path, error: Exception | None) -> None:
+        self.path, self.error = path, error
+
+    def next_step(self, _number: int) -> list[Any]:
+        os.truncate(self.path, SIZE - 1)
+        if self.error is not None:
+            raise self.error
+        return []
+
+
+@pytest.mark.parametrize("error", [IndexError("the shape of the mask"), None])
+def test_garbage_out_of_a_cut_file_is_told_as_that(tmp_path: Path, error: Exception | None) -> None:
+    path = made(tmp_path / "docs.idx")
+
+    def work() -> Any:
+        bus._sizes.clear()
+        bus.remember_size(path, SIZE)
+        return BatchSource(Garbage(path, error), None).next_step(1)  # type: ignore[arg-type]
+
+    _, told = in_child(work)
+    assert isinstance(told, DataError)
+    assert str(told).startswith(f"{path} was cut while it was in use: it has {SIZE - 1} bytes")

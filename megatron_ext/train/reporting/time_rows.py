@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from megatron_ext import limits
 from megatron_ext.config.run import RunConfig
 from megatron_ext.disk.writing import open_to_append
 from megatron_ext.errors import say_to_stderr
@@ -249,7 +250,8 @@ def end_launch(folder: Path, launch: Launch, exit_code: int | None = None) -> st
         goodput = write_report(run)
         return f"{goodput.sentence()}; the report is {folder / REPORT_FILE}"
     except Exception as error:
-        say_to_stderr(f"warning: {folder / REPORT_FILE} cannot be written ({error!r}).")
+        why = limits.cause(error, folder) if isinstance(error, OSError) else repr(error)
+        say_to_stderr(f"warning: {folder / REPORT_FILE} cannot be written ({why}).")
         return None
 
 
