@@ -121,9 +121,16 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
         if time.monotonic() > first + SECONDS_OF_ONE_INTERRUPTION:
             _end(number, frame)
 
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, pass_over)
     signal.signal(number, on_another)
     raise KeyboardInterrupt
+
+
+def pass_over(_number: int, _frame: FrameType | None) -> None:
+    """Handle a signal by doing nothing.
+
+    With SIG_IGN instead, Python would print a traceback for a signal that came a moment before.
+    """
 
 
 def _on_unraisable(error: sys.UnraisableHookArgs) -> None:
@@ -227,7 +234,7 @@ def leave_signals_to(parent: int) -> None:
 def ignore_stop_signals() -> None:
     """Ignore `STOP_SIGNALS` from now on."""
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, pass_over)
 
 
 def loader_ends_with_parent() -> Callable[[int], None]:

@@ -11,7 +11,12 @@ from types import FrameType
 from megatron_ext.checkpoint.files import read_tracker
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import TrainingConfig
-from megatron_ext.errors import EXIT_CODE_NOT_SAVED, STOP_SIGNALS, ignore_stop_signals
+from megatron_ext.errors import (
+    EXIT_CODE_NOT_SAVED,
+    STOP_SIGNALS,
+    ignore_stop_signals,
+    pass_over,
+)
 from megatron_ext.train.exit_codes import EXIT_CODE_SIGNAL, code_of
 
 
@@ -49,7 +54,7 @@ class ExitSignal:
             signal.signal(self.number, self._on_signal)
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, pass_over)
         self.came = True
 
     def end_by_sigterm(self, tell: Callable[[int], None]) -> None:
