@@ -106,10 +106,16 @@ def _sockets_in(folder: Path) -> Iterator[None]:
         return
     # Where `multiprocessing.util.get_temp_dir` looks, and what a child copies from its parent.
     config["tempdir"] = str(folder)
+    before = multiprocessing.active_children()
     try:
         yield
     finally:
         config["tempdir"] = None
+        # One that ended later would look in vain for its socket, and say so.
+        for child in multiprocessing.active_children():
+            if child.daemon and child not in before:
+                child.terminate()
+                child.join()
 
 
 def _name_of_agent(agent: int) -> str:

@@ -3,11 +3,15 @@
 import subprocess
 import sys
 
+import pytest
+
 ENDS_WITH_WORKERS = """
+from contextlib import nullcontext
 import torch
 from torch.utils.data import DataLoader
 from megatron_ext.data.workers import worker_context
 from megatron_ext.faults.bus import worker_setup
+from megatron_ext.faults.host import shared_host_folder
 
 loader = DataLoader(
     torch.arange(64),
@@ -16,13 +20,18 @@ loader = DataLoader(
     multiprocessing_context=worker_context(2),
     worker_init_fn=worker_setup(),
 )
-iterator = iter(loader)
-print(next(iterator).item(), flush=True)
+with FOLDER:
+    iterator = iter(loader)
+    print(next(iterator).item(), flush=True)
+END
 """
 
 
-def test_a_program_that_ends_with_workers_left_says_nothing() -> None:
+@pytest.mark.parametrize("end", ["", "del iterator"])
+@pytest.mark.parametrize("folder", ["nullcontext()", "shared_host_folder()"])
+def test_a_program_that_ends_with_workers_left_says_nothing(folder: str, end: str) -> None:
+    program = ENDS_WITH_WORKERS.replace("FOLDER", folder).replace("END", end)
     done = subprocess.run(
-        [sys.executable, "-c", ENDS_WITH_WORKERS], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
