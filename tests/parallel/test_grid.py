@@ -116,9 +116,12 @@ def test_one_rank_holds_all_copies_of_the_embedding() -> None:
 @pytest.mark.parametrize(
     ("sizes", "text"),
     [
-        ((6, 4), r"number of ranks \(6\) must be divisible by tensor .* \(4\); start 8 ranks"),
+        ((6, 4), r"number of ranks \(6\) must be divisible by `--tensor-.*` \(4\); start 8 ranks"),
         ((8, 0), r"`--tensor-model-parallel-size` \(0\) must be at least 1"),
-        ((8, 2, 2, 1, 3), r"must be divisible by expert-tensor × expert × pipeline .* \(12\)"),
+        (
+            (8, 2, 2, 1, 3),
+            r"by `--expert-t.*` × `--expert-m.*` × `--pipe.*` \(2 × 3 × 2 = 12\)",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit(sizes: tuple[int, ...], text: str) -> None:
