@@ -106,7 +106,7 @@ def test_tensors_are_made_on_the_cpu(device: Any) -> None:
 
 
 def test_a_device_is_a_context_for_all_factories() -> None:
-    """As in a model of transformers, which is built on "meta" before its weights are read."""
+    """Build on "meta", as transformers does before it reads the weights of a model."""
     program = (
         "import torch; from megatron_ext.device import cuda_shim; cuda_shim.install()\n"
         "with torch.device('meta'): print(torch.tensor([1]).device, torch.empty(1).device)"
