@@ -36,7 +36,7 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.config import SftConfig, text_rules
 from megatron_ext.text.data.blend import Blend, read_blend
 from megatron_ext.text.data.config import DataConfig
-from megatron_ext.text.task import GPT, with_tokenizer
+from megatron_ext.text.task import GPT, tokenizer_inputs, with_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.launch import refuse
 from megatron_ext.train.main import main
@@ -127,6 +127,7 @@ def megatron_task(
         step_advice="train with `pretrain_gpt.py`, whose own step knows it",
         prepare_batches=None,
         datasets=datasets,
+        inputs=tokenizer_inputs,
         model_chunk=functools.partial(_model_chunk, model_provider),
         forward_step=step,
         source=_source,

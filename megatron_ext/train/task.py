@@ -144,7 +144,12 @@ class Task(TaskFlags):
         return self
 
     def replace(self, **changes: Any) -> Task:
-        """Return a copy of the task with other values of some attributes."""
+        """Return a copy of the task with other values of some attributes.
+
+        Other datasets have other inputs, which `Task.inputs` does not check unless it is given too.
+        """
+        if "datasets" in changes:
+            changes.setdefault("inputs", Task.inputs)
         return dataclasses.replace(self, **changes)
 
     def with_sections(self, *kinds: type) -> Task:

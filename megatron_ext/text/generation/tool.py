@@ -36,7 +36,7 @@ from megatron_ext.text.generation.requests import (
     read_prompts,
 )
 from megatron_ext.text.model.gpt import build_gpt_chunk
-from megatron_ext.text.task import GPT, with_tokenizer
+from megatron_ext.text.task import GPT, tokenizer_inputs, with_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.launch import refuse
 from megatron_ext.train.main import main
@@ -63,6 +63,7 @@ def inference_task(*sections: type) -> Task:
         sections=without,
         rules=inference_rules,
         datasets=no_datasets,
+        inputs=tokenizer_inputs,
         callbacks=(),
         model_chunk=build_frozen_chunk,
         chunk_sections={},

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_ext.checkpoint.adapters import FrozenBase
 from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.train.task import Task
 from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
 from megatron_ext.video.config.run import SampleConfig
 from megatron_ext.video.data.codecs import build_codec
@@ -138,6 +139,6 @@ def summary(seen: Throughput, block: int) -> str:
 def sample_streaming(argv: Sequence[str]) -> int:
     """Sample videos; return the exit code. The caller removes ``--streaming`` from ``argv``."""
     task = dataclasses.replace(
-        STREAMING, preflight=prepare_sampling, callbacks=(), step_runner=None
+        STREAMING, preflight=prepare_sampling, inputs=Task.inputs, callbacks=(), step_runner=None
     )
     return run_sampling(task, argv, defaults_of, sample_at_once)
