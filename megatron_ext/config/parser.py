@@ -156,7 +156,8 @@ def all_errors(
         return list(errors)
     known = list(dict.fromkeys([*reading.errors, *errors]))
     given = [reading.read_yaml(path, program) for path in reading.config_files]
-    replaced, asked = _by_section(defaults or {}, program), _joined([*given, reading.values])
+    replaced = _by_section(defaults or {}, program)
+    asked = _joined([*given, reading.values])
     try:
         task = program.choose(RunConfig.from_dict(_joined([replaced, asked]), program.sections))
         layers = [_by_section(task.defaults, program), replaced, asked]

@@ -83,7 +83,8 @@ def tokenizer_inputs(config: RunConfig) -> list[Callable[[], Any]]:
     A tokenizer that the folder may give is checked if its type is a flag.
     """
     checks: list[Callable[[], Any]] = []
-    folder, tokenizer = config.section(HuggingFaceConfig).load_hf, config.section(TokenizerConfig)
+    folder = config.section(HuggingFaceConfig).load_hf
+    tokenizer = config.section(TokenizerConfig)
     if folder is not None:
         checks.append(partial(read_model, Path(folder)))
     if folder is None or tokenizer.tokenizer_type != TokenizerConfig().tokenizer_type:
@@ -199,7 +200,8 @@ def prepare_sft(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
     """
     config, tokenizer = with_tokenizer(config)
     check_training(config)
-    opened, training = open_splits(config, tokenizer), config.training
+    opened = open_splits(config, tokenizer)
+    training = config.training
     splits = planned(config, opened)
     check_validation(config, given=splits.valid is not None and training.eval_iters > 0)
     train = splits.train

@@ -148,10 +148,9 @@ def test_a_large_batch_runs_no_more_python_than_a_small_one(tmp_path: Path) -> N
     seen = []
     for count in (4, 4000):
         begins = np.random.default_rng(0).integers(0, 900, count)
-        # What other tests have left behind may run Python at any moment.
+        # The first batch in a process runs more, and so may what other tests have left behind.
         seen.append(min(_calls_of(lambda begins=begins: span.gather(begins, 9)) for _ in range(5)))
-    # One call for each of 4,000 would be seen; a few come and go with what ran before.
-    assert max(seen) < 200
+    assert seen[0] == seen[1] < 40
 
 
 def test_damaged_files_are_told_in_a_sentence(tmp_path: Path) -> None:

@@ -71,7 +71,8 @@ def dataset_checks(config: RunConfig) -> list[Callable[[], Any]]:
 
     Datasets at addresses, which are looked up over a network, are left out.
     """
-    data, length = config.section(DataConfig), config.model.seq_length or 0
+    data = config.section(DataConfig)
+    length = config.model.seq_length or 0
     # The lengths in a schedule cannot be judged without `--seq-length`, which is reported itself.
     if data.mock_data or (data.data_schedule is not None and length < 1):
         return []
