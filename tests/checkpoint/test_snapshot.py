@@ -110,7 +110,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_snapshot(shared_memory: Path) -> No
                 os._exit(1)
         end = time.monotonic() + 30
         reader = SnapshotPair(shared_memory, "rank0")
-        while len(whole_ones(reader)) < 2 or whole_ones(reader)[0].iteration < newest + 2:
+        while len(whole := whole_ones(reader)) < 2 or whole[0].iteration < newest + 2:
             assert time.monotonic() < end
             time.sleep(0.001)
         time.sleep(generator.uniform(0, 0.01))

@@ -193,23 +193,27 @@ def _split_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]
             "`--num-layers-per-virtual-pipeline-stage` and "
             "`--num-virtual-stages-per-pipeline-rank` exclude each other; give one."
         )
-    if per_chunk is not None and stages < 2:
-        yield (
-            "`--num-layers-per-virtual-pipeline-stage` needs "
-            f"`--pipeline-model-parallel-size` ({stages}) of at least 2; use 2."
-        )
+    name = "`--num-virtual-stages-per-pipeline-rank`"
+    if per_chunk is not None:
+        name = "`--num-layers-per-virtual-pipeline-stage`"
+    if stages < 2 and (per_chunk is not None or (chunks_per_rank or 1) > 1):
+        yield f"{name} needs `{STAGES}` ({stages}) of at least 2; use 2."
     uneven = parallel.decoder_first_pipeline_num_layers or parallel.decoder_last_pipeline_num_layers
     whole = parallel.pipeline_model_parallel_layout is None and not model.blocks_dealt_by_cost
     if stages < 1 or uneven or not whole:
         return
     extra = parallel.counted_ends
     units = layers + extra
-    count = CHUNKS["zb-v"] if parallel.pipeline_schedule == "zb-v" else chunks_per_rank or 1
-    chunks = stages * (per_chunk if per_chunk and stages > 1 else count)
+    factor, per_stage = "chunks of a stage", 1
+    if parallel.pipeline_schedule == "zb-v":
+        per_stage = CHUNKS["zb-v"]
+    elif stages > 1 and (per_chunk or chunks_per_rank):
+        factor, per_stage = name, per_chunk or chunks_per_rank or 1
+    chunks = stages * per_stage
     if chunks and units % chunks:
         yield (
-            f"`--num-layers` ({layers}) must be divisible by `{STAGES}` × chunks of a stage "
-            f"({stages} × {chunks // stages} = {chunks}); use "
+            f"`--num-layers` ({layers}) must be divisible by `{STAGES}` × {factor} "
+            f"({stages} × {per_stage} = {chunks}); use "
             f"{-(-units // chunks) * chunks - extra}."
         )
 

@@ -142,7 +142,9 @@ def test_the_launcher_reports_runs_that_failed_and_touches_no_other(
     with reported_end(str(tmp_path), launched) as end:
         end.exit_code = 0
     warning = capsys.readouterr().err
-    assert warning.startswith(f"warning: {tmp_path / 'report.html'} cannot be written (IsADirect")
+    assert warning.startswith(
+        f"warning: {tmp_path / 'report.html'} cannot be written (Is a directory"
+    )
 
 
 @pytest.mark.slow
