@@ -86,6 +86,18 @@ def _has_twice(line: bytes, key: str) -> bool:
     return sum(name == key for name, _ in pairs) > 1
 
 
+def repeated_key(line: bytes) -> str | None:
+    """Return a key that some object of a line has twice, at any depth, or None."""
+    repeated: list[str] = []
+
+    def count(pairs: list[tuple[str, Any]]) -> None:
+        if len({key for key, _ in pairs}) < len(pairs):
+            repeated.append(Counter(key for key, _ in pairs).most_common(1)[0][0])
+
+    json.loads(line.decode("utf-8-sig"), object_pairs_hook=count)
+    return repeated[0] if repeated else None
+
+
 def _read_leniently(line: bytes, keys: Sequence[str], complaint: str) -> Any:
     """Return the content of a line by Python's parser, which unlike orjson accepts NaN.
 

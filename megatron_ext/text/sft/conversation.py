@@ -133,7 +133,7 @@ class _Row:
         if not any(message["role"] == ASSISTANT for message in messages):
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
             rule = f"has no message of role {ASSISTANT} but of {roles}, so nothing to train"
-            rule += "; drop the row"
+            rule += f"; drop the row, or call the role that answers {ASSISTANT}"
             self._refuse(listed[0][0].split("[")[0], rule)
         thinks = self._take(self.sft.sft_enable_thinking_key)
         if thinks is not None and not isinstance(thinks, bool):

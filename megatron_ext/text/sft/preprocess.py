@@ -22,7 +22,15 @@ from megatron_ext.disk.writing import lock_path
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError, say_to_stderr
 from megatron_ext.text.config import SftConfig
 from megatron_ext.text.data.config import is_number
-from megatron_ext.text.preprocess.encode import BadLine, Encoded, Refuse, Tally, Write, read_object
+from megatron_ext.text.preprocess.encode import (
+    BadLine,
+    Encoded,
+    Refuse,
+    Tally,
+    Write,
+    read_object,
+    repeated_key,
+)
 from megatron_ext.text.preprocess.inputs import Part, identity_of
 from megatron_ext.text.preprocess.jobs import Say
 from megatron_ext.text.preprocess.options import PreprocessOptions
@@ -107,6 +115,9 @@ class ConversationEncoder:
             row = read_object(line)
             if is_too_deep(row):
                 raise BadLine(f"is nested more than {MAX_DEPTH} deep")
+            repeated = repeated_key(line)
+            if repeated is not None:
+                raise BadLine(f"has the key {repeated!r} twice in one object")
             conversation = read_conversation(row, place, self.chat.sft)
             samples = tokenize_samples(self.chat.tokenizer, conversation, self.chat.sft)
         except DataError as error:

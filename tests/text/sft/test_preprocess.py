@@ -262,6 +262,10 @@ BAD = [
     ("", "is blank"),
     ('{"text": "x"}', "is refused: `messages` is not a column of this row (it has text); na"),
     (messages("x"), "is refused: `messages` has no message of role assist"),
+    (
+        messages("x", "y").replace('"content": "y"', '"content": "z", "content": "y"'),
+        "has the key 'content' twice in one object",
+    ),
     (messages("\ud800", "x"), "is refused: the tokenizer refuses the text of the conv"),
 ]
 
