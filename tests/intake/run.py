@@ -21,11 +21,20 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.intake import config_json, conversations, flags, texts, tokenizer_files, video_lists
+from tests.intake import (
+    clip_files,
+    config_json,
+    conversations,
+    flags,
+    texts,
+    tokenizer_files,
+    video_lists,
+)
 from tests.intake.judge import Verdict, judge
 from tests.intake.leaves import Change, changes
 
 KINDS: dict[str, Any] = {
+    "clip_files": clip_files,
     "config_json": config_json,
     "conversations": conversations,
     "flags": flags,

@@ -11,7 +11,13 @@ from tests.intake.run import Case, cases, search
 
 def test_every_changed_leaf_is_heard_or_named() -> None:
     drawn = [case for kind in ("video_lists", "flags") for case in cases(11, [kind])][:130]
-    sizes = {"config_json": 60, "conversations": 150, "texts": 40, "tokenizer_files": 100}
+    sizes = {
+        "clip_files": 10,
+        "config_json": 60,
+        "conversations": 150,
+        "texts": 40,
+        "tokenizer_files": 100,
+    }
     for kind, size in sizes.items():
         drawn += list(cases(11, [kind]))[:size]
     wrong = search(drawn, minutes=1)
