@@ -113,7 +113,8 @@ def _understood(raw: dict[str, Any], path: Path) -> HuggingFaceModel:
 def _unreadable(raw: dict[str, Any], path: Path, error: Exception) -> CheckpointError:
     """Return the error about a config.json that a library or a family could not read.
 
-    Their errors seldom say which entry is wrong: it is one without which the rest can be read.
+    Their errors seldom say which entry is wrong: it is one without which the rest can be read, or
+    one that is missing.
     """
     reason = " ".join(str(error).split())[:300].rstrip(".:") or type(error).__name__
     if "rope_parameters" not in raw:
@@ -125,6 +126,15 @@ def _unreadable(raw: dict[str, Any], path: Path, error: Exception) -> Checkpoint
             _understood(rest, path)
             wrong.append(f"`{key}` {raw[key]!r}")
     mend = " or ".join(sorted(wrong)) or "it"
+    if "NoneType" in reason:
+        missing = []
+        with suppress(Exception):
+            nothing = [key for key, value in _configuration(raw).to_dict().items() if value is None]
+            for key in nothing:
+                with suppress(Exception):
+                    _understood({**raw, key: 1}, path)
+                    missing.append(f"`{key}`")
+        mend += f", or give {' or '.join(sorted(missing))}" if missing else ""
     if "factor" in reason and "length" in reason:
         # The lists of a scaling have a number for each pair of a head's rotated channels.
         given = ((key, raw.get(key)) for key in _OF_HEADS)
