@@ -328,12 +328,21 @@ class _Reading:
         return f"`{word}`" if old is None else f"`{word}` (given as `{old}`)"
 
     def causes(self, messages: Iterable[str]) -> list[str]:
-        """Return messages without those about flags that could not be read, which were reported."""
+        """Return messages without those about flags that could not be read, which were reported.
+
+        A flag that was given by an old spelling is named by that too.
+        """
         return [
-            text
+            self._with_old_spellings(text)
             for text in messages
-            if not any(re.search(f"`{name}[` ]", text) for name in self.unread)
+            if not any(_names(text, name) for name in self.unread)
         ]
+
+    def _with_old_spellings(self, text: str) -> str:
+        for name, old in self.renamed.items():
+            if _names(text, name) and f"`{old}`" not in text:
+                text = f"{text.removesuffix('.')} (`{name}` was given as `{old}`)."
+        return text
 
     def read_yaml(self, path: str, program: Program) -> Values:
         """Return a YAML file's values by section; its entries may be nested by section or flat."""
@@ -403,6 +412,11 @@ class _Reading:
                 f"`--no-position-embedding` contradicts `--position-embedding-type` ({kind}); use "
                 "`--position-embedding-type none`."
             )
+
+
+def _names(text: str, flag: str) -> bool:
+    """Return whether a message names a flag, alone or with a value."""
+    return re.search(f"`{flag}[` ]", text) is not None
 
 
 def _unknown(named: str, near: list[str]) -> str:
