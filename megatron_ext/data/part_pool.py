@@ -88,10 +88,16 @@ class PartPool:
         context = multiprocessing.get_context(self.method)
         board = _Board(context, max(todo, default=0) + 1)
         batches, deaths = [list(todo)], Counter[int]()
+        done = set[int]()
+
+        def report(number: int) -> None:
+            done.add(number)
+            on_done(number)
+
         while batches:
             batch = batches.pop(0)
             try:
-                self._run_batch(context, batch, board, progress, on_done)
+                self._run_batch(context, batch, board, progress, report)
             except _WorkerDied as died:
                 number, how = died.args
                 deaths[number] += 1
@@ -102,6 +108,8 @@ class PartPool:
                     ) from None
                 say(f"{how}; it is encoded again, alone (attempt {deaths[number] + 1}).")
                 rest = self.unfinished(other for other in batch if other != number)
+                for finished in set(batch) - {number, *rest} - done:
+                    report(finished)
                 batches = [*([rest] if rest else []), *batches, [number]]
                 board.clear([number, *rest])
 
@@ -114,18 +122,16 @@ class PartPool:
         on_done: Callable[[int], None],
     ) -> None:
         """Work on some parts in a pool of workers; the first failure ends the pool."""
-        others = set(multiprocessing.active_children())
+        context = _Started(context)
         setup = _Setup(self.start, self.passed, self.place, board, context.Value("i", 0))
         count = min(self.workers, len(batch))
         pool = ProcessPoolExecutor(count, context, _start_worker, (setup, os.getpid()))
-        processes: list[BaseProcess] = []
         gc.freeze()
         try:
             with held_signals():
                 futures = {
                     pool.submit(_work_on, number, self.part_of(number)): number for number in batch
                 }
-            processes = [x for x in multiprocessing.active_children() if x not in others]
             left: set[Future[None]] = set(futures)
             while left:
                 finished, left = wait(left, _SECONDS_BETWEEN_LOOKS, FIRST_EXCEPTION)
@@ -135,10 +141,11 @@ class PartPool:
                     on_done(futures[future])
         except BrokenProcessPool:
             pool.shutdown()
-            raise self._death(processes, batch, board) from None
+            raise self._death(context.processes, batch, board) from None
         finally:
-            for process in processes:
-                process.kill()
+            for process in context.processes:
+                if process.pid is not None:
+                    process.kill()
             pool.shutdown(cancel_futures=True)
             gc.unfreeze()
 
@@ -155,6 +162,22 @@ class PartPool:
         running = (number for number in batch if board.process_ids[number] == identity)
         number = next(running, batch[0])
         return _WorkerDied(number, f"Worker {worker} {how} in {self.name_of(number)}")
+
+
+class _Started:
+    """A context of multiprocessing that keeps the processes which it has made."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self.processes: list[BaseProcess] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def Process(self, *args: Any, **options: Any) -> BaseProcess:  # noqa: N802 - their name
+        process: BaseProcess = self._context.Process(*args, **options)
+        self.processes.append(process)
+        return process
 
 
 class _Board:

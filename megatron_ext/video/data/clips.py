@@ -105,6 +105,11 @@ def read_list(
     return clips
 
 
+def list_folder(path: str | os.PathLike[str]) -> str:
+    """Return the folder from which the paths of a list count."""
+    return os.fspath(path) if os.path.isdir(path) else os.path.dirname(path)
+
+
 _CAPTIONS = ("text", "caption")
 _SCORES = ("motion", "motion_score")
 """Names of one column each; of two in a row, the first that has a value is taken."""

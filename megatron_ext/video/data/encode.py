@@ -169,19 +169,24 @@ def plan_clips(
     plan: BucketPlan,
     config: EncodeConfig,
     *,
+    numbers: Sequence[int] | None = None,
     workers: int = 1,
     tick: Callable[[int], None] = lambda done: None,
+    may_be_empty: bool = False,
 ) -> tuple[list[PlannedClip], list[Dropped]]:
     """Assign each clip to a bucket by its header; return the planned and the dropped clips.
 
     ``workers`` headers are read at a time. ``tick`` is called with the number of clips read so far.
-    If no clip has a bucket, a DataError gives the reasons.
+    Clips have the given ``numbers``, or those of their places. If no clip has a bucket, a DataError
+    gives the reasons, unless the plan ``may_be_empty``.
     """
     planned: list[PlannedClip] = []
     dropped: list[Dropped] = []
+    numbers = range(len(clips)) if numbers is None else numbers
     with ThreadPoolExecutor(workers) as pool:
-        for number, (clip, seen) in enumerate(zip(clips, pool.map(_look, clips), strict=True)):
-            tick(number + 1)
+        looked = zip(clips, numbers, pool.map(_look, clips), strict=True)
+        for count, (clip, number, seen) in enumerate(looked, 1):
+            tick(count)
             if not isinstance(seen, ClipShape):
                 dropped.append(Dropped(number, clip.path, *seen))
                 continue
@@ -193,7 +198,7 @@ def plan_clips(
                 dropped.append(Dropped(number, clip.path, bucket))
             else:
                 planned.append(PlannedClip(number, clip, seen, bucket))
-    if not planned:
+    if not planned and not may_be_empty:
         sentence = (
             f"None of the {len(clips)} clips has a bucket in the plan ({plan.as_json()}); "
             "choose smaller resolutions or shorter lengths, or give other clips."
@@ -218,6 +223,13 @@ def report(dropped: Sequence[Dropped], total: int) -> list[str]:
         f"{count} of {total} clips dropped: the clip {why.value}. First: {first[why].rstrip('.')}."
         for why, count in Counter(d.reason for d in dropped).most_common()
     ]
+
+
+def sample_rate(planned: PlannedClip, config: EncodeConfig) -> float:
+    """Return the frame rate of the sample that a clip becomes; 0 for a picture."""
+    if planned.bucket.num_frames == 1:
+        return 0
+    return subsampling(planned.shape.fps, config.fps_cap, config.video_fps)[1]
 
 
 def slow_clips(planned: Sequence[PlannedClip], config: EncodeConfig) -> list[str]:

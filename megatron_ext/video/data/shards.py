@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,11 +35,23 @@ STORAGES = ("float32", "bfloat16")
 _FIELDS = ("latents", "text", "pooled", "geometry", "caption")
 _GEOMETRY = 6
 MANIFEST = "manifest.json"
+_NAME = re.compile(r"shard_[0-9]{5,9}|p[0-9a-f]{12}")
 ADVICE = "make it with tools/preprocess_video.py"
 
 
 def shard_name(number: int) -> str:
     return f"shard_{number:05}"
+
+
+def number_of(name: str) -> int:
+    """Return the number of a shard with a name that `shard_name` gives."""
+    return int(name.removeprefix("shard_"))
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the names of the shards or parts in a folder that have a ``.json``, sorted."""
+    paths = folder.glob("*.json") if folder.is_dir() else ()
+    return sorted(path.stem for path in paths if _NAME.fullmatch(path.stem))
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -119,6 +132,12 @@ class ShardWriter:
         for field, value in values.items():
             self._writers[field].add_document(value, [value.size])
 
+    def copy(self, shard: Shard, row: int) -> None:
+        """Append one clip of another shard, byte for byte."""
+        for field, writer in self._writers.items():
+            values = shard.fields[field][row]
+            writer.add_document(values, [values.size])
+
 
 class Field:
     """One field of one shard, such as the latents of all its clips.
@@ -192,7 +211,7 @@ class Shard:
     """
 
     def __init__(self, folder: Path, name: str, manifest: dict[str, Any], clips: int) -> None:
-        self._manifest = manifest
+        self.name, self._manifest = name, manifest
         self.fields = {
             field: Field(folder / f"{name}_{field}", dtype_of(field, manifest["storage"]))
             for field in (*_FIELDS, *manifest["references"])
