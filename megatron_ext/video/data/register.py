@@ -94,7 +94,9 @@ def row_keys(clips: Sequence[Clip], folder: str) -> list[str]:
     keys = []
     for clip in clips:
         path = os.path.abspath(clip.path).removeprefix(base)
-        key = _hash([path, clip.caption, clip.fps, clip.motion, *stamp(clip.path)])[:24]
+        member = clip.member
+        stamps = stamp(clip.path) if member is None else [member.size, member.modified]
+        key = _hash([path, clip.caption, clip.fps, clip.motion, *stamps])[:24]
         counts[key] += 1
         keys.append(key if counts[key] == 1 else f"{key}-{counts[key]}")
     return keys

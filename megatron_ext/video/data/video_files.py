@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron_ext.video.data.members import ClipFile, Member, readable
 from megatron_ext.video.data.pictures import Colour, Picture, composited
 from megatron_ext.video.data.timing import frame_rate
 
@@ -55,7 +55,7 @@ class VideoFacts:
     fps: float
 
 
-def video_facts(path: Path) -> VideoFacts:
+def video_facts(path: ClipFile) -> VideoFacts:
     """Return what a video file holds, from the packets of its stream and its first frame.
 
     ValueError is raised for a file without video, and errors of FFmpeg for one that it cannot read.
@@ -92,7 +92,7 @@ def video_facts(path: Path) -> VideoFacts:
 
 
 def video_frames(
-    path: Path, fps: float, background: Colour
+    path: ClipFile, fps: float, background: Colour
 ) -> Iterator[tuple[float, float, LazyFrame]]:
     """Yield the time, the duration and the picture of each frame.
 
@@ -125,10 +125,11 @@ class LazyFrame:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
+def _opened(path: ClipFile) -> Iterator[tuple[Any, Any]]:
     """Open a file, and choose its video: the largest one that is no cover picture."""
     # Without the protocol FFmpeg takes "12:" in "12:30:00.mp4" for one.
-    with av.open(f"file:{path}") as container:
+    file = readable(path) if isinstance(path, Member) else f"file:{path}"
+    with av.open(file) as container:
         videos = [x for x in container.streams.video if not _is_picture(x)]
         if not videos:
             holds = "only sound" if container.streams.audio else "neither sound nor pictures"
