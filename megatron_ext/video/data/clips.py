@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -184,15 +184,16 @@ def _clips_of(archive: Path, unused: Counter[str]) -> Iterator[Clip]:
 def _clip(row: Any, source: Path, place: str, member: Member | None = None) -> Clip:
     if not isinstance(row, dict):
         raise lists.bad_row(source, place, f"is no row of columns; it needs {lists.KNOWN}")
-    path = next((row[x] for x in lists.PATHS if row.get(x) not in (None, "")), None)
-    if not isinstance(path, str):
-        what = "has no path" if path is None else f"has a path that is no text ({shortened(path)})"
+    name, path = _first(row, lists.PATHS)
+    if not isinstance(path, str) or not path:
+        what = f"has `{name}` {shortened(path)}, which is no text" if path else "has no path"
         given = [str(name) for name, value in row.items() if value not in (None, "")]
         seen = ", ".join(given) or "nothing"
         raise lists.bad_row(source, place, f"{what}: it has {seen}, but needs {lists.KNOWN}")
-    caption = next((row[x] for x in lists.CAPTIONS if row.get(x) not in (None, "")), "")
+    name, caption = _first(row, lists.CAPTIONS)
     if not isinstance(caption, str):
-        raise lists.bad_row(source, place, "has a caption that is no text")
+        what = f"has the caption `{name}` {shortened(caption)}, which is no text"
+        raise lists.bad_row(source, place, what)
     fps = _number(row, "fps", source, place)
     motion = _number(row, "motion", source, place)
     if motion is None:
@@ -201,6 +202,11 @@ def _clip(row: Any, source: Path, place: str, member: Member | None = None) -> C
         raise lists.bad_row(source, place, f"has `fps` {fps}, which is negative")
     whole = path if member is not None else str(source.parent / path)
     return Clip(whole, caption.strip(), fps, motion, member)
+
+
+def _first(row: dict[str, Any], names: Sequence[str]) -> tuple[str, Any]:
+    """Return the first of some columns that has a value, and the value; an empty one without."""
+    return next(((x, row[x]) for x in names if row.get(x) not in (None, "")), (names[0], ""))
 
 
 def _number(row: dict[str, Any], name: str, source: Path, place: str) -> float | None:

@@ -94,7 +94,7 @@ def test_columns_that_nothing_reads_are_named_with_their_rows(tmp_path: Path) ->
         (
             "l.jsonl",
             '{"video": {"bytes": 1}}',
-            r"has a path that is no text \({'bytes': 1}\): it has",
+            r"has `video` {'bytes': 1}, which is no text: it has",
         ),
         (
             "l.json",
@@ -106,7 +106,11 @@ def test_columns_that_nothing_reads_are_named_with_their_rows(tmp_path: Path) ->
             '[{"path": "a"}',
             r"cannot be read \(it is no valid JSON: .*\); give a csv, tsv",
         ),
-        ("l.jsonl", '{"path": "a", "text": 3}', r"line 1 has a caption that is no text"),
+        (
+            "l.jsonl",
+            '{"path": "a", "text": 3}',
+            r"line 1 has the caption `text` 3, which is no text",
+        ),
         ("l.jsonl", '{"path": "a", "fps": "fast"}', r"has `fps` 'fast', which is no number"),
         ("l.jsonl", '{"path": "a", "fps": NaN}', r"has `fps` nan, which is no number"),
         ("l.jsonl", '{"path": "a", "fps": -1}', r"has `fps` -1.0, which is negative"),
@@ -250,7 +254,7 @@ def test_bad_tar_files(tmp_path: Path) -> None:
         read_list(archive)
     for name, content, why in (
         ("a.json", b"[3]", r"a.json holds \[3\], no object"),
-        ("a.json", b'{"text": 3}', r"0.tar a.mp4 has a caption that is no text"),
+        ("a.json", b'{"text": 3}', r"0.tar a.mp4 has the caption `text` 3, which is no"),
         ("a.txt", b"\xff", r"a.txt is not UTF-8"),
     ):
         write_tar(archive, {"a.mp4": b"", name: content})
