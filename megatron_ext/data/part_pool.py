@@ -188,11 +188,13 @@ class _Board:
 
     @property
     def _rows(self) -> npt.NDArray[np.int64]:
-        return np.frombuffer(self._shared, np.int64).reshape(3, -1)
+        rows: npt.NDArray[np.int64] = np.frombuffer(self._shared, np.int64).reshape(3, -1)
+        return rows
 
     @property
     def process_ids(self) -> npt.NDArray[np.int64]:
-        return self._rows[2]
+        identities: npt.NDArray[np.int64] = self._rows[2]
+        return identities
 
     def advance(self, number: int, amount: int, items: int) -> None:
         """Add to the counts of a part; only the worker that works on it may call this."""
@@ -250,7 +252,9 @@ def _work_on(number: int, part: Any) -> None:
                 setup.counter.value += 1
             _work = setup.start(worker)
         _work(part, partial(setup.board.advance, number))
-    except (MegatronExtError, *setup.passed):
+    except MegatronExtError:
+        raise
+    except setup.passed:
         raise
     except OSError as error:
         reason = limits.cause(error, setup.place)

@@ -112,7 +112,7 @@ def preprocess(options: VideoPreprocessOptions, say: Say = say_to_stderr) -> Non
             [entry.key for entries in register.shards().values() for entry in entries],
         )
         kept = _publish(folder, manifest, register, samples, dropped)
-    for line in [*report(dropped, len(clips)), *slow_clips(planned.values(), options.encode)]:
+    for line in [*report(dropped, len(clips)), *slow_clips(list(planned.values()), options.encode)]:
         say(line)
     seconds = time.monotonic() - start
     counts = f"{kept} clips in {len(register.shards())} shards, {len(dropped)} dropped"
@@ -578,7 +578,7 @@ def _publish(
         for marker in markers.values()
         for number, path, detail, _ in marker["dropped"]
     ]
-    kept = sum(marker["clips"] for marker in markers.values())
+    kept: int = sum(marker["clips"] for marker in markers.values())
     if not kept:
         raise DataError(
             f"None of the {len(damaged)} planned clips could be decoded; the first: "
