@@ -216,7 +216,7 @@ class _WorkerDied(Exception):
 
 @dataclass(frozen=True)
 class _Setup:
-    """What a worker process gets when it starts; ``counter`` numbers the workers."""
+    """The values that a worker process starts with; ``counter`` numbers the workers."""
 
     start: Callable[[int], Work]
     passed: tuple[type[Exception], ...]
