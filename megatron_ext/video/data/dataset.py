@@ -301,7 +301,7 @@ def open_online(options: VideoPreprocessOptions, *, flag: str, tell: bool) -> On
         options.plan,
         sorted({p.bucket for p in planned}),
         [sample_rate(p, options.encode) for p in planned],
-        [keys[p.number] for p in planned],
+        [p.key(keys[p.number]) for p in planned],
     )
     encoder = ClipEncoder(options.encode, codec, text_encoder)
     return OnlineVideos(planned, encoder, options.plan, manifest)

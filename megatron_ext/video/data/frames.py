@@ -153,7 +153,7 @@ def _frames(
     elif path.suffix.lower() not in IMAGE_SUFFIXES:
         # In frames of the file's own rate, so that another rate of the row changes no index.
         fps = shape.fps / shape.speed
-        yield from video_files.video_frames(path, fps, background)
+        yield from video_files.video_frames(path, fps, background, min(places, default=0.0))
     elif shape.num_frames == 1:
         yield 0, 1.0, _Still(path, background)
     else:

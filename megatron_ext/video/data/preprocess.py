@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -303,17 +303,22 @@ def _plan(
     finally:
         progress.close()
     row_of_number = {number: row for row, number in numbers.items()}
-    by_key = {row_of_number[p.number]: p for p in planned}
+    by_key = {p.key(row_of_number[p.number]): p for p in planned}
     for bucket in sorted({p.bucket for p in planned}):
         register.bucket_number(bucket)
-    known = {entry.key: entry for entry in register.entries}
-    fresh = {}
+    shard_of = {entry.key: entry.shard for entry in register.entries}
+    fresh: dict[str, list[Entry]] = {row: [] for _, row in todo}
+    for key, sample in by_key.items():
+        fps = sample_rate(sample, options.encode)
+        entry = Entry(key, sample.number, sample.clip.path, shard_of.get(key), fps)
+        fresh[entry.row].append(entry)
     for clip, row in todo:
-        shard = known[row].shard if row in known and row in by_key else None
-        fps = sample_rate(by_key[row], options.encode) if row in by_key else 0.0
-        fresh[row] = Entry(row, numbers[row], clip.path, shard, fps)
-    register.entries = [fresh.pop(entry.key, entry) for entry in register.entries]
-    register.entries += fresh.values()
+        if not fresh[row]:
+            fresh[row] = [Entry(row, numbers[row], clip.path)]
+    in_place: list[Entry] = []
+    for row, entries in rows.items():
+        in_place += fresh.pop(row, entries)
+    register.entries = [*in_place, *chain.from_iterable(fresh.values())]
     _give_shards(options, register, by_key, shards.names_in(Path(options.output)))
     return by_key, dropped
 

@@ -11,9 +11,10 @@ import math
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -92,16 +93,25 @@ def video_facts(path: ClipFile) -> VideoFacts:
 
 
 def video_frames(
-    path: ClipFile, fps: float, background: Colour
+    path: ClipFile, fps: float, background: Colour, begin: float = 0
 ) -> Iterator[tuple[float, float, LazyFrame]]:
     """Yield the time, the duration and the picture of each frame.
 
-    Times count frames of the rate ``fps`` from the first frame that can be decoded.
+    Times count frames of the rate ``fps`` from the first frame that can be decoded. Frames well
+    before the time ``begin`` may be left out, so that the middle of a long video is found at once.
     """
-    with _opened(path) as (container, stream):
-        start: float | None = None
-        renderer: _Renderer | None = None
-        for number, frame in enumerate(_deinterlaced(_decoded(container, stream))):
+    seconds = begin / (fps or 1)
+    start: float | None = None
+    renderer: _Renderer | None = None
+    with ExitStack() as opened:
+        container, stream = opened.enter_context(_opened(path))
+        frames: Iterator[Any] | None = _decoded(container, stream)
+        if seconds >= _SEEK_AFTER:
+            frames = _near(container, stream, seconds)
+            if frames is None:
+                container, stream = opened.enter_context(_opened(path))
+                frames = _decoded(container, stream)
+        for number, frame in enumerate(_deinterlaced(frames)):
             if renderer is None:
                 renderer = _Renderer(stream, frame, background)
             time = number / (fps or 1) if frame.pts is None else float(frame.pts * frame.time_base)
@@ -110,6 +120,33 @@ def video_frames(
             ticks = getattr(frame, "duration", None) or 0
             duration = float(ticks * frame.time_base) if frame.time_base else 0.0
             yield (time - start) * fps, duration * fps, LazyFrame(renderer, frame)
+
+
+_SEEK_AFTER = 4.0
+"""Seconds from which on a video is sought, and not decoded from its beginning."""
+_SEEK_BEFORE = 1.0
+"""Seconds before a frame that are decoded too, since filters look at the frames before it."""
+
+
+def _near(container: Any, stream: Any, seconds: float) -> Iterator[Any] | None:
+    """Return the first frame of a stream, and those from a key frame before a time on.
+
+    The time counts from the first frame. The result is None where the file cannot be sought.
+    """
+    first = next(_decoded(container, stream), None)
+    if first is None or first.pts is None or not first.time_base:
+        return None
+    target = first.pts + int((seconds - _SEEK_BEFORE) / first.time_base)
+    try:
+        container.seek(target, stream=stream)
+    except av.FFmpegError:
+        return None
+    frames = _decoded(container, stream)
+    # Frames that are shown before the key frame refer to frames that were not decoded.
+    key = next((frame for frame in frames if frame.key_frame), None)
+    if key is None or key.pts is None or not first.pts < key.pts <= target:
+        return None
+    return chain([first, key], frames)
 
 
 @dataclass(frozen=True)

@@ -271,6 +271,31 @@ def test_rows_that_went_are_named_and_taken_out_on_request(
     assert run(source, output, "--drop-missing") == 0 and len(ShardedVideos(output)) == 6
 
 
+def test_windows_are_samples_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A killed or damaged set goes on with the windows that lack, and encodes no other again."""
+    making.write_gif(tmp_path / "long.gif", making.pictures(23, 32, 96))
+    source, more = make_clips(tmp_path, 2), ["--video-windows=all", "--clips-per-shard=2"]
+    long = {"path": "long.gif", "text": "a long bar"}
+    write_rows(source, [rows_of(source)[0], long])
+    assert run(source, tmp_path / "out", *more) == 0
+    videos = ShardedVideos(tmp_path / "out")
+    assert [videos[i].number for i in range(5)] == [0, 1, 1, 1, 1]
+    assert not videos[1].latents.equal(videos[2].latents)
+    before = contents(tmp_path / "out")
+    (tmp_path / "out" / "shard_00001_text.bin").unlink()
+    assert run(source, tmp_path / "out", *more) == 0
+    assert "1 of 2 clips were encoded before." in capsys.readouterr().err
+    assert contents(tmp_path / "out") == before
+    write_rows(source, [rows_of(source)[0], long, {"path": "1.gif", "text": "a bar 1"}])
+    assert run(source, tmp_path / "out", *more) == 0
+    assert len(ShardedVideos(tmp_path / "out")) == 6
+    write_rows(source, [rows_of(source)[0]])
+    assert run(source, tmp_path / "out", *more, "--drop-missing") == 0
+    assert len(ShardedVideos(tmp_path / "out")) == 1
+
+
 def test_folders_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, output = make_clips(tmp_path, 1), tmp_path / "out"
     output.mkdir()
