@@ -7,6 +7,7 @@ whose list has more rows.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import secrets
@@ -89,7 +90,7 @@ def preprocess(options: VideoPreprocessOptions, say: Say = say_to_stderr) -> Non
         for name in shards.names_in(folder):
             samples.add_shard(folder, name)
         for name in shards.names_in(folder / _PARTS):
-            samples.add_shard(folder / _PARTS, name)
+            samples.add_shard(folder / _PARTS, name, check=True)
         planned, dropped = _plan(options, clips, register, samples, say)
         write_register(folder, register)
         samples.remove_unknown(folder)
@@ -193,13 +194,18 @@ class _Samples:
     def __contains__(self, key: str) -> bool:
         return key in self._places or key in self._damaged
 
-    def add_shard(self, folder: Path, name: str) -> None:
-        """Add the samples of a shard or part, unless it is unfinished, damaged or of other data."""
+    def add_shard(self, folder: Path, name: str, *, check: bool = False) -> None:
+        """Add the samples of a shard or part, unless it is unfinished, damaged or of other data.
+
+        ``check`` compares the bytes of a part with its digest.
+        """
         try:
             marker = shards.read_json(folder / f"{name}.json")
             keys, damaged = list(marker["keys"]), list(marker["dropped"])
             shard = shards.Shard(folder, name, self._about, len(keys))
             if marker["fingerprint"] != self._fingerprint or marker["clips"] != len(keys):
+                return
+            if check and marker["digest"] != _digest(folder, name):
                 return
             self._damaged.update({row[3]: row for row in damaged})
         except (DataError, KeyError, IndexError, TypeError):
@@ -242,6 +248,16 @@ class _Samples:
         for path in parts.glob("*") if parts.is_dir() else ():
             if _part_of(path) not in known:
                 path.unlink()
+
+
+def _digest(folder: Path, name: str) -> str:
+    """Return a hash of the files of a part."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(folder.glob(f"{name}_*")):
+        with open(path, "rb") as stream:
+            while piece := stream.read(1 << 22):
+                digest.update(piece)
+    return digest.hexdigest()
 
 
 def _part_of(path: Path) -> str:
@@ -545,12 +561,16 @@ def _encode_part(
     part: _Part,
     advance: Advance,
 ) -> None:
-    """Encode and publish one part; its ``.json`` lists the clips that cannot be decoded."""
+    """Encode and publish one part; its ``.json`` lists the clips that cannot be decoded.
+
+    A part does not live long, so nobody waits until it is on the disk; its digest tells whether a
+    failure of power has taken some of it.
+    """
     folder = Path(options.output) / _PARTS
     names = reference_names(options.encode.reference_lengths)
     damaged: list[list[Any]] = []
     keys = []
-    with shards.ShardWriter(folder, part.name, names, options.storage) as writer:
+    with shards.ShardWriter(folder, part.name, names, options.storage, durable=False) as writer:
         for planned, bucket, key in zip(part.clips, part.buckets, part.keys, strict=True):
             try:
                 sample = encoder.sample(planned)
@@ -561,7 +581,8 @@ def _encode_part(
                 keys.append(key)
             advance(1, 1)
     marker = _marker(part.name, fingerprint, keys, damaged)
-    shards.write_json(folder / f"{part.name}.json", marker)
+    marker["digest"] = _digest(folder, part.name)
+    shards.write_json(folder / f"{part.name}.json", marker, durable=False)
 
 
 def _publish(

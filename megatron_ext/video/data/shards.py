@@ -54,13 +54,17 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.stem for path in paths if _NAME.fullmatch(path.stem))
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file under a temporary name, and rename it to publish it."""
+def write_json(path: Path, content: Any, *, durable: bool = True) -> None:
+    """Write a JSON file under a temporary name, and rename it to publish it.
+
+    ``durable`` waits until it is on the disk, where a failure of power leaves it.
+    """
     temporary = path.with_name(f"{path.name}.writing.{os.getpid()}")
     with open_new(temporary) as stream:
         json.dump(content, stream, indent=1)
         stream.flush()
-        os.fsync(stream.fileno())
+        if durable:
+            os.fsync(stream.fileno())
     os.replace(temporary, path)
 
 
@@ -100,11 +104,21 @@ class ShardWriter:
     """Writes the fields of one shard, clip by clip.
 
     Leaving the context publishes the files; after an exception none are published.
-    ``references`` names all encoded reference frames that clips may have, such as ``head1``.
+    ``references`` names all encoded reference frames that clips may have, such as ``head1``. See
+    `IndexedWriter` for ``durable``.
     """
 
-    def __init__(self, folder: Path, name: str, references: Sequence[str], storage: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        references: Sequence[str],
+        storage: str,
+        *,
+        durable: bool = True,
+    ) -> None:
         self._folder, self._name, self._storage = folder, name, storage
+        self._durable = durable
         self._references = references
         self._writers: dict[str, IndexedWriter] = {}
 
@@ -113,7 +127,8 @@ class ShardWriter:
         with ExitStack() as opened:
             for field in (*_FIELDS, *self._references):
                 prefix = self._folder / f"{self._name}_{field}"
-                writer = IndexedWriter(prefix, dtype_of(field, self._storage))
+                dtype = dtype_of(field, self._storage)
+                writer = IndexedWriter(prefix, dtype, durable=self._durable)
                 self._writers[field] = opened.enter_context(writer)
             self._stack = opened.pop_all()
         return self

@@ -124,8 +124,10 @@ def video_frames(
 
 _SEEK_AFTER = 4.0
 """Seconds from which on a video is sought, and not decoded from its beginning."""
-_SEEK_BEFORE = 1.0
-"""Seconds before a frame that are decoded too, since filters look at the frames before it."""
+_SEEK_BEFORE = (1.0, 8.0)
+"""Seconds before a frame that are aimed at, one after the other: broadcasts are found roughly."""
+_FILTERED_BEFORE = 0.25
+"""Seconds before a frame that are decoded at least, since filters look at frames before it."""
 
 
 def _near(container: Any, stream: Any, seconds: float) -> Iterator[Any] | None:
@@ -136,17 +138,18 @@ def _near(container: Any, stream: Any, seconds: float) -> Iterator[Any] | None:
     first = next(_decoded(container, stream), None)
     if first is None or first.pts is None or not first.time_base:
         return None
-    target = first.pts + int((seconds - _SEEK_BEFORE) / first.time_base)
-    try:
-        container.seek(target, stream=stream)
-    except av.FFmpegError:
-        return None
-    frames = _decoded(container, stream)
-    # Frames that are shown before the key frame refer to frames that were not decoded.
-    key = next((frame for frame in frames if frame.key_frame), None)
-    if key is None or key.pts is None or not first.pts < key.pts <= target:
-        return None
-    return chain([first, key], frames)
+    latest = first.pts + (seconds - _FILTERED_BEFORE) / first.time_base
+    for before in _SEEK_BEFORE:
+        try:
+            container.seek(first.pts + int((seconds - before) / first.time_base), stream=stream)
+        except av.FFmpegError:
+            return None
+        frames = _decoded(container, stream)
+        # Frames that are shown before the key frame refer to frames that were not decoded.
+        key = next((frame for frame in frames if frame.key_frame), None)
+        if key is not None and key.pts is not None and first.pts < key.pts <= latest:
+            return chain([first, key], frames)
+    return None
 
 
 @dataclass(frozen=True)

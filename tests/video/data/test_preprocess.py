@@ -154,6 +154,28 @@ def test_a_killed_run_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert contents(output) == contents(tmp_path / "whole")
 
 
+def test_a_part_that_was_cut_off_is_encoded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A failure of power may leave a file of the right size without its content."""
+    source, output, add = make_clips(tmp_path, 10), tmp_path / "out", ShardWriter.add
+
+    def interrupt(writer: ShardWriter, sample: Any, bucket: int) -> None:
+        if sample.number == 7:
+            raise KeyboardInterrupt
+        add(writer, sample, bucket)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "add", interrupt)
+        assert run(source, output) == 130
+    latents = sorted((output / "parts").glob("*_latents.bin"))
+    assert len(latents) == 2
+    latents[0].write_bytes(bytes(latents[0].stat().st_size))
+    assert run(source, output) == 0
+    assert "3 of 10 clips were encoded before." in capsys.readouterr().err
+    assert run(source, tmp_path / "whole") == 0 and contents(output) == contents(tmp_path / "whole")
+
+
 def damage(kind: str, output: Path) -> None:
     victim, marker = output / "shard_00001_tail1.bin", output / "shard_00001.json"
     if kind == "cut":
