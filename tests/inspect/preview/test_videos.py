@@ -51,12 +51,32 @@ def test_the_page_shows_what_is_trained(data: Path, tmp_path: Path) -> None:
             np.asarray(Image.open(io.BytesIO(base64.b64decode(content))))
             for content in re.findall(r"base64,([^\"]+)", section)
         ]
-        truth = making.pictures(5, first=int(videos[number].caption.split()[-3]))[[0, 2, 4]]
+        caption = videos[number].caption
+        first = int(re.search(r"(\d+)( 10 FPS\.)?$", caption)[1])
+        truth = making.pictures(5, first=first)[[0, 2, 4]]
         assert len(pictures) == 3 and pictures[0].shape == (32, 32, 3)
         # A gif has a palette, and nothing else is lost.
         assert (
             max(np.abs(a.astype(int) - b).max() for a, b in zip(pictures, truth, strict=True)) < 3
         )
-        caption = videos[number].caption
         assert caption.replace("<", "&lt;").replace(">", "&gt;") in section
         assert ("so that the end of the caption may be cut" in section) == ("many" in caption)
+        assert "5x32x32, 10 FPS, latents 192x2x8x8, i2v_" in section
+        # Of two latent frames the given ones do not count in the loss.
+        strips = {
+            "i2v_loop": ["given", "given"], "i2v_tail": ["counts", "given"],
+        }  # fmt: skip
+        mode = re.search(r"i2v_\w+", section)[0]
+        assert re.findall(r'<span class="(\w+)">', section) == strips[mode]
+    assert "1 of 1 clips of 32px 1x32x32 are left out of an epoch, all of them in each" in page
+
+
+def test_a_rank_and_a_task_without_clips_are_refused(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--rank", "3", *words_of(data)]) == 2
+    assert (
+        "`--rank` (3) must be one of the 1 data-parallel ranks of the la" in capsys.readouterr().err
+    )
+    assert main(["--html", "/none/page.html", *words_of(data)]) == 2
+    assert "`--html` (/none/page.html) cannot be written (" in capsys.readouterr().err
