@@ -191,7 +191,8 @@ def _frames(codec: VideoCodec, sample: VideoSample) -> NDArray[Any]:
     """Return the first, middle and last frame of a clip, of a picture the only one."""
     pixels: Tensor = codec.decode(sample.latents[None].float())
     last = pixels.size(2) - 1
-    return as_bytes(pixels[:, :, sorted({0, last // 2, last})])[0]
+    frames: NDArray[Any] = as_bytes(pixels[:, :, sorted({0, last // 2, last})])[0]
+    return frames
 
 
 def _notes(sample: VideoSample, drops_text: bool, drops_pooled: bool) -> list[str]:

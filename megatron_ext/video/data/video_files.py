@@ -105,12 +105,10 @@ def video_frames(
     renderer: _Renderer | None = None
     with ExitStack() as opened:
         container, stream = opened.enter_context(_opened(path))
-        frames: Iterator[Any] | None = _decoded(container, stream)
-        if seconds >= _SEEK_AFTER:
-            frames = _near(container, stream, seconds)
-            if frames is None:
-                container, stream = opened.enter_context(_opened(path))
-                frames = _decoded(container, stream)
+        near = _near(container, stream, seconds) if seconds >= _SEEK_AFTER else None
+        if near is None and seconds >= _SEEK_AFTER:
+            container, stream = opened.enter_context(_opened(path))
+        frames = near or _decoded(container, stream)
         for number, frame in enumerate(_deinterlaced(frames)):
             if renderer is None:
                 renderer = _Renderer(stream, frame, background)
