@@ -162,7 +162,7 @@ def _clips_of(
     """Yield the clips of a step on one rank, at most `Options.max_rows`."""
     plan, left = split.plan, options.max_rows
     consumed = sum(plan.steps.num_samples(earlier) for earlier in range(step))
-    buckets = {n: b for b, members in plan.steps.buckets.items() for n in members.clips}
+    buckets = {n: bucket for bucket, held in split.clips.of_buckets.items() for n in held}
     conditions, dropout = config.section(ConditionConfig), config.section(TextDropoutConfig)
     for *_, clips, numbers in plan.microbatches(step, options.rank, consumed):
         for number, sample_number in zip(clips[:left], numbers, strict=False):
