@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """Check .bin/.idx datasets and show counts, lengths and decoded samples; measure their quality.
 
+A folder of encoded clips is checked too: buckets, rates, captions, repeated and bad samples.
+
 Exit code 0: whole (there may be warnings); 1: damaged; 2: bad flags.
 """
 
@@ -19,6 +21,7 @@ from megatron_ext.errors import end_on_interrupt, run_program
 if __name__ == "__main__":
     end_on_interrupt()
 
+from megatron_ext.config.flags import COUNT
 from megatron_ext.data.indexed import plain_prefix
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.text.config import TokenizerConfig
@@ -36,14 +39,28 @@ from megatron_ext.text.quality.results import check_output, lines, write_duplica
 from megatron_ext.text.sft.store import is_part_of_store
 from megatron_ext.text.tokenizers import build_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
+from megatron_ext.video.data.inspect import inspect_videos, is_video_set
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("prefix", nargs="+", help="paths, with or without .bin/.idx")
+    parser.add_argument(
+        "prefix", nargs="+", help="paths, with or without .bin/.idx; or folders of encoded clips"
+    )
     parser.add_argument("--samples", type=int, default=3, help="documents to show (3)")
     parser.add_argument("--seed", type=int, default=0, help="which ones (0)")
-    parser.add_argument("--no-scan", action="store_true", help="do not read all ids")
+    parser.add_argument("--no-scan", action="store_true", help="do not read all ids or samples")
+    parser.add_argument(
+        "--micro-batch-size",
+        type=COUNT.integer,
+        default=1,
+        help="of the run that shall train encoded clips, where a bucket has none of its own (1)",
+    )
+    parser.add_argument(
+        "--global-batch-size",
+        type=COUNT.integer,
+        help="of the run that shall train encoded clips; buckets with too few for a step are named",
+    )
     parser.add_argument(
         "--digest",
         action="store_true",
@@ -79,6 +96,9 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     for name in args.prefix:
+        if is_video_set(Path(name)):
+            damaged |= not _tell_videos(Path(name), args)
+            continue
         prefix = plain_prefix(name[:-4] if name.endswith((".bin", ".idx")) else name)
         try:
             found = inspect_dataset(
@@ -106,6 +126,24 @@ def main(argv: Sequence[str]) -> int:
             print(f"error: {error}", file=sys.stderr)
             damaged = True
     return int(damaged)
+
+
+def _tell_videos(folder: Path, args: argparse.Namespace) -> bool:
+    """Print figures and warnings of a folder of encoded clips; return whether it is whole."""
+    try:
+        found = inspect_videos(
+            folder,
+            micro_batch_size=args.micro_batch_size,
+            global_batch_size=args.global_batch_size,
+            scan=not args.no_scan,
+        )
+    except MegatronExtError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return False
+    print("\n".join(found.lines))
+    for warning in found.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    return True
 
 
 def _add_quality_flags(parser: argparse.ArgumentParser) -> None:

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Shows the batches of a run before it starts: what is trained, token by token.
+"""Shows the batches of a run before it starts: what is trained, token by token or clip by clip.
 
-Takes the flags of pretrain_gpt.py, and draws the batches with the trainer's own code, on one
-process and without a model; put it in place of pretrain_gpt.py in a launch script:
+Takes the flags of pretrain_gpt.py or pretrain_video.py, and draws the batches with the trainer's
+own code, on one process and without a model; put it in place of the program in a launch script:
 
-    python tools/preview_batch.py --steps 2 --html batch.html -- <flags of pretrain_gpt.py>
+    python tools/preview_batch.py --steps 2 --html batch.html -- <flags of the program>
 
 A token is green by the weight with which it is predicted; the totals are those of all data-parallel
 ranks. Exit code 0: shown; 1: something looks wrong, with --strict; 2: what the run itself would
@@ -36,6 +36,9 @@ from megatron_ext.errors import MegatronExtError
 from megatron_ext.inspect.preview.main import Options, preview
 from megatron_ext.text.task import TEXT
 
+_OF_VIDEOS = "--video-data-path"
+"""The flag without which no video run has clips."""
+
 
 def main(argv: Sequence[str]) -> int:
     """Show the batches that the flags ask for; return the exit code."""
@@ -56,7 +59,12 @@ def main(argv: Sequence[str]) -> int:
         html=args.html,
     )
     try:
-        warnings = preview(TEXT, words, options, console)
+        if any(word.replace("_", "-").startswith(_OF_VIDEOS) for word in words):
+            from megatron_ext.inspect.preview.videos import preview_videos
+
+            warnings = preview_videos(words, options, console)
+        else:
+            warnings = preview(TEXT, words, options, console)
     except MegatronExtError as error:
         print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
         return 2
@@ -79,7 +87,7 @@ def split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--rank", type=NATURAL.integer, default=0, help="data-parallel rank to show (0)"
     )
     parser.add_argument(
-        "--max-rows", type=COUNT.integer, default=4, help="rows to show of a step (4)"
+        "--max-rows", type=COUNT.integer, default=4, help="rows or clips to show of a step (4)"
     )
     parser.add_argument(
         "--world-size",

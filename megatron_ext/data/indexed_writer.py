@@ -29,8 +29,12 @@ def write_index(
     lengths: ArrayPieces,
     document_lengths: ArrayPieces,
     modes: ArrayPieces | None = None,
+    *,
+    durable: bool = True,
 ) -> None:
     """Write one `.idx` in chunks, so that memory does not grow with the dataset.
+
+    ``durable`` waits until it is on the disk, where a failure of power leaves it.
 
     The last three arguments are functions, each of which returns all chunks of an array anew at
     every call: the tokens of each sequence, the sequences of each document, and the mode of each
@@ -53,7 +57,8 @@ def write_index(
         for piece in modes() if modes is not None else ():
             stream.write(piece.astype("i1", copy=False).tobytes())
         stream.flush()
-        os.fsync(stream.fileno())
+        if durable:
+            os.fsync(stream.fileno())
 
 
 def _running(pieces: Iterable[Array], scale: int, *, inclusive: bool) -> Iterator[Array]:
@@ -202,14 +207,20 @@ class IndexedWriter:
     """A context manager that writes one dataset, document by document, under temporary names.
 
     Leaving the block renames the files to `<prefix>.bin` and `.idx`; an exception removes them.
+    ``durable`` waits until they are on the disk, where a failure of power leaves them.
     """
 
     def __init__(
-        self, prefix: str | os.PathLike[str], dtype: np.dtype[Any], *, multimodal: bool = False
+        self,
+        prefix: str | os.PathLike[str],
+        dtype: np.dtype[Any],
+        *,
+        multimodal: bool = False,
+        durable: bool = True,
     ) -> None:
         self._prefix = Path(prefix)
         self._temporary = Path(f"{os.fspath(prefix)}.writing.{os.getpid()}")
-        self._dtype, self._multimodal = dtype, multimodal
+        self._dtype, self._multimodal, self._durable = dtype, multimodal, durable
         self._lengths, self._documents, self._modes = list[int](), list[int](), list[int]()
         self._bin = open_new(bin_path(self._temporary), "wb")
 
@@ -243,7 +254,8 @@ class IndexedWriter:
 
     def __exit__(self, kind: object, value: object, trace: object) -> None:
         self._bin.flush()
-        os.fsync(self._bin.fileno())
+        if self._durable:
+            os.fsync(self._bin.fileno())
         self._bin.close()
         if kind is not None:
             bin_path(self._temporary).unlink()
@@ -254,6 +266,7 @@ class IndexedWriter:
             lambda: [np.asarray(self._lengths, np.int32)],
             lambda: [np.asarray(self._documents, np.int64)],
             (lambda: [np.asarray(self._modes, np.int8)]) if self._multimodal else None,
+            durable=self._durable,
         )
         publish([(f(self._temporary), f(self._prefix)) for f in (bin_path, idx_path)])
 

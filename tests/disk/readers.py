@@ -70,6 +70,7 @@ from megatron_ext.video.convert.config import read_json as read_wan
 from megatron_ext.video.convert.config import understand as understand_wan
 from megatron_ext.video.data.clips import read_list
 from megatron_ext.video.data.manifest import read_manifest as read_video_manifest
+from megatron_ext.video.data.register import read_register
 from megatron_ext.video.data.text_encoders import read_settings as read_encoder_settings
 from megatron_ext.video.sampling.requests import read_lines, read_row
 from tests.text.tiny import hf_folder
@@ -374,6 +375,13 @@ def readers() -> dict[str, Reader]:
             "clips.jsonl",
             _lines({"path": "a.mp4", "text": "a"}),
             lambda x: read_list(str(x / "clips.jsonl")),
+        ),
+        "register of clips": Reader(
+            "clips.jsonl",
+            _lines(
+                {"format": 1, "options": {}, "buckets": []}, {"key": "a", "number": 0, "path": "a"}
+            ),
+            read_register,
         ),
         "prompts of videos": Reader("prompts.jsonl", _lines({"text": "a"}), _prompts),
         "prompts": Reader(

@@ -1,4 +1,4 @@
-"""Leaves of a row of a list of clips, which is written as jsonl and, where it can be, as csv."""
+"""Leaves of a row of a list of clips, which is written as jsonl, json and, if it can be, csv."""
 
 import csv
 import json
@@ -16,6 +16,8 @@ def bases() -> Iterator[tuple[str, Any]]:
         "other names",
         {"path": "dog.mp4", "caption": "A dog.", "motion_score": 2.0, "height": 480},
     )
+    yield "names of DiffSynth", {"video": "v.mp4", "prompt": "A bird.", "fps": 16.0}
+    yield "names of Hugging Face", {"file_name": "f.mp4", "text": "A fish.", "path": ""}
     yield "two captions", {"path": "x.mp4", "text": "One.", "caption": "Another."}
 
 
@@ -23,6 +25,8 @@ def hear(content: Any, folder: Path) -> Heard:
     notes: list[str] = []
     lists = [folder / "list.jsonl"]
     lists[0].write_text(json.dumps(content) + "\n", encoding="utf-8")
+    lists.append(folder / "list.json")
+    lists[1].write_text(json.dumps([content]), encoding="utf-8")
     if not any(isinstance(value, dict | list) for value in content.values()):
         lists.append(folder / "list.csv")
         with lists[-1].open("w", encoding="utf-8", newline="") as file:

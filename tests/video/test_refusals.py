@@ -54,6 +54,8 @@ def test_runs_that_are_whole_start(refused: Refused, clips: Path, valid: Path, m
 
 def test_data_must_be_given_and_whole(refused: Refused, tmp_path: Path) -> None:
     assert refused(None, "").startswith("error: `--video-data-path` is missing; give the folder th")
+    blend = "`--video-data-path` (0.3 a b) mixes weights and paths; give only paths, or a weight b"
+    assert blend in refused(None, "--video-data-path 0.3 a b")
     missing = f"error: {tmp_path}/nowhere/manifest.json does not exist, so the data is not whole; m"
     assert refused(tmp_path / "nowhere", "").startswith(missing)
     caption = write_clips(tmp_path / "clips", {SHORT: 8}) / "null_text.bin"

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_ext.data.part_pool import Advance
+from megatron_ext.data.progress import Progress
 from megatron_ext.errors import DataError
 from megatron_ext.text.preprocess.encode import BlockEncoder
 from megatron_ext.text.preprocess.inputs import Part, blocks, is_end_of_input, place_of
@@ -17,9 +19,6 @@ from megatron_ext.text.preprocess.options import PreprocessOptions
 from megatron_ext.text.preprocess.parts import PartWriter, read_marker
 from megatron_ext.text.preprocess.starts import check_encoding, is_blank
 from megatron_ext.text.preprocess.tables import is_table
-
-ATTEMPTS = 3
-"""How often a part is tried whose worker dies or whose machine fails, before the run gives up."""
 
 SECONDS_FOR_FILES = 30.0
 """How long the files of another machine may take to be seen here, as on NFS."""
@@ -77,18 +76,23 @@ def unfinished(job: Job, numbers: Iterable[int]) -> list[int]:
     return [number for number in numbers if read_marker(job.folder, job.key, number) is None]
 
 
+def progress_of(job: Job, todo: Sequence[int]) -> Progress:
+    """Return the progress of a run that encodes the parts with the numbers ``todo``."""
+    total = sum(part.num_bytes for part in job.parts)
+    earlier = total - sum(job.parts[number].num_bytes for number in todo)
+    interval = job.options.log_interval
+    return Progress(total, earlier, "documents", log_interval=interval, in_bytes=True)
+
+
 class StopAtLine(Exception):
     """Raised with (line number in the part, reason) at a bad line that ends the run."""
-
-
-Advance = Callable[[int, int], None]
-"""A function called with the input bytes and the documents of each block that was encoded."""
 
 
 def encode_part(job: Job, number: int, advance: Advance) -> None:
     """Encode one part and write its marker; raise a StopAtLine at a bad line that ends the run.
 
-    Blank lines at the end of an input are skipped; others are bad lines.
+    ``advance`` gets the input bytes and the documents of each block. Blank lines at the end of an
+    input are skipped; others are bad lines.
     """
     streams, dtypes = job.options.streams, job.encoding.dtypes
     writer = PartWriter(job.folder, job.key, number, streams, dtypes)

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.data.part_pool import ATTEMPTS
+from megatron_ext.data.progress import Progress
 from megatron_ext.errors import ConfigError, MachineFault, MegatronExtError
 from megatron_ext.text.preprocess.inputs import Part
 from megatron_ext.text.preprocess.jobs import (
-    ATTEMPTS,
     SECONDS_FOR_FILES,
     Build,
     Job,
@@ -26,11 +27,11 @@ from megatron_ext.text.preprocess.jobs import (
     StopAtLine,
     bad_line,
     encode_part,
+    progress_of,
     unfinished,
 )
 from megatron_ext.text.preprocess.options import PreprocessOptions
 from megatron_ext.text.preprocess.parts import read_marker
-from megatron_ext.text.preprocess.progress import Progress
 from megatron_ext.text.tokenizers.fast import InexactEngine
 
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -117,7 +118,7 @@ def encode_by_ray(job: Job, todo: Sequence[int], say: Say) -> None:
         InexactEngine: the fast engine gives other ids than the tokenizer.
     """
     ray, ours = _connect(job.options.workers, say)
-    progress = Progress(job.parts, todo, job.options.log_interval)
+    progress = progress_of(job, todo)
     running: dict[Any, int] = {}
     try:
         _encode_all(ray, job, todo, running, progress, say)

@@ -18,9 +18,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from megatron_ext.data.part_pool import ATTEMPTS
 from megatron_ext.disk.reading import read_text
 from megatron_ext.errors import ConfigError, DataError, MachineFault
-from megatron_ext.text.preprocess.jobs import ATTEMPTS, SECONDS_FOR_FILES, Job, Say
+from megatron_ext.text.preprocess.jobs import SECONDS_FOR_FILES, Job, Say, progress_of
 from megatron_ext.text.preprocess.parts import (
     SLURM_JOB,
     PartMarker,
@@ -28,7 +29,6 @@ from megatron_ext.text.preprocess.parts import (
     read_marker,
     replace_file,
 )
-from megatron_ext.text.preprocess.progress import Progress
 from megatron_ext.text.tokenizers.fast import InexactEngine
 
 _LONGEST_PAUSE = 15.0
@@ -182,7 +182,7 @@ class _Watch:
     def __init__(self, job: Job, todo: Sequence[int]) -> None:
         self._job, self._todo = job, todo
         self._done: dict[int, PartMarker] = {}
-        self.progress = Progress(job.parts, todo, job.options.log_interval)
+        self.progress = progress_of(job, todo)
 
     def look(self) -> list[int]:
         """Show the progress; return the unfinished parts, or raise the error of a task."""

@@ -111,6 +111,10 @@ class TextEncoderConfig:
                 )
 
 
+WINDOWS = ("first", "uniform", "all")
+UNIFORM_WINDOWS = 4
+"""Windows of a clip without --video-window-count."""
+
 WHITE = "white"
 _COLOURS = {WHITE: (255, 255, 255), "black": (0, 0, 0), "grey": (128, 128, 128)}
 _HEX = re.compile(r"#([0-9a-fA-F]{2})([0-9a-fA-F]{2})([0-9a-fA-F]{2})")
@@ -165,6 +169,31 @@ class EncodeConfig:
         "part that is taken of clips longer than their bucket",
         choices=("random", "start"),
     )
+    video_windows: str | None = flag(
+        None,
+        "samples of a long clip: the first window, some that lie evenly in it, or all; default: "
+        "one sample, by --temporal-crop",
+        choices=WINDOWS,
+    )
+    video_window_frames: int | None = flag(
+        None,
+        "longest window, at the frame rate of samples; default: the longest bucket that fits",
+        SIZE,
+        "frames",
+    )
+    video_window_stride: int | None = flag(
+        None,
+        "from the beginning of a window to that of the next one, with --video-windows all; "
+        "default: its length",
+        SIZE,
+        "frames",
+    )
+    video_window_count: int | None = flag(
+        None,
+        "most windows of a clip; default: 4 with --video-windows uniform, else no limit",
+        SIZE,
+        "windows",
+    )
     reference_lengths: tuple[int, ...] = flag(
         (1,),
         "pieces at both ends that are encoded by themselves: 1 for i2v, 9 and 17 for v2v",
@@ -182,6 +211,7 @@ class EncodeConfig:
                 f"`temporal_crop` ({self.temporal_crop}) must be random or start; choose one."
             )
         colour_of(self.video_background)
+        self._check_windows()
         default_cap = next(field.default for field in fields(self) if field.name == "fps_cap")
         if self.video_fps is not None and self.fps_cap != default_cap:
             raise ConfigError(
@@ -198,6 +228,32 @@ class EncodeConfig:
             raise ConfigError(
                 f"`reference_lengths` ({list(lengths)}) must be different numbers of latent "
                 "frames; 1 serves the i2v modes."
+            )
+
+    def _check_windows(self) -> None:
+        """Raise ConfigError for flags of windows that would have no effect."""
+        windows = self.video_windows
+        if windows not in (None, *WINDOWS):
+            raise ConfigError(
+                f"`--video-windows` ({windows}) must be {', '.join(WINDOWS[:-1])} or {WINDOWS[-1]}"
+                "; choose one."
+            )
+        rules = {
+            "video_window_frames": WINDOWS,
+            "video_window_stride": ("all",),
+            "video_window_count": ("uniform", "all"),
+        }
+        for name, needed in rules.items():
+            if getattr(self, name) is not None and windows not in needed:
+                raise ConfigError(
+                    f"`--{name.replace('_', '-')}` ({getattr(self, name)}) needs `--video-windows` "
+                    f"{' or '.join(needed)}; give it, or leave it out."
+                )
+        default = next(field.default for field in fields(self) if field.name == "temporal_crop")
+        if windows is not None and self.temporal_crop != default:
+            raise ConfigError(
+                f"`--temporal-crop` ({self.temporal_crop}) has no effect with `--video-windows` "
+                f"({windows}), which says where windows lie; leave one of them out."
             )
 
 

@@ -45,9 +45,11 @@ class VideoConfig:
         choices=VIDEO_MODELS,
         if_changed="allow",
     )
-    video_data_path: str | None = flag(
+    video_data_path: list[str] | None = flag(
         None,
-        "folder that tools/preprocess_video.py wrote; with --online-encoding a list of clips",
+        "folder that tools/preprocess_video.py wrote, with --online-encoding a list of clips; or "
+        "several, each as often as it is named, or weights and folders in turn",
+        nargs="+",
     )
     online_encoding: bool = flag(False, "decode and encode clips in the data loader")
     video_valid_path: str | None = flag(
@@ -62,6 +64,10 @@ class VideoConfig:
         False, "clips of different buckets in one step; without pipeline stages only"
     )
     video: bool = derived(True)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.video_data_path, str):  # as older checkpoints have it
+            object.__setattr__(self, "video_data_path", [self.video_data_path])
 
     @property
     def streams(self) -> bool:

@@ -1,24 +1,19 @@
-"""Reads lists of clips with captions."""
+"""Reads lists, folders and tar files of clips with captions."""
 
 from __future__ import annotations
 
-import csv
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.disk.reading import (
-    MAX_LINE_BYTES,
-    UnreadableFile,
-    lines_of,
-    parse_json,
-    read_text,
-)
+from megatron_ext.disk.reading import UnreadableFile, read_text, shortened
 from megatron_ext.errors import DataError
+from megatron_ext.video.data import archives, lists
+from megatron_ext.video.data.members import ClipFile, Member
 from megatron_ext.video.data.pictures import IMAGE_SUFFIXES
 
 
@@ -33,12 +28,19 @@ class Clip:
         fps: frame rate that the row gives; None takes the file's, or `frames.FOLDER_FPS` for
             a folder of images.
         motion: the row's motion score, or None; `with_suffix` adds it to the caption.
+        member: the place of the file in a tar file; None for a file or folder of its own.
     """
 
     path: str
     caption: str
     fps: float | None = None
     motion: float | None = None
+    member: Member | None = None
+
+    @property
+    def source(self) -> ClipFile:
+        """Return the file or folder of the clip."""
+        return self.member or Path(self.path)
 
 
 def with_suffix(
@@ -65,37 +67,44 @@ def read_list(
     *,
     flag: str = "--input",
 ) -> list[Clip]:
-    """Read a jsonl or csv of clips, or a folder of clips with a ``.txt`` caption beside each.
+    """Read a list of clips, a folder of clips with a ``.txt`` caption beside each, or a tar file.
 
-    Folders in the folder are read too. One with a caption beside it, or one of images without any
-    captions, is one clip, whose frames are the images.
+    A list is csv (with commas, semicolons, tabs or bars), tsv, a JSON list, jsonl or parquet. Its
+    rows have ``path``, ``file_name`` or ``video`` (relative to the list), ``text``, ``caption`` or
+    ``prompt``, and may have ``fps`` and ``motion`` (or ``motion_score``). Other columns, and a
+    second path, caption or score in a row, are named to ``say`` with the number of rows that have
+    them.
 
-    Rows have ``path`` (relative to the list), ``text`` or ``caption``, and may have ``fps`` and
-    ``motion`` (or ``motion_score``). Other columns, and a second caption or score in a row, are
-    named to ``say`` with the number of rows that have them. An unreadable list or row, or an empty
-    list, raises DataError, which names the ``flag`` that gives the path.
+    A folder with ``metadata.csv``, ``.jsonl`` or ``.parquet`` is read by this list. Otherwise the
+    folders and tar files in it are read too. A folder with a caption beside it, or one of images
+    without any captions, is one clip, whose frames are the images. A tar file has samples as
+    WebDataset writes them; see `archives.samples_in`.
+
+    An unreadable list or row, or an empty list, raises DataError, which names the ``flag`` that
+    gives the path.
     """
     source = Path(path)
     unused: Counter[str] = Counter()
     try:
         if source.is_dir():
-            clips = list(_clips_in(source, set()))
+            metadata = _metadata_in(source)
+            source = source if metadata is None else metadata
+        if source.is_dir():
+            clips = list(_clips_in(source, set(), unused))
+        elif source.suffix.lower() == archives.SUFFIX and source.is_file():
+            clips = list(_clips_of(source, unused))
         elif source.is_file():
-            rows = _csv_rows if source.suffix.lower() == ".csv" else _json_rows
             clips = []
-            for line, row in rows(source):
-                clips.append(_clip(row, source, line))
+            for place, row in lists.rows_of(source):
+                clips.append(_clip(row, source, place))
                 unused.update(_unused(row))
         else:
-            raise DataError(
-                f"`{flag}` ({source}) is neither a file nor a folder; give a jsonl, a csv or a "
-                "folder of clips."
-            )
+            raise DataError(f"`{flag}` ({source}) is neither a file nor a folder; give a {_KINDS}.")
     except (OSError, UnicodeDecodeError, UnreadableFile) as error:
         why = error.reason if isinstance(error, UnreadableFile) else error
+        where = error.path if isinstance(error, UnreadableFile) else source
         raise DataError(
-            f"`{flag}` ({source}) cannot be read ({why}); give a jsonl, a csv or a folder with "
-            "captions, in UTF-8."
+            f"`{flag}` ({where}) cannot be read ({why}); give a {_KINDS}, with texts in UTF-8."
         ) from None
     if not clips:
         raise DataError(f"`{flag}` ({source}) holds no clip; give a list with rows.")
@@ -105,33 +114,46 @@ def read_list(
     return clips
 
 
-_CAPTIONS = ("text", "caption")
-_SCORES = ("motion", "motion_score")
-"""Names of one column each; of two in a row, the first that has a value is taken."""
+_KINDS = "csv, tsv, json, jsonl or parquet list, a tar file or a folder of clips"
+_METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+"""Names of the lists that Hugging Face's folders of videos have."""
+
+
+def _metadata_in(folder: Path) -> Path | None:
+    """Return the list of a folder, if it has one of its own."""
+    return next((folder / name for name in _METADATA if (folder / name).is_file()), None)
+
+
+def list_folder(path: str | os.PathLike[str]) -> str:
+    """Return the folder from which the paths of a list count."""
+    return os.fspath(path) if os.path.isdir(path) else os.path.dirname(path)
 
 
 def _unused(row: dict[str, Any]) -> Iterator[str]:
     """Yield the columns of a row that have a value which nothing reads."""
     given = [name for name, value in row.items() if value not in (None, "")]
-    read = {"path", "fps"}
-    for names in (_CAPTIONS, _SCORES):
+    read = {"fps"}
+    for names in (lists.PATHS, lists.CAPTIONS, lists.SCORES):
         read.update([name for name in names if name in given][:1])
     yield from (name for name in given if name not in read)
 
 
-def _clips_in(folder: Path, read: set[Path]) -> Iterator[Clip]:
+def _clips_in(folder: Path, read: set[Path], unused: Counter[str]) -> Iterator[Clip]:
     """Yield the clips in a folder and in those within it; no folder is read twice through links.
 
-    ``read`` is the set of folders read before, which this extends.
+    ``read`` is the set of folders read before, and ``unused`` counts columns that nothing reads;
+    this extends both.
     """
     read.add(folder.resolve())
     for path in sorted(folder.iterdir()):
         if path.suffix == ".txt" or path.name.startswith("."):
             continue
-        if not path.is_dir() or _holds_frames(path):
+        if path.suffix.lower() == archives.SUFFIX and path.is_file():
+            yield from _clips_of(path, unused)
+        elif not path.is_dir() or _holds_frames(path):
             yield Clip(str(path), _caption_beside(path))
         elif path.resolve() not in read:
-            yield from _clips_in(path, read)
+            yield from _clips_in(path, read, unused)
 
 
 def _holds_frames(folder: Path) -> bool:
@@ -150,55 +172,44 @@ def _caption_beside(clip: Path) -> str:
     return read_text(text).strip() if text.is_file() else ""
 
 
-def _json_rows(source: Path) -> Iterator[tuple[int, Any]]:
-    # Spreadsheets write a byte-order mark, which utf-8-sig takes away.
-    for line, text in enumerate(lines_of(source), 1):
-        if text is None:
-            raise _bad_row(source, line, f"has more than {MAX_LINE_BYTES:,} bytes")
-        text = text.removeprefix(b"\xef\xbb\xbf") if line == 1 else text
-        if not text.strip():
-            continue
-        try:
-            row = parse_json(text, source, not_finite=True)
-        except UnreadableFile as error:
-            raise _bad_row(source, line, f"is no JSON ({error.reason})") from None
-        yield line, row
+def _clips_of(archive: Path, unused: Counter[str]) -> Iterator[Clip]:
+    """Yield the clips of a tar file; ``unused`` counts columns and members that nothing reads."""
+    for member, row, others in archives.samples_in(archive):
+        own = {name: value for name, value in row.items() if name not in lists.PATHS}
+        yield _clip({"path": str(member), **own}, archive, member.name, member)
+        unused.update(_unused({"path": str(member), **own}))
+        unused.update([*(name for name in row if name in lists.PATHS), *others])
 
 
-def _csv_rows(source: Path) -> Iterator[tuple[int, Any]]:
-    with open(source, encoding="utf-8-sig", newline="") as stream:
-        reader = csv.DictReader(stream)
-        try:
-            found = reader.fieldnames or ()
-            if found and not ("path" in found and {"text", "caption"} & set(found)):
-                raise DataError(
-                    f"{source} has the columns {', '.join(found)}, but needs path, and text or "
-                    "caption, in its first line; rename them."
-                )
-            for row in reader:
-                yield reader.line_num, row
-        except csv.Error as error:
-            raise _bad_row(source, reader.line_num, f"is no csv ({error})") from None
-
-
-def _clip(row: Any, source: Path, line: int) -> Clip:
-    if not isinstance(row, dict) or not isinstance(row.get("path"), str) or not row["path"]:
-        raise _bad_row(source, line, "has no `path`")
-    if None in row:
-        raise _bad_row(source, line, f"has {len(row[None])} cells more than the first line")
-    caption = next((row[x] for x in _CAPTIONS if row.get(x) not in (None, "")), "")
+def _clip(row: Any, source: Path, place: str, member: Member | None = None) -> Clip:
+    if not isinstance(row, dict):
+        raise lists.bad_row(source, place, f"is no row of columns; it needs {lists.KNOWN}")
+    name, path = _first(row, lists.PATHS)
+    if not isinstance(path, str) or not path:
+        what = f"has `{name}` {shortened(path)}, which is no text" if path else "has no path"
+        given = [str(name) for name, value in row.items() if value not in (None, "")]
+        seen = ", ".join(given) or "nothing"
+        raise lists.bad_row(source, place, f"{what}: it has {seen}, but needs {lists.KNOWN}")
+    name, caption = _first(row, lists.CAPTIONS)
     if not isinstance(caption, str):
-        raise _bad_row(source, line, "has a caption that is no text")
-    fps = _number(row, "fps", source, line)
-    motion = _number(row, "motion", source, line)
+        what = f"has the caption `{name}` {shortened(caption)}, which is no text"
+        raise lists.bad_row(source, place, what)
+    fps = _number(row, "fps", source, place)
+    motion = _number(row, "motion", source, place)
     if motion is None:
-        motion = _number(row, "motion_score", source, line)
+        motion = _number(row, "motion_score", source, place)
     if fps is not None and fps < 0:
-        raise _bad_row(source, line, f"has `fps` {fps}, which is negative")
-    return Clip(str(source.parent / row["path"]), caption.strip(), fps, motion)
+        raise lists.bad_row(source, place, f"has `fps` {fps}, which is negative")
+    whole = path if member is not None else str(source.parent / path)
+    return Clip(whole, caption.strip(), fps, motion, member)
 
 
-def _number(row: dict[str, Any], name: str, source: Path, line: int) -> float | None:
+def _first(row: dict[str, Any], names: Sequence[str]) -> tuple[str, Any]:
+    """Return the first of some columns that has a value, and the value; an empty one without."""
+    return next(((x, row[x]) for x in names if row.get(x) not in (None, "")), (names[0], ""))
+
+
+def _number(row: dict[str, Any], name: str, source: Path, place: str) -> float | None:
     if row.get(name) in (None, ""):
         return None
     try:
@@ -206,9 +217,5 @@ def _number(row: dict[str, Any], name: str, source: Path, line: int) -> float | 
     except (TypeError, ValueError):
         value = math.nan
     if not math.isfinite(value):
-        raise _bad_row(source, line, f"has `{name}` {row[name]!r}, which is no number")
+        raise lists.bad_row(source, place, f"has `{name}` {row[name]!r}, which is no number")
     return value
-
-
-def _bad_row(source: Path, line: int, what: str) -> DataError:
-    return DataError(f"{source} line {line} {what}; mend the row or take it out.")

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron_ext.errors import DataError
-from megatron_ext.video.data.clips import read_list
+from megatron_ext.video.data.clips import list_folder, read_list
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.encode import (
     ClipEncoder,
@@ -28,6 +28,7 @@ from megatron_ext.video.data.encode import (
     check_codec,
     plan_clips,
     report,
+    sample_rate,
     slow_clips,
 )
 from megatron_ext.video.data.geometry import Bucket, BucketPlan
@@ -36,7 +37,9 @@ from megatron_ext.video.data.manifest import (
     buckets_of,
     make_manifest,
     read_manifest,
+    sample_options,
 )
+from megatron_ext.video.data.register import row_keys
 from megatron_ext.video.data.sampler import Members
 from megatron_ext.video.data.shards import Shard, read_null
 from megatron_ext.video.data.text_encoders import build_text_encoder
@@ -292,6 +295,13 @@ def open_online(options: VideoPreprocessOptions, *, flag: str, tell: bool) -> On
     for line in [*report(dropped, len(clips)), *slow_clips(planned, options.encode)]:
         say(line)
     text_encoder = build_text_encoder(options.text_encoder)
-    manifest = make_manifest(options, clips, planned, codec, text_encoder)
+    keys = row_keys(clips, list_folder(options.input))
+    manifest = make_manifest(
+        sample_options(options, codec, text_encoder),
+        options.plan,
+        sorted({p.bucket for p in planned}),
+        [sample_rate(p, options.encode) for p in planned],
+        [p.key(keys[p.number]) for p in planned],
+    )
     encoder = ClipEncoder(options.encode, codec, text_encoder)
     return OnlineVideos(planned, encoder, options.plan, manifest)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.video.config.encoding import EncodeConfig
+from megatron_ext.video.config.encoding import UNIFORM_WINDOWS, EncodeConfig
 from megatron_ext.video.data.clips import Clip, with_suffix
 from megatron_ext.video.data.codec import VideoCodec
 from megatron_ext.video.data.frames import decode, probe
@@ -25,21 +25,36 @@ from megatron_ext.video.data.geometry import (
     ClipShape,
     Drop,
     assign,
+    available_frames,
     first_frame,
     sizes,
     subsampling,
+    window_starts,
 )
 from megatron_ext.video.data.text_encoders import TextEncoder
 
 
 @dataclass(frozen=True)
 class PlannedClip:
-    """A clip, its number in the list of clips, the shape of its file, and the bucket it enters."""
+    """A sample that a clip gives.
+
+    Attributes:
+        number: number of the clip in its list.
+        shape: shape of its file.
+        bucket: bucket that the sample enters.
+        window: number of the window, and where it begins in frames at the rate of samples; None if
+            the sample is cut out of the clip by ``--temporal-crop``.
+    """
 
     number: int
     clip: Clip
     shape: ClipShape
     bucket: Bucket
+    window: tuple[int, int] | None = None
+
+    def key(self, row: str) -> str:
+        """Return the identity of the sample, given that of the clip's row."""
+        return row if self.window is None else f"{row}.{self.window[0]}"
 
 
 @dataclass(frozen=True)
@@ -82,7 +97,9 @@ class ClipEncoder:
         rates: dict[str, Any] = {"fps_cap": config.fps_cap, "video_fps": config.video_fps}
         interval, fps = subsampling(planned.shape.fps, **rates)
         first: float = 0
-        if config.temporal_crop == "random":
+        if planned.window is not None:
+            first = interval * planned.window[1]
+        elif config.temporal_crop == "random":
             seed = config.clip_seed
             first = first_frame(planned.shape, count, planned.number, seed=seed, **rates)
         size = (planned.bucket.height, planned.bucket.width)
@@ -94,19 +111,25 @@ class ClipEncoder:
         shown_fps = fps if config.fps_words else None
         caption = worded(clip.caption, shown_fps, motion, self.text_encoder)
         text, pooled = self.text_encoder.encode([caption])
-        latents = self.codec.encode(pixels, number=planned.number)
+        place = "" if planned.window is None else f" of window {planned.window[0]}"
+        latents = self.codec.encode(pixels, number=planned.number, piece=f"clip{place}")
         return VideoSample(
             latents=latents[0].cpu(),
             text=text[0].cpu(),
             pooled=pooled[0].cpu(),
-            references=self._references(pixels, latents.size(2), planned.number),
+            references=self._references(pixels, latents.size(2), planned.number, place),
             fps=round(fps),
             number=planned.number,
             caption=caption,
         )
 
-    def _references(self, pixels: Tensor, num_latent_frames: int, number: int) -> dict[str, Tensor]:
-        """Return latents of the first and last frames, each encoded without the rest, by name."""
+    def _references(
+        self, pixels: Tensor, num_latent_frames: int, number: int, place: str
+    ) -> dict[str, Tensor]:
+        """Return latents of the first and last frames, each encoded without the rest, by name.
+
+        ``place`` tells windows of one clip apart.
+        """
         found = {}
         for length in self.config.reference_lengths:
             if length >= num_latent_frames:
@@ -114,7 +137,8 @@ class ClipEncoder:
             frames = (length - 1) * self.codec.temporal + 1
             for side, piece in (("head", pixels[:, :, :frames]), ("tail", pixels[:, :, -frames:])):
                 name = reference_name(side, length)
-                found[name] = self.codec.encode(piece, number=number, piece=name)[0].cpu()
+                latents = self.codec.encode(piece, number=number, piece=f"{name}{place}")
+                found[name] = latents[0].cpu()
         return found
 
 
@@ -169,37 +193,58 @@ def plan_clips(
     plan: BucketPlan,
     config: EncodeConfig,
     *,
+    numbers: Sequence[int] | None = None,
     workers: int = 1,
     tick: Callable[[int], None] = lambda done: None,
+    may_be_empty: bool = False,
 ) -> tuple[list[PlannedClip], list[Dropped]]:
-    """Assign each clip to a bucket by its header; return the planned and the dropped clips.
+    """Assign each clip to a bucket by its header; return the samples and the dropped clips.
 
     ``workers`` headers are read at a time. ``tick`` is called with the number of clips read so far.
-    If no clip has a bucket, a DataError gives the reasons.
+    Clips have the given ``numbers``, or those of their places. If no clip has a bucket, a DataError
+    gives the reasons, unless the plan ``may_be_empty``.
     """
     planned: list[PlannedClip] = []
     dropped: list[Dropped] = []
+    numbers = range(len(clips)) if numbers is None else numbers
     with ThreadPoolExecutor(workers) as pool:
-        for number, (clip, seen) in enumerate(zip(clips, pool.map(_look, clips), strict=True)):
-            tick(number + 1)
+        looked = zip(clips, numbers, pool.map(_look, clips), strict=True)
+        for count, (clip, number, seen) in enumerate(looked, 1):
+            tick(count)
             if not isinstance(seen, ClipShape):
                 dropped.append(Dropped(number, clip.path, *seen))
                 continue
             bucket = assign(
                 seen, plan, number,
                 seed=config.clip_seed, fps_cap=config.fps_cap, video_fps=config.video_fps,
+                most_frames=config.video_window_frames,
             )  # fmt: skip
             if isinstance(bucket, Drop):
                 dropped.append(Dropped(number, clip.path, bucket))
             else:
-                planned.append(PlannedClip(number, clip, seen, bucket))
-    if not planned:
+                planned += _windows(PlannedClip(number, clip, seen, bucket), config)
+    if not planned and not may_be_empty:
         sentence = (
             f"None of the {len(clips)} clips has a bucket in the plan ({plan.as_json()}); "
             "choose smaller resolutions or shorter lengths, or give other clips."
         )
         raise DataError([sentence, *report(dropped, len(clips))])
     return planned, dropped
+
+
+def _windows(planned: PlannedClip, config: EncodeConfig) -> list[PlannedClip]:
+    """Return the samples that a clip gives."""
+    if config.video_windows is None or planned.bucket.num_frames == 1:
+        return [planned]
+    uniform = config.video_windows == "uniform"
+    starts = window_starts(
+        available_frames(planned.shape, config.fps_cap, config.video_fps),
+        planned.bucket.num_frames,
+        config.video_windows,
+        stride=config.video_window_stride,
+        count=config.video_window_count or (UNIFORM_WINDOWS if uniform else None),
+    )
+    return [replace(planned, window=window) for window in enumerate(starts)]
 
 
 def _look(clip: Clip) -> ClipShape | tuple[Drop, str]:
@@ -218,6 +263,13 @@ def report(dropped: Sequence[Dropped], total: int) -> list[str]:
         f"{count} of {total} clips dropped: the clip {why.value}. First: {first[why].rstrip('.')}."
         for why, count in Counter(d.reason for d in dropped).most_common()
     ]
+
+
+def sample_rate(planned: PlannedClip, config: EncodeConfig) -> float:
+    """Return the frame rate of the sample that a clip becomes; 0 for a picture."""
+    if planned.bucket.num_frames == 1:
+        return 0
+    return subsampling(planned.shape.fps, config.fps_cap, config.video_fps)[1]
 
 
 def slow_clips(planned: Sequence[PlannedClip], config: EncodeConfig) -> list[str]:

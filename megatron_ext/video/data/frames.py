@@ -18,6 +18,7 @@ from megatron_ext.video.config.encoding import WHITE, colour_of
 from megatron_ext.video.data import pictures, video_files
 from megatron_ext.video.data.clips import Clip
 from megatron_ext.video.data.geometry import ClipShape
+from megatron_ext.video.data.members import ClipFile
 from megatron_ext.video.data.pictures import IMAGE_SUFFIXES, Colour, Picture
 from megatron_ext.video.data.timing import frame_rate, frames_at
 
@@ -30,9 +31,9 @@ def probe(clip: Clip) -> ClipShape:
 
     A clip that cannot be read raises DataError; a missing package raises ConfigError.
     """
-    path = Path(clip.path)
+    path = clip.source
     with _reading(path):
-        if path.is_dir():
+        if isinstance(path, Path) and path.is_dir():
             images = _images_of(path)
             height, width = pictures.picture_size(images[0])
             return ClipShape(len(images), height, width, clip.fps or FOLDER_FPS)
@@ -75,7 +76,7 @@ def decode(
         background: colour under transparent parts; see `colour_of`.
     """
     shape = shape or probe(clip)
-    path = Path(clip.path)
+    path = clip.source
     places = [first + interval * number for number in range(count)]
     within = [place for place in places if place < shape.num_frames - 1e-6]
     shapes, fitted = set(), []
@@ -125,7 +126,7 @@ class _Frame(Protocol):
 class _Still:
     """A picture file that is a frame."""
 
-    path: Path
+    path: ClipFile
     background: Colour
 
     def picture(self) -> Picture:
@@ -143,16 +144,16 @@ class _Shown:
 
 
 def _frames(
-    path: Path, shape: ClipShape, places: list[float], background: Colour
+    path: ClipFile, shape: ClipShape, places: list[float], background: Colour
 ) -> Iterator[tuple[float, float, _Frame]]:
     """Yield time, duration and content of frames; times count frames of the clip's rate."""
-    if path.is_dir():
+    if isinstance(path, Path) and path.is_dir():
         for number, image in enumerate(_images_of(path)):
             yield number, 1.0, _Still(image, background)
     elif path.suffix.lower() not in IMAGE_SUFFIXES:
         # In frames of the file's own rate, so that another rate of the row changes no index.
         fps = shape.fps / shape.speed
-        yield from video_files.video_frames(path, fps, background)
+        yield from video_files.video_frames(path, fps, background, min(places, default=0.0))
     elif shape.num_frames == 1:
         yield 0, 1.0, _Still(path, background)
     else:
@@ -190,7 +191,7 @@ def _images_of(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _reading(path: ClipFile) -> Iterator[None]:
     """Turn an exception from reading ``path`` into a DataError that names the file.
 
     MemoryError passes unchanged. ConfigError is raised if the package av or pillow is missing.

@@ -261,8 +261,9 @@ def assign(
     seed: int,
     fps_cap: int = 24,
     video_fps: float | None = None,
+    most_frames: int | None = None,
 ) -> Bucket | Drop:
-    """Return the bucket of a clip, or why it has none.
+    """Return the bucket of a clip of which at most ``most_frames`` are taken, or why it has none.
 
     Resolutions that are not far larger than the clip are tried from large to small. A video fits
     the longest bucket that it has enough frames for, an image fits the bucket of one frame. The
@@ -271,6 +272,7 @@ def assign(
     """
     draws = np.random.Generator(np.random.PCG64((seed, 0, number)))
     frames = available_frames(clip, fps_cap, video_fps)
+    frames = min(frames, most_frames or frames)
     reason = Drop.TOO_SMALL
     for resolution in sorted(plan.rules, key=pixel_budget, reverse=True):
         # One draw for each resolution, taken or not: adding a bucket moves no other draw.
@@ -302,3 +304,25 @@ def first_frame(
     spare = available_frames(clip, fps_cap, video_fps) - num_frames
     draws = np.random.Generator(np.random.PCG64((seed, 0, number, 1)))
     return interval * int(draws.integers(spare + 1))
+
+
+def window_starts(
+    available: int, length: int, windows: str, *, stride: int | None, count: int | None
+) -> list[int]:
+    """Return where the windows of a clip begin, in frames at the rate of samples.
+
+    Args:
+        available: frames of the clip at this rate, at least ``length``.
+        length: frames of a window.
+        windows: "first", "uniform" for ``count`` windows from the beginning to the end, but no more
+            than lie side by side, or "all" for those at each multiple of ``stride``.
+        stride: None for windows that lie side by side.
+        count: most windows; None for no limit.
+    """
+    if windows == "first":
+        return [0]
+    spare = available - length
+    if windows == "all":
+        return list(range(0, spare + 1, stride or length))[:count]
+    wanted = min(count or available, available // length)
+    return [round(i * spare / max(wanted - 1, 1)) for i in range(wanted)]

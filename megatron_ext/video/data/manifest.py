@@ -1,11 +1,10 @@
-"""The options of preprocessing, the manifest of a dataset, and finished shards of earlier runs."""
+"""The options of preprocessing, and the manifest of a dataset."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-import os
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,10 +25,10 @@ from megatron_ext.video.config.encoding import (
     TextEncoderConfig,
 )
 from megatron_ext.video.data import shards
-from megatron_ext.video.data.clips import Clip
 from megatron_ext.video.data.codec import VideoCodec
-from megatron_ext.video.data.encode import PlannedClip, reference_names
-from megatron_ext.video.data.geometry import Bucket, BucketPlan, subsampling
+from megatron_ext.video.data.encode import reference_names
+from megatron_ext.video.data.geometry import Bucket, BucketPlan
+from megatron_ext.video.data.register import stamp
 from megatron_ext.video.data.text_encoders import TextEncoder
 
 
@@ -49,6 +48,7 @@ class VideoPreprocessOptions:
     storage: str = "float32"
     workers: int = 1
     clips_per_shard: int = 1000
+    drop_missing: bool = False
     device: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -66,34 +66,16 @@ class VideoPreprocessOptions:
             raise ConfigError("`--device` (cuda) needs a GPU that torch finds; use cpu.")
 
 
-def make_manifest(
-    options: VideoPreprocessOptions,
-    clips: Sequence[Clip],
-    planned: Sequence[PlannedClip],
-    codec: VideoCodec,
-    text_encoder: TextEncoder,
+def sample_options(
+    options: VideoPreprocessOptions, codec: VideoCodec, text_encoder: TextEncoder
 ) -> dict[str, Any]:
-    """Return the entries of the manifest that are known before encoding.
-
-    The fingerprint is a hash of these entries, the clips per shard and the list of clips. It also
-    covers the sizes and modification times of clip files and model files.
-    """
-    rules = options.plan.rules
-    buckets = [
-        {"shape": asdict(b), "micro_batch_size": rules[b.resolution][b.num_frames].micro_batch_size}
-        for b in sorted({p.bucket for p in planned})
-    ]
-    # Samples take the frame rate of most videos too.
-    cap, exact = options.encode.fps_cap, options.encode.video_fps
-    rates = [subsampling(p.shape.fps, cap, exact)[1] for p in planned if p.bucket.num_frames > 1]
-    about = {
+    """Return what decides the samples of a dataset besides its clips, as its manifest has it."""
+    return {
         "format": shards.FORMAT,
         "codec": codec.identity,
         "text_encoder": text_encoder.identity,
         "encode": asdict(options.encode),
         "plan": options.plan.as_dict(),
-        "buckets": buckets,
-        "fps": Counter(rates).most_common(1)[0][0] if rates else 24,
         "storage": options.storage,
         "references": list(reference_names(options.encode.reference_lengths)),
         "latent_channels": codec.channels,
@@ -101,54 +83,54 @@ def make_manifest(
         "text_width": text_encoder.width,
         "pooled_width": text_encoder.pooled_width,
     }
-    inputs = [[asdict(clip), *_stamp(clip.path)] for clip in clips]
+
+
+def weights_stamp(options: VideoPreprocessOptions) -> str:
+    """Return a hash of sizes and modification times of the models that encode."""
     models = [options.codec.codec, options.text_encoder.t5_path, options.text_encoder.clip_path]
     files = [sorted(Path(model).rglob("*")) for model in models if model]
-    weights = [_stamp(path) for model in files for path in model if path.is_file()]
-    deciding = json.dumps([about, options.clips_per_shard, inputs, weights], sort_keys=True)
-    return {**about, "fingerprint": hashlib.sha256(deciding.encode()).hexdigest()}
+    weights = [stamp(path) for model in files for path in model if path.is_file()]
+    return hashlib.sha256(json.dumps(weights).encode()).hexdigest()
+
+
+def make_manifest(
+    about: Mapping[str, Any],
+    plan: BucketPlan,
+    buckets: Sequence[Bucket],
+    rates: Sequence[float],
+    clips: Sequence[Any],
+) -> dict[str, Any]:
+    """Return the entries of a manifest, but for its shards.
+
+    The fingerprint is a hash of the other entries and of the identities of the samples.
+
+    Args:
+        about: `sample_options`.
+        buckets: buckets by number.
+        rates: frame rate of each sample; 0 for pictures.
+        clips: identity of each sample, in order.
+    """
+    rules = plan.rules
+    moving = [rate for rate in rates if rate]
+    content = {
+        **about,
+        "buckets": [
+            {
+                "shape": asdict(bucket),
+                "micro_batch_size": rules[bucket.resolution][bucket.num_frames].micro_batch_size,
+            }
+            for bucket in buckets
+        ],
+        # Samples take the frame rate of most videos too.
+        "fps": Counter(moving).most_common(1)[0][0] if moving else 24,
+    }
+    deciding = json.dumps([content, clips], sort_keys=True)
+    return {**content, "fingerprint": hashlib.sha256(deciding.encode()).hexdigest()}
 
 
 def buckets_of(manifest: Mapping[str, Any]) -> list[Bucket]:
     """Return the buckets of a manifest; a bucket's number is its index."""
     return [Bucket(**entry["shape"]) for entry in manifest["buckets"]]
-
-
-def _stamp(path: str | Path) -> list[int]:
-    try:
-        stat = os.stat(path)
-    except OSError:
-        return []
-    return [stat.st_size, stat.st_mtime_ns]
-
-
-def refuse_other_data(folder: Path, fingerprint: str) -> None:
-    """Raise DataError if the folder holds a dataset or shards with another fingerprint."""
-    for path in [folder / shards.MANIFEST, *sorted(folder.glob("shard_*.json"))]:
-        if path.exists() and shards.read_json(path).get("fingerprint") != fingerprint:
-            raise DataError(
-                f"`--output` ({folder}) holds a dataset of other clips or options ({path.name}); "
-                "give another folder, or remove it first."
-            )
-
-
-def finished(
-    folder: Path, name: str, num_clips: int, manifest: dict[str, Any]
-) -> dict[str, Any] | None:
-    """Return the content of ``name.json``, with which an earlier run marked a shard as finished.
-
-    The result is None if the shard must be encoded: it is missing, damaged or of other data.
-    """
-    path = folder / f"{name}.json"
-    if not path.exists():
-        return None
-    try:
-        marker = shards.read_json(path)
-        shards.Shard(folder, name, manifest, int(marker["clips"]))
-    except (DataError, KeyError):
-        return None
-    whole = marker["clips"] + len(marker["dropped"]) == num_clips
-    return marker if whole and marker.get("fingerprint") == manifest["fingerprint"] else None
 
 
 def _whole(least: int) -> tuple[str, Callable[[Any], bool]]:

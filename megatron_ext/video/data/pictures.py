@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from megatron_ext.video.data.members import ClipFile, readable
 
 Image: Any
 ImageOps: Any
@@ -31,9 +32,9 @@ _NO_DURATION = 0.1
 """Seconds for which viewers show a frame that gives no duration."""
 
 
-def picture_size(path: Path) -> tuple[int, int]:
+def picture_size(path: ClipFile) -> tuple[int, int]:
     """Return the height and width of the upright picture, from the header where it says so."""
-    with Image.open(path) as image:
+    with Image.open(readable(path)) as image:
         if image.format == "TIFF":
             # Some versions of Pillow turn it when it is opened, others when it is loaded.
             upright = ImageOps.exif_transpose(image)
@@ -44,22 +45,22 @@ def picture_size(path: Path) -> tuple[int, int]:
         return image.height, image.width
 
 
-def read_picture(path: Path, background: Colour) -> Picture:
+def read_picture(path: ClipFile, background: Colour) -> Picture:
     """Return a picture ``[H, W, 3]`` as bytes; of an animated one the first frame."""
-    with Image.open(path) as image:
+    with Image.open(readable(path)) as image:
         return _as_rgb(image, background)
 
 
-def is_animated(path: Path) -> bool:
+def is_animated(path: ClipFile) -> bool:
     """Return whether a picture file is a clip: an animated PNG or WebP."""
-    with Image.open(path) as image:
+    with Image.open(readable(path)) as image:
         return len(_numbers(image)) > 1
 
 
-def durations(path: Path) -> list[float]:
+def durations(path: ClipFile) -> list[float]:
     """Return how long each frame of an animated picture is shown, in seconds."""
     found = []
-    with Image.open(path) as image:
+    with Image.open(readable(path)) as image:
         for number in _numbers(image):
             image.seek(number)
             # WebP tells the duration only when the frame is decoded.
@@ -68,9 +69,9 @@ def durations(path: Path) -> list[float]:
     return found
 
 
-def read_animation(path: Path, last: int, background: Colour) -> list[Picture]:
+def read_animation(path: ClipFile, last: int, background: Colour) -> list[Picture]:
     """Return the frames 0 to ``last`` of an animated picture, each ``[H, W, 3]`` as bytes."""
-    with Image.open(path) as image:
+    with Image.open(readable(path)) as image:
         found = []
         for number in _numbers(image)[: last + 1]:
             image.seek(number)

@@ -1,23 +1,25 @@
 """Turns clips and captions into a dataset of shards, encoded in one or more processes.
 
-A killed run keeps its finished shards, and the same command resumes after them.
+A killed run keeps what it has encoded, and the same command goes on after it. So does a later run
+whose list has more rows.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
-import multiprocessing
 import os
-import signal
+import secrets
+import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,20 +28,14 @@ from filelock import FileLock, Timeout
 
 from megatron_ext import limits
 from megatron_ext.config.flags import flags_of
+from megatron_ext.data.part_pool import Advance, PartPool, Work
+from megatron_ext.data.progress import Progress
 from megatron_ext.disk.reading import UnreadableFile, read_text
 from megatron_ext.disk.writing import lock_path, write_text
-from megatron_ext.errors import (
-    ConfigError,
-    DataError,
-    MegatronExtError,
-    end_with_parent,
-    held_signals,
-    release_signals,
-    say_to_stderr,
-)
+from megatron_ext.errors import ConfigError, DataError, MegatronExtError, say_to_stderr
 from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
 from megatron_ext.video.data import shards
-from megatron_ext.video.data.clips import read_list
+from megatron_ext.video.data.clips import Clip, list_folder, read_list
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.encode import (
     ClipEncoder,
@@ -49,61 +45,98 @@ from megatron_ext.video.data.encode import (
     plan_clips,
     reference_names,
     report,
+    sample_rate,
     slow_clips,
 )
-from megatron_ext.video.data.geometry import Bucket, Drop, parse_plan
+from megatron_ext.video.data.geometry import Drop, parse_plan
 from megatron_ext.video.data.manifest import (
     VideoPreprocessOptions,
-    buckets_of,
-    finished,
     make_manifest,
-    refuse_other_data,
+    sample_options,
+    weights_stamp,
+)
+from megatron_ext.video.data.register import (
+    REGISTER,
+    Entry,
+    Register,
+    read_register,
+    refuse_other_options,
+    row_keys,
+    write_register,
 )
 from megatron_ext.video.data.text_encoders import build_text_encoder
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class _Part:
-    """The clips of one shard, and the number of each clip's bucket in the manifest."""
-
-    name: str
-    clips: list[PlannedClip]
-    buckets: list[int]
+_PARTS = "parts"
+"""The folder in a dataset with what is encoded, but not in a shard yet."""
+_MOST_CLIPS_OF_A_PART = 16
+_PARTS_OF_A_WORKER = 4
+"""Parts for each worker at least, so that none waits long for the last one."""
 
 
 def preprocess(options: VideoPreprocessOptions, say: Say = say_to_stderr) -> None:
-    """Encode a list of clips into a dataset; an error leaves the finished shards in place."""
+    """Encode a list of clips into a dataset; an error leaves what is encoded in place."""
     start = time.monotonic()
     folder, device = Path(options.output), torch.device(options.device)
     codec = build_codec(options.codec, device, options.encode.clip_seed)
     check_codec(options.plan, codec, options.encode.reference_lengths)
     clips = read_list(options.input, say)
-    planned, dropped = plan_clips(
-        clips, options.plan, options.encode, workers=options.workers,
-        tick=_ticker("Looked at", len(clips), say),
-    )  # fmt: skip
     text_encoder = build_text_encoder(options.text_encoder, device)
+    with _locked(folder), _one_thread():
+        about = sample_options(options, codec, text_encoder)
+        same = {**about, "weights": weights_stamp(options)}
+        register = _register_of(folder, same)
+        samples = _Samples(folder, about, register.fingerprint)
+        for name in shards.names_in(folder):
+            samples.add_shard(folder, name)
+        for name in shards.names_in(folder / _PARTS):
+            samples.add_shard(folder / _PARTS, name, check=True)
+        planned, dropped = _plan(options, clips, register, samples, say)
+        write_register(folder, register)
+        samples.remove_unknown(folder)
+        null = text_encoder.encode([""])
+        shards.write_null(folder, null[0][0], null[1][0], options.storage)
+        todo = _Todo(options, register, samples, planned)
+        encoder = ClipEncoder(options.encode, codec, text_encoder)
+        work = partial(_encode_part, encoder, options, register.fingerprint)
+        alone = options.workers == 1 or len(todo.parts) <= 1
+        # Worker processes load their own models, for which those of this one make room.
+        del codec, text_encoder, encoder
+        encode = partial(_encode_here, work) if alone else partial(_encode_in_workers, options, say)
+        del work
+        encoded = todo.run(encode, say)
+        manifest = make_manifest(
+            about,
+            options.plan,
+            register.buckets,
+            [entry.fps for entries in register.shards().values() for entry in entries],
+            [entry.key for entries in register.shards().values() for entry in entries],
+        )
+        kept = _publish(folder, manifest, register, samples, dropped)
+    for line in [*report(dropped, len(clips)), *slow_clips(list(planned.values()), options.encode)]:
+        say(line)
+    seconds = time.monotonic() - start
+    counts = f"{kept} clips in {len(register.shards())} shards, {len(dropped)} dropped"
+    rate = f", {encoded / seconds:.1f} clips/s" if encoded else ", nothing to encode"
+    say(f"{counts}, in {seconds:.1f} s{rate} -> {options.output}")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Make and lock the folder of a dataset; remove it again if an error leaves it empty."""
+    lock = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(lock_path(folder / ".lock"), timeout=0), ExitStack() as stack:
-            # As in worker processes: sums in another order would give other bytes.
-            stack.callback(torch.set_num_threads, torch.get_num_threads())
-            torch.set_num_threads(1)
-            manifest = make_manifest(options, clips, planned, codec, text_encoder)
-            refuse_other_data(folder, manifest["fingerprint"])
-            for half_written in folder.glob("*.writing.*"):
-                half_written.unlink()
-            null = text_encoder.encode([""])
-            shards.write_null(folder, null[0][0], null[1][0], options.storage)
-            parts = _parts(planned, options.clips_per_shard, buckets_of(manifest))
-            encoders = [ClipEncoder(options.encode, codec, text_encoder)]
-            # Worker processes load their own models: the list is emptied before they start, and
-            # must hold the only reference.
-            del codec, text_encoder
-            markers = _encode_parts(options, encoders, parts, manifest, say)
-            _publish(folder, manifest, parts, markers, dropped)
+        with FileLock(lock_path(lock), timeout=0):
+            try:
+                for half_written in folder.glob("*.writing.*"):
+                    half_written.unlink()
+                yield
+            except MegatronExtError:
+                if list(folder.iterdir()) == [lock]:
+                    lock.unlink()
+                    folder.rmdir()
+                raise
     except Timeout:
         raise DataError(
             f"`--output` ({folder}) is being written by another run; wait for it, or give another "
@@ -111,176 +144,471 @@ def preprocess(options: VideoPreprocessOptions, say: Say = say_to_stderr) -> Non
         ) from None
     except OSError as error:
         raise DataError(
-            f"`--output` ({folder}) cannot be written ({limits.cause(error, folder)}); finished "
-            "shards are kept, so mend this and run the same command again, or give another folder."
+            f"`--output` ({folder}) cannot be written ({limits.cause(error, folder)}); what is "
+            "encoded is kept, so mend this and run the same command again, or give another folder."
         ) from error
-    for line in [*report(dropped, len(clips)), *slow_clips(planned, options.encode)]:
-        say(line)
-    kept, seconds = sum(marker["clips"] for marker in markers.values()), time.monotonic() - start
-    counts = f"{kept} clips in {len(parts)} shards, {len(dropped)} dropped"
-    say(f"{counts}, in {seconds:.1f} s -> {options.output}")
 
 
-def _ticker(what: str, total: int, say: Say) -> Callable[[int], None]:
-    """Return a function that takes the number of clips done and reports it, at most every 5 s."""
-    start = last = time.monotonic()
-
-    def tick(done: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= 5:
-            last = now
-            left = (total - done) * (now - start) / max(done, 1)
-            say(f"{what} {done} of {total} clips, {done / (now - start):.1f}/s, ETA {left:.0f} s")
-
-    return tick
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute as in worker processes: sums in another order would give other bytes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
-def _parts(planned: list[PlannedClip], size: int, buckets: Sequence[Bucket]) -> list[_Part]:
-    numbers, parts = {bucket: i for i, bucket in enumerate(buckets)}, []
-    for start in range(0, len(planned), size):
-        clips = planned[start : start + size]
-        of_clips = [numbers[p.bucket] for p in clips]
-        parts.append(_Part(shards.shard_name(start // size), clips, of_clips))
-    return parts
+def _register_of(folder: Path, options: Mapping[str, Any]) -> Register:
+    """Return the register of a dataset, or a new one; DataError if other options made it."""
+    register = read_register(folder)
+    if register is not None:
+        before = {**register.options}
+        # A flag that did not exist then had the effect of its default.
+        before["encode"] = {**asdict(EncodeConfig()), **before.get("encode", {})}
+        refuse_other_options(folder, before, options)
+        return register
+    old = [folder / shards.MANIFEST, *(folder / f"{x}.json" for x in shards.names_in(folder))]
+    if any(path.exists() for path in old):
+        raise DataError(
+            f"`--output` ({folder}) holds a dataset without {REGISTER}, which says what its clips "
+            "are; train on it as it is, or give another folder."
+        )
+    return Register(options)
 
 
-def _encode_parts(
+class _Samples:
+    """The samples that are on disk, in finished shards and parts, by their keys.
+
+    Attributes:
+        markers: content of the ``.json`` of each finished shard of the dataset, by its name.
+    """
+
+    def __init__(self, folder: Path, about: Mapping[str, Any], fingerprint: str) -> None:
+        self._folder, self._about, self._fingerprint = folder, dict(about), fingerprint
+        self._places: dict[str, tuple[shards.Shard, int]] = {}
+        self._damaged: dict[str, list[Any]] = {}
+        self.markers: dict[str, dict[str, Any]] = {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._places or key in self._damaged
+
+    def add_shard(self, folder: Path, name: str, *, check: bool = False) -> None:
+        """Add the samples of a shard or part, unless it is unfinished, damaged or of other data.
+
+        ``check`` compares the bytes of a part with its digest.
+        """
+        try:
+            marker = shards.read_json(folder / f"{name}.json")
+            keys, damaged = list(marker["keys"]), list(marker["dropped"])
+            shard = shards.Shard(folder, name, self._about, len(keys))
+            if marker["fingerprint"] != self._fingerprint or marker["clips"] != len(keys):
+                return
+            if check and marker["digest"] != _digest(folder, name):
+                return
+            self._damaged.update({row[3]: row for row in damaged})
+        except (DataError, KeyError, IndexError, TypeError):
+            return
+        # A sample is the same wherever it lies; what is in a shard stays when parts are removed.
+        for row, key in enumerate(keys):
+            self._places.setdefault(key, (shard, row))
+        if folder == self._folder:
+            self.markers[name] = marker
+
+    def has_shard(self, name: str, entries: Sequence[Entry]) -> bool:
+        """Return whether a shard is finished and has these samples, but for damaged clips."""
+        marker = self.markers.get(name)
+        whole = [entry.key for entry in entries if entry.key not in self._damaged]
+        damaged = {entry.key for entry in entries} - set(whole)
+        return (
+            marker is not None
+            and marker["keys"] == whole
+            and {row[3] for row in marker["dropped"]} == damaged
+        )
+
+    def join(self, name: str, entries: Sequence[Entry], options: VideoPreprocessOptions) -> None:
+        """Write a shard of samples that are all on disk."""
+        names = reference_names(options.encode.reference_lengths)
+        keys = [entry.key for entry in entries if entry.key not in self._damaged]
+        with shards.ShardWriter(self._folder, name, names, options.storage) as writer:
+            for key in keys:
+                writer.copy(*self._places[key])
+        damaged = [self._damaged[entry.key] for entry in entries if entry.key in self._damaged]
+        marker = _marker(name, self._fingerprint, keys, damaged)
+        shards.write_json(self._folder / f"{name}.json", marker)
+        for key in keys:
+            del self._places[key]
+        self.add_shard(self._folder, name)
+
+    def remove_unknown(self, folder: Path) -> None:
+        """Remove the files of parts that are not finished."""
+        parts = folder / _PARTS
+        known = {shard.name for shard, _ in self._places.values()}
+        for path in parts.glob("*") if parts.is_dir() else ():
+            if _part_of(path) not in known:
+                path.unlink()
+
+
+def _digest(folder: Path, name: str) -> str:
+    """Return a hash of the files of a part."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(folder.glob(f"{name}_*")):
+        with open(path, "rb") as stream:
+            while piece := stream.read(1 << 22):
+                digest.update(piece)
+    return digest.hexdigest()
+
+
+def _part_of(path: Path) -> str:
+    """Return the name of the part that a file belongs to."""
+    return path.name.partition("_")[0].partition(".")[0]
+
+
+def _marker(
+    name: str, fingerprint: str, keys: Sequence[str], damaged: Sequence[Sequence[Any]]
+) -> dict[str, Any]:
+    """Return the content of the ``.json`` that marks a shard or a part as finished.
+
+    Args:
+        keys: identities of the samples, in order.
+        damaged: number, path, error and identity of each clip that could not be decoded.
+    """
+    return {
+        "format": shards.FORMAT, "name": name, "fingerprint": fingerprint, "clips": len(keys),
+        "keys": list(keys), "dropped": list(damaged),
+    }  # fmt: skip
+
+
+def _plan(
     options: VideoPreprocessOptions,
-    encoders: list[ClipEncoder],
-    parts: Sequence[_Part],
-    manifest: dict[str, Any],
+    clips: Sequence[Clip],
+    register: Register,
+    samples: _Samples,
     say: Say,
-) -> dict[str, dict[str, Any]]:
-    """Encode the shards that are not finished yet; return the markers of all shards by name.
+) -> tuple[dict[str, PlannedClip], list[Dropped]]:
+    """Bring the register up to the list; return clips without a sample by key, and dropped ones.
 
-    A marker is the content of a shard's ``.json``; see `write_shard`.
+    Rows that the register has keep their numbers and shards. Others get the next ones.
     """
-    found = {
-        part.name: finished(Path(options.output), part.name, len(part.clips), manifest)
-        for part in parts
-    }
-    markers = {name: marker for name, marker in found.items() if marker is not None}
-    todo = [part for part in parts if part.name not in markers]
-    if markers:
-        say(f"{len(markers)} of {len(parts)} shards were finished before.")
-    tick = _ticker("Encoded", sum(len(part.clips) for part in todo), say)
-    encoded = 0
-    for marker in _markers(options, encoders, todo, manifest["fingerprint"]):
-        markers[marker["name"]] = marker
-        encoded += marker["clips"] + len(marker["dropped"])
-        tick(encoded)
-    return markers
+    keys = row_keys(clips, list_folder(options.input))
+    _without_rows(options, dict(zip(keys, clips, strict=True)), register, samples, say)
+    numbers = {entry.row: entry.number for entry in register.entries}
+    following = count(max(numbers.values(), default=-1) + 1)
+    for key in keys:
+        if key not in numbers:
+            numbers[key] = next(following)
+    rows: dict[str, list[Entry]] = {}
+    for entry in register.entries:
+        rows.setdefault(entry.row, []).append(entry)
+    whole = {row for row, found in rows.items() if all(x.shard and x.key in samples for x in found)}
+    todo = [(clip, key) for clip, key in zip(clips, keys, strict=True) if key not in whole]
+    if whole:
+        say(f"{len(keys) - len(todo)} of {len(keys)} clips were encoded before.")
+    progress = Progress(len(todo), 0, "clips", verb="Looked at")
+    try:
+        planned, dropped = plan_clips(
+            [clip for clip, _ in todo],
+            options.plan,
+            options.encode,
+            numbers=[numbers[key] for _, key in todo],
+            workers=options.workers,
+            tick=lambda done: progress.show(done, done),
+            may_be_empty=bool(whole),
+        )
+    finally:
+        progress.close()
+    row_of_number = {number: row for row, number in numbers.items()}
+    by_key = {p.key(row_of_number[p.number]): p for p in planned}
+    for bucket in sorted({p.bucket for p in planned}):
+        register.bucket_number(bucket)
+    shard_of = {entry.key: entry.shard for entry in register.entries}
+    fresh: dict[str, list[Entry]] = {row: [] for _, row in todo}
+    for key, sample in by_key.items():
+        fps = sample_rate(sample, options.encode)
+        entry = Entry(key, sample.number, sample.clip.path, shard_of.get(key), fps)
+        fresh[entry.row].append(entry)
+    for clip, row in todo:
+        if not fresh[row]:
+            fresh[row] = [Entry(row, numbers[row], clip.path)]
+    in_place: list[Entry] = []
+    for row, entries in rows.items():
+        in_place += fresh.pop(row, entries)
+    register.entries = [*in_place, *chain.from_iterable(fresh.values())]
+    _give_shards(options, register, by_key, shards.names_in(Path(options.output)))
+    return by_key, dropped
 
 
-def _markers(
+def _without_rows(
     options: VideoPreprocessOptions,
-    encoders: list[ClipEncoder],
-    todo: Sequence[_Part],
-    fingerprint: str,
-) -> Iterator[dict[str, Any]]:
-    """Encode shards, in this process or in workers; yield the marker of each when it is finished.
+    listed: Mapping[str, Clip],
+    register: Register,
+    samples: _Samples,
+    say: Say,
+) -> None:
+    """Take rows that are not in the list any more from the register, if they have no sample.
 
-    A marker is the content of a shard's ``.json``. Before workers start, the list ``encoders`` is
-    emptied to free its models, since each worker builds its own.
+    With ``--drop-missing`` all of them go, and what remains of their shards gets new shards. If the
+    list has no row of the register, DataError is raised without the flag.
     """
-    if options.workers == 1 or len(todo) <= 1:
-        for part in todo:
-            yield write_shard(encoders[0], options, part, fingerprint)
-        return
-    encoders.clear()
+    gone = [entry for entry in register.entries if entry.row not in listed]
+    with_sample = [entry for entry in gone if entry.shard and entry.key in samples]
+    if with_sample and len(gone) == len(register.entries) and not options.drop_missing:
+        raise DataError(
+            f"`--output` ({options.output}) holds {len(with_sample)} samples of clips that are "
+            f"not in `--input` ({options.input}), and no other; give a list that has them too, "
+            "another folder, or `--drop-missing` to replace them."
+        )
+    if with_sample:
+        paths = {clip.path for clip in listed.values()}
+        changed_rows = sum(entry.path in paths for entry in with_sample)
+        what = "are taken out" if options.drop_missing else "stay (`--drop-missing` takes them out)"
+        say(
+            f"{len(with_sample)} samples of rows that are not in the list any more {what}; of "
+            f"{changed_rows} the file is in the list, but file or row has changed. First: "
+            f"{with_sample[0].path}."
+        )
+    taken_out = gone if options.drop_missing else [x for x in gone if x not in with_sample]
+    keys = {entry.key for entry in taken_out}
+    changed = {entry.shard for entry in taken_out if entry.shard in samples.markers}
+    names = _new_names(register, shards.names_in(Path(options.output)))
+    new_names = {name: next(names) for name in sorted(filter(None, changed))}
+    register.entries = [
+        replace(entry, shard=new_names.get(entry.shard or "", entry.shard))
+        for entry in register.entries
+        if entry.key not in keys
+    ]
+
+
+def _new_names(register: Register, on_disk: Iterable[str]) -> Iterator[str]:
+    """Yield names of shards that no shard has, in order."""
+    names = {*on_disk, *register.shards()}
+    first = max((shards.number_of(name) for name in names), default=-1) + 1
+    return map(shards.shard_name, count(first))
+
+
+def _give_shards(
+    options: VideoPreprocessOptions,
+    register: Register,
+    planned: Mapping[str, PlannedClip],
+    on_disk: Iterable[str],
+) -> None:
+    """Give planned clips without a shard new ones."""
+    names = _new_names(register, on_disk)
+    without = [x.key for x in register.entries if x.shard is None and x.key in planned]
+    size = options.clips_per_shard
+    shard_of = {}
+    for start in range(0, len(without), size):
+        shard_of.update(dict.fromkeys(without[start : start + size], next(names)))
+    register.entries = [
+        replace(entry, shard=shard_of.get(entry.key, entry.shard)) for entry in register.entries
+    ]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some clips of one shard, which one worker encodes at a time.
+
+    Attributes:
+        name: name of the files, which no earlier part has.
+        buckets: number of each clip's bucket in the manifest.
+        keys: identity of each sample.
+    """
+
+    name: str
+    shard: str
+    clips: list[PlannedClip]
+    buckets: list[int]
+    keys: list[str]
+
+    def __str__(self) -> str:
+        return f"the clips from {self.clips[0].clip.path} to {self.clips[-1].clip.path}"
+
+
+Encode = Callable[["_Todo", Progress], None]
+
+
+class _Todo:
+    """The shards that are not finished, and the parts of them that must be encoded first."""
+
+    def __init__(
+        self,
+        options: VideoPreprocessOptions,
+        register: Register,
+        samples: _Samples,
+        planned: Mapping[str, PlannedClip],
+    ) -> None:
+        self.options, self.fingerprint = options, register.fingerprint
+        self._samples = samples
+        self.folder = Path(options.output) / _PARTS
+        self._entries = {
+            name: entries
+            for name, entries in register.shards().items()
+            if not samples.has_shard(name, entries)
+        }
+        missing = {
+            name: [entry.key for entry in entries if entry.key not in samples]
+            for name, entries in self._entries.items()
+        }
+        self._total = sum(map(len, register.shards().values()))
+        self._missing = sum(map(len, missing.values()))
+        share = -(-self._missing // (_PARTS_OF_A_WORKER * options.workers))
+        size = max(1, min(_MOST_CLIPS_OF_A_PART, share))
+        self.parts: list[_Part] = []
+        for name, keys in missing.items():
+            for start in range(0, len(keys), size):
+                of_part = keys[start : start + size]
+                clips = [planned[key] for key in of_part]
+                buckets = [register.bucket_number(clip.bucket) for clip in clips]
+                part = _Part(f"p{secrets.token_hex(6)}", name, clips, buckets, of_part)
+                self.parts.append(part)
+        self._parts_of: dict[str, list[_Part]] = {}
+        for part in self.parts:
+            self._parts_of.setdefault(part.shard, []).append(part)
+        self._left = Counter(part.shard for part in self.parts)
+
+    def run(self, encode: Encode, say: Say) -> int:
+        """Finish all shards; return how many clips were encoded for it."""
+        for name in self._entries:
+            if not self._left[name]:
+                self._join(name)
+        if self.parts:
+            self.folder.mkdir(exist_ok=True)
+            earlier = self._total - self._missing
+            progress = Progress(self._total, earlier, "clips", verb="Encoded")
+            try:
+                encode(self, progress)
+            finally:
+                progress.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return self._missing
+
+    def finish(self, number: int) -> None:
+        """Take the samples of a part that was encoded, and join its shard if that was the last."""
+        part = self.parts[number]
+        self._samples.add_shard(self.folder, part.name)
+        lost = [key for key in part.keys if key not in self._samples]
+        if lost:
+            raise DataError(
+                f"{self.folder / part.name} was damaged before it was joined; check the disk and "
+                "run the same command again."
+            )
+        self._left[part.shard] -= 1
+        if not self._left[part.shard]:
+            self._join(part.shard)
+
+    def unfinished(self, numbers: Iterable[int]) -> list[int]:
+        """Return the numbers of those parts that are not on disk."""
+        return [x for x in numbers if not (self.folder / f"{self.parts[x].name}.json").exists()]
+
+    def _join(self, name: str) -> None:
+        self._samples.join(name, self._entries[name], self.options)
+        joined = {part.name for part in self._parts_of.get(name, ())}
+        for path in self.folder.iterdir() if joined else ():
+            if _part_of(path) in joined:
+                path.unlink()
+
+
+def _encode_here(work: Work, todo: _Todo, progress: Progress) -> None:
+    """Encode the parts in this process."""
+    done = 0
+
+    def advance(clips: int, _: int) -> None:
+        nonlocal done
+        done += clips
+        progress.show(done, done)
+
+    for number, part in enumerate(todo.parts):
+        work(part, advance)
+        todo.finish(number)
+
+
+def _encode_in_workers(
+    options: VideoPreprocessOptions, say: Say, todo: _Todo, progress: Progress
+) -> None:
+    """Encode the parts in worker processes."""
     if options.device == "cuda":
         torch.cuda.empty_cache()
-    context = multiprocessing.get_context("spawn")
-    size = min(options.workers, len(todo))
-    counter = context.Value("i", 0)
-    others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(size, context, _start_worker, (options, counter, os.getpid()))
-    try:
-        with held_signals():
-            futures = [pool.submit(_work, part, fingerprint) for part in todo]
-        for future in as_completed(futures):
-            yield future.result()
-    except (KeyboardInterrupt, GeneratorExit):
-        for child in set(multiprocessing.active_children()) - others:
-            child.kill()
-        raise
-    except BrokenProcessPool:
-        raise DataError(
-            "A worker process ended (out of memory, or killed); finished shards are kept, so run "
-            "the same command again, with fewer `--workers`."
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
+    pool = PartPool(
+        workers=options.workers,
+        start=partial(_start_encoding, options, todo.fingerprint),
+        name_of=lambda number: str(todo.parts[number]),
+        part_of=lambda number: todo.parts[number],
+        place=options.output,
+        unfinished=todo.unfinished,
+        # A forked process cannot use a GPU that this one has used.
+        method="spawn",
+    )
+    pool.run(range(len(todo.parts)), progress, say, todo.finish)
 
 
-_OF_THIS_WORKER: list[tuple[ClipEncoder, VideoPreprocessOptions]] = []
-
-
-def _start_worker(options: VideoPreprocessOptions, counter: Any, parent: int) -> None:
-    # The parent decides about Ctrl-C, which comes to all processes of a terminal.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    release_signals()
-    end_with_parent(parent)
+def _start_encoding(options: VideoPreprocessOptions, fingerprint: str, worker: int) -> Work:
+    """Load the models of a worker process, which take the GPUs in turn."""
     torch.set_num_threads(1)
     device = torch.device(options.device)
     if device.type == "cuda":
-        with counter.get_lock():
-            device = torch.device("cuda", counter.value % torch.cuda.device_count())
-            counter.value += 1
+        device = torch.device("cuda", worker % torch.cuda.device_count())
     codec = build_codec(options.codec, device, options.encode.clip_seed)
     text_encoder = build_text_encoder(options.text_encoder, device)
-    _OF_THIS_WORKER.append((ClipEncoder(options.encode, codec, text_encoder), options))
+    encoder = ClipEncoder(options.encode, codec, text_encoder)
+    return partial(_encode_part, encoder, options, fingerprint)
 
 
-def _work(part: _Part, fingerprint: str) -> dict[str, Any]:
-    encoder, options = _OF_THIS_WORKER[0]
-    return write_shard(encoder, options, part, fingerprint)
+def _encode_part(
+    encoder: ClipEncoder,
+    options: VideoPreprocessOptions,
+    fingerprint: str,
+    part: _Part,
+    advance: Advance,
+) -> None:
+    """Encode and publish one part; its ``.json`` lists the clips that cannot be decoded.
 
-
-def write_shard(
-    encoder: ClipEncoder, options: VideoPreprocessOptions, part: _Part, fingerprint: str
-) -> dict[str, Any]:
-    """Encode and publish one shard; return its ``.json``, which lists the undecodable clips."""
-    folder = Path(options.output)
+    A part does not live long, so nobody waits until it is on the disk; its digest tells whether a
+    failure of power has taken some of it.
+    """
+    folder = Path(options.output) / _PARTS
     names = reference_names(options.encode.reference_lengths)
-    bad: list[list[Any]] = []
-    with shards.ShardWriter(folder, part.name, names, options.storage) as writer:
-        for planned, bucket in zip(part.clips, part.buckets, strict=True):
+    damaged: list[list[Any]] = []
+    keys = []
+    with shards.ShardWriter(folder, part.name, names, options.storage, durable=False) as writer:
+        for planned, bucket, key in zip(part.clips, part.buckets, part.keys, strict=True):
             try:
                 sample = encoder.sample(planned)
             except DataError as error:
-                bad.append([planned.number, planned.clip.path, str(error)])
+                damaged.append([planned.number, planned.clip.path, str(error), key])
             else:
                 writer.add(sample, bucket)
-    marker = {
-        "format": shards.FORMAT, "name": part.name, "fingerprint": fingerprint,
-        "clips": len(part.clips) - len(bad), "dropped": bad,
-    }  # fmt: skip
-    shards.write_json(folder / f"{part.name}.json", marker)
-    return marker
+                keys.append(key)
+            advance(1, 1)
+    marker = _marker(part.name, fingerprint, keys, damaged)
+    marker["digest"] = _digest(folder, part.name)
+    shards.write_json(folder / f"{part.name}.json", marker, durable=False)
 
 
 def _publish(
     folder: Path,
-    manifest: dict[str, Any],
-    parts: list[_Part],
-    markers: dict[str, dict[str, Any]],
+    manifest: Mapping[str, Any],
+    register: Register,
+    samples: _Samples,
     dropped: list[Dropped],
-) -> None:
+) -> int:
     """Write ``manifest.json``, and ``dropped.jsonl`` with all clips that the dataset lacks.
 
-    DataError is raised if no clip could be decoded.
+    Shards that the dataset has no more are removed. The result is the number of samples. DataError
+    is raised if no clip could be decoded.
     """
+    names = list(register.shards())
+    markers = {name: samples.markers[name] for name in names}
     damaged = [
         Dropped(number, path, Drop.UNREADABLE, detail)
         for marker in markers.values()
-        for number, path, detail in marker["dropped"]
+        for number, path, detail, _ in marker["dropped"]
     ]
-    if not any(marker["clips"] for marker in markers.values()):
+    kept: int = sum(marker["clips"] for marker in markers.values())
+    if not kept:
         raise DataError(
-            f"None of the {sum(len(part.clips) for part in parts)} planned clips could be decoded; "
-            f"the first: {damaged[0].detail}"
+            f"None of the {len(damaged)} planned clips could be decoded; the first: "
+            f"{damaged[0].detail}"
         )
     dropped += damaged
     dropped.sort(key=lambda drop: drop.number)
@@ -290,10 +618,17 @@ def _publish(
     os.replace(temporary, folder / "dropped.jsonl")
     content = {
         **manifest,
-        "shards": [{"name": part.name, "clips": markers[part.name]["clips"]} for part in parts],
+        "shards": [{"name": name, "clips": markers[name]["clips"]} for name in names],
         "dropped": dict(Counter(d.reason.value for d in dropped)),
     }
     shards.write_json(folder / shards.MANIFEST, content)
+    for name in shards.names_in(folder):
+        if name not in markers:
+            with suppress(FileNotFoundError):
+                (folder / f"{name}.json").unlink()
+            for path in folder.glob(f"{name}_*"):
+                path.unlink()
+    return kept
 
 
 class _Parser(argparse.ArgumentParser):
@@ -329,8 +664,9 @@ def _parser() -> argparse.ArgumentParser:
                 default=flag.default, help=help_)  # fmt: skip
     add("--storage", default="float32", help="type of the stored numbers: float32 or bfloat16")
     add("--workers", type=int, default=1, help="processes that encode")
-    add("--clips-per-shard", type=int, default=1000,
-        help="most clips of a shard, and most that a killed process loses")  # fmt: skip
+    add("--clips-per-shard", type=int, default=1000, help="most clips of a shard")
+    add("--drop-missing", action="store_true",
+        help="take samples out of --output whose clips are not in --input any more")  # fmt: skip
     add("--device", default="cpu", choices=("cpu", "cuda"),
         help="where codec and text encoder compute")  # fmt: skip
     return parser
@@ -360,7 +696,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         preprocess(parse_options(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
-        say_to_stderr("Interrupted; finished shards are kept, so run the same command again.")
+        say_to_stderr("Interrupted; what is encoded is kept, so run the same command again.")
         return 130
     except MegatronExtError as error:
         for sentence in error.messages:

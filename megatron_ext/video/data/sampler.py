@@ -20,10 +20,39 @@ from megatron_ext.video.data.geometry import Bucket
 
 @dataclass(frozen=True)
 class Members:
-    """The clips of one bucket by number, and its micro-batch size on one rank."""
+    """The clips of one bucket by number, and its micro-batch size on one rank.
+
+    Attributes:
+        clips: clips of the first epoch.
+        shares: the clips of each set, and how many of them an epoch takes, which may be more than
+            there are; none if each epoch takes all clips once.
+    """
 
     clips: Sequence[int]
     micro_batch_size: int
+    shares: Sequence[tuple[Sequence[int], int]] = ()
+
+    @classmethod
+    def of_shares(
+        cls, shares: Sequence[tuple[Sequence[int], int]], micro_batch_size: int
+    ) -> Members:
+        """Return members of which an epoch takes a number from each set."""
+        clips = cls((), micro_batch_size, shares).of_epoch(0)
+        return cls(clips.tolist(), micro_batch_size, shares)
+
+    def of_epoch(self, epoch: int) -> NDArray[np.int64]:
+        """Return the clips of an epoch, as many as in each other one.
+
+        Of a set that is not taken in whole passes, epochs take in turn what is left.
+        """
+        if not self.shares:
+            return np.asarray(self.clips, np.int64)
+        taken = [np.zeros(0, np.int64)]
+        for clips, count in self.shares:
+            # In a mixed order, since neighbours in a list are often alike.
+            mixed = np.asarray(clips, np.int64)[shuffled(len(clips), 0, 0, 0)]
+            taken.append(mixed[(epoch * count + np.arange(count)) % max(len(clips), 1)])
+        return np.concatenate(taken)
 
 
 @dataclass
@@ -102,7 +131,7 @@ class BucketSteps:
         # By name, so that the order does not depend on how the mapping was built.
         for i, (bucket, members) in enumerate(sorted(self.buckets.items(), key=lambda b: b[0])):
             count, size = self._units[bucket], self._unit(members)
-            clips = np.asarray(members.clips, np.int64)
+            clips = members.of_epoch(epoch)
             clips = clips[self._shuffled(len(clips), epoch, 1 + i)][: count * size]
             units += [(bucket, unit.tolist()) for unit in clips.reshape(count, size)]
         return [units[i] for i in self._shuffled(len(units), epoch, 0).tolist()]

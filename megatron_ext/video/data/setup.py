@@ -46,9 +46,16 @@ from megatron_ext.video.data.dataset import (
     open_online,
 )
 from megatron_ext.video.data.encode import reference_name
-from megatron_ext.video.data.geometry import parse_plan
+from megatron_ext.video.data.geometry import BucketPlan, parse_plan
 from megatron_ext.video.data.manifest import VideoPreprocessOptions, read_manifest
 from megatron_ext.video.data.sampler import BucketSteps, Geometry, VideoPlan
+from megatron_ext.video.data.sets import (
+    Blend,
+    JoinedVideos,
+    blend_of,
+    check_not_empty,
+    joined_manifest,
+)
 from megatron_ext.video.data.shards import MANIFEST, read_null
 from megatron_ext.video.data.text_encoders import encoder_checks
 from megatron_ext.video.model.tokens import grid
@@ -57,23 +64,36 @@ from megatron_ext.video.sampling.generate import check_sampling
 from megatron_ext.video.step import FlowMicrobatch
 
 
-def open_videos(config: RunConfig, path: str) -> VideoClips:
-    """Open the clips of a preprocessed folder, or those of a list with ``--online-encoding``."""
+def open_videos(config: RunConfig, paths: Sequence[str]) -> VideoClips:
+    """Open the clips of preprocessed folders, or those of lists with ``--online-encoding``.
+
+    ``paths`` are those of ``--video-data-path`` or the one of ``--video-valid-path``.
+    """
     video, kinds = config.section(VideoConfig), (CodecConfig, TextEncoderConfig, EncodeConfig)
     encoding = tuple(config.section(x) for x in kinds) if video.online_encoding else None
-    flag = "--video-data-path" if path == str(video.video_data_path) else "--video-valid-path"
-    return _opened(flag, path, video.video_buckets, encoding)
+    flag = "--video-data-path" if paths == video.video_data_path else "--video-valid-path"
+    return _opened(flag, blend_of(paths, flag), video.video_buckets, encoding)
 
 
 @lru_cache(maxsize=4)
 def _opened(
-    flag: str, path: str, buckets: str | None, encoding: tuple[Any, ...] | None
+    flag: str, blend: Blend, buckets: str | None, encoding: tuple[Any, ...] | None
 ) -> VideoClips:
-    """Open the clips at ``path``, or return those of an earlier call with the same arguments.
+    """Open the clips of a blend, or return those of an earlier call with the same arguments.
 
-    Processes that are forked later share these clips. ``encoding`` is None for a folder of shards.
+    Processes that are forked later share these clips. ``encoding`` is None for folders of shards.
     """
     plan = None if buckets is None else parse_plan(buckets)
+    sets = [_opened_set(flag, path, plan, encoding) for path in blend.paths]
+    if len(sets) == 1:
+        return sets[0]
+    check_not_empty(blend, sets)
+    return JoinedVideos(blend, sets, plan)
+
+
+def _opened_set(
+    flag: str, path: str, plan: BucketPlan | None, encoding: tuple[Any, ...] | None
+) -> VideoClips:
     if encoding is None:
         return ShardedVideos(path, plan)
     assert plan is not None
@@ -90,18 +110,28 @@ def _is_first_rank() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
+def _training_paths(config: RunConfig) -> list[str]:
+    paths = config.section(VideoConfig).video_data_path
+    assert paths is not None, "`VideoConfig.own_errors` asks for them"
+    return paths
+
+
 def manifest_of(config: RunConfig) -> dict[str, Any]:
     """Return the manifest of the training data, without opening the shards of encoded clips."""
-    path = str(config.section(VideoConfig).video_data_path)
-    online = config.section(VideoConfig).online_encoding
-    return open_videos(config, path).manifest if online else read_manifest(Path(path))
+    paths = _training_paths(config)
+    if config.section(VideoConfig).online_encoding:
+        return open_videos(config, paths).manifest
+    blend = blend_of(paths)
+    manifests = [read_manifest(Path(path)) for path in blend.paths]
+    return manifests[0] if len(manifests) == 1 else joined_manifest(blend, manifests)
 
 
 def null_text_of(config: RunConfig, manifest: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Return the embeddings of the empty caption from the training data, ``[l, d]`` and ``[e]``."""
-    path = str(config.section(VideoConfig).video_data_path)
-    online = config.section(VideoConfig).online_encoding
-    return open_videos(config, path).null_text if online else read_null(Path(path), manifest)
+    paths = _training_paths(config)
+    if config.section(VideoConfig).online_encoding:
+        return open_videos(config, paths).null_text
+    return read_null(Path(blend_of(paths).paths[0]), manifest)
 
 
 @dataclass(frozen=True)
@@ -113,13 +143,13 @@ class VideoSplit:
     plan: VideoPlan
 
 
-def open_split(config: RunConfig, folder: str, *, shuffle: bool) -> VideoSplit:
-    """Open the clips at ``folder`` and plan their steps; ``shuffle`` mixes the clips by the seed.
+def open_split(config: RunConfig, paths: Sequence[str], *, shuffle: bool) -> VideoSplit:
+    """Open the clips at ``paths`` and plan their steps; ``shuffle`` mixes the clips by the seed.
 
     DataError or ConfigError is raised for unusable data, too few clips for a step, or clips that do
     not fit the network.
     """
-    clips = open_videos(config, folder)
+    clips = open_videos(config, paths)
     micro_batch_size, batch = config.training.batch_sizes
     replicas = config.parallel.data_parallel_size
     members = clips.members(micro_batch_size)
@@ -143,7 +173,7 @@ def open_split(config: RunConfig, folder: str, *, shuffle: bool) -> VideoSplit:
     units = {str(b): [len(m.clips), m.micro_batch_size * per_step] for b, m in members.items()}
     deciding = [clips.manifest["fingerprint"], units, batch, config.training.seed]
     identity = hashlib.sha256(json.dumps(deciding).encode()).hexdigest()
-    return VideoSplit(folder, clips, VideoPlan(steps, geometries, identity))
+    return VideoSplit(" ".join(paths), clips, VideoPlan(steps, geometries, identity))
 
 
 def build_video_datasets(
@@ -154,9 +184,9 @@ def build_video_datasets(
 ) -> Datasets:
     """Return training and validation splits, on every rank, since all need the plans of steps."""
     video = config.section(VideoConfig)
-    train = open_split(config, str(video.video_data_path), shuffle=True)
+    train = open_split(config, _training_paths(config), shuffle=True)
     path = video.video_valid_path
-    valid = None if path is None else open_split(config, path, shuffle=False)
+    valid = None if path is None else open_split(config, [path], shuffle=False)
     return Datasets(train, valid, None)  # type: ignore[arg-type]
 
 
@@ -167,16 +197,16 @@ def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
     or does not fit the flags raises ConfigError or DataError.
     """
     video = config.section(VideoConfig)
-    manifest = open_videos(config, str(video.video_data_path)).manifest
+    manifest = open_videos(config, _training_paths(config)).manifest
     if config.section(SampleConfig).sample_interval is not None:
         check_sampling(config, manifest)
     config = network_of(network_of(config).with_widths(manifest)).checked()
-    train = open_split(config, str(video.video_data_path), shuffle=True)
+    train = open_split(config, _training_paths(config), shuffle=True)
     training = config.training.in_steps(train.plan.steps_per_epoch)
     optimizer = _with_warmup(config.optimizer, training)
     _check_references(config.section(ConditionConfig), train)
     if video.video_valid_path is not None:
-        valid = open_split(config, video.video_valid_path, shuffle=False)
+        valid = open_split(config, [video.video_valid_path], shuffle=False)
         for name in ("codec", "text_encoder"):
             if manifest[name] != valid.clips.manifest[name]:
                 raise ConfigError(
@@ -185,6 +215,8 @@ def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
                     "preprocess both alike."
                 )
     if _is_first_rank():
+        if isinstance(train.clips, JoinedVideos):
+            print(train.clips.table(), flush=True)
         print(bucket_table(train), flush=True)
     longest = max(geometry.num_tokens for geometry in train.plan.geometries.values())
     model = dataclasses.replace(
@@ -208,16 +240,17 @@ def video_inputs(config: RunConfig) -> list[Callable[[], Any]]:
     Encoders are read only where clips are encoded during training.
     """
     video, encoder = config.section(VideoConfig), config.section(TextEncoderConfig)
-    paths = {
-        "--video-data-path": video.video_data_path,
-        "--video-valid-path": video.video_valid_path,
-    }
-    given = {flag: path for flag, path in paths.items() if path is not None}
+    blend = partial(blend_of, video.video_data_path or ())
+    try:
+        paths = blend().paths
+    except ConfigError:
+        return [blend]
+    given = [("--video-data-path", path) for path in paths]
+    if video.video_valid_path is not None:
+        given.append(("--video-valid-path", video.video_valid_path))
     if not video.online_encoding:
-        return [partial(read_manifest, Path(path)) for path in given.values()]
-    checks: list[Callable[[], Any]] = [
-        partial(read_list, path, flag=flag) for flag, path in given.items()
-    ]
+        return [partial(read_manifest, Path(path)) for _, path in given]
+    checks: list[Callable[[], Any]] = [partial(read_list, path, flag=flag) for flag, path in given]
     codec = partial(check_codec_folder, config.section(CodecConfig))
     return [*checks, *encoder_checks(encoder), codec]
 
@@ -260,8 +293,8 @@ def _check_references(conditions: ConditionConfig, split: VideoSplit) -> None:
 
 def planned_clips(config: RunConfig) -> list[Clip]:
     """Return a cost model's `Clip` for each bucket of the training data that some step uses."""
-    path = str(config.section(VideoConfig).video_data_path)
-    plan, patch = open_split(config, path, shuffle=False).plan, network_of(config).patch_size
+    paths = _training_paths(config)
+    plan, patch = open_split(config, paths, shuffle=False).plan, network_of(config).patch_size
     sizes = {bucket: held.micro_batch_size for bucket, held in plan.steps.buckets.items()}
     units = {
         bucket: (len(held.clips) - plan.steps.left_out[bucket]) // sizes[bucket]

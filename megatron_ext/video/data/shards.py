@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,6 +35,7 @@ STORAGES = ("float32", "bfloat16")
 _FIELDS = ("latents", "text", "pooled", "geometry", "caption")
 _GEOMETRY = 6
 MANIFEST = "manifest.json"
+_NAME = re.compile(r"shard_[0-9]{5,9}|p[0-9a-f]{12}")
 ADVICE = "make it with tools/preprocess_video.py"
 
 
@@ -41,13 +43,28 @@ def shard_name(number: int) -> str:
     return f"shard_{number:05}"
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file under a temporary name, and rename it to publish it."""
+def number_of(name: str) -> int:
+    """Return the number of a shard with a name that `shard_name` gives."""
+    return int(name.removeprefix("shard_"))
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the names of the shards or parts in a folder that have a ``.json``, sorted."""
+    paths = folder.glob("*.json") if folder.is_dir() else ()
+    return sorted(path.stem for path in paths if _NAME.fullmatch(path.stem))
+
+
+def write_json(path: Path, content: Any, *, durable: bool = True) -> None:
+    """Write a JSON file under a temporary name, and rename it to publish it.
+
+    ``durable`` waits until it is on the disk, where a failure of power leaves it.
+    """
     temporary = path.with_name(f"{path.name}.writing.{os.getpid()}")
     with open_new(temporary) as stream:
         json.dump(content, stream, indent=1)
         stream.flush()
-        os.fsync(stream.fileno())
+        if durable:
+            os.fsync(stream.fileno())
     os.replace(temporary, path)
 
 
@@ -87,11 +104,21 @@ class ShardWriter:
     """Writes the fields of one shard, clip by clip.
 
     Leaving the context publishes the files; after an exception none are published.
-    ``references`` names all encoded reference frames that clips may have, such as ``head1``.
+    ``references`` names all encoded reference frames that clips may have, such as ``head1``. See
+    `IndexedWriter` for ``durable``.
     """
 
-    def __init__(self, folder: Path, name: str, references: Sequence[str], storage: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        references: Sequence[str],
+        storage: str,
+        *,
+        durable: bool = True,
+    ) -> None:
         self._folder, self._name, self._storage = folder, name, storage
+        self._durable = durable
         self._references = references
         self._writers: dict[str, IndexedWriter] = {}
 
@@ -100,7 +127,8 @@ class ShardWriter:
         with ExitStack() as opened:
             for field in (*_FIELDS, *self._references):
                 prefix = self._folder / f"{self._name}_{field}"
-                writer = IndexedWriter(prefix, dtype_of(field, self._storage))
+                dtype = dtype_of(field, self._storage)
+                writer = IndexedWriter(prefix, dtype, durable=self._durable)
                 self._writers[field] = opened.enter_context(writer)
             self._stack = opened.pop_all()
         return self
@@ -118,6 +146,12 @@ class ShardWriter:
         values["caption"] = np.frombuffer(sample.caption.encode(), np.uint8)
         for field, value in values.items():
             self._writers[field].add_document(value, [value.size])
+
+    def copy(self, shard: Shard, row: int) -> None:
+        """Append one clip of another shard, byte for byte."""
+        for field, writer in self._writers.items():
+            values = shard.fields[field][row]
+            writer.add_document(values, [values.size])
 
 
 class Field:
@@ -192,7 +226,7 @@ class Shard:
     """
 
     def __init__(self, folder: Path, name: str, manifest: dict[str, Any], clips: int) -> None:
-        self._manifest = manifest
+        self.name, self._manifest = name, manifest
         self.fields = {
             field: Field(folder / f"{name}_{field}", dtype_of(field, manifest["storage"]))
             for field in (*_FIELDS, *manifest["references"])

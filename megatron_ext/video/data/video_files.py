@@ -11,14 +11,15 @@ import math
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
+from megatron_ext.video.data.members import ClipFile, Member, readable
 from megatron_ext.video.data.pictures import Colour, Picture, composited
 from megatron_ext.video.data.timing import frame_rate
 
@@ -55,7 +56,7 @@ class VideoFacts:
     fps: float
 
 
-def video_facts(path: Path) -> VideoFacts:
+def video_facts(path: ClipFile) -> VideoFacts:
     """Return what a video file holds, from the packets of its stream and its first frame.
 
     ValueError is raised for a file without video, and errors of FFmpeg for one that it cannot read.
@@ -92,16 +93,23 @@ def video_facts(path: Path) -> VideoFacts:
 
 
 def video_frames(
-    path: Path, fps: float, background: Colour
+    path: ClipFile, fps: float, background: Colour, begin: float = 0
 ) -> Iterator[tuple[float, float, LazyFrame]]:
     """Yield the time, the duration and the picture of each frame.
 
-    Times count frames of the rate ``fps`` from the first frame that can be decoded.
+    Times count frames of the rate ``fps`` from the first frame that can be decoded. Frames well
+    before the time ``begin`` may be left out, so that the middle of a long video is found at once.
     """
-    with _opened(path) as (container, stream):
-        start: float | None = None
-        renderer: _Renderer | None = None
-        for number, frame in enumerate(_deinterlaced(_decoded(container, stream))):
+    seconds = begin / (fps or 1)
+    start: float | None = None
+    renderer: _Renderer | None = None
+    with ExitStack() as opened:
+        container, stream = opened.enter_context(_opened(path))
+        near = _near(container, stream, seconds) if seconds >= _SEEK_AFTER else None
+        if near is None and seconds >= _SEEK_AFTER:
+            container, stream = opened.enter_context(_opened(path))
+        frames = near or _decoded(container, stream)
+        for number, frame in enumerate(_deinterlaced(frames)):
             if renderer is None:
                 renderer = _Renderer(stream, frame, background)
             time = number / (fps or 1) if frame.pts is None else float(frame.pts * frame.time_base)
@@ -110,6 +118,36 @@ def video_frames(
             ticks = getattr(frame, "duration", None) or 0
             duration = float(ticks * frame.time_base) if frame.time_base else 0.0
             yield (time - start) * fps, duration * fps, LazyFrame(renderer, frame)
+
+
+_SEEK_AFTER = 4.0
+"""Seconds from which on a video is sought, and not decoded from its beginning."""
+_SEEK_BEFORE = (1.0, 8.0)
+"""Seconds before a frame that are aimed at, one after the other: broadcasts are found roughly."""
+_FILTERED_BEFORE = 0.25
+"""Seconds before a frame that are decoded at least, since filters look at frames before it."""
+
+
+def _near(container: Any, stream: Any, seconds: float) -> Iterator[Any] | None:
+    """Return the first frame of a stream, and those from a key frame before a time on.
+
+    The time counts from the first frame. The result is None where the file cannot be sought.
+    """
+    first = next(_decoded(container, stream), None)
+    if first is None or first.pts is None or not first.time_base:
+        return None
+    latest = first.pts + (seconds - _FILTERED_BEFORE) / first.time_base
+    for before in _SEEK_BEFORE:
+        try:
+            container.seek(first.pts + int((seconds - before) / first.time_base), stream=stream)
+        except av.FFmpegError:
+            return None
+        frames = _decoded(container, stream)
+        # Frames that are shown before the key frame refer to frames that were not decoded.
+        key = next((frame for frame in frames if frame.key_frame), None)
+        if key is not None and key.pts is not None and first.pts < key.pts <= latest:
+            return chain([first, key], frames)
+    return None
 
 
 @dataclass(frozen=True)
@@ -125,10 +163,11 @@ class LazyFrame:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
+def _opened(path: ClipFile) -> Iterator[tuple[Any, Any]]:
     """Open a file, and choose its video: the largest one that is no cover picture."""
     # Without the protocol FFmpeg takes "12:" in "12:30:00.mp4" for one.
-    with av.open(f"file:{path}") as container:
+    file = readable(path) if isinstance(path, Member) else f"file:{path}"
+    with av.open(file) as container:
         videos = [x for x in container.streams.video if not _is_picture(x)]
         if not videos:
             holds = "only sound" if container.streams.audio else "neither sound nor pictures"

@@ -1,7 +1,6 @@
 """The small parts of the tool: lines, inputs, sentences, progress."""
 
 import gzip
-import io
 import tracemalloc
 from pathlib import Path
 
@@ -28,7 +27,6 @@ from megatron_ext.text.preprocess.inputs import (
     spool,
 )
 from megatron_ext.text.preprocess.packed import packing_of
-from megatron_ext.text.preprocess.progress import Progress
 
 
 @pytest.mark.parametrize(
@@ -170,40 +168,6 @@ def test_sentences_lose_nothing(text: str, lang: str) -> None:
     assert "".join(sentence_splitter(lang, keep_newlines=True)(text)) == text
     joined = "".join(sentence_splitter(lang, keep_newlines=False)(text))
     assert "".join(joined.split()) == "".join(text.split())
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-PARTS = [Part("in.jsonl", "in.jsonl", 0, 3_000_000, "plain", 3_000_000)] * 2
-
-
-def test_the_line_of_a_log_counts_from_where_the_run_went_on() -> None:
-    progress = Progress(PARTS, [1], 1000)
-    line = progress.line(1_000_000, 500, 2.0)
-    assert line == " 67%  500 documents  250 documents/s  0.5 MB/s  ETA 0:04"
-    assert progress.line(500, 5, 1.0).endswith("ETA 1:39:59")
-
-
-def test_a_log_gets_a_line_at_times_and_a_terminal_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    log, terminal = io.StringIO(), Terminal()
-    for out in (log, terminal):
-        monkeypatch.setattr("sys.stderr", out)
-        now[0] = 0.0
-        read = documents = 0
-        progress = Progress(PARTS, [0, 1], log_interval=10)
-        for _ in range(40):
-            now[0] += 0.25
-            read, documents = read + 1000, documents + 2
-            progress.show(read, documents)
-        progress.close()
-    # Ten documents take 1.25 s, and in these 10 s a line comes every 5 at most.
-    assert len(log.getvalue().splitlines()) == 2
-    assert "6.00M" in terminal.getvalue() and "\n" not in terminal.getvalue()
 
 
 @pytest.mark.parametrize("packing", ["gzip", "zstd"])

@@ -1,12 +1,18 @@
 """Lists of clips, and the sentences about bad ones."""
 
+import gzip
+import io
 import json
+import sys
+import tarfile
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
-from megatron_ext.errors import DataError
+from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.data.clips import Clip, read_list
+from megatron_ext.video.data.frames import decode, probe
 from tests.video.data import making
 
 
@@ -79,19 +85,56 @@ def test_columns_that_nothing_reads_are_named_with_their_rows(tmp_path: Path) ->
     ("name", "text", "sentence"),
     [
         ("l.jsonl", '{"path": "a"}\n{"path": ', r"l.jsonl line 2 is no JSON \(.*\); mend the row"),
-        ("l.jsonl", "[1]", r"line 1 has no `path`; mend the row or take it out\.$"),
-        ("l.jsonl", '{"text": "a cat"}', r"line 1 has no `path`"),
-        ("l.jsonl", '{"path": "a", "text": 3}', r"line 1 has a caption that is no text"),
+        ("l.jsonl", "[1]", r"item 1 is no row of columns; it needs path, file_name or video, w"),
+        (
+            "l.jsonl",
+            '{"text": "a cat"}',
+            r"line 1 has no path: it has text, but needs path, file_n",
+        ),
+        (
+            "l.jsonl",
+            '{"video": {"bytes": 1}}',
+            r"has `video` {'bytes': 1}, which is no text: it has",
+        ),
+        (
+            "l.json",
+            '[{"path": "a"}, {"file": "a"}]',
+            r"item 2 has no path: it has file, but needs pa",
+        ),
+        (
+            "l.json",
+            '[{"path": "a"}',
+            r"cannot be read \(it is no valid JSON: .*\); give a csv, tsv",
+        ),
+        (
+            "l.jsonl",
+            '{"path": "a", "text": 3}',
+            r"line 1 has the caption `text` 3, which is no text",
+        ),
         ("l.jsonl", '{"path": "a", "fps": "fast"}', r"has `fps` 'fast', which is no number"),
         ("l.jsonl", '{"path": "a", "fps": NaN}', r"has `fps` nan, which is no number"),
         ("l.jsonl", '{"path": "a", "fps": -1}', r"has `fps` -1.0, which is negative"),
         ("l.jsonl", '{"path": "a", "motion": []', r"line 1 is no JSON"),
         ("l.jsonl", '{"path": "a", "motion": []}', r"has `motion` \[\], which is no number"),
         ("l.jsonl", "\n \n", r"`--input` \(.*l.jsonl\) holds no clip; give a list with rows"),
-        ("l.csv", "file,text\na,b\n", r"has the columns file, text, but needs path, and text or"),
-        ("l.csv", "path,words\na,b\n", r"has the columns path, words, but needs path, and text"),
+        ("l.csv", "file,text\na,b\n", r"has the columns file, text in its first line, but needs"),
+        ("l.csv", "path,words\na,b\n", r"has the columns path, words in its first line, but need"),
         ("l.csv", "path,text\na,one, two\n", r"line 2 has 1 cells more than the first line"),
-        ("l.csv", "path,text\n,b\n", r"line 2 has no `path`"),
+        (
+            "l.csv",
+            "path;words\na;b\n",
+            r"columns path, words in its first line, but needs path, fil",
+        ),
+        (
+            "l.tsv",
+            "path,text\na,b\n",
+            r"has the columns path,text in its first line, but needs path, f",
+        ),
+        (
+            "l.csv",
+            "path,text\n,b\n",
+            r"line 2 has no path: it has text, but needs path, file_name or",
+        ),
         ("l.csv", f'path,text\na,"{"x" * 200000}"\n', r"line \d is no csv \(field larger than"),
         ("l.csv", "", r"holds no clip"),
         ("l.csv", "path,text\n", r"holds no clip"),
@@ -100,6 +143,123 @@ def test_columns_that_nothing_reads_are_named_with_their_rows(tmp_path: Path) ->
 def test_bad_lists(tmp_path: Path, name: str, text: str, sentence: str) -> None:
     with pytest.raises(DataError, match=sentence):
         read_list(write(tmp_path / name, text))
+
+
+WORLD = [
+    ("l.csv", "file_name;text;fps\na.mp4;a cat, a dog;12\n"),
+    ("l.csv", 'video,prompt,fps\na.mp4,"a cat, a dog",12\n'),
+    ("l.csv", "fps|caption|path\n12|a cat, a dog|a.mp4\n"),
+    ("l.tsv", "video\tcaption\tfps\na.mp4\ta cat, a dog\t12\n"),
+    ("l.json", '[{"file_name": "a.mp4", "prompt": "a cat, a dog", "fps": 12}]'),
+    ("l.txt", '{"video": "a.mp4", "caption": "a cat, a dog", "fps": 12}\n'),
+    ("metadata.csv", 'file_name,text,fps\na.mp4,"a cat, a dog",12\n'),
+    ("metadata.jsonl", '{"file_name": "a.mp4", "text": "a cat, a dog", "fps": 12}\n'),
+]
+"""Lists as Hugging Face's datasets, DiffSynth and spreadsheets write them."""
+
+
+@pytest.mark.parametrize(("name", "text"), WORLD)
+def test_lists_as_the_world_writes_them(tmp_path: Path, name: str, text: str) -> None:
+    path = write(tmp_path / name, text)
+    said: list[str] = []
+    for given in (path, tmp_path) if name.startswith("metadata") else (path,):
+        wanted = [Clip(str(tmp_path / "a.mp4"), "a cat, a dog", 12.0)]
+        assert read_list(given, said.append) == wanted
+    assert not said
+
+
+def test_parquet_is_read_or_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    columns = {"video": ["a.mp4", "b.mp4"], "prompt": ["a cat", None], "seed": [3, None]}
+    path = tmp_path / "l.parquet"
+    parquet.write_table(pa.table(columns), path)
+    said: list[str] = []
+    wanted = [Clip(str(tmp_path / "a.mp4"), "a cat"), Clip(str(tmp_path / "b.mp4"), "")]
+    assert read_list(path, said.append) == wanted
+    assert said == [
+        f"Columns of {path} that are not used, with the rows that have them: `seed` (1)."
+    ]
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(DataError, match=r"cannot be read \(it is no whole parquet file: "):
+        read_list(path)
+    parquet.write_table(pa.table({"file": ["a"], "text": ["b"]}), path)
+    with pytest.raises(
+        DataError, match=r"has the columns file, text, but needs path, file_name or"
+    ):
+        read_list(path)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r"needs the package pyarrow, which is not installed; ru"):
+        read_list(path)
+
+
+def write_tar(path: Path, files: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w") as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size, member.mtime = len(content), 7
+            tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+def test_clips_in_tar_files_are_those_of_files(tmp_path: Path) -> None:
+    """Pixels, and size and rate, are read in place, of videos, animations and pictures."""
+    folder = tmp_path / "files"
+    folder.mkdir()
+    making.write_video(folder / "a.mp4", making.pictures(9))
+    making.write_gif(folder / "b.c.gif", making.pictures(5))
+    Image.fromarray(making.pictures(1)[0]).save(folder / "d.png")
+    a, b, d = ((folder / name).read_bytes() for name in ("a.mp4", "b.c.gif", "d.png"))
+    files = {
+        "x/a.mp4": a, "x/a.json": b'{"caption": "from json", "fps": 4, "crop": 1, "path": "z"}',
+        "x/b.c.gif": b, "x/b.txt": b" beside ", "x/b.cls": b"3", "x/lonely.txt": b"no clip",
+        "y/d.png": d, "y/d.json": b"{}",
+    }  # fmt: skip
+    archive = write_tar(tmp_path / "0.tar", files)
+    said: list[str] = []
+    clips = read_list(archive, said.append)
+    assert [(clip.path, clip.caption, clip.fps) for clip in clips] == [
+        (f"{archive}/x/a.mp4", "from json", 4.0),
+        (f"{archive}/x/b.c.gif", "beside", None),
+        (f"{archive}/y/d.png", "", None),
+    ]
+    names = "`crop` (1), `path` (1), `.cls` (1)"
+    assert said == [
+        f"Columns of {archive} that are not used, with the rows that have them: {names}."
+    ]
+    for clip, name in zip(clips, ("a.mp4", "b.c.gif", "d.png"), strict=True):
+        own = Clip(str(folder / name), clip.caption, clip.fps)
+        assert probe(clip) == probe(own)
+        count = min(5, probe(own).num_frames)
+        assert decode(clip, 0, 1, count, (32, 32)).equal(decode(own, 0, 1, count, (32, 32)))
+    (tmp_path / "0.txt").write_text("a caption of nothing")
+    in_folder = [clip.path for clip in read_list(tmp_path)]
+    assert [path for path in in_folder if path.startswith(f"{archive}/")] == [c.path for c in clips]
+
+
+def test_bad_tar_files(tmp_path: Path) -> None:
+    archive = write_tar(tmp_path / "0.tar", {"a.mp4": b"no video", "a.txt": b"a cat"})
+    with pytest.raises(DataError, match=r"The clip .*0.tar/a.mp4 cannot be read \("):
+        probe(read_list(archive)[0])
+    packed = tmp_path / "1.tar"
+    packed.write_bytes(gzip.compress(archive.read_bytes()))
+    with pytest.raises(
+        DataError, match=r"1.tar\) cannot be read \(it is no whole tar file \(.*must"
+    ):
+        read_list(packed)
+    archive.write_bytes(archive.read_bytes()[:600])
+    with pytest.raises(DataError, match=r"0.tar\) cannot be read \(it is no whole tar file \("):
+        read_list(archive)
+    for name, content, why in (
+        ("a.json", b"[3]", r"a.json holds \[3\], no object"),
+        ("a.json", b'{"text": 3}', r"0.tar a.mp4 has the caption `text` 3, which is no"),
+        ("a.txt", b"\xff", r"a.txt is not UTF-8"),
+    ):
+        write_tar(archive, {"a.mp4": b"", name: content})
+        with pytest.raises(DataError, match=why):
+            read_list(archive)
 
 
 @pytest.mark.parametrize(

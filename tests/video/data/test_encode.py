@@ -22,6 +22,7 @@ from megatron_ext.video.data.encode import (
     slow_clips,
     worded,
 )
+from megatron_ext.video.data.frames import fit
 from megatron_ext.video.data.geometry import (
     Bucket,
     BucketRule,
@@ -34,6 +35,7 @@ from megatron_ext.video.data.geometry import (
     sizes,
     subsampling,
 )
+from tests.video.data import making
 from tests.video.data.making import PLAN, encoder, pictures, write_folder, write_gif, write_video
 
 
@@ -329,3 +331,66 @@ def test_plans_of_another_form_are_refused(plan: Any, sentence: str) -> None:
     for given in (plan, json.dumps(plan)):
         with pytest.raises(ConfigError, match=sentence):
             parse_plan(given)
+
+
+@pytest.mark.parametrize(
+    ("windows", "begins"),
+    [
+        (EncodeConfig(video_windows="first"), [0]),
+        (EncodeConfig(video_windows="all"), [0, 5, 10, 15]),
+        (EncodeConfig(video_windows="all", video_window_stride=7), [0, 7, 14]),
+        (EncodeConfig(video_windows="all", video_window_stride=2, video_window_count=3), [0, 2, 4]),
+        (EncodeConfig(video_windows="uniform", video_window_count=3), [0, 9, 18]),
+        (EncodeConfig(video_windows="uniform", video_window_count=1), [0]),
+        # No more than lie side by side.
+        (EncodeConfig(video_windows="uniform", video_window_count=9), [0, 6, 12, 18]),
+        (EncodeConfig(video_windows="all", video_window_frames=4), []),
+    ],
+)
+def test_windows_of_a_long_clip(tmp_path: Path, windows: EncodeConfig, begins: list[int]) -> None:
+    """Each window has the frames of its place, and the fourth has other latents than the first."""
+    made = pictures(23, 32, 96)
+    write_gif(tmp_path / "long.gif", made)
+    (tmp_path / "long.txt").write_text("a bar")
+    write_gif(tmp_path / "still.gif", pictures(1))
+    (tmp_path / "still.txt").write_text("a still")
+    samples = making.planned(tmp_path, windows)
+    assert [x.window for x in samples[:-1]] == [*enumerate(begins)]
+    assert samples[-1].window is None and samples[-1].key("row") == "row"
+    for sample in samples[:-1]:
+        assert sample.number == 0 and sample.key("row") == f"row.{sample.window[0]}"
+        begin = sample.window[1]
+        size = (sample.bucket.height, sample.bucket.width)
+        truth = fit(torch.from_numpy(made[begin : begin + 5]), size)[None]
+        encoded = encoder(windows).sample(sample)
+        assert encoded.latents.equal(build_codec(making.CODEC).encode(truth)[0])
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (
+            {"video_windows": "some"},
+            r"`--video-windows` \(some\) must be first, uniform or all; cho",
+        ),
+        (
+            {"video_window_frames": 5},
+            r"`--video-window-frames` \(5\) needs `--video-windows` first o",
+        ),
+        (
+            {"video_windows": "first", "video_window_stride": 5},
+            r"`--video-window-stride` \(5\) needs `--video-windows` all; give it, or leave it out",
+        ),
+        (
+            {"video_windows": "first", "video_window_count": 5},
+            r"`--video-window-count` \(5\) needs `--video-windows` uniform or all; give it",
+        ),
+        (
+            {"video_windows": "all", "temporal_crop": "start"},
+            r"`--temporal-crop` \(start\) has no effect with `--video-windows` \(all\), which says",
+        ),
+    ],
+)
+def test_flags_of_windows_that_would_have_no_effect(flags: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        EncodeConfig(**flags)

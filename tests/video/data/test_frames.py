@@ -478,3 +478,48 @@ def test_frames_that_change_their_size_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.h264").write_bytes(b"".join(part.read_bytes() for part in parts))
     with pytest.raises(DataError, match=r"a.h264 cannot be read \(its frames differ in size\)"):
         decode(Clip(str(tmp_path / "a.h264"), "x"), 0, 1, 4, (32, 32))
+
+
+LONG = {
+    "closed.mp4": ("libx264", {"g": "24", "bf": "2"}),
+    "open.mkv": ("libx264", {"x264-params": "keyint=24:min-keyint=24:open-gop=1:bframes=3"}),
+    "one_key.mp4": ("libx264", {"g": "1000"}),
+    "broadcast.ts": ("mpeg2video", {"g": "12", "bf": "2"}),
+    "web.webm": ("libvpx-vp9", {"g": "20", "cpu-used": "8", "deadline": "realtime"}),
+    "raw.h264": ("libx264", {"g": "24"}),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_the_middle_of_a_long_video_is_sought_and_the_same(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec, options = LONG[name]
+    path = tmp_path / name
+    noise = np.random.default_rng(0).integers(0, 255, (288, 4, 4, 3), np.uint8)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=24, options=options)
+        stream.height, stream.width, stream.pix_fmt = 64, 64, "yuv420p"
+        for small in noise:
+            picture = small.repeat(16, 0).repeat(16, 1)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+    decoded, real = [0], video_files._decoded
+
+    def counted(container: Any, stream: Any) -> Any:
+        for frame in real(container, stream):
+            decoded[0] += 1
+            yield frame
+
+    monkeypatch.setattr(video_files, "_decoded", counted)
+    clip = Clip(str(path), "x")
+    shape = probe(clip)
+    for first in (120, 200.5, 270):
+        decoded[0] = 0
+        near = decode(clip, first, 3, 5, (32, 32), shape=shape)
+        count = decoded[0]
+        with monkeypatch.context() as patch:
+            patch.setattr(video_files, "_SEEK_AFTER", float("inf"))
+            assert decode(clip, first, 3, 5, (32, 32), shape=shape).equal(near)
+        # From the key frame before the second before the first frame, where there is one.
+        assert count < 85 or name in ("one_key.mp4", "raw.h264")

@@ -1,15 +1,14 @@
 """Clips to shards by tools/preprocess_video.py, its refusals, and runs that are cut short."""
 
 import json
-import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,12 @@ import torch
 from filelock import FileLock
 from PIL import Image
 
+from megatron_ext.data.part_pool import PartPool
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.data import preprocess as run_module
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.dataset import ShardedVideos
+from megatron_ext.video.data.geometry import Bucket
 from megatron_ext.video.data.manifest import VideoPreprocessOptions
 from megatron_ext.video.data.preprocess import main
 from megatron_ext.video.data.shards import ShardWriter
@@ -93,13 +94,16 @@ def test_flags_that_change_frames_or_words_make_another_dataset(
     assert videos[0].caption == "a bar 7.5 FPS." and videos.manifest["fps"] == 7.5
     assert videos.manifest["encode"]["video_background"] == "#102030"
     assert "slower" not in capsys.readouterr().err
-    for other in (
-        "--video-fps=8",
-        "--video-fps=7.5 --video-blend",
-        "--video-fps=7.5 --no-fps-words",
+    for other, named in (
+        (
+            "--video-fps=8",
+            "(`encode.video_fps` 7.5 there, 8.0 here); give another folder, or remove",
+        ),
+        ("--video-fps=7.5 --video-blend", "(`encode.video_blend` False there, True here); give an"),
+        ("--video-fps=7.5 --no-fps-words", "(`encode.fps_words` True there, False here); give ano"),
     ):
         assert run(source, output, "--video-background=#102030", *other.split()) == 1
-        assert "holds a dataset of other clips or options" in capsys.readouterr().err
+        assert f"holds a dataset of other options {named}" in capsys.readouterr().err
     assert run(source, tmp_path / "other", "--video-fps=16", "--no-fps-words") == 0
     assert ShardedVideos(tmp_path / "other")[0].caption == "a bar"
     assert "1 of 1 clips are slower than `--video-fps` (16)" in capsys.readouterr().err
@@ -144,10 +148,32 @@ def test_a_killed_run_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (output / "shard_00039_latents.writing.77.bin").write_bytes(b"of another killed run")
     assert run(source, output, more) == 0
     said = capsys.readouterr().err
-    found = re.search(r"(\d+) of 40 shards were finished before", said)
+    found = re.search(r"(\d+) of 40 clips were encoded before", said)
     assert found is not None and 3 <= int(found[1]) < 40
     assert run(source, tmp_path / "whole", more) == 0
     assert contents(output) == contents(tmp_path / "whole")
+
+
+def test_a_part_that_was_cut_off_is_encoded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A failure of power may leave a file of the right size without its content."""
+    source, output, add = make_clips(tmp_path, 10), tmp_path / "out", ShardWriter.add
+
+    def interrupt(writer: ShardWriter, sample: Any, bucket: int) -> None:
+        if sample.number == 7:
+            raise KeyboardInterrupt
+        add(writer, sample, bucket)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "add", interrupt)
+        assert run(source, output) == 130
+    latents = sorted((output / "parts").glob("*_latents.bin"))
+    assert len(latents) == 2
+    latents[0].write_bytes(bytes(latents[0].stat().st_size))
+    assert run(source, output) == 0
+    assert "3 of 10 clips were encoded before." in capsys.readouterr().err
+    assert run(source, tmp_path / "whole") == 0 and contents(output) == contents(tmp_path / "whole")
 
 
 def damage(kind: str, output: Path) -> None:
@@ -168,11 +194,13 @@ def test_shards_are_remade(tmp_path: Path, kind: str, capsys: pytest.CaptureFixt
     before = contents(output)
     damage(kind, output)
     assert run(source, output, "--clips-per-shard=2") == 0
-    assert "2 of 3 shards were finished before." in capsys.readouterr().err
+    assert "4 of 6 clips were encoded before." in capsys.readouterr().err
     assert contents(output) == before
 
 
-def test_other_shards_stay_as_they_were(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dataset_of_other_options_stays_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, output = make_clips(tmp_path), tmp_path / "out"
     assert run(source, output, "--clips-per-shard=2") == 0
     (output / "manifest.json").unlink()
@@ -180,10 +208,114 @@ def test_other_shards_stay_as_they_were(tmp_path: Path, capsys: pytest.CaptureFi
     for more in ("--clip-seed=7", "--storage=bfloat16", "--codec-scale=2", "--text-length=7"):
         assert run(source, output, "--clips-per-shard=2", more) == 1
         said = capsys.readouterr().err
-        assert "holds a dataset of other clips or options (shard_00000.json); give anoth" in said
-    making.write_gif(tmp_path / "3.gif", making.pictures(12))
-    assert run(source, output, "--clips-per-shard=2") == 1
+        assert "holds a dataset of other options (`" in said and "here); give another fold" in said
     assert contents(output) == before
+    (output / "clips.jsonl").write_text('{"format": 1, "options": {}}\n{"key": 3}\n')
+    assert run(source, output) == 1
+    assert "cannot be read (its first line is damaged: KeyError" in capsys.readouterr().err
+    (output / "clips.jsonl").unlink()
+    assert run(source, output) == 1
+    assert "holds a dataset without clips.jsonl, which says what its" in capsys.readouterr().err
+
+
+def rows_of(source: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in source.read_text().splitlines()]
+
+
+def write_rows(source: Path, rows: list[dict[str, str]]) -> None:
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_set_grows_by_what_is_new(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows may come before others: old clips keep their numbers, and with these their crops."""
+    source, output = make_clips(tmp_path, 8), tmp_path / "out"
+    rows = rows_of(source)
+    missing = {"path": "none.gif", "text": "x"}
+    write_rows(source, [*rows[2:7], missing])
+    assert run(source, output, "--clips-per-shard=2") == 0
+    before, manifest = contents(output), ShardedVideos(output).manifest
+    assert [shard["clips"] for shard in manifest["shards"]] == [2, 2, 1]
+    making.write_gif(tmp_path / "still.gif", making.pictures(1))
+    write_rows(source, [*rows, rows[3], missing, {"path": "still.gif", "text": "a still"}])
+    assert run(source, output, "--clips-per-shard=3", "--workers=2") == 0
+    said = capsys.readouterr().err
+    assert "5 of 11 clips were encoded before." in said
+    grown = ShardedVideos(output)
+    assert [shard["clips"] for shard in grown.manifest["shards"]] == [2, 2, 1, 3, 2]
+    captions = [grown[i].caption.removesuffix(" 10 FPS.") for i in range(10)]
+    named = [f"a bar {i}" for i in (2, 3, 4, 5, 6, 0, 1, 7, 3)]
+    assert captions == [*named, "a still"]
+    # The number 5 was given to the clip that could not be read, and to no other since.
+    assert [grown[i].number for i in range(10)] == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10]
+    assert grown.manifest["buckets"][0] == manifest["buckets"][0]
+    assert grown.of_buckets[Bucket("32px", 1, 32, 32)] == [9]
+    assert grown.manifest["fingerprint"] != manifest["fingerprint"]
+    shards = {k: v for k, v in before.items() if k.startswith(("shard_", "null_"))}
+    after = contents(output)
+    assert {name: after[name] for name in shards} == shards
+    # The same list once more: nothing to do, and nothing changes.
+    assert run(source, output, "--clips-per-shard=3") == 0
+    assert "nothing to encode" in capsys.readouterr().err and contents(output) == after
+
+
+def test_rows_that_went_are_named_and_taken_out_on_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = make_clips(tmp_path), tmp_path / "out"
+    rows = rows_of(source)
+    assert run(source, output, "--clips-per-shard=2") == 0
+    samples = {video.caption: video for video in ShardedVideos(output)}
+    write_rows(source, [{**rows[0], "text": "a bar that moves"}, *rows[1:3], *rows[4:]])
+    assert run(source, output) == 0
+    said = capsys.readouterr().err
+    assert (
+        "2 samples of rows that are not in the list any more stay (`--drop-missing` takes them "
+        "out); of 1 the file is in the list, but file or row has changed. First: "
+    ) in said
+    assert len(ShardedVideos(output)) == 7
+    assert run(source, output, "--drop-missing") == 0
+    said = capsys.readouterr().err
+    assert "2 samples of rows that are not in the list any more are taken out; of 1" in said
+    assert "nothing to encode" in said
+    videos = ShardedVideos(output)
+    left = [video.caption.removesuffix(" 10 FPS.") for video in videos]
+    assert sorted(left) == ["a bar 1", "a bar 2", "a bar 4", "a bar 5", "a bar that moves"]
+    assert not list(output.glob("shard_00000*")) and not list(output.glob("shard_00001*"))
+    for video in videos:
+        old = samples.get(video.caption)
+        assert old is None or (old.number == video.number and old.latents.equal(video.latents))
+    write_rows(source, [{**row, "text": "other"} for row in rows])
+    assert run(source, output) == 1
+    said = capsys.readouterr().err
+    assert (
+        "samples of clips that are not in `--input` (" in said and "or `--drop-missing` to" in said
+    )
+    assert run(source, output, "--drop-missing") == 0 and len(ShardedVideos(output)) == 6
+
+
+def test_windows_are_samples_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A killed or damaged set goes on with the windows that lack, and encodes no other again."""
+    making.write_gif(tmp_path / "long.gif", making.pictures(23, 32, 96))
+    source, more = make_clips(tmp_path, 2), ["--video-windows=all", "--clips-per-shard=2"]
+    long = {"path": "long.gif", "text": "a long bar"}
+    write_rows(source, [rows_of(source)[0], long])
+    assert run(source, tmp_path / "out", *more) == 0
+    videos = ShardedVideos(tmp_path / "out")
+    assert [videos[i].number for i in range(5)] == [0, 1, 1, 1, 1]
+    assert not videos[1].latents.equal(videos[2].latents)
+    before = contents(tmp_path / "out")
+    (tmp_path / "out" / "shard_00001_text.bin").unlink()
+    assert run(source, tmp_path / "out", *more) == 0
+    assert "1 of 2 clips were encoded before." in capsys.readouterr().err
+    assert contents(tmp_path / "out") == before
+    write_rows(source, [rows_of(source)[0], long, {"path": "1.gif", "text": "a bar 1"}])
+    assert run(source, tmp_path / "out", *more) == 0
+    assert len(ShardedVideos(tmp_path / "out")) == 6
+    write_rows(source, [rows_of(source)[0]])
+    assert run(source, tmp_path / "out", *more, "--drop-missing") == 0
+    assert len(ShardedVideos(tmp_path / "out")) == 1
 
 
 def test_folders_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,23 +367,30 @@ def test_no_decodable_clip_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     assert not (tmp_path.with_name("out") / "manifest.json").exists()
 
 
-def _die(*given: Any) -> None:
-    os._exit(9)
-
-
-def test_a_worker_that_is_killed_is_named(
+def test_one_shard_is_encoded_by_all_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run_module, "_start_worker", _die)
-    # Forked, it dies without importing torch first.
-    fork = SimpleNamespace(
-        get_context=lambda kind: multiprocessing.get_context("fork"),
-        active_children=multiprocessing.active_children,
+    processes = tmp_path / "processes"
+    processes.mkdir()
+
+    def encode(*given: Any) -> None:
+        (processes / str(os.getpid())).touch()
+        time.sleep(0.2)
+        return real(*given)
+
+    real = run_module._encode_part
+    monkeypatch.setattr(run_module, "_encode_part", encode)
+    forked = partial(PartPool, method="fork")
+    monkeypatch.setattr(run_module, "PartPool", lambda method, **given: forked(**given))
+    source = make_clips(tmp_path, 8)
+    assert run(source, tmp_path / "many", "--workers=3") == 0
+    assert len(list(processes.iterdir())) == 3
+    assert re.search(
+        r"8 clips in 1 shards, 0 dropped, in .* s, \d+\.\d clips/s", capsys.readouterr().err
     )
-    monkeypatch.setattr(run_module, "multiprocessing", fork)
-    assert run(make_clips(tmp_path, 2), tmp_path / "out", "--clips-per-shard=1", "--workers=2") == 1
-    said = capsys.readouterr().err
-    assert "A worker process ended (out of memory, or killed); finished sh" in said
+    monkeypatch.setattr(run_module, "_encode_part", real)
+    assert run(source, tmp_path / "one") == 0
+    assert contents(tmp_path / "many") == contents(tmp_path / "one")
 
 
 def test_an_interrupted_run_keeps_finished_shards(
@@ -267,10 +406,10 @@ def test_an_interrupted_run_keeps_finished_shards(
     with monkeypatch.context() as patch:
         patch.setattr(ShardWriter, "add", interrupt)
         assert run(source, output, "--clips-per-shard=2") == 130
-    assert "Interrupted; finished shards are kept, so run the same c" in capsys.readouterr().err
-    assert not list(output.glob("*.writing.*")) and not (output / "shard_00002_text.idx").exists()
+    assert "Interrupted; what is encoded is kept, so run the same co" in capsys.readouterr().err
+    assert not list(output.rglob("*.writing.*")) and not (output / "shard_00002_text.idx").exists()
     assert run(source, output, "--clips-per-shard=2") == 0
-    assert "2 of 3 shards were finished before." in capsys.readouterr().err
+    assert "4 of 6 clips were encoded before." in capsys.readouterr().err
 
 
 def test_manifest_says_what_made_the_data(tmp_path: Path) -> None:

@@ -109,8 +109,9 @@ class MMDiTFlow(FlowNetwork):
 
     def with_widths(self, manifest: Mapping[str, Any]) -> RunConfig:
         if not manifest["pooled_width"]:
+            paths = self.config.section(VideoConfig).video_data_path or ()
             raise ConfigError(
-                f"`--video-data-path` ({self.config.section(VideoConfig).video_data_path}) holds "
+                f"`--video-data-path` ({' '.join(paths)}) holds "
                 "captions without pooled vectors, as umt5 gives them, but the MMDiT needs these; "
                 "give `--video-model video-dit` or causal-video-dit, or encode the captions with "
                 "t5-clip."

@@ -1,0 +1,265 @@
+"""Worker processes that work on the numbered parts of a run that prepares data.
+
+A part leaves its result on disk, and a run goes on with the parts that have none. The first error
+ends the run at once. The death of a worker ends its pool, and another pool goes on.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.process import BaseProcess
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ext import limits
+from megatron_ext.data.progress import Progress
+from megatron_ext.errors import (
+    MachineFault,
+    MegatronExtError,
+    end_with_parent,
+    held_signals,
+    release_signals,
+)
+
+ATTEMPTS = 3
+"""How often a part is tried whose worker dies or whose machine fails, before the run gives up."""
+_SECONDS_BETWEEN_LOOKS = 0.1
+
+Advance = Callable[[int, int], None]
+"""A function called with the amount and the number of items of each piece of a part that is done;
+the amount is what the progress counts, such as bytes."""
+Work = Callable[[Any, Advance], None]
+"""A function that works on a part, as `PartPool.part_of` returns it."""
+
+
+@dataclass(frozen=True)
+class PartPool:
+    """The processes that work on parts, and how they do it.
+
+    Attributes:
+        start: called once in each worker with the worker's number, before its first part; returns
+            the worker's `Work`.
+        name_of: names the part with a number in messages.
+        part_of: returns what a worker gets for a number, which is pickled; the number itself where
+            workers know the parts.
+        place: path whose file system an error of a worker is blamed on.
+        passed: classes of errors that reach the caller as they are, besides those for users.
+        unfinished: returns those of some parts that have no result on disk.
+        method: "fork" shares the objects of this process; "spawn" pickles ``start``, and is needed
+            where this process has used a GPU.
+    """
+
+    workers: int
+    start: Callable[[int], Work]
+    name_of: Callable[[int], str]
+    place: str
+    unfinished: Callable[[Iterable[int]], list[int]]
+    part_of: Callable[[int], Any] = int
+    passed: tuple[type[Exception], ...] = ()
+    method: Literal["fork", "spawn"] = "fork"
+
+    def run(
+        self,
+        todo: Sequence[int],
+        progress: Progress,
+        say: Callable[[str], None],
+        on_done: Callable[[int], None] = lambda number: None,
+    ) -> None:
+        """Work on the parts with the numbers ``todo``; ``on_done`` is called after each.
+
+        A part whose worker dies is tried again after the others, alone, so that it has the whole
+        memory; ``ATTEMPTS`` times in all.
+
+        Raises:
+            MachineFault: workers died at the same part, or a disk failed.
+        """
+        context = multiprocessing.get_context(self.method)
+        board = _Board(context, max(todo, default=0) + 1)
+        batches, deaths = [list(todo)], Counter[int]()
+        done = set[int]()
+
+        def report(number: int) -> None:
+            done.add(number)
+            on_done(number)
+
+        while batches:
+            batch = batches.pop(0)
+            try:
+                self._run_batch(context, batch, board, progress, report)
+            except _WorkerDied as died:
+                number, how = died.args
+                deaths[number] += 1
+                if deaths[number] == ATTEMPTS:
+                    raise MachineFault(
+                        f"{how}; if memory ran out use fewer --workers; finished parts are kept, "
+                        "so run the same command again."
+                    ) from None
+                say(f"{how}; it is encoded again, alone (attempt {deaths[number] + 1}).")
+                rest = self.unfinished(other for other in batch if other != number)
+                for finished in set(batch) - {number, *rest} - done:
+                    report(finished)
+                batches = [*([rest] if rest else []), *batches, [number]]
+                board.clear([number, *rest])
+
+    def _run_batch(
+        self,
+        context: Any,
+        batch: Sequence[int],
+        board: _Board,
+        progress: Progress,
+        on_done: Callable[[int], None],
+    ) -> None:
+        """Work on some parts in a pool of workers; the first failure ends the pool."""
+        context = _Started(context)
+        setup = _Setup(self.start, self.passed, self.place, board, context.Value("i", 0))
+        count = min(self.workers, len(batch))
+        pool = ProcessPoolExecutor(count, context, _start_worker, (setup, os.getpid()))
+        gc.freeze()
+        try:
+            with held_signals():
+                futures = {
+                    pool.submit(_work_on, number, self.part_of(number)): number for number in batch
+                }
+            left: set[Future[None]] = set(futures)
+            while left:
+                finished, left = wait(left, _SECONDS_BETWEEN_LOOKS, FIRST_EXCEPTION)
+                progress.show(*board.totals())
+                for future in finished:
+                    future.result()
+                    on_done(futures[future])
+        except BrokenProcessPool:
+            pool.shutdown()
+            raise self._death(context.processes, batch, board) from None
+        finally:
+            for process in context.processes:
+                if process.pid is not None:
+                    process.kill()
+            pool.shutdown(cancel_futures=True)
+            gc.unfreeze()
+
+    def _death(
+        self, processes: Sequence[BaseProcess], batch: Sequence[int], board: _Board
+    ) -> _WorkerDied:
+        """Return an error about the worker that died; the pool ended the other ones by SIGTERM."""
+        codes = [process.exitcode for process in processes]
+        worker = next((i for i, code in enumerate(codes) if code not in (0, -signal.SIGTERM)), 0)
+        code = codes[worker]
+        killed = code is not None and code < 0
+        how = f"was killed by signal {-code}" if killed and code else f"ended ({code})"
+        identity = processes[worker].pid
+        running = (number for number in batch if board.process_ids[number] == identity)
+        number = next(running, batch[0])
+        return _WorkerDied(number, f"Worker {worker} {how} in {self.name_of(number)}")
+
+
+class _Started:
+    """A context of multiprocessing that keeps the processes which it has made."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self.processes: list[BaseProcess] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def Process(self, *args: Any, **options: Any) -> BaseProcess:  # noqa: N802 - their name
+        process: BaseProcess = self._context.Process(*args, **options)
+        self.processes.append(process)
+        return process
+
+
+class _Board:
+    """Shared memory in which workers write amount, items and process id of each part."""
+
+    def __init__(self, context: Any, num_parts: int) -> None:
+        self._shared = context.RawArray("q", 3 * num_parts)
+
+    @property
+    def _rows(self) -> npt.NDArray[np.int64]:
+        rows: npt.NDArray[np.int64] = np.frombuffer(self._shared, np.int64).reshape(3, -1)
+        return rows
+
+    @property
+    def process_ids(self) -> npt.NDArray[np.int64]:
+        identities: npt.NDArray[np.int64] = self._rows[2]
+        return identities
+
+    def advance(self, number: int, amount: int, items: int) -> None:
+        """Add to the counts of a part; only the worker that works on it may call this."""
+        self._rows[:2, number] += (amount, items)
+
+    def clear(self, numbers: Sequence[int]) -> None:
+        """Set parts back to what they were before a worker began them."""
+        self._rows[:, numbers] = 0
+
+    def totals(self) -> tuple[int, int]:
+        """Return the amount and the items of all parts."""
+        amount, items = self._rows[:2].sum(axis=1).tolist()
+        return amount, items
+
+
+class _WorkerDied(Exception):
+    """Raised with (number of the part, sentence) when a worker process ends before its part."""
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """The values that a worker process starts with; ``counter`` numbers the workers."""
+
+    start: Callable[[int], Work]
+    passed: tuple[type[Exception], ...]
+    place: str
+    board: _Board
+    counter: Any
+
+
+_setup: _Setup
+_work: Work | None = None
+"""The setup and the work of a worker process."""
+
+
+def _start_worker(setup: _Setup, parent: int) -> None:
+    """Set up a worker process; it ignores Ctrl-C, which its parent handles."""
+    global _setup
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    release_signals()
+    end_with_parent(parent)
+    _setup = setup
+
+
+def _work_on(number: int, part: Any) -> None:
+    """Work on one part in a worker; raise a RuntimeError with the traceback of unknown errors."""
+    global _work
+    setup = _setup
+    setup.board.process_ids[number] = os.getpid()
+    try:
+        if _work is None:
+            with setup.counter.get_lock():
+                worker = setup.counter.value
+                setup.counter.value += 1
+            _work = setup.start(worker)
+        _work(part, partial(setup.board.advance, number))
+    except MegatronExtError:
+        raise
+    except setup.passed:
+        raise
+    except OSError as error:
+        reason = limits.cause(error, setup.place)
+        why = f"A worker could not write or read: {reason}; mend this and rerun."
+        raise MachineFault(why) from None
+    except Exception:
+        raise RuntimeError(f"A worker failed:\n{traceback.format_exc()}") from None
+    setup.board.process_ids[number] = 0

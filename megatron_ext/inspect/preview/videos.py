@@ -1,0 +1,254 @@
+"""Shows the clips of a video run's steps: frames, captions, conditions, and what is cut.
+
+Frames are decoded from the latents that are trained. The HTML page needs no script and no other
+file; pictures stand in it as PNG.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+from numpy.typing import NDArray
+from rich.console import Console
+from torch import Tensor
+
+from megatron_ext import limits
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.run import RunConfig
+from megatron_ext.device import select
+from megatron_ext.errors import ConfigError
+from megatron_ext.inspect.preview.main import Options
+from megatron_ext.parallel.grid import Layout
+from megatron_ext.train.main import preflight, silence_known_warnings, stored_config
+from megatron_ext.train.reporting.page import style_sheet, write_page
+from megatron_ext.video.config.encoding import PATCH, CodecConfig
+from megatron_ext.video.config.run import MODES, ConditionConfig, TextDropoutConfig, VideoConfig
+from megatron_ext.video.data.codec import VideoCodec
+from megatron_ext.video.data.codecs import codec_from_manifest
+from megatron_ext.video.data.conditions import frame_masks, loss_mask
+from megatron_ext.video.data.encode import VideoSample
+from megatron_ext.video.data.pictures import Image
+from megatron_ext.video.data.randomness import draw_microbatch
+from megatron_ext.video.sampling.clips import as_bytes
+from megatron_ext.video.task import VIDEO
+
+_STYLE = """
+.clip { border-left: 4px solid var(--line); padding: .4rem .8rem; margin: .6rem 0; }
+.clip img { height: 8rem; margin-right: .3rem; image-rendering: pixelated; }
+.clip header { color: var(--faint); font-size: .87rem; overflow-wrap: anywhere; }
+.strip span { display: inline-block; width: .8rem; height: .8rem; margin-right: 2px;
+  background: #2ea043; } .strip .given { background: #1f6feb; } .strip .left { background: #888; }
+.strip .given.counts { background: linear-gradient(135deg, #1f6feb 50%, #2ea043 50%); }
+del { color: var(--faint); }
+"""
+
+
+@dataclass
+class ShownClip:
+    """One clip of a step, as it is trained.
+
+    Attributes:
+        frames: the first, middle and last frame, ``[3, H, W, 3]``; None where nothing decodes them.
+        given: latent frames that the model is given.
+        counts: latent frames that count in the loss.
+        notes: what is cut of the clip, or replaced.
+    """
+
+    number: int
+    sample_number: int
+    bucket: str
+    mode: str
+    sample: VideoSample
+    frames: NDArray[Any] | None
+    given: list[bool]
+    counts: list[bool]
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        shape = "x".join(map(str, self.sample.latents.shape))
+        rate = f"{self.sample.fps} FPS" if self.sample.fps else "a picture"
+        return (
+            f"clip {self.number}, sample {self.sample_number}: {self.bucket}, {rate}, latents "
+            f"{shape}, {self.mode}"
+        )
+
+    @property
+    def strip(self) -> str:
+        """Return a letter for each latent frame: R given and not trained, r both, . trained."""
+        letters = {(True, False): "R", (True, True): "r", (False, True): ".", (False, False): "-"}
+        return "".join(letters[key] for key in zip(self.given, self.counts, strict=True))
+
+
+def preview_videos(words: Sequence[str], options: Options, console: Console) -> list[str]:
+    """Print the clips of steps of the run whose flags are ``words``; return warnings."""
+    kind = select().kind
+    parsed = parse_args(
+        words,
+        VIDEO,
+        world_size=options.world_size or int(os.environ.get("WORLD_SIZE", "0")),
+        device=kind,
+        checkpoint_config=stored_config(words, VIDEO),
+    )
+    config, task = parsed.config, parsed.task
+    if config.section(VideoConfig).streams:
+        raise ConfigError(
+            "`--task` (streaming) trains on prompts, which hold no clips to show; leave it out."
+        )
+    replicas = Layout.from_config(config.parallel).data_parallel_size
+    if not 0 <= options.rank < replicas:
+        raise ConfigError(
+            f"`--rank` ({options.rank}) must be one of the {replicas} data-parallel ranks of the "
+            "layout, counted from 0; `--world-size` sets the number of all ranks."
+        )
+    config, assets = preflight(config, task.preflight)
+    silence_known_warnings(kind)
+    split: Any = task.datasets(config, assets, [], lambda: True).train
+    codec, warnings = _codec(config, split.clips.manifest)
+    warnings += _never_whole(split.plan.steps)
+    shown = [
+        (step, [*_clips_of(config, split, codec, options, step)])
+        for step in range(options.step - 1, options.step - 1 + options.steps)
+    ]
+    for step, clips in shown:
+        console.print(f"step {step + 1}", style="bold")
+        for clip in clips:
+            console.print(f"  {clip}", markup=False)
+            console.print(f"    {clip.sample.caption}", markup=False)
+            console.print(f"    frames {clip.strip}", markup=False)
+            for note in clip.notes:
+                console.print(f"    {note}", markup=False)
+    console.print("R: given, not trained; r: given and trained; .: trained", style="dim")
+    for warning in warnings:
+        console.print(f"warning: {warning}", style="bold yellow", markup=False)
+    if options.html is not None:
+        try:
+            write_page(options.html, _page(shown, warnings, options))
+        except OSError as error:
+            raise ConfigError(
+                f"`--html` ({options.html}) cannot be written "
+                f"({limits.cause(error, options.html)}); give another path."
+            ) from None
+        console.print(f"wrote {options.html}")
+    return warnings
+
+
+def _codec(config: RunConfig, manifest: dict[str, Any]) -> tuple[VideoCodec | None, list[str]]:
+    """Return the codec that decodes the latents, if it can be loaded, and warnings."""
+    folder = config.section(CodecConfig).codec
+    try:
+        return codec_from_manifest(manifest, None if folder == PATCH else folder), []
+    except ConfigError as error:
+        return None, [f"no frames are shown: {error}"]
+
+
+def _never_whole(steps: Any) -> Iterator[str]:
+    """Yield a sentence for each bucket of which an epoch leaves clips out."""
+    for bucket, count in sorted(steps.left_out.items()):
+        if count:
+            whole = len(steps.buckets[bucket].clips)
+            each = "all of them in each" if count == whole else "other ones in each"
+            yield f"{count} of {whole} clips of {bucket} are left out of an epoch, {each}"
+
+
+def _clips_of(
+    config: RunConfig, split: Any, codec: VideoCodec | None, options: Options, step: int
+) -> Iterator[ShownClip]:
+    """Yield the clips of a step on one rank, at most `Options.max_rows`."""
+    plan, left = split.plan, options.max_rows
+    consumed = sum(plan.steps.num_samples(earlier) for earlier in range(step))
+    buckets = {n: bucket for bucket, held in split.clips.of_buckets.items() for n in held}
+    conditions, dropout = config.section(ConditionConfig), config.section(TextDropoutConfig)
+    for *_, clips, numbers in plan.microbatches(step, options.rank, consumed):
+        for number, sample_number in zip(clips[:left], numbers, strict=False):
+            sample = split.clips[number]
+            shape = tuple(sample.latents.shape)
+            drawn = draw_microbatch(
+                config.training.seed, [sample_number], shape, conditions, dropout
+            )
+            masks = frame_masks(drawn.modes, shape[1], conditions)
+            shown = ShownClip(
+                number,
+                sample_number,
+                str(buckets[number]),
+                MODES[int(drawn.modes[0])],
+                sample,
+                None if codec is None else _frames(codec, sample),
+                masks[0].tolist(),
+                loss_mask(masks, 1, conditions.reference_loss)[0].bool().tolist(),
+            )
+            shown.notes = _notes(sample, bool(drawn.drop_text[0]), bool(drawn.drop_pooled[0]))
+            yield shown
+        left -= len(clips[:left])
+
+
+def _frames(codec: VideoCodec, sample: VideoSample) -> NDArray[Any]:
+    """Return the first, middle and last frame of a clip, of a picture the only one."""
+    pixels: Tensor = codec.decode(sample.latents[None].float())
+    last = pixels.size(2) - 1
+    frames: NDArray[Any] = as_bytes(pixels[:, :, sorted({0, last // 2, last})])[0]
+    return frames
+
+
+def _notes(sample: VideoSample, drops_text: bool, drops_pooled: bool) -> list[str]:
+    used = int(sample.text.float().abs().sum(dim=-1).gt(0).sum())
+    rows = sample.text.size(0)
+    notes = [f"{used} of {rows} rows of text are filled"]
+    if used == rows:
+        notes[0] += ", so that the end of the caption may be cut"
+    replaced = [n for n, yes in (("words", drops_text), ("pooled", drops_pooled)) if yes]
+    if replaced:
+        notes.append(f"the empty caption takes the place of this one ({' and '.join(replaced)})")
+    return notes
+
+
+def _page(
+    shown: Sequence[tuple[int, Sequence[ShownClip]]], warnings: Sequence[str], options: Options
+) -> str:
+    title = f"Clips of step {options.step}, data-parallel rank {options.rank}"
+    body = [
+        "<p>First, middle and last frame, decoded from the latents. Squares are latent frames: "
+        '<span class="strip"><span></span> trained, <span class="given"></span> given, '
+        '<span class="given counts"></span> both.</span></p>',
+        *(f'<p class="warning">⚠ {escape(warning)}</p>' for warning in warnings),
+    ]
+    for step, clips in shown:
+        body.append(f"<h2>Step {step + 1}</h2>")
+        body += [_section(clip) for clip in clips]
+    return "\n".join(
+        [
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            f"<title>{escape(title)}</title><style>{style_sheet()}{_STYLE}</style></head><body>"
+            f"<h1>{escape(title)}</h1>",
+            *body,
+            "</body></html>\n",
+        ]
+    )
+
+
+def _section(clip: ShownClip) -> str:
+    pictures = "" if clip.frames is None else "".join(map(_picture, clip.frames))
+    squares = []
+    for given, counts in zip(clip.given, clip.counts, strict=True):
+        names = [*(["given"] if given else []), *(["counts"] if counts else [])]
+        names += [] if given or counts else ["left"]
+        squares.append(f'<span class="{" ".join(names)}"></span>')
+    notes = "".join(f"<div>{escape(note)}</div>" for note in clip.notes)
+    return (
+        f'<section class="clip"><header>{escape(str(clip))}</header>{pictures}'
+        f'<div class="strip">{"".join(squares)}</div><p>{escape(clip.sample.caption)}</p>{notes}'
+        "</section>"
+    )
+
+
+def _picture(frame: NDArray[Any]) -> str:
+    stream = io.BytesIO()
+    Image.fromarray(frame).save(stream, "png")
+    content = base64.b64encode(stream.getvalue()).decode()
+    return f'<img alt="" src="data:image/png;base64,{content}">'

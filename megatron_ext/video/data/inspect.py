@@ -1,0 +1,141 @@
+"""Figures of a dataset of encoded clips: its buckets, rates, captions, repeated and bad samples."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from megatron_ext.data.indexed import byte_bar
+from megatron_ext.video.data.dataset import ShardedVideos
+from megatron_ext.video.data.geometry import Bucket
+from megatron_ext.video.data.shards import MANIFEST
+
+_NAMED = 5
+"""Samples of a kind that are named."""
+
+
+def is_video_set(path: Path) -> bool:
+    """Return whether a path is a folder that tools/preprocess_video.py wrote."""
+    return (path / MANIFEST).is_file()
+
+
+@dataclass
+class Inspected:
+    """The lines of a report, and warnings."""
+
+    lines: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def inspect_videos(
+    folder: Path, *, micro_batch_size: int = 1, global_batch_size: int | None = None, scan: bool
+) -> Inspected:
+    """Report on a dataset of clips; DataError is raised if a file is missing or damaged.
+
+    Args:
+        micro_batch_size: clips of a micro-batch, for buckets that have no size of their own.
+        global_batch_size: clips of a step of a run; a bucket with fewer is warned of.
+        scan: whether all samples are read, to find bad numbers and samples that are there twice.
+    """
+    videos, found = ShardedVideos(folder), Inspected()
+    manifest, size = videos.manifest, sum(x.stat().st_size for x in folder.glob("shard_*"))
+    found.lines += [
+        f"{folder}: {len(videos)} samples in {len(manifest['shards'])} shards, {size / 1e6:.1f} MB "
+        f"as {manifest['storage']}",
+        f"latents    {manifest['latent_channels']} channels of {manifest['codec']['codec']}",
+        f"captions   {manifest['text_length']} rows of {manifest['text_width']} numbers of "
+        f"{manifest['text_encoder']['text_encoder']}",
+        f"references {', '.join(manifest['references']) or 'none'}",
+    ]
+    dropped = manifest.get("dropped") or {}
+    if dropped:
+        reasons = ", ".join(f"{count} {why}" for why, count in dropped.items())
+        found.lines.append(f"dropped    {reasons} (each in {folder}/dropped.jsonl)")
+    found.lines += _buckets(videos, micro_batch_size, global_batch_size, found.warnings)
+    if scan and len(videos):
+        _scan(videos, size, found)
+    return found
+
+
+def _buckets(
+    videos: ShardedVideos,
+    micro_batch_size: int,
+    global_batch_size: int | None,
+    warnings: list[str],
+) -> Iterator[str]:
+    """Yield a line for each bucket, and add a warning for those with too few clips for a step."""
+    yield "buckets"
+    for bucket, members in sorted(videos.members(micro_batch_size).items()):
+        count, size = len(members.clips), members.micro_batch_size
+        _, t, h, w = videos.latent_shape(members.clips[0])
+        yield (
+            f"  {bucket!s:24} {count:8d} clips ({count / len(videos):.1%}), latents {t}x{h}x{w}, "
+            f"{count // size} micro-batches of {size}"
+        )
+        if global_batch_size is not None:
+            step = size * max(1, global_batch_size // micro_batch_size)
+            if count < step:
+                warnings.append(
+                    f"{bucket} has {count} clips, but a step of its own takes {step}; give it more "
+                    "clips, mix buckets (`--mixed-buckets`), or use a smaller --global-batch-size."
+                )
+
+
+def _scan(videos: ShardedVideos, size: int, found: Inspected) -> None:
+    """Read all samples, and report rates, captions, numbers, and what is there twice or bad."""
+    rates, words = Counter[int](), list[int]()
+    same: dict[bytes, list[int]] = {}
+    no_caption, bad = list[int](), list[int]()
+    total, squares, count = 0.0, 0.0, 0
+    buckets = {x: bucket for bucket, numbers in videos.of_buckets.items() for x in numbers}
+    with byte_bar("Reading samples", size) as bar:
+        for number in range(len(videos)):
+            sample = videos[number]
+            latents = sample.latents.double()
+            bar.update(sample.latents.nbytes + sample.text.nbytes)
+            rates[sample.fps] += 1
+            words.append(len(sample.caption.split()))
+            if not words[-1]:
+                no_caption.append(number)
+            if not all(torch.isfinite(x).all() for x in (latents, sample.text, sample.pooled)):
+                bad.append(number)
+                continue
+            total += float(latents.sum())
+            squares += float(latents.square().sum())
+            count += latents.numel()
+            same.setdefault(_digest(sample.latents, buckets[number]), []).append(number)
+    shown = ", ".join(
+        f"{fps} ({n})" if fps else f"pictures ({n})" for fps, n in rates.most_common()
+    )
+    found.lines.append(f"rates      frames per second (samples): {shown}")
+    words.sort()
+    middle = words[len(words) // 2]
+    found.lines.append(
+        f"words      of a caption: {words[0]} to {words[-1]}, half have {middle} or more"
+    )
+    if count:
+        mean = total / count
+        deviation = max(squares / count - mean * mean, 0.0) ** 0.5
+        found.lines.append(f"numbers    of latents: mean {mean:.4g}, deviation {deviation:.4g}")
+    twice = [numbers for numbers in same.values() if len(numbers) > 1]
+    surplus = sum(len(numbers) - 1 for numbers in twice)
+    found.lines.append(f"repeated   {surplus} samples have the latents of another one")
+    for what, numbers in (
+        ("have the latents of another one", [numbers[1] for numbers in twice]),
+        ("have no caption", no_caption),
+        ("have numbers that are not finite, so that a run would end", bad),
+    ):
+        if numbers:
+            which = "; ".join(f"{x}: {videos[x].caption!r:.60}" for x in numbers[:_NAMED])
+            found.warnings.append(f"{len(numbers)} samples {what}. First: {which}")
+
+
+def _digest(latents: torch.Tensor, bucket: Bucket) -> bytes:
+    """Return a hash of latents and their shape."""
+    values = latents.contiguous().view(torch.uint8).numpy().tobytes()
+    return hashlib.blake2b(str(bucket).encode() + values, digest_size=16).digest()

@@ -1,0 +1,141 @@
+"""The rows of lists of clips: csv and its kin, json, jsonl and parquet."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.disk.reading import (
+    MAX_LINE_BYTES,
+    UnreadableFile,
+    lines_of,
+    open_regular,
+    parse_json,
+    read_bytes,
+)
+from megatron_ext.errors import ConfigError, DataError
+
+PATHS = ("path", "file_name", "video")
+CAPTIONS = ("text", "caption", "prompt")
+SCORES = ("motion", "motion_score")
+"""Names of one column each; of two in a row, the first that has a value is taken."""
+KNOWN = (
+    f"{', '.join(PATHS[:-1])} or {PATHS[-1]}, with {', '.join(CAPTIONS[:-1])} or {CAPTIONS[-1]}, "
+    f"and, if wanted, fps and {' or '.join(SCORES)}"
+)
+_TABLES = {".csv": ",;\t|", ".tsv": "\t"}
+"""Endings of tables, and characters that may stand between their cells."""
+_MARK = b"\xef\xbb\xbf"
+"""The byte-order mark, which spreadsheets write."""
+
+
+def rows_of(source: Path) -> Iterator[tuple[str, Any]]:
+    """Yield each row of a list, and its place in words, such as "line 3".
+
+    Raises:
+        UnreadableFile: it cannot be read.
+        DataError: a row cannot be read, or a table lacks the columns of clips.
+        ConfigError: it is a parquet file, and pyarrow is missing.
+    """
+    suffix = source.suffix.lower()
+    if suffix in _TABLES:
+        return _table_rows(source, _TABLES[suffix])
+    with open_regular(source) as stream:
+        head = stream.read(64)
+    if head.startswith(b"PAR1") or suffix == ".parquet":
+        return _parquet_rows(source)
+    if head.removeprefix(_MARK).lstrip().startswith(b"["):
+        return _items(source)
+    return _json_rows(source)
+
+
+def bad_row(source: Path, place: str, what: str) -> DataError:
+    """Return the error about a row that cannot be used."""
+    return DataError(f"{source} {place} {what}; mend the row or take it out.")
+
+
+def check_columns(source: Path, columns: Sequence[str], where: str = "") -> None:
+    """Raise DataError if a table has no column of paths or none of captions."""
+    if not (set(PATHS) & set(columns) and set(CAPTIONS) & set(columns)):
+        raise DataError(
+            f"{source} has the columns {', '.join(map(str, columns))}{where}, but needs {KNOWN}; "
+            "rename them."
+        )
+
+
+def _json_rows(source: Path) -> Iterator[tuple[str, Any]]:
+    for number, text in enumerate(lines_of(source), 1):
+        line = f"line {number}"
+        if text is None:
+            raise bad_row(source, line, f"has more than {MAX_LINE_BYTES:,} bytes")
+        text = text.removeprefix(_MARK) if number == 1 else text
+        if not text.strip():
+            continue
+        try:
+            row = parse_json(text, source, not_finite=True)
+        except UnreadableFile as error:
+            raise bad_row(source, line, f"is no JSON ({error.reason})") from None
+        yield line, row
+
+
+def _items(source: Path) -> Iterator[tuple[str, Any]]:
+    items = parse_json(read_bytes(source), source, not_finite=True)
+    return ((f"item {number}", item) for number, item in enumerate(items, 1))
+
+
+def _table_rows(source: Path, delimiters: str) -> Iterator[tuple[str, Any]]:
+    with open(source, encoding="utf-8-sig", newline="") as stream:
+        first = stream.readline()
+        if not first.strip():
+            return
+        delimiter = _delimiter(source, first, delimiters)
+        reader = csv.DictReader(chain([first], stream), delimiter=delimiter)
+        try:
+            check_columns(source, reader.fieldnames or (), " in its first line")
+            for row in reader:
+                line = f"line {reader.line_num}"
+                if None in row:
+                    extra = f"has {len(row[None])} cells more than the first line"
+                    raise bad_row(source, line, extra)
+                yield line, row
+        except csv.Error as error:
+            raise bad_row(source, f"line {reader.line_num}", f"is no csv ({error})") from None
+
+
+def _delimiter(source: Path, first: str, delimiters: str) -> str:
+    """Return what stands between the cells: what cuts the most known columns out of the names."""
+    known = {*PATHS, *CAPTIONS, *SCORES, "fps"}
+
+    def columns(delimiter: str) -> tuple[int, int]:
+        try:
+            names = next(csv.reader([first], delimiter=delimiter))
+        except csv.Error as error:
+            raise bad_row(source, "line 1", f"is no csv ({error})") from None
+        return len(known & set(names)), len(names)
+
+    return max(delimiters, key=columns)
+
+
+def _parquet_rows(source: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise ConfigError(
+            f"The list {source} is a parquet file, which needs the package pyarrow, which is not "
+            "installed; run `pip install pyarrow`, or give a csv or jsonl."
+        ) from None
+    try:
+        with parquet.ParquetFile(source) as file:
+            check_columns(source, file.schema_arrow.names)
+            number = 0
+            for batch in file.iter_batches(batch_size=1024):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"row {number}", row
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise UnreadableFile(source, f"it is no whole parquet file: {reason}") from None

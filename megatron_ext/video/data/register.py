@@ -1,0 +1,189 @@
+"""The clips that a dataset knows: the row of the list that each one was, its number and its shard.
+
+`clips.jsonl` is written before clips are encoded. A later run with more rows thereby gives old ones
+their old numbers, which decide random draws, and leaves them in their shards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.disk.reading import UnreadableFile, is_count, lines_of, row_of, shortened
+from megatron_ext.disk.writing import write_text
+from megatron_ext.errors import DataError
+from megatron_ext.video.data.clips import Clip
+from megatron_ext.video.data.geometry import Bucket
+
+FORMAT = 1
+REGISTER = "clips.jsonl"
+_LARGEST_FILE = 1 << 40
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One sample of a dataset.
+
+    Attributes:
+        key: identity of its row (`row_keys`), followed by the window of a long video, if any.
+        number: number of its row, which decides random draws.
+        path: path of the clip, for messages.
+        shard: name of its shard; None if the clip was dropped before it was encoded.
+        fps: frame rate of the sample; 0 for a picture.
+    """
+
+    key: str
+    number: int
+    path: str
+    shard: str | None = None
+    fps: float = 0.0
+
+    @property
+    def row(self) -> str:
+        """Return the key of the row of the list."""
+        return self.key.partition(".")[0]
+
+
+@dataclass
+class Register:
+    """All entries of a dataset in the order of its samples, and what they have in common.
+
+    Attributes:
+        options: what decides the bytes of a sample besides its clip and its number.
+        buckets: buckets by number, which samples store.
+    """
+
+    options: Mapping[str, Any]
+    buckets: list[Bucket] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+
+    @property
+    def fingerprint(self) -> str:
+        """Return a hash of the options."""
+        return _hash(self.options)
+
+    def shards(self) -> dict[str, list[Entry]]:
+        """Return the entries of each shard by its name, in order."""
+        shards: dict[str, list[Entry]] = {}
+        for entry in self.entries:
+            if entry.shard is not None:
+                shards.setdefault(entry.shard, []).append(entry)
+        return dict(sorted(shards.items()))
+
+    def bucket_number(self, bucket: Bucket) -> int:
+        """Return the number of a bucket, which a new one gets here."""
+        if bucket not in self.buckets:
+            self.buckets.append(bucket)
+        return self.buckets.index(bucket)
+
+
+def row_keys(clips: Sequence[Clip], folder: str) -> list[str]:
+    """Return an identity for each row of a list in ``folder``, which no other row has.
+
+    It covers the path within the folder, what the row says, and size and time of the file. Of equal
+    rows each has its own.
+    """
+    base = os.path.join(os.path.abspath(folder), "")
+    counts: Counter[str] = Counter()
+    keys = []
+    for clip in clips:
+        path = os.path.abspath(clip.path).removeprefix(base)
+        member = clip.member
+        stamps = stamp(clip.path) if member is None else [member.size, member.modified]
+        key = _hash([path, clip.caption, clip.fps, clip.motion, *stamps])[:24]
+        counts[key] += 1
+        keys.append(key if counts[key] == 1 else f"{key}-{counts[key]}")
+    return keys
+
+
+def stamp(path: str | Path) -> list[int]:
+    """Return size and modification time of a file, or nothing if there is none."""
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return []
+    return [stat.st_size, stat.st_mtime_ns]
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def write_register(folder: Path, register: Register) -> None:
+    """Publish ``clips.jsonl``."""
+    head = {
+        "format": FORMAT,
+        "options": register.options,
+        "buckets": [vars(bucket) for bucket in register.buckets],
+    }
+    lines = [head, *(vars(entry) for entry in register.entries)]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    temporary = folder / f"{REGISTER}.writing.{os.getpid()}"
+    write_text(temporary, text)
+    os.replace(temporary, folder / REGISTER)
+
+
+def read_register(folder: Path) -> Register | None:
+    """Read ``clips.jsonl``; return None if there is none, raise DataError if it is damaged."""
+    path = folder / REGISTER
+    if not path.exists():
+        return None
+    try:
+        rows = map(row_of, lines_of(path, limit=_LARGEST_FILE))
+        head = next(rows, None) or {}
+        if head.get("format") != FORMAT or not isinstance(head.get("options"), dict):
+            raise UnreadableFile(path, "its first line is not that of this format")
+        buckets = [Bucket(**bucket) for bucket in head["buckets"]]
+        return Register(head["options"], buckets, list(_entries(rows, path)))
+    except (KeyError, TypeError) as error:
+        why = f"its first line is damaged: {error!r}"
+    except UnreadableFile as error:
+        why = error.reason
+    raise DataError(
+        f"{path}, which says what the dataset holds, cannot be read ({why}); copy it again, or "
+        "give another `--output`."
+    )
+
+
+def _entries(rows: Iterable[dict[str, Any] | None], path: Path) -> Iterable[Entry]:
+    for number, row in enumerate(rows, 2):
+        try:
+            entry = Entry(**row)  # type: ignore[arg-type]
+            sound = all(isinstance(x, str) for x in (entry.key, entry.path, entry.shard or ""))
+            name = entry.shard or "shard"
+            sound = sound and Path(name).name == name and isinstance(entry.fps, int | float)
+        except TypeError:
+            sound = False
+        if not sound or not is_count(entry.number):
+            raise UnreadableFile(path, f"line {number} is damaged: {shortened(row)}")
+        yield entry
+
+
+def refuse_other_options(folder: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Raise DataError if samples of a dataset were made with other options than those given."""
+    before, now = _flat(old), _flat(new)
+    differing = [
+        f"`{name}` {shortened(before.get(name))} there, {shortened(now.get(name))} here"
+        for name in {**before, **now}
+        if before.get(name) != now.get(name)
+    ]
+    if differing:
+        raise DataError(
+            f"`--output` ({folder}) holds a dataset of other options ({'; '.join(differing)}); "
+            "give another folder, or remove it first."
+        )
+
+
+def _flat(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested options by the names on the way to them."""
+    flat: dict[str, Any] = {}
+    for name, value in json.loads(json.dumps(options)).items():
+        inner = isinstance(value, dict)
+        flat |= _flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+    return flat

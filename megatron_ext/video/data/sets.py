@@ -1,0 +1,216 @@
+"""Several sets of clips in one run: their shares of an epoch, and what they must have in common."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.video.data.dataset import VideoClips
+from megatron_ext.video.data.encode import VideoSample
+from megatron_ext.video.data.geometry import Bucket, BucketPlan
+from megatron_ext.video.data.manifest import buckets_of
+from megatron_ext.video.data.sampler import Members
+
+_ALIKE = (
+    "codec",
+    "text_encoder",
+    "storage",
+    "references",
+    "latent_channels",
+    "text_length",
+    "text_width",
+    "pooled_width",
+)
+"""Entries of the manifest that sets of one run must share."""
+
+
+@dataclass(frozen=True)
+class Blend:
+    """The sets of a run in their order, without any twice.
+
+    Attributes:
+        weights: share of the samples that each set gives; None without weights.
+        repeats: how often each set was named.
+    """
+
+    paths: tuple[str, ...]
+    weights: tuple[float, ...] | None
+    repeats: tuple[int, ...]
+
+    def passes(self, sizes: Sequence[int]) -> list[Fraction]:
+        """Return how often an epoch passes through each set of a number of clips.
+
+        With weights the set that is passed least often is passed once.
+        """
+        if self.weights is None:
+            return [Fraction(count) for count in self.repeats]
+        rates = [Fraction(weight) / size for weight, size in zip(self.weights, sizes, strict=True)]
+        least = min(rate for rate in rates if rate)
+        return [rate / least for rate in rates]
+
+
+def blend_of(words: Sequence[str], flag: str = "--video-data-path") -> Blend:
+    """Parse paths, or weights and paths in turn as in Megatron-LM; a path may be given again.
+
+    Bad weights, or a mix of both forms, raise ConfigError.
+    """
+    numbers = [_number(word) for word in words]
+    if len(words) == 1 or not any(x is not None for x in numbers):
+        paths = tuple(dict.fromkeys(words))
+        return Blend(paths, None, tuple(words.count(path) for path in paths))
+    given = " ".join(words)
+    weights, paths = numbers[::2], tuple(dict.fromkeys(words[1::2]))
+    mixed = None in weights or any(x is not None for x in numbers[1::2]) or len(words) % 2
+    if mixed:
+        raise ConfigError(
+            f"`{flag}` ({given}) mixes weights and paths; give only paths, or a weight before each "
+            "path."
+        )
+    sums = dict.fromkeys(paths, 0.0)
+    for weight, path in zip(weights, words[1::2], strict=True):
+        sums[path] += weight or 0.0
+    if min(x or 0.0 for x in weights) < 0 or not 0 < sum(sums.values()) < math.inf:
+        raise ConfigError(
+            f"`{flag}` ({given}) has the weights {weights}, which must be finite, at least 0 and "
+            "not all 0; correct them."
+        )
+    return Blend(paths, tuple(sums.values()), (1,) * len(paths))
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def joined_manifest(
+    blend: Blend, manifests: Sequence[dict[str, Any]], flag: str = "--video-data-path"
+) -> dict[str, Any]:
+    """Return a manifest for all sets: that of the first one, with the buckets of all.
+
+    Sets that were encoded by other models, or give a bucket another micro-batch size, raise
+    ConfigError.
+    """
+    first = manifests[0]
+    for path, manifest in zip(blend.paths, manifests, strict=True):
+        for name in _ALIKE:
+            if manifest[name] != first[name]:
+                raise ConfigError(
+                    f"`{flag}` ({path}) has `{name}` {_short(manifest[name])}, but "
+                    f"{blend.paths[0]} has {_short(first[name])}; preprocess both alike."
+                )
+    sizes: dict[Bucket, Any] = {}
+    for path, manifest in zip(blend.paths, manifests, strict=True):
+        for bucket, entry in zip(buckets_of(manifest), manifest["buckets"], strict=True):
+            size = entry["micro_batch_size"]
+            if sizes.setdefault(bucket, size) != size:
+                raise ConfigError(
+                    f"`{flag}` ({path}) has micro-batches of {size} for {bucket}, but another set "
+                    f"has {sizes[bucket]}; give `--video-buckets` with one of them."
+                )
+    deciding = [[m["fingerprint"] for m in manifests], blend.weights, blend.repeats]
+    return {
+        **first,
+        "buckets": [
+            {"shape": vars(bucket), "micro_batch_size": size} for bucket, size in sizes.items()
+        ],
+        "fingerprint": hashlib.sha256(json.dumps(deciding).encode()).hexdigest(),
+    }
+
+
+def _short(value: Any) -> str:
+    return json.dumps(value)[:200]
+
+
+class JoinedVideos(VideoClips):
+    """The clips of several sets, which follow each other in the order of the blend."""
+
+    def __init__(self, blend: Blend, sets: Sequence[VideoClips], plan: BucketPlan | None) -> None:
+        self.blend, self._sets, self.plan = blend, list(sets), plan
+        manifests = [one.manifest for one in sets]
+        if plan is not None:
+            # Its sizes count, whatever the sets say.
+            manifests = [{**m, "buckets": _without_sizes(m)} for m in manifests]
+        self.manifest = joined_manifest(blend, manifests)
+        self._begins = np.cumsum([0, *map(len, sets)])
+        self.passes = blend.passes([len(one) for one in sets])
+        self.of_buckets = {}
+        for bucket in buckets_of(self.manifest):
+            numbers = [x for place in range(len(sets)) for x in self._numbers(place, bucket)]
+            if numbers:
+                self.of_buckets[bucket] = numbers
+
+    def _numbers(self, place: int, bucket: Bucket) -> list[int]:
+        """Return the numbers of the clips of a bucket that a set gives."""
+        begin = int(self._begins[place])
+        return [begin + number for number in self._sets[place].of_buckets.get(bucket, ())]
+
+    def __len__(self) -> int:
+        return int(self._begins[-1])
+
+    def _place(self, number: int) -> tuple[VideoClips, int]:
+        place = int(np.searchsorted(self._begins, number, side="right")) - 1
+        return self._sets[place], number - int(self._begins[place])
+
+    def _sample(self, number: int) -> VideoSample:
+        clips, own = self._place(number)
+        return clips[own]
+
+    def latent_shape(self, number: int) -> tuple[int, int, int, int]:
+        clips, own = self._place(number)
+        return clips.latent_shape(own)
+
+    @property
+    def null_text(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return self._sets[0].null_text
+
+    def members(self, *options: Any) -> dict[Bucket, Members]:
+        members = {}
+        for bucket, alone in super().members(*options).items():
+            shares = []
+            for place, passes in enumerate(self.passes):
+                numbers = self._numbers(place, bucket)
+                shares.append((numbers, round(passes * len(numbers))))
+            if any(count for _, count in shares):
+                members[bucket] = Members.of_shares(shares, alone.micro_batch_size)
+        return members
+
+    def table(self) -> str:
+        """Return text with a line for each set: its clips, and how often an epoch takes them."""
+        whole = sum(p * len(one) for p, one in zip(self.passes, self._sets, strict=True))
+        lines = ["> sets of clips:"]
+        for path, passes, one in zip(self.blend.paths, self.passes, self._sets, strict=True):
+            share = float(passes * len(one) / whole)
+            times = f"{float(passes):.3g} times an epoch, {share:.1%} of the samples"
+            lines.append(f"  {path}: {len(one)} clips, {times}")
+        encode = self._sets[0].manifest.get("encode", {})
+        for path, one in zip(self.blend.paths, self._sets, strict=True):
+            own = one.manifest.get("encode", {})
+            other = [f"`{k}`" for k in {**encode, **own} if own.get(k) != encode.get(k)]
+            if other:
+                lines.append(
+                    f"  {path} was encoded with other {', '.join(other)} than "
+                    f"{self.blend.paths[0]}, which sampling follows"
+                )
+        return "\n".join(lines)
+
+
+def _without_sizes(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{**entry, "micro_batch_size": None} for entry in manifest["buckets"]]
+
+
+def check_not_empty(blend: Blend, sets: Sequence[VideoClips]) -> None:
+    """Raise DataError for a set without clips, whose share no other can take."""
+    for path, one in zip(blend.paths, sets, strict=True):
+        if not len(one):
+            raise DataError(f"{path} holds no clips; leave it out of `--video-data-path`.")
