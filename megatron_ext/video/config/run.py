@@ -58,8 +58,10 @@ class VideoConfig:
         'JSON {resolution: {frames: [probability, micro-batch size]}}, such as {"256px": {"17": '
         "[1.0, 4]}}; default: as the data was preprocessed",
     )
-    mixed_buckets: bool = flag(
-        False, "clips of different buckets in one step; without pipeline stages only"
+    mixed_buckets: bool | None = flag(
+        None,
+        "clips of different buckets in one step; default: if a bucket has too few clips for a step "
+        "of its own, and would never be trained",
     )
     video: bool = derived(True)
 
