@@ -154,12 +154,12 @@ def _give_weights(run: Run) -> None:
     optimizer, update = run.optimizer, run.ema.update
 
     @torch.no_grad()
-    def updated(step: int) -> None:
+    def updated(step: int, **options: Any) -> None:
         for chunk in run.chunks:
             for shard in shards_of(chunk.module):
                 shard.tensor.copy_(shard.cut(_weight(shard.name, shard.full_shape, step)))
         optimizer.reload_model_params()
-        update(step)
+        update(step, **options)
 
     run.ema.update = updated  # type: ignore[method-assign]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from megatron_ext.config.flags import spelling_of
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.optimizer import (
@@ -216,6 +217,8 @@ def ema_errors(ema: EmaConfig, training: TrainingConfig) -> Iterator[str]:
         yield f"`--ema-start` ({ema.ema_start}) {needs}"
     if not ema.ema_decay and every > 1:
         yield f"`--ema-update-every` ({every}) {needs}"
+    if not ema.ema_decay and ema.ema_warmup is not None:
+        yield f"`{spelling_of(ema, 'ema_warmup')}` {needs}"
     if ema.eval_ema and not ema.keeps_average(trains=not training.skip_train):
         yield f"`--eval-ema` {needs}"
     if ema.eval_ema and not training.evaluates:

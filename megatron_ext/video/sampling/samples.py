@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megatron_ext.parallel.collectives import on_reporting_rank
 from megatron_ext.schedules.forward import forward_engine
@@ -34,6 +35,19 @@ def velocity_of(run: Run) -> ParallelVelocity:
     runner = run.runner
     engine = runner.engine or forward_engine(run.chunks, runner.transformer_config, run.context)
     return network_of(run.config).sampled(engine, run.chunks, run.context)
+
+
+def say_share_of_start(run: Run) -> None:
+    """Say how much of a run's averaged weights is still their start, before clips are sampled."""
+    note = run.progress.average_note
+    if note is not None:
+        run.reporters.say(f"{note}; `--no-sample-ema` samples with the last weights")
+
+
+def facts_of_weights(run: Run, *, averaged: bool) -> dict[str, Any]:
+    """Return facts on the weights that made samples, for ``samples.jsonl``."""
+    facts = {"iteration": run.progress.iteration, "averaged_weights": averaged}
+    return {**facts, "share_of_start": run.progress.average_start} if averaged else facts
 
 
 class ClipSampler:
@@ -78,6 +92,8 @@ class ClipSampler:
         """
         run, sample = self._run, self._sample
         ema = run.ema if sample.sample_ema else None
+        if ema is not None:
+            say_share_of_start(run)
         with run.parameter_gather.paused(), ema.swapped_in(run.chunks) if ema else nullcontext():
             latents = generate_latents(
                 self._velocity,
@@ -86,7 +102,7 @@ class ClipSampler:
                 sampling=sample,
                 context=run.context,
             )
-        facts = {"iteration": run.progress.iteration, "averaged_weights": ema is not None}
+        facts = facts_of_weights(run, averaged=ema is not None)
 
         def write() -> None:
             assert latents is not None and self._codec is not None

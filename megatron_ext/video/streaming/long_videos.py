@@ -40,6 +40,7 @@ from megatron_ext.video.sampling.clips import (
     publish,
     shown_frames,
 )
+from megatron_ext.video.sampling.samples import facts_of_weights, say_share_of_start
 from megatron_ext.video.streaming import decisions
 from megatron_ext.video.streaming.config import DEFAULT_FPS, StreamingConfig, StreamingSampleConfig
 from megatron_ext.video.streaming.noise_schedule import NoiseSchedule
@@ -206,6 +207,8 @@ class LongVideoSampler:
         on_reporting_rank(lambda: open_folder(folder), f"Opening {folder}", context)
         writing = folder.with_name(f".{folder.name}.writing")
         ema = run.ema if self._sample.sample_ema else None
+        if ema is not None:
+            say_share_of_start(run)
         weights = ema.swapped_in(run.chunks) if ema else nullcontext()
         videos, fault = list[WrittenVideo](), None
         try:
@@ -218,8 +221,7 @@ class LongVideoSampler:
             "seed": self._sample.sample_seed,
             "fps": self._fps,
             "latent_frames": self._num_frames,
-            "iteration": run.progress.iteration,
-            "averaged_weights": ema is not None,
+            **facts_of_weights(run, averaged=ema is not None),
         }
         try:
             parts = from_all_ranks((videos, timer.throughput), fault)

@@ -240,8 +240,8 @@ def test_infinite_videos_end_no_run(tmp_path: Path, capfd: pytest.CaptureFixture
         average = next(iter(run.ema._parts)).average
         update = run.ema.update
 
-        def updated(step: int) -> None:
-            update(step)
+        def updated(step: int, **options: Any) -> None:
+            update(step, **options)
             average.fill_(torch.nan)
 
         run.ema.update = updated  # type: ignore[method-assign]
