@@ -115,7 +115,7 @@ FLOW_LEFT_OUT: LeftOut = {**LEFT_OUT, "lora": {"*": f"{_ON}its layers take no ad
 
 _SAMPLES_OF_FLOW = (
     "sample_steps sample_text_scale sample_image_scale sample_oscillation sample_scale_by_frame "
-    "sample_size sample_frames"
+    "sample_size sample_frames sample_negative_prompt"
 ).split()
 _SHIFTS = "shift_base_tokens shift_base shift_max_tokens shift_max shift_by_length".split()
 
