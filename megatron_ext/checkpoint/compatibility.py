@@ -33,6 +33,7 @@ from megatron_ext.checkpoint.unpickling import common_state_of, stored_entries
 from megatron_ext.config.flags import IfChanged, if_changed
 from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.config.output import CheckpointConfig
+from megatron_ext.config.rules.optimizer import has_usual_warmup
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.optim.schedule import schedule_lengths
@@ -394,12 +395,20 @@ def _check_schedule(path: Path, config: RunConfig, stored: Mapping[str, Any]) ->
     decays = "weight_decay" if constant else "start_weight_decay end_weight_decay"
     moved = _moved(f"{_RATES} {decays}", flags, before.optimizer)
     lengths, earlier = schedule_lengths(config), schedule_lengths(before)
-    if constant:
-        del lengths["wd_incr_steps"], earlier["wd_incr_steps"]
+    end_is_given = bool(flags.lr_decay_iters or flags.lr_decay_samples)
+    unused = ["wd_incr_steps"] if constant else []
+    if flags.lr_decay_style == before.optimizer.lr_decay_style == "constant":
+        unused.append("lr_decay_steps")
+        end_is_given = True
+        if has_usual_warmup(flags, training) and has_usual_warmup(
+            before.optimizer, before.training
+        ):
+            unused.append("lr_warmup_steps")
+    for name in unused:
+        del lengths[name], earlier[name]
     if lengths != earlier:
         moved += _moved(_PHASES, flags, before.optimizer)
-        given = flags.lr_decay_iters or flags.lr_decay_samples
-        end = "" if constant and given else "train_iters train_samples "
+        end = "" if constant and end_is_given else "train_iters train_samples "
         moved += _moved(end + _BATCHES, training, before.training)
     if moved:
         raise CheckpointError(

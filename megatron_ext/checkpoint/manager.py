@@ -307,7 +307,10 @@ class CheckpointManager:
             run_state.restore_random_state(self._context, loaded["rng_state"])
         if self._base is not None and recorded is None:
             self._base = adapters.FrozenBase.at(path, average=averaged)
-        return _told(found, common, notes)
+        told = _told(found, common, notes)
+        if ema is not None and not with_averages:
+            told.progress.update(run_state.NEW_AVERAGE)
+        return told
 
     def _found(self) -> CheckpointRef | None:
         """Return the checkpoint that the flags choose, with verified files."""

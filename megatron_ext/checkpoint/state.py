@@ -303,6 +303,10 @@ class LoadedCheckpoint:
     notes: list[str] = field(default_factory=list)
 
 
+NEW_AVERAGE = {"average_updates": 0, "average_start": 1.0}
+"""Counters in `LoadedCheckpoint.progress` of averages that start from the loaded weights."""
+
+
 def holds_averages(path: Path) -> bool:
     return any(name.startswith(PREFIX) for name in stored_entries(path))
 

@@ -239,15 +239,23 @@ class EmaConfig:
         COUNT,
         "steps",
     )
+    ema_warmup: bool | None = flag(
+        None,
+        "let the share that is retained rise to --ema-decay: at the nth update it is at most "
+        "n / (9 + n), so that the weights of the start are soon forgotten; default: yes, or as the "
+        "task says",
+    )
     eval_ema: bool = flag(False, "evaluate with the averaged weights too", if_changed="allow")
     for_sampling: bool = False
     """The run only samples, with the averaged weights."""
 
     def resolved(self) -> EmaConfig:
-        """Return a copy with ``ema_start`` set to 1 if there is an average and no given start."""
-        if not self.ema_decay or self.ema_start is not None:
+        """Return a copy that has a start and a warm-up by default, if there is an average."""
+        if not self.ema_decay:
             return self
-        return dataclasses.replace(self, ema_start=1)
+        start = 1 if self.ema_start is None else self.ema_start
+        warmup = True if self.ema_warmup is None else self.ema_warmup
+        return dataclasses.replace(self, ema_start=start, ema_warmup=warmup)
 
     def keeps_average(self, *, trains: bool) -> bool:
         """Return whether the run holds averaged weights.

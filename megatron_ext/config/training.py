@@ -205,7 +205,10 @@ class TrainingConfig(Changeable):
         if len(given) > 1:
             yield f"{' and '.join(given)} exclude each other; give one."
         if not given and not self.skip_train:
-            yield "`--train-iters` is missing; give it or `--train-samples`."
+            yield (
+                "`--train-iters` is missing; give it, `--train-samples`, or `--train-epochs` for "
+                "data that is passed through in epochs."
+            )
 
     def _batch_errors(self, replicas: int) -> Iterator[str]:
         micro, batch = self.micro_batch_size, self.global_batch_size

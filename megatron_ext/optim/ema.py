@@ -3,6 +3,9 @@
 After each applied update ``average <- average + (1 - decay) * (weight - average)``, where
 ``weight`` is the fp32 weight that the optimizer updates. Each operation rounds once, so that the
 average is bitwise the same in every layout.
+
+Where the average warms up, the decay of the update after n others is at most (1 + n) / (10 + n).
+Without that, an average of decay D would be mostly its start for about 1 / (1 - D) updates.
 """
 
 from __future__ import annotations
@@ -56,7 +59,8 @@ class ShardedEMA:
     Args:
         optimizer: any optimizer of megatron-core. With None, every rank holds the whole average of
             each trained parameter, into which a checkpoint can be loaded.
-        decay: weight of the old average in the new one.
+        decay: weight of the old average in the new one, or its limit with ``warmup``.
+        warmup: whether early updates have a smaller decay.
         start: first training step, counted from 1, that is averaged. Before that step the average
             equals the weights.
     """
@@ -68,8 +72,9 @@ class ShardedEMA:
         *,
         decay: float = 0.0,
         start: int = 1,
+        warmup: bool = False,
     ) -> None:
-        self.decay, self.start = decay, start
+        self.decay, self.start, self._warmup = decay, start, warmup
         if optimizer is None:
             parameters = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
             self._parts = [_part(Shard(parameter, parameter)) for parameter in parameters]
@@ -85,12 +90,17 @@ class ShardedEMA:
         for part in self._parts:
             part.average.copy_(part.main)
 
+    def decay_after(self, earlier: int) -> float:
+        """Return the decay of an update that follows ``earlier`` ones."""
+        return min(self.decay, (1 + earlier) / (10 + earlier)) if self._warmup else self.decay
+
     @torch.no_grad()
-    def update(self, step: int, applied: Tensor | None = None) -> None:
+    def update(self, step: int, applied: Tensor | None = None, *, earlier: int = 0) -> None:
         """Update the averages with the weights after a training step.
 
         Args:
             step: number of training steps done, including this one and skipped ones.
+            earlier: number of updates since the averages were the weights, for `decay_after`.
             applied: whether the step updated the weights, bool ``[]`` on their device. If False,
                 the averages do not change. None means True.
         """
@@ -99,9 +109,10 @@ class ShardedEMA:
         if step < self.start:
             self.restart()
             return
-        share: Tensor | float = 1.0 - self.decay
+        new = 1.0 - self.decay_after(earlier)
+        share: Tensor | float = new
         if applied is not None:
-            share = applied * torch.full((), 1.0 - self.decay, device=applied.device)
+            share = applied * torch.full((), new, device=applied.device)
         for mains, averages in self._batches:
             change = torch._foreach_sub(mains, averages)
             torch._foreach_mul_(change, share)

@@ -19,6 +19,7 @@ from megatron.core.optimizer_param_scheduler import (
 )
 
 from megatron_ext.config.batch_size import samples_after
+from megatron_ext.config.rules.optimizer import has_usual_warmup
 from megatron_ext.config.run import RunConfig
 
 WSD = "wsd_decay_steps"
@@ -84,9 +85,14 @@ class Place:
 
 
 class Schedule(OptimizerParamScheduler):  # type: ignore[misc]
-    """megatron-core's schedule, which goes on at its rate when the lengths of its phases change."""
+    """megatron-core's schedule, which goes on at its rate when the lengths of its phases change.
+
+    Attributes:
+        has_usual_warmup: whether the warm-up is the task's default for a run of this length.
+    """
 
     _loaded: dict[str, Any] | None = None
+    has_usual_warmup = False
     lr_warmup_steps: float
     lr_decay_steps: float
     wsd_decay_steps: float | None
@@ -100,9 +106,15 @@ class Schedule(OptimizerParamScheduler):  # type: ignore[misc]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; raise an AssertionError if it is of another schedule and no flag decides.
 
-        The time over which the weight decay grows is not compared where it does not grow.
+        The time over which the weight decay grows is not compared where it does not grow, nor the
+        length of a decay with a constant rate. Such a rate keeps the checkpoint's warm-up, unless a
+        flag gives another one.
         """
         self._loaded = dict(state_dict)
+        if self.lr_decay_style == state_dict.get("lr_decay_style") == "constant":
+            state_dict = {**state_dict, "lr_decay_steps": self.lr_decay_steps}
+            if self.has_usual_warmup and not self.override_opt_param_scheduler:
+                self.lr_warmup_steps = state_dict["lr_warmup_steps"]
         if self.wd_incr_style == state_dict.get("wd_incr_style") == "constant":
             state_dict = {**state_dict, "wd_incr_steps": self.wd_incr_steps}
         super().load_state_dict(state_dict)
@@ -193,7 +205,7 @@ def continued(style: str, theirs: Place, ours: Place, left: int) -> Place:
 def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> Schedule:
     """Build the learning-rate and weight-decay schedule, whose steps are counted in samples."""
     flags = config.optimizer
-    return Schedule(
+    schedule = Schedule(
         optimizer,
         init_lr=flags.lr_warmup_init,
         max_lr=flags.lr,
@@ -207,3 +219,5 @@ def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> Schedule
         lr_wsd_decay_style=flags.lr_wsd_decay_style,
         **schedule_lengths(config),
     )
+    schedule.has_usual_warmup = has_usual_warmup(flags, config.training)
+    return schedule

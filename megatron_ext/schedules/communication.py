@@ -23,6 +23,9 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Placement
 from megatron_ext.schedules.plan import Action, Key, Kind, Plan, settled_messages
 
+Shape = Sequence[int] | Sequence[Sequence[int]]
+"""The shape of all messages of a step, or a list with the shape of each micro-batch."""
+
 _PENDING = 64
 """The number of messages of one rank that may be in flight."""
 
@@ -31,8 +34,9 @@ class Channels:
     """Sends and receives the messages of one step on one rank.
 
     Args:
-        shape: shape of all messages, ``[s, b, h]``. If shapes vary, this argument is unused, and
-            each message is preceded by its own shape.
+        shape: shape of all messages, ``[s, b, h]``, or a list with that of each micro-batch. If
+            megatron-core lets shapes vary, this argument is unused, and each message is preceded by
+            its own shape.
 
     Attributes:
         sent: messages that this rank keeps in memory, in the order in which they were sent.
@@ -43,7 +47,7 @@ class Channels:
         transformer_config: TransformerConfig,
         context: ParallelContext,
         plan: Plan,
-        shape: Sequence[int],
+        shape: Shape,
     ) -> None:
         self.rank, self.ranks = context.pp_rank, context.pipeline_ranks
         self.recorder = context.recorder
@@ -82,7 +86,7 @@ class Channels:
         """Start to receive a message from the action's peer; `take` returns it."""
         assert action.peer is not None
         group = self.groups[self.rank < action.peer]
-        shape = self.shape
+        shape = self._shape_of(action)
         if shape is None:
             sizes = torch.empty(3, dtype=torch.int64, device=self.device)
             torch.distributed.recv(sizes, group=group, group_src=action.peer)
@@ -92,6 +96,12 @@ class Channels:
         assert work is not None
         peer = self.ranks[action.peer]
         self.received[action.kind, action.microbatch, action.stage] = (work, message, peer)
+
+    def _shape_of(self, action: Action) -> Sequence[int] | None:
+        """Return the shape of a micro-batch's messages; None if it is sent before each."""
+        if self.shape is None or isinstance(self.shape[0], int):
+            return self.shape  # type: ignore[return-value]
+        return self.shape[action.microbatch]  # type: ignore[return-value]
 
     def take(self, kind: Kind, action: Action) -> Tensor:
         """Wait for the message of kind ``kind`` that a computation needs, and return it."""

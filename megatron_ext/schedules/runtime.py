@@ -29,7 +29,7 @@ from megatron_ext.layers.transformer_layer import TransformerLayer
 from megatron_ext.layers.weight_gradients import zero_untouched
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Placement
-from megatron_ext.schedules.communication import Channels, GradientSync
+from megatron_ext.schedules.communication import Channels, GradientSync, Shape
 from megatron_ext.schedules.orders import build_plan
 from megatron_ext.schedules.plan import Action, Kind, Plan
 
@@ -139,7 +139,7 @@ class PipelineEngine:
         forward_step: ForwardStep,
         data_iterators: Sequence[Iterator[Any] | None],
         num_microbatches: int,
-        shape: Sequence[int],
+        shape: Shape,
         *,
         forward_only: bool = False,
         collect_non_loss_data: bool = False,
@@ -152,7 +152,8 @@ class PipelineEngine:
             forward_step: maps ``(data_iterator, model)`` to the output and the loss function, as
                 megatron-core's schedules take it.
             data_iterators: one for each chunk.
-            shape: shape of this rank's messages, ``[s, b, h]``; see `Channels`.
+            shape: shape of this rank's messages, ``[s, b, h]``, or of each micro-batch's; see
+                `Channels`.
             collect_non_loss_data: call the loss function with ``non_loss_data=True``.
             force_all_reduce: give every data-parallel rank all reduced gradients.
             scale_gradients: divide the gradients by the number of tokens, if the loss is a mean
@@ -221,7 +222,7 @@ class _Step:
         plan: Plan,
         forward_step_func: ForwardStep,
         data_iterators: Sequence[Iterator[Any] | None],
-        shape: Sequence[int],
+        shape: Shape,
     ) -> None:
         self.plan, self.placement = plan, plan.placement
         self.chunks, self.context = engine.chunks, engine.context

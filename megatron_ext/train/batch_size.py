@@ -50,6 +50,10 @@ class Progress:
         data_order: the mixtures of the run, from which the order of its samples follows; None for
             data whose order is that of the dataset.
         data_plan: digest of all that decides each step's samples; empty for data without a digest.
+        average_updates: updates of the averaged weights since these were the weights themselves.
+            A step that was skipped counts, since a GPU may not know of it yet.
+        average_start: share of the averages that is still the weights from which they started; None
+            if unknown.
         recent_values: loss and gradient norm of the last steps, for ``--on-spike``; else empty.
     """
 
@@ -64,6 +68,8 @@ class Progress:
     lowest_loss: float | None = None
     stale_evaluations: int = 0
     data_plan: str = ""
+    average_updates: int = 0
+    average_start: float | None = 1.0
     recent_values: list[list[float]] = field(default_factory=list)
     data_order: dict[str, Any] | None = None
 
@@ -75,13 +81,35 @@ class Progress:
         if steps_per_epoch is not None:
             self.epoch = self.iteration / steps_per_epoch
 
+    def count_average(self, decay: float) -> None:
+        """Count an update of the averaged weights that retains the share ``decay`` of them."""
+        self.average_updates += 1
+        if self.average_start is not None:
+            self.average_start *= decay
+
+    @property
+    def average_note(self) -> str | None:
+        """Return a clause on how much of the averages is still their start; None if very little."""
+        share = self.average_start
+        if not self.average_updates or share is None or share < 1e-3:
+            return None
+        return (
+            f"{share:.1%} of the averaged weights is still the weights that they started from, "
+            f"{self.average_updates} update(s) before"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Progress:
-        """Build counters from `to_dict`'s values; ignore unknown keys, as newer versions add."""
+        """Build counters from `to_dict`'s values; ignore unknown keys, as newer versions add.
+
+        Values from before updates of averages were counted have had one after each step.
+        """
         names = {field.name for field in fields(cls)}
         known = {name: value for name, value in values.items() if name in names}
+        if "average_updates" not in known and known.get("iteration"):
+            known |= {"average_updates": known["iteration"], "average_start": None}
         best = [BestCheckpoint(**entry) for entry in known.pop("best_checkpoints", [])]
         return cls(**known, best_checkpoints=best)

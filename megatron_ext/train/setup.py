@@ -142,8 +142,13 @@ def _average(
 ) -> ShardedEMA | None:
     if not config.keeps_average(trains=trains):
         return None
-    decay, start = config.ema_decay or 0.0, config.ema_start or 1
-    return ShardedEMA(chunks, optimizer, decay=decay, start=start)
+    return ShardedEMA(
+        chunks,
+        optimizer,
+        decay=config.ema_decay or 0.0,
+        start=config.ema_start or 1,
+        warmup=bool(config.ema_warmup),
+    )
 
 
 def _peak_flops(device: torch.device) -> float | None:

@@ -29,6 +29,7 @@ from megatron_ext.losses.contract import LossFunction, Report, StepCounts, check
 from megatron_ext.optim.schedule import Schedule
 from megatron_ext.optim.update import UpdateResult, all_decide_on_device, update_parameters
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.schedules.communication import Shape
 from megatron_ext.schedules.runtime import PipelineEngine, step_graphs
 from megatron_ext.train.step_losses import mean_of, reduce_reports, take_auxiliary_losses
 from megatron_ext.train.task import Task
@@ -216,11 +217,15 @@ class StepRunner:
 
         return masks
 
-    def _shape(self, batches: Sequence[Any] | None) -> Sequence[int]:
-        """Return the shape ``[s, b, h]`` of the tensor that this rank sends to the next stage."""
+    def _shape(self, batches: Sequence[Any] | None) -> Shape:
+        """Return the shape ``[s, b, h]`` of the tensors that this rank sends to the next stage.
+
+        If the task says the shape, micro-batches may differ, and it is a list of one for each.
+        """
         if self.task.boundary_shape is not None:
             assert batches is not None
-            return self.task.boundary_shape(batches, self.chunks[0])
+            shape_of = self.task.boundary_shape
+            return [shape_of(batch, self.chunks[0]) for batch in batches]
         length = self.seq_length
         assert length is not None
         length //= self.context.pgs.cp.size()

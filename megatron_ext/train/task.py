@@ -48,7 +48,7 @@ SourceProvider = Callable[[Any, Any, Any, int, bool], BatchSource]
 InitialWeights = Callable[
     [RunConfig, ParallelContext, Sequence[torch.nn.Module]], "list[str] | None"
 ]
-BoundaryShape = Callable[[Sequence[Any], torch.nn.Module], Sequence[int]]
+BoundaryShape = Callable[[Any, torch.nn.Module], Sequence[int]]
 ProcessNonLossData = Callable[[Any, int, Any], None]
 
 STEP_FLAGS = {
@@ -82,8 +82,8 @@ class Task(TaskFlags):
         source: ``(run, dataset, assets, consumed_samples, full_epoch)`` to the batches of one
             split, grouped by step.
         step_stats: ``(run, num_microbatches)`` to the `StepStats` of the next training step.
-        boundary_shape: ``(batches, chunk)`` to the shape ``[s, b, h]`` of the activations between
-            pipeline stages in a step; None if the flags determine it.
+        boundary_shape: ``(batch, chunk)`` to the shape ``[s, b, h]`` of a micro-batch's activations
+            between pipeline stages; None if the flags determine it.
         callbacks: each ``(run)`` to a `callbacks.callback.Callback`, called when training begins;
             usually the classes themselves.
         sample_name: noun for samples in the log, such as "images"; None to log no sample rate.

@@ -92,8 +92,13 @@ class FlowBatchBuilder(ABC):
         self._patch = patch
         self._conditions = config.section(ConditionConfig)
 
-    def __call__(self, batch: VideoBatch, samples: Sequence[int]) -> FlowMicrobatch:
-        """Return one micro-batch of clips; ``samples`` are the clips' numbers in the run."""
+    def __call__(
+        self, batch: VideoBatch, samples: Sequence[int], counted: int | None = None
+    ) -> FlowMicrobatch:
+        """Return one micro-batch of clips; ``samples`` are the clips' numbers in the run.
+
+        Only the first ``counted`` clips have a weight in the loss; by default all have one.
+        """
         flow, dropout = self._config.section(FlowConfig), self._config.section(TextDropoutConfig)
         conditions, latents, device = self._conditions, batch.latents, batch.latents.device
         _, c, t, h, w = latents.shape
@@ -109,6 +114,8 @@ class FlowBatchBuilder(ABC):
         if self._context.is_last_stage:
             mask = loss_mask(masks, per_frame, conditions.reference_loss)
             weights = token_weights(mask, flow.loss_normalization)
+            if counted is not None:
+                weights[counted:] = 0.0
             modes = to_device(randomness.modes, device)
             usual = weights.sum() / self._context.pgs.cp.size()
             whole = FlowTargets(pack(velocity, self._patch), weights, times, modes, usual)

@@ -1,5 +1,6 @@
 """The averaged weights against closed forms, one rank against several, and weights in 16 bits."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Layout
+from megatron_ext.train.batch_size import Progress
 from tests.checkpoint.tiny import Tiny, build
 from tests.ranks import ranks, run_on_ranks
 
@@ -65,6 +67,26 @@ def test_the_average_is_the_closed_form(context: ParallelContext, distributed: b
         history.append(_weights(tiny))
     assert all(not torch.equal(first, history[-1][name]) for name, first in history[0].items())
     _assert_close(_averages(tiny, ema), _closed_form(history))
+
+
+def test_an_average_warms_up_to_its_decay() -> None:
+    """Take the decays of diffusers: after n updates the start has a share of 9! n! / (n + 9)!."""
+    tiny = torch.nn.Linear(1, 1)
+    ema, plain = ShardedEMA([tiny], None, decay=0.9999, warmup=True), ShardedEMA([tiny], None)
+    assert [ema.decay_after(n) for n in (0, 1, 60)] == [1 / 10, 2 / 11, 61 / 70]
+    assert ema.decay_after(10**6) == 0.9999 and plain.decay_after(0) == 0.0
+    progress = Progress()
+    for n in range(60):
+        assert (progress.average_note is None) == (n == 0 or math.comb(n + 9, 9) > 1000)
+        progress.count_average(ema.decay_after(n))
+    assert math.isclose(progress.average_start or 0, 1 / math.comb(69, 9))
+    slow = Progress(average_updates=60, average_start=0.9999**60)
+    assert slow.average_note == (
+        "99.4% of the averaged weights is still the weights that they started from, 60 update(s) "
+        "before"
+    )
+    before = Progress.from_dict({"iteration": 500})
+    assert (before.average_updates, before.average_note) == (500, None)
 
 
 @ranks()

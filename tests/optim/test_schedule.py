@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.optim import schedule
-from tests.training_runs import TINY, config_of, mock_data, train_steps
+from tests.training_runs import TINY, config_of, mock_data, train_steps, without
 
 PEAK, FLOOR, WARMUP, STEPS = 1e-3, 1e-4, 2, 12
 
@@ -190,6 +190,37 @@ def test_a_longer_run_goes_on_from_its_rate(style: str, at: int) -> None:
             assert rates[step - at] == pytest.approx(want, rel=1e-9), step
     if style == "WSD":
         assert rates[-1] == pytest.approx(FLOOR, rel=1e-9)
+
+
+def test_a_constant_rate_needs_no_flag_to_go_on() -> None:
+    """Keep the warm-up of the shorter run, as long as no flag gives another one."""
+
+    def build(words: str) -> tuple[dict[str, Any], schedule.Schedule]:
+        flags = without(without(TINY, "--lr-warmup-iters"), "--lr-decay-iters")
+        flags += [*mock_data(), "--lr-decay-style", "constant", *words.split()]
+        config = config_of(flags, defaults={"usual_warmup_iters": 1000})
+        group: dict[str, Any] = {"params": [], "default_config": True}
+        optimizer: Any = SimpleNamespace(param_groups=[group])
+        return group, schedule.build_scheduler(config, optimizer)
+
+    def rates(group: dict[str, Any], scheduler: schedule.Schedule, steps: int) -> list[float]:
+        found = []
+        for _ in range(steps):
+            found.append(group["lr"])
+            scheduler.step(increment=16)
+        return found
+
+    for at in (3, 12):
+        group, scheduler = build("--train-iters 40")
+        wanted = rates(group, scheduler, at)
+        state = scheduler.state_dict()
+        wanted += rates(group, scheduler, 20 - at)
+        assert wanted[:5] == pytest.approx([0, PEAK / 4, PEAK / 2, 3 * PEAK / 4, PEAK])
+        longer, scheduler = build("--train-iters 400")
+        scheduler.load_state_dict(state)
+        assert rates(longer, scheduler, 20 - at) == pytest.approx(wanted[at:], rel=1e-12)
+    with pytest.raises(AssertionError, match="warmup iterations do not match"):
+        build("--train-iters 400 --lr-warmup-iters 5")[1].load_state_dict(state)
 
 
 @pytest.mark.parametrize("at", [1, 5, 11])

@@ -17,7 +17,7 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return two whole steps of validation clips, and one clip that no step takes."""
+    """Return two whole steps of validation clips, and one clip more."""
     return write_clips(tmp_path_factory.mktemp("video") / "valid", {SHORT: 8, LONG: 9})
 
 

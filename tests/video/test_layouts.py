@@ -89,15 +89,43 @@ def compare_draws(run: Run) -> None:
     run.train_source.next_step = compared  # type: ignore[method-assign]
 
 
-def test_mixed_buckets_train_alike_on_replicas(clips: Path, valid: Path, tmp_path: Path) -> None:
-    """Give each micro-batch of a step, and each replica, a bucket of its own."""
-    layout = "--sequence-parallel --tensor-model-parallel-size 2"
-    one = run(clips, valid, tmp_path / "one", "--mixed-buckets")
-    words = f"--mixed-buckets {layout}"
-    four = run(clips, valid, tmp_path / "four", words, ranks=4, prepare=compare_draws)
-    check(four, one, TOLERANCE)
-    sizes = {x["tokens_per_second"] * x["seconds_per_iteration"] / 8 for x in (one[0], one[2])}
+MIXED = {
+    "tp2sp dp2": (4, SP2),
+    "pp2": (2, PP2),
+    "pp2 interleaved": (2, f"{PP2} --num-virtual-stages-per-pipeline-rank 2"),
+}
+
+
+@pytest.fixture(scope="module")
+def one_mixed(clips: Path, valid: Path, tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    rows = run(clips, valid, tmp_path_factory.mktemp("mixed"), "--mixed-buckets")
+    sizes = {x["tokens_per_second"] * x["seconds_per_iteration"] / 8 for x in (rows[0], rows[2])}
     assert not {round(size, 3) for size in sizes} <= {24, 56, 88}
+    return rows
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_mixed_buckets_train_alike_on_every_layout(
+    clips: Path, valid: Path, one_mixed: Rows, name: str, tmp_path: Path
+) -> None:
+    """Give each micro-batch of a step a bucket, so that replicas and messages differ in size."""
+    ranks, layout = MIXED[name]
+    prepare = compare_draws if ranks == 4 else None
+    words = f"--mixed-buckets {layout}"
+    check(run(clips, valid, tmp_path, words, ranks=ranks, prepare=prepare), one_mixed, TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["--pipeline-schedule zb-v", ""])
+def test_a_video_dit_mixes_buckets_on_stages(clips: Path, tmp_path: Path, words: str) -> None:
+    kind = f"{KINDS['video-dit']} --video-dit-size mini --mixed-buckets --train-iters 2"
+    one, two = (
+        training_rows(train(clips, tmp_path / str(ranks), f"{kind} {layout}", ranks=ranks))
+        for ranks, layout in ((1, ""), (2, f"{PP2} {words}"))
+    )
+    for row, want in zip(two, one, strict=True):
+        for key in ("loss", "grad_norm"):
+            assert math.isclose(row[key], want[key], rel_tol=TOLERANCE), key
 
 
 @pytest.mark.slow

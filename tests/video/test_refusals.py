@@ -103,25 +103,26 @@ def test_all_inputs_that_are_missing_are_told_together(
 
 MISFITS = {
     "--v2v-head-weight 1 --v2v-frames 3": "`--v2v-head-weight` (1.0) needs references of 3 latent "
-    "frame(s), but the data has head1, tail1; preprocess it with `--reference-lengths 3`, or ",
-    "--global-batch-size 32": "No bucket holds the clips of one step (64px 1x64x64: 9, 64px "
-    "9x64x64: 19, 64px 17x64x64: 17): a step takes micro-batch size × 1 ranks × 16 micro-batches; ",
+    "frame(s), but the training set has head1, tail1; preprocess it with `--reference-lengths 3`, ",
+    "--global-batch-size 64": "The training set (`--video-data-path` DATA) has too few clips for "
+    "one step (64px 1x64x64: 9, 64px 9x64x64: 19, 64px 17x64x64: 17): a step takes micro-batch "
+    "size × 1 ranks × 32 micro-batches; ",
+    "--global-batch-size 32 --no-mixed-buckets": "The training set (`--video-data-path` DATA) has "
+    "too few clips for one step (",
     "--patch-size 3": "Latents of 8 x 8 must be divisible by the patch size (3); encode videos ",
     "--pipeline-model-parallel-size 8 --nproc-per-node 8": "the pipeline has 8 stages, but the "
     "model only 4 blocks (2 double, 2 single); use ",
     "--cp-comm-type a2a --context-parallel-size 8 --nproc-per-node 8": "`--cp-comm-type a2a` "
     "trades heads (4), which must be divisible by tensor x context parallel size (8); ",
-    "--mixed-buckets --pipeline-model-parallel-size 2 --nproc-per-node 2": "Mixed buckets need "
-    "`--pipeline-model-parallel-size` 1, but it is 2: ",
-    '--video-buckets {"64px":{"9":[1.0,2]}}': "The data holds clips of 64px 1x64x64, but the "
-    "bucket plan has no 64px of 1 frames (",
+    '--video-buckets {"64px":{"9":[1.0,2]}}': "The training set (`--video-data-path` DATA) holds "
+    "clips of 64px 1x64x64, but the bucket plan has no 64px of 1 frames (",
 }
 
 
 @pytest.mark.parametrize("words", MISFITS)
 def test_references_sequences_and_steps_must_fit(refused: Refused, clips: Path, words: str) -> None:
     (said,) = refused(clips, words).splitlines()
-    assert said.startswith(f"error: {MISFITS[words]}")
+    assert said.startswith(f"error: {MISFITS[words]}".replace("DATA", str(clips)))
 
 
 def test_validation_must_be_encoded_alike(refused: Refused, clips: Path, tmp_path: Path) -> None:

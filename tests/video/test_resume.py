@@ -14,9 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.initialization import shards_of
 from megatron_ext.train.run import Run
 from tests.checkpoint.tiny import whole_tensors
+from tests.training_runs import without
 from tests.video import clips as tiny
 
 STEPS, SAVED, KILLED = 10, 4, 6
@@ -142,6 +144,18 @@ def test_sgd_goes_on_bit_for_bit(clips: Path, tmp_path: Path) -> None:
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 
 
+def test_a_constant_rate_goes_on_for_more_steps(clips: Path, tmp_path: Path) -> None:
+    """Take the default warm-up, a tenth of the first run; a warm-up by flag is another schedule."""
+    flags = without(tiny.FLAGS, "--lr-warmup-iters")
+    save = tmp_path / "save"
+    words = f"--load {save} --exit-interval 1"
+    tiny.steps(clips, save, f"{words} --train-iters 10", flags=flags)
+    rows = tiny.steps(clips, save, f"{words} --train-iters 60", flags=flags)
+    assert [row["learning_rate"] for row in rows] == pytest.approx([1e-3, 1e-3], rel=1e-6)
+    with pytest.raises(CheckpointError, match=r"because of `--lr-warmup-iters` \(9, before 6\); g"):
+        tiny.attempt(clips, save, f"{words} --train-iters 80 --lr-warmup-iters 9", flags=flags)
+
+
 def _weight(name: str, shape: tuple[int, ...], step: int) -> Tensor:
     digest = hashlib.blake2b(f"{name} {step}".encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
@@ -154,12 +168,12 @@ def _give_weights(run: Run) -> None:
     optimizer, update = run.optimizer, run.ema.update
 
     @torch.no_grad()
-    def updated(step: int) -> None:
+    def updated(step: int, **options: Any) -> None:
         for chunk in run.chunks:
             for shard in shards_of(chunk.module):
                 shard.tensor.copy_(shard.cut(_weight(shard.name, shard.full_shape, step)))
         optimizer.reload_model_params()
-        update(step)
+        update(step, **options)
 
     run.ema.update = updated  # type: ignore[method-assign]
 

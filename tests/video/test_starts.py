@@ -165,6 +165,10 @@ def test_clips_are_sampled_from_the_checkpoint(trained: dict[str, Path], tmp_pat
     rows = map(json.loads, (tmp_path / "clips" / "samples.jsonl").read_text().splitlines())
     found = [(row["text"], row["averaged_weights"]) for row in rows]
     assert found == [("one", True), ("two", True)]
+    said = (
+        "> 1.8% of the averaged weights is still the weights that they started from, 2 update(s) "
+    )
+    assert said in done.stdout
     assert len(list((tmp_path / "clips").glob("*.mp4"))) == 2
 
 
@@ -183,7 +187,9 @@ def data(tmp_path_factory: pytest.TempPathFactory, umt5: Path) -> Path:
         return write_clips(folder, {SHORT: 9}, text_encoder=encoder.identity, fps=8)
 
 
-def test_a_video_dit_trains_and_samples_on_umt5(data: Path, umt5: Path, tmp_path: Path) -> None:
+def test_a_video_dit_trains_and_samples_on_umt5(
+    data: Path, umt5: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     words = (
         f"{KINDS['video-dit']} --sample-interval 1 --sample-texts left --sample-steps 2 "
         f"--sample-dir {tmp_path / 'samples'} --text-encoder umt5 --t5-path {umt5} "
@@ -192,6 +198,12 @@ def test_a_video_dit_trains_and_samples_on_umt5(data: Path, umt5: Path, tmp_path
     rows = train(data, tmp_path / "save", words)
     assert rows[-1]["iteration"] == 1
     assert list((tmp_path / "samples").rglob("*.mp4"))
+    assert (
+        "> 10.0% of the averaged weights is still the weights that they started from, 1 update(s) "
+        "before; `--no-sample-ema` samples with the last weights\n"
+    ) in capfd.readouterr().out
+    (written,) = (tmp_path / "samples").rglob("samples.jsonl")
+    assert json.loads(written.read_text())["share_of_start"] == 0.1
 
 
 def test_streaming_is_given_embeddings_of_umt5(umt5: Path, tmp_path: Path) -> None:

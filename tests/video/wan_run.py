@@ -44,7 +44,7 @@ def record(run: Run, path: Path) -> None:
     (chunk,) = run.chunks
     weights = {s.name: s.tensor.detach().clone() for s in shards_of(chunk.module)}
     planned = plan.video_plan.microbatches(0, 0, 0)
-    steps = [(members, list(samples)) for members, samples in planned]
+    steps = [(members, list(samples)) for _, members, samples in planned]
     torch.save({"weights": weights, "steps": steps}, path)
 
 

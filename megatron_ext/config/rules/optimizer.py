@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from megatron_ext.config.flags import spelling_of
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.optimizer import (
@@ -21,15 +22,26 @@ from megatron_ext.config.training import TrainingConfig
 
 def with_warmup(optimizer: OptimizerConfig, training: TrainingConfig) -> OptimizerConfig:
     """Fill in a missing warm-up: the task's default if shorter than the decay, else decay / 10."""
-    usual, decay = optimizer.usual_warmup_iters, optimizer.lr_decay_iters or training.train_iters
     if optimizer.lr_warmup_iters is not None:
         return optimizer
-    if optimizer.lr_warmup_fraction is not None or not usual:
+    if optimizer.lr_warmup_fraction is not None or not optimizer.usual_warmup_iters:
         return dataclasses.replace(optimizer, lr_warmup_iters=0)
+    # None while epochs are not counted in steps yet.
+    return dataclasses.replace(optimizer, lr_warmup_iters=_usual_warmup(optimizer, training))
+
+
+def _usual_warmup(optimizer: OptimizerConfig, training: TrainingConfig) -> int | None:
+    usual, decay = optimizer.usual_warmup_iters, optimizer.lr_decay_iters or training.train_iters
     if decay is None:
-        return optimizer  # epochs are not counted in steps yet
-    warmup = usual if usual < decay else decay // 10
-    return dataclasses.replace(optimizer, lr_warmup_iters=warmup)
+        return None
+    return usual if usual < decay else decay // 10
+
+
+def has_usual_warmup(optimizer: OptimizerConfig, training: TrainingConfig) -> bool:
+    """Return whether the warm-up is the task's default, which depends on the length of the run."""
+    if not optimizer.usual_warmup_iters or optimizer.lr_warmup_fraction is not None:
+        return False
+    return optimizer.lr_warmup_iters == _usual_warmup(optimizer, training)
 
 
 def resolve_optimizer(
@@ -216,6 +228,8 @@ def ema_errors(ema: EmaConfig, training: TrainingConfig) -> Iterator[str]:
         yield f"`--ema-start` ({ema.ema_start}) {needs}"
     if not ema.ema_decay and every > 1:
         yield f"`--ema-update-every` ({every}) {needs}"
+    if not ema.ema_decay and ema.ema_warmup is not None:
+        yield f"`{spelling_of(ema, 'ema_warmup')}` {needs}"
     if ema.eval_ema and not ema.keeps_average(trains=not training.skip_train):
         yield f"`--eval-ema` {needs}"
     if ema.eval_ema and not training.evaluates:

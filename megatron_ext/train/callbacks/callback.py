@@ -82,14 +82,16 @@ class WeightAverage(Callback):
         run, update = self.run, result.model_update
         if run.ema is None or update is None:
             return
-        step = run.progress.iteration
-        rests = run.runner.model_steps(step) % run.config.ema.ema_update_every > 0
-        if rests and step >= run.ema.start:
-            return
+        progress = run.progress
+        step, earlier = progress.iteration, progress.average_updates
+        if step >= run.ema.start:
+            if run.runner.model_steps(step) % run.config.ema.ema_update_every:
+                return
+            progress.count_average(run.ema.decay_after(earlier))
         if not update.known:
-            run.ema.update(step, update.flag)
+            run.ema.update(step, update.flag, earlier=earlier)
         elif update.applied:
-            run.ema.update(step)
+            run.ema.update(step, earlier=earlier)
 
 
 class GarbageCollection(Callback):

@@ -115,7 +115,7 @@ FLOW_LEFT_OUT: LeftOut = {**LEFT_OUT, "lora": {"*": f"{_ON}its layers take no ad
 
 _SAMPLES_OF_FLOW = (
     "sample_steps sample_text_scale sample_image_scale sample_oscillation sample_scale_by_frame "
-    "sample_size sample_frames"
+    "sample_size sample_frames sample_negative_prompt"
 ).split()
 _SHIFTS = "shift_base_tokens shift_base shift_max_tokens shift_max shift_by_length".split()
 
@@ -157,8 +157,11 @@ def resolve_streaming(config: RunConfig) -> RunConfig:
             lora_target_modules=list(ALL_TARGETS) if targets is None else targets,
             saves_adapters_only=True,
         )
-    if ema.ema_decay and ema.ema_start is None:
-        ema = dataclasses.replace(ema, ema_start=STREAMING_START)
+    if ema.ema_decay:
+        start = STREAMING_START if ema.ema_start is None else ema.ema_start
+        # As in LongLive, whose average starts from weights that are trained already.
+        warmup = False if ema.ema_warmup is None else ema.ema_warmup
+        ema = dataclasses.replace(ema, ema_start=start, ema_warmup=warmup)
     checkpoint = dataclasses.replace(config.checkpoint, starts_others=streaming.starts_others)
     model = streaming.described(config.model)
     return dataclasses.replace(config, model=model, lora=lora, ema=ema, checkpoint=checkpoint)

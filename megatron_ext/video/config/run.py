@@ -60,8 +60,10 @@ class VideoConfig:
         'JSON {resolution: {frames: [probability, micro-batch size]}}, such as {"256px": {"17": '
         "[1.0, 4]}}; default: as the data was preprocessed",
     )
-    mixed_buckets: bool = flag(
-        False, "clips of different buckets in one step; without pipeline stages only"
+    mixed_buckets: bool | None = flag(
+        None,
+        "clips of different buckets in one step; default: if a bucket has too few clips for a step "
+        "of its own, and would never be trained",
     )
     video: bool = derived(True)
 
@@ -103,11 +105,21 @@ class SampleConfig(UsersOwn):
     )
     sample_prompts: str | None = flag(
         None,
-        "file of captions: text, one a line, or jsonl with text, reference and mode; with --task "
-        "streaming text and switches, [{frame, text}]",
+        "file of captions: text, one a line, or jsonl with text, image or video, mode, "
+        "negative_prompt, seed, steps and size; with --task streaming text and switches, "
+        "[{frame, text}]",
     )
     sample_texts: list[str] | None = flag(
         None, "captions to sample, in the place of --sample-prompts", nargs="+"
+    )
+    sample_image: list[str] | None = flag(
+        None, "images that clips begin with: one for all --sample-texts, or one for each", nargs="+"
+    )
+    sample_video: list[str] | None = flag(
+        None, "videos or folders of images whose first frames clips begin with, likewise", nargs="+"
+    )
+    sample_negative_prompt: str | None = flag(
+        None, "what the guidance leads away from, in the place of the empty caption"
     )
     sample_dir: str | None = flag(None, "folder of the clips; default: samples in --save")
     sample_steps: int = flag(50, "steps of Euler's method when clips are sampled", SIZE, "steps")
@@ -127,12 +139,22 @@ class SampleConfig(UsersOwn):
     sample_frames: int | None = flag(
         None, "frames of sampled clips; default: the largest bucket of the data", SIZE, "frames"
     )
-    sample_fps: int | None = flag(
-        None, "frames per second; default: of the data, 16 with --task streaming", SIZE
+    sample_fps: float | None = flag(
+        None,
+        "frames per second; default: of the data, 16 with --task streaming",
+        Range(0, 1000, above=True),
     )
     sample_seed: int = flag(42, "seed of the noise that sampling starts from", NATURAL)
     sample_batch_size: int = flag(4, "clips that a replica samples at once", SIZE, "clips")
     sample_ema: bool = flag(True, "sample with the averaged weights, where they are kept")
+
+    @property
+    def starts(self) -> tuple[str | None, list[str | None]]:
+        """Return "image", "video" or None, and what each of ``sample_texts`` begins with."""
+        texts = self.sample_texts or []
+        name = "video" if self.sample_video else "image" if self.sample_image else None
+        paths: list[str | None] = [*(self.sample_video or self.sample_image or [None])]
+        return name, paths * len(texts) if len(paths) == 1 else paths
 
     def own_errors(self, save: str | None) -> list[str]:
         """Return a sentence for each fault in the sampling flags; ``save`` is the flag `--save`."""
@@ -142,6 +164,24 @@ class SampleConfig(UsersOwn):
                 "`--sample-prompts` and `--sample-texts` exclude each other; give a file or "
                 "captions."
             )
+        given = {"--sample-image": self.sample_image, "--sample-video": self.sample_video}
+        starts = {name: paths for name, paths in given.items() if paths is not None}
+        if len(starts) > 1:
+            found.append(
+                "`--sample-image` and `--sample-video` exclude each other; give one, or rows with "
+                "`image` or `video` in a jsonl as `--sample-prompts`."
+            )
+        for name, paths in starts.items():
+            if self.sample_texts is None:
+                found.append(
+                    f"`{name}` needs `--sample-texts`; rows of a jsonl as `--sample-prompts` have "
+                    f"`{name.removeprefix('--sample-')}`."
+                )
+            elif len(paths) not in (1, len(self.sample_texts)):
+                found.append(
+                    f"`{name}` has {len(paths)} paths, but must have 1 or "
+                    f"{len(self.sample_texts)}, one for each of `--sample-texts`."
+                )
         if self.sample_interval is None:
             return found
         if not self.sample_prompts and not self.sample_texts:

@@ -154,8 +154,8 @@ class Text:
 def null_like(null: Text, text: Text) -> Text:
     """Return the empty caption ``null`` in the shape and dtype of the captions ``text``.
 
-    ``null`` is ``[1, k, d]`` and ``[1, e]``, ``text`` is ``[b, l, d]`` and ``[b, e]``. The last of
-    the k tokens is repeated until there are l; k > l raises DataError.
+    ``null`` is ``[1, k, d]`` and ``[1, e]``, or has b rows as ``text`` has, which is ``[b, l, d]``
+    and ``[b, e]``. The last of the k tokens is repeated until there are l; k > l raises DataError.
     """
     length, known = text.sequence.size(1), null.sequence.size(1)
     if length < known:

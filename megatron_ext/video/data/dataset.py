@@ -78,18 +78,20 @@ class VideoClips(Dataset[VideoSample], ABC):
     def latent_shape(self, number: int) -> tuple[int, int, int, int]:
         """Return the shape (c, t, h, w) of the latents of clip ``number``."""
 
-    def members(self, default_micro_batch_size: int) -> dict[Bucket, Members]:
+    def members(
+        self, default_micro_batch_size: int, name: str = "The data"
+    ) -> dict[Bucket, Members]:
         """Return the clips and the micro-batch size of each bucket.
 
         A bucket without a size of its own takes ``default_micro_batch_size``. DataError is raised
-        if the data has clips of a bucket that the plan lacks.
+        if the data, called ``name``, has clips of a bucket that the plan lacks.
         """
         return {
-            bucket: Members(clips, self._micro_batch_size(bucket) or default_micro_batch_size)
+            bucket: Members(clips, self._micro_batch_size(bucket, name) or default_micro_batch_size)
             for bucket, clips in self.of_buckets.items()
         }
 
-    def _micro_batch_size(self, bucket: Bucket) -> int | None:
+    def _micro_batch_size(self, bucket: Bucket, name: str) -> int | None:
         if self.plan is None:
             found = self.manifest["buckets"][buckets_of(self.manifest).index(bucket)]
             return found["micro_batch_size"]  # type: ignore[no-any-return]
@@ -97,7 +99,7 @@ class VideoClips(Dataset[VideoSample], ABC):
             return self.plan.rules[bucket.resolution][bucket.num_frames].micro_batch_size
         except KeyError:
             raise DataError(
-                f"The data holds clips of {bucket}, but the bucket plan has no {bucket.resolution} "
+                f"{name} holds clips of {bucket}, but the bucket plan has no {bucket.resolution} "
                 f"of {bucket.num_frames} frames ({self.plan.as_json()}); add it."
             ) from None
 
@@ -117,7 +119,8 @@ class ShardedVideos(VideoClips):
         ]
         self._begins = np.cumsum([0, *(len(shard) for shard in self._shards)])
         self.null_text = read_null(folder, self.manifest)
-        of_clips = np.concatenate([shard.buckets() for shard in self._shards])
+        none = np.empty(0, np.int64)
+        of_clips = np.concatenate([none, *(shard.buckets() for shard in self._shards)])
         found = enumerate(buckets_of(self.manifest))
         clips = {bucket: np.flatnonzero(of_clips == i).tolist() for i, bucket in found}
         self.of_buckets = {bucket: numbers for bucket, numbers in clips.items() if numbers}

@@ -1,7 +1,7 @@
 """Which clips each rank computes in each step of a run, and how many tokens each clip has.
 
-Pipeline stages exchange tensors of fixed shape and data-parallel ranks wait for one another.
-Therefore all ranks and micro-batches of a step have clips of one bucket, unless buckets are mixed.
+Data-parallel ranks wait for one another. Therefore all ranks and micro-batches of a step have clips
+of one bucket, as long as each bucket has enough; else buckets are mixed, so that none is left out.
 The order is a function of ``(seed, epoch, step)``: to resume, a run needs only its step.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.data.samplers import shuffled
-from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.errors import DataError
 from megatron_ext.video.data.geometry import Bucket
 
 
@@ -55,6 +55,15 @@ class Members:
         return np.concatenate(taken)
 
 
+def must_mix(buckets: Mapping[Bucket, Members], num_microbatches: int) -> bool:
+    """Return whether a bucket has clips for a micro-batch, but too few for a step of its own.
+
+    A step has ``num_microbatches`` micro-batches on all ranks together.
+    """
+    filled = (len(m.clips) // m.micro_batch_size for m in buckets.values())
+    return any(0 < count < num_microbatches for count in filled)
+
+
 @dataclass
 class BucketSteps:
     """The micro-batches of each rank in each step.
@@ -64,8 +73,13 @@ class BucketSteps:
     in turn, so shapes differ within a step. The clips of a bucket that fill no unit are left out,
     different ones in each epoch. A seed of None keeps the order of the data.
 
+    With ``whole`` no clip is left out: the last unit of a bucket has fewer clips, and ``mixed``
+    fills up the last step with micro-batches of no clips. `filled` says what is computed instead.
+
+    Attributes:
+        name: what the clips are, for errors.
+
     Raises:
-        ConfigError: ``mixed`` with pipeline stages.
         DataError: the clips fill no step.
     """
 
@@ -74,25 +88,21 @@ class BucketSteps:
     num_microbatches: int
     seed: int | None
     mixed: bool = False
-    pipeline_size: int = 1
+    whole: bool = False
+    name: str = "The data"
 
     def __post_init__(self) -> None:
-        if self.mixed and self.pipeline_size > 1:
-            raise ConfigError(
-                f"Mixed buckets need `--pipeline-model-parallel-size` 1, but it is "
-                f"{self.pipeline_size}: stages exchange tensors of one shape; keep one bucket for "
-                "each step."
-            )
         self._per_step = self.num_ranks * self.num_microbatches
-        self._units = {b: len(m.clips) // self._unit(m) for b, m in self.buckets.items()}
-        units = sum(self._units.values())
-        self.steps_per_epoch = units // self._per_step if self.mixed else units
+        units = sum(self._num_units(members) for members in self.buckets.values())
+        self.steps_per_epoch = self._share(units, self._per_step) if self.mixed else units
+        if self.whole and not units:
+            raise DataError(f"{self.name} holds no clips; give one at least, or leave the set out.")
         if not self.steps_per_epoch:
             held = ", ".join(f"{b}: {len(m.clips)}" for b, m in self.buckets.items())
             raise DataError(
-                f"No bucket holds the clips of one step ({held}): a step takes micro-batch size × "
-                f"{self.num_ranks} ranks × {self.num_microbatches} micro-batches; give more clips, "
-                "fewer buckets or smaller batches."
+                f"{self.name} has too few clips for one step ({held or 'none'}): a step takes "
+                f"micro-batch size × {self.num_ranks} ranks × {self.num_microbatches} micro-batches"
+                "; give more clips, fewer buckets or smaller batches."
             )
         self._epoch, self._order = -1, list[tuple[Bucket, list[int]]]()
 
@@ -100,10 +110,30 @@ class BucketSteps:
         """Return the number of clips of a unit: a step's or, with ``mixed``, a micro-batch's."""
         return members.micro_batch_size * (1 if self.mixed else self._per_step)
 
+    def _share(self, count: int, size: int) -> int:
+        """Return into how many groups of ``size`` a count is cut; the last is whole or is cut."""
+        return -(-count // size) if self.whole else count // size
+
+    def _num_units(self, members: Members) -> int:
+        return self._share(len(members.clips), self._unit(members))
+
     @property
     def left_out(self) -> dict[Bucket, int]:
         """Return how many clips of each bucket an epoch leaves out, too few to fill a unit."""
+        if self.whole:
+            return dict.fromkeys(self.buckets, 0)
         return {b: len(m.clips) % self._unit(m) for b, m in self.buckets.items()}
+
+    @property
+    def never_taken(self) -> dict[Bucket, int]:
+        """Return the number of clips of a unit, for each bucket whose clips fill none."""
+        return {b: self._unit(m) for b, m in self.buckets.items() if not self._num_units(m)}
+
+    def filled(self, bucket: Bucket, clips: Sequence[int]) -> list[int]:
+        """Return a micro-batch's clips, with copies of the bucket's first to make it whole."""
+        members = self.buckets[bucket]
+        missing = members.micro_batch_size - len(clips)
+        return [*clips, *[members.clips[0]] * missing]
 
     def microbatches(self, step: int, rank: int) -> list[tuple[Bucket, list[int]]]:
         """Return the bucket and the clip numbers of each micro-batch of a data-parallel rank.
@@ -127,14 +157,18 @@ class BucketSteps:
         return sum(len(clips) for of_rank in ranks for _, clips in of_rank)
 
     def _shuffled_units(self, epoch: int) -> list[tuple[Bucket, list[int]]]:
-        units = []
+        units = list[tuple[Bucket, list[int]]]()
         # By name, so that the order does not depend on how the mapping was built.
         for i, (bucket, members) in enumerate(sorted(self.buckets.items(), key=lambda b: b[0])):
-            count, size = self._units[bucket], self._unit(members)
+            size = self._unit(members)
             clips = members.of_epoch(epoch)
-            clips = clips[self._shuffled(len(clips), epoch, 1 + i)][: count * size]
-            units += [(bucket, unit.tolist()) for unit in clips.reshape(count, size)]
-        return [units[i] for i in self._shuffled(len(units), epoch, 0).tolist()]
+            clips = clips[self._shuffled(len(clips), epoch, 1 + i)]
+            starts = range(0, self._num_units(members) * size, size)
+            units += [(bucket, clips[start : start + size].tolist()) for start in starts]
+        units = [units[i] for i in self._shuffled(len(units), epoch, 0).tolist()]
+        if self.mixed and self.whole:
+            units += [(units[-1][0], [])] * (-len(units) % self._per_step)
+        return units
 
     def _shuffled(self, count: int, epoch: int, purpose: int) -> NDArray[np.int64]:
         seed = self.seed
@@ -182,19 +216,20 @@ class VideoPlan:
 
     def microbatches(
         self, step: int, rank: int, first_sample: int
-    ) -> list[tuple[list[int], range]]:
+    ) -> list[tuple[Bucket, list[int], range]]:
         """Return the clips of each micro-batch of a data-parallel rank.
 
-        Each micro-batch is a pair: the numbers of its clips in the dataset, and their numbers among
-        the samples of the run. ``first_sample`` is the sample number with which the step begins.
+        Each micro-batch is its bucket, the numbers of its clips in the dataset, and their numbers
+        among the samples of the run. ``first_sample`` is the sample number with which the step
+        begins.
         """
         ranks = [self.steps.microbatches(step, other) for other in range(self.steps.num_ranks)]
         planned, first = [], first_sample
         for number in range(self.steps.num_microbatches):
             for other, of_rank in enumerate(ranks):
-                _, clips = of_rank[number]
+                bucket, clips = of_rank[number]
                 if other == rank:
-                    planned.append((clips, range(first, first + len(clips))))
+                    planned.append((bucket, clips, range(first, first + len(clips))))
                 first += len(clips)
         return planned
 

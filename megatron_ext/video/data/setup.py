@@ -48,7 +48,7 @@ from megatron_ext.video.data.dataset import (
 from megatron_ext.video.data.encode import reference_name
 from megatron_ext.video.data.geometry import BucketPlan, parse_plan
 from megatron_ext.video.data.manifest import VideoPreprocessOptions, read_manifest
-from megatron_ext.video.data.sampler import BucketSteps, Geometry, VideoPlan
+from megatron_ext.video.data.sampler import BucketSteps, Geometry, VideoPlan, must_mix
 from megatron_ext.video.data.sets import (
     Blend,
     JoinedVideos,
@@ -136,44 +136,61 @@ def null_text_of(config: RunConfig, manifest: dict[str, Any]) -> tuple[Tensor, T
 
 @dataclass(frozen=True)
 class VideoSplit:
-    """The clips of one split of the data, at ``path``, and the plan of the steps that take them."""
+    """The clips of one split of the data, at ``path``, and the plan of the steps that take them.
 
+    ``kind`` is "training" or "validation".
+    """
+
+    kind: str
     path: str
     clips: VideoClips
     plan: VideoPlan
 
 
-def open_split(config: RunConfig, paths: Sequence[str], *, shuffle: bool) -> VideoSplit:
-    """Open the clips at ``paths`` and plan their steps; ``shuffle`` mixes the clips by the seed.
+def open_split(config: RunConfig, *, validates: bool = False) -> VideoSplit:
+    """Open the clips to train or, with ``validates``, to evaluate with, and plan their steps.
+
+    Steps of training take clips as the seed shuffles them. Those of validation take all in order,
+    and mix buckets, so that only the last step is filled up.
 
     DataError or ConfigError is raised for unusable data, too few clips for a step, or clips that do
     not fit the network.
     """
+    video, kind = config.section(VideoConfig), "validation" if validates else "training"
+    flag = "--video-valid-path" if validates else "--video-data-path"
+    paths = [str(video.video_valid_path)] if validates else _training_paths(config)
+    name = f"The {kind} set (`{flag}` {' '.join(paths)})"
     clips = open_videos(config, paths)
     micro_batch_size, batch = config.training.batch_sizes
     replicas = config.parallel.data_parallel_size
-    members = clips.members(micro_batch_size)
+    members = clips.members(micro_batch_size, name)
+    per_step, mixed = batch // micro_batch_size, video.mixed_buckets
+    if mixed is None or validates:
+        mixed = validates or must_mix(members, per_step)
     steps = BucketSteps(
         members,
         num_ranks=replicas,
-        num_microbatches=batch // (micro_batch_size * replicas),
-        seed=config.training.seed if shuffle else None,
-        mixed=config.section(VideoConfig).mixed_buckets,
-        pipeline_size=config.parallel.pipeline_model_parallel_size,
+        num_microbatches=per_step // replicas,
+        seed=None if validates else config.training.seed,
+        mixed=mixed,
+        whole=validates,
+        name=name,
     )
     network, geometries = network_of(config), {}
+    noun = "Validation clips" if validates else "Clips"
     for bucket, held in members.items():
         shape = clips.latent_shape(held.clips[0])
-        network.check_clips(shape[1:], f"Clips of {bucket}")
+        network.check_clips(shape[1:], f"{noun} of {bucket}")
         t, rows, columns = grid(shape[1:], network.patch_size)
         image, text = t * rows * columns, int(clips.manifest["text_length"])
         padding = -(text + image) % network.sequence_multiple
         geometries[bucket] = Geometry(shape, text + padding, image)
-    per_step = batch // micro_batch_size
     units = {str(b): [len(m.clips), m.micro_batch_size * per_step] for b, m in members.items()}
     deciding = [clips.manifest["fingerprint"], units, batch, config.training.seed]
+    # Only where they are mixed, so that checkpoints of other runs keep their identity.
+    deciding += ["mixed"] if mixed else []
     identity = hashlib.sha256(json.dumps(deciding).encode()).hexdigest()
-    return VideoSplit(" ".join(paths), clips, VideoPlan(steps, geometries, identity))
+    return VideoSplit(kind, " ".join(paths), clips, VideoPlan(steps, geometries, identity))
 
 
 def build_video_datasets(
@@ -183,10 +200,9 @@ def build_video_datasets(
     is_built_on_rank: Callable[[], bool],
 ) -> Datasets:
     """Return training and validation splits, on every rank, since all need the plans of steps."""
-    video = config.section(VideoConfig)
-    train = open_split(config, _training_paths(config), shuffle=True)
-    path = video.video_valid_path
-    valid = None if path is None else open_split(config, [path], shuffle=False)
+    train, valid = open_split(config), None
+    if config.section(VideoConfig).video_valid_path is not None:
+        valid = open_split(config, validates=True)
     return Datasets(train, valid, None)  # type: ignore[arg-type]
 
 
@@ -201,12 +217,12 @@ def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
     if config.section(SampleConfig).sample_interval is not None:
         check_sampling(config, manifest)
     config = network_of(network_of(config).with_widths(manifest)).checked()
-    train = open_split(config, _training_paths(config), shuffle=True)
+    train = open_split(config)
     training = config.training.in_steps(train.plan.steps_per_epoch)
     optimizer = _with_warmup(config.optimizer, training)
     _check_references(config.section(ConditionConfig), train)
     if video.video_valid_path is not None:
-        valid = open_split(config, [video.video_valid_path], shuffle=False)
+        valid = open_split(config, validates=True)
         for name in ("codec", "text_encoder"):
             if manifest[name] != valid.clips.manifest[name]:
                 raise ConfigError(
@@ -214,10 +230,11 @@ def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
                     f"{name.replace('_', ' ')} than `--video-data-path` ({train.path}); "
                     "preprocess both alike."
                 )
+        _check_references(config.section(ConditionConfig), valid)
     if _is_first_rank():
         if isinstance(train.clips, JoinedVideos):
             print(train.clips.table(), flush=True)
-        print(bucket_table(train), flush=True)
+        print("\n".join([bucket_table(train), *starved_buckets(train)]), flush=True)
     longest = max(geometry.num_tokens for geometry in train.plan.geometries.values())
     model = dataclasses.replace(
         config.model, seq_length=longest, max_position_embeddings=longest, padded_vocab_size=None
@@ -285,16 +302,15 @@ def _check_references(conditions: ConditionConfig, split: VideoSplit) -> None:
                 if name not in known:
                     raise ConfigError(
                         f"`--{mode.replace('_', '-')}-weight` ({conditions.weight(mode)}) needs "
-                        f"references of {section.length} latent frame(s), but the data has "
-                        f"{', '.join(known) or 'none'}; preprocess it with `--reference-lengths "
-                        f"{section.length}`, or set the weight to 0."
+                        f"references of {section.length} latent frame(s), but the {split.kind} set "
+                        f"has {', '.join(known) or 'none'}; preprocess it with "
+                        f"`--reference-lengths {section.length}`, or set the weight to 0."
                     )
 
 
 def planned_clips(config: RunConfig) -> list[Clip]:
     """Return a cost model's `Clip` for each bucket of the training data that some step uses."""
-    paths = _training_paths(config)
-    plan, patch = open_split(config, paths, shuffle=False).plan, network_of(config).patch_size
+    plan, patch = open_split(config).plan, network_of(config).patch_size
     sizes = {bucket: held.micro_batch_size for bucket, held in plan.steps.buckets.items()}
     units = {
         bucket: (len(held.clips) - plan.steps.left_out[bucket]) // sizes[bucket]
@@ -322,14 +338,31 @@ def bucket_table(split: VideoSplit) -> str:
         f"of {split.plan.geometries[bucket].num_tokens} tokens"
         for bucket, members in sorted(steps.buckets.items(), key=lambda entry: entry[0])
     ]
-    return "\n".join([f"> buckets, {steps.steps_per_epoch} steps an epoch:", *lines])
+    how = ", mixed within steps" if steps.mixed else ""
+    return "\n".join([f"> buckets{how}, {steps.steps_per_epoch} steps an epoch:", *lines])
+
+
+def starved_buckets(split: VideoSplit) -> list[str]:
+    """Return a warning for each bucket whose clips are too few ever to be trained."""
+    steps = split.plan.steps
+    if steps.mixed:
+        unit = "a micro-batch"
+        remedy = "give the bucket smaller micro-batches in `--video-buckets`, or more clips"
+    else:
+        unit = "a step of one bucket"
+        remedy = "leave out `--no-mixed-buckets`, or give a smaller `--global-batch-size`"
+    return [
+        f"> warning: {bucket} has {len(steps.buckets[bucket].clips)} clip(s), which are never "
+        f"trained: {unit} takes {size}; {remedy}"
+        for bucket, size in sorted(steps.never_taken.items(), key=lambda entry: entry[0])
+    ]
 
 
 def _clips_of_steps(steps: BucketSteps, dp_rank: int, first_step: int) -> Iterator[list[int]]:
     """Yield the clip numbers of each micro-batch of a rank, from ``first_step`` on, endlessly."""
     for step in itertools.count(first_step):
-        for _, clips in steps.microbatches(step, dp_rank):
-            yield clips
+        for bucket, clips in steps.microbatches(step, dp_rank):
+            yield steps.filled(bucket, clips)
 
 
 def _on_all_ranks(batch: VideoBatch | None, device: torch.device, group: Any) -> VideoBatch:
@@ -404,14 +437,16 @@ class VideoSource(BatchSource):
         """Return the micro-batches of the next step."""
         context = self._context
         planned = self.video_plan.microbatches(self._coming, context.dp_rank, self._consumed)
-        self._consumed += self.video_plan.steps.num_samples(self._coming)
+        steps = self.video_plan.steps
+        self._consumed += steps.num_samples(self._coming)
         self._coming += 1
         return [
             self._build(
                 _on_all_ranks(self._next_batch(), self._device, context.pgs.tp),
-                samples if self._training else clips,
+                samples if self._training else steps.filled(bucket, clips),
+                len(clips),
             )
-            for clips, samples in planned
+            for bucket, clips, samples in planned
         ]
 
 

@@ -50,7 +50,9 @@ class Mp4Writer:
         # Without the protocol FFmpeg takes what stands before a colon for one.
         name = f"file:{path}"
         self._container = self._av.open(name, "w", options=_FRAGMENTED if growing else {})
-        options = _CONSTANT_QUALITY | ({"g": str(round(_FRAGMENT * fps))} if growing else {})
+        options = _CONSTANT_QUALITY | (
+            {"g": str(max(1, round(_FRAGMENT * fps)))} if growing else {}
+        )
         rate = Fraction(fps).limit_denominator(1001)
         self._stream = self._container.add_stream("libx264", rate=rate, options=options)
         self._stream.pix_fmt = "yuv420p"
@@ -129,7 +131,7 @@ def clip_name(number: int) -> str:
 
 def write_clips(
     folder: str | os.PathLike[str],
-    pixels: Tensor,
+    pixels: Sequence[Tensor] | Tensor,
     requests: Sequence[ClipRequest],
     *,
     fps: float,
@@ -143,8 +145,8 @@ def write_clips(
     incomplete. The folder's earlier samples are lost.
 
     Args:
-        pixels: ``[P, 3, f, H, W]``, all finite; they are clamped to [-1, 1].
-        seed: seed of the noise.
+        pixels: P clips ``[3, f, H, W]``, all finite; they are clamped to [-1, 1].
+        seed: seed of the noise of requests that have none of their own.
         facts: more fields of each clip's row in `LIST`, such as the iteration of the model.
 
     Raises:
@@ -154,12 +156,12 @@ def write_clips(
     target = Path(folder)
     writing = open_folder(target)
     try:
-        frames = as_bytes(pixels)
-        for number, clip in enumerate(frames):
+        clips = [as_bytes(clip[None])[0] for clip in pixels]
+        for number, clip in enumerate(clips):
             with closing(Mp4Writer(writing / clip_name(number), fps)) as writer:
                 writer.append(clip)
         noted = {"seed": seed, "fps": fps, **(facts or {})}
-        describe(writing, requests, frames, num_frames=frames.shape[1], facts=noted)
+        describe(writing, requests, clips, num_frames=len(clips[0]), facts=noted)
         publish(writing, target)
     finally:
         shutil.rmtree(writing, ignore_errors=True)
@@ -196,7 +198,7 @@ def publish(writing: Path, target: Path) -> None:
 def describe(
     folder: Path,
     requests: Sequence[Any],
-    clips: NDArray[np.uint8],
+    clips: Sequence[NDArray[np.uint8]] | NDArray[np.uint8],
     *,
     num_frames: int,
     facts: Mapping[str, Any],
@@ -205,19 +207,21 @@ def describe(
 
     Args:
         requests: request of each clip, a dataclass with a ``title``, in the order of the clips.
-        clips: all or some frames of each clip in order, ``[P, f, H, W, 3]``.
+        clips: all or some frames of each clip in order, P times ``[f, H, W, 3]``.
         num_frames: number of frames of each whole clip.
-        facts: more fields of each row of `LIST`.
+        facts: more fields of each row of `LIST`; a request's own value of such a field stands.
 
     Raises:
         ConfigError: pillow is not installed.
     """
-    _, _, height, width, _ = clips.shape
-    sizes = {"num_frames": num_frames, "height": height, "width": width}
-    rows = [
-        {"path": clip_name(number), **asdict(request), "number": number, **sizes, **facts}
-        for number, request in enumerate(requests)
-    ]
+    rows = []
+    for number, (request, clip) in enumerate(zip(requests, clips, strict=True)):
+        own = asdict(request)
+        own.pop("size", None)
+        _, height, width, _ = clip.shape
+        sizes = {"num_frames": num_frames, "height": height, "width": width}
+        shared = {name: value for name, value in facts.items() if own.get(name) is None}
+        rows.append({"path": clip_name(number), **own, "number": number, **sizes, **shared})
     contact_sheet([request.title for request in requests], clips, folder / CONTACT_SHEET)
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_text(folder / LIST, lines)
@@ -230,23 +234,31 @@ def shown_frames(num_frames: int) -> NDArray[np.int_]:
     return numbers
 
 
-def contact_sheet(titles: Sequence[str], clips: NDArray[np.uint8], path: Path) -> None:
-    """Draw the title and some frames of each clip ``[P, f, H, W, 3]`` into an image file."""
+def contact_sheet(
+    titles: Sequence[str], clips: Sequence[NDArray[np.uint8]] | NDArray[np.uint8], path: Path
+) -> None:
+    """Draw the title and some frames of each clip, ``[f, H, W, 3]``, into an image file."""
     image, draw, font = _imported("pillow", "PIL.Image", "PIL.ImageDraw", "PIL.ImageFont")
-    _, num_frames, height, width, _ = clips.shape
-    shown = shown_frames(num_frames)
-    scale = min(1.0, SHEET_SIDE / max(height, width))
-    size = (max(1, round(width * scale)), max(1, round(height * scale)))
-    step = TITLE + size[1] + GAP
-    sheet = image.new("RGB", (GAP + len(shown) * (size[0] + GAP), len(clips) * step), "white")
+    shown = shown_frames(len(clips[0]))
+    sizes = [_sheet_size(*clip.shape[1:3]) for clip in clips]
+    width = GAP + len(shown) * (max(size[0] for size in sizes) + GAP)
+    height = sum(TITLE + size[1] + GAP for size in sizes)
+    sheet, top = image.new("RGB", (width, height), "white"), 0
     pen, letters = draw.Draw(sheet), font.load_default(size=TITLE * 0.6)
-    for row, (title, clip) in enumerate(zip(titles, clips, strict=True)):
+    for title, clip, size in zip(titles, clips, sizes, strict=True):
         text = _shortened(title, lambda t: pen.textlength(t, letters) <= sheet.width - 2 * GAP)
-        pen.text((GAP, row * step + GAP), text, "black", letters)
+        pen.text((GAP, top + GAP), text, "black", letters)
         for column, number in enumerate(shown):
             picture = image.fromarray(np.ascontiguousarray(clip[number])).resize(size)
-            sheet.paste(picture, (GAP + column * (size[0] + GAP), row * step + TITLE))
+            sheet.paste(picture, (GAP + column * (size[0] + GAP), top + TITLE))
+        top += TITLE + size[1] + GAP
     sheet.save(path)
+
+
+def _sheet_size(height: int, width: int) -> tuple[int, int]:
+    """Return the width and the height of a frame in the contact sheet."""
+    scale = min(1.0, SHEET_SIDE / max(height, width))
+    return max(1, round(width * scale)), max(1, round(height * scale))
 
 
 def _shortened(title: str, fits: Callable[[str], bool]) -> str:

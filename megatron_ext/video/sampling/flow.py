@@ -101,7 +101,8 @@ def sample(
         velocity: the model; called once a step, with 3 * b samples for the guidance if there are
             references, else with 2 * b.
         text: encoded captions: tokens ``[b, l, d]`` and pooled vectors ``[b, e]``.
-        null: the encoded empty caption, ``[1, k, d]`` and ``[1, e]``, k at most l.
+        null: the encoded empty caption, ``[1, k, d]`` and ``[1, e]``, k at most l, or a caption to
+            lead away from for each clip, ``[b, l, d]`` and ``[b, e]``.
         noise: start of sampling, ``[b, c, t, h, w]`` on the device of the model.
         references: reference frames, with latents in the shape of the noise; None for no frames.
     """

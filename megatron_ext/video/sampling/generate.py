@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,12 @@ from megatron_ext.video.config.encoding import (
     TextEncoderConfig,
     encode_of,
 )
-from megatron_ext.video.config.run import ConditionConfig, FlowConfig, SampleConfig
+from megatron_ext.video.config.run import (
+    ConditionConfig,
+    FlowConfig,
+    SampleConfig,
+    VideoConfig,
+)
 from megatron_ext.video.data.codec import VideoCodec
 from megatron_ext.video.data.codecs import codec_from_manifest
 from megatron_ext.video.data.conditions import Text
@@ -31,6 +37,7 @@ from megatron_ext.video.sampling.requests import (
     SampleShape,
     encode_requests,
     read_requests,
+    usual_mode,
 )
 from megatron_ext.video.sampling.velocity import ParallelVelocity
 
@@ -40,11 +47,59 @@ if TYPE_CHECKING:
 
 
 def requests_of(sample: SampleConfig) -> list[ClipRequest]:
-    """Return the requests in the file ``--sample-prompts``, or those of ``--sample-texts``."""
-    if sample.sample_texts is not None:
-        return [ClipRequest(text) for text in sample.sample_texts]
-    assert sample.sample_prompts is not None
-    return read_requests(sample.sample_prompts)
+    """Return the requests in the file ``--sample-prompts``, or those of ``--sample-texts``.
+
+    Those without a negative prompt get that of the flag.
+    """
+    if sample.sample_texts is None:
+        assert sample.sample_prompts is not None
+        requests = read_requests(sample.sample_prompts)
+    else:
+        name, paths = sample.starts
+        pairs = zip(sample.sample_texts, paths, strict=True)
+        requests = [ClipRequest(text, path, usual_mode(name)) for text, path in pairs]
+    negative = sample.sample_negative_prompt
+    return [
+        replace(x, negative_prompt=negative) if x.negative_prompt is None else x for x in requests
+    ]
+
+
+@dataclass(frozen=True)
+class RequestGroup:
+    """Requests for clips of one size, sampled in the same number of steps.
+
+    Attributes:
+        numbers: the places of the requests among all.
+        draws: (seed, number) of each request, from which its noise follows.
+    """
+
+    numbers: list[int]
+    requests: list[ClipRequest]
+    shape: SampleShape
+    sampling: SampleConfig
+    draws: list[tuple[int, int]]
+
+
+def groups_of(
+    requests: Sequence[ClipRequest], shape: SampleShape, sampling: SampleConfig
+) -> list[RequestGroup]:
+    """Return the requests in groups that are sampled together; the flags say what a row does not.
+
+    A request with a seed of its own has the noise of number 0, so that the clip does not depend on
+    the others.
+    """
+    groups = dict[tuple[Any, int], RequestGroup]()
+    for number, request in enumerate(requests):
+        height, width = request.size or (shape.height, shape.width)
+        steps = request.steps or sampling.sample_steps
+        own = replace(shape, height=height, width=width)
+        empty = RequestGroup([], [], own, replace(sampling, sample_steps=steps), [])
+        group = groups.setdefault(((height, width), steps), empty)
+        group.numbers.append(number)
+        group.requests.append(request)
+        draw = (sampling.sample_seed, number) if request.seed is None else (request.seed, 0)
+        group.draws.append(draw)
+    return [*groups.values()]
 
 
 def shape_of(sample: SampleConfig, manifest: Mapping[str, Any]) -> SampleShape:
@@ -72,12 +127,19 @@ def check_sampling(config: RunConfig, manifest: Mapping[str, Any]) -> None:
             encoders cannot be built.
     """
     sample, text = config.section(SampleConfig), config.section(TextEncoderConfig)
-    requests_of(sample)
-    shape = shape_of(sample, manifest)
+    requests, model = requests_of(sample), config.section(VideoConfig).video_model
+    with_reference = next((x for x in requests if x.reference is not None), None)
+    if with_reference is not None and model != "mmdit":
+        raise ConfigError(
+            f"The prompt {with_reference.text!r} has a reference ({with_reference.reference}), but "
+            f"`--video-model {model}` is given no reference frames; leave it out."
+        )
     check_text_encoder(manifest, text.t5_path, text.clip_path)
     codec = build_codec_of(config.section(CodecConfig), manifest)
-    latent = codec.latent_shape(shape.num_frames, shape.height, shape.width)
-    network_of(config).check_clips(latent[1:], "Sampled clips")
+    for group in groups_of(requests, shape_of(sample, manifest), sample):
+        shape = group.shape
+        latent = codec.latent_shape(shape.num_frames, shape.height, shape.width)
+        network_of(config).check_clips(latent[1:], "Sampled clips")
 
 
 @torch.no_grad()
@@ -122,12 +184,17 @@ def generate_latents(
     flow: FlowConfig,
     sampling: SampleConfig,
     context: ParallelContext,
+    draws: Sequence[tuple[int, int]] | None = None,
 ) -> Tensor | None:
     """Sample latents of P requests, divided among the replicas; all ranks call this together.
 
     A clip's noise depends only on the seed and the clip's number, so it is the same in any layout.
     Replicas with one clip less than others also sample the last clip, and discard it. All replicas
     thus make the same number of calls, which a model with experts on several replicas needs.
+
+    Args:
+        draws: (seed, number) from which the noise of each request follows; by default the seed of
+            the flags, and the number among the requests.
 
     Returns:
         ``[P, c, t, h, w]`` float32 on the model's device, on the reporting rank; None elsewhere.
@@ -143,6 +210,7 @@ def generate_latents(
         )
     device, shape, text, null = velocity.device, encoded.latent_shape, encoded.text, encoded.null
     null = Text(null.sequence.to(device), null.pooled.to(device))
+    draws = draws or [(sampling.sample_seed, number) for number in range(len(encoded))]
 
     def sampled(numbers: list[int]) -> Tensor:
         """Sample the latents of the requests with the indices ``numbers``."""
@@ -150,9 +218,16 @@ def generate_latents(
         if given is not None:
             given = References(given.latents[numbers], given.masks[numbers])
         captions = Text(text.sequence[numbers].to(device), text.pooled[numbers].to(device))
-        noise = draw_noise(sampling.sample_seed, numbers, shape, purpose="sampling noise")
+        noise = torch.cat(
+            [
+                draw_noise(seed, [number], shape, purpose="sampling noise")
+                for seed, number in (draws[i] for i in numbers)
+            ]
+        )
+        one = len(null.sequence) == 1
+        away = null if one else Text(null.sequence[numbers], null.pooled[numbers])
         return sample(
-            velocity.of_shape(shape[1:]), captions, null, noise.to(device), flow=flow,
+            velocity.of_shape(shape[1:]), captions, away, noise.to(device), flow=flow,
             patch_size=velocity.patch_size, sampling=sampling, references=given,
         )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +18,13 @@ from megatron_ext.video.config.encoding import EncodeConfig
 from megatron_ext.video.config.run import MODES, ConditionConfig
 from megatron_ext.video.data.clips import Clip
 from megatron_ext.video.data.codec import VideoCodec
-from megatron_ext.video.data.conditions import Text, frame_masks, place_references, sections
+from megatron_ext.video.data.conditions import (
+    Text,
+    frame_masks,
+    null_like,
+    place_references,
+    sections,
+)
 from megatron_ext.video.data.encode import worded
 from megatron_ext.video.data.frames import decode, probe
 from megatron_ext.video.data.geometry import subsampling
@@ -55,6 +61,11 @@ class ClipRequest:
             (tail modes) or both (i2v_loop) are given to the model; None exactly for mode t2v.
         mode: one of `MODES`.
         motion: motion score in the caption; None leaves it out.
+        negative_prompt: caption that guidance leads away from; None takes the flag's.
+        seed: seed of the noise, from which the clip then follows wherever its request stands; None
+            takes the flag's seed and the number of the request.
+        steps: steps of Euler's method; None takes the flag's.
+        size: height and width in pixels; None takes the flag's.
 
     Raises:
         ConfigError: the mode is unknown, or the reference does not fit it.
@@ -64,6 +75,10 @@ class ClipRequest:
     reference: str | None = None
     mode: str = "t2v"
     motion: float | None = None
+    negative_prompt: str | None = None
+    seed: int | None = None
+    steps: int | None = None
+    size: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -91,7 +106,8 @@ class EncodedRequests:
     Attributes:
         latent_shape: shape of one clip, (c, t, h, w).
         text: encoded captions: tokens ``[P, l, d]`` and pooled vectors ``[P, e]``.
-        null: the encoded empty caption, ``[1, k, d]`` and ``[1, e]``.
+        null: the encoded empty caption, ``[1, k, d]`` and ``[1, e]``, or the encoded negative
+            prompt of each request, ``[P, l, d]`` and ``[P, e]``.
         references: latents ``[P, c, t, h, w]`` and masks ``[P, t]``; None if no request has one.
     """
 
@@ -107,23 +123,31 @@ class EncodedRequests:
 def read_requests(path: str | os.PathLike[str]) -> list[ClipRequest]:
     """Read requests for clips from a text file of captions, or from a jsonl; see `read_prompts`.
 
-    Rows of a jsonl have ``text``, and may have ``reference`` (a path relative to the file),
-    ``mode`` (default: i2v_head with a reference, else t2v) and ``motion``.
+    Rows of a jsonl have ``text``. They may have one of ``image``, ``video`` and ``reference``, a
+    path relative to the file, and ``mode``, by default t2v without one, v2v_head with a video, else
+    i2v_head. They may have the other fields of `ClipRequest`.
     """
-    return read_prompts(path, ClipRequest, _request)
+    known = [*(x.name for x in fields(ClipRequest)), "image", "video"]
+    texts = ("reference", "image", "video", "mode", "negative_prompt")
+    return read_prompts(path, ClipRequest, _request, known=known, texts=texts)
 
 
 def read_prompts(
     path: str | os.PathLike[str],
     kind: Callable[[str], Request],
     of_row: Callable[[dict[str, Any], Path], Request],
+    *,
+    known: Sequence[str],
+    texts: Sequence[str] = (),
 ) -> list[Request]:
     """Read requests from a text file with one caption a line, or from a jsonl; skip blank lines.
 
     Args:
         kind: the dataclass of requests, which can be called with only a caption.
-        of_row: makes a request from a row of a jsonl (``text`` and optional fields of ``kind``) and
-            the path of the file; may raise ConfigError, ValueError or TypeError.
+        of_row: makes a request from a row of a jsonl and the path of the file; may raise
+            ConfigError, ValueError or TypeError.
+        known: the names that a row may have, ``text`` among them.
+        texts: those of them whose values are texts or null.
 
     Raises:
         DataError: the file cannot be read, has an invalid row, or has no row.
@@ -132,9 +156,9 @@ def read_prompts(
     lines = read_lines(source, f"The file of prompts {source}")
     if source.suffix != ".jsonl":
         return [kind(line) for _, line in lines]
-    known, found = [x.name for x in fields(kind)], []  # type: ignore[arg-type]
+    found = []
     for number, line in lines:
-        row = read_row(line, source, number, known, texts=("reference", "mode"))
+        row = read_row(line, source, number, known, texts=texts)
         try:
             found.append(of_row(row, source))
         except (ConfigError, ValueError, TypeError) as error:
@@ -189,15 +213,54 @@ def bad_row(source: Path, line: int, what: str) -> DataError:
 
 
 def _request(row: dict[str, Any], source: Path) -> ClipRequest:
-    reference, motion = row.get("reference") or None, row.get("motion")
+    motion = row.get("motion")
     if motion is not None and not math.isfinite(motion := float(motion)):
         raise ValueError(f"`motion` {row['motion']!r} is no finite number")
+    name = start_of(row, ("reference", "image", "video"))
     return ClipRequest(
         text=row["text"].strip(),
-        reference=None if reference is None else str(source.parent / reference),
-        mode=row.get("mode") or ("t2v" if reference is None else "i2v_head"),
+        reference=None if name is None else str(source.parent / row[name]),
+        mode=row.get("mode") or usual_mode(name),
         motion=motion,
+        negative_prompt=row.get("negative_prompt"),
+        seed=whole_number(row, "seed", at_least=0),
+        steps=whole_number(row, "steps", at_least=1),
+        size=_size(row),
     )
+
+
+def usual_mode(name: str | None) -> str:
+    """Return the mode of a request by the name that its reference has: "image", "video" or so."""
+    if name is None:
+        return "t2v"
+    return "v2v_head" if name == "video" else "i2v_head"
+
+
+def start_of(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
+    """Return which of some names a row has a path for; raise ValueError if it has several."""
+    given = [name for name in names if row.get(name)]
+    if len(given) > 1:
+        raise ValueError(f"it has `{given[0]}` and `{given[1]}`, which exclude each other")
+    return given[0] if given else None
+
+
+def whole_number(row: Mapping[str, Any], name: str, *, at_least: int) -> int | None:
+    """Return a whole number of a row, or None without it; raise ValueError for another value."""
+    value = row.get(name)
+    if value is None:
+        return None
+    if type(value) is not int or value < at_least:
+        raise ValueError(f"`{name}` {value!r} must be a whole number of at least {at_least}")
+    return value
+
+
+def _size(row: Mapping[str, Any]) -> tuple[int, int] | None:
+    size = row.get("size")
+    if size is None:
+        return None
+    if not isinstance(size, list) or [type(x) for x in size] != [int, int] or min(size) < 1:
+        raise ValueError(f"`size` {size!r} must be [height, width] in pixels")
+    return size[0], size[1]
 
 
 def encode_requests(
@@ -224,7 +287,18 @@ def encode_requests(
     moving = shape.num_frames > 1
     fps = shape.fps if moving and shape.encode.fps_words else None
     captions = [worded(r.text, fps, r.motion if moving else None, text_encoder) for r in requests]
+    encoded = _encoded(text_encoder, captions)
     null = null or _encoded(text_encoder, [""])
+    null = Text(null.sequence.cpu(), null.pooled.cpu())
+    negatives = [request.negative_prompt for request in requests]
+    if any(negatives):
+        empty = null_like(null, encoded)
+        null = Text(empty.sequence.clone(), empty.pooled.clone())
+        for number, negative in enumerate(negatives):
+            if negative:
+                instead = _encoded(text_encoder, [negative])
+                null.sequence[number] = instead.sequence[0]
+                null.pooled[number] = instead.pooled[0]
     references = None
     if any(request.reference is not None for request in requests):
         conditions = conditions or ConditionConfig()
@@ -232,8 +306,7 @@ def encode_requests(
         placed = [_placed(r, shape, latent_shape, codec, conditions) for r in requests]
         masks = frame_masks(modes, latent_shape[1], conditions)
         references = References(torch.stack(placed), masks)
-    null = Text(null.sequence.cpu(), null.pooled.cpu())
-    return EncodedRequests(latent_shape, _encoded(text_encoder, captions), null, references)
+    return EncodedRequests(latent_shape, encoded, null, references)
 
 
 def _encoded(encoder: TextEncoder, captions: Sequence[str]) -> Text:

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from megatron_ext.parallel.collectives import on_reporting_rank
 from megatron_ext.schedules.forward import forward_engine
@@ -23,6 +26,7 @@ from megatron_ext.video.sampling.generate import (
     decoded,
     encode_on_reporting_rank,
     generate_latents,
+    groups_of,
     requests_of,
     shape_of,
 )
@@ -34,6 +38,19 @@ def velocity_of(run: Run) -> ParallelVelocity:
     runner = run.runner
     engine = runner.engine or forward_engine(run.chunks, runner.transformer_config, run.context)
     return network_of(run.config).sampled(engine, run.chunks, run.context)
+
+
+def say_share_of_start(run: Run) -> None:
+    """Say how much of a run's averaged weights is still their start, before clips are sampled."""
+    note = run.progress.average_note
+    if note is not None:
+        run.reporters.say(f"{note}; `--no-sample-ema` samples with the last weights")
+
+
+def facts_of_weights(run: Run, *, averaged: bool) -> dict[str, Any]:
+    """Return facts on the weights that made samples, for ``samples.jsonl``."""
+    facts = {"iteration": run.progress.iteration, "averaged_weights": averaged}
+    return {**facts, "share_of_start": run.progress.average_start} if averaged else facts
 
 
 class ClipSampler:
@@ -50,6 +67,7 @@ class ClipSampler:
         self._run, self._sample = run, config.section(SampleConfig)
         self._requests, manifest = requests_of(self._sample), manifest_of(config)
         self._shape = shape_of(self._sample, manifest)
+        self._groups = groups_of(self._requests, self._shape, self._sample)
         codec = partial(build_codec_of, config.section(CodecConfig), manifest, device)
         self._codec = on_reporting_rank(codec, "Building the codec", context)
         flags = config.section(TextEncoderConfig)
@@ -58,15 +76,18 @@ class ClipSampler:
         )
         text_encoder = on_reporting_rank(encoder, "Building the text encoder", context)
         text, pooled = null_text_of(config, manifest)
-        self._encoded = encode_on_reporting_rank(
-            self._requests,
-            self._shape,
-            self._codec,
-            text_encoder,
-            context,
-            null=Text(text[None].float(), pooled[None].float()),
-            conditions=config.section(ConditionConfig),
-        )
+        self._encoded = [
+            encode_on_reporting_rank(
+                group.requests,
+                group.shape,
+                self._codec,
+                text_encoder,
+                context,
+                null=Text(text[None].float(), pooled[None].float()),
+                conditions=config.section(ConditionConfig),
+            )
+            for group in self._groups
+        ]
         self._velocity = velocity_of(run)
 
     def __call__(self, folder: Path) -> None:
@@ -78,24 +99,38 @@ class ClipSampler:
         """
         run, sample = self._run, self._sample
         ema = run.ema if sample.sample_ema else None
+        if ema is not None:
+            say_share_of_start(run)
         with run.parameter_gather.paused(), ema.swapped_in(run.chunks) if ema else nullcontext():
-            latents = generate_latents(
-                self._velocity,
-                self._encoded,
-                flow=run.config.section(FlowConfig),
-                sampling=sample,
-                context=run.context,
-            )
-        facts = {"iteration": run.progress.iteration, "averaged_weights": ema is not None}
+            latents = [
+                generate_latents(
+                    self._velocity,
+                    encoded,
+                    flow=run.config.section(FlowConfig),
+                    sampling=group.sampling,
+                    context=run.context,
+                    draws=group.draws,
+                )
+                for group, encoded in zip(self._groups, self._encoded, strict=True)
+            ]
+        facts = {
+            **facts_of_weights(run, averaged=ema is not None),
+            "steps": sample.sample_steps,
+        }
 
         def write() -> None:
-            assert latents is not None and self._codec is not None
-            pixels = decoded(self._codec, latents, sample.sample_batch_size)
-            if not bool(pixels.isfinite().all()):
+            assert self._codec is not None
+            clips = dict[int, Tensor]()
+            for group, made in zip(self._groups, latents, strict=True):
+                assert made is not None
+                pixels = decoded(self._codec, made, sample.sample_batch_size)
+                clips |= zip(group.numbers, pixels, strict=True)
+            if not all(bool(pixels.isfinite().all()) for pixels in clips.values()):
                 run.reporters.say("the sampled clips are not finite and are not written")
                 return
+            ordered = [clips[number] for number in range(len(clips))]
             fps, seed = self._shape.fps, sample.sample_seed
-            write_clips(folder, pixels, self._requests, fps=fps, seed=seed, facts=facts)
+            write_clips(folder, ordered, self._requests, fps=fps, seed=seed, facts=facts)
             run.reporters.say(f"sampled {len(self._requests)} clips into {folder}")
 
         on_reporting_rank(write, f"Writing clips into {folder}", run.context)

@@ -28,6 +28,7 @@ from megatron_ext.parallel.collectives import (
     on_first_of_replica,
     on_first_of_this_replica,
     on_reporting_rank,
+    share,
 )
 from megatron_ext.video.config.run import SampleConfig
 from megatron_ext.video.data.codecs import block_decoder
@@ -40,10 +41,11 @@ from megatron_ext.video.sampling.clips import (
     publish,
     shown_frames,
 )
+from megatron_ext.video.sampling.samples import facts_of_weights, say_share_of_start
 from megatron_ext.video.streaming import decisions
 from megatron_ext.video.streaming.config import DEFAULT_FPS, StreamingConfig, StreamingSampleConfig
 from megatron_ext.video.streaming.noise_schedule import NoiseSchedule
-from megatron_ext.video.streaming.prompts import video_prompts
+from megatron_ext.video.streaming.prompts import given_block, video_prompts
 from megatron_ext.video.streaming.rollout import Generator, generate_blocks
 
 if TYPE_CHECKING:
@@ -179,8 +181,29 @@ class LongVideoSampler:
         # A VAE draws random weights before it loads its own.
         with torch.random.fork_rng(devices=[]):
             self._codec = on_first_of_replica(build_codec, "Loading the codec", run.context)
+        self._starts = self._encoded_starts()
         self._num_frames = own.num_frames(self._streaming)
         self._fps = self._sample.sample_fps or DEFAULT_FPS
+
+    def _encoded_starts(self) -> dict[int, Tensor]:
+        """Return the given first blocks, ``[1, block, c, h, w]``, by the number of the prompt."""
+        paths = {i: x.start for i, x in enumerate(self._prompts) if x.start is not None}
+        if not paths:
+            return {}
+        streaming, context, device = self._streaming, self._run.context, self._run.device
+        block, size = streaming.frame_block, streaming.latent_size
+
+        def encode() -> Tensor:
+            assert self._codec is not None
+            encoded = functools.partial(
+                given_block, self._codec, block=block, size=size, device=device
+            )
+            return torch.cat([encoded(path=path) for path in paths.values()]).float()
+
+        known = on_first_of_replica(encode, "Encoding given frames", context)
+        shape = len(paths), block, streaming.sizes().channels, *size
+        every = share(known, shape, context, device).cpu()
+        return dict(zip(paths, every.split(1), strict=True))
 
     @property
     def num_blocks(self) -> int:
@@ -206,6 +229,8 @@ class LongVideoSampler:
         on_reporting_rank(lambda: open_folder(folder), f"Opening {folder}", context)
         writing = folder.with_name(f".{folder.name}.writing")
         ema = run.ema if self._sample.sample_ema else None
+        if ema is not None:
+            say_share_of_start(run)
         weights = ema.swapped_in(run.chunks) if ema else nullcontext()
         videos, fault = list[WrittenVideo](), None
         try:
@@ -218,8 +243,7 @@ class LongVideoSampler:
             "seed": self._sample.sample_seed,
             "fps": self._fps,
             "latent_frames": self._num_frames,
-            "iteration": run.progress.iteration,
-            "averaged_weights": ema is not None,
+            **facts_of_weights(run, averaged=ema is not None),
         }
         try:
             parts = from_all_ranks((videos, timer.throughput), fault)
@@ -240,14 +264,14 @@ class LongVideoSampler:
         return Throughput(sum(made), sum(blocks), sum(frames), max(seconds), max(first))
 
     def _batches(self) -> Iterator[list[int]]:
-        """Yield batches of this replica's prompt numbers that switch prompts at the same frames."""
+        """Yield batches of this replica's prompt numbers that begin and switch alike."""
         context, size = self._run.context, self._sample.sample_batch_size
         own = range(context.dp_rank, len(self._prompts), context.layout.data_parallel_size)
 
-        def frames(number: int) -> tuple[int, ...]:
-            return self._prompts[number].frames
+        def course(number: int) -> tuple[bool, tuple[int, ...]]:
+            return number in self._starts, self._prompts[number].frames
 
-        for _, group in groupby(sorted(own, key=frames), key=frames):
+        for _, group in groupby(sorted(own, key=course), key=course):
             alike = list(group)
             yield from (alike[i : i + size] for i in range(0, len(alike), size))
 
@@ -289,8 +313,16 @@ class LongVideoSampler:
         height, width = streaming.latent_size
         (network,) = unwrap_model(run.chunks)
         shape = streaming.frame_block, network.sizes.channels, height, width
-        seed, like = self._sample.sample_seed, torch.empty(0, device=run.device)
-        noise = functools.partial(decisions.block_noise, seed, numbers, shape, like=like)
+        like = torch.empty(0, device=run.device)
+        given = [(number, self._prompts[number].seed) for number in numbers]
+        # With a seed of its own, a video does not depend on the number of its prompt.
+        draws = [(self._sample.sample_seed, n) if seed is None else (seed, 0) for n, seed in given]
+
+        def noise(frame: int, step: int) -> Tensor:
+            rows = [decisions.block_noise(s, [n], shape, frame, step, like=like) for s, n in draws]
+            return torch.cat(rows)
+
+        starts = [self._starts[number] for number in numbers if number in self._starts]
         frames = (0, *self._prompts[numbers[0]].frames)
         texts = [self._texts[number].to(run.device) for number in numbers]
         cache = network.new_cache(len(numbers), height, width)
@@ -300,6 +332,7 @@ class LongVideoSampler:
             noise,
             num_frames=self._num_frames,
             keep_sink=streaming.sink_at_switch == "keep",
+            start=torch.cat(starts).to(run.device) if starts else None,
         )
 
 

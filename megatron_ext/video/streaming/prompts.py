@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,14 @@ from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.frames import decode, probe
 from megatron_ext.video.data.randomness import generator
 from megatron_ext.video.data.text_encoders import TextEncoder, build_text_encoder
-from megatron_ext.video.sampling.requests import bad_row, read_lines, read_prompts, read_row
+from megatron_ext.video.sampling.requests import (
+    bad_row,
+    read_lines,
+    read_prompts,
+    read_row,
+    start_of,
+    whole_number,
+)
 from megatron_ext.video.streaming.config import StreamingConfig, StreamingSampleConfig
 from megatron_ext.video.streaming.sequence import Prompts
 
@@ -129,12 +136,19 @@ class Switch:
 class VideoPrompt:
     """The first caption of a long video, and its switches to other captions.
 
+    Attributes:
+        seed: seed of the noise, from which the video then follows wherever its prompt stands; None
+            takes the flag's seed and the number of the prompt.
+        start: path of an image, video or folder of images that gives the first block, or None.
+
     Raises:
         ConfigError: the frames of the switches are not above 0 and rising.
     """
 
     text: str
     switches: tuple[Switch, ...] = ()
+    seed: int | None = None
+    start: str | None = None
 
     def __post_init__(self) -> None:
         frames = [0, *self.frames]
@@ -159,16 +173,23 @@ def read_video_prompts(path: str | os.PathLike[str]) -> list[VideoPrompt]:
     """Read prompts of long videos from a text file of captions or a jsonl; see `read_prompts`.
 
     Rows of a jsonl have ``text``, and may have ``switches``, a list of ``{"frame": latent frame,
-    "text": caption}``.
+    "text": caption}``, ``seed``, and ``image`` or ``video``, a path relative to the file.
     """
-    return read_prompts(path, VideoPrompt, _prompt)
+    known = ("text", "switches", "seed", "image", "video")
+    return read_prompts(path, VideoPrompt, _prompt, known=known, texts=("image", "video"))
 
 
 def _prompt(row: dict[str, Any], source: Path) -> VideoPrompt:
     switches = row.get("switches") or []
     if not isinstance(switches, list):
         raise TypeError(f"`switches` {switches!r} is no list")
-    return VideoPrompt(row["text"].strip(), tuple(_switch(entry) for entry in switches))
+    name = start_of(row, ("image", "video"))
+    return VideoPrompt(
+        row["text"].strip(),
+        tuple(_switch(entry) for entry in switches),
+        whole_number(row, "seed", at_least=0),
+        None if name is None else str(source.parent / row[name]),
+    )
 
 
 def _switch(entry: Any) -> Switch:
@@ -206,7 +227,7 @@ def at_block_starts(
             )
         pairs = zip(prompt.switches, starts, strict=True)
         switches = tuple(Switch(start, switch.text) for switch, start in pairs)
-        moved.append(VideoPrompt(prompt.text, switches))
+        moved.append(replace(prompt, switches=switches))
     return moved
 
 
@@ -217,12 +238,21 @@ def video_prompts(
     if sample.sample_texts is None:
         assert sample.sample_prompts is not None
         prompts = read_video_prompts(sample.sample_prompts)
-    elif own.sample_second_texts is None:
-        prompts = [VideoPrompt(text) for text in sample.sample_texts]
     else:
-        frame = own.switch_frame(streaming)
-        pairs = zip(sample.sample_texts, own.sample_second_texts, strict=True)
-        prompts = [VideoPrompt(first, (Switch(frame, second),)) for first, second in pairs]
+        pairs = zip(sample.sample_texts, sample.starts[1], strict=True)
+        prompts = [VideoPrompt(text, start=start) for text, start in pairs]
+        if own.sample_second_texts is not None:
+            frame = own.switch_frame(streaming)
+            prompts = [
+                replace(prompt, switches=(Switch(frame, second),))
+                for prompt, second in zip(prompts, own.sample_second_texts, strict=True)
+            ]
+    for prompt in prompts:
+        if prompt.start is not None and not Path(prompt.start).exists():
+            raise DataError(
+                f"The prompt {prompt.text!r} begins with {prompt.start}, which does not exist; "
+                "correct its path."
+            )
     num_frames = own.num_frames(streaming)
     return at_block_starts(prompts, block=streaming.frame_block, num_frames=num_frames)
 
@@ -251,6 +281,29 @@ def encode_captions(
 
     known = on_first_of_replica(encoded, "Encoding the prompts", context)
     return share(known, (len(captions), *shape), context, device)
+
+
+@torch.no_grad()
+def given_block(
+    codec: VideoCodec, path: str, block: int, size: Sequence[int], device: torch.device
+) -> Tensor:
+    """Return an image or video encoded as the first block, ``[1, block, c, h, w]``.
+
+    An image is repeated to fill a block, since a cache holds whole blocks. ``size`` is the height
+    and width of the latents. Raises DataError if a video is shorter than a block.
+    """
+    clip, count = Clip(path, ""), (block - 1) * codec.temporal + 1
+    probed = probe(clip)
+    if 1 < probed.num_frames < count:
+        raise DataError(
+            f"{path} has {probed.num_frames} frames, but a sequence begins with a block of "
+            f"{block} latent frames, which are {count}; give a longer video or an image."
+        )
+    height, width = (length * codec.spatial for length in size)
+    shown = min(count, probed.num_frames)
+    pixels = decode(clip, 0, 1, shown, (height, width), shape=probed)[None].to(device)
+    pixels = pixels.expand(-1, -1, count, -1, -1) if shown == 1 else pixels
+    return codec.encode(pixels).transpose(1, 2)
 
 
 class FilePrompts:
@@ -318,27 +371,9 @@ class FilePrompts:
         known = on_first_of_replica(image, "Encoding the first frame", self._context)
         return share(known, (len(latents), 1, *self._latent), self._context, self._device)
 
-    @torch.no_grad()
     def _given(self, row: PromptRow) -> Tensor:
-        """Return a row's image or video, encoded as the first block ``[1, block, c, h, w]``.
-
-        An image is repeated to fill a block, since a cache holds whole blocks. Raises DataError if
-        a video is shorter than a block.
-        """
         assert row.start is not None and self.codec is not None
-        codec = self.codec
-        clip, count = Clip(row.start, row.text), (self._block - 1) * codec.temporal + 1
-        found = probe(clip)
-        if 1 < found.num_frames < count:
-            raise DataError(
-                f"{row.start} has {found.num_frames} frames, but a sequence begins with a block of "
-                f"{self._block} latent frames, which are {count}; give a longer video or an image."
-            )
-        height, width = (size * codec.spatial for size in self._latent[1:])
-        shown = min(count, found.num_frames)
-        pixels = decode(clip, 0, 1, shown, (height, width), shape=found)[None].to(self._device)
-        pixels = pixels.expand(-1, -1, count, -1, -1) if shown == 1 else pixels
-        return codec.encode(pixels).transpose(1, 2)
+        return given_block(self.codec, row.start, self._block, self._latent[1:], self._device)
 
     def _row(self, sample: int) -> PromptRow:
         epoch, place = divmod(sample, len(self._rows))

@@ -222,6 +222,7 @@ def generate_blocks(
     *,
     num_frames: int,
     keep_sink: bool,
+    start: Tensor | None = None,
 ) -> Iterator[Tensor]:
     """Generate a batch of videos with all denoising steps, and yield each block once it is made.
 
@@ -237,6 +238,7 @@ def generate_blocks(
         noise: source of noise, from which latents get their shape, dtype and device.
         num_frames: latent frames of each video, a multiple of the block.
         keep_sink: when the prompt changes, keep the cached sinks as the first prompt made them.
+        start: clean latents of the first block, which is then not generated; None for none.
 
     Yields:
         Clean latents of the next block, ``[b, block, c, h, w]``.
@@ -255,7 +257,11 @@ def generate_blocks(
             generator.encode_anew(
                 history, text, noise, frames=kept * window.block, keep_sink=keep_sink
             )
-        latents, _ = generator.generate(frame, text, noise, exit_step=last_step, graph=False)
+        if start is not None and frame == 0:
+            latents = start
+            generator.write_back(latents, frame, text, noise)
+        else:
+            latents, _ = generator.generate(frame, text, noise, exit_step=last_step, graph=False)
         newest.append(latents)
         if frame < num_sinks(window):
             sinks.append(latents)

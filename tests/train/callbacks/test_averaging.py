@@ -21,7 +21,8 @@ TOOL = Path(__file__).parents[3] / "tools" / "convert_checkpoint.py"
 SIZE = "--vocab-size 200 --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --seq-length 16"
 SMALL = [*TINY, *mock_data(), *SIZE.split()]
 DECAY, STEPS = 0.8, 6
-EMA = ["--ema-decay", str(DECAY)]
+EMA = ["--ema-decay", str(DECAY), "--no-ema-warmup"]
+WARMED = ["--ema-decay", str(DECAY)]
 FOUR = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".split()
 
 
@@ -94,8 +95,8 @@ def _compare_copies(run: Run) -> None:
     ema = run.ema
     update = ema.update
 
-    def checked(step: int) -> None:
-        update(step)
+    def checked(step: int, **options: Any) -> None:
+        update(step, **options)
         gathered = list(ema.gathered())
         copies = [average for p, average in gathered if getattr(p, "shared_embedding", False)]
         group = run.context.pgs.embd
@@ -120,7 +121,7 @@ def test_tied_and_predicting_copies_of_the_embedding_stay_equal(tmp_path: Path) 
 
 def test_a_resumed_run_averages_bit_for_bit(tmp_path: Path) -> None:
     """The optimizer's state has one format here, and the other in the next test."""
-    flags = [*EMA, "--bf16", "--save-interval", "3", "--ema-start", "2"]
+    flags = [*WARMED, "--bf16", "--save-interval", "3", "--ema-start", "2"]
     flags.append("--no-dist-ckpt-optim-fully-reshardable")
     whole = _train(tmp_path / "whole", *flags, ranks=2)
     broken = tmp_path / "broken"
@@ -133,7 +134,7 @@ def test_a_resumed_run_averages_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_one_rank_goes_on_as_tp2_pp2(tmp_path: Path) -> None:
-    flags = [*EMA, "--save-interval", "3"]
+    flags = [*WARMED, "--save-interval", "3"]
     _train(tmp_path / "whole", *flags)
     broken = tmp_path / "broken"
     _train(broken, *flags, "--exit-interval", "3")
@@ -144,6 +145,20 @@ def test_one_rank_goes_on_as_tp2_pp2(tmp_path: Path) -> None:
         # The vocabulary is padded for the tensor-parallel size; the rows beyond are never used.
         same = found[name][: len(average)]
         torch.testing.assert_close(same, average, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_the_first_updates_of_an_average_forget_its_start(tmp_path: Path) -> None:
+    """Steps 3 to 6 are averaged, and the run is resumed after the second of them."""
+    flags = ["--ema-decay", "0.99", "--ema-start", "3", "--save-interval", "1", "--no-save-optim"]
+    _train(tmp_path, *flags, "--exit-interval", "4")
+    _train(tmp_path, *flags, "--load", str(tmp_path), "--no-load-optim", "--no-load-rng")
+    wanted = {name: weight.double() for name, weight in _stored(tmp_path, 2)[0].items()}
+    for earlier, step in enumerate((3, 4, 5, 6)):
+        weights, averages = _stored(tmp_path, step)
+        decay = (1 + earlier) / (10 + earlier)
+        for name, average in averages.items():
+            wanted[name] = decay * wanted[name] + (1 - decay) * weights[name].double()
+            torch.testing.assert_close(average.double(), wanted[name], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.slow

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.errors import DataError
 from megatron_ext.video.config.encoding import EncodeConfig
 from megatron_ext.video.data.dataset import OnlineVideos, ShardedVideos, collate, pad_text
 from megatron_ext.video.data.encode import VideoSample
 from megatron_ext.video.data.geometry import Bucket, parse_plan
 from megatron_ext.video.data.preprocess import main
-from megatron_ext.video.data.sampler import BucketSteps, Members
+from megatron_ext.video.data.sampler import BucketSteps, Members, must_mix
 from tests.video.data.making import FLAGS, PLAN, encoder, pictures, planned, write_folder, write_gif
 
 VIDEO, IMAGE = Bucket("32px", 5, 32, 32), Bucket("32px", 1, 32, 32)
@@ -174,9 +174,9 @@ def test_crops_of_another_seed_differ(source: Path) -> None:
 SMALL, LONG = Bucket("256px", 1, 256, 256), Bucket("256px", 17, 192, 336)
 
 
-def steps(mixed: bool = False, pipeline_size: int = 1) -> BucketSteps:
+def steps(mixed: bool = False) -> BucketSteps:
     members = {SMALL: Members(range(50), 4), LONG: Members(range(50, 77), 2)}
-    return BucketSteps(members, 2, 3, 7, mixed, pipeline_size)
+    return BucketSteps(members, 2, 3, 7, mixed)
 
 
 def test_one_bucket_for_each_global_step_and_the_rest_is_counted() -> None:
@@ -195,11 +195,53 @@ def test_one_bucket_for_each_global_step_and_the_rest_is_counted() -> None:
     assert all(plan.num_samples(step) in (24, 12) for step in range(9))
 
 
-def test_mixed_refuses_pipeline_stages_and_too_few_clips_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"Mixed buckets need .* 1, but it is 2"):
-        steps(mixed=True, pipeline_size=2)
-    with pytest.raises(DataError, match=r"No bucket holds the clips of one step"):
+def test_too_few_clips_are_refused() -> None:
+    with pytest.raises(
+        DataError, match=r"^The data has too few clips for one step \(256px 1.*: 5\)"
+    ):
         BucketSteps({SMALL: Members(range(5), 4)}, 2, 1, 0)
+    with pytest.raises(DataError, match=r"^The validation set holds no clips; give one at least, "):
+        BucketSteps({}, 2, 1, None, mixed=True, whole=True, name="The validation set")
+
+
+@pytest.mark.parametrize(("counts", "mixed"), [((4, 9), False), ((3, 9), True), ((0, 9), False)])
+def test_buckets_are_mixed_where_one_would_starve(counts: tuple[int, int], mixed: bool) -> None:
+    """A step takes 4 micro-batches; a bucket without a whole one is no better off mixed."""
+    members = {SMALL: Members(range(4 * counts[0] + 3), 4), LONG: Members(range(counts[1]), 1)}
+    assert must_mix(members, 4) == mixed
+    never = BucketSteps(members, 2, 2, 7).never_taken
+    assert never == ({SMALL: 16} if counts[0] < 4 else {})
+    assert BucketSteps(members, 2, 2, 7, mixed=True).never_taken == (
+        {} if counts[0] else {SMALL: 4}
+    )
+
+
+@pytest.mark.parametrize("counts", [(1, 0), (2, 0), (7, 3), (10, 1), (24, 12)])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_whole_epoch_takes_every_clip_in_order(counts: tuple[int, int], mixed: bool) -> None:
+    """Fill micro-batches up with the bucket's first clip, which does not count again."""
+    small, long = counts
+    members = {SMALL: Members(range(small), 4), LONG: Members(range(small, small + long), 2)}
+    orders = set()
+    for ranks, num_microbatches in ((1, 4), (2, 2), (4, 1)):
+        plan = BucketSteps(members, ranks, num_microbatches, None, mixed, whole=True)
+        assert plan.left_out == {SMALL: 0, LONG: 0}
+        order = list[int]()
+        for step in range(plan.steps_per_epoch):
+            given = [plan.microbatches(step, rank) for rank in range(ranks)]
+            for number in range(num_microbatches):
+                for bucket, clips in (of_rank[number] for of_rank in given):
+                    filled = plan.filled(bucket, clips)
+                    assert len(filled) == members[bucket].micro_batch_size
+                    assert filled[len(clips) :] == [members[bucket].clips[0]] * (
+                        len(filled) - len(clips)
+                    )
+                    order += clips
+            if not mixed:
+                assert len({bucket for of_rank in given for bucket, _ in of_rank}) == 1
+        assert plan.steps_per_epoch <= 2 + small // 16 + long // 8
+        orders.add(tuple(order))
+    assert orders == {tuple(range(small + long))}
 
 
 @pytest.mark.parametrize("mixed", [False, True])

@@ -53,6 +53,7 @@ def test_clips_are_playable_and_the_list_says_how_they_came_about(tmp_path: Path
     rows = [json.loads(line) for line in (tmp_path / "out" / LIST).read_text("utf-8").splitlines()]
     common = {"seed": 5, "num_frames": 9, "height": 32, "width": 48, "fps": 12, "iteration": 40}
     wanted = {"path": "sample_001.mp4", "number": 1, "text": ASKED[1].text, "motion": None}
+    wanted |= {"negative_prompt": None, "steps": None}
     assert rows[1] == {**wanted, "mode": "i2v_head", "reference": "a.png", **common}
     assert rows[0]["text"] == "a red square moves left" and rows[0]["reference"] is None
 
@@ -75,6 +76,20 @@ def test_the_contact_sheet_has_a_row_for_each_clip(tmp_path: Path) -> None:
     write_clips(tmp_path / "large", smooth(1, 3, 512, 256), ASKED[:1], fps=12, seed=5)
     with Image.open(tmp_path / "large" / CONTACT_SHEET) as picture:
         assert picture.size == (4 + 3 * (128 + 4), 20 + 256 + 4)
+
+
+def test_clips_of_several_sizes_and_seeds_are_written_together(tmp_path: Path) -> None:
+    requests = [ClipRequest("one", seed=9, steps=4), ClipRequest("two", size=(16, 64))]
+    pixels = [smooth(1)[0], smooth(1, height=16, width=64)[0]]
+    facts = {"steps": 50}
+    write_clips(tmp_path / "out", pixels, requests, fps=29.97, seed=5, facts=facts)
+    frames, fps = read(tmp_path / "out" / "sample_001.mp4")
+    assert frames.shape == (9, 16, 64, 3) and fps == pytest.approx(29.97, abs=1e-3)
+    rows = [json.loads(line) for line in (tmp_path / "out" / LIST).read_text("utf-8").splitlines()]
+    names = ("seed", "steps", "height", "width")
+    assert [[row[x] for x in names] for row in rows] == [[9, 4, 32, 48], [5, 50, 16, 64]]
+    with Image.open(tmp_path / "out" / CONTACT_SHEET) as picture:
+        assert picture.size == (4 + 8 * (64 + 4), 2 * 24 + 32 + 16)
 
 
 @pytest.mark.parametrize(("frames", "height", "width"), [(1, 32, 32), (3, 31, 33)])

@@ -124,6 +124,26 @@ def test_layouts_give_the_clips_of_one_process(name: str, truth: Tensor, referen
 
 
 @ranks()
+def test_a_negative_prompt_takes_the_place_of_the_empty_caption(context: ParallelContext) -> None:
+    """Give it to one of two requests; the other one keeps the empty caption."""
+    velocity = velocity_on(context)
+
+    def latents(*asked: ClipRequest, null: Text | None = None) -> Tensor:
+        encoded = encode_requests(asked, SHAPE, CODEC, ENCODER, null=null)
+        draws = [(SEED, 0)] * len(asked)
+        options = {"flow": FLOW, "sampling": SAMPLING, "context": context, "draws": draws}
+        found = generate_latents(velocity, encoded, **options)  # type: ignore[arg-type]
+        assert found is not None
+        return found
+
+    plain, led_away = latents(ClipRequest("a"), ClipRequest("a", negative_prompt="blur"))
+    assert torch.allclose(plain, latents(ClipRequest("a"))[0], atol=1e-5)
+    alone = latents(ClipRequest("a"), null=Text(*ENCODER.encode(["blur"])))
+    assert torch.allclose(led_away, alone[0], atol=1e-5)
+    assert not torch.allclose(led_away, plain, atol=1e-3)
+
+
+@ranks()
 def test_clips_are_seeded_and_references_exact(context: ParallelContext, reference: Path) -> None:
     asked = requests_with(reference)
     first = clips_of(context, asked)

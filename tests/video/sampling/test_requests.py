@@ -13,7 +13,7 @@ from PIL import Image
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
-from megatron_ext.video.config.run import ConditionConfig
+from megatron_ext.video.config.run import ConditionConfig, SampleConfig
 from megatron_ext.video.data.clips import Clip, with_suffix
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.conditions import Text
@@ -27,17 +27,20 @@ from megatron_ext.video.sampling.requests import (
     encode_requests,
     read_requests,
 )
+from megatron_ext.video.streaming.config import StreamingConfig, StreamingSampleConfig
 from megatron_ext.video.streaming.prompts import (
     Switch,
     VideoPrompt,
     at_block_starts,
     read_video_prompts,
+    video_prompts,
 )
 
 SHAPE = SampleShape(num_frames=13, height=16, width=32, fps=8)
 CODEC = build_codec(CodecConfig(codec_spatial=4, codec_channels=6))
 ENCODER = build_text_encoder(TextEncoderConfig(text_length=12, text_width=8, pooled_width=4))
 CONDITIONS = ConditionConfig(v2v_frames=2)
+STREAMING, OWN = StreamingConfig(), StreamingSampleConfig()
 
 
 def prompts(folder: Path, *rows: Any) -> Path:
@@ -77,12 +80,30 @@ def test_rows_of_a_jsonl_have_references_or_switch_often(tmp_path: Path) -> None
         ClipRequest("two", str(tmp_path / "a.png"), "i2v_head"),
         ClipRequest("three", "/b.mp4", "i2v_loop", 4.0),
     ]
+    four = {"text": "four", "image": "a.png", "negative_prompt": "blur", "seed": 7, "steps": 9}
+    five = {"text": "five", "video": "b.mp4", "size": [16, 32], "seed": None}
+    assert read_requests(prompts(tmp_path, four, five)) == [
+        ClipRequest(
+            "four", str(tmp_path / "a.png"), "i2v_head", negative_prompt="blur", seed=7, steps=9
+        ),
+        ClipRequest("five", str(tmp_path / "b.mp4"), "v2v_head", size=(16, 32)),
+    ]
     switches = [{"frame": 60, "text": "a dog "}, {"frame": 120, "text": "a bird"}]
     path = prompts(tmp_path, {"text": "a cat", "switches": switches}, {"text": "a fish"})
     found = read_video_prompts(path)
     assert found[0] == VideoPrompt("a cat", (Switch(60, "a dog"), Switch(120, "a bird")))
     assert found[0].title == "a cat > a dog > a bird" and found[0].frames == (60, 120)
     assert found[1] == VideoPrompt("a fish")
+    path = prompts(tmp_path, {"text": "a fox", "seed": 4, "image": "fox.png"})
+    start = str(tmp_path / "fox.png")
+    assert read_video_prompts(path) == [VideoPrompt("a fox", (), 4, start)]
+    with pytest.raises(
+        DataError, match=r"The prompt 'a fox' begins with \S+/fox.png, which does no"
+    ):
+        video_prompts(SampleConfig(sample_prompts=str(path)), OWN, STREAMING)
+    paths = {"sample_texts": ["a", "b"], "sample_video": [str(tmp_path)]}
+    (one, two) = video_prompts(SampleConfig(**paths), OWN, STREAMING)  # type: ignore[arg-type]
+    assert one == VideoPrompt("a", start=str(tmp_path)) and two.start == str(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +118,14 @@ def test_rows_of_a_jsonl_have_references_or_switch_often(tmp_path: Path) -> None
         ({"text": "a", "reference": "b", "mode": "i2v"}, r"The mode \(i2v\) .* must be one of"),
         ({"text": "a", "motion": "fast"}, "line 1 is refused .*'fast'"),
         ({"text": "a", "motion": float("inf")}, "no finite number"),
+        ({"text": "a", "seed": -1}, "`seed` -1 must be a whole number of at least 0"),
+        ({"text": "a", "seed": True}, "`seed` True must be a whole number"),
+        ({"text": "a", "steps": 2.5}, "`steps` 2.5 must be a whole number of at least 1"),
+        ({"text": "a", "size": "16x32"}, r"`size` '16x32' must be \[height, width\] in pixels"),
+        ({"text": "a", "size": [0, 8]}, r"`size` \[0, 8\] must be"),
+        ({"text": "a", "image": "b", "video": "c"}, "`image` and `video`, which exclude each"),
+        ({"text": "a", "image": 3}, "line 1 has `image` 3, which is no text"),
+        ({"text": "a", "negative_prompt": ["b"]}, "which is no text"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, row: Any, said: str) -> None:
@@ -119,6 +148,8 @@ def test_a_missing_or_empty_file_is_refused(tmp_path: Path) -> None:
     [
         ({"switches": []}, r"line 1 has no `text`; mend the row"),
         ({"text": "a", "reference": "a.png"}, r"has \['reference'\], but may have \['text', 's"),
+        ({"text": "a", "steps": 4}, r"has \['steps'\], but may have \['text', 'switches', 'seed'"),
+        ({"text": "a", "seed": 1.5}, r"is refused \(`seed` 1.5 must be a whole number"),
         ({"text": "a", "switches": {"frame": 3}}, r"is refused \(`switches` .* is no list\)"),
         ({"text": "a", "switches": [{"frame": 3}]}, r"a switch must have `frame` and `text`, but"),
         ({"text": "a", "switches": [{"frame": "3", "text": "b"}]}, r"needs an integer and a text"),

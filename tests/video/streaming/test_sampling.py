@@ -14,6 +14,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
+from PIL import Image
 from torch import Tensor
 
 from megatron_ext.parallel.context import ParallelContext
@@ -131,6 +132,17 @@ def test_windows_and_sinks_need_not_be_whole_blocks(window: harness.Window) -> N
     assert torch.equal(got[:, :12], video(scenes[:1], window=window)[:, :12])
 
 
+def test_a_given_first_block_is_the_start_of_the_video() -> None:
+    """Given the block that it would generate, a video goes on as it would have."""
+    text = torch.stack([harness.text_of(s, "first") for s in (0, 1)])
+    make = functools.partial(generate_blocks, num_frames=LENGTH, keep_sink=False)
+    wanted = list(make(tiny(), {0: text}, noise_of()))
+    found = list(make(tiny(), {0: text}, noise_of(), start=wanted[0]))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    other = list(make(tiny(), {0: text}, noise_of(), start=wanted[0] + 1))
+    assert torch.equal(other[0], wanted[0] + 1) and not torch.equal(other[1], wanted[1])
+
+
 def test_what_is_held_does_not_grow_with_the_length() -> None:
     generator, text = tiny(), harness.prompts((0, 1)).text
     texts = {0: text, 30: text + 1}
@@ -234,14 +246,36 @@ def test_videos_are_files_with_their_switches(tmp_path: Path) -> None:
         assert row["averaged_weights"] is False
 
 
+def test_videos_begin_with_a_picture_and_have_seeds(tmp_path: Path) -> None:
+    """Let the first of three videos begin with a picture; the others have one seed of their own."""
+    Image.fromarray(np.full((8, 8, 3), 128, np.uint8)).save(tmp_path / "start.png")
+    rows = [{"text": "disc", "image": "start.png"}, *[{"text": "square", "seed": 7}] * 2]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = (
+        f"--sample-interval 2 --sample-prompts {path} --sample-latent-frames 6 --sample-fps 7.5 "
+        "--no-encode-first-frame --codec-spatial 2 --codec-channels 4"
+    )
+    run(tmp_path, f"--train-iters 2 {words}")
+    folder = tmp_path / "save" / "samples" / "iter_0000002"
+    written = [json.loads(line) for line in (folder / LIST).read_text().splitlines()]
+    found = [(row["text"], row["seed"], row["start"]) for row in written]
+    start = str(tmp_path / "start.png")
+    assert found == [("disc", 42, start), ("square", 7, None), ("square", 7, None)]
+    (given, fps), (one, _), (two, _) = (read(folder / f"sample_00{i}.mp4") for i in range(3))
+    assert fps == 7.5 and np.array_equal(one, two)
+    assert np.abs(given[0].astype(int) - 128).max() <= 4
+    assert np.abs(one[0].astype(int) - 128).max() > 20
+
+
 def test_infinite_videos_end_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def spoil(run: Run) -> None:
         assert run.ema is not None
         average = next(iter(run.ema._parts)).average
         update = run.ema.update
 
-        def updated(step: int) -> None:
-            update(step)
+        def updated(step: int, **options: Any) -> None:
+            update(step, **options)
             average.fill_(torch.nan)
 
         run.ema.update = updated  # type: ignore[method-assign]

@@ -117,9 +117,9 @@ def test_a_refused_update_of_one_network_leaves_the_other(tmp_path: Path) -> Non
             if self is runner.critic:
                 next(iter(self.network.parameters())).main_grad.fill_(math.nan)
 
-        def noted(step: int) -> None:
+        def noted(step: int, **options: Any) -> None:
             content["moved"].append(step)
-            update(step)
+            update(step, **options)
 
         def check(_: Any) -> None:
             after = runs.by_network(run, lambda x: runs.weights(x.network))

@@ -180,9 +180,8 @@ class MMDiTFlow(FlowNetwork):
         )
 
 
-def mmdit_boundary_shape(batches: Sequence[FlowMicrobatch], chunk: torch.nn.Module) -> list[int]:
-    """Return the shape ``[s + 1, b, h]`` of the tensor that stages send in a training step."""
-    first = batches[0]
+def mmdit_boundary_shape(batch: FlowMicrobatch, chunk: torch.nn.Module) -> list[int]:
+    """Return the shape ``[s + 1, b, h]`` of the tensor that stages send for a micro-batch."""
     shape_of = get_attr_wrapped_model(chunk, "boundary_shape")
-    shape: list[int] = shape_of(first.num_text, first.num_image, first.size)
+    shape: list[int] = shape_of(batch.num_text, batch.num_image, batch.size)
     return shape

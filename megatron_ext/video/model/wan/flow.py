@@ -182,7 +182,7 @@ class WanFlow(FlowNetwork):
         return pack(output.transpose(1, 2), self.patch_size)
 
 
-def wan_boundary_shape(batches: Sequence[FlowMicrobatch], chunk: torch.nn.Module) -> list[int]:
-    """Return the shape of the hidden states, timesteps and text that stages send in training."""
-    shape: list[int] = get_attr_wrapped_model(chunk, "boundary_shape")(**batches[0].inputs)
+def wan_boundary_shape(batch: FlowMicrobatch, chunk: torch.nn.Module) -> list[int]:
+    """Return the shape of the hidden states, timesteps and text of a micro-batch between stages."""
+    shape: list[int] = get_attr_wrapped_model(chunk, "boundary_shape")(**batch.inputs)
     return shape

@@ -242,6 +242,26 @@ def test_sizes_of_a_cache_come_from_the_model() -> None:
     assert cache.num_bytes == 2 * 2 * 12 * 8 * 3 * 64 * 2
 
 
+@pytest.mark.parametrize("sink", [0, 3])
+@pytest.mark.parametrize(("window", "chunk", "block"), [(12, 21, 3), (12, 3, 3), (6, 4, 1)])
+@pytest.mark.parametrize(
+    ("layers", "dtype", "size"), [(2, torch.bfloat16, 2), (5, torch.float32, 4)]
+)
+def test_the_bytes_of_a_cache_follow_from_window_chunk_and_layers(
+    window: int, chunk: int, block: int, sink: int, layers: int, dtype: torch.dtype, size: int
+) -> None:
+    """Keys and values of the window and of what a chunk adds; sinks lie within the window."""
+    shape = CacheShape(num_blocks=layers, tokens=8, batch=3, num_heads=4, head_dim=16)
+    frames = FrameWindow(window=window, sink=sink, block=block)
+    cache = KVCache(
+        frames, shape, capacity_frames=frames.capacity_for(chunk), chunk_frames=chunk, dtype=dtype,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    wanted = 2 * layers * (window + chunk - block) * 8 * 3 * (4 * 16) * size
+    assert cache.num_bytes == wanted
+    assert wanted == sum(x.nbytes for x in (*cache.keys, *cache.values))
+
+
 PROBLEM = wan.Problem(frames=6)
 
 

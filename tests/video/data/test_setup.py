@@ -1,0 +1,97 @@
+"""The data of a video run before any step: which clips are trained, what is said, and refused."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.video.data.geometry import Bucket
+from megatron_ext.video.data.setup import open_split
+from megatron_ext.video.task import VIDEO
+from tests.training_runs import prepared
+from tests.video.clips import FLAGS, IMAGE, LONG, SHORT, write_clips
+
+PP2 = "--pipeline-model-parallel-size 2 --nproc-per-node 2"
+TABLE = "> buckets{mixed}, {steps} steps an epoch:"
+
+
+def said_of(
+    folder: Path, capfd: pytest.CaptureFixture[str], counts: Mapping[Bucket, int], words: str = ""
+) -> list[str]:
+    """Return what a run on such clips says of its buckets, but for the lines of the table."""
+    data = folder / "clips"
+    if not data.exists():
+        write_clips(data, counts)
+    capfd.readouterr()
+    prepared([*FLAGS, "--video-data-path", str(data), *words.split()], VIDEO)
+    return [line for line in capfd.readouterr().out.splitlines() if line.startswith("> ")]
+
+
+def test_a_bucket_that_fills_no_step_is_mixed_with_others(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A step takes 4 micro-batches of 2 clips; stages change nothing about that."""
+    counts = {IMAGE: 5, SHORT: 9}
+    for words in ("", PP2):
+        said = said_of(tmp_path, capfd, counts, words)
+        assert said == [TABLE.format(mixed=", mixed within steps", steps=1)]
+    table, warning = said_of(tmp_path, capfd, counts, "--no-mixed-buckets")
+    assert table == TABLE.format(mixed="", steps=1)
+    assert warning == (
+        "> warning: 64px 1x64x64 has 5 clip(s), which are never trained: a step of one bucket "
+        "takes 8; leave out `--no-mixed-buckets`, or give a smaller `--global-batch-size`"
+    )
+
+
+def test_a_bucket_that_fills_no_micro_batch_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    counts = {IMAGE: 1, SHORT: 8, LONG: 2}
+    table, warning = said_of(tmp_path, capfd, counts)
+    assert table == TABLE.format(mixed=", mixed within steps", steps=1)
+    assert warning == (
+        "> warning: 64px 1x64x64 has 1 clip(s), which are never trained: a micro-batch takes 2; "
+        "give the bucket smaller micro-batches in `--video-buckets`, or more clips"
+    )
+    smaller = '{"64px":{"1":[1.0,1],"9":[1.0,2],"17":[1.0,2]}}'
+    said = said_of(tmp_path, capfd, counts, f"--video-buckets {smaller}")
+    assert said == [TABLE.format(mixed=", mixed within steps", steps=1)]
+
+
+def test_the_default_depends_on_the_clips_alone(tmp_path: Path) -> None:
+    """Full buckets keep steps of one bucket, as runs before had them; validation is mixed."""
+    data = write_clips(tmp_path / "clips", {IMAGE: 8, SHORT: 9})
+    flags = [*FLAGS, "--video-data-path", str(data), "--video-valid-path", str(data)]
+    for words, mixed in (("", False), (PP2, False), ("--mixed-buckets", True)):
+        config = prepared([*flags, "--eval-iters", "1", *words.split()], VIDEO)[1]
+        train, valid = open_split(config), open_split(config, validates=True)
+        assert (train.plan.steps.mixed, valid.plan.steps.mixed) == (mixed, True)
+        assert train.plan.steps.left_out == {IMAGE: 0, SHORT: 1}
+        assert valid.plan.steps.left_out == {IMAGE: 0, SHORT: 0}
+
+
+def refusal(data: Path, valid: Path, words: str = "") -> str:
+    flags = [*FLAGS, "--video-data-path", str(data), "--video-valid-path", str(valid)]
+    with pytest.raises((ConfigError, DataError)) as error:
+        prepared([*flags, "--eval-iters", "1", *words.split()], VIDEO)
+    return str(error.value)
+
+
+def test_faults_of_the_validation_set_name_it(clips: Path, tmp_path: Path) -> None:
+    empty = write_clips(tmp_path / "empty", {SHORT: 0})
+    named = f"The validation set (`--video-valid-path` {empty})"
+    said = f"{named} holds no clips; give one at least, or leave the set out."
+    assert refusal(clips, empty) == said
+    long = write_clips(tmp_path / "long", {LONG: 1}, lengths=())
+    buckets = '--video-buckets {"64px":{"1":[1.0,2],"9":[1.0,2],"17":[1.0,2]}}'
+    assert refusal(clips, long, buckets) == (
+        "`--i2v-head-weight` (5.0) needs references of 1 latent frame(s), but the validation set "
+        "has none; preprocess it with `--reference-lengths 1`, or set the weight to 0."
+    )
+    short = write_clips(tmp_path / "short", {SHORT: 8})
+    few = '--video-buckets {"64px":{"9":[1.0,2]}}'
+    assert refusal(short, long, few).startswith(
+        f"The validation set (`--video-valid-path` {long}) holds clips of 64px 17x64x64, but the "
+        "bucket plan has no 64px of 17 frames ("
+    )

@@ -1,0 +1,108 @@
+"""Clips that a run samples while it trains, from requests that differ in all that rows may say."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.video.config.run import SampleConfig
+from megatron_ext.video.sampling.generate import groups_of, requests_of
+from megatron_ext.video.sampling.requests import ClipRequest, SampleShape
+from megatron_ext.video.task import VIDEO
+from tests.training_runs import errors_of, prepared
+from tests.video.clips import FLAGS, train
+from tests.video.sampling.test_clips import read
+from tests.video.wan_run import FLAGS as WAN_FLAGS
+from tests.video.wan_run import KINDS
+
+
+def picture(folder: Path) -> Path:
+    path = folder / "start.png"
+    Image.fromarray(np.full((64, 64, 3), (200, 50, 120), np.uint8)).save(path)
+    return path
+
+
+def test_rows_decide_for_themselves(clips: Path, tmp_path: Path) -> None:
+    """Sample clips of two sizes in two numbers of steps; a row with a seed may stand anywhere."""
+    seeded = {"text": "two", "seed": 9}
+    rows = [
+        {"text": "one"},
+        seeded,
+        {"text": "three", "size": [32, 64], "steps": 1},
+        {"text": "four", "image": picture(tmp_path).name, "negative_prompt": "blur"},
+        seeded,
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = (
+        f"--train-iters 1 --lr-warmup-iters 0 --sample-interval 1 --sample-prompts {path} "
+        "--sample-steps 2 --sample-size 64 64 --sample-frames 9 --sample-fps 7.5"
+    )
+    train(clips, tmp_path / "run", words, ranks=2)
+    folder = tmp_path / "run" / "samples" / "iter_0000001"
+    written = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    names = ("text", "seed", "steps", "height", "width", "negative_prompt", "mode", "fps")
+    assert [[row[name] for name in names] for row in written] == [
+        ["one", 42, 2, 64, 64, None, "t2v", 7.5],
+        ["two", 9, 2, 64, 64, None, "t2v", 7.5],
+        ["three", 42, 1, 32, 64, None, "t2v", 7.5],
+        ["four", 42, 2, 64, 64, "blur", "i2v_head", 7.5],
+        ["two", 9, 2, 64, 64, None, "t2v", 7.5],
+    ]
+    made = [read(folder / f"sample_00{number}.mp4") for number in range(5)]
+    assert [frames.shape[1:3] for frames, _ in made] == [(r["height"], r["width"]) for r in written]
+    assert {fps for _, fps in made} == {7.5}
+    assert np.array_equal(made[1][0], made[4][0]) and not np.array_equal(made[0][0], made[1][0])
+
+
+def test_requests_are_sampled_in_groups() -> None:
+    requests = [
+        ClipRequest("a"),
+        ClipRequest("b", seed=5),
+        ClipRequest("c", steps=4),
+        ClipRequest("d", size=(8, 16), negative_prompt="own"),
+        ClipRequest("e"),
+    ]
+    groups = groups_of(requests, SampleShape(9, 32, 32), SampleConfig(sample_steps=7))
+    found = [(x.numbers, x.sampling.sample_steps, (x.shape.height, x.shape.width)) for x in groups]
+    assert found == [([0, 1, 4], 7, (32, 32)), ([2], 4, (32, 32)), ([3], 7, (8, 16))]
+    assert [x.draws for x in groups] == [[(42, 0), (5, 0), (42, 4)], [(42, 2)], [(42, 3)]]
+
+
+def test_flags_stand_for_all_texts() -> None:
+    flags = {"sample_texts": ["a", "b"], "sample_negative_prompt": "blur"}
+    one = requests_of(SampleConfig(**flags, sample_image=["x.png"]))  # type: ignore[arg-type]
+    wanted = [ClipRequest(text, "x.png", "i2v_head", negative_prompt="blur") for text in "ab"]
+    assert one == wanted
+    each = requests_of(SampleConfig(**flags, sample_video=["x", "y"]))  # type: ignore[arg-type]
+    assert [(x.reference, x.mode) for x in each] == [("x", "v2v_head"), ("y", "v2v_head")]
+
+
+INTERVAL = "--sample-interval 1 --sample-dir out"
+REFUSED = {
+    "--sample-texts a b --sample-image x y z": "`--sample-image` has 3 paths, but must have 1 or "
+    "2, one for each of `--sample-texts`.",
+    "--sample-texts a --sample-image x --sample-video y": "`--sample-image` and `--sample-video` "
+    "exclude each other; give one, or rows with `image` or `video` in a jsonl as "
+    "`--sample-prompts`.",
+    "--sample-prompts p.jsonl --sample-video y": "`--sample-video` needs `--sample-texts`; rows of "
+    "a jsonl as `--sample-prompts` have `video`.",
+    "--sample-texts a --sample-fps 0": "`--sample-fps` (0.0) must be above 0",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_flags_that_do_not_fit_are_refused(words: str) -> None:
+    flags = [*FLAGS, "--video-data-path", "unread", *INTERVAL.split(), *words.split()]
+    (said,) = errors_of(flags, VIDEO)
+    assert said.startswith(REFUSED[words])
+
+
+def test_a_video_dit_refuses_a_reference(clips: Path, tmp_path: Path) -> None:
+    words = f"{KINDS['video-dit']} {INTERVAL} --sample-texts left --sample-image {tmp_path}"
+    flags = [*WAN_FLAGS, "--video-data-path", str(clips), *words.split()]
+    with pytest.raises(ConfigError, match=r"The prompt 'left' has a reference \(.*is given no ref"):
+        prepared(flags, VIDEO)
