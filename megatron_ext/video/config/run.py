@@ -153,7 +153,8 @@ class SampleConfig(UsersOwn):
         """Return "image", "video" or None, and what each of ``sample_texts`` begins with."""
         texts = self.sample_texts or []
         name = "video" if self.sample_video else "image" if self.sample_image else None
-        paths: list[str | None] = [*(self.sample_video or self.sample_image or [None])]
+        given = self.sample_video or self.sample_image
+        paths: list[str | None] = [None] if given is None else [*given]
         return name, paths * len(texts) if len(paths) == 1 else paths
 
     def own_errors(self, save: str | None) -> list[str]:

@@ -203,7 +203,7 @@ class LongVideoSampler:
         known = on_first_of_replica(encode, "Encoding given frames", context)
         shape = len(paths), block, streaming.sizes().channels, *size
         every = share(known, shape, context, device).cpu()
-        return dict(zip(paths, every.split(1), strict=True))
+        return dict(zip(paths, torch.split(every, 1), strict=True))
 
     @property
     def num_blocks(self) -> int:
