@@ -174,9 +174,15 @@ class JoinedVideos(VideoClips):
     def null_text(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return self._sets[0].null_text
 
-    def members(self, *options: Any) -> dict[Bucket, Members]:
+    def members(
+        self, default_micro_batch_size: int, name: str = "The data"
+    ) -> dict[Bucket, Members]:
+        """Return the clips and the micro-batch size of each bucket, with the shares of the sets.
+
+        See `VideoClips.members`.
+        """
         members = {}
-        for bucket, alone in super().members(*options).items():
+        for bucket, alone in super().members(default_micro_batch_size, name).items():
             shares = []
             for place, passes in enumerate(self.passes):
                 numbers = self._numbers(place, bucket)
