@@ -29,7 +29,7 @@ MATRICES = {
     "counterclockwise": (0, -1, 1, 0), "mirrored": (-1, 0, 0, 1), "flipped": (1, 0, 0, -1),
     "transposed": (0, 1, 1, 0), "transversed": (0, -1, -1, 0),
 }  # fmt: skip
-"""What players do with a picture, by the display matrix of the file."""
+"""Display matrices by the turn or the mirror with which players show a picture."""
 COLOURS = {"bt709": 1, "bt470bg": 5, "bt2020": 9}
 RANGES = {"limited": 1, "full": 2}
 TRANSFERS = {"bt709": 1, "PQ": 16, "HLG": 18}

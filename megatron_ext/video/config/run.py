@@ -148,15 +148,6 @@ class SampleConfig(UsersOwn):
     sample_batch_size: int = flag(4, "clips that a replica samples at once", SIZE, "clips")
     sample_ema: bool = flag(True, "sample with the averaged weights, where they are kept")
 
-    @property
-    def starts(self) -> tuple[str | None, list[str | None]]:
-        """Return "image", "video" or None, and what each of ``sample_texts`` begins with."""
-        texts = self.sample_texts or []
-        name = "video" if self.sample_video else "image" if self.sample_image else None
-        given = self.sample_video or self.sample_image
-        paths: list[str | None] = [None] if given is None else [*given]
-        return name, paths * len(texts) if len(paths) == 1 else paths
-
     def own_errors(self, save: str | None) -> list[str]:
         """Return a sentence for each fault in the sampling flags; ``save`` is the flag `--save`."""
         found = []

@@ -36,6 +36,7 @@ from megatron_ext.video.sampling.requests import (
     EncodedRequests,
     SampleShape,
     encode_requests,
+    given_starts,
     read_requests,
     usual_mode,
 )
@@ -55,7 +56,7 @@ def requests_of(sample: SampleConfig) -> list[ClipRequest]:
         assert sample.sample_prompts is not None
         requests = read_requests(sample.sample_prompts)
     else:
-        name, paths = sample.starts
+        name, paths = given_starts(sample)
         pairs = zip(sample.sample_texts, paths, strict=True)
         requests = [ClipRequest(text, path, usual_mode(name)) for text, path in pairs]
     negative = sample.sample_negative_prompt

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_ext.disk.reading import UnreadableFile, parse_json, read_text
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import EncodeConfig
-from megatron_ext.video.config.run import MODES, ConditionConfig
+from megatron_ext.video.config.run import MODES, ConditionConfig, SampleConfig
 from megatron_ext.video.data.clips import Clip
 from megatron_ext.video.data.codec import VideoCodec
 from megatron_ext.video.data.conditions import (
@@ -227,6 +227,15 @@ def _request(row: dict[str, Any], source: Path) -> ClipRequest:
         steps=whole_number(row, "steps", at_least=1),
         size=_size(row),
     )
+
+
+def given_starts(sample: SampleConfig) -> tuple[str | None, list[str | None]]:
+    """Return "image", "video" or None, and the path that each of ``--sample-texts`` begins with."""
+    count = len(sample.sample_texts or [])
+    name = "video" if sample.sample_video else "image" if sample.sample_image else None
+    given = sample.sample_video or sample.sample_image
+    paths: list[str | None] = [None] if given is None else [*given]
+    return name, paths * count if len(paths) == 1 else paths
 
 
 def usual_mode(name: str | None) -> str:

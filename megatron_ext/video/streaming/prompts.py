@@ -24,6 +24,7 @@ from megatron_ext.video.data.randomness import generator
 from megatron_ext.video.data.text_encoders import TextEncoder, build_text_encoder
 from megatron_ext.video.sampling.requests import (
     bad_row,
+    given_starts,
     read_lines,
     read_prompts,
     read_row,
@@ -239,7 +240,7 @@ def video_prompts(
         assert sample.sample_prompts is not None
         prompts = read_video_prompts(sample.sample_prompts)
     else:
-        pairs = zip(sample.sample_texts, sample.starts[1], strict=True)
+        pairs = zip(sample.sample_texts, given_starts(sample)[1], strict=True)
         prompts = [VideoPrompt(text, start=start) for text, start in pairs]
         if own.sample_second_texts is not None:
             frame = own.switch_frame(streaming)

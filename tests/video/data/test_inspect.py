@@ -1,4 +1,4 @@
-"""What tools/inspect_dataset.py says about folders of encoded clips."""
+"""tools/inspect_dataset.py counts and judges folders of encoded clips."""
 
 from pathlib import Path
 

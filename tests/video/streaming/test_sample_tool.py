@@ -156,7 +156,7 @@ REFUSED = {
     f"{SECOND} --sample-latent-frames 3": "last frame block (0); sample longer videos",
     f"{FIRST} --sample-switch-frame 3": "(3) needs `--sample-second-texts`; give the captions",
     f"{FIRST} --sample-latent-frames 10": "(10) must be a positive multiple of `--frame-block` (3)",
-    f"{FIRST} --sample-fps 0": "`--sample-fps` (0) must be at least 1; use 1.",
+    f"{FIRST} --sample-fps 0": "`--sample-fps` (0.0) must be above 0 and at most 1000;",
     f"{FIRST} --sample-steps 3": "`--sample-steps` has no effect with `--task streaming`, whose vi",
     f"{FIRST} --codec-channels 8": "`--codec` has 8 latent channels, but `--generator-size tiny` "
     "has 4; give `--codec-channels 4` or another codec, or, with `--no-encode-first-frame`, ",
