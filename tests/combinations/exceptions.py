@@ -81,7 +81,23 @@ def reason_layouts_differ(words: Sequence[str], layouts: Sequence[Layout]) -> st
     if all(layout == layouts[0] for layout in layouts):
         return None
     settings = settings_of(words)
+    if len({_padded_vocab_size(settings, layout) for layout in layouts}) > 1:
+        return "tensor parallelism pads the vocabulary further, and all its logits count"
     return next((text for text, rule in LAYOUTS_DIFFER if rule(settings)), None)
+
+
+def _padded_vocab_size(settings: Settings, layout: Layout) -> int | None:
+    """Return the size that a NullTokenizer's vocabulary is padded to; None if flags do not say."""
+    given = [
+        settings.get(name, (True, ()))[1] for name in ("vocab_size", "make_vocab_size_divisible_by")
+    ]
+    if "padded_vocab_size" in settings or not all(given):
+        return None
+    size, divisor = (int(values[0]) for values in given)
+    tensor = int(settings_of(layout.words).get("tensor_model_parallel_size", (True, ("1",)))[1][0])
+    # The NullTokenizer adds the end of a document.
+    multiple = divisor * tensor
+    return -(-(size + 1) // multiple) * multiple
 
 
 def reason_starts_differ(words: Sequence[str], layouts: Sequence[Layout]) -> str | None:
