@@ -21,7 +21,8 @@ NAMES = (
     "schedule", "recipe", "config.json", "Wan's config.json", "text encoder", "index of tensors",
     "tensors", ".idx", "cached index", "video manifest", "marker of a part", "failure of a task",
     "documents", "clips", "register of clips", "prompts of videos", "prompts", "blend",
-    "store of conversations", "GPU", "tokenizer.json", "tokenizer_config.json", "snapshot", ".metadata",
+    "store of conversations", "GPU", "tokenizer.json", "tokenizer_config.json",
+    "snapshot", ".metadata",
 )  # fmt: skip
 """Names of all readers, so that collecting the tests makes none."""
 SECONDS = 30.0
