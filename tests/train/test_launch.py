@@ -143,14 +143,14 @@ def test_a_rank_that_does_not_answer_is_named(capfd: pytest.CaptureFixture[str])
     """Every group of a run gives up after the time that the flag gives, not after a minute."""
 
     def main() -> int:
-        context = init_groups(Layout(3), CPU, timeout_minutes=1 / 30)
+        context = init_groups(Layout(3), CPU, timeout_minutes=1 / 12)
         if _rank() == 1:
             time.sleep(60)
         torch.distributed.all_reduce(torch.ones(1), group=context.pgs.dp_cp)
         return 0
 
     start = time.monotonic()
-    assert fork_ranks(main, 3, timeout_minutes=1 / 30) == EXIT_CODE_NO_ANSWER
+    assert fork_ranks(main, 3, timeout_minutes=1 / 12) == EXIT_CODE_NO_ANSWER
     assert time.monotonic() - start < 30
     shown = capfd.readouterr().err
     assert "[rank 1] does not answer: others have waited for it for `--distributed-time" in shown
