@@ -204,11 +204,13 @@ def _split_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]
         return
     extra = parallel.counted_ends
     units = layers + extra
-    factor, per_stage = "chunks of a stage", 1
+    factor = "chunks of a stage"
+    per_stage = 1
     if parallel.pipeline_schedule == "zb-v":
         per_stage = CHUNKS["zb-v"]
     elif stages > 1 and (per_chunk or chunks_per_rank):
-        factor, per_stage = name, per_chunk or chunks_per_rank or 1
+        factor = name
+        per_stage = per_chunk or chunks_per_rank or 1
     chunks = stages * per_stage
     if chunks and units % chunks:
         yield (

@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 
 from megatron_ext import limits
-from megatron_ext.config.parser import parse_args
+from megatron_ext.config.parser import ParsedArgs, parse_args
 from megatron_ext.config.training import LossConfig, TrainingConfig
 from megatron_ext.data.samplers import Ints
 from megatron_ext.device import select
@@ -52,7 +52,7 @@ from megatron_ext.text.sft.dataset import report_conversations
 from megatron_ext.text.task import separator_warnings
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.main import preflight, silence_known_warnings, stored_config
-from megatron_ext.train.reporting.page import style_sheet
+from megatron_ext.train.reporting.page import style_sheet, write_page
 from megatron_ext.train.task import Task, TaskChoice
 
 EVERY = 64
@@ -105,13 +105,7 @@ class Page:
             owners = {int(column): rank for rank, columns in kept for column in columns}
             body += [self._row(row, owners) for row in rows]
             body.append(f'<p class="faint">{len(rows)} of {len(step.rows)} rows are shown.</p>')
-        head = (
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{escape(title)}</title><style>{style_sheet()}{_STYLE}</style></head><body>"
-            f"<h1>{escape(title)}</h1>"
-        )
-        return "\n".join([head, *body, "</body></html>\n"])
+        return whole_page(title, _STYLE, body)
 
     def _legend(self) -> str:
         shades = "".join(f'<span class="t w{i}">&nbsp;&nbsp;</span>' for i in range(1, 9))
@@ -218,21 +212,9 @@ def preview(
 ) -> list[str]:
     """Print batches of the run whose flags are ``words``; return sentences on what looks wrong."""
     kind = select().kind
-    parsed = parse_args(
-        words,
-        program,
-        world_size=options.world_size or int(os.environ.get("WORLD_SIZE", "0")),
-        device=kind,
-        checkpoint_config=stored_config(words, program),
-    )
-    config, task = parsed.config, parsed.task
-    replicas = Layout.from_config(config.parallel).data_parallel_size
-    if not 0 <= options.rank < replicas:
-        raise ConfigError(
-            f"`--rank` ({options.rank}) must be one of the {replicas} data-parallel ranks of the "
-            "layout, counted from 0; `--world-size` sets the number of all ranks."
-        )
-    config, tokenizer = preflight(config, task.preflight)
+    parsed = parse_run(program, words, options, kind)
+    task = parsed.task
+    config, tokenizer = preflight(parsed.config, task.preflight)
     silence_known_warnings(kind)
     steps = collect(config, task, tokenizer, first=options.step, count=options.steps)
     crosses = not (config.section(SftConfig).sft or config.section(DataConfig).reset_attention_mask)
@@ -244,6 +226,50 @@ def preview(
     else:
         warnings = separator_warnings(config, tokenizer)
     return _show(steps, notes, warnings, options, tokenizer, console, config.loss.loss_reduction)
+
+
+def parse_run(
+    program: Task | TaskChoice, words: Sequence[str], options: Options, kind: str
+) -> ParsedArgs:
+    """Parse the flags of the run to preview, on a device of a ``kind``.
+
+    ConfigError is raised if the layout has no data-parallel rank ``options.rank``.
+    """
+    parsed = parse_args(
+        words,
+        program,
+        world_size=options.world_size or int(os.environ.get("WORLD_SIZE", "0")),
+        device=kind,
+        checkpoint_config=stored_config(words, program),
+    )
+    replicas = Layout.from_config(parsed.config.parallel).data_parallel_size
+    if not 0 <= options.rank < replicas:
+        raise ConfigError(
+            f"`--rank` ({options.rank}) must be one of the {replicas} data-parallel ranks of the "
+            "layout, counted from 0; `--world-size` sets the number of all ranks."
+        )
+    return parsed
+
+
+def whole_page(title: str, style: str, body: Sequence[str]) -> str:
+    """Return a page of HTML with the look of the reports and a ``style`` of its own."""
+    head = (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{style_sheet()}{style}</style></head><body>"
+        f"<h1>{escape(title)}</h1>"
+    )
+    return "\n".join([head, *body, "</body></html>\n"])
+
+
+def save_page(path: Path, text: str) -> None:
+    """Write the page of ``--html``; a ConfigError is raised if it cannot be written."""
+    try:
+        write_page(path, text)
+    except OSError as error:
+        raise ConfigError(
+            f"`--html` ({path}) cannot be written ({limits.cause(error, path)}); give another path."
+        ) from None
 
 
 def _show(
@@ -281,13 +307,7 @@ def _show(
         title = f"Batches of step {options.step}, data-parallel rank {options.rank}"
         page = Page(splitter, eod, heaviest)
         text = page.render(title, chosen, summary, notes=notes, warnings=warnings)
-        try:
-            options.html.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"`--html` ({options.html}) cannot be written "
-                f"({limits.cause(error, options.html)}); give another path."
-            ) from None
+        save_page(options.html, text)
         terminal.print(f"wrote {options.html}")
     return warnings
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import io
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -18,15 +17,11 @@ from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor
 
-from megatron_ext import limits
-from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device import select
 from megatron_ext.errors import ConfigError
-from megatron_ext.inspect.preview.main import Options
-from megatron_ext.parallel.grid import Layout
-from megatron_ext.train.main import preflight, silence_known_warnings, stored_config
-from megatron_ext.train.reporting.page import style_sheet, write_page
+from megatron_ext.inspect.preview.main import Options, parse_run, save_page, whole_page
+from megatron_ext.train.main import preflight, silence_known_warnings
 from megatron_ext.video.config.encoding import PATCH, CodecConfig
 from megatron_ext.video.config.run import MODES, ConditionConfig, TextDropoutConfig, VideoConfig
 from megatron_ext.video.data.codec import VideoCodec
@@ -88,23 +83,12 @@ class ShownClip:
 def preview_videos(words: Sequence[str], options: Options, console: Console) -> list[str]:
     """Print the clips of steps of the run whose flags are ``words``; return warnings."""
     kind = select().kind
-    parsed = parse_args(
-        words,
-        VIDEO,
-        world_size=options.world_size or int(os.environ.get("WORLD_SIZE", "0")),
-        device=kind,
-        checkpoint_config=stored_config(words, VIDEO),
-    )
-    config, task = parsed.config, parsed.task
+    parsed = parse_run(VIDEO, words, options, kind)
+    config = parsed.config
+    task = parsed.task
     if config.section(VideoConfig).streams:
         raise ConfigError(
             "`--task` (streaming) trains on prompts, which hold no clips to show; leave it out."
-        )
-    replicas = Layout.from_config(config.parallel).data_parallel_size
-    if not 0 <= options.rank < replicas:
-        raise ConfigError(
-            f"`--rank` ({options.rank}) must be one of the {replicas} data-parallel ranks of the "
-            "layout, counted from 0; `--world-size` sets the number of all ranks."
         )
     config, assets = preflight(config, task.preflight)
     silence_known_warnings(kind)
@@ -127,13 +111,7 @@ def preview_videos(words: Sequence[str], options: Options, console: Console) -> 
     for warning in warnings:
         console.print(f"warning: {warning}", style="bold yellow", markup=False)
     if options.html is not None:
-        try:
-            write_page(options.html, _page(shown, warnings, options))
-        except OSError as error:
-            raise ConfigError(
-                f"`--html` ({options.html}) cannot be written "
-                f"({limits.cause(error, options.html)}); give another path."
-            ) from None
+        save_page(options.html, _page(shown, warnings, options))
         console.print(f"wrote {options.html}")
     return warnings
 
@@ -220,16 +198,7 @@ def _page(
     for step, clips in shown:
         body.append(f"<h2>Step {step + 1}</h2>")
         body += [_section(clip) for clip in clips]
-    return "\n".join(
-        [
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{escape(title)}</title><style>{style_sheet()}{_STYLE}</style></head><body>"
-            f"<h1>{escape(title)}</h1>",
-            *body,
-            "</body></html>\n",
-        ]
-    )
+    return whole_page(title, _STYLE, body)
 
 
 def _section(clip: ShownClip) -> str:

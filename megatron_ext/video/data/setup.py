@@ -156,7 +156,8 @@ def open_split(config: RunConfig, *, validates: bool = False) -> VideoSplit:
     DataError or ConfigError is raised for unusable data, too few clips for a step, or clips that do
     not fit the network.
     """
-    video, kind = config.section(VideoConfig), "validation" if validates else "training"
+    video = config.section(VideoConfig)
+    kind = "validation" if validates else "training"
     flag = "--video-valid-path" if validates else "--video-data-path"
     paths = [str(video.video_valid_path)] if validates else _training_paths(config)
     name = f"The {kind} set (`{flag}` {' '.join(paths)})"
@@ -164,7 +165,8 @@ def open_split(config: RunConfig, *, validates: bool = False) -> VideoSplit:
     micro_batch_size, batch = config.training.batch_sizes
     replicas = config.parallel.data_parallel_size
     members = clips.members(micro_batch_size, name)
-    per_step, mixed = batch // micro_batch_size, video.mixed_buckets
+    per_step = batch // micro_batch_size
+    mixed = video.mixed_buckets
     if mixed is None or validates:
         mixed = validates or must_mix(members, per_step)
     steps = BucketSteps(
@@ -200,7 +202,8 @@ def build_video_datasets(
     is_built_on_rank: Callable[[], bool],
 ) -> Datasets:
     """Return training and validation splits, on every rank, since all need the plans of steps."""
-    train, valid = open_split(config), None
+    train = open_split(config)
+    valid = None
     if config.section(VideoConfig).video_valid_path is not None:
         valid = open_split(config, validates=True)
     return Datasets(train, valid, None)  # type: ignore[arg-type]
