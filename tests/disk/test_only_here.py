@@ -30,7 +30,6 @@ WRITES = {
     ("text/generation/tool.py", "write_text"): USERS_OWN,
     ("text/evaluation/tool.py", "write_text"): USERS_OWN,
     ("inspect/doctor/examine.py", "write_text"): USERS_OWN,
-    ("inspect/preview/main.py", "write_text"): USERS_OWN,
     ("inspect/chaos/goodput.py", "savefig"): USERS_OWN,
     ("schedules/picture.py", "savefig"): USERS_OWN,
     ("text/preprocess/slurm.py", "write_text"): USERS_OWN,
