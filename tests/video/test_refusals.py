@@ -52,6 +52,18 @@ def test_runs_that_are_whole_start(refused: Refused, clips: Path, valid: Path, m
     assert refused(clips, "--v2v-head-weight 1", STARTED) == ""
 
 
+def test_a_shape_to_price_stands_alone(refused: Refused, clips: Path) -> None:
+    shape = "--dry-run --dry-run-shape 60x64x18"
+    assert refused(None, shape) == (
+        "error: `--dry-run-shape` (60x64x18) must have a height and a width that 16 divides, and "
+        "4k + 1 frames, for this codec and network; choose 64x64x17.\n"
+    )
+    assert "(64x64) must be height, width and number of" in refused(None, "--dry-run-shape 64x64")
+    assert "needs `--dry-run`; give both" in refused(None, "--dry-run-shape 64x64x17")
+    assert "`--video-data-path` has no effect beside" in refused(clips, shape)
+    assert "`--temporal-crop` has no effect" in refused(None, f"{shape} --temporal-crop start")
+
+
 def test_data_must_be_given_and_whole(refused: Refused, tmp_path: Path) -> None:
     assert refused(None, "").startswith("error: `--video-data-path` is missing; give the folder th")
     blend = "`--video-data-path` (0.3 a b) mixes weights and paths; give only paths, or a weight b"

@@ -16,6 +16,7 @@ from megatron_ext.config.optimizer import ALL_TARGETS
 from megatron_ext.config.rules.optimizer import target_errors
 from megatron_ext.config.run import LeftOut, RunConfig
 from megatron_ext.config.training import TrainingConfig
+from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.encoding import UMT5, CodecConfig, EncodeConfig, TextEncoderConfig
 from megatron_ext.video.config.mmdit import MMDiTConfig, model_of
 from megatron_ext.video.config.run import (
@@ -353,7 +354,9 @@ def _flow_errors(config: RunConfig, resolved: RunConfig) -> list[str]:
         for section, name, why, works in rules
         if not works and getattr(sections[section], name) != default_of(sections[section], name)
     ]
-    if not video.online_encoding:
+    if video.dry_run_shape is not None:
+        found += _shape_errors(config, video)
+    elif not video.online_encoding:
         # Preprocessed data says itself how it was encoded, but sampling finds the weights of a VAE
         # and of text encoders by these flags.
         samples = _samples(config.section(SampleConfig), config.training)
@@ -362,3 +365,23 @@ def _flow_errors(config: RunConfig, resolved: RunConfig) -> list[str]:
             for spelled in changed(config, ("encode",) if samples else ENCODING)
         ]
     return [*_shared_errors(config, resolved), *found, *video.own_errors()]
+
+
+def _shape_errors(config: RunConfig, video: VideoConfig) -> list[str]:
+    """Return a sentence for each fault in the flags beside ``--dry-run-shape``."""
+    found = []
+    given = f"`--dry-run-shape` ({video.dry_run_shape})"
+    if not config.planning.dry_run:
+        found.append(f"{given} needs `--dry-run`; give both.")
+    try:
+        video.shape_to_price()
+    except ConfigError as error:
+        found += error.messages
+    others = (*changed(config, ("video",)), *changed(config, ("encode",)))
+    found += [
+        f"`{spelled}` has no effect beside {given}, which prices one shape without data; leave "
+        "one of them out."
+        for spelled in others
+        if spelled not in ("--task", "--video-model", "--dry-run-shape")
+    ]
+    return found

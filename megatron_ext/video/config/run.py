@@ -65,6 +65,11 @@ class VideoConfig:
         "clips of different buckets in one step; default: if a bucket has too few clips for a step "
         "of its own, and would never be trained",
     )
+    dry_run_shape: str | None = flag(
+        None,
+        "price clips of this height, width and number of frames, such as 768x768x129, with "
+        "--dry-run; no data is needed, and the flags of codec and text encoder give the widths",
+    )
     video: bool = derived(True)
 
     def __post_init__(self) -> None:
@@ -81,8 +86,24 @@ class VideoConfig:
         """Return whether the run trains a causal video DiT by flow matching."""
         return self.task == "flow" and self.video_model == CAUSAL
 
+    def shape_to_price(self) -> tuple[int, int, int]:
+        """Return height, width and number of frames of ``--dry-run-shape``.
+
+        ConfigError is raised if these are not three whole numbers above 0.
+        """
+        parts = str(self.dry_run_shape).lower().split("x")
+        if len(parts) != 3 or not all(x.isascii() and x.isdigit() and int(x) for x in parts):
+            raise ConfigError(
+                f"`--dry-run-shape` ({self.dry_run_shape}) must be height, width and number of "
+                "frames, such as 768x768x129; correct it."
+            )
+        height, width, frames = map(int, parts)
+        return height, width, frames
+
     def own_errors(self) -> list[str]:
         """Return a sentence on the first missing flag, or ``[]`` if no needed flag is missing."""
+        if self.dry_run_shape is not None:
+            return []
         if self.video_data_path is None:
             return [
                 "`--video-data-path` is missing; give the folder that tools/preprocess_video.py "

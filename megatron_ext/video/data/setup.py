@@ -48,6 +48,7 @@ from megatron_ext.video.data.dataset import (
 from megatron_ext.video.data.encode import reference_name
 from megatron_ext.video.data.geometry import BucketPlan, parse_plan
 from megatron_ext.video.data.manifest import VideoPreprocessOptions, read_manifest
+from megatron_ext.video.data.priced_shape import clip_of_shape, prepare_shape
 from megatron_ext.video.data.sampler import BucketSteps, Geometry, VideoPlan, must_mix
 from megatron_ext.video.data.sets import (
     Blend,
@@ -216,6 +217,8 @@ def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
     or does not fit the flags raises ConfigError or DataError.
     """
     video = config.section(VideoConfig)
+    if video.dry_run_shape is not None:
+        return prepare_shape(config), None
     manifest = open_videos(config, _training_paths(config)).manifest
     if config.section(SampleConfig).sample_interval is not None:
         check_sampling(config, manifest)
@@ -260,6 +263,8 @@ def video_inputs(config: RunConfig) -> list[Callable[[], Any]]:
     Encoders are read only where clips are encoded during training.
     """
     video, encoder = config.section(VideoConfig), config.section(TextEncoderConfig)
+    if video.dry_run_shape is not None:
+        return encoder_checks(encoder)
     blend = partial(blend_of, video.video_data_path or ())
     try:
         paths = blend().paths
@@ -313,6 +318,8 @@ def _check_references(conditions: ConditionConfig, split: VideoSplit) -> None:
 
 def planned_clips(config: RunConfig) -> list[Clip]:
     """Return a cost model's `Clip` for each bucket of the training data that some step uses."""
+    if config.section(VideoConfig).dry_run_shape is not None:
+        return [clip_of_shape(config)]
     plan, patch = open_split(config).plan, network_of(config).patch_size
     sizes = {bucket: held.micro_batch_size for bucket, held in plan.steps.buckets.items()}
     units = {

@@ -40,7 +40,7 @@ from tests.planning.measure import (
     slow_but,
 )
 from tests.ranks import ranks
-from tests.video.clips import LONG, write_clips
+from tests.video.clips import CHANNELS, LONG, POOLED, SIDE, TEXT, WIDTH, write_clips
 from tests.video.model.wan.plain import num_parameters
 from tests.video.model.wan.problem import BIDIRECTIONAL, Problem, cached, frames_of
 from tests.video.networks import one
@@ -93,6 +93,21 @@ def test_state_exactly_and_peak_within_a_tenth(name: str, long: Path, tmp_path: 
     network = network_of(config).planned(clip)
     check_state(network, ranks)
     check_peak(network, ranks)
+
+
+@pytest.mark.parametrize("network", ["", DIT, f"{CAUSAL} {CP2}"])
+def test_a_shape_is_priced_as_data_of_this_shape(network: str, long: Path) -> None:
+    of_data = configuration([*COMMON, *network.split(), "--video-data-path", str(long)], VIDEO)
+    encoders = (
+        f"--dry-run --dry-run-shape 64x64x17 --codec-channels {CHANNELS} --codec-spatial "
+        f"{64 // SIDE} --text-length {TEXT} --text-width {WIDTH} --pooled-width {POOLED}"
+    )
+    of_flags = configuration([*COMMON, *network.split(), *encoders.split()], VIDEO)
+    (wanted,), (clip,) = planned_clips(of_data), planned_clips(of_flags)
+    assert replace(clip, name=wanted.name) == wanted
+    assert of_flags.model == of_data.model
+    networks = [network_of(x).planned(wanted) for x in (of_data, of_flags)]
+    assert memory(networks[0]) == memory(networks[1])
 
 
 @pytest.mark.parametrize("name", DIT_SIZES)

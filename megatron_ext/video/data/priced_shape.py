@@ -1,0 +1,73 @@
+"""A video `--dry-run` of clips of one shape, which needs no data: ``--dry-run-shape 768x768x129``.
+
+What a dataset's manifest would say follows from the flags of codec and text encoder instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import lru_cache
+from typing import Any
+
+from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
+from megatron_ext.video.config.run import VideoConfig
+from megatron_ext.video.cost.clip import Clip
+from megatron_ext.video.data.codec import VideoCodec
+from megatron_ext.video.data.codecs import build_codec
+from megatron_ext.video.data.text_encoders import build_text_encoder
+from megatron_ext.video.model.tokens import grid
+from megatron_ext.video.networks import network_of
+
+
+def prepare_shape(config: RunConfig) -> RunConfig:
+    """Return the configuration with the settings that follow from the shape and the encoders.
+
+    ConfigError is raised if the codec or the network cannot take clips of this shape.
+    """
+    codec = _codec(config.section(CodecConfig))
+    text = build_text_encoder(config.section(TextEncoderConfig))
+    widths: dict[str, Any] = {
+        "latent_channels": codec.channels,
+        "text_width": text.width,
+        "pooled_width": text.pooled_width,
+    }
+    config = network_of(network_of(config).with_widths(widths)).checked()
+    clip = clip_of_shape(config)
+    length = clip.num_text + clip.num_image
+    model = dataclasses.replace(
+        config.model, seq_length=length, max_position_embeddings=length, padded_vocab_size=None
+    )
+    # The number of steps has no price; a length in epochs has no meaning without data.
+    training = dataclasses.replace(config.training.in_steps(1), eval_iters=0)
+    return dataclasses.replace(config, model=model, training=training)
+
+
+def clip_of_shape(config: RunConfig) -> Clip:
+    """Return a cost model's `Clip` of the shape; `prepare_shape` says what it raises."""
+    video, network = config.section(VideoConfig), network_of(config)
+    assert video.dry_run_shape is not None
+    height, width, frames = video.shape_to_price()
+    codec = _codec(config.section(CodecConfig))
+    side, temporal = codec.spatial * network.patch_size, codec.temporal
+    if height % side or width % side or (frames - 1) % temporal:
+        nearest = (*(max(1, round(x / side)) * side for x in (height, width)),
+                   (frames - 1) // temporal * temporal + 1)  # fmt: skip
+        raise ConfigError(
+            f"`--dry-run-shape` ({video.dry_run_shape}) must have a height and a width that "
+            f"{side} divides, and {temporal}k + 1 frames, for this codec and network; choose "
+            f"{'x'.join(map(str, nearest))}."
+        )
+    latents = codec.latent_shape(frames, height, width)[1:]
+    network.check_clips(latents, f"Clips of `--dry-run-shape` ({video.dry_run_shape})")
+    t, rows, columns = grid(latents, network.patch_size)
+    text = config.section(TextEncoderConfig).text_length
+    padding = -(text + t * rows * columns) % network.sequence_multiple
+    size = config.training.batch_sizes[0]
+    return Clip(video.dry_run_shape, t, rows, columns, text + padding, size)
+
+
+@lru_cache(maxsize=1)
+def _codec(config: CodecConfig) -> VideoCodec:
+    return build_codec(config)
