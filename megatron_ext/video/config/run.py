@@ -52,8 +52,11 @@ class VideoConfig:
         nargs="+",
     )
     online_encoding: bool = flag(False, "decode and encode clips in the data loader")
-    video_valid_path: str | None = flag(
-        None, "folder or list of validation clips, as --video-data-path; default: none"
+    video_valid_path: list[str] | None = flag(
+        None,
+        "folders or lists of validation clips, as --video-data-path; each clip counts once; "
+        "default: none",
+        nargs="+",
     )
     video_buckets: str | None = flag(
         None,
@@ -73,8 +76,10 @@ class VideoConfig:
     video: bool = derived(True)
 
     def __post_init__(self) -> None:
-        if isinstance(self.video_data_path, str):  # as older checkpoints have it
-            object.__setattr__(self, "video_data_path", [self.video_data_path])
+        for name in ("video_data_path", "video_valid_path"):
+            path = getattr(self, name)
+            if isinstance(path, str):  # as older checkpoints have it
+                object.__setattr__(self, name, [path])
 
     @property
     def streams(self) -> bool:
@@ -108,6 +113,12 @@ class VideoConfig:
             return [
                 "`--video-data-path` is missing; give the folder that tools/preprocess_video.py "
                 "wrote."
+            ]
+        valid = self.video_valid_path or []
+        if len(set(valid)) < len(valid):
+            return [
+                f"`--video-valid-path` ({' '.join(valid)}) names a set twice, but each clip counts "
+                "once in validation; name it once."
             ]
         if self.online_encoding and self.video_buckets is None:
             return [

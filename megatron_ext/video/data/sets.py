@@ -46,6 +46,11 @@ class Blend:
     weights: tuple[float, ...] | None
     repeats: tuple[int, ...]
 
+    @classmethod
+    def once(cls, paths: Sequence[str]) -> Blend:
+        """Return the sets at these paths, each of which is passed once in an epoch."""
+        return cls(tuple(paths), None, (1,) * len(paths))
+
     def passes(self, sizes: Sequence[int]) -> list[Fraction]:
         """Return how often an epoch passes through each set of a number of clips.
 
@@ -135,13 +140,15 @@ def _short(value: Any) -> str:
 class JoinedVideos(VideoClips):
     """The clips of several sets, which follow each other in the order of the blend."""
 
-    def __init__(self, blend: Blend, sets: Sequence[VideoClips], plan: BucketPlan | None) -> None:
+    def __init__(
+        self, blend: Blend, sets: Sequence[VideoClips], plan: BucketPlan | None, flag: str
+    ) -> None:
         self.blend, self._sets, self.plan = blend, list(sets), plan
         manifests = [one.manifest for one in sets]
         if plan is not None:
             # Its sizes count, whatever the sets say.
             manifests = [{**m, "buckets": _without_sizes(m)} for m in manifests]
-        self.manifest = joined_manifest(blend, manifests)
+        self.manifest = joined_manifest(blend, manifests, flag)
         self._begins = np.cumsum([0, *map(len, sets)])
         self.passes = blend.passes([len(one) for one in sets])
         self.of_buckets = {}
@@ -215,8 +222,8 @@ def _without_sizes(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     return [{**entry, "micro_batch_size": None} for entry in manifest["buckets"]]
 
 
-def check_not_empty(blend: Blend, sets: Sequence[VideoClips]) -> None:
+def check_not_empty(blend: Blend, sets: Sequence[VideoClips], flag: str) -> None:
     """Raise DataError for a set without clips, whose share no other can take."""
     for path, one in zip(blend.paths, sets, strict=True):
         if not len(one):
-            raise DataError(f"{path} holds no clips; leave it out of `--video-data-path`.")
+            raise DataError(f"{path} holds no clips; leave it out of `{flag}`.")

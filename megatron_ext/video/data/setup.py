@@ -68,12 +68,15 @@ from megatron_ext.video.step import FlowMicrobatch
 def open_videos(config: RunConfig, paths: Sequence[str]) -> VideoClips:
     """Open the clips of preprocessed folders, or those of lists with ``--online-encoding``.
 
-    ``paths`` are those of ``--video-data-path`` or the one of ``--video-valid-path``.
+    ``paths`` are those of ``--video-data-path`` or of ``--video-valid-path``.
     """
     video, kinds = config.section(VideoConfig), (CodecConfig, TextEncoderConfig, EncodeConfig)
     encoding = tuple(config.section(x) for x in kinds) if video.online_encoding else None
-    flag = "--video-data-path" if paths == video.video_data_path else "--video-valid-path"
-    return _opened(flag, blend_of(paths, flag), video.video_buckets, encoding)
+    if paths == video.video_data_path:
+        flag, blend = "--video-data-path", blend_of(paths)
+    else:
+        flag, blend = "--video-valid-path", Blend.once(paths)
+    return _opened(flag, blend, video.video_buckets, encoding)
 
 
 @lru_cache(maxsize=4)
@@ -88,8 +91,8 @@ def _opened(
     sets = [_opened_set(flag, path, plan, encoding) for path in blend.paths]
     if len(sets) == 1:
         return sets[0]
-    check_not_empty(blend, sets)
-    return JoinedVideos(blend, sets, plan)
+    check_not_empty(blend, sets, flag)
+    return JoinedVideos(blend, sets, plan, flag)
 
 
 def _opened_set(
@@ -160,7 +163,7 @@ def open_split(config: RunConfig, *, validates: bool = False) -> VideoSplit:
     video = config.section(VideoConfig)
     kind = "validation" if validates else "training"
     flag = "--video-valid-path" if validates else "--video-data-path"
-    paths = [str(video.video_valid_path)] if validates else _training_paths(config)
+    paths = (video.video_valid_path or []) if validates else _training_paths(config)
     name = f"The {kind} set (`{flag}` {' '.join(paths)})"
     clips = open_videos(config, paths)
     micro_batch_size, batch = config.training.batch_sizes
@@ -272,7 +275,7 @@ def video_inputs(config: RunConfig) -> list[Callable[[], Any]]:
         return [blend]
     given = [("--video-data-path", path) for path in paths]
     if video.video_valid_path is not None:
-        given.append(("--video-valid-path", video.video_valid_path))
+        given += [("--video-valid-path", path) for path in video.video_valid_path]
     if not video.online_encoding:
         return [partial(read_manifest, Path(path)) for _, path in given]
     checks: list[Callable[[], Any]] = [partial(read_list, path, flag=flag) for flag, path in given]

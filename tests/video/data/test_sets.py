@@ -56,8 +56,8 @@ def joined(root: Path, words: str, plan: str | None = None) -> JoinedVideos:
     blend = blend_of([x if x[0].isdigit() else str(root / x) for x in words.split()])
     parsed = None if plan is None else parse_plan(plan)
     sets = [ShardedVideos(path, parsed) for path in blend.paths]
-    check_not_empty(blend, sets)
-    return JoinedVideos(blend, sets, parsed)
+    check_not_empty(blend, sets, "--video-data-path")
+    return JoinedVideos(blend, sets, parsed, "--video-data-path")
 
 
 def test_epochs_take_the_shares_of_sets_and_each_clip_as_often(tmp_path: Path) -> None:
