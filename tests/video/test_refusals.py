@@ -64,6 +64,16 @@ def test_a_shape_to_price_stands_alone(refused: Refused, clips: Path) -> None:
     assert "`--temporal-crop` has no effect" in refused(None, f"{shape} --temporal-crop start")
 
 
+def test_references_of_samples_are_looked_at_before_ranks_start(
+    refused: Refused, clips: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty.png").write_bytes(b"")
+    sampling = f"--sample-interval 1 --sample-texts cat --sample-dir {tmp_path}/samples"
+    for name in ("nowhere.png", "empty.png"):
+        said = refused(clips, f"{sampling} --sample-image {tmp_path / name}")
+        assert f"{tmp_path / name}" in said and len(said.splitlines()) == 1, said
+
+
 def test_data_must_be_given_and_whole(refused: Refused, tmp_path: Path) -> None:
     assert refused(None, "").startswith("error: `--video-data-path` is missing; give the folder th")
     blend = "`--video-data-path` (0.3 a b) mixes weights and paths; give only paths, or a weight b"

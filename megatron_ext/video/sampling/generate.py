@@ -38,6 +38,7 @@ from megatron_ext.video.sampling.requests import (
     encode_requests,
     given_starts,
     read_requests,
+    reference_parts,
     usual_mode,
 )
 from megatron_ext.video.sampling.velocity import ParallelVelocity
@@ -124,8 +125,8 @@ def check_sampling(config: RunConfig, manifest: Mapping[str, Any]) -> None:
     """Check before a run starts that clips can be sampled with its flags.
 
     Raises:
-        ConfigError, DataError: prompts cannot be read, codec or model do not take the size, or
-            encoders cannot be built.
+        ConfigError, DataError: prompts or references cannot be read, codec or model do not take
+            the size, or encoders cannot be built.
     """
     sample, text = config.section(SampleConfig), config.section(TextEncoderConfig)
     requests, model = requests_of(sample), config.section(VideoConfig).video_model
@@ -141,6 +142,9 @@ def check_sampling(config: RunConfig, manifest: Mapping[str, Any]) -> None:
         shape = group.shape
         latent = codec.latent_shape(shape.num_frames, shape.height, shape.width)
         network_of(config).check_clips(latent[1:], "Sampled clips")
+        for request in group.requests:
+            if request.reference is not None:
+                reference_parts(request, shape, codec, config.section(ConditionConfig))
 
 
 @torch.no_grad()

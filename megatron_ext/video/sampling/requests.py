@@ -19,6 +19,7 @@ from megatron_ext.video.config.run import MODES, ConditionConfig, SampleConfig
 from megatron_ext.video.data.clips import Clip
 from megatron_ext.video.data.codec import VideoCodec
 from megatron_ext.video.data.conditions import (
+    Section,
     Text,
     frame_masks,
     null_like,
@@ -27,7 +28,7 @@ from megatron_ext.video.data.conditions import (
 )
 from megatron_ext.video.data.encode import worded
 from megatron_ext.video.data.frames import decode, probe
-from megatron_ext.video.data.geometry import subsampling
+from megatron_ext.video.data.geometry import ClipShape, subsampling
 from megatron_ext.video.data.text_encoders import TextEncoder
 from megatron_ext.video.sampling.flow import References
 
@@ -324,6 +325,54 @@ def _encoded(encoder: TextEncoder, captions: Sequence[str]) -> Text:
     return Text(*(torch.cat(parts).cpu() for parts in zip(*pairs, strict=True)))
 
 
+@dataclass(frozen=True)
+class ReferencePart:
+    """The frames of a reference that one section of a clip is given.
+
+    Attributes:
+        first, interval: first frame and distance of frames, in frames of the reference.
+        count: number of frames.
+    """
+
+    section: Section
+    shape: ClipShape
+    first: int | float
+    interval: int | float
+    count: int
+
+
+def reference_parts(
+    request: ClipRequest,
+    shape: SampleShape,
+    codec: VideoCodec,
+    conditions: ConditionConfig,
+) -> list[ReferencePart]:
+    """Return the frames of a request's reference that its mode takes, after a look at its header.
+
+    Raises:
+        DataError: the reference cannot be read, or it or the clip is too short for the mode.
+    """
+    assert request.reference is not None
+    latent_frames = codec.latent_shape(shape.num_frames, shape.height, shape.width)[1]
+    known = probe(Clip(request.reference, request.text))
+    # Frames are taken as in training: at the frame rate of the clips, or near it.
+    exact = shape.fps if shape.encode.video_fps else None
+    interval = subsampling(known.fps, shape.fps, exact)[0]
+    parts = []
+    for section in sections(request.mode, latent_frames, conditions):
+        count = (section.length - 1) * codec.temporal + 1
+        last = interval * (count - 1)
+        if known.num_frames <= last:
+            raise DataError(
+                f"The reference {request.reference} has {known.num_frames} frame(s) of "
+                f"{known.fps:g} per second, but the mode {request.mode} needs "
+                f"{math.floor(last) + 1}; give a longer one, or take an i2v mode."
+            )
+        first = known.num_frames - 1 - last if section.start else 0
+        parts.append(ReferencePart(section, known, first, interval, count))
+    return parts
+
+
 def _placed(
     request: ClipRequest,
     shape: SampleShape,
@@ -333,26 +382,19 @@ def _placed(
 ) -> Tensor:
     """Return ``[c, t, h, w]`` latents with a request's reference frames at their positions."""
     placed = []
-    for section in sections(request.mode, latent_shape[1], conditions):
-        assert request.reference is not None
+    if request.reference is not None:
         clip = Clip(request.reference, request.text)
-        found = probe(clip)
-        # Frames are taken as in training: at the frame rate of the clips, or near it.
-        exact = shape.fps if shape.encode.video_fps else None
-        interval = subsampling(found.fps, shape.fps, exact)[0]
-        count = (section.length - 1) * codec.temporal + 1
-        last = interval * (count - 1)
-        if found.num_frames <= last:
-            raise DataError(
-                f"The reference {request.reference} has {found.num_frames} frame(s) of "
-                f"{found.fps:g} per second, but the mode {request.mode} needs "
-                f"{math.floor(last) + 1}; give a longer one, or take an i2v mode."
+        for part in reference_parts(request, shape, codec, conditions):
+            pixels = decode(
+                clip,
+                part.first,
+                part.interval,
+                part.count,
+                (shape.height, shape.width),
+                shape=part.shape,
+                blend=shape.encode.video_blend,
+                background=shape.encode.video_background,
             )
-        first = found.num_frames - 1 - last if section.start else 0
-        pixels = decode(
-            clip, first, interval, count, (shape.height, shape.width), shape=found,
-            blend=shape.encode.video_blend, background=shape.encode.video_background,
-        )  # fmt: skip
-        # Each section is encoded by itself, as in training.
-        placed.append((section, codec.encode(pixels[None])[0].cpu()))
+            # Each section is encoded by itself, as in training.
+            placed.append((part.section, codec.encode(pixels[None])[0].cpu()))
     return place_references(placed, latent_shape, torch.float32)
