@@ -1,7 +1,8 @@
 """Shows the clips of a video run's steps: frames, captions, conditions, and what is cut.
 
-Frames are decoded from the latents that are trained. The HTML page needs no script and no other
-file; pictures stand in it as PNG.
+Frames are decoded from the latents that are trained. Where the codec's folder is not given, they
+are those of the clips' files. The HTML page needs no script and no other file; pictures stand in it
+as PNG.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
@@ -19,15 +21,18 @@ from torch import Tensor
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device import select
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.inspect.preview.main import Options, parse_run, save_page, whole_page
 from megatron_ext.train.main import preflight, silence_known_warnings
 from megatron_ext.video.config.encoding import PATCH, CodecConfig
 from megatron_ext.video.config.run import MODES, ConditionConfig, TextDropoutConfig, VideoConfig
+from megatron_ext.video.data.clips import Clip
 from megatron_ext.video.data.codec import VideoCodec
 from megatron_ext.video.data.codecs import codec_from_manifest
 from megatron_ext.video.data.conditions import frame_masks, loss_mask
 from megatron_ext.video.data.encode import VideoSample
+from megatron_ext.video.data.frames import decode, probe
+from megatron_ext.video.data.geometry import Bucket
 from megatron_ext.video.data.pictures import Image
 from megatron_ext.video.data.randomness import draw_microbatch
 from megatron_ext.video.sampling.clips import as_bytes
@@ -122,7 +127,7 @@ def _codec(config: RunConfig, manifest: dict[str, Any]) -> tuple[VideoCodec | No
     try:
         return codec_from_manifest(manifest, None if folder == PATCH else folder), []
     except ConfigError as error:
-        return None, [f"no frames are shown: {error}"]
+        return None, [f"frames are those of the clips' files, not of the latents: {error}"]
 
 
 def _never_whole(steps: Any) -> Iterator[str]:
@@ -144,23 +149,30 @@ def _clips_of(
     conditions, dropout = config.section(ConditionConfig), config.section(TextDropoutConfig)
     for *_, clips, numbers in plan.microbatches(step, options.rank, consumed):
         for number, sample_number in zip(clips[:left], numbers, strict=False):
+            bucket = buckets[number]
             sample = split.clips[number]
             shape = tuple(sample.latents.shape)
             drawn = draw_microbatch(
                 config.training.seed, [sample_number], shape, conditions, dropout
             )
             masks = frame_masks(drawn.modes, shape[1], conditions)
+            if codec is not None:
+                frames, why_none = _frames(codec, sample), None
+            else:
+                frames, why_none = _frames_of_file(split.clips.file_of(number), bucket)
             shown = ShownClip(
                 number,
                 sample_number,
-                str(buckets[number]),
+                str(bucket),
                 MODES[int(drawn.modes[0])],
                 sample,
-                None if codec is None else _frames(codec, sample),
+                frames,
                 masks[0].tolist(),
                 loss_mask(masks, 1, conditions.reference_loss)[0].bool().tolist(),
             )
             shown.notes = _notes(sample, bool(drawn.drop_text[0]), bool(drawn.drop_pooled[0]))
+            if why_none is not None:
+                shown.notes.append(why_none)
             yield shown
         left -= len(clips[:left])
 
@@ -171,6 +183,23 @@ def _frames(codec: VideoCodec, sample: VideoSample) -> NDArray[Any]:
     last = pixels.size(2) - 1
     frames: NDArray[Any] = as_bytes(pixels[:, :, sorted({0, last // 2, last})])[0]
     return frames
+
+
+def _frames_of_file(path: str | None, bucket: Bucket) -> tuple[NDArray[Any] | None, str | None]:
+    """Return the first, middle and last frame of a clip's file, or None and the reason."""
+    if path is None:
+        return None, "no frames are shown: the dataset does not say which file the clip was"
+    if not (Path(path).is_file() or Path(path).is_dir()):
+        return None, f"no frames are shown: {path} is not on this machine"
+    clip = Clip(path, "")
+    try:
+        shape = probe(clip)
+        count = min(3, shape.num_frames)
+        interval = (shape.num_frames - 1) / max(count - 1, 1)
+        pixels = decode(clip, 0, interval, count, (bucket.height, bucket.width), shape=shape)
+    except DataError as error:
+        return None, f"no frames are shown: {error}"
+    return as_bytes(pixels[None])[0], None
 
 
 def _notes(sample: VideoSample, drops_text: bool, drops_pooled: bool) -> list[str]:
@@ -190,7 +219,7 @@ def _page(
 ) -> str:
     title = f"Clips of step {options.step}, data-parallel rank {options.rank}"
     body = [
-        "<p>First, middle and last frame, decoded from the latents. Squares are latent frames: "
+        "<p>First, middle and last frame. Squares are latent frames: "
         '<span class="strip"><span></span> trained, <span class="given"></span> given, '
         '<span class="given counts"></span> both.</span></p>',
         *(f'<p class="warning">⚠ {escape(warning)}</p>' for warning in warnings),

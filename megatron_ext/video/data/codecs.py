@@ -71,18 +71,18 @@ def codec_from_manifest(
         if codec_folder is None:
             raise ConfigError(
                 f"The latents were made with the VAE {identity['codec']}, so decoding needs its "
-                "local folder; give its path as `codec_folder`."
+                "local folder; give it as `--codec`."
             )
         codec = build_codec(CodecConfig(codec_folder), device, seed)
         if differing := compared(identity, codec.identity):
             raise DataError(
-                f"The latents were not made with the VAE of `codec_folder` ({codec_folder}): "
+                f"The latents were not made with the VAE of `--codec` ({codec_folder}): "
                 f"{differing}; give the folder of the VAE that preprocessed them."
             )
         return codec
     if codec_folder is not None:
         raise ConfigError(
-            f"`codec_folder` ({codec_folder}) has no effect: the latents were made with the codec "
+            f"`--codec` ({codec_folder}) has no effect: the latents were made with the codec "
             f"`{PATCH}`, which has no weights; leave it out."
         )
     try:

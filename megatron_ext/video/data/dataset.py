@@ -39,7 +39,7 @@ from megatron_ext.video.data.manifest import (
     read_manifest,
     sample_options,
 )
-from megatron_ext.video.data.register import row_keys
+from megatron_ext.video.data.register import read_register, row_keys
 from megatron_ext.video.data.sampler import Members
 from megatron_ext.video.data.shards import Shard, read_null
 from megatron_ext.video.data.text_encoders import build_text_encoder
@@ -78,6 +78,10 @@ class VideoClips(Dataset[VideoSample], ABC):
     def latent_shape(self, number: int) -> tuple[int, int, int, int]:
         """Return the shape (c, t, h, w) of the latents of clip ``number``."""
 
+    @abstractmethod
+    def file_of(self, number: int) -> str | None:
+        """Return the path of the file that clip ``number`` was made from, where it is known."""
+
     def members(
         self, default_micro_batch_size: int, name: str = "The data"
     ) -> dict[Bucket, Members]:
@@ -112,6 +116,7 @@ class ShardedVideos(VideoClips):
 
     def __init__(self, folder: str | os.PathLike[str], plan: BucketPlan | None = None) -> None:
         folder = Path(folder)
+        self._folder = folder
         self.manifest, self.plan = read_manifest(folder), plan
         self._shards = [
             Shard(folder, shard["name"], self.manifest, shard["clips"])
@@ -140,6 +145,16 @@ class ShardedVideos(VideoClips):
     def latent_shape(self, number: int) -> tuple[int, int, int, int]:
         shard, row = self._place(number)
         return shard.latent_shape(row)
+
+    def file_of(self, number: int) -> str | None:
+        shard, row = self._place(number)
+        return self._files.get(shard.number_of(row))
+
+    @cached_property
+    def _files(self) -> dict[int, str]:
+        """Return the path of the file of each row of the list, by its number."""
+        register = read_register(self._folder)
+        return {entry.number: entry.path for entry in register.entries} if register else {}
 
 
 class OnlineVideos(VideoClips):
@@ -183,6 +198,9 @@ class OnlineVideos(VideoClips):
     def latent_shape(self, number: int) -> tuple[int, int, int, int]:
         bucket = self._clips[number].bucket
         return self._encoder.codec.latent_shape(bucket.num_frames, bucket.height, bucket.width)
+
+    def file_of(self, number: int) -> str | None:
+        return self._clips[number].clip.path
 
     @cached_property
     def null_text(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]

@@ -177,6 +177,10 @@ class JoinedVideos(VideoClips):
         clips, own = self._place(number)
         return clips.latent_shape(own)
 
+    def file_of(self, number: int) -> str | None:
+        clips, own = self._place(number)
+        return clips.file_of(own)
+
     @property
     def null_text(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return self._sets[0].null_text

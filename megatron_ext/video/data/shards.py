@@ -259,6 +259,10 @@ class Shard:
             )
         return numbers
 
+    def number_of(self, row: int) -> int:
+        """Return the number that one clip has in the list of clips."""
+        return int(self.fields["geometry"][row][-1])
+
     def latent_shape(self, row: int) -> tuple[int, int, int, int]:
         """Return the shape (c, t, h, w) of the latents of one clip."""
         _, t, h, w, *_ = (int(value) for value in self.fields["geometry"][row])

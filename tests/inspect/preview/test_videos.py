@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +70,30 @@ def test_the_page_shows_what_is_trained(data: Path, tmp_path: Path) -> None:
         mode = re.search(r"i2v_\w+", section)[0]
         assert re.findall(r'<span class="(\w+)">', section) == strips[mode]
     assert "1 of 1 clips of 32px 1x32x32 are left out of an epoch, all of them in each" in page
+
+
+def test_frames_of_the_files_where_the_codec_is_missing(data: Path, tmp_path: Path) -> None:
+    """A VAE's folder is not given, so that nothing decodes the latents."""
+    copied = shutil.copytree(data, tmp_path / "data")
+    manifest = json.loads((copied / "manifest.json").read_text())
+    manifest["codec"] = {"codec": "AutoencoderKLWan"}
+    (copied / "manifest.json").write_text(json.dumps(manifest))
+    html = tmp_path / "page.html"
+    assert main(["--html", str(html), "--max-rows", "2", *words_of(copied)]) == 0
+    page = html.read_text()
+    assert "frames are those of the clips&#x27; files, not of the latents: " in page
+    (section, _) = page.split('<section class="clip">')[1:]
+    number = int(re.search(r"(\d+)( 10 FPS\.)?</p>", section)[1])
+    shown = [
+        np.asarray(Image.open(io.BytesIO(base64.b64decode(content))))
+        for content in re.findall(r"base64,([^\"]+)", section)
+    ]
+    for picture, truth in zip(shown, making.pictures(5, first=number)[[0, 2, 4]], strict=True):
+        assert np.abs(picture.astype(int) - truth).max() < 3
+    other = shutil.copytree(copied, tmp_path / "other")
+    (other / "clips.jsonl").unlink()
+    main(["--html", str(html), *words_of(other)])
+    assert "the dataset does not say which file the clip was" in html.read_text()
 
 
 def test_a_rank_and_a_task_without_clips_are_refused(

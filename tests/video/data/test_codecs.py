@@ -369,7 +369,7 @@ def test_patch_codec_from_a_manifest() -> None:
     made = codecs.build_codec(config)
     manifest = json.loads(json.dumps({"codec": made.identity}))
     assert torch.equal(codecs.codec_from_manifest(manifest).encode(pixels()), made.encode(pixels()))
-    with pytest.raises(ConfigError, match=r"`codec_folder` \(/vae\) has no effect: .* leave it ou"):
+    with pytest.raises(ConfigError, match=r"`--codec` \(/vae\) has no effect: .* leave it ou"):
         codecs.codec_from_manifest(manifest, "/vae")
     for wrong in ({}, {"codec": None}, {"codec": {"config": {}}}):
         with pytest.raises(DataError, match=r"The manifest must name its codec, but holds"):
