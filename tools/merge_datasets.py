@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Join all the .bin/.idx datasets of a folder, in sorted order, into one.
 
-Stores of conversations (tools/preprocess_data.py --sft) are joined to one store.
+Stores of conversations (tools/preprocess_data.py --sft) are joined to one store, and folders of
+encoded clips (tools/preprocess_video.py) to one folder.
 """
 
 from __future__ import annotations
@@ -51,6 +52,27 @@ def prefixes_in(folder: Path, output_prefix: Path) -> list[Path]:
     return prefixes
 
 
+def video_sets_in(folder: Path) -> list[Path]:
+    """Return the folders of encoded clips in a folder, sorted; DataError if .bin/.idx lie beside.
+
+    Nothing is returned for a path that is not a folder.
+    """
+    inner = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    if not inner:
+        return []
+    # Only here, since it takes seconds.
+    from megatron_ext.video.data.inspect import is_video_set
+
+    sets = [path for path in inner if is_video_set(path)]
+    beside = [path for path in folder.iterdir() if path.suffix in (".bin", ".idx")]
+    if sets and beside:
+        raise DataError(
+            f"`--input` ({folder}) holds datasets of clips ({sets[0].name}) and others "
+            f"({beside[0].name}); join each kind in a folder of its own."
+        )
+    return sets
+
+
 def stores_among(prefixes: Sequence[Path], folder: Path, output_prefix: Path) -> list[str]:
     """Return the prefixes of the stores of conversations whose datasets these are.
 
@@ -81,6 +103,12 @@ def main(argv: Sequence[str]) -> int:
     )
     args = parser.parse_args(argv)
     try:
+        if video_sets := video_sets_in(Path(args.input)):
+            from megatron_ext.video.data.merge import merge_videos
+
+            count = merge_videos(video_sets, Path(args.output_prefix))
+            print(f"{len(video_sets)} datasets, {count} clips -> {args.output_prefix}")
+            return 0
         prefixes = prefixes_in(Path(args.input), Path(args.output_prefix))
         stores = stores_among(prefixes, Path(args.input), Path(args.output_prefix))
         if stores:

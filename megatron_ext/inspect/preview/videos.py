@@ -156,8 +156,10 @@ def _clips_of(
                 config.training.seed, [sample_number], shape, conditions, dropout
             )
             masks = frame_masks(drawn.modes, shape[1], conditions)
+            why_none = None
+            frames: NDArray[Any] | None
             if codec is not None:
-                frames, why_none = _frames(codec, sample), None
+                frames = _frames(codec, sample)
             else:
                 frames, why_none = _frames_of_file(split.clips.file_of(number), bucket)
             shown = ShownClip(

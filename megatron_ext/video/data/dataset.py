@@ -109,7 +109,7 @@ class VideoClips(Dataset[VideoSample], ABC):
 
 
 class ShardedVideos(VideoClips):
-    """Clips of a folder that tools/preprocess_video.py wrote.
+    """Clips of a folder that tools/preprocess_video.py wrote, which lie in ``shards``.
 
     A missing or damaged file raises DataError.
     """
@@ -118,14 +118,14 @@ class ShardedVideos(VideoClips):
         folder = Path(folder)
         self._folder = folder
         self.manifest, self.plan = read_manifest(folder), plan
-        self._shards = [
+        self.shards = [
             Shard(folder, shard["name"], self.manifest, shard["clips"])
             for shard in self.manifest["shards"]
         ]
-        self._begins = np.cumsum([0, *(len(shard) for shard in self._shards)])
+        self._begins = np.cumsum([0, *(len(shard) for shard in self.shards)])
         self.null_text = read_null(folder, self.manifest)
         none = np.empty(0, np.int64)
-        of_clips = np.concatenate([none, *(shard.buckets() for shard in self._shards)])
+        of_clips = np.concatenate([none, *(shard.buckets() for shard in self.shards)])
         found = enumerate(buckets_of(self.manifest))
         clips = {bucket: np.flatnonzero(of_clips == i).tolist() for i, bucket in found}
         self.of_buckets = {bucket: numbers for bucket, numbers in clips.items() if numbers}
@@ -136,7 +136,7 @@ class ShardedVideos(VideoClips):
     def _place(self, number: int) -> tuple[Shard, int]:
         """Return the shard that holds the clip ``number``, and the clip's row in it."""
         shard = int(np.searchsorted(self._begins, number, side="right")) - 1
-        return self._shards[shard], number - int(self._begins[shard])
+        return self.shards[shard], number - int(self._begins[shard])
 
     def _sample(self, number: int) -> VideoSample:
         shard, row = self._place(number)

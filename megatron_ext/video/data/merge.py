@@ -1,0 +1,70 @@
+"""Joins datasets of encoded clips to one."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.data.progress import Progress
+from megatron_ext.errors import DataError
+from megatron_ext.video.data.dataset import ShardedVideos
+from megatron_ext.video.data.manifest import buckets_of
+from megatron_ext.video.data.sets import Blend, joined_manifest
+from megatron_ext.video.data.shards import (
+    FORMAT,
+    MANIFEST,
+    ShardWriter,
+    shard_name,
+    write_json,
+    write_null,
+)
+
+
+def merge_videos(folders: Sequence[Path], output: Path) -> int:
+    """Write the clips of several datasets, in their order, into a new one; return their number.
+
+    The new dataset has no ``clips.jsonl``, since its clips come from several lists, so that no
+    clips can be added to it later. The rate that samples take is that of the first dataset.
+
+    Raises:
+        ConfigError: the datasets were encoded by other models, or give a bucket another size of
+            micro-batches.
+        DataError: a dataset is damaged, or the output exists.
+    """
+    if output.exists():
+        raise DataError(f"`--output-prefix` ({output}) exists already; give another folder.")
+    sets = [ShardedVideos(folder) for folder in folders]
+    paths = [str(folder) for folder in folders]
+    manifest = joined_manifest(Blend.once(paths), [one.manifest for one in sets], "--input")
+    # The lists say which clips were dropped, and stay with the old datasets.
+    manifest.pop("dropped", None)
+    storage, references = manifest["storage"], manifest["references"]
+    numbers = {bucket: number for number, bucket in enumerate(buckets_of(manifest))}
+    count = sum(map(len, sets))
+    progress, written = Progress(count, 0, "clips", verb="Wrote"), 0
+    output.mkdir(parents=True)
+    try:
+        names: list[dict[str, Any]] = []
+        for one in sets:
+            own = [numbers[bucket] for bucket in buckets_of(one.manifest)]
+            for shard in one.shards:
+                name = shard_name(len(names))
+                with ShardWriter(output, name, references, storage) as writer:
+                    for row, bucket in enumerate(shard.buckets()):
+                        # Clips are numbered anew: those of each dataset began at 0.
+                        sample = dataclasses.replace(shard.sample(row), number=written)
+                        writer.add(sample, own[bucket])
+                        written += 1
+                        progress.show(written, written)
+                names.append({"name": name, "clips": len(shard)})
+        write_null(output, *sets[0].null_text, storage)
+        write_json(output / MANIFEST, {"format": FORMAT, **manifest, "shards": names})
+    except BaseException:
+        shutil.rmtree(output)
+        raise
+    finally:
+        progress.close()
+    return count

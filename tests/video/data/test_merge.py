@@ -1,0 +1,52 @@
+"""Datasets of encoded clips joined to one."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.video.data.dataset import ShardedVideos
+from megatron_ext.video.data.merge import merge_videos
+from tests.text.tiny import ROOT
+from tests.video.clips import IMAGE, LONG, SHORT, write_clips
+
+
+def test_a_joined_dataset_holds_the_clips_of_all(tmp_path: Path) -> None:
+    # A bucket has another number in each: IMAGE comes before SHORT, and SHORT before LONG.
+    a = write_clips(tmp_path / "sets" / "a", {SHORT: 3, LONG: 2}, storage="bfloat16")
+    b = write_clips(tmp_path / "sets" / "b", {IMAGE: 2, LONG: 1}, storage="bfloat16")
+    tool = [sys.executable, str(ROOT / "tools" / "merge_datasets.py")]
+    words = ["--input", str(tmp_path / "sets"), "--output-prefix", str(tmp_path / "all")]
+    done = subprocess.run([*tool, *words], capture_output=True, text=True, timeout=120)
+    assert done.stdout == f"2 datasets, 8 clips -> {tmp_path / 'all'}\n", done.stderr
+    merged = ShardedVideos(tmp_path / "all")
+    assert merged.of_buckets == {SHORT: [0, 1, 2], LONG: [3, 4, 7], IMAGE: [5, 6]}
+    for sample, truth in zip(merged, [*ShardedVideos(a), *ShardedVideos(b)], strict=True):
+        for name in ("latents", "text", "pooled"):
+            assert torch.equal(getattr(sample, name), getattr(truth, name))
+        assert sample.references.keys() == truth.references.keys()
+        assert all(torch.equal(sample.references[n], truth.references[n]) for n in truth.references)
+        assert (sample.fps, sample.caption) == (truth.fps, truth.caption)
+    assert [sample.number for sample in merged] == list(range(8))
+    assert all(map(torch.equal, merged.null_text, ShardedVideos(a).null_text))
+
+
+def test_datasets_that_cannot_be_joined(tmp_path: Path) -> None:
+    a, out = write_clips(tmp_path / "a", {SHORT: 1}), tmp_path / "out"
+    other = write_clips(tmp_path / "other", {SHORT: 1}, codec={"codec": "/vae"})
+    with pytest.raises(ConfigError, match=rf"`--input` \({other}\) has `codec` .* preprocess both"):
+        merge_videos([a, other], out)
+    assert not out.exists()
+    cut = write_clips(tmp_path / "cut", {SHORT: 1})
+    (text,) = cut.glob("shard_*_text.bin")
+    videos = merge_videos([cut], tmp_path / "whole")
+    assert videos == 1
+    text.write_bytes(text.read_bytes()[:-4])
+    with pytest.raises(DataError):
+        merge_videos([a, cut], out)
+    assert not out.exists()
+    with pytest.raises(DataError, match=r"exists already; give another folder"):
+        merge_videos([a], tmp_path / "whole")
