@@ -11,9 +11,12 @@ from pathlib import Path
 import torch
 
 from megatron_ext.data.indexed import byte_bar
+from megatron_ext.video.config.encoding import PATCH
+from megatron_ext.video.data.codecs import codec_from_manifest
 from megatron_ext.video.data.dataset import ShardedVideos
 from megatron_ext.video.data.geometry import Bucket
 from megatron_ext.video.data.shards import MANIFEST
+from megatron_ext.video.data.similar import Looks
 
 _NAMED = 5
 """Samples of a kind that are named."""
@@ -93,6 +96,10 @@ def _scan(videos: ShardedVideos, size: int, found: Inspected) -> None:
     no_caption, bad = list[int](), list[int]()
     total, squares, count = 0.0, 0.0, 0
     buckets = {x: bucket for bucket, numbers in videos.of_buckets.items() for x in numbers}
+    # Frames tell more than latents, but decoding those of a VAE would take as long as encoding.
+    is_patch = videos.manifest["codec"]["codec"] == PATCH
+    codec = codec_from_manifest(videos.manifest) if is_patch else None
+    looks = Looks()
     with byte_bar("Reading samples", size) as bar:
         for number in range(len(videos)):
             sample = videos[number]
@@ -105,6 +112,8 @@ def _scan(videos: ShardedVideos, size: int, found: Inspected) -> None:
             if not all(torch.isfinite(x).all() for x in (latents, sample.text, sample.pooled)):
                 bad.append(number)
                 continue
+            plain = sample.latents.float()
+            looks.add(number, plain if codec is None else codec.decode(plain[None])[0])
             total += float(latents.sum())
             squares += float(latents.square().sum())
             count += latents.numel()
@@ -125,6 +134,12 @@ def _scan(videos: ShardedVideos, size: int, found: Inspected) -> None:
     twice = [numbers for numbers in same.values() if len(numbers) > 1]
     surplus = sum(len(numbers) - 1 for numbers in twice)
     found.lines.append(f"repeated   {surplus} samples have the latents of another one")
+    digest_of = {x: digest for digest, numbers in same.items() for x in numbers}
+    alike = [(a, b) for a, b in looks.pairs() if digest_of[a] != digest_of[b]]
+    found.lines.append(f"alike      {len(alike)} more look like another one")
+    if alike:
+        which = "; ".join(f"{b} as {a}: {videos[b].caption!r:.60}" for a, b in alike[:_NAMED])
+        found.warnings.append(f"{len(alike)} samples look like another one. First: {which}")
     for what, numbers in (
         ("have the latents of another one", [numbers[1] for numbers in twice]),
         ("have no caption", no_caption),

@@ -1,0 +1,83 @@
+"""Find clips that look alike, such as copies that were encoded again, scaled or cut differently.
+
+Each clip is described by small grey pictures of its first, middle and last frame. Two clips look
+alike if these correlate by `ALIKE` or more, and their mean colours are close. Pairs are found by
+random projections (SimHash, Charikar 2002, doi:10.1145/509907.509965), without comparing all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
+
+ALIKE = 0.99
+"""Least correlation of two clips that look alike."""
+_SIDE = 8
+_BANDS = 24
+_BITS_OF_BAND = 16
+_CLOSE = 0.05
+"""Largest distance of mean colours, as a share of their range over all clips."""
+_FLAT = 1e-3
+"""Deviation, as a share of that over all clips, below which a clip is flat and left out."""
+
+
+class Looks:
+    """The looks of clips, added one by one, and the pairs of them that are alike."""
+
+    def __init__(self) -> None:
+        self._numbers: list[int] = []
+        self._pictures: list[NDArray[np.float32]] = []
+        self._means: list[NDArray[np.float32]] = []
+
+    def add(self, number: int, frames: Tensor) -> None:
+        """Add clip ``number`` by its decoded frames, or its latents, ``[c, t, h, w]``."""
+        last = frames.size(1) - 1
+        shown = frames[:, [0, last // 2, last]].float()
+        grey = shown.mean(dim=0)
+        self._numbers.append(number)
+        self._pictures.append(adaptive_avg_pool2d(grey, _SIDE).reshape(-1).numpy())
+        self._means.append(shown.mean(dim=(1, 2, 3)).numpy())
+
+    def pairs(self) -> Iterator[tuple[int, int]]:
+        """Yield the first clip, and each later one that looks like it or like another such clip.
+
+        Clips of one colour are left out: nothing but the colour tells them apart.
+        """
+        if len(self._numbers) < 2:
+            return
+        pictures = np.stack(self._pictures)
+        pictures -= pictures.mean(axis=1, keepdims=True)
+        lengths = np.linalg.norm(pictures, axis=1)
+        varied = lengths > _FLAT * np.linalg.norm(pictures) / len(pictures) ** 0.5
+        pictures /= np.where(varied, lengths, 1)[:, None]
+        means = np.stack(self._means)
+        limits = _CLOSE * (means.max(axis=0) - means.min(axis=0))
+        first_of = np.arange(len(means))
+        for a, b in self._alike(pictures, np.flatnonzero(varied)):
+            if first_of[a] != first_of[b] and (np.abs(means[a] - means[b]) <= limits).all():
+                both = (first_of == first_of[a]) | (first_of == first_of[b])
+                first_of[both] = min(first_of[a], first_of[b])
+        for row, first in enumerate(first_of.tolist()):
+            if first != row:
+                yield self._numbers[first], self._numbers[row]
+
+    def _alike(
+        self, pictures: NDArray[np.float32], rows: NDArray[np.int64]
+    ) -> Iterator[tuple[int, int]]:
+        """Yield pairs of rows that correlate, and whose signs agree in all bits of some band."""
+        random = np.random.default_rng(0)
+        powers = 1 << np.arange(_BITS_OF_BAND)
+        for _ in range(_BANDS):
+            planes = random.standard_normal((pictures.shape[1], _BITS_OF_BAND)).astype(np.float32)
+            keys = (pictures[rows] @ planes > 0) @ powers
+            order = np.argsort(keys, kind="stable")
+            starts = np.flatnonzero(np.diff(keys[order], prepend=-1))
+            for group in np.split(rows[order], starts[1:]):
+                if len(group) > 1:
+                    correlations = np.triu(pictures[group] @ pictures[group].T, 1)
+                    for a, b in zip(*np.nonzero(correlations >= ALIKE), strict=True):
+                        yield int(group[a]), int(group[b])
