@@ -111,9 +111,11 @@ class TextEncoderConfig:
                 )
 
 
-WINDOWS = ("first", "uniform", "all")
+WINDOWS = ("first", "uniform", "all", "scenes")
 UNIFORM_WINDOWS = 4
 """Windows of a clip without --video-window-count."""
+SCENE_THRESHOLD = 0.3
+"""Change of scene without --video-scene-threshold."""
 
 WHITE = "white"
 _COLOURS = {WHITE: (255, 255, 255), "black": (0, 0, 0), "grey": (128, 128, 128)}
@@ -171,8 +173,8 @@ class EncodeConfig:
     )
     video_windows: str | None = flag(
         None,
-        "samples of a long clip: the first window, some that lie evenly in it, or all; default: "
-        "one sample, by --temporal-crop",
+        "samples of a long clip: the first window, some that lie evenly in it, all, or one at the "
+        "beginning of each scene; default: one sample, by --temporal-crop",
         choices=WINDOWS,
     )
     video_window_frames: int | None = flag(
@@ -193,6 +195,12 @@ class EncodeConfig:
         "most windows of a clip; default: 4 with --video-windows uniform, else no limit",
         SIZE,
         "windows",
+    )
+    video_scene_threshold: float | None = flag(
+        None,
+        "change between two frames from which on a scene begins, as FFmpeg scores it, with "
+        "--video-windows scenes; default: 0.3",
+        Range(0, 1),
     )
     reference_lengths: tuple[int, ...] = flag(
         (1,),
@@ -241,7 +249,8 @@ class EncodeConfig:
         rules = {
             "video_window_frames": WINDOWS,
             "video_window_stride": ("all",),
-            "video_window_count": ("uniform", "all"),
+            "video_window_count": ("uniform", "all", "scenes"),
+            "video_scene_threshold": ("scenes",),
         }
         for name, needed in rules.items():
             if getattr(self, name) is not None and windows not in needed:

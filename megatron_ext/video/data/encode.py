@@ -6,19 +6,22 @@ it has none. `ClipEncoder` then turns each planned clip into a sample.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.video.config.encoding import UNIFORM_WINDOWS, EncodeConfig
+from megatron_ext.video.config.encoding import SCENE_THRESHOLD, UNIFORM_WINDOWS, EncodeConfig
 from megatron_ext.video.data.clips import Clip, with_suffix
 from megatron_ext.video.data.codec import VideoCodec
-from megatron_ext.video.data.frames import decode, probe
+from megatron_ext.video.data.frames import decode, probe, scene_starts
 from megatron_ext.video.data.geometry import (
     Bucket,
     BucketPlan,
@@ -208,21 +211,26 @@ def plan_clips(
     dropped: list[Dropped] = []
     numbers = range(len(clips)) if numbers is None else numbers
     with ThreadPoolExecutor(workers) as pool:
-        looked = zip(clips, numbers, pool.map(_look, clips), strict=True)
+        looked = zip(clips, numbers, pool.map(partial(_look, config), clips), strict=True)
         for count, (clip, number, seen) in enumerate(looked, 1):
             tick(count)
-            if not isinstance(seen, ClipShape):
-                dropped.append(Dropped(number, clip.path, *seen))
+            if isinstance(seen, Dropped):
+                dropped.append(replace(seen, number=number))
                 continue
+            scenes = None if seen.scenes is None else _scenes(seen, config)
             bucket = assign(
-                seen, plan, number,
-                seed=config.clip_seed, fps_cap=config.fps_cap, video_fps=config.video_fps,
-                most_frames=config.video_window_frames,
-            )  # fmt: skip
+                seen.shape,
+                plan,
+                number,
+                seed=config.clip_seed,
+                fps_cap=config.fps_cap,
+                video_fps=config.video_fps,
+                most_frames=_most_frames(config, scenes),
+            )
             if isinstance(bucket, Drop):
                 dropped.append(Dropped(number, clip.path, bucket))
             else:
-                planned += _windows(PlannedClip(number, clip, seen, bucket), config)
+                planned += _windows(PlannedClip(number, clip, seen.shape, bucket), config, scenes)
     if not planned and not may_be_empty:
         sentence = (
             f"None of the {len(clips)} clips has a bucket in the plan ({plan.as_json()}); "
@@ -232,28 +240,70 @@ def plan_clips(
     return planned, dropped
 
 
-def _windows(planned: PlannedClip, config: EncodeConfig) -> list[PlannedClip]:
+def _scenes(seen: _Seen, config: EncodeConfig) -> list[range]:
+    """Return the scenes of a clip, in frames at the rate of samples."""
+    interval = subsampling(seen.shape.fps, config.fps_cap, config.video_fps)[0]
+    begins = [math.ceil(place / interval - 1e-6) for place in seen.scenes or ()]
+    end = available_frames(seen.shape, config.fps_cap, config.video_fps)
+    return [range(a, b) for a, b in pairwise([*begins, end]) if a < b]
+
+
+def _most_frames(config: EncodeConfig, scenes: Sequence[range] | None) -> int | None:
+    """Return how many frames of a clip a sample may take; None for all."""
+    limits = [] if config.video_window_frames is None else [config.video_window_frames]
+    if scenes and scenes[-1].stop > 1:
+        # Scenes of one frame make no picture of a video.
+        limits.append(max(2, *map(len, scenes)))
+    return min(limits, default=None)
+
+
+def _windows(
+    planned: PlannedClip, config: EncodeConfig, scenes: Sequence[range] | None
+) -> list[PlannedClip]:
     """Return the samples that a clip gives."""
-    if config.video_windows is None or planned.bucket.num_frames == 1:
+    length = planned.bucket.num_frames
+    if config.video_windows is None or length == 1:
         return [planned]
-    uniform = config.video_windows == "uniform"
-    starts = window_starts(
-        available_frames(planned.shape, config.fps_cap, config.video_fps),
-        planned.bucket.num_frames,
-        config.video_windows,
-        stride=config.video_window_stride,
-        count=config.video_window_count or (UNIFORM_WINDOWS if uniform else None),
-    )
+    if scenes is not None:
+        long = [scene.start for scene in scenes if len(scene) >= length]
+        starts = long[: config.video_window_count]
+    else:
+        uniform = config.video_windows == "uniform"
+        starts = window_starts(
+            available_frames(planned.shape, config.fps_cap, config.video_fps),
+            length,
+            config.video_windows,
+            stride=config.video_window_stride,
+            count=config.video_window_count or (UNIFORM_WINDOWS if uniform else None),
+        )
     return [replace(planned, window=window) for window in enumerate(starts)]
 
 
-def _look(clip: Clip) -> ClipShape | tuple[Drop, str]:
+@dataclass(frozen=True)
+class _Seen:
+    """What a look at a clip has shown.
+
+    Attributes:
+        scenes: where scenes begin, in frames of the clip; None if they are not asked for.
+    """
+
+    shape: ClipShape
+    scenes: list[float] | None
+
+
+def _look(config: EncodeConfig, clip: Clip) -> _Seen | Dropped:
+    """Look at a clip; one that is dropped gets the number 0."""
     if not clip.caption:
-        return Drop.NO_CAPTION, ""
+        return Dropped(0, clip.path, Drop.NO_CAPTION)
     try:
-        return probe(clip)
+        shape = probe(clip)
+        if config.video_windows != "scenes":
+            return _Seen(shape, None)
+        threshold = config.video_scene_threshold
+        threshold = SCENE_THRESHOLD if threshold is None else threshold
+        return _Seen(shape, scene_starts(clip, shape, threshold))
     except DataError as error:
-        return Drop.UNREADABLE, str(error)
+        return Dropped(0, clip.path, Drop.UNREADABLE, str(error))
 
 
 def report(dropped: Sequence[Dropped], total: int) -> list[str]:

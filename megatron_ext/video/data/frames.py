@@ -52,6 +52,21 @@ def probe(clip: Clip) -> ClipShape:
         return ClipShape(count, height, width, fps)
 
 
+def scene_starts(clip: Clip, shape: ClipShape, threshold: float) -> list[float]:
+    """Return where the scenes of a clip begin, in frames of its rate; the first begins at 0.
+
+    Pictures, and folders of pictures, are one scene. See `video_files.scene_times` for the
+    threshold, and `decode` for the errors.
+    """
+    path = clip.source
+    is_folder = isinstance(path, Path) and path.is_dir()
+    if is_folder or path.suffix.lower() in IMAGE_SUFFIXES or shape.num_frames == 1:
+        return [0.0]
+    with _reading(path):
+        times = video_files.scene_times(path, threshold)
+    return [time * shape.fps / shape.speed for time in times]
+
+
 def decode(
     clip: Clip,
     first: float,

@@ -120,6 +120,34 @@ def video_frames(
             yield (time - start) * fps, duration * fps, LazyFrame(renderer, frame)
 
 
+def scene_times(path: ClipFile, threshold: float) -> list[float]:
+    """Return when each scene begins, in seconds from the first frame that can be decoded.
+
+    A scene begins where FFmpeg's filter select finds a change of more than ``threshold``, which
+    lies between 0 and 1. The whole file is decoded. `video_facts` says what is raised.
+    """
+    times = [0.0]
+    filters: _Filters | None = None
+    begin = Fraction(0)
+    with _opened(path) as (container, stream):
+        rate = Fraction(stream.average_rate or stream.base_rate or 1)
+        for number, frame in enumerate(_decoded(container, stream)):
+            if frame.pts is None or not frame.time_base:
+                frame.pts = number
+                frame.time_base = 1 / rate
+            if filters is None:
+                begin = frame.pts * frame.time_base
+                # Small frames show the same changes, in a fraction of the time.
+                small = ("scale", f"w=min(iw\\,{_SCENE_WIDTH}):h=-2")
+                change = ("select", f"gt(scene\\,{threshold})")
+                filters = _Filters(frame, [small, change], Fraction(1))
+            times += [float(x.pts * x.time_base - begin) for x in filters.push(frame)]
+        if filters is not None:
+            times += [float(x.pts * x.time_base - begin) for x in filters.push(None)]
+    return times
+
+
+_SCENE_WIDTH = 320
 _SEEK_AFTER = 4.0
 """Seconds from which on a video is sought, and not decoded from its beginning."""
 _SEEK_BEFORE = (1.0, 8.0)

@@ -1,6 +1,7 @@
 """Sizes and buckets of clips, and clips encoded with their references and captions."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -366,12 +367,43 @@ def test_windows_of_a_long_clip(tmp_path: Path, windows: EncodeConfig, begins: l
         assert encoded.latents.equal(build_codec(making.CODEC).encode(truth)[0])
 
 
+def test_scenes_give_a_window_each(tmp_path: Path) -> None:
+    """Of scenes of 12, 3, 7 and 6 frames, those of 5 or more give a window."""
+    lengths, random = (12, 3, 7, 6), np.random.default_rng(0)
+    backgrounds = random.integers(0, 256, (4, 4, 4, 3)).astype(np.uint8)
+    made = pictures(sum(lengths), 64, 64)
+    for frame, scene in enumerate(np.repeat(np.arange(4), lengths)):
+        made[frame, :, 24:] = np.kron(backgrounds[scene], np.ones((16, 16, 1)))[:, 24:]
+    making.write_video(tmp_path / "long.mp4", made)
+    making.write_video(tmp_path / "one.mp4", made[:12])
+    for name in ("long", "one"):
+        (tmp_path / f"{name}.txt").write_text("a bar")
+    scenes = EncodeConfig(video_windows="scenes")
+    *of_long, of_one = making.planned(tmp_path, scenes)
+    assert [x.window for x in of_long] == [(0, 0), (1, 15), (2, 22)] and of_one.window == (0, 0)
+    for sample in of_long:
+        begin = sample.window[1]
+        truth = fit(torch.from_numpy(made[begin : begin + 5]), (32, 32))[None]
+        latents = encoder(scenes).sample(sample).latents
+        assert (latents - build_codec(making.CODEC).encode(truth)[0]).abs().max() < 0.5
+    # At 4 of 8 frames a second the third scene begins at the eighth frame, and none but the first
+    # has five.
+    assert [x.window for x in making.planned(tmp_path, replace(scenes, video_fps=4))] == [
+        (0, 0), (0, 0),
+    ]  # fmt: skip
+    few = replace(scenes, video_window_count=2)
+    assert [x.window for x in making.planned(tmp_path, few)] == [(0, 0), (1, 15), (0, 0)]
+    # Where nothing counts as a change, the clip is one scene.
+    blind = replace(scenes, video_scene_threshold=1.0)
+    assert [x.window for x in making.planned(tmp_path, blind)] == [(0, 0), (0, 0)]
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
         (
             {"video_windows": "some"},
-            r"`--video-windows` \(some\) must be first, uniform or all; cho",
+            r"`--video-windows` \(some\) must be first, uniform, all or scenes; cho",
         ),
         (
             {"video_window_frames": 5},
@@ -383,7 +415,7 @@ def test_windows_of_a_long_clip(tmp_path: Path, windows: EncodeConfig, begins: l
         ),
         (
             {"video_windows": "first", "video_window_count": 5},
-            r"`--video-window-count` \(5\) needs `--video-windows` uniform or all; give it",
+            r"`--video-window-count` \(5\) needs `--video-windows` uniform or all or sce",
         ),
         (
             {"video_windows": "all", "temporal_crop": "start"},
