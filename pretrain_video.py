@@ -13,9 +13,16 @@ from megatron_ext.errors import end_on_interrupt, run_program
 if __name__ == "__main__":
     end_on_interrupt()
 
-from megatron_ext.text.config import SECTIONS as TEXT_SECTIONS
 from megatron_ext.train.main import main
 from megatron_ext.video.task import VIDEO
 
+
+def text_sections() -> dict[str, tuple[type, ...]]:
+    """Return the flags of pretrain_gpt.py, which nothing but a flag of them needs here."""
+    from megatron_ext.text.config import SECTIONS
+
+    return {"pretrain_gpt.py": SECTIONS}
+
+
 if __name__ == "__main__":
-    run_program(partial(main, VIDEO, elsewhere={"pretrain_gpt.py": TEXT_SECTIONS}))
+    run_program(partial(main, VIDEO, elsewhere=text_sections))

@@ -34,6 +34,8 @@ from megatron_ext.errors import ConfigError
 
 Values = dict[str, dict[str, Any]]
 """Values of fields, by section."""
+Elsewhere = Callable[[], Mapping[str, Sequence[type]]]
+"""Returns the sections of other programs by name; called only to explain an unknown flag."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def parse_args(
     device: str,
     checkpoint_config: Mapping[str, Any] | None = None,
     defaults: Mapping[str, Any] | None = None,
-    elsewhere: Mapping[str, Sequence[type]] | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> ParsedArgs:
     """Parse and check a command line; a ConfigError has one sentence for every error.
 
@@ -73,7 +75,7 @@ def parse_args(
             from (``--use-checkpoint-args``), as far as a file may give them
             (`sections.described`); the command line wins over it.
         defaults: values by field that replace the task's defaults and the fields' own.
-        elsewhere: sections of other programs by name, to tell which program has an unknown flag.
+        elsewhere: tells which program has an unknown flag.
     """
     sections.check_sections(program.sections, engine_sections())
     if "--help" in argv or "-h" in argv:
@@ -138,7 +140,7 @@ def all_errors(
     *,
     input_errors: Callable[[Any, RunConfig], Iterable[str]],
     defaults: Mapping[str, Any] | None = None,
-    elsewhere: Mapping[str, Sequence[type]] | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> list[str]:
     """Return ``errors`` of a command line with those that they have hidden, each of them once.
 
@@ -195,16 +197,12 @@ def _by_section(values: Mapping[str, Any], program: Program) -> Values:
 
 
 def read_words(
-    argv: Sequence[str], program: Program, elsewhere: Mapping[str, Sequence[type]] | None = None
+    argv: Sequence[str], program: Program, elsewhere: Elsewhere | None = None
 ) -> _Reading:
     """Read the words of a command line into values of fields, with notes and errors."""
     reading = _Reading(
         table=sections.spellings(sections.all_flags(program)),
-        elsewhere={
-            name: program_name
-            for program_name, kinds in (elsewhere or {}).items()
-            for name in sections.spellings([flag for kind in kinds for flag in flags_of("", kind)])
-        },
+        elsewhere=elsewhere or dict,
         left_out={
             name: sections.reason_left_out(program.left_out, flag)
             for flag in sections.left_out_flags(program).values()
@@ -232,7 +230,7 @@ class _Reading:
 
     Attributes:
         table: flags by spelling, with False for a spelling that sets False, else with True.
-        elsewhere: names of other programs by the spellings of their flags.
+        elsewhere: as in `parse_args`.
         left_out: reasons why the program lacks flags of the engine, by spelling.
         unread: first spellings of the flags whose values could not be read.
         settled: file, key, flag and value of each config-file entry for a flag in ``left_out``.
@@ -240,7 +238,7 @@ class _Reading:
     """
 
     table: dict[str, tuple[Flag, bool]]
-    elsewhere: dict[str, str]
+    elsewhere: Elsewhere
     left_out: dict[str, str | None]
     values: Values = field(default_factory=dict)
     given: list[Flag] = field(default_factory=list)
@@ -293,15 +291,21 @@ class _Reading:
             self.errors.append(
                 f"`{word}` is known from {refusal.source} but refused here: {refusal.reason}."
             )
-        elif name in self.elsewhere:
-            other = self.elsewhere[name]
-            self.errors.append(f"`{word}` is a flag of {other}, not of this program; leave it out.")
         elif name in self.left_out:
             self.errors.append(f"`{word}` has no effect {self.left_out[name]}; leave it out.")
+        elif other := self._program_with(name):
+            self.errors.append(f"`{word}` is a flag of {other}, not of this program; leave it out.")
         else:
             accepted = [*self.table, *RENAMED, *sections.OWN_FLAGS]
             near = difflib.get_close_matches(name, accepted, n=3, cutoff=0.6)
             self.errors.append(_unknown(f"`{word}`", [f"`{x}`" for x in near]))
+
+    def _program_with(self, name: str) -> str | None:
+        """Return the name of another program that has a flag of this spelling."""
+        for program_name, kinds in self.elsewhere().items():
+            if name in sections.spellings([x for kind in kinds for x in flags_of("", kind)]):
+                return program_name
+        return None
 
     def _read_value(self, word: str, values: list[str], flag: Flag, positive: bool) -> None:
         value: Any = positive

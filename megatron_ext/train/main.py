@@ -19,7 +19,7 @@ from megatron_ext.checkpoint.publish import check_save_folder, hold_save_folder
 from megatron_ext.checkpoint.staging import copy_records, fetched, stage
 from megatron_ext.checkpoint.stored import check_start, find, load_notes, read_run_config
 from megatron_ext.config.output import CheckpointConfig, LoggingConfig
-from megatron_ext.config.parser import ParsedArgs, all_errors, parse_args, read_words
+from megatron_ext.config.parser import Elsewhere, ParsedArgs, all_errors, parse_args, read_words
 from megatron_ext.config.run import Program, RunConfig
 from megatron_ext.data.indexed import write_error
 from megatron_ext.device import Device, keep_launch_order, select
@@ -105,7 +105,7 @@ def main(
     *,
     defaults: Mapping[str, Any] | None = None,
     work: Work | None = None,
-    elsewhere: Mapping[str, Sequence[type]] | None = None,
+    elsewhere: Elsewhere | None = None,
     notes: Sequence[str] = (),
 ) -> int:
     """Parse the flags, check all that needs no ranks, start the ranks, and train.
@@ -113,7 +113,7 @@ def main(
     Args:
         work: called with the run instead of training and evaluation.
         defaults: values by field that replace the task's defaults of flags.
-        elsewhere: sections of other programs by program name, to explain their flags in errors.
+        elsewhere: explains flags of other programs in errors.
         notes: sentences that are printed before those about the flags.
 
     Returns:
