@@ -172,6 +172,11 @@ def all_errors(
     return known + [text for text in dict.fromkeys(further) if _subject(text) not in subjects]
 
 
+def _shown(value: Any) -> str:
+    """Return a value as the words of a command line, for a note."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
 def _subject(sentence: str) -> str:
     """Return the flag and the value that an error is about, or the sentence if it names none."""
     found = re.match(r"`--[\w-]+` \([^)]*\)", sentence)
@@ -323,7 +328,14 @@ class _Reading:
                 ]
                 self.unread.add(flag.positive[0])
                 return
-        self.values.setdefault(flag.section, {})[flag.field] = value
+        entries = self.values.setdefault(flag.section, {})
+        earlier = entries.get(flag.field, value)
+        if earlier != value:
+            self.notes.append(
+                f"{self._spelled(word)} ({_shown(value)}) takes the place of the value "
+                f"({_shown(earlier)}) that was given before it."
+            )
+        entries[flag.field] = value
         self.given.append(flag)
 
     def _spelled(self, word: str) -> str:

@@ -267,6 +267,11 @@ def value_of_words(flag: Flag, named: str, words: Sequence[str]) -> Any:
     wanted = flag.nargs or 1
     if (wanted == "+" and not words) or (isinstance(wanted, int) and len(words) != wanted):
         raise ConfigError(f"`{named}` {_wrong_number(flag, named, words)}")
+    if flag.type is str and flag.default != "" and not all(words):
+        raise ConfigError(
+            f"`{named}` () must not be empty, as it is where a variable of the script is not set; "
+            "give a value, or leave the flag out."
+        )
     try:
         # Megatron-LM's scripts write "1_000" for counts.
         converted = [flag.type(w.replace("_", "") if flag.type is int else w) for w in words]

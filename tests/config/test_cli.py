@@ -7,6 +7,7 @@ import yaml
 
 from megatron_ext.config.parser import read_words
 from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import ConfigError
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.task import TEXT
 from tests.config.runs import SMALL
@@ -133,6 +134,19 @@ def test_a_flag_that_does_nothing_without_another_says_so(flags: str) -> None:
         value = " --position-embedding-type rope"
     both = f"{SMALL} {flags} {needed}{value or ''}"
     assert not parsed(both).notes
+
+
+def test_a_value_that_a_later_one_replaces_is_named() -> None:
+    assert not parsed(f"{SMALL} --seed 5 --seed 5").notes
+    assert parsed(f"{SMALL} --seed 5 --bf16 --seed 7 --no-bf16").notes == [
+        "`--seed` (7) takes the place of the value (5) that was given before it.",
+        "`--no-bf16` (False) takes the place of the value (True) that was given before it.",
+    ]
+
+
+def test_an_empty_text_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"`--save` \(\) must not be empty, as it is where a var"):
+        parsed([*SMALL.split(), "--save", "", "--wandb-entity", ""])
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -155,7 +155,7 @@ def _without_effect(raw: dict[str, Any], settings: Settings, config: Any) -> tup
     ignored = list(settings.ignored)
     for key, value in raw.items():
         name = aliases.get(key, key)
-        if key in _DESCRIBING:
+        if key in _DESCRIBING or (key == "rope_scaling" and _is_taken_over(value, settings)):
             continue
         # Where both names of an entry are given, transformers takes one of the values.
         lost = key in twice and settings.values.get(name) != value
@@ -166,6 +166,14 @@ def _without_effect(raw: dict[str, Any], settings: Settings, config: Any) -> tup
     quantized = raw.get("quantization_config") or {}
     ignored += [f"quantization_config.{key}" for key in quantized if key not in _BLOCK_SCALED]
     return tuple(ignored)
+
+
+def _is_taken_over(scaling: Any, settings: Settings) -> bool:
+    """Tell whether `rope_scaling`, as transformers 4 writes it, is in what transformers 5 reads."""
+    read = settings.values.get("rope_parameters") or settings.values.get("rope_scaling") or {}
+    given = dict(scaling or {})
+    kind = given.pop("type", given.get("rope_type"))
+    return kind == given.get("rope_type", kind) and all(read.get(x) == given[x] for x in given)
 
 
 _NOTHING = object()

@@ -23,6 +23,8 @@ from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.text.tokenizers.fast import FastEncoder, InexactEngine
 
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
+_SHOWN_KEYS = 12
+"""Most keys of a line that an error lists."""
 
 
 class BadLine(Exception):
@@ -47,11 +49,19 @@ def _texts_of(document: dict[str, Any], keys: Sequence[str]) -> list[list[str]]:
         elif isinstance(value, list) and all(isinstance(item, str) for item in value):
             texts.append(value)
         elif key not in document:
-            raise BadLine(f"has no key {key!r}")
+            raise BadLine(f"has no key {key!r} ({_keys_of(document)})")
         else:
             kind = "null" if value is None else type(value).__name__
             raise BadLine(f"has {kind} under key {key!r}, not a text or a list of texts")
     return texts
+
+
+def _keys_of(document: Mapping[str, Any]) -> str:
+    """Return which keys a line has, and the flag that names others, for an error."""
+    names = [f"{key:.40}" for key in document]
+    if len(names) > _SHOWN_KEYS:
+        names[_SHOWN_KEYS:] = [f"{len(names) - _SHOWN_KEYS} more"]
+    return f"it has {', '.join(names) or 'none'}; `--json-keys` names other keys"
 
 
 def read_object(line: bytes, keys: Sequence[str] = ()) -> dict[str, Any]:
@@ -86,16 +96,22 @@ def _has_twice(line: bytes, key: str) -> bool:
     return sum(name == key for name, _ in pairs) > 1
 
 
-def repeated_key(line: bytes) -> str | None:
-    """Return a key that some object of a line has twice, at any depth, or None."""
+def read_exactly(line: bytes) -> tuple[dict[str, Any], str | None]:
+    """Return the object of a line, and a key that an object in it has twice, at any depth, or None.
+
+    `read_object` must take the line. It reads an integer of more than 64 bits as the nearest
+    float, which shows where a value and not a text is used.
+    """
     repeated: list[str] = []
 
-    def count(pairs: list[tuple[str, Any]]) -> None:
-        if len({key for key, _ in pairs}) < len(pairs):
+    def remember(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        content = dict(pairs)
+        if len(content) < len(pairs):
             repeated.append(Counter(key for key, _ in pairs).most_common(1)[0][0])
+        return content
 
-    json.loads(line.decode("utf-8-sig"), object_pairs_hook=count)
-    return repeated[0] if repeated else None
+    row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=remember)
+    return row, repeated[0] if repeated else None
 
 
 def _read_leniently(line: bytes, keys: Sequence[str], complaint: str) -> Any:

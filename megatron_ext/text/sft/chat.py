@@ -119,10 +119,30 @@ class Template:
             with refused_panic(getattr(self.tokenizer, "name_or_path", "")):
                 return self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         except Exception as error:  # such as half a surrogate pair, in ways of their own
+            name = next(self._half_pairs(), None)
+            if name is not None:
+                raise DataError(
+                    f"{self.conversation.place}: `{name}` holds half a surrogate pair, which is no "
+                    "character; correct the row."
+                ) from error
             raise DataError(
                 f"{self.conversation.place}: the tokenizer refuses the text of the conversation "
                 f"({_reason(error)}); correct the row."
             ) from error
+
+    def _half_pairs(self) -> Iterator[str]:
+        """Yield the name of each text of the conversation with half a surrogate pair."""
+        conversation = self.conversation
+        values = {
+            conversation.name(index, key): value
+            for index, message in enumerate(conversation.messages)
+            for key, value in message.items()
+        }
+        values[conversation.tools_name] = list(conversation.tools or ())
+        for name, value in values.items():
+            for text_name, text in _texts_below(value, name):
+                if any("\ud800" <= letter <= "\udfff" for letter in text):
+                    yield text_name
 
 
 class RefusedByTemplate(DataError):
@@ -146,12 +166,16 @@ class RefusedByTemplate(DataError):
         if conversation.tools is not None:
             bare = template.of(dataclasses.replace(conversation, tools=None))
             if _refusal(bare, self._count) != self._reason:
-                keys = {key for tool in conversation.tools for key in _names_below(tool, "tools[]")}
-                return DataError(self._sentence(f"`tools` (with {', '.join(sorted(keys))})"))
+                column = conversation.tools_name
+                keys = {
+                    key for tool in conversation.tools for key in _names_below(tool, f"{column}[]")
+                }
+                return DataError(self._sentence(f"`{column}` (with {', '.join(sorted(keys))})"))
         for count in range(1, self._count + 1):
             if _refusal(template, count) == self._reason:
                 shown = _described(conversation.messages[count - 1])
-                return DataError(self._sentence(f"`messages[{count - 1}]` ({shown})"))
+                name = conversation.name(count - 1)
+                return DataError(self._sentence(f"`{name}` ({shown})"))
         return self
 
     def _sentence(self, part: str) -> str:
@@ -186,6 +210,18 @@ def _described(message: Message) -> str:
     if lacking:
         shown += f", without {', '.join(dict.fromkeys(lacking))}"
     return shown
+
+
+def _texts_below(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    """Yield each text in a value, with its name."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _texts_below(item, f"{name}.{key}")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _texts_below(item, f"{name}[{index}]")
+    elif isinstance(value, str):
+        yield name, value
 
 
 def _names_below(value: Any, name: str) -> Iterator[str]:

@@ -69,6 +69,9 @@ class Conversation:
         trained: for each message, whether its tokens are trained (only an assistant's may be).
         enable_thinking: the value in the row; None if ``--sft-template-kwargs`` decides.
         intake: counts of what was read from the row.
+        names: for each message, the name of it and that of its content in the row, such as
+            `messages[1]` and `messages[1].content`.
+        tools_name: the name of the column of tools.
     """
 
     messages: tuple[Message, ...]
@@ -77,6 +80,20 @@ class Conversation:
     enable_thinking: bool | None
     place: Place
     intake: Intake = field(default_factory=Intake, compare=False)
+    names: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    tools_name: str = field(default="tools", compare=False)
+
+    def name(self, index: int, *path: str | int) -> str:
+        """Return the name that a message, or a value in it, has in the row."""
+        name, content = self.names[index]
+        if path[:1] == ("content",):
+            return content + steps(path[1:])
+        return name + steps(path)
+
+
+def steps(path: Sequence[str | int]) -> str:
+    """Return keys and indices as they stand in a name, such as `.tool_calls[0]`."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
 
 
 def read_conversation(
@@ -119,13 +136,18 @@ class _Row:
     def __init__(self, columns: Mapping[str, Any], place: Place, sft: SftConfig) -> None:
         self.columns, self.place, self.sft = columns, place, sft
         self.used: set[str] = set()
+        self.texts: set[str] = set()
+        """Names of messages that are only a text in the row."""
         self.intake = Intake()
 
     def conversation(self) -> Conversation:
         listed, trains = self._messages()
         messages: list[Message] = []
         trained: list[bool] = []
+        names: list[tuple[str, str]] = []
+        key = "value" if self.sft.sft_row_format == "sharegpt" else "content"
         for (name, message), may_train in zip(listed, trains, strict=True):
+            names.append((name, name if name in self.texts else f"{name}.{key}"))
             kept, mask = self._checked(message, name)
             is_assistant = kept["role"] == ASSISTANT
             messages.append(kept)
@@ -143,7 +165,16 @@ class _Row:
             if name not in self.used and not _is_nothing(plain(value)):
                 self.intake.ignored[f"column `{name}`"] += 1
         self._count(messages, trained, tools)
-        return Conversation(tuple(messages), tuple(trained), tools, thinks, self.place, self.intake)
+        return Conversation(
+            tuple(messages),
+            tuple(trained),
+            tools,
+            thinks,
+            self.place,
+            self.intake,
+            tuple(names),
+            self.sft.sft_tools_key,
+        )
 
     def _count(
         self, messages: Sequence[Message], trained: Sequence[bool], tools: Sequence[Any] | None
@@ -228,6 +259,11 @@ class _Row:
         messages: list[Message] = []
         for index, turn in enumerate(self._list_of(self._column(column), column)):
             speaker = turn.get("from")
+            if speaker is None and "role" in turn:
+                rule = (
+                    "has a role and no `from`, as messages have; give `--sft-row-format messages`"
+                )
+                self._refuse(f"{column}[{index}]", f"{rule} and `--sft-messages-key {column}`")
             if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
                 known = ", ".join(SHAREGPT_ROLES)
                 self._refuse(f"{column}[{index}].from", f"must be one of {known}, not {speaker!r}")
@@ -248,6 +284,7 @@ class _Row:
         if text is None or text == "":
             return []
         self._text(text, name)
+        self.texts.add(name)
         first, message = listed[0]
         if message.get("role") == "system":
             column = first.split("[")[0]
@@ -278,6 +315,7 @@ class _Row:
 
     def _from_texts(self) -> list[tuple[str, Message]]:
         columns = {"user": self.sft.prompt_column, ASSISTANT: self.sft.response_column}
+        self.texts.update(columns.values())
         return [
             (name, {"role": role, "content": self._text(self._column(name), name)})
             for role, name in columns.items()
@@ -293,6 +331,8 @@ class _Row:
             part = [(name, {"role": role, "content": value})]
             if not isinstance(value, str) or _holds_messages(value):
                 part = _numbered(name, self._list_of(value, name))
+            else:
+                self.texts.add(name)
             listed += part
             trains += [role == ASSISTANT] * len(part)
         system = self._system_column(listed)
@@ -314,8 +354,9 @@ class _Row:
             name = f"{sft.sft_history_key}[{index}]"
             if not isinstance(pair, list) or len(pair) != 2:
                 self._refuse(name, "must be a pair of texts: instruction and answer")
-            for role, text in zip(("user", ASSISTANT), pair, strict=True):
-                listed.append((name, {"role": role, "content": self._text(text, name)}))
+            for side, (role, text) in enumerate(zip(("user", ASSISTANT), pair, strict=True)):
+                own = f"{name}[{side}]"
+                listed.append((own, {"role": role, "content": self._text(text, own)}))
         name = sft.sft_instruction_key
         asked = self._text(self._column(name), name)
         more = self._take(sft.sft_input_key)
@@ -324,11 +365,15 @@ class _Row:
         answer = self._text(self._column(sft.sft_output_key), sft.sft_output_key)
         listed.append((name, {"role": "user", "content": asked}))
         listed.append((sft.sft_output_key, {"role": ASSISTANT, "content": answer}))
+        self.texts.update(own for own, _ in listed)
         return listed
 
     def _checked(self, message: Message, name: str) -> tuple[Message, bool | None]:
         """Check a message; return it without its mask, and whether the mask lets it be trained."""
         role = message.get("role")
+        if role is None and "from" in message and self.sft.sft_row_format == "messages":
+            rule = "has `from` and no role, as in ShareGPT; give `--sft-row-format sharegpt` and "
+            self._refuse(name, rule + f"`--sft-conversations-key {self.sft.sft_messages_key}`")
         if not isinstance(role, str) or not role:
             self._refuse(f"{name}.role", f"must be a text such as user or assistant, not {role!r}")
         kept = {key: value for key, value in message.items() if key not in MASKS}

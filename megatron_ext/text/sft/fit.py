@@ -79,7 +79,12 @@ def _with_arguments(template: Template, form: str) -> Template:
             return json.dumps(value, ensure_ascii=False)
         return value
 
-    return _changed(template, lambda index, message: _replaced(message, index, convert))
+    return _changed(
+        template,
+        lambda index, message: _replaced(
+            message, template.conversation.name(index, "tool_calls"), convert
+        ),
+    )
 
 
 def _function(call: Message) -> Message:
@@ -88,15 +93,18 @@ def _function(call: Message) -> Message:
     return function if isinstance(function, dict) else call
 
 
-def _replaced(message: Message, index: int, convert: Callable[[Any, str], Any]) -> Message:
-    """Return a message with other arguments in its tool calls: ``convert(arguments, name)``."""
+def _replaced(message: Message, list_name: str, convert: Callable[[Any, str], Any]) -> Message:
+    """Return a message with other arguments in its tool calls: ``convert(arguments, name)``.
+
+    ``list_name`` is the name of the message's list of tool calls.
+    """
     if "tool_calls" not in message:
         return message
     calls = []
     for number, call in enumerate(message["tool_calls"]):
         function = _function(call)
         if function.get("arguments") is not None:
-            name = f"messages[{index}].tool_calls[{number}]"
+            name = f"{list_name}[{number}]"
             name += ".arguments" if function is call else ".function.arguments"
             value = convert(function["arguments"], name)
             call = (
@@ -133,7 +141,7 @@ def _argument_form(template: Template) -> str:
         return _forms[source]
     as_object, as_text = {"mark": _MARK}, json.dumps({"mark": _MARK})
     first, second = (
-        _attempt(_changed(template, lambda i, m, x=x: _replaced(m, i, lambda *_: x)))  # type: ignore[misc]
+        _attempt(_changed(template, lambda i, m, x=x: _replaced(m, "", lambda *_: x)))  # type: ignore[misc]
         for x in (as_object, as_text)
     )
     takes_object = _MARK in first and str(as_object) not in first
@@ -158,7 +166,9 @@ def _attempt(template: Template) -> str:
 def _with_parts(template: Template) -> Template:
     """Return the template with each list of text parts joined, unless it takes lists itself."""
     lists = {
-        index: _read_parts(template, message["content"], f"messages[{index}].content")
+        index: _read_parts(
+            template, message["content"], template.conversation.name(index, "content")
+        )
         for index, message in enumerate(template.conversation.messages)
         if isinstance(message.get("content"), list)
     }
@@ -170,7 +180,8 @@ def _with_parts(template: Template) -> Template:
     for index, parts in lists.items():
         intake.changed["list of text parts, joined"] += 1
         for key in (key for part in parts for key in part if key not in ("type", "text")):
-            intake.ignored[f"`{generic(f'messages[{index}].content[0].{key}')}`"] += 1
+            name = template.conversation.name(index, "content", 0, key)
+            intake.ignored[f"`{generic(name)}`"] += 1
     joined = {index: "".join(part["text"] for part in parts) for index, parts in lists.items()}
     return _changed(template, lambda i, m: {**m, "content": joined[i]} if i in joined else m)
 

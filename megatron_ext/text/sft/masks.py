@@ -278,7 +278,7 @@ def _shared_length(one: Sequence[int], other: Sequence[int]) -> int:
 def _refuse(template: Template, turn: int, rule: str) -> NoReturn:
     conversation = template.conversation
     role = conversation.messages[turn]["role"]
-    raise DataError(f"{conversation.place}: messages[{turn}] ({role}) {rule}.")
+    raise DataError(f"{conversation.place}: {conversation.name(turn)} ({role}) {rule}.")
 
 
 def _realigned_span(template: Template, whole: list[int], turn: int) -> tuple[int, int]:

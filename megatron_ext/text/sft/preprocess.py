@@ -28,8 +28,8 @@ from megatron_ext.text.preprocess.encode import (
     Refuse,
     Tally,
     Write,
+    read_exactly,
     read_object,
-    repeated_key,
 )
 from megatron_ext.text.preprocess.inputs import Part, identity_of
 from megatron_ext.text.preprocess.jobs import Say
@@ -112,10 +112,9 @@ class ConversationEncoder:
         """
         place = Place("", number)
         try:
-            row = read_object(line)
-            if is_too_deep(row):
+            if is_too_deep(read_object(line)):
                 raise BadLine(f"is nested more than {MAX_DEPTH} deep")
-            repeated = repeated_key(line)
+            row, repeated = read_exactly(line)
             if repeated is not None:
                 raise BadLine(f"has the key {repeated!r} twice in one object")
             conversation = read_conversation(row, place, self.chat.sft)

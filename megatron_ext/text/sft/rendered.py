@@ -14,7 +14,7 @@ from typing import Any
 from megatron_ext.errors import DataError
 from megatron_ext.text.config import SftConfig
 from megatron_ext.text.sft.chat import Template
-from megatron_ext.text.sft.conversation import ASSISTANT, Conversation, generic
+from megatron_ext.text.sft.conversation import ASSISTANT, Conversation, generic, steps
 from megatron_ext.text.sft.intake import Intake
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -33,13 +33,11 @@ class Leaf:
     path: Path
     value: Any
 
-    @property
-    def name(self) -> str:
-        """Return the name of the value, such as `messages[1].tool_calls[0].id`."""
-        shown = str(self.path[0])
-        for step in self.path[1:]:
-            shown += f"[{step}]" if isinstance(step, int) else f".{step}"
-        return shown
+    def name(self, conversation: Conversation) -> str:
+        """Return the name of the value in the row, such as `messages[1].tool_calls[0].id`."""
+        if self.path[0] == "tools":
+            return conversation.tools_name + steps(self.path[1:])
+        return conversation.name(int(self.path[1]), *self.path[2:])
 
 
 @dataclass
@@ -241,11 +239,12 @@ def report_unrendered(
         if not _tool_is_written(conversation, index, unrendered)
     }
     for leaf in unrendered.absent.values():
+        name = leaf.name(conversation)
         what = _meaning(conversation, leaf, tools, realigned=sft.sft_on_mismatch == "realign")
         if what is None:
-            intake.ignored[f"`{generic(leaf.name)}`"] += 1
+            intake.ignored[f"`{generic(name)}`"] += 1
         elif sft.sft_on_unrendered == "note":
-            intake.unrendered[f"{what} (`{generic(leaf.name)}`)"] += 1
+            intake.unrendered[f"{what} (`{generic(name)}`)"] += 1
         else:
             advice = "give a template that writes it, take it out of the row"
             if set(leaf.path[2:3]) & set(REASONING) and not _is_last_turn(conversation, leaf):
@@ -254,11 +253,12 @@ def report_unrendered(
                     "written with `--sft-on-mismatch realign`"
                 )
             raise DataError(
-                f"{conversation.place}: `{leaf.name}` ({what}) is left out of the text by the chat "
+                f"{conversation.place}: `{name}` ({what}) is left out of the text by the chat "
                 f"template; {advice}, or count such parts with `--sft-on-unrendered note`."
             )
     for leaf in unrendered.partly.values():
-        intake.ignored[f"a part of `{generic(leaf.name)}`{_role(conversation, leaf)}"] += 1
+        name = leaf.name(conversation)
+        intake.ignored[f"a part of `{generic(name)}`{_role(conversation, leaf)}"] += 1
 
 
 def _tool_is_written(conversation: Conversation, index: int, unrendered: Unrendered) -> bool:

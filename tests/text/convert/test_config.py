@@ -53,6 +53,7 @@ def test_both_spellings_of_positions(tmp_path: Path) -> None:
     assert read_model(tmp_path / "new").fields == old.fields
     assert old.fields["rotary_base"] == 1000000
     assert (old.fields["use_rope_scaling"], old.fields["rope_scaling_factor"]) == (True, 32)
+    assert "rope_scaling" not in old.ignored
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The small parts of the tool: lines, inputs, sentences, progress."""
 
 import gzip
+import json
 import tracemalloc
 from pathlib import Path
 
@@ -38,7 +39,12 @@ from megatron_ext.text.preprocess.packed import packing_of
         (b"\xff\xfe", "is not UTF-8 (byte 1 of the line)"),
         (b'{"text": "\xe9"}', "is not UTF-8 (byte 11 of the line)"),
         (b'["a"]', "is not a JSON object"),
-        (b'{"title": "a"}', "has no key 'text'"),
+        (
+            b'{"title": "a", "b": 1}',
+            "has no key 'text' (it has title, b; `--json-keys` names other",
+        ),
+        (b"{}", "has no key 'text' (it has none; `--json-keys` names other keys)"),
+        (json.dumps(dict.fromkeys("abcdefghijklmn")).encode(), "has no key 'text' (it has a, b, "),
         (b'{"text": null}', "has null under key 'text', not a text or a list of texts"),
         (b'{"text": 3}', "has int under key 'text'"),
         (b'{"text": ["a", 3]}', "has list under key 'text'"),

@@ -249,6 +249,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [USER]},
         "`messages` has no message of role assistant but of user",
     ),
+    "sharegpt": (
+        {"messages": [{"from": "human", "value": "x"}]},
+        "`messages[0]` has `from` and no role, as in ShareGPT; give `--sft-row-format sharegpt` "
+        "and `--sft-conversations-key messages`.",
+    ),
     "role": (with_message(role=3), "`messages[1].role` must be a text such as user or assistant"),
     "no content": (with_message(content=None), "`messages[1].content` is missing; only a messag"),
     "content": (with_message(content=3), "`messages[1].content` must be a text or a list of parts"),
@@ -291,6 +296,11 @@ CALLS = {
     ("turn", "text"),
     [
         ({"from": "bot", "value": "x"}, "`conversations[0].from` must be one of system, human, us"),
+        (
+            {"role": "user", "content": "x"},
+            "`conversations[0]` has a role and no `from`, as messages have; give `--sft-row-format "
+            "messages` and `--sft-messages-key conversations`.",
+        ),
         ({"from": "gpt", "value": None}, "`conversations[0].value` must be a text, not NoneType."),
         *(({"from": "function_call", "value": x}, text) for x, text in CALLS.items()),
     ],

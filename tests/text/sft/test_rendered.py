@@ -76,6 +76,43 @@ def test_every_other_key_and_column_is_counted_by_its_name() -> None:
     assert read(row, every).ignored == {"column `id`": 1, "column `source`": 1}
 
 
+OWN_NAMES: dict[str, tuple[dict[str, Any], str]] = {
+    "sharegpt": (
+        {"conversations": [{"from": "tool", "value": "a"}, {"from": "gpt", "value": "b", "n": 1}]},
+        "`conversations[0].value` (a message of role tool)",
+    ),
+    "prompt-completion": (
+        {"prompt": [{"role": "tool", "content": "a"}], "completion": [{**ANSWER, "n": 1}]},
+        "`prompt[0].content` (a message of role tool)",
+    ),
+    "prompt-response": ({"question": "a", "answer": "b"}, "`answer` (a message of role assistant)"),
+    "alpaca": (
+        {"instruction": "c", "output": "d", "history": [["a", "b"]]},
+        "`history[0][1]` (a message of role assistant)",
+    ),
+    "messages": (
+        {"talk": [USER, ANSWER], "functions": [{"name": "add"}]},
+        "`functions[0].name` (a tool)",
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", OWN_NAMES)
+def test_values_have_the_names_that_they_have_in_the_row(layout: str) -> None:
+    row, name = OWN_NAMES[layout]
+    options: dict[str, Any] = {"sft_row_format": layout}
+    options |= {"sft_messages_key": "talk", "sft_tools_key": "functions"}
+    template = KNOWN
+    if layout in ("prompt-response", "alpaca"):
+        template = KNOWN.replace("m.content or ''", "m.content if m.role == 'user' else ''")
+    with pytest.raises(DataError) as caught:
+        read(row, template, **options)
+    assert str(caught.value).startswith(f"f, row 1: {name} is left out of the text by the chat")
+    if layout == "sharegpt":
+        ignored = read(row, sft_on_unrendered="note", **options).ignored
+        assert ignored == {"`conversations[].n`": 1}
+
+
 def test_a_value_that_steers_the_template_is_used() -> None:
     steered = KNOWN.replace("{{ m.role }}:", "{{ 'loud' if m.loud else 'soft' }}:")
     steered = steered.replace("assistant: {% endif", "soft: {% endif")
