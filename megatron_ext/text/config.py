@@ -283,7 +283,37 @@ SECTIONS = (
 )
 """The sections that pretrain_gpt.py adds to the engine's flags."""
 
-NEEDS = {"--dataloader-type cyclic": "data_sharding", **FIM_NEEDS}
+_SENTENCE_PIECE = "SentencePieceTokenizer or GPTSentencePieceTokenizer or Llama2Tokenizer"
+TOKENIZER_NEEDS = {
+    "--tokenizer-type GPT2BPETokenizer": "vocab_file merge_file",
+    "--tokenizer-type NullTokenizer or TikTokenizer or ByteLevelTokenizer": "vocab_size",
+    "--tokenizer-type TikTokenizer": (
+        "tiktoken_pattern tiktoken_num_special_tokens tiktoken_special_tokens"
+    ),
+    f"--tokenizer-type {_SENTENCE_PIECE}": "tokenizer_sentencepiece_legacy",
+    "--tokenizer-type HuggingFaceTokenizer": "tokenizer_hf_include_special_tokens",
+    f"--tokenizer-type HuggingFaceTokenizer or TikTokenizer or {_SENTENCE_PIECE}": (
+        "tokenizer_model"
+    ),
+}
+"""Fields of the tokenizer without effect unless it is of the type that the key names."""
+
+
+def idle_tokenizer_flags(settings: TokenizerConfig) -> list[str]:
+    """Return a note for each flag that a tokenizer of this type does not read."""
+    notes = []
+    for needed, names in TOKENIZER_NEEDS.items():
+        types = needed.partition(" ")[2].split(" or ")
+        for name in names.split():
+            value = getattr(settings, name)
+            default = TokenizerConfig.__dataclass_fields__[name].default
+            if value != default and settings.tokenizer_type not in types:
+                spelled = f"--{name.replace('_', '-')}"
+                notes.append(f"`{spelled}` ({value}) has no effect without `{needed}`.")
+    return notes
+
+
+NEEDS = {"--dataloader-type cyclic": "data_sharding", **TOKENIZER_NEEDS, **FIM_NEEDS}
 """Fields without effect unless the flag that is the key is given (`megatron_flags.NEEDS`)."""
 
 

@@ -192,8 +192,16 @@ def test_megatrons_flags_reach_the_options() -> None:
     assert (options.workers, options.partitions, options.keep_sequential_samples) == (4, 2, True)
     assert options.split_sentences and options.keep_newlines and options.append_eod
     assert (options.tokenizer.vocab_size, options.tokenizer.merge_file) == (7, "m")
-    unused = [note.partition(" has no effect here: ")[0] for note in notes]
-    assert unused == ["`--padded-vocab-size`", "`--tokenizer-hf-use-fast`"]
+    unused = [note.partition(" has no effect ")[0] for note in notes]
+    assert unused == [
+        "`--padded-vocab-size`",
+        "`--tokenizer-hf-use-fast`",
+        "`--vocab-file` (v)",
+        "`--merge-file` (m)",
+    ]
+    assert notes[2] == (
+        "`--vocab-file` (v) has no effect without `--tokenizer-type GPT2BPETokenizer`."
+    )
 
 
 @pytest.mark.parametrize(

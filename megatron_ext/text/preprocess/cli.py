@@ -9,7 +9,7 @@ from typing import NoReturn
 from megatron_ext.config.flags import Flag, flags_of
 from megatron_ext.config.megatron_flags import ALWAYS_ON
 from megatron_ext.errors import ConfigError, interrupt_once, say_to_stderr
-from megatron_ext.text.config import SftConfig
+from megatron_ext.text.config import SftConfig, idle_tokenizer_flags
 from megatron_ext.text.preprocess.options import (
     PreprocessOptions,
     add_flags,
@@ -97,7 +97,9 @@ def parse_options(argv: Sequence[str]) -> tuple[PreprocessOptions, list[str]]:
     notes = [f"`{flag}` has no effect here: {why}." for flag, why in no_effect]
     own = [flag.field for flag in flags_of("preprocess", PreprocessOptions)]
     chosen = {name: values[name] for name in ("output_prefix", *own)}
-    chosen["inputs"], chosen["tokenizer"] = args.input, tokenizer_config(values)
+    chosen["inputs"] = args.input
+    chosen["tokenizer"] = tokenizer_config(values)
+    notes += idle_tokenizer_flags(chosen["tokenizer"])
     sft = SftConfig(**{flag.field: values[flag.field] for flag in _sft_flags()})
     if sft.sft:
         from megatron_ext.text.sft.preprocess import SftPreprocessOptions
