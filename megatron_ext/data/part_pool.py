@@ -230,13 +230,20 @@ _work: Work | None = None
 """The setup and the work of a worker process."""
 
 
-def _start_worker(setup: _Setup, parent: int) -> None:
-    """Set up a worker process; it ignores Ctrl-C, which its parent handles."""
-    global _setup
+def begin_worker(parent: int) -> None:
+    """Set up a process that was started within `held_signals`, and ends with its parent.
+
+    It ignores Ctrl-C, which the parent handles.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     release_signals()
     end_with_parent(parent)
+
+
+def _start_worker(setup: _Setup, parent: int) -> None:
+    global _setup
+    begin_worker(parent)
     _setup = setup
 
 

@@ -7,9 +7,12 @@ it has none. `ClipEncoder` then turns each planned clip into a sample.
 from __future__ import annotations
 
 import math
+import multiprocessing
+import os
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -17,7 +20,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.data.part_pool import begin_worker
+from megatron_ext.errors import ConfigError, DataError, MachineFault, held_signals
 from megatron_ext.video.config.encoding import SCENE_THRESHOLD, UNIFORM_WINDOWS, EncodeConfig
 from megatron_ext.video.data.clips import Clip, with_suffix
 from megatron_ext.video.data.codec import VideoCodec
@@ -203,34 +207,33 @@ def plan_clips(
 ) -> tuple[list[PlannedClip], list[Dropped]]:
     """Assign each clip to a bucket by its header; return the samples and the dropped clips.
 
-    ``workers`` headers are read at a time. ``tick`` is called with the number of clips read so far.
+    ``workers`` processes read headers. ``tick`` is called with the number of clips read so far.
     Clips have the given ``numbers``, or those of their places. If no clip has a bucket, a DataError
     gives the reasons, unless the plan ``may_be_empty``.
     """
     planned: list[PlannedClip] = []
     dropped: list[Dropped] = []
     numbers = range(len(clips)) if numbers is None else numbers
-    with ThreadPoolExecutor(workers) as pool:
-        looked = zip(clips, numbers, pool.map(partial(_look, config), clips), strict=True)
-        for count, (clip, number, seen) in enumerate(looked, 1):
-            tick(count)
-            if isinstance(seen, Dropped):
-                dropped.append(replace(seen, number=number))
-                continue
-            scenes = None if seen.scenes is None else _scenes(seen, config)
-            bucket = assign(
-                seen.shape,
-                plan,
-                number,
-                seed=config.clip_seed,
-                fps_cap=config.fps_cap,
-                video_fps=config.video_fps,
-                most_frames=_most_frames(config, scenes),
-            )
-            if isinstance(bucket, Drop):
-                dropped.append(Dropped(number, clip.path, bucket))
-            else:
-                planned += _windows(PlannedClip(number, clip, seen.shape, bucket), config, scenes)
+    looked = zip(clips, numbers, _looks(clips, config, workers), strict=True)
+    for count, (clip, number, seen) in enumerate(looked, 1):
+        tick(count)
+        if isinstance(seen, Dropped):
+            dropped.append(replace(seen, number=number))
+            continue
+        scenes = None if seen.scenes is None else _scenes(seen, config)
+        bucket = assign(
+            seen.shape,
+            plan,
+            number,
+            seed=config.clip_seed,
+            fps_cap=config.fps_cap,
+            video_fps=config.video_fps,
+            most_frames=_most_frames(config, scenes),
+        )
+        if isinstance(bucket, Drop):
+            dropped.append(Dropped(number, clip.path, bucket))
+        else:
+            planned += _windows(PlannedClip(number, clip, seen.shape, bucket), config, scenes)
     if not planned and not may_be_empty:
         sentence = (
             f"None of the {len(clips)} clips has a bucket in the plan ({plan.as_json()}); "
@@ -289,6 +292,32 @@ class _Seen:
 
     shape: ClipShape
     scenes: list[float] | None
+
+
+_CLIPS_AT_A_TIME = 16
+"""Clips that a process looks at before it reports."""
+
+
+def _looks(clips: Sequence[Clip], config: EncodeConfig, workers: int) -> Iterator[_Seen | Dropped]:
+    """Yield what a look at each clip shows, in order.
+
+    Several workers are processes: most of a look is Python, of which threads run one at a time.
+    """
+    look = partial(_look, config)
+    if workers == 1 or len(clips) <= _CLIPS_AT_A_TIME:
+        yield from map(look, clips)
+        return
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(workers, context, begin_worker, (os.getpid(),)) as pool:
+        try:
+            with held_signals():
+                results = pool.map(look, clips, chunksize=_CLIPS_AT_A_TIME)
+            yield from results
+        except BrokenProcessPool:
+            raise MachineFault(
+                "A process died while it looked at clips; if memory ran out use fewer --workers, "
+                "and run the same command again."
+            ) from None
 
 
 def _look(config: EncodeConfig, clip: Clip) -> _Seen | Dropped:

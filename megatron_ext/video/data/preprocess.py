@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from filelock import FileLock, Timeout
@@ -33,7 +33,13 @@ from megatron_ext.data.progress import Progress
 from megatron_ext.disk.reading import UnreadableFile, read_text
 from megatron_ext.disk.writing import lock_path, write_text
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError, say_to_stderr
-from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
+from megatron_ext.video.config.encoding import (
+    HASHED,
+    PATCH,
+    CodecConfig,
+    EncodeConfig,
+    TextEncoderConfig,
+)
 from megatron_ext.video.data import shards
 from megatron_ext.video.data.clips import Clip, list_folder, read_list
 from megatron_ext.video.data.codecs import build_codec
@@ -76,13 +82,19 @@ _PARTS_OF_A_WORKER = 4
 
 def preprocess(options: VideoPreprocessOptions, say: Say = say_to_stderr) -> None:
     """Encode a list of clips into a dataset; an error leaves what is encoded in place."""
+    with _one_thread():
+        _preprocess(options, say)
+
+
+def _preprocess(options: VideoPreprocessOptions, say: Say) -> None:
     start = time.monotonic()
-    folder, device = Path(options.output), torch.device(options.device)
+    folder = Path(options.output)
+    device = torch.device(options.device)
     codec = build_codec(options.codec, device, options.encode.clip_seed)
     check_codec(options.plan, codec, options.encode.reference_lengths)
     clips = read_list(options.input, say)
     text_encoder = build_text_encoder(options.text_encoder, device)
-    with _locked(folder), _one_thread():
+    with _locked(folder):
         about = sample_options(options, codec, text_encoder)
         same = {**about, "weights": weights_stamp(options)}
         register = _register_of(folder, same)
@@ -151,7 +163,10 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute as in worker processes: sums in another order would give other bytes."""
+    """Compute as in worker processes: sums in another order would give other bytes.
+
+    Processes may also be forked here: OpenMP would hang in them if several threads had run.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -536,10 +551,19 @@ def _encode_in_workers(
         part_of=lambda number: todo.parts[number],
         place=options.output,
         unfinished=todo.unfinished,
-        # A forked process cannot use a GPU that this one has used.
-        method="spawn",
+        method=_method(options),
     )
     pool.run(range(len(todo.parts)), progress, say, todo.finish)
+
+
+def _method(options: VideoPreprocessOptions) -> Literal["fork", "spawn"]:
+    """Return how worker processes start.
+
+    A forked process starts at once, but cannot use a GPU that this one has used, nor libraries
+    whose threads have run here, as those of models do.
+    """
+    plain = options.codec.codec == PATCH and options.text_encoder.text_encoder == HASHED
+    return "fork" if plain and options.device == "cpu" else "spawn"
 
 
 def _start_encoding(options: VideoPreprocessOptions, fingerprint: str, worker: int) -> Work:

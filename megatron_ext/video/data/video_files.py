@@ -74,7 +74,9 @@ def video_facts(path: ClipFile) -> VideoFacts:
         first = next(_decoded(container, stream), None)
         if first is None:
             raise ValueError("it has no frames")
-        height, width = _Renderer(stream, first, (0, 0, 0)).size(first)
+        if stream.codec_context.color_trc in _HDR:
+            _Renderer(stream, first, (0, 0, 0))  # refuses what it cannot map
+        height, width = _size(stream, first)
         start = first.pts
     if None in (pts for pts, _ in timed) or start is None:
         # Streams without timestamps, such as raw H.264, have a rate only.
@@ -281,9 +283,7 @@ class _Renderer:
         alpha = any(part.is_alpha for part in frame.format.components)
         self._to = "rgba" if alpha or frame.format.has_palette else "rgb24"
         self._aspect = Fraction(stream.sample_aspect_ratio or 1)
-        self._shape = _upright(frame)
-        if self._aspect != 1:
-            self._shape += [("scale", "iw*sar:ih"), ("setsar", "1")]
+        self._shape = _shaped(stream, frame)
         # The filter format converts as the program ffmpeg does; PyAV's own conversion takes other
         # neighbours for colours of more than 8 bits.
         self._colour = [("format", self._to)]
@@ -313,11 +313,6 @@ class _Renderer:
             cache[key] = _Filters(frame, steps, self._aspect)
         return cache[key]
 
-    def size(self, frame: Any) -> tuple[int, int]:
-        """Return the height and width of the pixels of a frame."""
-        shaped = next(_Filters(frame, self._shape or [("null", "")], self._aspect).push(frame))
-        return shaped.height, shaped.width
-
     def picture(self, frame: Any) -> Picture:
         """Return the pixels of a frame, ``[H, W, 3]`` as bytes."""
         if (frame.width, frame.height) != self._format[:2]:
@@ -326,6 +321,20 @@ class _Renderer:
             frame = frame.reformat(format=self._format[2])
         pixels: Picture = next(self._filters.push(frame)).to_ndarray()
         return composited(pixels, self._background) if self._to == "rgba" else pixels
+
+
+def _shaped(stream: Any, frame: Any) -> list[Step]:
+    """Return the filters that make a frame upright, with square pixels."""
+    widened = [("scale", "iw*sar:ih"), ("setsar", "1")]
+    return _upright(frame) + (widened if (stream.sample_aspect_ratio or 1) != 1 else [])
+
+
+def _size(stream: Any, frame: Any) -> tuple[int, int]:
+    """Return the height and width of the upright picture of a frame, in square pixels."""
+    steps = _shaped(stream, frame)
+    if steps:
+        frame = next(_Filters(frame, steps, Fraction(stream.sample_aspect_ratio or 1)).push(frame))
+    return frame.height, frame.width
 
 
 _UNIT = 1 << 16
