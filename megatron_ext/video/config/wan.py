@@ -124,15 +124,16 @@ class FrameBlocks:
             DataError: the frames are not whole blocks.
         """
         end = first_frame + num_frames
-        for name, value, fits in (
-            ("first_frame", first_frame, self.begins(first_frame)),
-            ("num_frames", num_frames, num_frames >= 0 and self.begins(end)),
-        ):
+        head = "1 + " if self.first_alone and first_frame == 0 else ""
+        for name, value, fits, rule in (
+            ("first_frame", first_frame, self.begins(first_frame),
+             "0 or 1 + a" if self.first_alone else "a"),
+            ("num_frames", num_frames, num_frames >= 0 and self.begins(end), f"{head}a"),
+        ):  # fmt: skip
             if not fits:
-                one = self.first_alone and (name == "first_frame" or not first_frame)
                 raise DataError(
-                    f"`{name}` ({value}) must be {'1 + ' if one else ''}a multiple of the frame "
-                    f"block ({self.block}); run whole blocks, which are denoised together."
+                    f"`{name}` ({value}) must be {rule} multiple of the frame block "
+                    f"({self.block}); run whole blocks, which are denoised together."
                 )
         later = range(max(first_frame, self.first), end, self.block)
         return itertools.chain(range(first_frame, min(end, 1)), later)

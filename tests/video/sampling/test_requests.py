@@ -171,6 +171,9 @@ def test_switches_move_to_the_next_block() -> None:
     asked = [VideoPrompt("a", (Switch(1, "b"), Switch(6, "c"), Switch(7, "d")))]
     (moved,) = at_block_starts(asked, blocks=FrameBlocks(3), num_frames=12)
     assert moved.frames == (3, 6, 9) and moved.title == asked[0].title
+    later = [VideoPrompt("a", (Switch(1, "b"), Switch(3, "c"), Switch(7, "d")))]
+    (moved,) = at_block_starts(later, blocks=FrameBlocks(3, first_alone=True), num_frames=10)
+    assert moved.frames == (1, 4, 7)
     with pytest.raises(DataError, match=r"'a' switches at latent frame 7, but the last .* at 6"):
         at_block_starts(asked, blocks=FrameBlocks(3), num_frames=9)
     with pytest.raises(ConfigError, match="above 0 and rising"):

@@ -22,6 +22,10 @@ OPTIONS = StreamingConfig(
     switches=True,
 )  # fmt: skip
 PLAIN = dataclasses.replace(OPTIONS, switches=False)
+ALONE = dataclasses.replace(
+    OPTIONS, independent_first_frame=True, chunk_frames=10, sequence_lengths=(28,)
+)
+"""Options under which the first frame is a block of its own; clips end at 10, 16, 22 and 28."""
 PAPER = StreamingConfig(switches=True)
 
 

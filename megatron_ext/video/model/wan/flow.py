@@ -154,9 +154,10 @@ class WanFlow(FlowNetwork):
             )
         blocks = self.config.section(WanConfig).blocks
         if self.config.section(VideoConfig).is_causal and not blocks.begins(frames):
+            rule = f"divisible by `--frame-block` ({blocks.block})"
             raise ConfigError(
-                f"{what} have {frames} latent frames, which must be {blocks.rule}; use another "
-                "length or block."
+                f"{what} have {frames} latent frames, which must be "
+                f"{blocks.rule if blocks.first_alone else rule}; use another length or block."
             )
 
     def flops(self, sequence: Geometry) -> float:
