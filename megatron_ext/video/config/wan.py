@@ -104,7 +104,7 @@ class FrameBlocks:
         return self.block if start else self.first
 
     def begins(self, frame: int) -> bool:
-        """Return whether a block begins at a frame, which has whole blocks before it then."""
+        """Return whether a block begins at a frame; the frames before it are whole blocks then."""
         return self.at_or_before(frame) == frame
 
     def at_or_before(self, frame: int) -> int:
