@@ -73,14 +73,14 @@ def test_a_first_frame_alone_is_streamed_as_the_dense_pass(
 @ranks()
 def test_frames_that_do_not_begin_behind_the_first_are_refused(context: ParallelContext) -> None:
     problem = wan.Problem(options=wan.ALONE, frames=10, batch=1)
-    chunk, inputs, cache = wan.cached(problem, context)
+    chunk, inputs = one(problem, context), problem.inputs()
     for start, count, text in (
         (0, 3, r"`num_frames` \(3\) must be 1 \+ a multiple of the frame block \(3\); run whole"),
         (3, 3, r"`first_frame` \(3\) must be 0 or 1 \+ a multiple of the frame block \(3\)"),
         (1, 4, r"`num_frames` \(4\) must be a multiple of the frame block \(3\)"),
     ):
         with pytest.raises(DataError, match=text):
-            chunk(**wan.frames_of(inputs, start, count), cache=cache)
+            chunk(**wan.frames_of(inputs, start, count))
     text = r"`chunk_frames` \(5\) must be a positive multiple of the frame block \(3\), or 1 more"
     with pytest.raises(ConfigError, match=text):
         wan.new_cache(chunk, problem, chunk_frames=5)
