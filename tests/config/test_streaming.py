@@ -142,6 +142,10 @@ def test_lengths_follow_the_training_unless_flags_say_otherwise() -> None:
     config = config_of(f"{VIEWED} --sequence-lengths 21 40 --sample-second-texts a b", VIDEO)
     own, streaming = config.section(StreamingSampleConfig), config.section(StreamingConfig)
     assert (own.num_frames(streaming), own.switch_frame(streaming)) == (39, 21)
+    words = "--sequence-lengths 21 42 --sample-second-texts a b --independent-first-frame"
+    config = config_of(f"{VIEWED} {words}", VIDEO)
+    own, streaming = config.section(StreamingSampleConfig), config.section(StreamingConfig)
+    assert (own.num_frames(streaming), own.switch_frame(streaming)) == (40, 22)
     config = config_of(f"{VIEWED} --sample-latent-frames 24", VIDEO)
     assert config.section(StreamingSampleConfig).num_frames(config.section(StreamingConfig)) == 24
     words = "--sample-latent-frames 24 --sample-second-texts a b --sample-switch-frame 20"

@@ -157,6 +157,7 @@ CASES = [
     *(("video-dit", layout) for layout in WAN_LAYOUTS),
     *(("independent", layout) for layout in ("cp2", "pp2", "tp2sp cp2 a2a")),
     ("causal", "cp2"),
+    ("alone", "cp2"),
     *(pytest.param("independent", x, marks=pytest.mark.slow) for x in ("tp2", "dp2")),
     pytest.param("causal", "pp2", marks=pytest.mark.slow),
 ]

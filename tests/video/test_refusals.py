@@ -222,6 +222,7 @@ IGNORED_BY_WAN = {
     f"{TWIN} --hidden-size 128": "`--video-dit-size` decides",
     f"{TWIN} --apply-wd-to-qk-layernorm": "the norms of its queries and keys never decay",
     f"{TWIN} --frame-block 1": STREAMS,
+    f"{TWIN} --independent-first-frame": STREAMS,
     f"{CAUSAL} --guidance-scale 2": STREAMS,
 }
 """Flags that a video DiT ignores, and why."""
@@ -234,6 +235,10 @@ WRONG_FOR_WAN = {
     f"{TWIN} --pooled-dropout 0.2": "`--pooled-dropout` (0.2) has no effect with `--video-model ",
     f"{TWIN} --independent-block-timesteps": "`--independent-block-timesteps` has an effect only ",
     CAUSAL: "Clips of 64px 1x64x64 have 1 latent frames, which must be divisible by `--frame-bl",
+    f"{CAUSAL} --independent-first-frame": "Clips of 64px 9x64x64 have 3 latent frames, which must "
+    "be 1 + a multiple of `--frame-block` (3); use another length or block.",
+    f"{CAUSAL} --independent-first-frame --frame-block 1": "`--independent-first-frame` has no "
+    "effect with `--frame-block 1`, whose blocks are single frames; leave one of them out.",
     f"{CAUSAL} --frame-block 1 --window-frames 2": "`--window-frames` (2) must be at least "
     "`--sink-frames` + `--frame-block` (3 + 1 = 4), or ",
     f"{TWIN} --recompute-blocks -1": "`--recompute-blocks` (-1) must be at least 0; 0 is the def",

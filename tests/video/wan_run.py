@@ -29,12 +29,17 @@ FLAGS = (
     f"--micro-batch-size 2 --global-batch-size 4 --log-interval 1 --num-workers 0 --seed {SEED} "
     "--text-dropout 0.5 --flow-shift 3"
 ).split()
-WINDOW = (1, 2, 1)
+WINDOWS = {"video-dit": None, "causal": (1, 2, 1), "independent": (1, 2, 1), "alone": (2, 3, 1, 1)}
 KINDS = {
     "video-dit": "--video-model video-dit",
     "causal": "--video-model causal-video-dit --frame-block 1 --window-frames 2 --sink-frames 1",
 }
 KINDS["independent"] = KINDS["causal"] + " --independent-block-timesteps"
+KINDS["alone"] = (
+    "--video-model causal-video-dit --frame-block 2 --window-frames 3 --sink-frames 1 "
+    "--independent-first-frame --independent-block-timesteps"
+)
+BLOCKS = {"independent": [0, 1, 2], "alone": [0, 1, 1]}
 train = partial(clips.train, flags=FLAGS, task=FLOW_OF_DIT)
 
 
@@ -61,10 +66,10 @@ def check_run(run: Run, truth: Truth, tolerance: float) -> None:
 def truth_of(recorded: dict[str, Any], kind: str) -> Truth:
     problem, weights = Problem(sizes=SIZES_OF_CLIPS), recorded["weights"]
     model = problem.plain_model(weights)
-    rule = None if kind == "video-dit" else WINDOW
+    rule = WINDOWS[kind]
     losses = []
     for numbers, samples in recorded["steps"]:
-        inputs, velocity = microbatch(numbers, samples, per_block=kind == "independent")
+        inputs, velocity = microbatch(numbers, samples, BLOCKS.get(kind, [0] * FRAMES))
         losses.append((model(**inputs, rule=rule) - velocity).square().mean())
     loss = torch.stack(losses).mean()
     loss.backward()
@@ -91,14 +96,17 @@ def sampling_inputs() -> list[Tensor]:
 
 
 def microbatch(
-    numbers: Sequence[int], samples: Sequence[int], *, per_block: bool
+    numbers: Sequence[int], samples: Sequence[int], blocks: Sequence[int]
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return inputs of the network and the velocity, by the formulas; frames before channels."""
+    """Return inputs of the network and the velocity, by the formulas; frames before channels.
+
+    ``blocks`` are the numbers of the blocks with times of their own in which the frames lie.
+    """
     given = [clip(SHORT, number) for number in numbers]
     x0 = torch.stack([sample.latents for sample in given]).double()
     noise = draw_noise(SEED, samples, (CHANNELS, FRAMES, SIDE, SIDE)).double()
-    u = draw_normals(SEED, samples, "timestep", FRAMES).double()
-    logistic = torch.sigmoid(u if per_block else u[:, :1].expand(-1, FRAMES))
+    u = draw_normals(SEED, samples, "timestep", 1 + max(blocks)).double()
+    logistic = torch.sigmoid(u[:, blocks])
     t = 3 * logistic / (1 + 2 * logistic)
     spread, left = t[:, None, :, None, None], FlowConfig().sigma_min
     x_t = (1 - spread) * x0 + (spread + left * (1 - spread)) * noise

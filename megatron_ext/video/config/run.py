@@ -145,10 +145,18 @@ class SampleConfig(UsersOwn):
         None, "captions to sample, in the place of --sample-prompts", nargs="+"
     )
     sample_image: list[str] | None = flag(
-        None, "images that clips begin with: one for all --sample-texts, or one for each", nargs="+"
+        None,
+        "images that clips begin with: one for all --sample-texts, or one for each; with --task "
+        "streaming an image fills the first frame block, which is one frame with "
+        "--independent-first-frame",
+        nargs="+",
     )
     sample_video: list[str] | None = flag(
-        None, "videos or folders of images whose first frames clips begin with, likewise", nargs="+"
+        None,
+        "videos or folders of images whose first frames clips begin with, likewise; with --task "
+        "streaming they give the first frame block alone, a single frame with "
+        "--independent-first-frame",
+        nargs="+",
     )
     sample_negative_prompt: str | None = flag(
         None, "what the guidance leads away from, in the place of the empty caption"

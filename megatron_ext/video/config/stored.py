@@ -18,8 +18,8 @@ _NAMES = {
     CAUSAL: "a causal video DiT",
     _STREAMING: "the networks of `--task streaming`",
 }
-_NETWORKS = ("generator_size", "critic_size", "teacher_size", "latent_channels", *WINDOW)
-"""Flags of streaming that decide its networks, besides codec, text encoder and adapters."""
+_NETWORKS = ("generator_size", "critic_size", "teacher_size", "latent_channels")
+"""Flags of streaming that decide its networks, besides window, codec, encoder and adapters."""
 
 
 def stored_video_model(stored: Mapping[str, Any], config: RunConfig) -> Mapping[str, Any]:
@@ -49,10 +49,15 @@ def stored_video_model(stored: Mapping[str, Any], config: RunConfig) -> Mapping[
     if held == _STREAMING:
         size, channels = streaming["generator_size"], streaming["latent_channels"]
     causal = {_STREAMING, CAUSAL}
-    window = {x: streaming[x] for x in WINDOW} if held in causal and builds in causal else {}
+    window = _window(streaming) if held in causal and builds in causal else {}
     if builds == _STREAMING:
         return {"streaming": {"generator_size": size, "latent_channels": channels, **window}}
     return {"video_dit": {"video_dit_size": size}, "streaming": window}
+
+
+def _window(streaming: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the stored flags of a causal window; earlier versions did not have all of them."""
+    return {name: streaming[name] for name in WINDOW if name in streaming}
 
 
 def _kind(video: Mapping[str, Any]) -> str:
@@ -68,11 +73,12 @@ def stored_network(stored: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]
     """Return the flags, by section, that describe the networks of a video checkpoint."""
     held = _kind(stored["video"])
     if held == _STREAMING:
-        networks = {name: stored["streaming"][name] for name in _NETWORKS}
+        streaming = stored["streaming"]
+        networks = {name: streaming[name] for name in _NETWORKS} | _window(streaming)
         others = {name: dict(stored[name]) for name in ("codec", "text_encoder", "lora")}
         return {"streaming": networks, **others}
     if held != _MMDIT:
-        window = {name: stored["streaming"][name] for name in WINDOW if held == CAUSAL}
+        window = _window(stored["streaming"]) if held == CAUSAL else {}
         return {"video_dit": dict(stored["video_dit"]), "streaming": window}
     # What else its model's section holds follows from these.
     names = ("hidden_size", "num_attention_heads")

@@ -47,7 +47,7 @@ def flops_of_frames(
 ) -> float:
     """Return the operations of a video DiT on one clip, forward and backward.
 
-    A ``window`` makes attention causal; ``num_frames`` must then be a multiple of ``window.block``.
+    A ``window`` makes attention causal; ``num_frames`` must then be whole blocks.
     """
     frames = range(num_frames)
     seen = [
@@ -97,7 +97,7 @@ def _frames_seen(
     if window is None:
         return [(len(new), len(new))]
     return [
-        (window.block, sum(f in present for part in window.visible(start) for f in part))
+        (window.size_of(start), sum(f in present for part in window.visible(start) for f in part))
         for start in window.blocks(new.start, len(new))
     ]
 

@@ -41,7 +41,7 @@ class StreamingConfig(WanConfig):
         text_features: width of the text encoder's output, which is the text width of all networks.
         switches: whether the files of prompts hold second prompts, to which sequences switch.
         given_frames: number of latent frames that are given at the start of a sequence rather than
-            generated: 0, or the frames of one block.
+            generated: 0, or the frames of the first block.
     """
 
     generator_size: str = _named_size("tiny", "named size of the generator")
@@ -234,12 +234,11 @@ class StreamingSampleConfig(UsersOwn):
 
     def num_frames(self, streaming: StreamingConfig) -> int:
         """Return the latent frames of each video; default: the longest sequence in whole blocks."""
-        block = max(1, streaming.frame_block)
-        longest = max(streaming.sequence_lengths, default=block)
-        return self.sample_latent_frames or longest // block * block
+        blocks = streaming.blocks
+        longest = max(streaming.sequence_lengths, default=blocks.block)
+        return self.sample_latent_frames or blocks.at_or_before(longest)
 
     def switch_frame(self, streaming: StreamingConfig) -> int:
         """Return the latent frame at which the second captions take effect."""
-        block = max(1, streaming.frame_block)
-        middle = -(-self.num_frames(streaming) // (2 * block)) * block
+        middle = streaming.blocks.at_or_after(-(-self.num_frames(streaming) // 2))
         return middle if self.sample_switch_frame is None else self.sample_switch_frame

@@ -126,7 +126,8 @@ class _Formulas:
         guided = 2 if streaming.guidance_scale != 1 else 1
         plain = replace(self._config, lora=LoraConfig())
         teacher = self._on_clip(plain, "teacher", samples=guided)
-        count = 1 if streaming.two_phase else streaming.chunk_frames // streaming.frame_block
+        size = streaming.chunk_frames
+        count = 1 if streaming.two_phase else streaming.blocks.count(size)
         generated = cost.kept * count + cost.transient
         if count > 1:
             # A weight's gradient waits until those of all blocks have been summed.
@@ -167,7 +168,7 @@ class _Formulas:
         """Return the cost formulas of the generator on a block with a full attention window."""
         window, clip = self._window, self._clip(self._streaming.frame_block)
         # The block is so far on that the window is full of cached frames.
-        first = window.block * (1 + window.window // window.block)
+        first = window.at_or_after(window.block * (1 + window.window // window.block))
         seen = sorted(f for part in window.visible(first) for f in part if f < first)
         plan = AttentionPlan.causal(window, first, clip.frames, seen)
         sizes = self._streaming.sizes()

@@ -166,6 +166,9 @@ class LongVideoSampler:
         encode: encodes all captions; called once.
         build_codec: called on the first rank of each replica, which decodes and writes.
 
+    Attributes:
+        num_frames: number of latent frames of each video.
+
     Raises:
         ConfigError, DataError: the prompts or the codec cannot be used (raised on all ranks).
     """
@@ -182,33 +185,33 @@ class LongVideoSampler:
         with torch.random.fork_rng(devices=[]):
             self._codec = on_first_of_replica(build_codec, "Loading the codec", run.context)
         self._starts = self._encoded_starts()
-        self._num_frames = own.num_frames(self._streaming)
+        self.num_frames = own.num_frames(self._streaming)
         self._fps = self._sample.sample_fps or DEFAULT_FPS
 
     def _encoded_starts(self) -> dict[int, Tensor]:
-        """Return the given first blocks, ``[1, block, c, h, w]``, by the number of the prompt."""
+        """Return the given first blocks, ``[1, t, c, h, w]``, by the number of the prompt."""
         paths = {i: x.start for i, x in enumerate(self._prompts) if x.start is not None}
         if not paths:
             return {}
         streaming, context, device = self._streaming, self._run.context, self._run.device
-        block, size = streaming.frame_block, streaming.latent_size
+        frames, size = streaming.blocks.first, streaming.latent_size
 
         def encode() -> Tensor:
             assert self._codec is not None
             encoded = functools.partial(
-                given_block, self._codec, block=block, size=size, device=device
+                given_block, self._codec, frames=frames, size=size, device=device
             )
             return torch.cat([encoded(path=path) for path in paths.values()]).float()
 
         known = on_first_of_replica(encode, "Encoding given frames", context)
-        shape = len(paths), block, streaming.sizes().channels, *size
+        shape = len(paths), frames, streaming.sizes().channels, *size
         every = share(known, shape, context, device).cpu()
         return dict(zip(paths, torch.split(every, 1), strict=True))
 
     @property
     def num_blocks(self) -> int:
         """Return the number of frame blocks that this replica samples, over all its videos."""
-        per_video = self._num_frames // self._streaming.frame_block
+        per_video = self._streaming.blocks.count(self.num_frames)
         return per_video * sum(map(len, self._batches()))
 
     def __call__(self, folder: Path, progress: Progress | None = None) -> Throughput:
@@ -242,7 +245,7 @@ class LongVideoSampler:
         facts = {
             "seed": self._sample.sample_seed,
             "fps": self._fps,
-            "latent_frames": self._num_frames,
+            "latent_frames": self.num_frames,
             **facts_of_weights(run, averaged=ema is not None),
         }
         try:
@@ -282,7 +285,7 @@ class LongVideoSampler:
 
         def open_files() -> LongVideoWriter:
             assert self._codec is not None
-            decoder, frames = block_decoder(self._codec), self._num_frames
+            decoder, frames = block_decoder(self._codec), self.num_frames
             pixels = (frames - 1) * self._codec.temporal + 1
             return LongVideoWriter(writing, numbers, decoder, num_frames=pixels, fps=self._fps)
 
@@ -308,17 +311,18 @@ class LongVideoSampler:
         return videos
 
     def _blocks(self, numbers: Sequence[int]) -> Iterator[Tensor]:
-        """Yield the blocks of a batch, ``[b, block, c, h, w]`` float32, made with a new cache."""
+        """Yield the blocks of a batch, ``[b, t, c, h, w]`` float32, made with a new cache."""
         run, streaming = self._run, self._streaming
         height, width = streaming.latent_size
         (network,) = unwrap_model(run.chunks)
-        shape = streaming.frame_block, network.sizes.channels, height, width
+        frame_shape = network.sizes.channels, height, width
         like = torch.empty(0, device=run.device)
         given = [(number, self._prompts[number].seed) for number in numbers]
         # With a seed of its own, a video does not depend on the number of its prompt.
         draws = [(self._sample.sample_seed, n) if seed is None else (seed, 0) for n, seed in given]
 
         def noise(frame: int, step: int) -> Tensor:
+            shape = streaming.blocks.size_of(frame), *frame_shape
             rows = [decisions.block_noise(s, [n], shape, frame, step, like=like) for s, n in draws]
             return torch.cat(rows)
 
@@ -330,7 +334,7 @@ class LongVideoSampler:
             Generator(run.chunks[0], cache, NoiseSchedule(streaming)),
             {frame: torch.stack([text[i] for text in texts]) for i, frame in enumerate(frames)},
             noise,
-            num_frames=self._num_frames,
+            num_frames=self.num_frames,
             keep_sink=streaming.sink_at_switch == "keep",
             start=torch.cat(starts).to(run.device) if starts else None,
         )

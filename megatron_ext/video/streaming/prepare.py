@@ -38,7 +38,7 @@ def prepare_streaming(config: RunConfig) -> tuple[RunConfig, None]:
     streaming = dataclasses.replace(
         streaming,
         switches=rows[0].second_text is not None,
-        given_frames=0 if rows[0].start is None else streaming.frame_block,
+        given_frames=0 if rows[0].start is None else streaming.blocks.first,
     )
     check_options(streaming)
     _check_sequences(streaming)
@@ -106,9 +106,9 @@ def _frame_tokens(streaming: StreamingConfig) -> int:
 
 def _check_sequences(streaming: StreamingConfig) -> None:
     """Raise ConfigError if switches do not fit the prompts, or given frames fill a clip."""
-    found, block = [], streaming.frame_block
+    found, blocks = [], streaming.blocks
     switches = [
-        -(-frame // block) * block < length
+        blocks.at_or_after(frame) < length
         for length in streaming.sequence_lengths
         for frame in switch_candidates(streaming, length)
     ]
@@ -130,7 +130,7 @@ def _check_sequences(streaming: StreamingConfig) -> None:
     if streaming.given_frames >= streaming.chunk_frames:
         found.append(
             f"`--chunk-frames` ({streaming.chunk_frames}) must exceed the frame block "
-            f"({block}) that the images or videos of `--prompts-path` begin with."
+            f"({streaming.given_frames}) that the images or videos of `--prompts-path` begin with."
         )
     if found:
         raise ConfigError(found)

@@ -16,6 +16,7 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.parallel.collectives import on_first_of_replica, share
 from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
 from megatron_ext.video.config.run import SampleConfig
+from megatron_ext.video.config.wan import FrameBlocks
 from megatron_ext.video.data.clips import Clip
 from megatron_ext.video.data.codec import VideoCodec
 from megatron_ext.video.data.codecs import build_codec
@@ -203,7 +204,7 @@ def _switch(entry: Any) -> Switch:
 
 
 def at_block_starts(
-    prompts: Sequence[VideoPrompt], *, block: int, num_frames: int
+    prompts: Sequence[VideoPrompt], *, blocks: FrameBlocks, num_frames: int
 ) -> list[VideoPrompt]:
     """Return the prompts with each switch inside a block moved to the start of the next block.
 
@@ -212,8 +213,8 @@ def at_block_starts(
     """
     moved = []
     for prompt in prompts:
-        starts = [-(-frame // block) * block for frame in prompt.frames]
-        last = num_frames - block
+        starts = [blocks.at_or_after(frame) for frame in prompt.frames]
+        last = blocks.at_or_before(num_frames - 1)
         if starts and max(starts) > last:
             raise DataError(
                 f"The prompt {prompt.text!r} switches at latent frame {max(prompt.frames)}, but "
@@ -223,8 +224,8 @@ def at_block_starts(
         if len({*starts}) < len(starts):
             raise DataError(
                 f"The prompt {prompt.text!r} switches at frames "
-                f"{', '.join(map(str, prompt.frames))}, two of them in one block of {block} "
-                "frames, which is made under one prompt; move them apart."
+                f"{', '.join(map(str, prompt.frames))}, two of them in one block of "
+                f"{blocks.block} frames, which is made under one prompt; move them apart."
             )
         pairs = zip(prompt.switches, starts, strict=True)
         switches = tuple(Switch(start, switch.text) for switch, start in pairs)
@@ -255,7 +256,7 @@ def video_prompts(
                 "correct its path."
             )
     num_frames = own.num_frames(streaming)
-    return at_block_starts(prompts, block=streaming.frame_block, num_frames=num_frames)
+    return at_block_starts(prompts, blocks=streaming.blocks, num_frames=num_frames)
 
 
 def encode_captions(
@@ -286,19 +287,20 @@ def encode_captions(
 
 @torch.no_grad()
 def given_block(
-    codec: VideoCodec, path: str, block: int, size: Sequence[int], device: torch.device
+    codec: VideoCodec, path: str, frames: int, size: Sequence[int], device: torch.device
 ) -> Tensor:
-    """Return an image or video encoded as the first block, ``[1, block, c, h, w]``.
+    """Return an image or video encoded as the first block of a video, ``[1, frames, c, h, w]``.
 
-    An image is repeated to fill a block, since a cache holds whole blocks. ``size`` is the height
-    and width of the latents. Raises DataError if a video is shorter than a block.
+    An image is repeated to fill a block of more than one frame, since a cache holds whole blocks.
+    ``size`` is the height and width of the latents. Raises DataError if a video is shorter than
+    the block.
     """
-    clip, count = Clip(path, ""), (block - 1) * codec.temporal + 1
+    clip, count = Clip(path, ""), (frames - 1) * codec.temporal + 1
     probed = probe(clip)
     if 1 < probed.num_frames < count:
         raise DataError(
             f"{path} has {probed.num_frames} frames, but a sequence begins with a block of "
-            f"{block} latent frames, which are {count}; give a longer video or an image."
+            f"{frames} latent frames, which are {count}; give a longer video or an image."
         )
     height, width = (length * codec.spatial for length in size)
     shown = min(count, probed.num_frames)
@@ -325,7 +327,7 @@ class FilePrompts:
         streaming, text = config.section(StreamingConfig), config.section(TextEncoderConfig)
         self._rows = read_training_prompts(streaming)
         self._context, self._device = context, device
-        self._seed, self._block = config.training.seed, streaming.frame_block
+        self._seed, self._first_block = config.training.seed, streaming.blocks.first
         self._latent = (streaming.sizes().channels, *streaming.latent_size)
         assert streaming.text_features is not None
         self._text = (text.text_length, streaming.text_features)
@@ -349,7 +351,7 @@ class FilePrompts:
             known = on_first_of_replica(
                 lambda: torch.cat([*map(self._given, rows)]), "Encoding given frames", self._context
             )
-            shape = len(rows), self._block, *self._latent
+            shape = len(rows), self._first_block, *self._latent
             start = share(known, shape, self._context, self._device)
         return Prompts(text[: len(rows)], after, start)
 
@@ -374,7 +376,8 @@ class FilePrompts:
 
     def _given(self, row: PromptRow) -> Tensor:
         assert row.start is not None and self.codec is not None
-        return given_block(self.codec, row.start, self._block, self._latent[1:], self._device)
+        size = self._latent[1:]
+        return given_block(self.codec, row.start, self._first_block, size, self._device)
 
     def _row(self, sample: int) -> PromptRow:
         epoch, place = divmod(sample, len(self._rows))

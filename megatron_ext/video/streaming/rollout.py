@@ -31,7 +31,7 @@ Network = Callable[..., Tensor]
 ``text``; a generator also takes ``cache``, ``first_frame`` and ``update_cache``."""
 
 BlockNoise = Callable[[int, int], Tensor]
-"""Maps (first frame of a block, step) to noise ``[b, block, c, h, w]``; see
+"""Maps (first frame of a block, step) to the block's noise ``[b, t, c, h, w]``; see
 `decisions.block_noise`."""
 
 WRITE_BACK = -1
@@ -166,14 +166,14 @@ class Generator:
         sigma = self.schedule.context_sigma(recached=True)
         if not sigma:
             return latents
-        frames = range(first_frame, first_frame + latents.size(1), self.cache.window.block)
+        frames = self.cache.window.blocks(first_frame, latents.size(1))
         drawn = torch.cat([noise(frame, WRITE_BACK) for frame in frames], dim=1)
         return mixed(latents, drawn, torch.tensor(sigma))
 
 
 def num_sinks(window: FrameWindow) -> int:
     """Return how many first frames all later frames attend to, rounded up to whole blocks."""
-    return -(-window.sink // window.block) * window.block
+    return window.at_or_after(window.sink)
 
 
 def _timesteps(value: float, x: Tensor) -> Tensor:
@@ -236,7 +236,7 @@ def generate_blocks(
         texts: embeddings ``[b, l, d]``, keyed by the latent frame at which each takes effect, the
             start of a block; must have the key 0.
         noise: source of noise, from which latents get their shape, dtype and device.
-        num_frames: latent frames of each video, a multiple of the block.
+        num_frames: latent frames of each video, in whole blocks.
         keep_sink: when the prompt changes, keep the cached sinks as the first prompt made them.
         start: clean latents of the first block, which is then not generated; None for none.
 
@@ -249,7 +249,7 @@ def generate_blocks(
     last_step = len(generator.schedule.denoising_timesteps) - 1
     generator.cache.reset()
     text = texts[0]
-    for frame in range(0, num_frames, window.block):
+    for frame in window.blocks(0, num_frames):
         if frame and frame in texts:
             text = texts[frame]
             past = torch.cat(list(newest), dim=1)

@@ -60,13 +60,19 @@ def check_options(streaming: StreamingConfig) -> None:
         ConfigError: a rule is broken; the error names only the first broken rule.
     """
     low, high, size = streaming.min_new_frames, streaming.max_new_frames, streaming.chunk_frames
-    lengths, block = streaming.sequence_lengths, streaming.frame_block
+    lengths, block, layout = streaming.sequence_lengths, streaming.frame_block, streaming.blocks
     steps, longlive = streaming.denoising_steps, "the defaults are those of LongLive"
     falls = bool(steps) and all(x > y for x, y in zip(steps, steps[1:], strict=False))
     blocks = f"a positive multiple of block ({block})"
+    chunks, usual = blocks, longlive
+    if layout.first_alone:
+        shorter = max(1 + block, layout.at_or_before(size))
+        chunks = f"1 + {blocks} with `--independent-first-frame`"
+        usual = f"use {shorter} or {shorter + block}"
     rules = (
+        ("chunk_frames", chunks, size >= block and layout.begins(size), usual),
         *((name, blocks, getattr(streaming, name) % block == 0, longlive)
-          for name in ("chunk_frames", "min_new_frames", "max_new_frames", "recache_frames")),
+          for name in ("min_new_frames", "max_new_frames", "recache_frames")),
         ("max_new_frames", f"{low} (min_new_frames) to {size}", low <= high <= size, longlive),
         ("recache_frames", f"at most chunk_frames ({size}), which is what is kept",
          streaming.recache_frames <= size, longlive),
@@ -93,12 +99,12 @@ def sample_errors(
     own: StreamingSampleConfig, sample: SampleConfig, streaming: StreamingConfig
 ) -> list[str]:
     """Return a sentence for each fault in the flags of sampled videos."""
-    found, block = [], streaming.frame_block
+    found, blocks = [], streaming.blocks
     length, texts = own.sample_latent_frames, sample.sample_texts or ()
-    if length is not None and (length < block or length % block):
+    if length is not None and (length < 1 or not blocks.begins(length)):
         found.append(
-            f"`--sample-latent-frames` ({length}) must be a positive multiple of "
-            f"`--frame-block` ({block}), since blocks are denoised together."
+            f"`--sample-latent-frames` ({length}) must be {blocks.rule}, since blocks are "
+            "denoised together."
         )
     second, switch = own.sample_second_texts, own.sample_switch_frame
     if switch is not None and second is None:
@@ -114,7 +120,8 @@ def sample_errors(
             "one for each of `--sample-texts`; a jsonl as `--sample-prompts` may hold `switches` "
             "of its own."
         )
-    start, last = own.switch_frame(streaming), own.num_frames(streaming) - block
+    start = own.switch_frame(streaming)
+    last = blocks.at_or_before(own.num_frames(streaming) - 1)
     if not 1 <= start <= last:
         found.append(
             f"`--sample-switch-frame` ({start}) must lie between 1 and the start of the last "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -170,8 +169,7 @@ class StreamingSequence:
 
     def begin(self) -> None:
         """Begin the next sequence of the run: empty the cache, and write given frames into it."""
-        replica, streaming = self.replica, self.streaming
-        block = streaming.frame_block
+        replica, streaming, blocks = self.replica, self.streaming, self.streaming.blocks
         sequence, consumed = self.coming
         prompts = self.prompts(self._samples(consumed))
         switch = decisions.switch_frame(streaming, replica.seed, sequence)
@@ -186,15 +184,15 @@ class StreamingSequence:
             current_length=start.size(1),
             max_length=decisions.sequence_length(streaming, replica.seed, sequence),
             # A block is made under one prompt.
-            switch_frame=NEVER if switch is None else -(-switch // block) * block,
+            switch_frame=NEVER if switch is None else blocks.at_or_after(switch),
             has_switched=0,
             previous=start,
             sink=start[:, : self._num_sinks],
             text=prompts.text,
             text_after=after,
         )
-        for frame in range(0, start.size(1), block):
-            given = start[:, frame : frame + block]
+        for frame in blocks.blocks(0, start.size(1)):
+            given = start[:, frame : frame + blocks.size_of(frame)]
             self.generator.write_back(given, frame, prompts.text, self._noise())
 
     def _samples(self, consumed: int) -> range:
@@ -202,13 +200,13 @@ class StreamingSequence:
         return sample_numbers(consumed, 0, r.batch, r.dp_rank, r.dp_size)
 
     def _noise(self) -> BlockNoise:
-        return functools.partial(
-            decisions.block_noise,
-            self.replica.seed,
-            self._samples(self._state.consumed_samples),
-            (self.streaming.frame_block, *self.like.shape[2:]),
-            like=self.like,
-        )
+        samples, like = self._samples(self._state.consumed_samples), self.like
+
+        def noise(frame: int, step: int) -> Tensor:
+            shape = self.streaming.blocks.size_of(frame), *like.shape[2:]
+            return decisions.block_noise(self.replica.seed, samples, shape, frame, step, like=like)
+
+        return noise
 
     def _advance(self, *, trains: bool) -> StreamClip:
         streaming, s, size = self.streaming, self._state, self.streaming.chunk_frames
@@ -272,7 +270,7 @@ class StreamingSequence:
         step of each block.
         """
         streaming = self.streaming
-        frames = range(start, end, streaming.frame_block)
+        frames = [*streaming.blocks.blocks(start, end - start)]
         exits = decisions.exit_steps(
             streaming,
             self.replica.seed,

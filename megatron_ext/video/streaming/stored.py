@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megatron_ext.video.streaming.networks import TrainedNetwork
 
 SEQUENCE, CACHE, PROGRESS = "streaming_sequence", "streaming_cache", "streaming_progress"
+_FIRST_ALONE = "--independent-first-frame"
 
 
 def _settings(config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -36,6 +37,7 @@ def _settings(config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
         "--micro-batch-size": config.training.batch_sizes[0],
         "--latent-size": list(streaming.latent_size),
         "--frame-block": streaming.frame_block,
+        _FIRST_ALONE: streaming.independent_first_frame,
         "--chunk-frames": streaming.chunk_frames,
         "--text-length": config.section(TextEncoderConfig).text_length,
     }
@@ -129,14 +131,16 @@ class StreamingState:
         self.steps = int(progress["steps"])
         first, sample = progress["coming"]
         self._sequence.first = int(first), int(sample)
-        changes = _changes(progress["settings"], self._sequence_flags)
+        # Runs of earlier versions had no such flag.
+        settings = {_FIRST_ALONE: False, **progress["settings"]}
+        changes = _changes(settings, self._sequence_flags)
         if SEQUENCE not in loaded:
             changes = ["The number of data-parallel replicas has changed"]
         if changes:
             notes.append(f"{', '.join(changes)}, so that new video sequences begin.")
             return
         stands = dict(loaded[SEQUENCE])
-        changes = _changes(progress["settings"], self._cache_flags)
+        changes = _changes(settings, self._cache_flags)
         if CACHE not in loaded:
             changes = ["The layout has changed"]
         if stands and changes:

@@ -122,17 +122,17 @@ def sample_at_once(run: Run) -> None:
             )
 
     seen = sampler(Path(folder), progress)
-    run.reporters.say(summary(seen, streaming.frame_block))
+    run.reporters.say(summary(seen, seen.videos * sampler.num_frames))
 
 
-def summary(seen: Throughput, block: int) -> str:
-    """Return a line that describes a throughput; a block has ``block`` latent frames."""
-    rate = seen.blocks / seen.seconds
+def summary(seen: Throughput, latent_frames: int) -> str:
+    """Return a line that describes a throughput, with the number of latent frames of all videos."""
     return (
-        f"made {seen.videos} videos of {seen.blocks} frame blocks ({seen.blocks * block} latent "
-        f"frames, {seen.frames} frames) in {seen.seconds:.1f} s: {rate:.2f} blocks/s, "
-        f"{rate * block:.2f} latent frames/s, {seen.frames / seen.seconds:.2f} frames/s; first "
-        f"block after {seen.first_block:.2f} s"
+        f"made {seen.videos} videos of {seen.blocks} frame blocks ({latent_frames} latent "
+        f"frames, {seen.frames} frames) in {seen.seconds:.1f} s: "
+        f"{seen.blocks / seen.seconds:.2f} blocks/s, "
+        f"{latent_frames / seen.seconds:.2f} latent frames/s, "
+        f"{seen.frames / seen.seconds:.2f} frames/s; first block after {seen.first_block:.2f} s"
     )
 
 

@@ -42,7 +42,7 @@ from tests.planning.measure import (
 from tests.ranks import ranks
 from tests.video.clips import CHANNELS, LONG, POOLED, SIDE, TEXT, WIDTH, write_clips
 from tests.video.model.wan.plain import num_parameters
-from tests.video.model.wan.problem import BIDIRECTIONAL, Problem, cached, frames_of
+from tests.video.model.wan.problem import ALONE, BIDIRECTIONAL, Problem, cached, frames_of
 from tests.video.networks import one
 from tests.video.streaming.runs import flags_of
 
@@ -244,6 +244,11 @@ def test_products_count_and_keys_of_the_cache_but_not_its_text(context: Parallel
     ):
         ours, theirs = counted(one(problem, context), dict(problem.inputs()))
         assert ours == theirs
+    problem = Problem(options=ALONE, frames=7)
+    chunk, inputs, cache = cached(problem, context)
+    for first, count in ((0, 1), (1, 3), (4, 3)):
+        ours, theirs = counted(chunk, {**frames_of(inputs, first, count), "cache": cache})
+        assert ours == theirs, first
     problem = dataclasses.replace(Problem(), frames=18)
     chunk, inputs, cache = cached(problem, context)
     seen = []

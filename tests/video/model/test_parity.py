@@ -16,7 +16,7 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.model.mmdit.blocks import MMDiTOptions
 from tests.ranks import on_ranks, run_on_ranks
 from tests.video.model.mmdit.problem import Problem as MMDiTProblem
-from tests.video.model.wan.problem import BIDIRECTIONAL, CAUSAL, streaming_step
+from tests.video.model.wan.problem import ALONE, BIDIRECTIONAL, CAUSAL, streaming_step
 from tests.video.model.wan.problem import Problem as WanProblem
 from tests.video.networks import (
     Problem,
@@ -50,6 +50,11 @@ def wan(options: Any, changes: dict[str, Any], **fields: Any) -> WanProblem:
 def streamed(changes: dict[str, Any], **fields: Any) -> WanProblem:
     """Return the student, which fills a cache and then runs each block again with gradient."""
     return wan(CAUSAL, changes, frames=18, streaming=True, **fields)
+
+
+def alone(changes: dict[str, Any], **fields: Any) -> WanProblem:
+    """Return the student whose first frame is a block of its own."""
+    return wan(ALONE, changes, frames=10, streaming=True, **fields)
 
 
 def masked(changes: dict[str, Any], **fields: Any) -> WanProblem:
@@ -101,6 +106,10 @@ CASES: dict[str, tuple[dict[str, int], Problem]] = {
     "wan streamed tp2sp cp2 a2a recomputed": (FOUR, streamed({**WAN_A2A, **ALL_BLOCKS}, **SP)),
     "wan streamed tp2sp cp2 recomputed": (FOUR, streamed({"recompute_blocks": 1}, **SP)),
     "wan streamed cp4": ({"cp": 4}, streamed({})),
+    "wan first frame alone one": ({}, alone({})),
+    "wan first frame alone tp2": ({"tp": 2}, alone({})),
+    "wan first frame alone cp2": ({"cp": 2}, alone({})),
+    "wan first frame alone tp2sp cp2 a2a": (FOUR, alone(WAN_A2A, **SP)),
     "wan masked cp2": ({"cp": 2}, masked({})),
     "wan masked tp2sp cp2 recomputed": ({"tp": 2, "cp": 2}, masked({"recompute_blocks": 1}, **SP)),
     "wan twin tp2sp": ({"tp": 2}, twin({}, **SP, **WHOLE)),

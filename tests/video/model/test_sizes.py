@@ -10,6 +10,7 @@ import torch
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.mmdit import SIZES as MMDIT
 from megatron_ext.video.config.wan import SIZES as WAN
+from megatron_ext.video.config.wan import FrameBlocks
 from megatron_ext.video.model.mmdit.blocks import MMDiTOptions, stage_blocks
 from megatron_ext.video.model.wan.attention import FrameWindow, VideoDiTOptions
 from megatron_ext.video.model.wan.attention import stage_blocks as wan_stage_blocks
@@ -119,15 +120,34 @@ def test_the_window_of_the_original() -> None:
     assert seen(window, 237) == [0, 1, 2, *range(231, 240)]
 
 
+@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize(
     "sizes", [(3, 12, 3), (3, 6, 3), (3, 6, 0), (3, 12, 0), (1, 4, 2), (2, 9, 3), (3, 14, 7)]
 )
-def test_every_block_sees_what_the_formula_says(sizes: tuple[int, int, int]) -> None:
-    window = FrameWindow(*sizes)
-    mask = frame_mask(range(42), sizes)
-    for start in window.blocks(0, 42):
+def test_every_block_sees_what_the_formula_says(sizes: tuple[int, int, int], alone: bool) -> None:
+    window = FrameWindow(*sizes, first_alone=alone)
+    mask = frame_mask(range(42 + alone), (*sizes, int(alone)))
+    for start in window.blocks(0, 42 + alone):
         assert seen(window, start) == mask[start].nonzero().flatten().tolist()
         assert len(seen(window, start)) <= window.window
+
+
+@pytest.mark.parametrize(
+    ("alone", "starts"), [(False, [0, 3, 6, 9, 12]), (True, [0, 1, 4, 7, 10, 13])]
+)
+def test_blocks_begin_where_they_are_counted_to(alone: bool, starts: list[int]) -> None:
+    blocks = FrameBlocks(3, first_alone=alone)
+    end = starts[-1]
+    assert [*blocks.blocks(0, end)] == starts[:-1] and blocks.count(end) == len(starts) - 1
+    assert [*blocks.blocks(starts[2], end - starts[2])] == starts[2:-1]
+    assert [*blocks.blocks(0, 0)] == [*blocks.blocks(end, 0)] == []
+    for start, after in itertools.pairwise(starts):
+        assert blocks.size_of(start) == after - start
+    for frame in range(end):
+        assert blocks.begins(frame) == (frame in starts)
+        assert blocks.at_or_before(frame) == max(x for x in starts if x <= frame)
+        assert blocks.at_or_after(frame) == min(x for x in starts if x >= frame)
+    assert not blocks.begins(-3)
 
 
 @pytest.mark.parametrize(

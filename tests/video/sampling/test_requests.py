@@ -14,6 +14,7 @@ from PIL import Image
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
 from megatron_ext.video.config.run import ConditionConfig, SampleConfig
+from megatron_ext.video.config.wan import FrameBlocks
 from megatron_ext.video.data.clips import Clip, with_suffix
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.conditions import Text
@@ -168,15 +169,18 @@ def test_bad_switches_are_named(tmp_path: Path, row: dict[str, Any], message: st
 
 def test_switches_move_to_the_next_block() -> None:
     asked = [VideoPrompt("a", (Switch(1, "b"), Switch(6, "c"), Switch(7, "d")))]
-    (moved,) = at_block_starts(asked, block=3, num_frames=12)
+    (moved,) = at_block_starts(asked, blocks=FrameBlocks(3), num_frames=12)
     assert moved.frames == (3, 6, 9) and moved.title == asked[0].title
+    later = [VideoPrompt("a", (Switch(1, "b"), Switch(3, "c"), Switch(7, "d")))]
+    (moved,) = at_block_starts(later, blocks=FrameBlocks(3, first_alone=True), num_frames=10)
+    assert moved.frames == (1, 4, 7)
     with pytest.raises(DataError, match=r"'a' switches at latent frame 7, but the last .* at 6"):
-        at_block_starts(asked, block=3, num_frames=9)
+        at_block_starts(asked, blocks=FrameBlocks(3), num_frames=9)
     with pytest.raises(ConfigError, match="above 0 and rising"):
         VideoPrompt("a", (Switch(3, "b"), Switch(3, "c")))
     twice = [VideoPrompt("a", (Switch(4, "b"), Switch(5, "c")))]
     with pytest.raises(DataError, match=r"frames 4, 5, two of them in one block of 3 frames"):
-        at_block_starts(twice, block=3, num_frames=12)
+        at_block_starts(twice, blocks=FrameBlocks(3), num_frames=12)
 
 
 def test_a_reference_is_turned_and_over_the_background_of_training(tmp_path: Path) -> None:

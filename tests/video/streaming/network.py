@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.video.config.wan import FrameBlocks
 from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.noise_schedule import NoiseSchedule
 from megatron_ext.video.streaming.rollout import Generator, StreamClip
@@ -21,17 +22,20 @@ OPTIONS = StreamingConfig(
     switches=True,
 )  # fmt: skip
 PLAIN = dataclasses.replace(OPTIONS, switches=False)
+ALONE = dataclasses.replace(
+    OPTIONS, independent_first_frame=True, chunk_frames=10, sequence_lengths=(28,)
+)
+"""Options under which the first frame is a block of its own; clips end at 10, 16, 22 and 28."""
 PAPER = StreamingConfig(switches=True)
 
 
 @dataclass(frozen=True)
-class Window:
-    block: int = 3
+class Window(FrameBlocks):
     window: int = 6
     sink: int = 3
 
     def seen(self, start: int) -> list[int]:
-        end = start + self.block
+        end = start + (1 if self.first_alone and start == 0 else self.block)
         local = max(self.sink, end - (self.window - self.sink))
         return sorted({*range(min(self.sink, end)), *range(local, end)})
 
@@ -117,15 +121,24 @@ class TinyDiT(nn.Module):
         first_frame: int = 0, update_cache: bool = True,
     ) -> Tensor:  # fmt: skip
         self.calls.append((first_frame, torch.is_grad_enabled()))
-        step = self.window.block if self.window else x.size(1)
         if timesteps.dim() == 1:
             timesteps = timesteps[:, None].expand(x.shape[:2])
+        starts = self._starts(first_frame, x.size(1))
+        times = torch.tensor_split(timesteps, starts, dim=1)
         parts = [
-            self._block(x[:, i : i + step], timesteps[:, i : i + step], text, cache,
-                        first_frame + i, update_cache)
-            for i in range(0, x.size(1), step)
-        ]  # fmt: skip
+            self._block(part, t, text, cache, first_frame + start, update_cache)
+            for start, part, t in zip(
+                (0, *starts), torch.tensor_split(x, starts, dim=1), times, strict=True
+            )
+        ]
         return torch.cat(parts, dim=1)
+
+    def _starts(self, first_frame: int, num_frames: int) -> list[int]:
+        """Return the places among the frames at which blocks after the first begin."""
+        if self.window is None:
+            return []
+        first = 1 if self.window.first_alone and first_frame == 0 else self.window.block
+        return [*range(first, num_frames, self.window.block)]
 
     def _block(
         self, x: Tensor, t: Tensor, text: Tensor, cache: Cache | None, start: int, update: bool
@@ -189,7 +202,7 @@ def build(
     source: Callable[[Sequence[int]], Prompts] = prompts,
     shape: tuple[int, int, int] = (2, 2, 2), **others: Any,
 ) -> StreamingSequence:  # fmt: skip
-    window = window or Window(block=options.frame_block)
+    window = window or Window(options.frame_block, first_alone=options.independent_first_frame)
     capacity = capacity or window.window + options.chunk_frames - window.block
     model = network(window, channels=shape[0])
     cache = Cache(window, capacity, len(model.layers))

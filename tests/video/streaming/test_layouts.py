@@ -86,6 +86,28 @@ def test_layouts_are_alike(tmp_path: Path, one: Result, ranks: int, micro: int, 
     check_same(trained(tmp_path, words, ranks=ranks, micro=micro), one)
 
 
+ALONE = "--independent-first-frame --chunk-frames 10"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return trained(tmp_path_factory.mktemp("alone"), ALONE)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (2, TP),
+        pytest.param(2, f"{CP} --cp-comm-type a2a", marks=pytest.mark.slow),
+        pytest.param(2, f"{CP} --cp-comm-type all_gather", marks=pytest.mark.slow),
+    ],
+)
+def test_a_first_frame_alone_trains_alike(
+    tmp_path: Path, alone: Result, ranks: int, words: str
+) -> None:
+    check_same(trained(tmp_path, f"{ALONE} {words}", ranks=ranks), alone)
+
+
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [

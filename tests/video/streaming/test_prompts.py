@@ -95,6 +95,25 @@ def test_a_video_gives_its_first_frames(tmp_path: Path) -> None:
     body()
 
 
+@pytest.mark.parametrize("name", ["clip/00.png", "clip"])
+def test_an_image_or_a_video_gives_a_first_frame_alone(tmp_path: Path, name: str) -> None:
+    """Encode the picture as an image, and of the video its first frame only."""
+    write_images(tmp_path / "clip", *range(40, 240, 20))
+    rows = [{"text": "a", "image" if "png" in name else "video": name}]
+    alone = "--independent-first-frame --chunk-frames 10"
+    config = configured(tmp_path, f"{jsonl(tmp_path, rows)} {alone}")
+    assert config.section(StreamingConfig).given_frames == 1
+
+    @ranks()
+    def body(context: ParallelContext) -> None:
+        start = FilePrompts(config, context, torch.device("cpu"))([0]).start
+        image = CODEC.encode(torch.full((1, 3, 1, 8, 8), 40 / 127.5 - 1))
+        assert start is not None and start.shape == (1, 1, 4, 4, 4)
+        torch.testing.assert_close(start, image.transpose(1, 2))
+
+    body()
+
+
 @ranks(dp=2)
 def test_a_short_video_is_refused_on_all_ranks(context: ParallelContext, tmp_path: Path) -> None:
     own = tmp_path / str(context.rank)

@@ -62,6 +62,7 @@ def check_same_run(rows: runs.Rows, whole: runs.Rows, found: Path, wanted: Path)
     ("ranks", "batch", "layout"),
     [
         (1, 1, ""),
+        (1, 1, "--independent-first-frame --chunk-frames 10"),
         DP2,
         pytest.param(*TP2, marks=pytest.mark.slow),
         pytest.param(*CP2, marks=pytest.mark.slow),
@@ -197,6 +198,11 @@ def test_another_layout_makes_the_cache_anew(
         ("", 2, 1, "The number of data-parallel replicas has changed, so that new video sequences"),
         pytest.param(
             "--sink-frames 0", 1, 2, "`--sink-frames` was 3 and is 0, so that the cache of past",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "--independent-first-frame --chunk-frames 10", 1, 2, "`--independent-first-frame` was "
+            "False and is True, `--chunk-frames` was 9 and is 10, so that new video sequences",
             marks=pytest.mark.slow,
         ),
     ],

@@ -24,7 +24,16 @@ from megatron_ext.video.streaming.loss import (
 from megatron_ext.video.streaming.noise_schedule import NoiseSchedule
 from megatron_ext.video.streaming.rollout import WRITE_BACK, Generator, StreamClip
 from megatron_ext.video.streaming.sequence import StreamingSequence
-from tests.video.streaming.network import OPTIONS, PLAIN, Cache, TinyDiT, Window, build, network
+from tests.video.streaming.network import (
+    ALONE,
+    OPTIONS,
+    PLAIN,
+    Cache,
+    TinyDiT,
+    Window,
+    build,
+    network,
+)
 
 STEPS = len(NoiseSchedule(StreamingConfig()).denoising_timesteps)
 
@@ -110,10 +119,14 @@ def losses_of(sequence: StreamingSequence, clips: int) -> list[Tensor]:
     return [p.grad.clone() for p in net.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("same_exit", [True, False])
-def test_two_phases_have_the_gradients_of_one_graph(same_exit: bool) -> None:
+@pytest.mark.parametrize(
+    ("options", "same_exit"), [(OPTIONS, True), (OPTIONS, False), (ALONE, True)]
+)
+def test_two_phases_have_the_gradients_of_one_graph(
+    options: StreamingConfig, same_exit: bool
+) -> None:
     """Compare over a sequence with a full cache, and a switch inside a clip."""
-    base = dataclasses.replace(OPTIONS, switch_frames=(12,), same_exit_across_blocks=same_exit)
+    base = dataclasses.replace(options, switch_frames=(12,), same_exit_across_blocks=same_exit)
     two = losses_of(build(base), 4)
     one = losses_of(build(dataclasses.replace(base, two_phase=False)), 4)
     assert len(two) == len(one) == len(list(network(Window()).parameters()))

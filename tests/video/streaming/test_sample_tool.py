@@ -6,13 +6,17 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from megatron_ext.checkpoint.files import TRACKER
 from megatron_ext.train.exit_codes import EXIT_CODE_USER_ERROR
 from megatron_ext.train.launch import fork_ranks
+from megatron_ext.video.config.encoding import CodecConfig
+from megatron_ext.video.data.codec import PatchCodec
 from megatron_ext.video.sampling.clips import CONTACT_SHEET, LIST
 from megatron_ext.video.sampling.tool import sample_video
 from megatron_ext.video.streaming.long_videos import LongVideoWriter
@@ -61,7 +65,7 @@ def sample(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def call(
         words: str = "", name: str = "videos", *, load: Path = checkpoint, code: int = 0
     ) -> list[Tensor]:
-        if "--sample-texts" not in words:
+        if "--sample-texts" not in words and "--sample-prompts" not in words:
             (tmp_path / "prompts.jsonl").write_text(ASKED)
             words += f" --sample-prompts {tmp_path}/prompts.jsonl --sample-latent-frames 12"
         flags = f"--load {load} --sample-dir {tmp_path / name} {words}"
@@ -123,6 +127,29 @@ def test_captions_on_the_command_line_switch_in_the_middle(sample: Sample, tmp_p
     assert [row["switches"] for row in rows] == [[{"frame": 15, "text": text}] for text in "cd"]
 
 
+ALONE = "--independent-first-frame --chunk-frames 10"
+
+
+@pytest.mark.parametrize("layout", ["", pytest.param(TP2, marks=pytest.mark.slow)])
+def test_a_picture_is_the_first_frame_alone(
+    sample: Sample, tmp_path: Path, layout: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Let one of two videos begin with a picture; blocks of both begin at frames 0, 1, 4 and 7."""
+    Image.fromarray(np.full((8, 8, 3), 100, np.uint8)).save(tmp_path / "start.png")
+    rows = [{"text": "disc", "image": "start.png"}, {"text": "disc"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = f"--sample-prompts {path} --sample-latent-frames 10 {ALONE}"
+    begun, free = sample(f"{words} {layout}")
+    assert begun.size(0) == free.size(0) == 10
+    codec = PatchCodec(CodecConfig(codec_spatial=2, codec_channels=4))
+    image = codec.encode(torch.full((1, 3, 1, 8, 8), 100 / 127.5 - 1)).transpose(1, 2)
+    torch.testing.assert_close(begun[:1], image[0])
+    assert not torch.allclose(begun[:1], free[:1]) and not torch.allclose(begun[1:], free[1:])
+    said = capfd.readouterr().out
+    assert "> made 2 videos of 8 frame blocks (20 latent frames, 74 frames) in" in said
+
+
 @pytest.mark.parametrize("layout", ["", TP2, "--nproc-per-node 2"])
 def test_a_file_that_cannot_be_written_ends_all_ranks(
     sample: Sample, tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch,
@@ -156,6 +183,9 @@ REFUSED = {
     f"{SECOND} --sample-latent-frames 3": "last frame block (0); sample longer videos",
     f"{FIRST} --sample-switch-frame 3": "(3) needs `--sample-second-texts`; give the captions",
     f"{FIRST} --sample-latent-frames 10": "(10) must be a positive multiple of `--frame-block` (3)",
+    f"{FIRST} {ALONE} --sample-latent-frames 12": "(12) must be 1 + a multiple of `--frame-block`",
+    f"{SECOND} {ALONE} --sample-latent-frames 10 --sample-switch-frame 8": "(8) must lie between 1 "
+    "and the start of the last frame block (7)",
     f"{FIRST} --sample-fps 0": "`--sample-fps` (0.0) must be above 0 and at most 1000;",
     f"{FIRST} --sample-steps 3": "`--sample-steps` has no effect with `--task streaming`, whose vi",
     f"{FIRST} --codec-channels 8": "`--codec` has 8 latent channels, but `--generator-size tiny` "

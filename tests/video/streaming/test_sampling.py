@@ -23,11 +23,16 @@ from megatron_ext.video.sampling.clips import CONTACT_SHEET, LIST
 from megatron_ext.video.streaming import decisions
 from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.noise_schedule import NoiseSchedule
-from megatron_ext.video.streaming.rollout import Generator, generate_blocks, num_sinks
+from megatron_ext.video.streaming.rollout import (
+    BlockNoise,
+    Generator,
+    generate_blocks,
+    num_sinks,
+)
 from megatron_ext.video.streaming.sequence import Replica
 from tests.checkpoint.tiny import whole_tensors
 from tests.ranks import ranks
-from tests.video.model.wan.problem import Problem, new_cache, plain_of
+from tests.video.model.wan.problem import ALONE, CAUSAL, Problem, new_cache, plain_of
 from tests.video.networks import largest, one
 from tests.video.sampling.test_clips import read
 from tests.video.streaming import network as harness
@@ -39,9 +44,14 @@ SHAPE = (3, 2, 2, 2)
 SEED = 1
 
 
-def noise_of() -> functools.partial[Tensor]:
+def noise_of(alone: bool = False) -> BlockNoise:
     like = torch.empty(0, dtype=torch.float64)
-    return functools.partial(decisions.block_noise, SEED, (0, 1), SHAPE, like=like)
+
+    def noise(frame: int, step: int) -> Tensor:
+        shape = (1, *SHAPE[1:]) if alone and frame == 0 else SHAPE
+        return decisions.block_noise(SEED, (0, 1), shape, frame, step, like=like)
+
+    return noise
 
 
 def tiny(window: harness.Window = WINDOW, context_noise: float = 0.0) -> Generator:
@@ -59,29 +69,39 @@ def video(
     texts[-1] = texts[-1] + shift
     asked = {frame: text for (frame, _), text in zip(scenes, texts, strict=True)}
     generator, keep = tiny(window, context_noise), sink == "keep"
-    made = list(generate_blocks(generator, asked, noise_of(), num_frames=LENGTH, keep_sink=keep))
-    assert len(made) == LENGTH // window.block
+    alone, noise = window.first_alone, noise_of(window.first_alone)
+    length = LENGTH + alone
+    made = list(generate_blocks(generator, asked, noise, num_frames=length, keep_sink=keep))
+    assert [block.size(1) for block in made] == [1] * alone + [3] * (LENGTH // 3)
     return torch.cat(made, dim=1)
 
 
+@pytest.mark.parametrize("starts", [range(0, 30, 3), [0, *range(1, 31, 3)]], ids=["", "alone"])
 @ranks()
-def test_blocks_are_those_of_dense_masked_passes(context: ParallelContext) -> None:
+def test_blocks_are_those_of_dense_masked_passes(
+    context: ParallelContext, starts: Sequence[int]
+) -> None:
     """Compare with a plain network that sees all frames so far in one masked pass."""
-    problem = Problem(frames=30, batch=2)
+    length = starts[-1] + 3
+    problem = Problem(options=CAUSAL if starts[1] == 3 else ALONE, frames=length, batch=2)
     clip, window = one(problem, context, torch.float64), problem.options.window
     plain, cache = plain_of(clip), new_cache(clip, problem)
     schedule = NoiseSchedule(StreamingConfig())
     assert window is not None and cache.capacity_frames == window.window < problem.frames
     text = problem.inputs(dtype=torch.float64)["text"]
-    shape = (window.block, problem.sizes.channels, problem.height, problem.width)
-    noise = functools.partial(decisions.block_noise, SEED, (4, 9), shape, like=text)
-    past = text.new_empty(2, 0, *shape[1:])
+    shape = (problem.sizes.channels, problem.height, problem.width)
+
+    def noise(frame: int, step: int) -> Tensor:
+        block = (starts[1] if frame == 0 else 3, *shape)
+        return decisions.block_noise(SEED, (4, 9), block, frame, step, like=text)
+
+    past = text.new_empty(2, 0, *shape)
     generator = Generator(clip, cache, schedule)
-    blocks = generate_blocks(generator, {0: text}, noise, num_frames=30, keep_sink=False)
-    for frame, latents in zip(range(0, 30, window.block), blocks, strict=True):
+    blocks = generate_blocks(generator, {0: text}, noise, num_frames=length, keep_sink=False)
+    for frame, latents in zip(starts, blocks, strict=True):
         x = noise(frame, 0)
         for step, t in enumerate(schedule.denoising_timesteps):
-            times = torch.tensor([0.0] * frame + [t] * window.block).expand(2, -1)
+            times = torch.tensor([0.0] * frame + [t] * x.size(1)).expand(2, -1)
             with torch.no_grad():
                 flow = plain(torch.cat([past, x], dim=1), times, text, problem.rule)
             sigma = float(schedule.sigma(torch.tensor(t)))
@@ -97,18 +117,26 @@ def test_blocks_are_those_of_dense_masked_passes(context: ParallelContext) -> No
 @pytest.mark.parametrize("sink", ["rebuild", "keep"])
 @pytest.mark.parametrize("context_noise", [0.0, 100.0])
 @pytest.mark.parametrize("switch", [None, 3, 15])
-def test_blocks_are_those_of_a_rollout(switch: int | None, context_noise: float, sink: str) -> None:
+@pytest.mark.parametrize("alone", [0, 1])
+def test_blocks_are_those_of_a_rollout(
+    switch: int | None, context_noise: float, sink: str, alone: int
+) -> None:
     """Let training encode as many frames anew as the window holds, also after a switch."""
-    options = harness.PLAIN if switch is None else harness.switching_at(switch, harness.OPTIONS)
+    window = harness.Window(first_alone=bool(alone))
+    frame = None if switch is None else switch + alone
+    base = harness.OPTIONS if not alone else harness.ALONE
+    options = dataclasses.replace(base, switches=False)
+    if frame is not None:
+        options = harness.switching_at(frame, base)
     options = dataclasses.replace(
         options, last_step_only=True, recache_frames=WINDOW.window, sink_at_switch=sink,
         context_noise=context_noise,
     )  # fmt: skip
-    sequence = harness.build(options, replica=Replica(seed=SEED, batch=2), window=WINDOW)
+    sequence = harness.build(options, replica=Replica(seed=SEED, batch=2), window=window)
     want = torch.cat([harness.new_of(clip) for clip in harness.clips_of(sequence, 4)], dim=1)
-    scenes = [(0, "text")] if switch is None else [(0, "text"), (switch, "after")]
-    got = video(scenes, context_noise=context_noise, sink=sink)
-    assert got.shape == want.shape == (2, LENGTH, 2, 2, 2)
+    scenes = [(0, "text")] if frame is None else [(0, "text"), (frame, "after")]
+    got = video(scenes, context_noise=context_noise, sink=sink, window=window)
+    assert got.shape == want.shape == (2, LENGTH + alone, 2, 2, 2)
     assert largest(got, want) < 1e-12
 
 
@@ -141,6 +169,12 @@ def test_a_given_first_block_is_the_start_of_the_video() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     other = list(make(tiny(), {0: text}, noise_of(), start=wanted[0] + 1))
     assert torch.equal(other[0], wanted[0] + 1) and not torch.equal(other[1], wanted[1])
+    window = harness.Window(first_alone=True)
+    make = functools.partial(make, num_frames=LENGTH + 1)
+    wanted = list(make(tiny(window), {0: text}, noise_of(alone=True)))
+    found = list(make(tiny(window), {0: text}, noise_of(alone=True), start=wanted[0]))
+    assert [block.size(1) for block in found] == [1] + [3] * 9
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_what_is_held_does_not_grow_with_the_length() -> None:

@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.rollout import StreamClip
 from megatron_ext.video.streaming.sequence import Prompts, Replica, StreamingSequence
 from tests.video.streaming.network import (
+    ALONE,
+    OPTIONS,
     PAPER,
     PLAIN,
     Cache,
@@ -121,6 +124,31 @@ def test_given_first_frames_are_the_past_of_the_first_clip(frames: int) -> None:
     assert torch.equal(clip.text, prompts(clip.samples).text_after)
 
 
+def test_a_first_frame_alone_is_a_block_before_those_of_three() -> None:
+    """Let a picture be the first frame, or generate it; a switch waits for the next block."""
+    start = torch.randn(2, 1, 2, 2, 2, dtype=torch.float64)
+    for given in (None, start):
+
+        def source(samples: Sequence[int], given: Tensor | None = given) -> Prompts:
+            return dataclasses.replace(prompts(samples), start=given)
+
+        sequence = build(switching_at(17, ALONE), source=source)
+        first = sequence.next_clip(trains_generator=True)
+        begins = [0, 1, 4, 7] if given is None else [1, 4, 7]
+        assert [b.first_frame for b in first.blocks] == begins
+        sizes = [b.x.size(1) for b in first.blocks]
+        assert sizes == [1 if start == 0 else 3 for start in begins]
+        frames = [first.frames_of(b) for b in first.blocks]
+        assert frames == [slice(a, a + n) for a, n in zip(begins, sizes, strict=True)]
+        assert first.mask[0].tolist() == [given is None] + [True] * 9
+        assert given is None or torch.equal(first.latents[:, :1], given)
+        clips = [first, *(sequence.next_clip(trains_generator=True) for _ in range(3))]
+        assert [c.end for c in clips] == [10, 16, 22, 28]
+        assert [[b.first_frame for b in c.blocks] for c in clips[1:]] == [[10, 13], [19], [22, 25]]
+        assert clips[2].mask[0].tolist() == [False] * 7 + [True] * 3
+        assert not sequence.can_generate_more
+
+
 def saved(sequence: StreamingSequence) -> dict[str, object]:
     file = io.BytesIO()
     torch.save(sequence.state_dict(), file)
@@ -130,9 +158,10 @@ def saved(sequence: StreamingSequence) -> dict[str, object]:
     return loaded
 
 
+@pytest.mark.parametrize("base", [OPTIONS, ALONE], ids=["", "first frame alone"])
 @pytest.mark.parametrize("after", range(7))
-def test_resume_is_exact_anywhere(after: int) -> None:
-    options = switching_at(16)
+def test_resume_is_exact_anywhere(after: int, base: StreamingConfig) -> None:
+    options = switching_at(16, base)
     run = build(options)
     clips_of(run, after)
     stored = saved(run)
@@ -202,6 +231,13 @@ def test_recache_with_the_same_prompt_reproduces_the_cache(frames: int, noise: f
     clips_of(sequence, 1)
     before = copy.deepcopy(cache_of(sequence).held)
     assert before.keys() == set(range(9))
+    sequence.rebuild_cache()
+    torch.testing.assert_close(cache_of(sequence).held, before, rtol=0, atol=1e-12)
+    alone = dataclasses.replace(ALONE, switches=False, recache_frames=9, context_noise=noise)
+    sequence = build(alone)
+    clips_of(sequence, 1)
+    before = copy.deepcopy(cache_of(sequence).held)
+    assert before.keys() == set(range(10))
     sequence.rebuild_cache()
     torch.testing.assert_close(cache_of(sequence).held, before, rtol=0, atol=1e-12)
 

@@ -8,7 +8,7 @@ cached frames does not matter.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,23 +17,22 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.config.parallel import ParallelConfig
-from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.errors import ConfigError
 from megatron_ext.layers import sdpa
 from megatron_ext.layers.attention import GATHER
 from megatron_ext.layers.context_parallel import heads_to_sequence, sequence_to_heads
-from megatron_ext.video.config.wan import WanConfig
+from megatron_ext.video.config.wan import FrameBlocks, WanConfig
 from megatron_ext.video.model.tokens import frames_first, parts_first
 
 
 @dataclass(frozen=True)
-class FrameWindow:
+class FrameWindow(FrameBlocks):
     """Block-causal attention over latent frames, as in LongLive (arXiv:2509.22622).
 
     Frames come in blocks that are denoised together. The queries of a block see the whole block,
     the sink frames and the frames right before the block, but no later block.
 
     Attributes:
-        block: number of frames in a block, B.
         window: largest number of frames that a query sees, W, including sinks and its own block.
         sink: number of first frames of the video, S, that every query sees.
 
@@ -41,7 +40,6 @@ class FrameWindow:
         ConfigError: the numbers of frames do not fit together.
     """
 
-    block: int = 3
     window: int = 12
     sink: int = 3
 
@@ -59,23 +57,9 @@ class FrameWindow:
 
     def visible(self, start: int) -> tuple[range, range]:
         """Return the sinks, and the other frames, seen by the block that begins at ``start``."""
-        end = start + self.block
+        end = start + self.size_of(start)
         local_start = max(self.sink, end - (self.window - self.sink))
         return range(min(self.sink, end)), range(local_start, max(end, local_start))
-
-    def blocks(self, first_frame: int, num_frames: int) -> Iterator[int]:
-        """Return the first frame of each block among ``num_frames`` frames from ``first_frame`` on.
-
-        Raises:
-            DataError: the frames are not whole blocks.
-        """
-        for name, value in (("first_frame", first_frame), ("num_frames", num_frames)):
-            if value % self.block or value < 0:
-                raise DataError(
-                    f"`{name}` ({value}) must be a multiple of the frame block ({self.block}); run "
-                    "whole blocks, which are denoised together."
-                )
-        return iter(range(first_frame, first_frame + num_frames, self.block))
 
     def capacity_for(self, chunk_frames: int) -> int:
         """Return how many frames a cache must hold for the newest ``chunk_frames`` to run again.
@@ -118,7 +102,7 @@ class AttentionPlan:
         blocks = []
         for start in window.blocks(first_frame, num_frames):
             seen = (frame for part in window.visible(start) for frame in part if frame in position)
-            queries = slice(start - first_frame, start - first_frame + window.block)
+            queries = slice(start - first_frame, start - first_frame + window.size_of(start))
             blocks.append((queries, _slices(position[frame] for frame in seen)))
         return cls(tuple(past), tuple(blocks))
 
@@ -260,7 +244,13 @@ def window_of(flags: WanConfig) -> FrameWindow:
             f"`--frame-block` ({sink} + {block} = {sink + block}), or a block would not see all "
             "of itself."
         )
-    return FrameWindow(block, flags.window_frames, sink)
+    alone = flags.independent_first_frame
+    if alone and block == 1:
+        raise ConfigError(
+            "`--independent-first-frame` has no effect with `--frame-block 1`, whose blocks are "
+            "single frames; leave one of them out."
+        )
+    return FrameWindow(block, flags.window_frames, sink, first_alone=alone)
 
 
 def wan_options(

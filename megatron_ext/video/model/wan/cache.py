@@ -55,10 +55,11 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        if chunk_frames < window.block or chunk_frames % window.block:
+        whole = chunk_frames % window.block == 0 or window.begins(chunk_frames)
+        if chunk_frames < window.block or not whole:
             raise ConfigError(
                 f"`chunk_frames` ({chunk_frames}) must be a positive multiple of the frame block "
-                f"({window.block})."
+                f"({window.block}){', or 1 more' if window.first_alone else ''}."
             )
         needed = window.capacity_for(chunk_frames)
         if capacity_frames < needed:

@@ -51,9 +51,11 @@ class WanBatchBuilder(FlowBatchBuilder):
     def _normals(self, randomness: Randomness, samples: Sequence[int], num_frames: int) -> Tensor:
         if not self._config.section(VideoDiTConfig).independent_block_timesteps:
             return randomness.normals
-        block = self._config.section(WanConfig).frame_block
-        normals = draw_normals(self._seed, samples, "timestep", num_frames // block)
-        return normals.repeat_interleave(block, dim=1)
+        blocks = self._config.section(WanConfig).blocks
+        sizes = [blocks.size_of(start) for start in blocks.blocks(0, num_frames)]
+        normals = draw_normals(self._seed, samples, "timestep", len(sizes))
+        repeats = torch.tensor(sizes, device=normals.device)
+        return normals.repeat_interleave(repeats, dim=1)
 
     def _own(self, whole: FlowTargets, num_text: int) -> FlowTargets:
         """Return all targets; a token has its weight on one context-parallel rank, 0 on others."""
@@ -150,11 +152,12 @@ class WanFlow(FlowNetwork):
                 f"which {ranks} ranks (context parallel, times tensor parallel with sequence "
                 "parallelism) cannot share equally; use fewer ranks or another resolution."
             )
-        block = self.config.section(WanConfig).frame_block
-        if self.config.section(VideoConfig).is_causal and frames % block:
+        blocks = self.config.section(WanConfig).blocks
+        if self.config.section(VideoConfig).is_causal and not blocks.begins(frames):
+            rule = f"divisible by `--frame-block` ({blocks.block})"
             raise ConfigError(
-                f"{what} have {frames} latent frames, which must be divisible by `--frame-block` "
-                f"({block}); use another length or block."
+                f"{what} have {frames} latent frames, which must be "
+                f"{blocks.rule if blocks.first_alone else rule}; use another length or block."
             )
 
     def flops(self, sequence: Geometry) -> float:

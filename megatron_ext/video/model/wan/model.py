@@ -275,7 +275,7 @@ def recache(
         if start:
             cache.skip_to(start)
         for block in blocks:
-            x = frames[:, block - start : block - start + window.block]
+            x = frames[:, block - start : block - start + window.size_of(block)]
             t = torch.full(x.shape[:2], timestep, dtype=torch.float32, device=x.device)
             model(x=x, timesteps=t, text=text, cache=cache, first_frame=block)
 
@@ -298,7 +298,7 @@ def _checked_sinks(
             f"`keep_sink` needs the sink frames (0 to {num_sinks - 1}) in the cache; give "
             "`sink_latents` instead."
         )
-    blocks = -(-num_sinks // window.block) * window.block
+    blocks = window.at_or_after(num_sinks)
     if not keep_sink and given < blocks:
         raise ConfigError(
             f"`sink_latents` ({given} frames) must hold the first {blocks} frames, or no frame "

@@ -14,18 +14,25 @@ from megatron_ext.video.config.mmdit import MMDiTSizes
 from megatron_ext.video.config.wan import VideoDiTSizes
 from tests.video.model.mmdit.plain import PlainMMDiT, Rms, gelu, norm, turn
 
-Rule = tuple[int, int, int]
-"""Frame block, window and sink."""
+Rule = tuple[int, ...]
+"""Frame block, window and sink, and perhaps 1 if the first frame is a block of its own."""
+
+
+def blocks_of(frames: Tensor, rule: Rule) -> Tensor:
+    """Return the number of each frame's block."""
+    block, _, _, *alone = rule
+    return (frames + (block - 1 if any(alone) else 0)) // block
 
 
 def frame_mask(frames: range, rule: Rule | None) -> Tensor:
     if rule is None:
         return torch.ones(len(frames), len(frames), dtype=torch.bool)
-    block, window, sink = rule
+    _, window, sink, *_ = rule
     rows = []
+    every = torch.arange(frames.stop + rule[0])
+    numbers = blocks_of(every, rule)
     for query in frames:
-        s = query // block * block
-        end = s + block
+        end = 1 + int(every[numbers == numbers[query]].max())
         first = max(sink, end - (window - sink))
         rows.append([k < min(sink, end) or first <= k < end for k in frames])
     return torch.tensor(rows)
@@ -116,7 +123,7 @@ class PlainVideoDiT(nn.Module):
         frames = range(first_frame, first_frame + t)
         ids = torch.tensor([[f, r, k] for f in frames for r in range(rows) for k in range(columns)])
         mask = frame_mask(frames, rule).repeat_interleave(n, 0).repeat_interleave(n, 1)
-        of = ids[:, 0] // rule[0] if rule and cut_blocks else None
+        of = blocks_of(ids[:, 0], rule) if rule and cut_blocks else None
         cut = None if of is None else of[:, None] != of[None]
         patches = x.unflatten(3, (rows, p)).unflatten(5, (columns, p))
         tokens = patches.permute(0, 1, 3, 5, 2, 4, 6).reshape(b, t * n, c * p * p)

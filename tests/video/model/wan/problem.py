@@ -1,5 +1,6 @@
 """Small networks of Wan and their inputs, on any layout and in plain torch."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from tests.video.networks import Step, Tensors, build, gathered_weights, one, re
 
 WINDOW = FrameWindow(block=3, window=12, sink=3)
 CAUSAL = VideoDiTOptions(window=WINDOW, zero_head=False)
+ALONE = dataclasses.replace(CAUSAL, window=dataclasses.replace(WINDOW, first_alone=True))
 BIDIRECTIONAL = VideoDiTOptions(zero_head=False)
 
 
@@ -40,7 +42,16 @@ class Problem(networks.Problem):
     @property
     def rule(self) -> Rule | None:
         window = self.options.window
-        return None if window is None else (window.block, window.window, window.sink)
+        if window is None:
+            return None
+        return window.block, window.window, window.sink, int(window.first_alone)
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """Return first frame and length of each block of three, behind a first frame alone."""
+        window = self.options.window
+        alone = int(window is not None and window.first_alone)
+        return [(0, 1)] * alone + [(first, 3) for first in range(alone, self.frames, 3)]
 
     def inputs(self, number: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """Return whole inputs, drawn in float32 so that they are the same numbers in any type."""
@@ -95,11 +106,13 @@ def streaming_step(problem: Problem, context: ParallelContext) -> Step:
     config, chunks = build(problem, context)
     inputs, target = problem.inputs(), problem.target()
     cache = new_cache(chunks[0], problem, chunk_frames=problem.frames)
-    flow = stream(chunks[0], cache, inputs, 3)
+    with torch.no_grad():
+        parts = [chunks[0](**frames_of(inputs, *piece), cache=cache) for piece in problem.pieces]
+    flow = torch.cat(parts, dim=1)
     given = [
-        frames_of(inputs, first, 3)
-        | {"target": target[:, first : first + 3], "cache": cache, "update_cache": False}
-        for first in range(0, problem.frames, 3)
+        frames_of(inputs, first, count)
+        | {"target": target[:, first : first + count], "cache": cache, "update_cache": False}
+        for first, count in problem.pieces
     ]
     return Step(run_engine(problem, context, config, chunks, given), chunks, flow)
 

@@ -40,6 +40,52 @@ def test_streaming_is_the_dense_pass(context: ParallelContext, sizes: tuple[int,
         assert cache.end == 36 and len(cache.frames) == window.window
 
 
+@pytest.mark.parametrize("sizes", [(3, 12, 3), (3, 6, 0), (3, 14, 4), (2, 9, 4)], ids=str)
+@ranks()
+def test_a_first_frame_alone_is_streamed_as_the_dense_pass(
+    context: ParallelContext, sizes: tuple[int, int, int]
+) -> None:
+    """Pass 37 frames block by block, the first alone, and several blocks at once."""
+    window = FrameWindow(*sizes, first_alone=True)
+    options = dataclasses.replace(wan.CAUSAL, window=window)
+    problem = wan.Problem(options=options, frames=37, batch=1)
+    chunk, inputs = one(problem, context, torch.float64), problem.inputs(dtype=torch.float64)
+    want = wan.plain_of(chunk)(**inputs, rule=problem.rule)
+    assert largest(chunk(**inputs), want) < 1e-12
+    block = window.block
+    for first, later in ((1, block), (1 + 2 * block, 6), (37, 36)):
+        cache = wan.new_cache(chunk, problem, chunk_frames=None if first == 1 else first)
+        pieces = [(0, first), *((start, later) for start in range(first, 37, later))]
+        pieces = [(start, min(count, 37 - start)) for start, count in pieces]
+        with torch.no_grad():
+            made = [chunk(**wan.frames_of(inputs, *piece), cache=cache) for piece in pieces]
+        assert largest(torch.cat(made, dim=1), want) < 1e-12
+        assert cache.end == 37
+    # All blocks of a chunk that holds the first frame can be run again at its end.
+    cache = wan.new_cache(chunk, problem, chunk_frames=37)
+    with torch.no_grad():
+        chunk(**wan.frames_of(inputs, 0, 37), cache=cache)
+        for start, count in ((0, 1), (1, block), (37 - block, block)):
+            again = chunk(**wan.frames_of(inputs, start, count), cache=cache, update_cache=False)
+            assert largest(again, want[:, start : start + count]) < 1e-12
+
+
+@ranks()
+def test_frames_that_do_not_begin_behind_the_first_are_refused(context: ParallelContext) -> None:
+    problem = wan.Problem(options=wan.ALONE, frames=10, batch=1)
+    chunk, inputs = one(problem, context), problem.inputs()
+    for start, count, text in (
+        (0, 3, r"`num_frames` \(3\) must be 1 \+ a multiple of the frame block \(3\); run whole"),
+        (3, 3, r"`first_frame` \(3\) must be 0 or 1 \+ a multiple of the frame block \(3\)"),
+        (1, 4, r"`num_frames` \(4\) must be a multiple of the frame block \(3\)"),
+    ):
+        with pytest.raises(DataError, match=text):
+            chunk(**wan.frames_of(inputs, start, count))
+    text = r"`chunk_frames` \(5\) must be a positive multiple of the frame block \(3\), or 1 more"
+    with pytest.raises(ConfigError, match=text):
+        wan.new_cache(chunk, problem, chunk_frames=5)
+
+
 @pytest.mark.parametrize("capacity", [30, 33])
 @ranks()
 def test_a_cache_of_a_chunk_gives_the_same(context: ParallelContext, capacity: int) -> None:
@@ -200,30 +246,35 @@ def test_a_cache_that_is_reset_or_stored_goes_on_as_a_new_one(context: ParallelC
     block=st.integers(1, 3),
     chunk_blocks=st.integers(1, 3),
     spare=st.integers(0, 4),
+    alone=st.booleans(),
     moves=st.lists(st.integers(0, 6), min_size=1, max_size=30),
 )
 def test_whatever_is_run_again_the_frames_seen_are_the_last_written(
-    sink: int, past: int, block: int, chunk_blocks: int, spare: int, moves: list[int]
+    sink: int, past: int, block: int, chunk_blocks: int, spare: int, alone: bool, moves: list[int]
 ) -> None:
-    window = FrameWindow(block, sink + past + block, sink)
+    window = FrameWindow(block, sink + past + block, sink, first_alone=alone)
     chunk = chunk_blocks * block
     cache = KVCache(
         window, CacheShape(1, 1, 1, 1, 1), capacity_frames=window.capacity_for(chunk) + spare,
         chunk_frames=chunk, dtype=torch.float64, device=torch.device("cpu"),
     )  # fmt: skip
     written: list[float] = []
+    starts: list[int] = []
     for number, move in enumerate(moves):
-        back = min(move, chunk_blocks, len(written) // block) * block
-        first = len(written) - back
-        values = [float(100 * number + i) for i in range(block)]
-        reading = CachePass(cache, first, block, updates=True)
+        if back := min(move, chunk_blocks, len(starts)):
+            first = starts[-back]
+        else:
+            starts.append(first := len(written))
+        size = 1 if alone and first == 0 else block
+        values = [float(100 * number + i) for i in range(size)]
+        reading = CachePass(cache, first, size, updates=True)
         got = {f: float(k) for f, (k, _) in zip(reading.past, reading.past_key_values(0))}  # noqa: B905
         seen = [f for part in window.visible(first) for f in part if f < first]
         assert got == {f: written[f] for f in seen}
-        new = torch.tensor(values, dtype=torch.float64).view(block, 1, 1, 1, 1)
+        new = torch.tensor(values, dtype=torch.float64).view(size, 1, 1, 1, 1)
         reading.record(0, new, -new)
         reading.finish()
-        written[first : first + block] = values
+        written[first : first + size] = values
         assert cache.end == len(written)
         assert len(cache.frames) == min(len(written), cache.capacity_frames)
         keys = {f: float(cache.keys[0][cache.slot_of(f)]) for f in cache.frames}

@@ -175,6 +175,36 @@ def test_a_window_of_frames_is_recached_as_the_dense_mask_says(context: Parallel
 
 
 @ranks()
+def test_a_first_frame_alone_is_recached_as_the_dense_mask_says(context: ParallelContext) -> None:
+    """Encode all frames, as each was written back; then frames 16 to 36 and sinks of two blocks."""
+    problem = dataclasses.replace(LONG, options=wan.ALONE, frames=46)
+    chunk, _, cache = wan.cached(problem, context, chunk_frames=22)
+    inputs = clean(problem)
+    with torch.no_grad():
+        for piece in ((0, 1), *((start, 3) for start in range(1, 22, 3))):
+            chunk(**wan.frames_of(inputs, *piece), cache=cache)
+    before = wan.held(cache)
+    given = {"first_frame": 0, "timestep": 0.0, "text": inputs["text"]}
+    recache(chunk, cache, latents=inputs["x"][:, :22], **given)
+    after = wan.held(cache)
+    assert after.keys() == before.keys() and cache.end == 22
+    assert max(largest(after[f], kv) for f, kv in before.items()) < 1e-5
+    given["first_frame"] = 16
+    newest = inputs["x"][:, 16:37]
+    with pytest.raises(ConfigError, match=r"`sink_latents` \(1 frames\) must hold the first 4 fra"):
+        recache(chunk, cache, latents=newest, **given, sink_latents=inputs["x"][:, :1])
+    recache(chunk, cache, latents=newest, **given, sink_latents=inputs["x"][:, :7])
+    other = wan.new_cache(chunk, problem, chunk_frames=22)
+    with torch.no_grad():
+        chunk(**wan.frames_of(inputs, 0, 4), cache=other)
+        other.skip_to(16)
+        chunk(**wan.frames_of(inputs, 16, 21), cache=other)
+    wanted = wan.held(other)
+    assert cache.frames == other.frames == (0, 1, 2, *range(16, 37))
+    assert all(largest(kv, wanted[f]) < 1e-5 for f, kv in wan.held(cache).items())
+
+
+@ranks()
 def test_sinks_that_are_neither_given_nor_held_are_refused(context: ParallelContext) -> None:
     chunk, _, cache = wan.cached(LONG, context)
     inputs = clean(LONG)
