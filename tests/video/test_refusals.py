@@ -76,6 +76,8 @@ def test_references_of_samples_are_looked_at_before_ranks_start(
 
 def test_data_must_be_given_and_whole(refused: Refused, tmp_path: Path) -> None:
     assert refused(None, "").startswith("error: `--video-data-path` is missing; give the folder th")
+    length = "`--train-iters` is missing; give it, or `--train-epochs` for conversations and clips,"
+    assert length in refused(None, "", usual=[])
     blend = "`--video-data-path` (0.3 a b) mixes weights and paths; give only paths, or a weight b"
     assert blend in refused(None, "--video-data-path 0.3 a b")
     missing = f"error: {tmp_path}/nowhere/manifest.json does not exist, so the data is not whole; m"

@@ -72,6 +72,7 @@ class VideoConfig:
         None,
         "price clips of this height, width and number of frames, such as 768x768x129, with "
         "--dry-run; no data is needed, and the flags of codec and text encoder give the widths",
+        from_checkpoint=False,
     )
     video: bool = derived(True)
 
