@@ -9,7 +9,6 @@ from typing import Any
 
 from megatron_ext.config.model import ModelConfig, padded_size
 from megatron_ext.config.parallel import ParallelConfig
-from megatron_ext.config.rules.optimizer import optimizer_errors
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.config import (
@@ -21,7 +20,6 @@ from megatron_ext.text.config import (
     stored_text_model,
     text_rules,
 )
-from megatron_ext.text.convert.config import read_model
 from megatron_ext.text.convert.training import (
     HuggingFaceConfig,
     HuggingFaceFolders,
@@ -43,21 +41,10 @@ from megatron_ext.text.evaluation.config import TaskEvaluationConfig
 from megatron_ext.text.evaluation.scores import TaskScores, check_training
 from megatron_ext.text.hybrid import HybridConfig
 from megatron_ext.text.model.gpt import build_gpt_chunk
-from megatron_ext.text.sft.chat import read_template
-from megatron_ext.text.sft.dataset import (
-    SftDataset,
-    build_splits,
-    names_by_flag,
-    open_splits,
-    planned,
-    report_conversations,
-)
-from megatron_ext.text.sft.preprocess import check_name
 from megatron_ext.text.step import gpt_forward_step, prepare_batches, text_step_stats
 from megatron_ext.text.tokenizers import build_tokenizer, check_files
 from megatron_ext.text.tokenizers.base import Tokenizer
-from megatron_ext.train.callbacks.evaluation import check_validation
-from megatron_ext.train.task import Datasets, Task, TaskChoice
+from megatron_ext.train.task import Datasets, Task, TaskChoice, later
 
 
 def training_rules(given: RunConfig, run: RunConfig) -> list[str]:
@@ -86,6 +73,7 @@ def tokenizer_inputs(config: RunConfig) -> list[Callable[[], Any]]:
     folder = config.section(HuggingFaceConfig).load_hf
     tokenizer = config.section(TokenizerConfig)
     if folder is not None:
+        read_model = later("megatron_ext.text.convert.config:read_model")
         checks.append(partial(read_model, Path(folder)))
     if folder is None or tokenizer.tokenizer_type != TokenizerConfig().tokenizer_type:
         checks.append(partial(check_files, tokenizer))
@@ -95,17 +83,6 @@ def tokenizer_inputs(config: RunConfig) -> list[Callable[[], Any]]:
 def gpt_inputs(config: RunConfig) -> list[Callable[[], Any]]:
     """Return checks of the tokenizer's files and of each indexed dataset; see `Task.inputs`."""
     return [*tokenizer_inputs(config), *dataset_checks(config)]
-
-
-def conversation_inputs(config: RunConfig) -> list[Callable[[], Any]]:
-    """Return checks of tokenizer, chat template and conversations; see `Task.inputs`."""
-    checks = tokenizer_inputs(config)
-    template = config.section(SftConfig).sft_chat_template
-    if template is not None:
-        checks.append(partial(read_template, "--sft-chat-template", template))
-    for flag, names in names_by_flag(config.section(DataConfig)).items():
-        checks += [partial(check_name, flag, name) for name in names or ()]
-    return checks
 
 
 def with_tokenizer(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
@@ -192,30 +169,6 @@ def padding_note(given: ModelConfig, padded: ModelConfig, ranks: int) -> str | N
     )
 
 
-def prepare_sft(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Tokenize and check the conversations; return the completed configuration and the tokenizer.
-
-    ``--train-epochs`` is converted to steps. Each validation reads its whole split;
-    ``--eval-iters 0`` switches validation off.
-    """
-    config, tokenizer = with_tokenizer(config)
-    check_training(config)
-    opened = open_splits(config, tokenizer)
-    training = config.training
-    splits = planned(config, opened)
-    check_validation(config, given=splits.valid is not None and training.eval_iters > 0)
-    train = splits.train
-    training = dataclasses.replace(training, full_validation=training.eval_iters > 0)
-    if training.train_epochs is not None and isinstance(train, SftDataset):
-        assert train.plan is not None
-        training = training.in_steps(train.plan.steps_per_epoch)
-    errors = list(optimizer_errors(config.optimizer, training))
-    if errors:
-        raise ConfigError(errors)
-    sft = dataclasses.replace(config.section(SftConfig), written_date=opened.chat.date)
-    return dataclasses.replace(config.with_section(sft), training=training), tokenizer
-
-
 def tokenizer_lines(config: RunConfig, assets: Any) -> list[str]:
     """Return lines on entries of the tokenizer's files that have no effect here.
 
@@ -249,20 +202,15 @@ GPT = Task(
 )
 
 
-def conversation_lines(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
-    """Return lines on what a run reads of its conversations, and what it does not use."""
-    report = report_conversations(config, tokenizer)
-    return [*tokenizer.notes(), *report.notes, *report.warnings]
-
-
 SFT = dataclasses.replace(
     GPT,
     rules=training_rules,
-    preflight=prepare_sft,
-    inputs=conversation_inputs,
-    datasets=build_splits,
-    data_lines=conversation_lines,
+    preflight=later("megatron_ext.text.sft.task:prepare_sft"),
+    inputs=later("megatron_ext.text.sft.task:conversation_inputs"),
+    datasets=later("megatron_ext.text.sft.dataset:build_splits"),
+    data_lines=later("megatron_ext.text.sft.task:conversation_lines"),
 )
+"""The fine-tuning task, whose code is imported when it runs."""
 
 
 def task_of(config: RunConfig) -> Task:

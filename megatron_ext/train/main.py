@@ -38,7 +38,6 @@ from megatron_ext.losses.custom import load_loss
 from megatron_ext.parallel.context import embedding_ranks, init_groups, seed_everything
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.planning.memory import check_host_memory
-from megatron_ext.planning.report import print_plan
 from megatron_ext.train.callbacks.evaluation import evaluate_at_end
 from megatron_ext.train.elastic import elastic_sizes
 from megatron_ext.train.exit_signal import ExitSignal, loss_at_end
@@ -148,6 +147,8 @@ def main(
         for note in every if first else ():
             print(f"> {note}", flush=True)
         if config.planning.dry_run:
+            from megatron_ext.planning.report import print_plan
+
             return int(first and not print_plan(config, task.cost))
         check_core(config)
         sizes = elastic_sizes(config, configure)

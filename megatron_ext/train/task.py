@@ -9,6 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -25,6 +26,16 @@ from megatron_ext.losses.contract import LossFunction, StepCounts
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.planning.network import TaskCost
 from megatron_ext.train.batch_size import StepStats
+
+
+def later(place: str) -> Callable[..., Any]:
+    """Return a function that calls the one at ``module:name``, and imports the module only then."""
+    module, _, name = place.partition(":")
+
+    def call(*args: Any, **options: Any) -> Any:
+        return getattr(import_module(module), name)(*args, **options)
+
+    return call
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Starts a run from a folder of Hugging Face weights, and writes such folders while it trains."""
+"""Starts a run from a folder of Hugging Face weights, and writes such folders while it trains.
+
+What reads and writes them is imported only where a flag asks for it: a run without needs none.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.utils import unwrap_model
@@ -18,24 +21,15 @@ from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.indexed import write_error
 from megatron_ext.errors import CheckpointError, ConfigError
-from megatron_ext.layers.lora import merged_weight_of
 from megatron_ext.layers.transformer_config import params_dtype
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.config import TokenizerConfig
-from megatron_ext.text.convert.config import (
-    HuggingFaceModel,
-    config_json,
-    disagreements,
-    fitting_family,
-    read_model,
-    tokenizer_files,
-    understand,
-)
-from megatron_ext.text.convert.reading import load_folder, with_held_depths
-from megatron_ext.text.convert.writing import write_model
 from megatron_ext.text.tokenizers import build_tokenizer
 from megatron_ext.train.callbacks.callback import Callback, due
 from megatron_ext.train.run import Run
+
+if TYPE_CHECKING:
+    from megatron_ext.text.convert.config import HuggingFaceModel
 
 
 @dataclass(frozen=True)
@@ -65,6 +59,10 @@ class HuggingFaceConfig(Changeable):
 
     def model(self) -> HuggingFaceModel | None:
         """Return the Hugging Face model that the weights come from; None if there is none."""
+        if self.load_hf is None and self.origin is None:
+            return None
+        from megatron_ext.text.convert.config import read_model, understand
+
         if self.load_hf is not None:
             return read_model(Path(self.load_hf))
         return None if self.origin is None else understand(self.origin, Path("config.json"))
@@ -75,6 +73,9 @@ def model_of_folder(config: RunConfig) -> Mapping[str, Mapping[str, Any]]:
     folder = config.section(HuggingFaceConfig).load_hf
     if folder is None:
         return {}
+    from megatron_ext.text.convert.config import read_model, tokenizer_files
+    from megatron_ext.text.convert.reading import with_held_depths
+
     fields = with_held_depths(read_model(Path(folder))).fields
     own: dict[str, dict[str, Any]] = {
         name: {f.name: fields[f.name] for f in dataclasses.fields(kind) if f.name in fields}
@@ -95,8 +96,11 @@ def resolve_folder(config: RunConfig) -> RunConfig:
     given = config.section(HuggingFaceConfig)
     if given.load_hf is None:
         return config
+    from megatron_ext.text.convert.config import read_model
+
     source = read_model(Path(given.load_hf))
-    model, checkpoint = config.model, dataclasses.replace(config.checkpoint, starts_elsewhere=True)
+    model = config.model
+    checkpoint = dataclasses.replace(config.checkpoint, starts_elsewhere=True)
     if model.padded_vocab_size is None:
         ranks = config.parallel.tensor_model_parallel_size
         padded = padded_size(source.vocab_size, model.make_vocab_size_divisible_by, ranks)
@@ -107,8 +111,11 @@ def resolve_folder(config: RunConfig) -> RunConfig:
 
 def folder_errors(run: RunConfig) -> list[str]:
     """Return a sentence for each fault in the flags of Hugging Face folders."""
-    given, found = run.section(HuggingFaceConfig), list[str]()
+    given = run.section(HuggingFaceConfig)
+    found: list[str] = []
     if given.load_hf is not None:
+        from megatron_ext.text.convert.config import disagreements, read_model
+
         source = read_model(Path(given.load_hf))
         found += disagreements(run.model, run.moe, source)
         if (run.model.padded_vocab_size or 0) < source.vocab_size:
@@ -135,6 +142,8 @@ def folder_errors(run: RunConfig) -> list[str]:
         if error is not None:
             found.append(error)
         if given.load_hf is None:
+            from megatron_ext.text.convert.config import fitting_family
+
             try:
                 fitting_family(run.model, run.moe)
             except CheckpointError as unfit:
@@ -161,6 +170,8 @@ def load_initial_weights(
     folder = config.section(HuggingFaceConfig).load_hf
     if folder is None:
         return None
+    from megatron_ext.text.convert.reading import load_folder
+
     draws = config.model.perform_initialization
     loaded = load_folder(chunks, Path(folder), context, may_lack_depths=draws)
     return [f"loaded {folder} (Hugging Face)", *loaded.notes]
@@ -199,8 +210,13 @@ def write_run(
     target: Path, config: RunConfig, chunks: Sequence[torch.nn.Module], context: ParallelContext
 ) -> None:
     """Write the model of a run as a Hugging Face folder; all ranks call this together."""
-    model, sections = config.model, (config.model, config.moe)
-    like, dtype = config.section(HuggingFaceConfig).model(), params_dtype(config.precision)
+    from megatron_ext.text.convert.config import config_json, fitting_family
+    from megatron_ext.text.convert.writing import write_model
+
+    model = config.model
+    sections = (config.model, config.moe)
+    like = config.section(HuggingFaceConfig).model()
+    dtype = params_dtype(config.precision)
     vocab_size = model.unpadded_vocab_size or model.padded_vocab_size or 0
     vocab_size = vocab_size if like is None else like.vocab_size
     tokens = special_tokens(config.section(TokenizerConfig), vocab_size)
@@ -237,6 +253,8 @@ def special_tokens(settings: TokenizerConfig, vocab_size: int) -> dict[str, int]
 
 def merged_weights(chunks: Sequence[torch.nn.Module]) -> Callable[[Tensor], Tensor]:
     """Return the map from a parameter to its values with its adapter merged into them."""
+    from megatron_ext.layers.lora import merged_weight_of
+
     merged = merged_weight_of(unwrap_model(list(chunks)))
     return lambda parameter: merged[id(parameter)]() if id(parameter) in merged else parameter
 
@@ -247,4 +265,6 @@ def _tokenizer_of(config: RunConfig) -> list[Path]:
     folder = tokenizer.tokenizer_model
     if tokenizer.tokenizer_type != "HuggingFaceTokenizer" or folder is None:
         return []
+    from megatron_ext.text.convert.config import tokenizer_files
+
     return tokenizer_files(Path(folder)) if Path(folder).is_dir() else []

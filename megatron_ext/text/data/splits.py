@@ -21,7 +21,6 @@ from megatron_ext.data.mixture import shares
 from megatron_ext.data.order import SampleOrder, Stage
 from megatron_ext.data.packed_order import PackedOrder
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.planning.report import console
 from megatron_ext.text.data.blend import SPLITS, read_blend, source_options
 from megatron_ext.text.data.config import DataConfig, FimConfig
 from megatron_ext.text.data.direct import DirectDataset, EveryWindow, Marks
@@ -103,8 +102,11 @@ def _report(config: RunConfig, plan: RunPlan) -> None:
         cuts = cuts_by_source(plan.order, plan.spans)
         print(packing_sentence(plan.order, cuts), flush=True)
         tables.append(packing_table(plan, cuts))
-    for table in tables if config.planning.dry_run else ():
-        console().print(table)
+    if config.planning.dry_run:
+        from megatron_ext.planning.report import console
+
+        for table in tables:
+            console().print(table)
 
 
 def _check_lengths(config: RunConfig, plan: RunPlan, consumed: int) -> None:

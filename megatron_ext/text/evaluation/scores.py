@@ -11,10 +11,6 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.evaluation.config import TaskEvaluationConfig
-from megatron_ext.text.evaluation.service import ModelService
-from megatron_ext.text.generation.decode import Decoder
-from megatron_ext.text.generation.forward import PackedForward, check_model
-from megatron_ext.text.generation.requests import end_tokens
 from megatron_ext.text.tokenizers import build_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.callbacks.callback import Callback, due
@@ -40,6 +36,8 @@ def check_training(config: RunConfig) -> None:
     """Raise a ConfigError if a run cannot score its model on tasks while it trains."""
     flags = config.section(TaskEvaluationConfig)
     if flags.eval_tasks:
+        from megatron_ext.text.generation.forward import check_model
+
         check_model(config)
         check_tasks(flags)
 
@@ -57,6 +55,12 @@ def scored(
     Args:
         chat_tokenizer: a tokenizer whose chat template the questions are put into; None without.
     """
+    # A run that scores nothing needs no generation.
+    from megatron_ext.text.evaluation.service import ModelService
+    from megatron_ext.text.generation.decode import Decoder
+    from megatron_ext.text.generation.forward import PackedForward
+    from megatron_ext.text.generation.requests import end_tokens
+
     forward = PackedForward.of_run(run)
     ends = end_tokens(run.config, tokenizer)
     decoder = Decoder(forward, tokenizer, ends, batch_size=flags.eval_batch_size)
@@ -110,6 +114,8 @@ class TaskScores(Callback):
         has = run.config.has(TaskEvaluationConfig)
         self._flags = run.config.section(TaskEvaluationConfig) if has else TaskEvaluationConfig()
         if self._flags.eval_tasks:
+            from megatron_ext.text.generation.forward import PackedForward
+
             PackedForward.of_run(run)  # refuses a model that it cannot run, before the first step
         self._tokenizer: Tokenizer | None = None
         self._scored_at: int | None = None

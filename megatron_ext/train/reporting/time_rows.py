@@ -33,9 +33,6 @@ from megatron_ext.faults.process import ticks_at_start
 from megatron_ext.faults.recorder import Recorder
 from megatron_ext.train.reporting.files import METRICS_FILE, as_json
 from megatron_ext.train.reporting.goodput import ENDED, LAUNCHED, PREFIX, TIME, is_launch
-from megatron_ext.train.reporting.page import REPORT_FILE, write_report
-from megatron_ext.train.reporting.run_folder import read_run_folder
-from megatron_ext.train.reporting.tables import changed_settings
 
 _PACKAGES = ("megatron-ext", "megatron-core", "torch", "transformer-engine", "triton", "numpy")
 _SECONDS_FOR_GIT = 1.0
@@ -153,6 +150,8 @@ class TimeRows:
         row |= {"launched_at": self.launch.started, "generation": self._generation}
         row |= {"world_size": config.parallel.world_size, "num_iterations": num_iterations}
         if self._generation == 0:
+            from megatron_ext.train.reporting.tables import changed_settings
+
             row |= {**environment(config.device), "settings": changed_settings(config)}
             row |= {"data": list(self.launch.data_lines)}
         append_row(self._path, row)
@@ -234,6 +233,10 @@ def end_launch(folder: Path, launch: Launch, exit_code: int | None = None) -> st
     Returns None if no rank came as far as to write metrics, or if the report cannot be written,
     which is a warning, since no run may fail by its report.
     """
+    # Only a run that is saved has a report.
+    from megatron_ext.train.reporting.page import REPORT_FILE, write_report
+    from megatron_ext.train.reporting.run_folder import read_run_folder
+
     try:
         run = read_run_folder(folder)
         mine = [row for row in run.rows if is_launch(row, launch.started)]

@@ -14,7 +14,7 @@ from megatron_ext.errors import DataError, MegatronExtError
 from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.generation.tool import GENERATION, _stored_model
 from megatron_ext.text.sft.dataset import SftDataset, build_splits
-from megatron_ext.text.task import prepare_sft
+from megatron_ext.text.sft.task import prepare_sft
 from megatron_ext.text.tokenizers import build_tokenizer
 from megatron_ext.train.main import preflight
 from tests.checkpoint.tiny import whole_tensors
