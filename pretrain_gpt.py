@@ -1,12 +1,13 @@
 """Pretrain a GPT model, or fine-tune it on conversations (``--sft``).
 
 Started by torchrun, or plainly: ``python pretrain_gpt.py --nproc-per-node 4 ...`` makes its own
-ranks. ``python pretrain_gpt.py --help`` lists the flags; they are Megatron-LM's.
+ranks. ``python pretrain_gpt.py --help`` lists the flags; they are Megatron-LM's. With ``--audit``
+nothing is trained: the defects of megatron-core that Megatron-LM hits on the other flags are named.
 """
 
 from __future__ import annotations
 
-from functools import partial
+import os
 
 from megatron_ext.errors import end_on_interrupt, run_program
 
@@ -16,6 +17,9 @@ if __name__ == "__main__":
 from megatron_ext.text.task import TEXT
 from megatron_ext.train.main import main
 
+AUDIT = "--audit"
+"""The word by which the flags are audited instead of used."""
+
 
 def video_sections() -> dict[str, tuple[type, ...]]:
     """Return the flags of pretrain_video.py, which nothing but a flag of them needs here."""
@@ -24,5 +28,29 @@ def video_sections() -> dict[str, tuple[type, ...]]:
     return {"pretrain_video.py": SECTIONS}
 
 
+def program(argv: list[str]) -> int:
+    """Train, or audit the flags if `AUDIT` is one of the words; return the exit code."""
+    if "--help" in argv or "-h" in argv:
+        print(__doc__)
+    elif AUDIT in argv:
+        return audit([word for word in argv if word != AUDIT])
+    return main(TEXT, argv, elsewhere=video_sections)
+
+
+def audit(flags: list[str]) -> int:
+    """Audit flags on rank 0, and do nothing on other ranks; return the exit code."""
+    rank = os.environ.get("RANK", "")
+    if rank.isdecimal() and int(rank) > 0:
+        return 0
+    from megatron_ext.inspect.audit.report import main as tool
+
+    print(
+        "> These flags are audited as those of Megatron-LM; what this program does instead is in "
+        "docs/numerics.md.",
+        flush=True,
+    )
+    return tool(["--", "pretrain_gpt.py", *flags])
+
+
 if __name__ == "__main__":
-    run_program(partial(main, TEXT, elsewhere=video_sections))
+    run_program(program)

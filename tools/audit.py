@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""Names the known defects of megatron-core that a launch script of Megatron-LM hits.
+"""Names the known defects of megatron-core that Megatron-LM hits on flags.
 
-    python tools/audit.py run.sh [--var NAME=value] [--core 0.16.1] [--json]
-    python tools/audit.py -- <flags of a Megatron-LM script>
+    python tools/audit.py [--core 0.16.1] [--json] -- <flags of a Megatron-LM script>
+    python tools/audit.py model_config.yaml
     python tools/audit.py --list
     python tools/audit.py --reproduce D2
 
-The script is read, never run. Its defaults, arrays, functions and branches are followed; both ways
-of a branch count where its condition is open. docs/numerics.md describes every defect.
+Launch scripts are not read: to audit one, put this package's pretrain_gpt.py in the place of its
+training program, add --audit to the flags, and run it. A recipe of Megatron-LM's functional tests
+is read. Flags may follow the name of the program that they are for (-- pretrain_mamba.py <flags>),
+which decides D7. docs/numerics.md describes every defect.
 Exit code 0: clean; 1: findings; 2: errors.
 """
 

@@ -39,7 +39,7 @@ from megatron_ext.data.indexed import check_cached_indices, check_indexed_datase
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.data.order import check_recorded
 from megatron_ext.faults.events import read_events
-from megatron_ext.inspect.audit.script import read_script
+from megatron_ext.inspect.audit.recipe import read_recipe
 from megatron_ext.planning.hardware import gpu_named
 from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.convert.config import read_model
@@ -331,7 +331,7 @@ def readers() -> dict[str, Reader]:
         "recipe": Reader(
             "model_config.yaml",
             b"MODEL_ARGS: {--num-layers: 2}\n",
-            lambda x: read_script(x / "model_config.yaml", {}),
+            lambda x: read_recipe(x / "model_config.yaml"),
         ),
         "config.json": Reader("config.json", _json(LLAMA), read_model),
         "Wan's config.json": Reader(

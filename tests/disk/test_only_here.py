@@ -80,8 +80,6 @@ READS = {
     ("train/reporting/page.py", "read_text"): "a file of this package",
     ("inspect/cores.py", "read_text"): "a file of this package",
     ("inspect/chaos/campaign.py", "read_text"): "the log of a run that the tool has started",
-    ("inspect/audit/launches.py", "read_text"): "a script that the user names",
-    ("inspect/audit/script.py", "read_text"): "a script that the user names",
     ("inspect/audit/reproduced.py", "read_bytes"): TEMPORARY,
 }
 

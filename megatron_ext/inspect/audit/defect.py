@@ -1,6 +1,6 @@
 """Defines a defect of megatron-core: its state by release, and the flags that hit it.
 
-The table in docs/numerics.md and the audit of launch scripts are both made of defects.
+The table in docs/numerics.md and the audit of flags are both made of defects.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Rule:
         """Return whether the flags hit the defect.
 
         Raises:
-            Undecided: that hangs on a value that the script leaves open.
+            Undecided: that hangs on a value that cannot be read.
         """
         return holds(*(lambda c=condition: bool(c(flags)) for condition in self.all_of))
 

@@ -5,54 +5,37 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from megatron_ext.inspect.audit.expand import readable, unknowns
-from megatron_ext.inspect.audit.launches import Launch
-
 _REPEATED = re.compile(r"\(([^()]*)\)\*(\d+)")
 """A repeated piece of a layout, such as ``(tt|)*3``."""
 
 
-_SWITCH = re.compile(
-    r"--(?:no-|use-(?!cpu-init)|overlap-|disable-|untie-|eod-|reset-|bf16$|fp16$|swiglu$|sft$"
-    r"|sequence-parallel$|calculate-per-token-loss$|mock-data$|group-query-attention$"
-    r"|manual-gc$|log-throughput$|moe-grouped-gemm$|override-opt|moe-permute-fusion$)"
-)
-"""Flags without a value: an open word behind one may hold further flags."""
-
-
 class Undecided(Exception):
-    """A value that the script leaves open and that decides whether a defect is hit."""
-
-    def __init__(self, flag: str, value: str) -> None:
-        super().__init__(f"`{flag}` is `{readable(value)}`, which the script leaves open")
-        self.names = unknowns(value)
+    """A value that cannot be read, and that decides whether a defect is hit."""
 
 
 class Flags:
-    """The flags of one launch.
+    """The flags of one start of a training program.
 
-    A flag that is given twice has its last value, as in argparse.
+    A flag that is given twice has its last value, as in argparse. Names may have underscores, as in
+    this package's own programs.
+
+    Args:
+        words: the words after the name of the program.
+        program: the program, such as ``pretrain_gpt.py``.
     """
 
-    def __init__(self, launch: Launch) -> None:
-        self.program = launch.program.rsplit("/", 1)[-1]
+    def __init__(self, words: Sequence[str], program: str) -> None:
+        self.program = program.rsplit("/", 1)[-1]
         self.values: dict[str, tuple[str, ...]] = {}
-        self.open: list[str] = []
+        self.used: list[str] = []
         current = ""
-        for word in _words(launch.words):
+        for word in _split(words):
             name, sign, value = word.partition("=")
             if word.startswith("--"):
-                current = name
+                current = name.replace("_", "-")
                 self.values[current] = (value,) if sign else ()
-            elif unknowns(word) and (not current or self._complete(current)):
-                self.open.append(word)
             elif current:
                 self.values[current] = (*self.values[current], word)
-        self.used: list[str] = []
-
-    def _complete(self, name: str) -> bool:
-        """Return whether a flag takes no further value, as far as its name and values tell."""
-        return bool(_SWITCH.match(name) or (self.values[name] and "data" not in name))
 
     def has(self, *names: str) -> bool:
         """Return whether one of the flags is given, and keep it as used."""
@@ -64,21 +47,21 @@ class Flags:
         """Return the values of a flag, joined by blanks.
 
         Raises:
-            Undecided: the script leaves the value open.
+            Undecided: the value is a variable, as in a recipe.
         """
         if name not in self.values:
             return default
         self.used.append(name)
         value = " ".join(self.values[name])
-        if unknowns(value):
-            raise Undecided(name, value)
+        if "$" in value:
+            raise Undecided(f"`{name}` ({value}) is a variable; give its value.")
         return value.strip("'\"")
 
     def number(self, name: str, default: float) -> float:
         """Return the first value of a flag as a number.
 
         Raises:
-            Undecided: the script leaves the value open, or it is no number.
+            Undecided: the value is no number.
         """
         text = self.text(name).split()
         if not text:
@@ -86,7 +69,7 @@ class Flags:
         try:
             return float(text[0].strip("[],"))
         except ValueError:
-            raise Undecided(name, " ".join(self.values[name])) from None
+            raise Undecided(f"`{name}` ({text[0]}) must be a number; give one.") from None
 
     def size(self, name: str, default: int = 1) -> int:
         """Return the value of a flag as an integer; see `number`."""
@@ -168,14 +151,14 @@ class Flags:
         return not self.has("--disable-bias-linear")
 
 
-def _words(words: Sequence[str]) -> list[str]:
+def _split(words: Sequence[str]) -> list[str]:
     """Return words; one that holds a flag and its values, in quotes, is split."""
-    found: list[str] = []
+    result: list[str] = []
     for word in words:
         split = word.split()
         several = word.startswith("--") and len(split) > 1 and "=" not in split[0]
-        found += split if several else [word]
-    return found
+        result += split if several else [word]
+    return result
 
 
 def holds(*conditions: Callable[[], bool]) -> bool:

@@ -1,4 +1,4 @@
-"""Judges launches by the rules of all defects, and prints findings, lists and reproductions."""
+"""Judges flags by the rules of all defects, and prints findings, lists and reproductions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +23,14 @@ from megatron_ext.inspect.audit.defect import RELEASES, Defect
 from megatron_ext.inspect.audit.defects_model import MODEL
 from megatron_ext.inspect.audit.defects_rest import REST
 from megatron_ext.inspect.audit.defects_step import STEP
-from megatron_ext.inspect.audit.expand import readable
 from megatron_ext.inspect.audit.flags import Flags, Undecided
-from megatron_ext.inspect.audit.launches import Launch
-from megatron_ext.inspect.audit.script import Script, read_script
+from megatron_ext.inspect.audit.recipe import read_recipe
 
 DEFECTS: tuple[Defect, ...] = (*MODEL, *STEP, *REST)
 """All defects in the order of their numbers."""
+
+PROGRAM = "pretrain_gpt.py"
+"""The program of Megatron-LM that flags are for if none is named."""
 
 FILES = "data layers losses mtp optimizer router schedules stages".split()
 """Endings of the files beside this one that reproduce defects."""
@@ -43,7 +43,6 @@ class Finding:
     Attributes:
         flags: the flags that decided.
         depends: a condition that no flag says; empty for a finding that counts.
-        where: conditions of the script on the way to the launch.
     """
 
     number: str
@@ -53,12 +52,11 @@ class Finding:
     advice: str
     flags: tuple[str, ...]
     depends: str = ""
-    where: str = ""
 
 
 @dataclass(frozen=True)
 class Audit:
-    """The findings of a script, and sentences about what could not be judged."""
+    """The findings on flags, and sentences about what could not be judged."""
 
     core: str
     findings: tuple[Finding, ...]
@@ -86,68 +84,46 @@ def release_of(core: str | None) -> tuple[str, str]:
     return version, minor
 
 
-def judge(launch: Launch, minor: str) -> tuple[list[Finding], list[str]]:
-    """Return the findings of a launch on a minor release, and what the script leaves open."""
-    found: list[Finding] = []
-    notes: list[str] = []
-    for defect in DEFECTS:
-        number, state = defect.number, defect.state(minor)
-        for rule in defect.rules if state.kind != "fixed" else ():
-            if rule.only and minor not in rule.only.split():
-                continue
-            flags = Flags(launch)
-            try:
-                if not rule.hit(flags):
-                    continue
-                size = rule.size(flags)
-            except Undecided as error:
-                given = " ".join(f"--var {name}=…" for name in error.names if name.isidentifier())
-                notes.append(
-                    f"{number} is not judged: {error}{f'; give {given}' if given else ''}."
-                )
-                continue
-            used = tuple(dict.fromkeys(flags.used))
-            where = ", ".join(f"{text}: {'yes' if yes else 'no'}" for text, yes in launch.assumed)
-            about = number, defect.affected, state.kind, size, rule.advice
-            found.append(Finding(*about, used, rule.depends, where))
-            break
-    return found, notes
+def audit(words: Sequence[str], core: str | None = None, program: str = PROGRAM) -> Audit:
+    """Judge the flags of a training program of Megatron-LM.
 
-
-def audit(script: Script, core: str | None = None) -> Audit:
-    """Return the findings of all launches of a script; one that repeats itself is named once.
+    Args:
+        words: the words after the name of the program.
+        core: a version of megatron-core, by default the installed one.
 
     Raises:
         ConfigError: the version of megatron-core is unknown.
     """
     version, minor = release_of(core)
-    findings: dict[str, Finding] = {}
-    notes = list(script.notes)
-    hits: Counter[str] = Counter()
-    for launch in script.launches:
-        found, open_values = judge(launch, minor)
-        hits.update(finding.number for finding in found)
-        for finding in found:
-            everywhere = hits[finding.number] == len(script.launches)
-            if everywhere:
-                findings[finding.number] = dataclasses.replace(finding, where="")
-            else:
-                findings.setdefault(finding.number, finding)
-        notes += open_values
-        notes += _of_words(launch)
-    ordered = sorted(findings.values(), key=lambda x: int(x.number[1:]))
-    return Audit(version, tuple(ordered), tuple(dict.fromkeys(notes)))
-
-
-def _of_words(launch: Launch) -> list[str]:
-    """Return sentences about words that may hold more flags than can be seen."""
-    flags = Flags(launch)
-    found = [
-        f"`{readable(word)}` may hold more flags, which are not audited." for word in flags.open
-    ]
-    if flags.has("--use-checkpoint-args", "--yaml-cfg"):
-        found.append("Flags that come from a checkpoint or from a YAML file are not audited.")
-    return found
+    findings: list[Finding] = []
+    notes: list[str] = []
+    for defect in DEFECTS:
+        state = defect.state(minor)
+        for rule in defect.rules if state.kind != "fixed" else ():
+            if rule.only and minor not in rule.only.split():
+                continue
+            flags = Flags(words, program)
+            try:
+                if not rule.hit(flags):
+                    continue
+                size = rule.size(flags)
+            except Undecided as reason:
+                notes.append(f"{defect.number} is not judged: {reason}")
+                continue
+            finding = Finding(
+                number=defect.number,
+                what=defect.affected,
+                state=state.kind,
+                error=size,
+                advice=rule.advice,
+                flags=tuple(dict.fromkeys(flags.used)),
+                depends=rule.depends,
+            )
+            findings.append(finding)
+            break
+    if Flags(words, program).has("--use-checkpoint-args", "--yaml-cfg", "--config"):
+        notes.append("Flags that come from a checkpoint or from a YAML file are not audited.")
+    return Audit(version, tuple(findings), tuple(dict.fromkeys(notes)))
 
 
 def show(console: Console, result: Audit) -> None:
@@ -159,8 +135,7 @@ def show(console: Console, result: Audit) -> None:
     if certain:
         table = Table("defect", "what is wrong, by how much", "what to do", "flags")
         for x in certain:
-            where = f"\nonly where {x.where}" if x.where else ""
-            cells = x.number, f"{x.what}: {x.error}{where}", x.advice, "\n".join(x.flags)
+            cells = x.number, f"{x.what}: {x.error}", x.advice, "\n".join(x.flags)
             table.add_row(*map(escape, cells), end_section=True)
         console.print(table)
     for x in result.findings:
@@ -208,13 +183,12 @@ def reproduce(number: str) -> str:
 def main(argv: Sequence[str], description: str = "") -> int:
     """Carry out the tool; return 0 for clean, 1 for findings, 2 for errors."""
     own = list(argv[: argv.index("--")]) if "--" in argv else list(argv)
-    words = tuple(argv[len(own) + 1 :])
+    words = list(argv[len(own) + 1 :])
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("script", nargs="?", type=Path, help="launch script, or recipe in YAML")
+    parser.add_argument("recipe", nargs="?", type=Path, help="recipe of a functional test in YAML")
     parser.add_argument("--core", metavar="VERSION", help="version of megatron-core (installed)")
-    parser.add_argument("--var", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--list", action="store_true", help="list all defects with their states")
     parser.add_argument("--reproduce", metavar="D2", help="run a defect on the installed core")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
@@ -226,7 +200,7 @@ def main(argv: Sequence[str], description: str = "") -> int:
         return 2
 
 
-def _carry_out(args: argparse.Namespace, words: tuple[str, ...]) -> int:
+def _carry_out(args: argparse.Namespace, words: list[str]) -> int:
     console = Console(width=None if sys.stdout.isatty() else 140)
     if args.list:
         show_list(console)
@@ -234,16 +208,20 @@ def _carry_out(args: argparse.Namespace, words: tuple[str, ...]) -> int:
     if args.reproduce:
         print(reproduce(args.reproduce.upper()))
         return 0
-    if (args.script is None) == (not words):
-        raise ConfigError("Give either a launch script or flags after `--`.")
-    wrong = [x for x in args.var if "=" not in x]
-    if wrong:
-        raise ConfigError(f"--var ({wrong[0]}) must be NAME=VALUE.")
-    if args.script:
-        script = read_script(args.script, dict(x.split("=", 1) for x in args.var))
-    else:
-        script = Script([Launch.of_flags(words)])
-    result = audit(script, args.core)
+    if args.recipe is not None and args.recipe.suffix not in (".yaml", ".yml"):
+        raise ConfigError(
+            f"`recipe` ({args.recipe}) must be a YAML file, as launch scripts are not read; to "
+            "audit a script, put this package's pretrain_gpt.py in the place of its training "
+            "program, add `--audit` to the flags and run it, or give the flags after `--`."
+        )
+    if (args.recipe is None) == (not words):
+        raise ConfigError("Give either flags of a training program after `--`, or a recipe.")
+    if args.recipe is not None:
+        words = read_recipe(args.recipe)
+    program = PROGRAM
+    if words and words[0].endswith(".py"):
+        program = words.pop(0)
+    result = audit(words, args.core, program)
     if args.json:
         print(json.dumps(dataclasses.asdict(result), indent=1, ensure_ascii=False))
     else:

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.inspect.audit.defect import RELEASES
-from megatron_ext.inspect.audit.launches import Launch
 from megatron_ext.inspect.audit.report import DEFECTS, audit, main
-from megatron_ext.inspect.audit.script import Script, read_text
+from pretrain_gpt import program as pretrain_gpt
 
 ROOT = Path(__file__).resolve().parents[3]
 MOE = "--num-experts 8 --moe-aux-loss-coeff 1e-2"
@@ -88,12 +87,32 @@ CLEAN = {
     "an optimizer that watches its scale": "--fp16 --no-check-for-nan-in-loss-and-grad",
 }
 
+DEEPSEEK = (
+    "--expert-model-parallel-size 8 --no-check-for-nan-in-loss-and-grad --seq-length 4096 "
+    "--position-embedding-type rope --num-experts 256 --moe-layer-freq [0]*3+[1]*58 "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4 --mtp-num-layers 1 "
+    "--bf16"
+)
+EXAMPLES = {
+    "gpt3": "--num-layers 96 --attention-backend auto --tensor-model-parallel-size 8 "
+    "--pipeline-model-parallel-size 16 --fp16 --micro-batch-size 1 --data-path x",
+    "llama3": "--bf16 --decoupled-lr 5.0e-4 --cross-entropy-loss-fusion --calculate-per-token-loss "
+    "--use-distributed-optimizer --overlap-grad-reduce --fp8-format hybrid --mock-data --load x",
+    "mixtral": "--num-experts 8 --moe-router-load-balancing-type aux_loss "
+    "--moe-aux-loss-coeff 1e-2 --log-interval 1 --load x --wandb-project Mixtral "
+    "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 4 --bf16",
+    "mamba": "--tensor-model-parallel-size 1 --sequence-parallel --hidden-size 1024 --bf16",
+    "deepseek": f"{DEEPSEEK} --micro-batch-size 4 --calculate-per-token-loss",
+    "deepseek, mean of means": f"{DEEPSEEK} --micro-batch-size 1",
+}
+"""Flags of Megatron-LM's example scripts, shortened."""
 
-def judged(flags: str, core: str, program: str = "pretrain_gpt.py") -> tuple[set[str], set[str]]:
+
+def judged(flags: str, core: str, name: str = "pretrain_gpt.py") -> tuple[set[str], set[str]]:
     """Return the numbers of findings, and of those that depend on more than flags."""
-    found = audit(Script([Launch((), program, tuple(flags.split()), 1)]), core)
-    certain = {x.number for x in found.certain}
-    return certain, {x.number for x in found.findings} - certain
+    result = audit(flags.split(), core, name)
+    certain = {x.number for x in result.certain}
+    return certain, {x.number for x in result.findings} - certain
 
 
 @pytest.mark.parametrize("core", ["0.16.1", "0.19.2"])
@@ -124,6 +143,25 @@ def test_clean_flags_are_not_accused(name: str, core: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "on_16", "on_19"),
+    [
+        ("gpt3", set(), set()),
+        ("llama3", {"D38"}, set()),
+        ("mixtral", set(), set()),
+        ("mamba", set(), set()),
+        ("deepseek", {"D3", "D5", "D21"}, {"D21"}),
+        ("deepseek, mean of means", {"D21"}, {"D21"}),
+    ],
+)
+def test_examples_are_accused_of_what_they_hit_alone(
+    name: str, on_16: set[str], on_19: set[str]
+) -> None:
+    program = "pretrain_mamba.py" if name == "mamba" else "pretrain_gpt.py"
+    assert judged(EXAMPLES[name], "0.16.1", program)[0] == on_16
+    assert judged(EXAMPLES[name], "0.19.2", program)[0] == on_19
+
+
+@pytest.mark.parametrize(
     ("flags", "states"),
     [
         (f"{MTP} --eod-mask-loss", {"D4": "0.16", "D14": "0.16 0.17 0.18 0.19"}),
@@ -151,35 +189,41 @@ def test_each_release_has_the_defects_that_were_measured_on_it(
     ],
 )
 def test_the_size_of_an_error_comes_from_the_flags(flags: str, number: str, sentence: str) -> None:
-    found = audit(Script([Launch.of_flags(flags.split())]), "0.16.1")
-    assert sentence in {x.number: x.error for x in found.findings}[number]
+    result = audit(flags.split(), "0.16.1")
+    assert sentence in {x.number: x.error for x in result.findings}[number]
 
 
-def test_an_open_value_that_decides_is_told_and_not_guessed() -> None:
-    text = f"torchrun pretrain_gpt.py {MOE} {PER_TOKEN} --context-parallel-size $CP"
-    found = audit(read_text(text), "0.16.1")
-    assert found.findings == ()
-    assert (
-        "D1 is not judged: `--context-parallel-size` is `$CP`, which the script leaves open; give "
-        "--var CP=…."
-    ) in found.notes
-    assert [x.number for x in audit(read_text(text, {"CP": "2"}), "0.16.1").findings] == ["D1"]
+@pytest.mark.parametrize(
+    ("flags", "note"),
+    [
+        (
+            "--context-parallel-size ${CP}",
+            "D1 is not judged: `--context-parallel-size` (${CP}) is a variable; give its value.",
+        ),
+        (
+            "--context-parallel-size two",
+            "D1 is not judged: `--context-parallel-size` (two) must be a number; give one.",
+        ),
+        (
+            "--use-checkpoint-args --load x",
+            "Flags that come from a checkpoint or from a YAML file are not audited.",
+        ),
+    ],
+)
+def test_what_cannot_be_judged_is_a_note_and_not_guessed(flags: str, note: str) -> None:
+    result = audit(f"{MOE} {PER_TOKEN} {flags}".split(), "0.16.1")
+    assert result.findings == ()
+    assert note in result.notes
 
 
-@pytest.mark.parametrize("before", ["--bf16", "--num-layers 4", "--use-distributed-optimizer"])
-def test_an_open_word_that_may_hold_flags_is_told(before: str) -> None:
-    found = audit(read_text(f"torchrun pretrain_gpt.py {before} $EXTRA_ARGS"), "0.19.2")
-    assert found.notes == ("`$EXTRA_ARGS` may hold more flags, which are not audited.",)
-    given = audit(read_text("torchrun pretrain_gpt.py --data-path 1 $A 2 $B --save $C"), "0.19.2")
-    assert given.notes == ()
-
-
-def test_a_finding_of_one_branch_says_so() -> None:
-    text = f"X=\nif [ $BIG = 1 ]; then X='{SEEDED['D2']}'; fi\ntorchrun pretrain_gpt.py --bf16 $X"
-    found = audit(read_text(text), "0.19.2").findings
-    assert {x.where for x in found} == {"[ $BIG = 1 ]: yes"}
-    both = f"if [ $BIG = 1 ]; then X=--bf16; fi\ntorchrun pretrain_gpt.py {SEEDED['D2']} $X"
-    assert {x.where for x in audit(read_text(both), "0.19.2").findings} == {""}
+def test_flags_may_be_written_in_several_ways() -> None:
+    for words in (
+        ["--label-smoothing 0.1", "--tensor-model-parallel-size", "2"],
+        ["--label-smoothing=0.1", "--tensor-model-parallel-size=2"],
+        ["--label_smoothing", "0.1", "--tensor_model_parallel_size=2"],
+        ["--tensor-model-parallel-size", "1", *SEEDED["D24"].split()],
+    ):
+        assert [x.number for x in audit(words, "0.19.2").findings] == ["D24"]
 
 
 def test_the_table_of_the_manual_is_that_of_the_audit() -> None:
@@ -197,13 +241,44 @@ def test_the_program_exits_with_0_1_or_2(
     assert json.loads(capsys.readouterr().out)["findings"][0]["number"] == "D21"
     for words, message in {
         ("--core", "0.3", "--", "--bf16"): "--core (0.3) must be a version of 0.16, 0.17",
-        (): "Give either a launch script or flags after `--`.",
-        ("--var", "X", "x.sh"): "--var (X) must be NAME=VALUE.",
-        (str(tmp_path / "gone.sh"),): "cannot be read",
+        (): "Give either flags of a training program after `--`, or a recipe.",
+        ("x.yaml", "--", "--bf16"): "Give either flags of a training program after `--`, or",
+        ("run.sh",): "`recipe` (run.sh) must be a YAML file, as launch scripts are not read; to "
+        "audit a script, put this package's pretrain_gpt.py in the place of its training program, "
+        "add `--audit` to the flags and run it, or give the flags after `--`.",
+        (str(tmp_path / "gone.yaml"),): "cannot be read",
         ("--reproduce", "D99"): "--reproduce (D99) is no defect",
     }.items():
         assert main(list(words), "") == 2
         assert message in capsys.readouterr().err
+
+
+def test_flags_may_follow_the_name_of_their_program() -> None:
+    for name, code in {"pretrain_gpt.py": 0, "examples/pretrain_mamba.py": 1}.items():
+        assert main(["--core", "0.19.2", "--", name, *SEEDED["D7"].split()], "") == code
+
+
+@pytest.mark.parametrize(("flags", "code"), [(CLEAN["dense"], 0), (SEEDED["D21"], 1)])
+def test_the_training_program_audits_its_flags_on_the_first_rank(
+    flags: str, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--nproc-per-node", "2", "--audit", *flags.split()]
+    for rank in ("", "0"):
+        monkeypatch.setenv("RANK", rank)
+        assert pretrain_gpt(words) == code
+        assert ("D21" in capsys.readouterr().out) == bool(code)
+    monkeypatch.setenv("RANK", "1")
+    assert pretrain_gpt(words) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_help_of_the_training_program_names_the_audit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        pretrain_gpt(["--audit", "--help"])
+    assert end.value.code == 0
+    assert "With ``--audit``\nnothing is trained" in capsys.readouterr().out
 
 
 def test_an_audit_needs_no_torch() -> None:
