@@ -101,6 +101,23 @@ def test_random_states_continue_in_the_same_layout(context: Any, tmp_path: Path)
 
 
 @ranks()
+def test_a_loaded_schedule_decides_the_next_step(context: Any, tmp_path: Path) -> None:
+    """Take the checkpoint's weight decay, which megatron-core reads after it has set its own."""
+    tiny = stepped(context)
+    save(manager(context, tmp_path), tiny, 1, context)
+    settings = [(group["lr"], group["weight_decay"]) for group in tiny.optimizer.param_groups]
+    assert max(decay for _, decay in settings) == 0.1
+    scheduler: Any = tiny.scheduler
+    scheduler.num_steps = 0
+    scheduler.start_wd = scheduler.end_wd = 0.5
+    scheduler.override_opt_param_scheduler = False
+    scheduler.use_checkpoint_opt_param_scheduler = True
+    load(manager(context, tmp_path), tiny)
+    loaded = [(group["lr"], group["weight_decay"]) for group in tiny.optimizer.param_groups]
+    assert loaded == settings
+
+
+@ranks()
 def test_what_is_stored_beside_the_tensors(context: Any, tmp_path: Path) -> None:
     path = save(manager(context, tmp_path), stepped(context), 7, context)
     assert path == tmp_path / "iter_0000007"
