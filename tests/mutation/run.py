@@ -1,8 +1,8 @@
 """Plants small faults in a copy of the tree, and says which of them no test finds.
 
-python tests/mutation/run.py                 # every fault of faults.toml
+python tests/mutation/run.py                 # every fault of faults.yaml
 python tests/mutation/run.py --only ema      # those whose file or text holds a word
-python tests/mutation/run.py --list mine.toml
+python tests/mutation/run.py --list mine.yaml
 
 It ends with 1 if a fault survives, and with 2 if the list is no longer right: the text is gone, or
 the named tests fail without any fault. The list does not belong to CI, whose tests it judges.
@@ -16,13 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 ROOT = Path(__file__).resolve().parents[2]
-FAULTS = Path(__file__).with_name("faults.toml")
+FAULTS = Path(__file__).with_name("faults.yaml")
 PASSED = 0
 FAILED = 1
 """Exit code of pytest where a test fails; others say that pytest itself could not do its work."""
@@ -62,7 +63,7 @@ class Fault:
 
 def read_faults(path: Path) -> list[Fault]:
     """Read the faults of a list."""
-    entries = tomllib.loads(path.read_text(encoding="utf-8"))["fault"]
+    entries = yaml.safe_load(path.read_text(encoding="utf-8"))
     return [Fault(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
 
 
@@ -123,7 +124,7 @@ def outcome_of(fault: Fault, tree: Path, seconds: float) -> str:
 def main(words: Sequence[str]) -> int:
     """Plant the faults that are chosen, and print what became of each."""
     parser = argparse.ArgumentParser(description="Plant faults, and see whether tests find them.")
-    parser.add_argument("--list", type=Path, default=FAULTS, help="file of faults (TOML)")
+    parser.add_argument("--list", type=Path, default=FAULTS, help="file of faults (YAML)")
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree that is copied")
     parser.add_argument("--only", default="", help="a word of the file, the texts or the reason")
     parser.add_argument("--seconds", type=float, default=600, help="limit for the tests of a fault")
