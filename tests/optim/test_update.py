@@ -170,7 +170,7 @@ def test_the_fused_update_is_that_of_a_host(context: ParallelContext, clip_grad:
             assert updates[fused].known == (not fused)
         assert updates[True].applied == updates[False].applied == math.isfinite(value)
         assert str(updates[True].grad_norm) == str(updates[False].grad_norm)
-    assert updates[True].grad_norm == pytest.approx(0.01 * math.sqrt(30)) and 0.01 * 6 < 1.0
+    assert updates[True].grad_norm == pytest.approx(0.01 * math.sqrt(30))
     for mine, want in zip(models[True][0].parameters(), models[False][0].parameters(), strict=True):
         torch.testing.assert_close(mine, want, rtol=1e-6, atol=1e-7)
     states = models[True][1].chained_optimizers[0].optimizer.state.values()
