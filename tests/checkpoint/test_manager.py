@@ -3,19 +3,22 @@
 import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from megatron.core.dist_checkpointing import load_common_state_dict
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_ext.checkpoint.files import TRACKER, folder_of, published, root_of
 from megatron_ext.checkpoint.stored import find, read_run_config
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.errors import CheckpointError
+from megatron_ext.parallel.context import seed_everything
 from megatron_ext.parallel.grid import Layout
 from tests.checkpoint.tiny import RUN_CONFIG, build, load, manager, save, whole_tensors
-from tests.ranks import ranks, run_on_ranks
+from tests.ranks import SEED, ranks, run_on_ranks
 
 LAYOUTS = {
     "one rank": Layout(1),
@@ -89,15 +92,45 @@ def test_the_plain_optimizer_travels(tmp_path: Path) -> None:
     travel(tmp_path, LAYOUTS["TP2"], LAYOUTS["PP2 VPP2"], distributed=False)
 
 
-@ranks(tp=2)
+def draws() -> tuple[float, ...]:
+    """Draw from each generator; the last one differs between tensor-parallel ranks."""
+    with get_cuda_rng_tracker().fork():
+        own = torch.rand(1).item()
+    return random.random(), np.random.rand(), torch.rand(1).item(), own
+
+
+@ranks(tp=2, dp=2)
 def test_random_states_continue_in_the_same_layout(context: Any, tmp_path: Path) -> None:
+    """Each rank goes on with its own, also where those of replicas differ."""
+    seed_everything(context, SEED, data_parallel_random_init=True)
     tiny = stepped(context)
     checkpoints = manager(context, tmp_path)
-    save(checkpoints, tiny, 1, context)
-    expected = (random.random(), np.random.rand(), torch.rand(1).item())
+    with mock.patch.dict(RUN_CONFIG["training"], data_parallel_random_init=True):
+        save(checkpoints, tiny, 1, context)
+    expected = draws()
     loaded = load(checkpoints, tiny)
-    assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected
+    assert draws() == expected
     assert loaded.notes == []
+    of_all: list[Any] = [None] * 4
+    torch.distributed.all_gather_object(of_all, expected)
+    assert [len(set(numbers)) for numbers in zip(*of_all, strict=True)] == [2, 2, 2, 4]
+
+
+@ranks()
+def test_a_loaded_schedule_decides_the_next_step(context: Any, tmp_path: Path) -> None:
+    """Take the checkpoint's weight decay, which megatron-core reads after it has set its own."""
+    tiny = stepped(context)
+    save(manager(context, tmp_path), tiny, 1, context)
+    settings = [(group["lr"], group["weight_decay"]) for group in tiny.optimizer.param_groups]
+    assert max(decay for _, decay in settings) == 0.1
+    scheduler: Any = tiny.scheduler
+    scheduler.num_steps = 0
+    scheduler.start_wd = scheduler.end_wd = 0.5
+    scheduler.override_opt_param_scheduler = False
+    scheduler.use_checkpoint_opt_param_scheduler = True
+    load(manager(context, tmp_path), tiny)
+    loaded = [(group["lr"], group["weight_decay"]) for group in tiny.optimizer.param_groups]
+    assert loaded == settings
 
 
 @ranks()

@@ -37,6 +37,11 @@ def test_ramp_up_grows_by_its_increment_or_is_refused() -> None:
     assert [batch for batch, _ in seen] == [4, 4, 8, 12, 12, 16]
     # Batches 4, 4, 8, 12 reach 28 samples; then 16 each: 28 + 2 * 16 = 60.
     assert number_of_iterations(training, 8, 1) == 6
+    # Samples that end with a step of the ramp, and one sample before its end.
+    ends = [(4, 1), (8, 2), (16, 3), (28, 4), (27, 3), (15, 2)]
+    for samples, steps in ends:
+        shorter = _training(rampup_batch_size=[4, 4, 24], train_samples=samples)
+        assert number_of_iterations(shorter, 8, 1) == steps, samples
     assert number_of_iterations(_training(train_samples=60), 8, 1) == 3
     assert number_of_iterations(_training(train_iters=7), 8, 1) == 7
     assert _errors(4, rampup_batch_size=[4, 4, 24]) == [

@@ -84,11 +84,17 @@ def test_a_tasks_own_loss_does_not_depend_on_the_layout(
         assert float((mine[name] - want).norm() / want.norm()) <= 1e-5, name
 
 
-@pytest.mark.parametrize("words", ["", "--no-calculate-per-token-loss --micro-batch-size 4"])
-def test_the_loss_weighs_what_the_formula_says(words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        ("", 1),
+        ("--no-calculate-per-token-loss --micro-batch-size 4 --context-parallel-size 2", 2),
+    ],
+)
+def test_the_loss_weighs_what_the_formula_says(words: str, ranks: int, tmp_path: Path) -> None:
     """The penalty's gradient by hand: that of the mean over all positions of the global batch."""
     with_, without = (
-        gradients(task, words, 1, tmp_path / name)
+        gradients(task, words, ranks, tmp_path / name)
         for name, task in (("with", PENALIZED), ("without", PLAIN))
     )
     name = "embedding.word_embeddings.weight"

@@ -19,6 +19,7 @@ from megatron_ext.layers.moe import GroupRanking, Router, mark_experts
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.layers.weight_gradients import DeferredWeightGradients
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.train.step_losses import take_auxiliary_losses
 from tests.layers import plain
 from tests.layers.test_layers import FFN, SMALL, B, H, S, local_part, near, torch_block
 from tests.ranks import on_ranks, ranks
@@ -170,7 +171,7 @@ def router_of(
 
 
 def check_auxiliary(context: ParallelContext, kind: str, micro_batch: int) -> None:
-    """Check that the gradient over N is that of the mean over all micro-batches."""
+    """Check that the gradient over N, and the log, are those of the mean over all micro-batches."""
     targets, sequences = 13.0, 8
     generator = torch.Generator().manual_seed(6)
     hidden = torch.randn(S, sequences, H, generator=generator)
@@ -178,11 +179,17 @@ def check_auxiliary(context: ParallelContext, kind: str, micro_batch: int) -> No
     dp = context.pgs.dp
     mine = batches[dp.rank() :: dp.size()]
     scale = AuxiliaryScale(torch.tensor(targets / len(batches)))
-    router, full = router_of(context, Router, scale, **auxiliary_flags(kind))
+    flags = {**auxiliary_flags(kind), "mtp_num_layers": 1}
+    router, full = router_of(context, Router, scale, **flags)
+    # The router of a depth of multi-token prediction logs its losses as those of a further layer.
+    deeper, _ = router_of(context, Router, scale, **flags)
+    deeper.set_layer_number(2)
     split = router.config.sequence_parallel
     core.take_auxiliary_losses()
     for batch in mine:
-        probs, _ = router(local_part(batch, context, sequence_parallel=split))
+        part = local_part(batch, context, sequence_parallel=split)
+        deeper(part)
+        probs, _ = router(part)
         (0 * probs.sum()).backward()
     gradient = router.weight.grad
     torch.distributed.all_reduce(gradient, group=context.pgs.dp_cp)
@@ -194,20 +201,28 @@ def check_auxiliary(context: ParallelContext, kind: str, micro_batch: int) -> No
     (wanted,) = torch.autograd.grad(torch.stack(losses).mean(), weight)
     near(gradient / targets, wanted, f"{kind} gradient")
 
-    taken = core.take_auxiliary_losses()
-    names = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
-    logged = taken[names.get(kind, kind)][0]
-    torch.distributed.all_reduce(logged, group=context.pgs.tp_cp)
-    if kind == "z_loss":
-        logged /= context.pgs.tp_cp.size()
-    own_losses = losses[dp.rank() :: dp.size()]
-    near(logged * COEFFICIENT, torch.stack(own_losses).sum().detach(), f"{kind} log")
+    logged = take_auxiliary_losses(router.config, context, len(mine))
+    (mean,) = logged.values()
+    near(mean * COEFFICIENT, torch.stack(losses).mean().detach(), f"{kind} log")
+
+
+def check_global_log(context: ParallelContext) -> None:
+    """Check the log of the balance over all replicas: it is that of their batches together."""
+    hidden = torch.randn(S, 4, H, generator=torch.Generator().manual_seed(6))
+    mine = hidden.chunk(context.pgs.dp.size(), dim=1)[context.dp_rank]
+    scale = AuxiliaryScale(torch.tensor(1.0))
+    router, full = router_of(context, Router, scale, **auxiliary_flags("global_aux_loss"))
+    router(local_part(mine, context, sequence_parallel=router.config.sequence_parallel))
+    logged = take_auxiliary_losses(router.config, context, 1)
+    wanted = auxiliary_loss("aux_loss", hidden.double(), full.double())
+    near(logged["global_load_balancing_loss"] * COEFFICIENT, wanted, "global log")
 
 
 def check_auxiliaries(context: ParallelContext) -> None:
     for kind in ("aux_loss", "seq_aux_loss", "z_loss"):
         for micro_batch in (1, 4):
             check_auxiliary(context, kind, micro_batch)
+    check_global_log(context)
 
 
 @pytest.mark.parametrize("layout", [{}, {"cp": 2}, {"tp": 2}, {"tp": 2, "dp": 2}])

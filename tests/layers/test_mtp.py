@@ -35,6 +35,14 @@ def test_per_token_weights_give_each_depth_its_own_mean() -> None:
     assert abs(objective - 0.05 * (8.0 / 2 + 3.0 / 1)) < 1e-7
 
 
+def test_a_mean_of_means_shares_its_factor_among_the_depths() -> None:
+    masks = [torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([[1.0, 0.0, 0.0]])]
+    losses = torch.tensor([[3.0, 5.0, 9.0]])
+    weights = mean_of_means_weights(masks, 0.1)
+    objective = sum(float((w * losses).sum()) for w in weights)
+    assert abs(objective - 0.05 * (8.0 / 2 + 3.0 / 1)) < 1e-7
+
+
 def test_a_depth_without_targets_contributes_nothing() -> None:
     masks = [torch.zeros(1, 4)]
     (weights,) = per_token_weights(masks, 0.1, torch.tensor(4.0), torch.tensor([0.0]))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import megatron.core.optimizer as core_optimizer
@@ -11,6 +12,7 @@ from megatron.core.optimizer import distrib_optimizer
 
 from megatron_ext.optim import builder
 from megatron_ext.optim.adam import CountedAdam
+from megatron_ext.optim.adam import FusedAdam as FusedAdamOfTorch
 from megatron_ext.optim.update import parts_of
 from megatron_ext.train.run import Run
 from tests.checkpoint.tiny import whole_tensors
@@ -100,6 +102,23 @@ def test_what_a_checkpoint_does_not_say_keeps_its_default() -> None:
     ours.load_state_dict(theirs)
     assert ours.param_groups[0]["bias_correction"] is True
     assert ours.param_groups[0]["lr"] == 0.5
+
+
+def test_groups_keep_their_settings_in_another_adam() -> None:
+    """Defaults fill in what a group lacks, and decide nothing else."""
+    weight, bias = torch.ones(2), torch.ones(2)
+    groups = [{"params": [weight], "lr": 0.5, "betas": (0.8, 0.9)}, {"params": [bias], "eps": 1.0}]
+    theirs = torch.optim.AdamW(groups, lr=0.1, weight_decay=0.3)
+    theirs.param_groups[1]["weight_decay"] = 0.0
+
+    part: Any = SimpleNamespace(optimizer=theirs)
+    builder.take_torchs_adam(part, (torch.bfloat16, torch.float32), None)
+    assert isinstance(part.optimizer, FusedAdamOfTorch)
+    first, second = part.optimizer.param_groups
+    assert first["params"][0] is weight and second["params"][0] is bias
+    names = ("lr", "betas", "eps", "weight_decay")
+    assert [first[name] for name in names] == [0.5, (0.8, 0.9), 1e-8, 0.3]
+    assert [second[name] for name in names] == [0.1, (0.9, 0.999), 1.0, 0.0]
 
 
 IN_16_BITS = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16".split()

@@ -89,6 +89,17 @@ def test_an_average_warms_up_to_its_decay() -> None:
     assert (before.average_updates, before.average_note) == (500, None)
 
 
+def test_the_device_says_whether_a_step_is_averaged() -> None:
+    linear = torch.nn.Linear(1, 1, bias=False)
+    ema = ShardedEMA([linear], None, decay=DECAY)
+    start = float(linear.weight.detach())
+    for step, applied in enumerate((False, True), start=1):
+        torch.nn.init.constant_(linear.weight, start + step)
+        ema.update(step, torch.tensor(applied))
+        wanted = start + (1 - DECAY) * step * applied
+        assert float(ema.parts[0].average) == pytest.approx(wanted)
+
+
 @ranks()
 def test_steps_before_the_first_averaged_one_leave_the_weights(context: ParallelContext) -> None:
     tiny = build(context)

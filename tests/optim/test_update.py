@@ -155,18 +155,22 @@ def test_a_tiny_epsilon_and_the_unclipped_norm(context: ParallelContext, value: 
 @pytest.mark.parametrize("clip_grad", [0.0, 1.0])
 @ranks(dp=2)
 def test_the_fused_update_is_that_of_a_host(context: ParallelContext, clip_grad: float) -> None:
-    """Clipped inside of the kernel, with bad gradients in between; float32's rounding apart."""
+    """Clipped inside of the kernel, with bad gradients in between; float32's rounding apart.
+
+    The last norm is below the limit: such gradients are not enlarged.
+    """
     models = {fused: _optimizer(context, distributed=True) for fused in (False, True)}
     choose_kernels(models[True][1], fused=True)
     for value in (0.5, math.nan, -2.0, math.inf, 0.01):
         updates = {}
         for fused, (model, optimizer) in models.items():
             assert update.decides_on_device(optimizer) == fused
-            _fill(model, value)
+            _fill(model, 0, *(torch.full_like(p, value) for p in model.parameters()))
             updates[fused] = update.update_parameters(optimizer, clip_grad)
             assert updates[fused].known == (not fused)
         assert updates[True].applied == updates[False].applied == math.isfinite(value)
         assert str(updates[True].grad_norm) == str(updates[False].grad_norm)
+    assert updates[True].grad_norm == pytest.approx(0.01 * math.sqrt(30))
     for mine, want in zip(models[True][0].parameters(), models[False][0].parameters(), strict=True):
         torch.testing.assert_close(mine, want, rtol=1e-6, atol=1e-7)
     states = models[True][1].chained_optimizers[0].optimizer.state.values()

@@ -13,7 +13,13 @@ import pytest
 
 from megatron_ext.faults.watch import Limits
 from megatron_ext.faults.watcher import Watcher
-from megatron_ext.train.exit_codes import EXIT_CODE_NO_ANSWER, is_worth_a_start, meaning_of
+from megatron_ext.train.exit_codes import (
+    EXIT_CODE_NO_ANSWER,
+    FOLDER_VARIABLE,
+    code_of_nodes,
+    is_worth_a_start,
+    meaning_of,
+)
 from megatron_ext.train.exit_codes import main as exit_code_main
 from megatron_ext.train.fault_supervisor import Fault, RestartSupervisor
 from megatron_ext.train.restarts import History
@@ -126,3 +132,28 @@ def test_exit_codes_say_whether_a_scheduler_should_start_again(
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].endswith("has saved first; worth another start")
     assert shown[1].endswith("must be corrected first; not worth another start")
+
+
+@pytest.mark.parametrize(
+    ("code", "left", "of_job"),
+    [
+        (1, [], 1),
+        (143, [123], 143),
+        (1, [124, 120, 123], 120),
+        (137, [124], 137),
+        (123, [124, 137], 137),
+        (123, [124, 120, 2], 2),
+        (124, [122, 120], 122),
+        (2, [120], 2),
+    ],
+)
+def test_the_cause_among_the_codes_of_nodes_decides(
+    code: int, left: list[int], of_job: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A final code comes first, and one that only follows from another node's end comes last."""
+    for node, node_code in enumerate(left):
+        (tmp_path / f"node{node}").write_text(f"{node_code}\n", encoding="utf-8")
+    assert code_of_nodes(code, tmp_path) == of_job
+    assert code_of_nodes(code, None) == code
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    assert exit_code_main([str(code)]) == int(not is_worth_a_start(of_job))

@@ -68,6 +68,9 @@ def test_parameters_and_state_of_llama_3_8b() -> None:
     """8,030,261,248 by its model card's weights."""
     for more in ("", "--tensor-model-parallel-size 4", "--pipeline-model-parallel-size 4"):
         assert model_parameters(memory(layouts.llama_network(more))) == 8_030_261_248
+        # The last stage holds a copy of tied embeddings, which counts once.
+        tied = layouts.llama_network(f"{more} --no-untie-embeddings-and-output-weights")
+        assert model_parameters(memory(tied)) == 8_030_261_248 - 128256 * 4096
     # 16 + 2 bytes each: bf16 weights, fp32 gradients, main weights and two moments, over replicas.
     (rank,) = memory(layouts.llama_network("--use-distributed-optimizer"))
     assert rank.state.parameters == pytest.approx(2 * 8_030_261_248, rel=1e-4)

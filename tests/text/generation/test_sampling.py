@@ -21,11 +21,15 @@ def logits(seed: int = 0, size: int = 64) -> torch.Tensor:
 
 def test_the_processors_are_those_of_transformers() -> None:
     for seed in range(20):
-        own = sampling.penalized(logits(seed), IDS, 1.4) / 0.7
-        own = sampling.top_p_only(sampling.top_k_only(own, 12), 0.8)
+        penalized = sampling.penalized(logits(seed), IDS, 1.4)
+        penalty = RepetitionPenaltyLogitsProcessor(1.4)
+        expected = penalty(torch.tensor([IDS]), logits(seed)[None])[0]
+        # Top-k hides most of the negative logits.
+        torch.testing.assert_close(penalized, expected, rtol=0, atol=0)
+        own = sampling.top_p_only(sampling.top_k_only(penalized / 0.7, 12), 0.8)
         theirs = LogitsProcessorList(
             [
-                RepetitionPenaltyLogitsProcessor(1.4),
+                penalty,
                 TemperatureLogitsWarper(0.7),
                 TopKLogitsWarper(12),
                 TopPLogitsWarper(0.8),
