@@ -206,8 +206,8 @@ class TrainingConfig(Changeable):
             yield f"{' and '.join(given)} exclude each other; give one."
         if not given and not self.skip_train:
             yield (
-                "`--train-iters` is missing; give it, or `--train-epochs` for conversations and "
-                "clips, which are passed through in epochs."
+                "`--train-iters` is missing; give it, or `--train-epochs` for data that is "
+                "passed through in epochs."
             )
 
     def _batch_errors(self, replicas: int) -> Iterator[str]:

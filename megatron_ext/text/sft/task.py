@@ -1,4 +1,4 @@
-"""What fine-tuning on conversations checks and prepares before a run; see `text.task.SFT`."""
+"""Checks and prepares fine-tuning on conversations before a run; see `text.task.SFT`."""
 
 import dataclasses
 from collections.abc import Callable

@@ -284,7 +284,7 @@ def _windows(
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a look at a clip has shown.
+    """The result of a look at a clip.
 
     Attributes:
         scenes: where scenes begin, in frames of the clip; None if they are not asked for.

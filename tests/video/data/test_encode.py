@@ -368,7 +368,7 @@ def test_windows_of_a_long_clip(tmp_path: Path, windows: EncodeConfig, begins: l
 
 
 def test_scenes_give_a_window_each(tmp_path: Path) -> None:
-    """Of scenes of 12, 3, 7 and 6 frames, those of 5 or more give a window."""
+    """Each scene of at least 5 frames gives a window: three of those of 12, 3, 7 and 6 frames."""
     lengths, random = (12, 3, 7, 6), np.random.default_rng(0)
     backgrounds = random.integers(0, 256, (4, 4, 4, 3)).astype(np.uint8)
     made = pictures(sum(lengths), 64, 64)
