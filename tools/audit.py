@@ -8,7 +8,8 @@
 
 Launch scripts are not read: to audit one, put this package's pretrain_gpt.py in the place of its
 training program, add --audit to the flags, and run it. A recipe of Megatron-LM's functional tests
-is read. Flags may follow the name of the program that they are for, which decides D7. docs/numerics.md describes every defect.
+is read. Flags may follow the name of the program that they are for, which decides D7.
+docs/numerics.md describes every defect.
 Exit code 0: clean; 1: findings; 2: errors.
 """
 

@@ -76,7 +76,7 @@ def test_references_of_samples_are_looked_at_before_ranks_start(
 
 def test_data_must_be_given_and_whole(refused: Refused, tmp_path: Path) -> None:
     assert refused(None, "").startswith("error: `--video-data-path` is missing; give the folder th")
-    length = "`--train-iters` is missing; give it, or `--train-epochs` for data that is passed through"
+    length = "`--train-iters` is missing; give it, or `--train-epochs` for data that is passed"
     assert length in refused(None, "", usual=[])
     blend = "`--video-data-path` (0.3 a b) mixes weights and paths; give only paths, or a weight b"
     assert blend in refused(None, "--video-data-path 0.3 a b")
