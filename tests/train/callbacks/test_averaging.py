@@ -5,6 +5,7 @@ import runpy
 import shlex
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_ext.optim.builder import choose_kernels
+from megatron_ext.optim.ema import ShardedEMA
+from megatron_ext.train.batch_size import Progress
+from megatron_ext.train.callbacks.callback import WeightAverage
 from megatron_ext.train.run import Run
 from tests.checkpoint.tiny import whole_tensors
 from tests.runs_from_inside import spoil_steps
@@ -83,6 +87,24 @@ def test_a_run_averages_each_applied_update_once(
     assert _equal(*_stored(tmp_path, 2))
     _assert_closed_form(tmp_path, [2, 3, 5, 6])
     assert _equal(_stored(tmp_path, 3)[1], _stored(tmp_path, 4)[1])
+
+
+@pytest.mark.parametrize("applied", [False, True])
+def test_a_step_that_only_the_device_knows_counts_if_it_was_applied(applied: bool) -> None:
+    linear = torch.nn.Linear(2, 1, bias=False)
+    start = linear.weight.detach().clone()
+    ema = ShardedEMA([linear], None, decay=DECAY)
+    every = SimpleNamespace(ema=SimpleNamespace(ema_update_every=1))
+    runner = SimpleNamespace(model_steps=lambda steps: steps)
+    progress = Progress(iteration=1)
+    run: Any = SimpleNamespace(ema=ema, config=every, runner=runner, progress=progress)
+    with torch.no_grad():
+        linear.weight += 1
+    update = SimpleNamespace(known=False, flag=torch.tensor(applied))
+    result: Any = SimpleNamespace(model_update=update)
+    WeightAverage(run).after_update(result)
+    wanted = start + (1 - DECAY) * applied
+    torch.testing.assert_close(ema.parts[0].average, wanted)
 
 
 @pytest.mark.slow
