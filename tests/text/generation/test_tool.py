@@ -192,7 +192,7 @@ BAD = {
     ),
     "empty stop string": (
         ["--load", "ROOT", "--prompt", "a", "--stop-strings", ""],
-        "`--stop-strings` must hold no empty text",
+        "`--stop-strings` () must not be empty, as it is where a variable of the script is not set",
     ),
 }
 
