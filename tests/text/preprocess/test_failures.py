@@ -54,7 +54,7 @@ def test_a_bad_line_stops_the_run_and_is_named(tmp_path: Path, at: int, packed: 
     start = time.monotonic()
     with pytest.raises(DataError) as caught:
         run(tmp_path, path)
-    assert str(caught.value).startswith(f"{path} line {at} has no key 'text'; mend the line")
+    assert str(caught.value).startswith(f"{path} line {at} has no key 'text' (it has txt; ")
     assert time.monotonic() - start < 10
     assert read_pair(tmp_path / "out_text_document") == before
     outputs = [name for name in left_in(tmp_path) if name != "out.parts"]

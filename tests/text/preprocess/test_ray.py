@@ -49,7 +49,7 @@ def test_errors_of_tasks_are_those_of_one_machine(
     plant_deaths(tmp_path, monkeypatch, "MARK", times=9, parent=False)
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
-        with pytest.raises(DataError, match=r"bad.jsonl line 61 has no key 'text'; mend the line"):
+        with pytest.raises(DataError, match=r"bad.jsonl line 61 has no key 'text' \(it has "):
             run(tmp_path, path, executor="ray")
         path = tiny.write_jsonl(tmp_path / "in.jsonl", documents)
         died = r"A Ray process died at .*in.jsonl, bytes 0 to .*, as in each of 3 attempts; fin"
