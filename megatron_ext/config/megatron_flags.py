@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -429,6 +429,16 @@ NEEDS = {
     "--lr-decay-style WSD": "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples",
 }
 """A flag, with the value that it must have -> fields of flags that do nothing without it."""
+
+
+def unmet(needs: Mapping[str, str], values: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each key of a table like `NEEDS` that values of fields do not meet, and its fields."""
+    for needed, names in needs.items():
+        name, _, wanted = needed.removeprefix("--").partition(" ")
+        value = values[name.replace("-", "_")]
+        if (str(value) not in wanted.split(" or ")) if wanted else value in (None, False):
+            yield needed, names.split()
+
 
 _REFUSED = """
 it computes more of the model in fp8, which changes results; leave it out, and `--fp8-format` with

@@ -26,6 +26,7 @@ from megatron_ext.config.megatron_flags import (
     RENAMED,
     UNSUPPORTED,
     answer_in,
+    unmet,
 )
 from megatron_ext.config.run import Program, RunConfig, engine_sections
 from megatron_ext.config.sections import canonical
@@ -457,10 +458,7 @@ def _inert(given: Sequence[Flag], config: RunConfig, needs: Mapping[str, str]) -
         reasons += [(flag, OF_ENGINE.get(flag.field), without) for flag in told]
     notes = [f"`{flag.shown}` has no effect{where}: {why}." for flag, why, where in reasons if why]
     values = {k: v for section in config.by_name().values() for k, v in vars(section).items()}
-    for needed, names in {**NEEDS, **needs}.items():
-        name, _, wanted = needed.removeprefix("--").partition(" ")
-        value = values[name.replace("-", "_")]
-        idle = [flag for flag in given if flag.field in names.split()]
-        if (str(value) not in wanted.split(" or ")) if wanted else value in (None, False):
-            notes += [f"`{flag.shown}` has no effect without `{needed}`." for flag in idle]
+    for needed, names in unmet({**NEEDS, **needs}, values):
+        idle = [flag for flag in given if flag.field in names]
+        notes += [f"`{flag.shown}` has no effect without `{needed}`." for flag in idle]
     return notes

@@ -15,6 +15,7 @@ from megatron_ext.config.flags import (
     flag,
     spelling_of,
 )
+from megatron_ext.config.megatron_flags import unmet
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.optimizer import LATENT_TARGETS, TARGETS
 from megatron_ext.config.rules.build import build_errors
@@ -301,16 +302,14 @@ TOKENIZER_NEEDS = {
 
 def idle_tokenizer_flags(settings: TokenizerConfig) -> list[str]:
     """Return a note for each flag that a tokenizer of this type does not read."""
-    notes = []
-    for needed, names in TOKENIZER_NEEDS.items():
-        types = needed.partition(" ")[2].split(" or ")
-        for name in names.split():
-            value = getattr(settings, name)
-            default = TokenizerConfig.__dataclass_fields__[name].default
-            if value != default and settings.tokenizer_type not in types:
-                spelled = f"--{name.replace('_', '-')}"
-                notes.append(f"`{spelled}` ({value}) has no effect without `{needed}`.")
-    return notes
+    given = changed_fields(settings)
+    return [
+        f"`{spelling_of(settings, name)}` ({getattr(settings, name)}) has no effect without "
+        f"`{needed}`."
+        for needed, names in unmet(TOKENIZER_NEEDS, vars(settings))
+        for name in names
+        if name in given
+    ]
 
 
 NEEDS = {"--dataloader-type cyclic": "data_sharding", **TOKENIZER_NEEDS, **FIM_NEEDS}

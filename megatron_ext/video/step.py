@@ -200,6 +200,10 @@ class FlowNetwork(ABC):
         """Return a number that must divide the count of text and image tokens together."""
         return 1
 
+    def padded_text(self, num_text: int, num_image: int) -> int:
+        """Return the number of text tokens of a clip with those that `dataset.pad_text` adds."""
+        return num_text + -(num_text + num_image) % self.sequence_multiple
+
     @abstractmethod
     def flops(self, sequence: Geometry) -> float:
         """Return the floating-point operations of one clip, forward and backward."""

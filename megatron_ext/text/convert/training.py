@@ -59,13 +59,15 @@ class HuggingFaceConfig(Changeable):
 
     def model(self) -> HuggingFaceModel | None:
         """Return the Hugging Face model that the weights come from; None if there is none."""
-        if self.load_hf is None and self.origin is None:
-            return None
-        from megatron_ext.text.convert.config import read_model, understand
-
         if self.load_hf is not None:
+            from megatron_ext.text.convert.config import read_model
+
             return read_model(Path(self.load_hf))
-        return None if self.origin is None else understand(self.origin, Path("config.json"))
+        if self.origin is not None:
+            from megatron_ext.text.convert.config import understand
+
+            return understand(self.origin, Path("config.json"))
+        return None
 
 
 def model_of_folder(config: RunConfig) -> Mapping[str, Mapping[str, Any]]:

@@ -41,10 +41,10 @@ def merge_videos(folders: Sequence[Path], output: Path) -> int:
     manifest = joined_manifest(Blend.once(paths), [one.manifest for one in sets], "--input")
     # The lists say which clips were dropped, and stay with the old datasets.
     manifest.pop("dropped", None)
-    storage, references = manifest["storage"], manifest["references"]
     numbers = {bucket: number for number, bucket in enumerate(buckets_of(manifest))}
     count = sum(map(len, sets))
-    progress, written = Progress(count, 0, "clips", verb="Wrote"), 0
+    progress = Progress(count, 0, "clips", verb="Wrote")
+    written = 0
     output.mkdir(parents=True)
     try:
         names: list[dict[str, Any]] = []
@@ -52,7 +52,9 @@ def merge_videos(folders: Sequence[Path], output: Path) -> int:
             own = [numbers[bucket] for bucket in buckets_of(one.manifest)]
             for shard in one.shards:
                 name = shard_name(len(names))
-                with ShardWriter(output, name, references, storage) as writer:
+                with ShardWriter(
+                    output, name, manifest["references"], manifest["storage"]
+                ) as writer:
                     for row, bucket in enumerate(shard.buckets()):
                         # Clips are numbered anew: those of each dataset began at 0.
                         sample = dataclasses.replace(shard.sample(row), number=written)
@@ -60,7 +62,7 @@ def merge_videos(folders: Sequence[Path], output: Path) -> int:
                         written += 1
                         progress.show(written, written)
                 names.append({"name": name, "clips": len(shard)})
-        write_null(output, *sets[0].null_text, storage)
+        write_null(output, *sets[0].null_text, manifest["storage"])
         write_json(output / MANIFEST, {"format": FORMAT, **manifest, "shards": names})
     except BaseException:
         shutil.rmtree(output)

@@ -46,14 +46,16 @@ def prepare_shape(config: RunConfig) -> RunConfig:
 
 def clip_of_shape(config: RunConfig) -> Clip:
     """Return a cost model's `Clip` of the shape; `prepare_shape` says what it raises."""
-    video, network = config.section(VideoConfig), network_of(config)
+    video = config.section(VideoConfig)
+    network = network_of(config)
     assert video.dry_run_shape is not None
     height, width, frames = video.shape_to_price()
     codec = _codec(config.section(CodecConfig))
-    side, temporal = codec.spatial * network.patch_size, codec.temporal
+    side = codec.spatial * network.patch_size
+    temporal = codec.temporal
     if height % side or width % side or (frames - 1) % temporal:
-        nearest = (*(max(1, round(x / side)) * side for x in (height, width)),
-                   (frames - 1) // temporal * temporal + 1)  # fmt: skip
+        nearest = [max(1, round(length / side)) * side for length in (height, width)]
+        nearest.append((frames - 1) // temporal * temporal + 1)
         raise ConfigError(
             f"`--dry-run-shape` ({video.dry_run_shape}) must have a height and a width that "
             f"{side} divides, and {temporal}k + 1 frames, for this codec and network; choose "
@@ -62,10 +64,9 @@ def clip_of_shape(config: RunConfig) -> Clip:
     latents = codec.latent_shape(frames, height, width)[1:]
     network.check_clips(latents, f"Clips of `--dry-run-shape` ({video.dry_run_shape})")
     t, rows, columns = grid(latents, network.patch_size)
-    text = config.section(TextEncoderConfig).text_length
-    padding = -(text + t * rows * columns) % network.sequence_multiple
-    size = config.training.batch_sizes[0]
-    return Clip(video.dry_run_shape, t, rows, columns, text + padding, size)
+    length = config.section(TextEncoderConfig).text_length
+    text = network.padded_text(length, t * rows * columns)
+    return Clip(video.dry_run_shape, t, rows, columns, text, config.training.batch_sizes[0])
 
 
 @lru_cache(maxsize=1)

@@ -73,9 +73,11 @@ def open_videos(config: RunConfig, paths: Sequence[str]) -> VideoClips:
     video, kinds = config.section(VideoConfig), (CodecConfig, TextEncoderConfig, EncodeConfig)
     encoding = tuple(config.section(x) for x in kinds) if video.online_encoding else None
     if paths == video.video_data_path:
-        flag, blend = "--video-data-path", blend_of(paths)
+        flag = "--video-data-path"
+        blend = blend_of(paths)
     else:
-        flag, blend = "--video-valid-path", Blend.once(paths)
+        flag = "--video-valid-path"
+        blend = Blend.once(paths)
     return _opened(flag, blend, video.video_buckets, encoding)
 
 
@@ -188,9 +190,9 @@ def open_split(config: RunConfig, *, validates: bool = False) -> VideoSplit:
         shape = clips.latent_shape(held.clips[0])
         network.check_clips(shape[1:], f"{noun} of {bucket}")
         t, rows, columns = grid(shape[1:], network.patch_size)
-        image, text = t * rows * columns, int(clips.manifest["text_length"])
-        padding = -(text + image) % network.sequence_multiple
-        geometries[bucket] = Geometry(shape, text + padding, image)
+        image = t * rows * columns
+        text = network.padded_text(int(clips.manifest["text_length"]), image)
+        geometries[bucket] = Geometry(shape, text, image)
     units = {str(b): [len(m.clips), m.micro_batch_size * per_step] for b, m in members.items()}
     deciding = [clips.manifest["fingerprint"], units, batch, config.training.seed]
     # Only where they are mixed, so that checkpoints of other runs keep their identity.

@@ -194,7 +194,8 @@ class LongVideoSampler:
         if not paths:
             return {}
         streaming, context, device = self._streaming, self._run.context, self._run.device
-        frames, size = streaming.blocks.first, streaming.latent_size
+        frames = streaming.blocks.first
+        size = streaming.latent_size
 
         def encode() -> Tensor:
             assert self._codec is not None
@@ -285,8 +286,8 @@ class LongVideoSampler:
 
         def open_files() -> LongVideoWriter:
             assert self._codec is not None
-            decoder, frames = block_decoder(self._codec), self.num_frames
-            pixels = (frames - 1) * self._codec.temporal + 1
+            decoder = block_decoder(self._codec)
+            pixels = (self.num_frames - 1) * self._codec.temporal + 1
             return LongVideoWriter(writing, numbers, decoder, num_frames=pixels, fps=self._fps)
 
         def append(latents: Tensor) -> None:

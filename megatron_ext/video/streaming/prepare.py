@@ -106,7 +106,8 @@ def _frame_tokens(streaming: StreamingConfig) -> int:
 
 def _check_sequences(streaming: StreamingConfig) -> None:
     """Raise ConfigError if switches do not fit the prompts, or given frames fill a clip."""
-    found, blocks = [], streaming.blocks
+    found = []
+    blocks = streaming.blocks
     switches = [
         blocks.at_or_after(frame) < length
         for length in streaming.sequence_lengths

@@ -295,7 +295,8 @@ def given_block(
     ``size`` is the height and width of the latents. Raises DataError if a video is shorter than
     the block.
     """
-    clip, count = Clip(path, ""), (frames - 1) * codec.temporal + 1
+    clip = Clip(path, "")
+    count = (frames - 1) * codec.temporal + 1
     probed = probe(clip)
     if 1 < probed.num_frames < count:
         raise DataError(
@@ -327,7 +328,8 @@ class FilePrompts:
         streaming, text = config.section(StreamingConfig), config.section(TextEncoderConfig)
         self._rows = read_training_prompts(streaming)
         self._context, self._device = context, device
-        self._seed, self._first_block = config.training.seed, streaming.blocks.first
+        self._seed = config.training.seed
+        self._first_block = streaming.blocks.first
         self._latent = (streaming.sizes().channels, *streaming.latent_size)
         assert streaming.text_features is not None
         self._text = (text.text_length, streaming.text_features)

@@ -60,11 +60,14 @@ def check_options(streaming: StreamingConfig) -> None:
         ConfigError: a rule is broken; the error names only the first broken rule.
     """
     low, high, size = streaming.min_new_frames, streaming.max_new_frames, streaming.chunk_frames
-    lengths, block, layout = streaming.sequence_lengths, streaming.frame_block, streaming.blocks
+    lengths = streaming.sequence_lengths
+    block = streaming.frame_block
+    layout = streaming.blocks
     steps, longlive = streaming.denoising_steps, "the defaults are those of LongLive"
     falls = bool(steps) and all(x > y for x, y in zip(steps, steps[1:], strict=False))
     blocks = f"a positive multiple of block ({block})"
-    chunks, usual = blocks, longlive
+    chunks = blocks
+    usual = longlive
     if layout.first_alone:
         shorter = max(1 + block, layout.at_or_before(size))
         chunks = f"1 + {blocks} with `--independent-first-frame`"
@@ -99,7 +102,8 @@ def sample_errors(
     own: StreamingSampleConfig, sample: SampleConfig, streaming: StreamingConfig
 ) -> list[str]:
     """Return a sentence for each fault in the flags of sampled videos."""
-    found, blocks = [], streaming.blocks
+    found = []
+    blocks = streaming.blocks
     length, texts = own.sample_latent_frames, sample.sample_texts or ()
     if length is not None and (length < 1 or not blocks.begins(length)):
         found.append(

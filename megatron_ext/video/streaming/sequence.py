@@ -169,7 +169,9 @@ class StreamingSequence:
 
     def begin(self) -> None:
         """Begin the next sequence of the run: empty the cache, and write given frames into it."""
-        replica, streaming, blocks = self.replica, self.streaming, self.streaming.blocks
+        replica = self.replica
+        streaming = self.streaming
+        blocks = streaming.blocks
         sequence, consumed = self.coming
         prompts = self.prompts(self._samples(consumed))
         switch = decisions.switch_frame(streaming, replica.seed, sequence)
@@ -200,7 +202,8 @@ class StreamingSequence:
         return sample_numbers(consumed, 0, r.batch, r.dp_rank, r.dp_size)
 
     def _noise(self) -> BlockNoise:
-        samples, like = self._samples(self._state.consumed_samples), self.like
+        samples = self._samples(self._state.consumed_samples)
+        like = self.like
 
         def noise(frame: int, step: int) -> Tensor:
             shape = self.streaming.blocks.size_of(frame), *like.shape[2:]

@@ -52,10 +52,11 @@ class WanBatchBuilder(FlowBatchBuilder):
         if not self._config.section(VideoDiTConfig).independent_block_timesteps:
             return randomness.normals
         blocks = self._config.section(WanConfig).blocks
-        sizes = [blocks.size_of(start) for start in blocks.blocks(0, num_frames)]
-        normals = draw_normals(self._seed, samples, "timestep", len(sizes))
-        repeats = torch.tensor(sizes, device=normals.device)
-        return normals.repeat_interleave(repeats, dim=1)
+        normals = draw_normals(self._seed, samples, "timestep", blocks.count(num_frames))
+        # A tensor of the blocks' sizes would make the host wait for a GPU.
+        first = normals[:, :1].repeat_interleave(blocks.first, dim=1)
+        later = normals[:, 1:].repeat_interleave(blocks.block, dim=1)
+        return torch.cat([first, later], dim=1)
 
     def _own(self, whole: FlowTargets, num_text: int) -> FlowTargets:
         """Return all targets; a token has its weight on one context-parallel rank, 0 on others."""
