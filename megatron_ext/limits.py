@@ -185,7 +185,8 @@ def _processes() -> str:
 
     The superuser's is never enforced.
     """
-    limit, group = _soft(resource.RLIMIT_NPROC), None
+    limit = _soft(resource.RLIMIT_NPROC)
+    group = None
     with suppress(OSError, ValueError):
         group = int(Path(_PIDS).read_text(encoding="ascii"))
     if group is not None and (limit is None or os.getuid() == 0 or group < limit):
@@ -288,7 +289,9 @@ def _number(kind: int) -> str:
 
 def _size(num_bytes: int) -> str:
     """Return a number of bytes with a unit that suits it."""
-    size, units = float(num_bytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    size = float(num_bytes)
+    units = ["bytes", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
+        size = size / 1024
+        units = units[1:]
     return f"{num_bytes} bytes" if units[0] == "bytes" else f"{size:.1f} {units[0]}"

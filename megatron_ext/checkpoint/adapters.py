@@ -95,7 +95,8 @@ def check_adapters(
     entries = [entry for chunk in chunks for entry in state.get(chunk, {}).values()]
     keys = [getattr(entry, "key", "") for entry in entries]
     # A stage without adapters, such as one without layers, cannot judge those of other stages.
-    ours, stored = adapters_among(keys), adapters_among(stored_entries(path))
+    ours = adapters_among(keys)
+    stored = adapters_among(stored_entries(path))
     layers = [key.rpartition(".")[0] for key in keys]
     dropped = [x for x in stored if x.partition(MARK)[0] in layers and x not in ours]
     missing = [name for name in ours if name not in stored]

@@ -178,8 +178,11 @@ class BackgroundSaves:
         *,
         seconds: float,
     ) -> None:
-        self._config, self._context, self._device = config, context, device
-        self._helper, self._seconds = process, seconds
+        self._config = config
+        self._context = context
+        self._device = device
+        self._helper = process
+        self._seconds = seconds
         self._preparer = SavePreparer(config, context.pgs.dp_cp)
         self._free: list[SnapshotFile] = []
         self._num_slots = 0
@@ -210,7 +213,9 @@ class BackgroundSaves:
         """
         root = Path(self._config.save or "")
         self._wait_for_iteration(iteration)
-        current, counters, fault = state(), pickle.dumps((progress, run_config)), ""
+        current = state()
+        counters = pickle.dumps((progress, run_config))
+        fault = ""
         prepared: PreparedSave | None = None
         slot: SnapshotFile | None = None
         try:
@@ -226,7 +231,8 @@ class BackgroundSaves:
             verdict = self._worst(own)
             if verdict == UNKNOWN:
                 self._free += [slot] if slot else []
-                prepared, slot = self._preparer.prepare(current), None
+                prepared = self._preparer.prepare(current)
+                slot = None
             elif verdict == BUSY:
                 self.poll()
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
@@ -287,7 +293,8 @@ class BackgroundSaves:
         best: tuple[publish.BestCheckpoint, ...],
         superseded: tuple[int, ...],
     ) -> None:
-        self._count, self._last_iteration = self._count + 1, iteration
+        self._count = self._count + 1
+        self._last_iteration = iteration
         self.last_has_failed = False
         job = Job(
             number=self._count,
@@ -318,7 +325,8 @@ class BackgroundSaves:
             self._note(report)
         if not self._running:
             return
-        oldest, now = self._running[0], time.monotonic()
+        oldest = self._running[0]
+        now = time.monotonic()
         waits_for_others = WRITTEN in oldest.stages
         limit = self._seconds + (oldest.job.seconds if waits_for_others else 0)
         if reports is None:

@@ -82,7 +82,8 @@ def check_model(
             advice = _ANEW if is_new_branch(tensor.data) else _ADVICE
             told = f"{path} holds no `{tensor.key}`, which the model needs"
             raise CheckpointError(f"{told}; {advice}.")
-        theirs, ours = tuple(known.size), tuple(tensor.global_shape)
+        theirs = tuple(known.size)
+        ours = tuple(tensor.global_shape)
         # Two sizes can be one vocabulary, padded for two tensor-parallel sizes.
         ranks = getattr(arguments, "tensor_model_parallel_size", 1)
         unit = getattr(arguments, "make_vocab_size_divisible_by", 128)
@@ -296,7 +297,8 @@ def _changes(
         given, stored: values of the run's flags, and the checkpoint's, by section and field.
     """
     for section, kind in sections.items():
-        values, before = given[section], stored.get(section)
+        values = given[section]
+        before = stored.get(section)
         if not isinstance(before, Mapping):
             continue
         if section == "lora" and None in (values["lora_rank"], before.get("lora_rank")):
@@ -358,7 +360,9 @@ def check_changes(
 
 def _check_optimizer(path: Path, config: OptimizerConfig, stored: Mapping[str, Any]) -> None:
     """Raise a CheckpointError if a flag that determines the kind of optimizer state has changed."""
-    kind, rate, momentum = config.optimizer, config.decoupled_lr, config.sgd_momentum
+    kind = config.optimizer
+    rate = config.decoupled_lr
+    momentum = config.sgd_momentum
     before = stored.get("sgd_momentum", momentum)
     differs = {
         "optimizer": kind != stored.get("optimizer", kind),
@@ -383,7 +387,8 @@ _BATCHES = "global_batch_size rampup_batch_size step_batch_size_schedule"
 
 def _check_schedule(path: Path, config: RunConfig, stored: Mapping[str, Any]) -> None:
     """Raise a CheckpointError that names the flags by which the learning rate would jump."""
-    flags, training = config.optimizer, config.training
+    flags = config.optimizer
+    training = config.training
     decided = flags.override_opt_param_scheduler or flags.use_checkpoint_opt_param_scheduler
     if decided or not (stored.get("optimizer") and stored.get("training")):
         return
@@ -394,7 +399,8 @@ def _check_schedule(path: Path, config: RunConfig, stored: Mapping[str, Any]) ->
     constant = flags.weight_decay_incr_style == "constant"
     decays = "weight_decay" if constant else "start_weight_decay end_weight_decay"
     moved = _moved(f"{_RATES} {decays}", flags, before.optimizer)
-    lengths, earlier = schedule_lengths(config), schedule_lengths(before)
+    lengths = schedule_lengths(config)
+    earlier = schedule_lengths(before)
     end_is_given = bool(flags.lr_decay_iters or flags.lr_decay_samples)
     unused = ["wd_incr_steps"] if constant else []
     if flags.lr_decay_style == before.optimizer.lr_decay_style == "constant":

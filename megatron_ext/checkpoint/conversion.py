@@ -215,7 +215,8 @@ def _load(
         loaded = manager.load(model=chunks)
         assert loaded is not None
         return loaded.iteration, loaded.progress
-    root, given = Path(str(config.load)), config.pretrained_checkpoint
+    root = Path(str(config.load))
+    given = config.pretrained_checkpoint
     iteration = choose(root, config.ckpt_step)
     assert iteration is not None and base is not None
     found = CheckpointRef(root, iteration, weights_only=False)
@@ -271,7 +272,8 @@ def export_adapters(
     from safetensors.torch import save_file
 
     path = verified_folder(root, step)
-    is_critic, critic = section == CRITIC, f"{CRITIC}."
+    is_critic = section == CRITIC
+    critic = f"{CRITIC}."
     names = [
         name
         for name in adapters_among(stored_entries(path))
@@ -283,7 +285,8 @@ def export_adapters(
         )
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(f"`--output` ({output}) is not empty; give a new folder.")
-    tensors, modules = {}, set()
+    tensors = {}
+    modules = set()
     for name, matrix in read_tensors(path, [x for x in names if layers.name.match(x)]).items():
         for module, kind, values in layers.parts(name, matrix):
             modules.add(layers.target(module))

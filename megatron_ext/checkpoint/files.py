@@ -83,7 +83,8 @@ def replaced_folder_of(root: Path, iteration: int) -> Path:
 
 def standing_folder_of(root: Path, iteration: int) -> Path:
     """Return an iteration's folder, or the ``.replaced`` one if a kill left only that."""
-    final, replaced = folder_of(root, iteration), replaced_folder_of(root, iteration)
+    final = folder_of(root, iteration)
+    replaced = replaced_folder_of(root, iteration)
     return replaced if not final.exists() and replaced.is_dir() else final
 
 

@@ -50,7 +50,8 @@ class Place:
     @classmethod
     def of(cls, context: ParallelContext) -> Place:
         """Return the place of this rank."""
-        groups, pp = context.pgs, context.pp_rank
+        groups = context.pgs
+        pp = context.pp_rank
         return cls(
             f"pp{pp}.tp{context.tp_rank}",
             f"pp{pp}.ep{groups.ep.rank()}.tp{groups.expt_tp.rank()}",
@@ -61,9 +62,11 @@ class Place:
     def sharded(self, name: str, tensor: Tensor, shard: Shard) -> ShardedTensor:
         """Describe a tensor with as many elements as a shard as its part of the flat weight."""
         is_expert = not getattr(shard.parameter, "allreduce", True)
-        where, replica = self.dense, self.dense_replica
+        where = self.dense
+        replica = self.dense_replica
         if is_expert:
-            where, replica = self.expert, self.expert_replica
+            where = self.expert
+            replica = self.expert_replica
         flat = tensor.detach().view(-1)
         return ShardedTensor(
             f"{name}/{where}",

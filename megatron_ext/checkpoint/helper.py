@@ -103,9 +103,11 @@ def serve(connection: Connection, rank_process: int) -> None:
         except (EOFError, OSError):
             return
         try:
-            stage, reason = _do(job, connection), ""
+            stage = _do(job, connection)
+            reason = ""
         except Exception as error:
-            stage, reason = FAILED, storage.one_line(error, job.folder)
+            stage = FAILED
+            reason = storage.one_line(error, job.folder)
             _give_up(job, reason)
         connection.send(Report(job.number, stage, reason))
         if stage == PUBLISHED:
@@ -114,7 +116,8 @@ def serve(connection: Connection, rank_process: int) -> None:
 
 
 def _do(job: Job, connection: Connection) -> str:
-    root, is_first = Path(job.root), job.rank == 0
+    root = Path(job.root)
+    is_first = job.rank == 0
     if is_first and is_published(job):
         publish.complete(root, job.iteration)
     elif is_first and (listed := _listed(job.folder)) is not None:
@@ -238,7 +241,8 @@ def _results(job: Job) -> list[tuple[Any, Files]]:
     Raises:
         CheckpointError: a rank has failed, or has left no result within the time limit.
     """
-    deadline, seen = time.monotonic() + job.seconds, 0
+    deadline = time.monotonic() + job.seconds
+    seen = 0
     missing = set(range(job.world_size))
     while missing:
         for rank in sorted(missing):

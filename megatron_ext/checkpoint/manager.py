@@ -57,7 +57,9 @@ class CheckpointManager:
         section: str | None = None,
         background: BackgroundSaves | None = None,
     ) -> None:
-        self._config, self._context, self._base = config, context, base
+        self._config = config
+        self._context = context
+        self._base = base
         self._background = background
         averages = [run_state.PREFIX] if config.pretrained_average else []
         self._names = averages if section is None else [f"{section}.", *averages]
@@ -97,7 +99,8 @@ class CheckpointManager:
             found = self._state(model, optimizer, scheduler, run_config, ema, extra_state)
             return {**found, **run_state.common_state(iteration, progress, run_config)}
 
-        background, counters = None, (progress, run_config)
+        background = None
+        counters = (progress, run_config)
         if waits or self._background is None:
             what = f"`--save` ({root}) cannot be written"
             on_first_rank(lambda: publish.prepare(root, iteration), what)
@@ -263,7 +266,8 @@ class CheckpointManager:
             found = self._found()
             if found is None:
                 return None
-        path, notes = found.path, list[str]()
+        path = found.path
+        notes = list[str]()
         averaged = self._config.pretrained_average and found.weights_only
         if averaged and not run_state.holds_averages(path):
             notes.append(f"{path} holds no averaged weights, so its weights are taken.")
@@ -326,7 +330,8 @@ class CheckpointManager:
         Without that flag the model keeps its random weights. The adapters were trained on the
         ``recorded`` weights. If the model gets other weights, raise a CheckpointError.
         """
-        given, average = self._config.pretrained_checkpoint, self._config.pretrained_average
+        given = self._config.pretrained_checkpoint
+        average = self._config.pretrained_average
         own = self._base or adapters.FrozenBase(None, "unknown seed")
         if given is not None:
             look = partial(adapters.FrozenBase.given, given, average=average)
@@ -349,8 +354,11 @@ class CheckpointManager:
 
         Before that, raise a CheckpointError if the checkpoint does not fit the model.
         """
-        path, layout, arguments = found.path, self._context.layout, common.get("args", Namespace())
-        keys, strictness = chunk_keys(model), self._config.dist_ckpt_strictness
+        path = found.path
+        layout = self._context.layout
+        arguments = common.get("args", Namespace())
+        keys = chunk_keys(model)
+        strictness = self._config.dist_ckpt_strictness
         is_of_adapters = adapters.FrozenBase.recorded(common) is not None
         names = self._names if found.weights_only else []
         stored = dict(common.get("content_metadata") or {})
@@ -392,7 +400,8 @@ class CheckpointManager:
 
 def _told(found: CheckpointRef, common: dict[str, Any], notes: list[str]) -> LoadedCheckpoint:
     """Return counters and configuration of a loaded checkpoint; no counters if only weights are."""
-    iteration, progress = 0, dict[str, Any]()
+    iteration = 0
+    progress = dict[str, Any]()
     if not found.weights_only:
         progress = stored_progress(found.path, common.get("args", Namespace()))
         iteration = int(common["iteration"])

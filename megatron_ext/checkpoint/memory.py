@@ -108,10 +108,14 @@ class MemoryCheckpoints:
         earlier: Collection[Path] = (),
         over_group: bool = False,
     ) -> None:
-        self.folder, self.interval, self.machines = folder, interval, machines
+        self.folder = folder
+        self.interval = interval
+        self.machines = machines
         self.left = left
-        self.stays, self._neighbours = stays, neighbours and context.layout.world_size > 1
-        self._layout, self._rank = dataclasses.asdict(context.layout), context.rank
+        self.stays = stays
+        self._neighbours = neighbours and context.layout.world_size > 1
+        self._layout = dataclasses.asdict(context.layout)
+        self._rank = context.rank
         self._earlier = earlier
         self._over_group = over_group or machines.several
         self.is_behind = False
@@ -133,7 +137,8 @@ class MemoryCheckpoints:
         content = _content(*state)
         sizes = from_all_ranks(content.num_bytes + len(content.skeleton), None)
         here = self.machines.ranks_on(self.machines.own)
-        held, step = self._rank, distance(self.machines.names)
+        held = self._rank
+        step = distance(self.machines.names)
         if self._over_group:
             held = (self._rank - step) % len(sizes)
         needed = self.num_copies * sum(sizes[rank] for rank in here)

@@ -100,7 +100,8 @@ def _of_part(
             for bucket in buckets:
                 for parameter, ranges in bucket["param_map"].items():
                     held = part._get_main_param_and_optimizer_states(parameter)
-                    shards, start = _shards(entries[id(parameter)]), ranges["param"].start
+                    shards = _shards(entries[id(parameter)])
+                    start = ranges["param"].start
                     yield {
                         kind: list(_cut(shards, f"{PREFIX}.{kind}", state, start, instance))
                         for kind, state in held.items()
@@ -130,10 +131,13 @@ def _cut(
     end = start + flat.numel()
     for shard in shards:
         begin = shard.data.storage_offset()
-        low, high = max(start, begin), min(end, begin + shard.data.numel())
-        at, ahead = low - start, shard.prepend_axis_num
+        low = max(start, begin)
+        high = min(end, begin + shard.data.numel())
+        at = low - start
+        ahead = shard.prepend_axis_num
         for offset, size in boxes(tuple(shard.data.shape), low - begin, max(low, high) - begin):
-            length, full = math.prod(size), (*(1 for _ in range(ahead)), *size)
+            length = math.prod(size)
+            full = (*(1 for _ in range(ahead)), *size)
             place = (*(0 for _ in range(ahead)), *offset)
             yield ShardedTensor(
                 f"{prefix}.{shard.key}",

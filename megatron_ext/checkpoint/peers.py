@@ -74,8 +74,11 @@ class CopyOverGroup:
     """
 
     def __init__(self, folder: Path, group: ProcessGroup, step: int) -> None:
-        rank, size = group.rank(), group.size()
-        self._group, self._right, self._left = group, (rank + step) % size, (rank - step) % size
+        rank = group.rank()
+        size = group.size()
+        self._group = group
+        self._right = (rank + step) % size
+        self._left = (rank - step) % size
         self._target = held_files(folder, self._left)
 
     def __call__(self, snapshot: Snapshot) -> None:

@@ -49,7 +49,9 @@ class Name:
     __slots__ = ("full", "module", "name")
 
     def __init__(self, module: str, name: str) -> None:
-        self.module, self.name, self.full = module, name, f"{module}.{name}"
+        self.module = module
+        self.name = name
+        self.full = f"{module}.{name}"
 
 
 _SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
@@ -78,7 +80,8 @@ class Machine:
     def __init__(self, content: bytes, at: int = 0) -> None:
         if len(content) > MAX_BYTES:
             raise Refused(f"it has {len(content)} bytes, more than {MAX_BYTES}")
-        self._content, self.at = content, at
+        self._content = content
+        self.at = at
         self._of_hash: dict[int, Any] = {}
         self._same_hash = 0
 
@@ -129,9 +132,12 @@ class Machine:
 
     def load(self) -> Any:
         """Follow the instructions up to the end of the pickle."""
-        content, at = self._content, self.at
-        text, long_size = content.__getitem__, struct.Struct("<I").unpack_from
-        integer, short = struct.Struct("<i").unpack_from, struct.Struct("<H").unpack_from
+        content = self._content
+        at = self.at
+        text = content.__getitem__
+        long_size = struct.Struct("<I").unpack_from
+        integer = struct.Struct("<i").unpack_from
+        short = struct.Struct("<H").unpack_from
         stack: list[Any] = []
         below: list[list[Any]] = []
         memo: dict[int, Any] = {}
@@ -244,7 +250,8 @@ class Machine:
                 memo[long_size(content, at)[0]] = stack[-1]
                 at += 4
             elif code == 0x93:  # STACK_GLOBAL
-                name, module = stack.pop(), stack.pop()
+                name = stack.pop()
+                module = stack.pop()
                 if type(name) is not str or type(module) is not str:
                     raise Refused("it names a class by what is no text")
                 stack.append(self.name(module, name))
@@ -328,7 +335,10 @@ def check_nesting(value: Any) -> None:
                 inner[outer] = max(inner[outer], height)
 
 
-_COUNT, _TEXT, _SIZE, _FLAG = (int,), (str,), (torch.Size,), (bool,)
+_COUNT = (int,)
+_TEXT = (str,)
+_SIZE = (torch.Size,)
+_FLAG = (bool,)
 _MAYBE = type(None)
 _ANY: tuple[type, ...] = ()
 _FIELDS: dict[type, dict[str, tuple[type, ...]]] = {
@@ -459,7 +469,8 @@ def member_of(kind: type[Enum]) -> Callable[..., Enum]:
     return member
 
 
-_POSIX, _WINDOWS = _path_of(PurePosixPath), _path_of(PureWindowsPath)
+_POSIX = _path_of(PurePosixPath)
+_WINDOWS = _path_of(PureWindowsPath)
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "torch.Size": _size,
     "torch.serialization._get_layout": _layout,

@@ -66,7 +66,8 @@ class SavePreparer:
     """Prepares the checkpoints of a run on this rank."""
 
     def __init__(self, config: CheckpointConfig, replicas: ProcessGroup) -> None:
-        self._config, self._replicas = config, replicas
+        self._config = config
+        self._replicas = replicas
         self._structure: list[Any] | None = None
         self._places: list[tuple[int, tuple[int, ...] | None]] = []
         self._plan = b""
@@ -118,7 +119,8 @@ class SavePreparer:
         }
         self._places = []
         for item in recorder.plan.items:
-            offset, data = item.index.offset, item.tensor_data
+            offset = item.index.offset
+            data = item.tensor_data
             number = numbers[item.index.fqn, None if offset is None else tuple(offset)]
             self._places.append((number, None if data is None else tuple(data.chunk.sizes)))
         self._plan = pickle.dumps((recorder.plan, recorder.metadata))

@@ -66,7 +66,8 @@ def publish(root: Path, iteration: int, listed: files.Files) -> None:
     the folder that the tracker names. The announcement file lets a loader find a folder that is
     newer than the tracker.
     """
-    temporary, final = temporary_folder_of(root, iteration), folder_of(root, iteration)
+    temporary = temporary_folder_of(root, iteration)
+    final = folder_of(root, iteration)
     write_manifest(temporary, listed)
     files.sync_folder(temporary)
     files.write_durably(root / files.ANNOUNCEMENT, str(iteration))
@@ -143,7 +144,8 @@ def remove_old(
 ) -> None:
     """Remove the checkpoints that `expired` returns, except symbolic links; only log a failure."""
     older = [iteration for iteration in published(root) if iteration < newest]
-    retain, keep = config.save_retain_interval, config.keep_last
+    retain = config.save_retain_interval
+    keep = config.keep_last
     for iteration in expired(older, retain=retain, keep=keep, best=best, superseded=superseded):
         folder = folder_of(root, iteration)
         if folder.is_symlink():

@@ -102,8 +102,11 @@ class Recovery:
     """
 
     def __init__(self, memory: MemoryCheckpoints, context: ParallelContext) -> None:
-        self.memory, self._folder, self._machines = memory, memory.folder, memory.machines
-        self._layout, self._rank = context.layout, context.rank
+        self.memory = memory
+        self._folder = memory.folder
+        self._machines = memory.machines
+        self._layout = context.layout
+        self._rank = context.rank
 
     def newest(self, newer_than: int, *, with_earlier: bool = False) -> list[HeldSnapshot] | None:
         """Return the snapshots of all ranks to go on from; None if there are none worth it.
@@ -126,7 +129,8 @@ class Recovery:
         listed = list[HeldSnapshot]()
         found = self.memory.listed(with_earlier=with_earlier) if self._machines.is_first else ()
         for path, snapshot in found:
-            facts, is_copy = snapshot.facts, path.name.startswith("held")
+            facts = snapshot.facts
+            is_copy = path.name.startswith("held")
             # Another version of this program may have written other facts.
             with suppress(KeyError, TypeError):
                 where = self._machines.own, str(path), int(facts["rank"]), snapshot.iteration
@@ -151,7 +155,8 @@ class Recovery:
 
     def fetch(self, chosen: Sequence[HeldSnapshot]) -> Snapshot:
         """Return this rank's snapshot among those of the same layout, sent from where it is."""
-        names, own = self._machines.names, None
+        names = self._machines.names
+        own = None
         for rank, held in enumerate(chosen):
             reader = reader_of(held, self._layout, names)
             if self._rank == reader:
@@ -167,13 +172,15 @@ class Recovery:
         return own
 
     def _send(self, snapshot: Snapshot, rank: int) -> None:
-        group, raw = self._machines.group, snapshot.raw
+        group = self._machines.group
+        raw = snapshot.raw
         torch.distributed.send(torch.tensor([raw.numel()]), group=group, group_dst=rank)
         for _, piece in pieces_of(raw):
             torch.distributed.send(piece, group=group, group_dst=rank)
 
     def _receive(self, rank: int) -> Snapshot | None:
-        group, size = self._machines.group, torch.zeros(1, dtype=torch.int64)
+        group = self._machines.group
+        size = torch.zeros(1, dtype=torch.int64)
         torch.distributed.recv(size, group=group, group_src=rank)
         number = int(size)
         buffer = torch.empty(min(PIECE, number), dtype=torch.uint8)

@@ -73,7 +73,9 @@ class RemoteFolder:
     """
 
     def __init__(self, flag: str, address: str, root: Path) -> None:
-        self.flag, self.address, self.root = flag, address, root
+        self.flag = flag
+        self.address = address
+        self.root = root
         self.notes: list[str] = []
         self._copied: dict[str, tuple[int, int]] = {}
 
@@ -126,7 +128,8 @@ class RemoteFolder:
     def _put(self, path: Path, name: str) -> None:
         """Copy a file there, and raise a CheckpointError if it does not arrive whole."""
         fs, place = self._place
-        target, size = f"{place}/{name}", path.stat().st_size
+        target = f"{place}/{name}"
+        size = path.stat().st_size
 
         def put() -> None:
             if not fs.async_impl:
@@ -186,7 +189,8 @@ class RemoteFolder:
         Raises:
             CheckpointError: on all ranks, if the copy of one fails; no manifest is there then.
         """
-        name, rank = folder_of(self.root, iteration).name, torch.distributed.get_rank()
+        name = folder_of(self.root, iteration).name
+        rank = torch.distributed.get_rank()
         own = [file for file in listed if file.startswith(f"__{rank}_")]
         common = [file for file in listed if not file.startswith("__")]
 
@@ -221,7 +225,8 @@ class RemoteFolder:
             self.copy_records()
             older = [other for other in self._iterations() if other < iteration]
             kept = {entry.iteration for entry in best}
-            retain, keep = config.save_retain_interval, config.keep_last
+            retain = config.save_retain_interval
+            keep = config.keep_last
             limits: dict[str, Any] = {"retain": retain, "keep": keep, "superseded": superseded}
             for other in publish.expired(older, **limits, best=kept):
                 try:
@@ -237,7 +242,8 @@ class RemoteFolder:
         for path in found:
             if not path.is_file() or path.name == TRACKER:
                 continue
-            name, facts = str(path.relative_to(self.root)), path.stat()
+            name = str(path.relative_to(self.root))
+            facts = path.stat()
             stamp = facts.st_size, facts.st_mtime_ns
             if self._copied.get(name) != stamp:
                 self._put(path, name)

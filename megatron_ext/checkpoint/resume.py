@@ -45,7 +45,9 @@ class Resume:
         config: RunConfig,
         context: ParallelContext,
     ) -> None:
-        self._checkpoints, self._run_config, self._context = checkpoints, config, context
+        self._checkpoints = checkpoints
+        self._run_config = config
+        self._context = context
         self._config = config.checkpoint
         # A machine that has joined later was not restarted itself.
         self._generation = max(from_all_ranks(generation(), None))
@@ -86,7 +88,8 @@ class Resume:
         self, stores: Sequence[MemoryCheckpoints], found: CheckpointRef | None
     ) -> tuple[Recovery, list[HeldSnapshot]] | None:
         """Return the newest snapshots of all ranks if they are at least as new as a checkpoint."""
-        best, newer_than = None, -1
+        best = None
+        newer_than = -1
         if found is not None and not found.weights_only:
             newer_than = found.iteration - 1
         for store in stores:
@@ -95,7 +98,8 @@ class Resume:
                 recovery = Recovery(store, self._context)
                 chosen = recovery.newest(newer_than, with_earlier=continues)
                 if chosen is not None:
-                    newer_than, best = chosen[0].iteration, (recovery, chosen)
+                    newer_than = chosen[0].iteration
+                    best = (recovery, chosen)
         return best
 
     def _loaded(self, found: CheckpointRef, parts: dict[str, Any]) -> LoadedCheckpoint | None:
@@ -179,7 +183,8 @@ class Resume:
             return loaded
         snapshot = recovery.fetch(chosen)
         state = snapshot.state()
-        path, stored = snapshot.path.parent, state[RUN_CONFIG]
+        path = snapshot.path.parent
+        stored = state[RUN_CONFIG]
         notes = check_changes(
             path, self._run_config, stored, weights_only=False, with_optimizer=True
         )

@@ -49,7 +49,8 @@ def own_checkpoints(root: Path, *, again: bool) -> list[int]:
 
     Unless the run has been started ``again``, there are none, and the present ones are noted.
     """
-    path, name = root / RECORD, run_id()
+    path = root / RECORD
+    name = run_id()
     record = _read(path)
     if again and record.get("run") == name:
         older = record.get("checkpoints")

@@ -152,7 +152,8 @@ class TensorFolder:
 
 def _file_of_each(folder: Path, stem: str) -> dict[str, str]:
     """Read the index, which maps tensors to files; return {} if a single file holds all."""
-    path, single = folder / index_of(stem), f"{stem}.safetensors"
+    path = folder / index_of(stem)
+    single = f"{stem}.safetensors"
     if path.is_file():
         try:
             files = read_json(path, not_finite=True)["weight_map"]
@@ -201,7 +202,9 @@ class Converted:
         convert: Callable[[str, Tensor], dict[str, Tensor]],
         dtype: torch.dtype,
     ) -> None:
-        self._read, self._convert, self._dtype = read, convert, dtype
+        self._read = read
+        self._convert = convert
+        self._dtype = dtype
         self._owner: dict[str, str] = {}
         self.described: dict[str, Tensor] = {}  # all tensors on the meta device
         for ours, shape in shapes.items():
@@ -211,7 +214,8 @@ class Converted:
 
     def some(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return the tensors ``names`` of the converted model; no two of them share memory."""
-        asked, found = set(names), dict[str, Tensor]()
+        asked = set(names)
+        found = dict[str, Tensor]()
         ours = self._read({self._owner[name] for name in asked})
         while ours:  # what was read makes place for what is written
             for theirs, part in self._convert(*ours.popitem()).items():

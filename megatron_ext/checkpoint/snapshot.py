@@ -107,7 +107,9 @@ def content_of(state: Any) -> Content:
         state = dict_list_map_outplace(lambda value: value, state)  # a copy of the nesting
         apply_factories(state)
     pickler.dump(state)
-    copied, offsets, size = list[Tensor](), list[int](), 0
+    copied = list[Tensor]()
+    offsets = list[int]()
+    size = 0
     places: list[tuple[int, torch.dtype, torch.Size]] = [(0, torch.uint8, torch.Size())] * len(
         pickler.tensors
     )
@@ -161,7 +163,8 @@ class _Mapping:
 
     def copy(self, content: Content) -> None:
         """Copy the tensors of a state to this memory."""
-        sources, targets = content.tensors, list[Tensor]()
+        sources = content.tensors
+        targets = list[Tensor]()
         for tensor, offset in zip(sources, content.offsets, strict=True):
             place = _HEADER_BYTES + offset, tensor.dtype, tensor.shape
             targets.append(_view(self.bytes, *place))
@@ -266,7 +269,8 @@ class SnapshotFile:
             target = memory[start : start + piece.numel()]
             if start == 0:
                 first.copy_(piece[:8])
-                target, piece = target[8:], piece[8:]
+                target = target[8:]
+                piece = piece[8:]
             target.copy_(piece)
         memory[:8] = first
         return self.read()
@@ -326,7 +330,9 @@ class Snapshot:
     """
 
     def __init__(self, path: Path, mapping: _Mapping, header: dict[str, Any]) -> None:
-        self.path, self._mapping, self._header = path, mapping, header
+        self.path = path
+        self._mapping = mapping
+        self._header = header
         self.iteration = int(header["iteration"])
         self.facts = dict(header["facts"])
         self.digest = str(header["digest"])
@@ -353,7 +359,8 @@ class Snapshot:
         Who pickles a view pickles all memory around it. With ``to_pickle`` all tensors but those of
         megatron-core's sharded tensors, which a checkpoint holds as they are, are copies.
         """
-        content, at = self.content, self._tensor_bytes
+        content = self.content
+        at = self._tensor_bytes
         places, skeleton = pickle.loads(content[at:].numpy().tobytes())
         tensors = [_view(content[:at], *place) for place in places]
         state = _Unpickler(io.BytesIO(skeleton), tensors).load()

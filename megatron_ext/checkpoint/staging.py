@@ -29,7 +29,8 @@ T = TypeVar("T")
 
 def _apart(work: Callable[[], T]) -> T:
     """Do work in a process of its own, as file systems start threads and ranks are forked later."""
-    context, others = multiprocessing.get_context("fork"), set(multiprocessing.active_children())
+    context = multiprocessing.get_context("fork")
+    others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(1, context, leave_signals_to, (os.getpid(),)) as pool:
         try:
             with held_signals():
@@ -76,7 +77,8 @@ def stage(config: RunConfig, *, is_first: bool) -> list[str]:
 def _check_machines(config: RunConfig) -> None:
     """Raise a CheckpointError if something asks for a folder that several machines share."""
     several = os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE")
-    address, settings = config.checkpoint.addresses.get("save"), config.checkpoint
+    address = config.checkpoint.addresses.get("save")
+    settings = config.checkpoint
     keeps = settings.peer_checkpoint_interval or settings.non_persistent_save_interval
     if several and address is not None and keeps and config.fault_tolerance.is_elastic:
         raise CheckpointError(

@@ -246,12 +246,16 @@ def random_state(context: ParallelContext, *, every_replica: bool = False) -> Sh
     if every_replica:
         states = [None] * context.pgs.dp.size()
         torch.distributed.all_gather_object(states, own, group=context.pgs.dp)
-    layout, replicas = context.layout, context.pgs.dp_cp
+    layout = context.layout
+    replicas = context.pgs.dp_cp
     sizes = [layout.pipeline_model_parallel_size, layout.tensor_model_parallel_size]
-    ranks, replica = [context.pp_rank, context.tp_rank], replicas.rank()
+    ranks = [context.pp_rank, context.tp_rank]
+    replica = replicas.rank()
     if layout.expert_model_parallel_size > 1:
         # Experts differ between data-parallel ranks, and so do their states.
-        sizes, ranks, replica = [*sizes, replicas.size()], [*ranks, replica], 0
+        sizes = [*sizes, replicas.size()]
+        ranks = [*ranks, replica]
+        replica = 0
     return ShardedObject("rng_state", states, tuple(sizes), tuple(ranks), replica_id=replica)
 
 
@@ -263,7 +267,8 @@ def restore_random_state(context: ParallelContext, states: list[dict[str, Any]])
     torch.cuda.set_rng_state(state["cuda_rng_state"])
     tracker = tensor_parallel.get_cuda_rng_tracker()
     safe = tensor_parallel.is_graph_safe_cuda_rng_tracker(tracker)
-    own, convert = state["rng_tracker_states"], tensor_parallel.convert_cuda_rng_state
+    own = state["rng_tracker_states"]
+    convert = tensor_parallel.convert_cuda_rng_state
     tracker.set_states({name: convert(value, to_graphable=safe) for name, value in own.items()})
 
 
@@ -344,7 +349,8 @@ def averages_to_save(
     """Return this rank's part of the averages, sharded like the weights in ``state``."""
     if metadata.get(SHARDING) == flat_state.FLAT:
         return flat_state.averages(ema, model, metadata[flat_state.PLACE], PREFIX)
-    entries, found = _entries_of({key: state[key] for key in chunk_keys(model)}), dict[str, Any]()
+    entries = _entries_of({key: state[key] for key in chunk_keys(model)})
+    found = dict[str, Any]()
     for index, part in enumerate(ema.parts):
         entry = entries[id(part.parameter)]
         if part.group is None:

@@ -190,7 +190,8 @@ def write_state(state: dict[str, Any], folder: Path, strategy: Any) -> None:
     try:
         strategy.save(sharded, folder)
     except CheckpointException as error:
-        rank, why = first_failure(error)[0], one_line(error)
+        rank = first_failure(error)[0]
+        why = one_line(error)
         raise CheckpointError(f"{folder} could not be written by rank {rank}: {why}") from error
     on_first_rank(lambda: write_format(folder), "config")
 

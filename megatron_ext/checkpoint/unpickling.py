@@ -146,7 +146,8 @@ def _scan_opened(file: IO[bytes]) -> None:
         # torch's own reader, so that both see the same record of the archive.
         Scan(torch._C.PyTorchFileReader(file).get_record("data.pkl")).load()
         return
-    content, at = file.read(), 0
+    content = file.read()
+    at = 0
     for _ in range(_OLD_PICKLES):
         scan = Scan(content, at)
         scan.load()
@@ -255,7 +256,8 @@ def common_state_of(path: Path) -> dict[str, Any]:
     if place.is_file() or not holds_common_state(path):
         content = plain_content(place, place)
     else:
-        place, state = path / _OBJECT, {_OBJECT: BytesIO()}
+        place = path / _OBJECT
+        state = {_OBJECT: BytesIO()}
         _fill(state, path, MetadataReader(str(path)))
         held: Any = state[_OBJECT]
         content = held[0] if isinstance(held, list) and held else None

@@ -20,8 +20,10 @@ class BatchSize:
     ) -> None:
         micro_batch_size, self._final = training.batch_sizes
         self.samples_per_microbatch = micro_batch_size * data_parallel_size
-        self._training, self._replicas = training, data_parallel_size
-        self._ramp, self._ramp_end = training.rampup_batch_size, -1
+        self._training = training
+        self._replicas = data_parallel_size
+        self._ramp = training.rampup_batch_size
+        self._ramp_end = -1
         self._steps: list[tuple[int, int]] = []
         if training.step_batch_size_schedule is not None:
             steps = parse_batch_schedule(training.step_batch_size_schedule)
@@ -91,7 +93,8 @@ def samples_after(
     """
     size = BatchSize(training, seq_length, data_parallel_size)
     size.update(consumed)
-    steps, before = 0, consumed
+    steps = 0
+    before = consumed
     while steps < iterations and not size.is_final(consumed):
         consumed += size.global_batch_size
         steps += 1

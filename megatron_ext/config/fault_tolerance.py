@@ -89,7 +89,8 @@ class FaultToleranceConfig(UsersOwn):
                 f"`--elastic-min-nodes` ({self.elastic_min_nodes}) needs `--save`, from which "
                 "another number of nodes goes on; give a folder."
             )
-        mode, interval = self.rerun_mode, self.rerun_interval
+        mode = self.rerun_mode
+        interval = self.rerun_interval
         if mode == DISABLED and interval is not None:
             yield (
                 f"`--rerun-interval` ({interval}) needs `--rerun-mode`; give validate_results or "

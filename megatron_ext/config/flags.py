@@ -240,8 +240,10 @@ def _flag_of(section: str, field: dataclasses.Field[Any], hint: Any) -> Flag:
         hint = next(x for x in typing.get_args(hint) if x is not type(None))
     if typing.get_origin(hint) in (list, tuple):
         hint = typing.get_args(hint)[0]
-    dashed, meta = field.name.replace("_", "-"), dict(field.metadata)
-    positive, negative = (f"--{dashed}", *meta.pop("names")), tuple(meta.pop("negative"))
+    dashed = field.name.replace("_", "-")
+    meta = dict(field.metadata)
+    positive = (f"--{dashed}", *meta.pop("names"))
+    negative = tuple(meta.pop("negative"))
     if hint is bool:
         negative = (*negative, f"--no-{dashed}")
     default = field.default

@@ -327,7 +327,8 @@ class ModelConfig(Changeable):
 
     def resolved(self, *, has_te: bool) -> ModelConfig:
         """Return a copy with derived sizes; "auto" layers use Transformer Engine if ``has_te``."""
-        h, n = self.hidden_size or 0, self.num_attention_heads or 0
+        h = self.hidden_size or 0
+        n = self.num_attention_heads or 0
         ffn = self.ffn_hidden_size
         if ffn is None:
             ffn = int((4 * h * 2 / 3) / 64) * 64 if self.swiglu else 4 * h
@@ -365,9 +366,8 @@ class ModelConfig(Changeable):
 
         If these lack something or contradict it, they stay as they are, to be refused.
         """
-        factor, original = (
-            self.yarn_rotary_scaling_factor, self.yarn_original_max_position_embeddings
-        )  # fmt: skip
+        factor = self.yarn_rotary_scaling_factor
+        original = self.yarn_original_max_position_embeddings
         if self.position_embedding_type != "yarn" or self.rope_scaling is not None:
             return self
         if factor is None or original is None:

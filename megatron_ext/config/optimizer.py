@@ -208,7 +208,8 @@ class OptimizerConfig(Changeable):
 
     def warmup_notes(self) -> list[str]:
         """Return a note if no flag sets the warm-up, and the task's default was shortened."""
-        usual, warmup = self.usual_warmup_iters, self.lr_warmup_iters
+        usual = self.usual_warmup_iters
+        warmup = self.lr_warmup_iters
         if warmup is None or warmup >= usual or self.lr_warmup_fraction is not None:
             return []
         return [

@@ -193,7 +193,8 @@ class CheckpointConfig(UsersOwn):
                 yield (
                     f"`--{name.replace('_', '-')}` needs `--save`; give a folder, or leave it out."
                 )
-        retain, interval = self.save_retain_interval, self.save_interval or 1
+        retain = self.save_retain_interval
+        interval = self.save_interval or 1
         yield from must_divide("--save-retain-interval", retain, "--save-interval", interval)
         yield from self._non_persistent_errors()
         if self.use_checkpoint_args and self.load is None and self.pretrained_checkpoint is None:
@@ -233,7 +234,8 @@ class CheckpointConfig(UsersOwn):
             yield from self._auto_errors()
 
     def _non_persistent_errors(self) -> Iterator[str]:
-        interval, kind = self.non_persistent_save_interval, self.non_persistent_ckpt_type
+        interval = self.non_persistent_save_interval
+        kind = self.non_persistent_ckpt_type
         folder = self.non_persistent_local_ckpt_dir
         if kind == "global":
             yield (
@@ -330,7 +332,8 @@ class PlanningConfig(UsersOwn):
             value = getattr(self, name)
             if value is not None and not self.dry_run:
                 yield f"`--{name.replace('_', '-')}` ({value}) needs `--dry-run`; give both."
-        gpu, known = self.dry_run_gpu, [name.lower() for name in GPU_NAMES]
+        gpu = self.dry_run_gpu
+        known = [name.lower() for name in GPU_NAMES]
         if gpu is not None and not gpu.endswith(".json") and gpu.lower() not in known:
             yield (
                 f"`--dry-run-gpu` ({self.dry_run_gpu}) must be one of {', '.join(GPU_NAMES)}, or a "

@@ -87,7 +87,8 @@ def parse_args(
     given.append(reading.values)
     try:
         # The flags choose the task, whose defaults stand below them.
-        asked, replaced = _joined(given), _by_section(defaults or {}, program)
+        asked = _joined(given)
+        replaced = _by_section(defaults or {}, program)
         task = program.choose(RunConfig.from_dict(_joined([replaced, asked]), program.sections))
         layers = [_by_section(task.defaults, program), replaced]
         bare = RunConfig.from_dict(_joined([*layers, asked]), program.sections)

@@ -149,7 +149,8 @@ def read_scaling(text: str | None, max_position_embeddings: int) -> RopeScaling 
         )
     if kind not in REQUIRED:
         raise ValueError(f"has the rope_type {kind}, which must be one of {', '.join(REQUIRED)}")
-    required, known = REQUIRED[kind], {*REQUIRED[kind], *OPTIONAL.get(kind, ())}
+    required = REQUIRED[kind]
+    known = {*REQUIRED[kind], *OPTIONAL.get(kind, ())}
     missing = [name for name in required if name not in values]
     unknown = [name for name in values if name not in known]
     if missing or unknown:

@@ -241,7 +241,9 @@ def transformer_fields(run: RunConfig) -> dict[str, object]:
         for section, names in SAME_NAME.items()
         for name in names.split()
     }
-    model, parallel, kinds = run.model, run.parallel, run.parallel.cp_comm_type
+    model = run.model
+    parallel = run.parallel
+    kinds = run.parallel.cp_comm_type
     activation = next((ACTIVATIONS[name] for name in ACTIVATIONS if getattr(model, name)), "gelu")
     fields.update(
         layernorm_epsilon=model.norm_epsilon,
@@ -288,7 +290,8 @@ def _without_rope(model: ModelConfig) -> list[int] | None:
 
 def _moe_fields(moe: MoEConfig, *, te: bool) -> dict[str, object]:
     fields = {k: v for k, v in dataclasses.asdict(moe).items() if k.startswith("moe_")}
-    kinds, weights = moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff
+    kinds = moe.moe_router_load_balancing_type
+    weights = moe.moe_aux_loss_coeff
     fields.update(
         num_moe_experts=moe.num_experts,
         moe_layer_freq=moe.layer_pattern(),
@@ -300,7 +303,8 @@ def _moe_fields(moe: MoEConfig, *, te: bool) -> dict[str, object]:
 
 
 def _fusions(run: RunConfig) -> dict[str, object]:
-    model, gpu = run.model, run.device == "cuda"
+    model = run.model
+    gpu = run.device == "cuda"
     te = _with_engine(model, run.planning)
     wanted = {name: bool(getattr(model, name)) and te for name in FUSIONS.split()}
     # The output head is megatron-core's own layer, whose kernel is apex's.

@@ -123,14 +123,16 @@ def print_help(program: Program) -> None:
         print(f"{section}:")
         for member in members:
             print(f"  {member.shown}" + ("" if member.type is bool else f" {_metavar(member)}"))
-            told, indent = _meaning(member, of_task), " " * 8
+            told = _meaning(member, of_task)
+            indent = " " * 8
             print(textwrap.fill(told, width, initial_indent=indent, subsequent_indent=indent))
         print()
 
 
 Provider = Callable[[argparse.ArgumentParser], "argparse.ArgumentParser | None"]
 
-_TRUE, _FALSE = argparse._StoreTrueAction, argparse._StoreFalseAction
+_TRUE = argparse._StoreTrueAction
+_FALSE = argparse._StoreFalseAction
 
 
 def section_of(provider: Provider, name: str = "ExtraArgs") -> type:

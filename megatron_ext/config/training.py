@@ -171,7 +171,8 @@ class TrainingConfig(Changeable):
         """Yield a sentence for each fault in the flags of training."""
         yield from self._length_errors()
         yield from self._batch_errors(data_parallel_size)
-        patience, delta = self.early_stop_patience, self.early_stop_min_delta
+        patience = self.early_stop_patience
+        delta = self.early_stop_min_delta
         if patience is None and delta:
             yield f"`--early-stop-min-delta` ({delta}) needs `--early-stop-patience`; give both."
         if patience is not None and not self.evaluates:
@@ -211,13 +212,15 @@ class TrainingConfig(Changeable):
             )
 
     def _batch_errors(self, replicas: int) -> Iterator[str]:
-        micro, batch = self.micro_batch_size, self.global_batch_size
+        micro = self.micro_batch_size
+        batch = self.global_batch_size
         if micro is None:
             yield "`--micro-batch-size` is missing; 1 always works."
             return
         share = micro * replicas
         if batch is not None and self.microbatches(batch, replicas) is None:
-            lower, upper = batch // share * share, -(-batch // share) * share
+            lower = batch // share * share
+            upper = -(-batch // share) * share
             yield (
                 f"`--global-batch-size` ({batch}) must be divisible by micro-batch size × "
                 f"data-parallel size ({micro} × {replicas} = {share}); use "
@@ -249,7 +252,8 @@ class TrainingConfig(Changeable):
                 )
 
     def _schedule_errors(self) -> Iterator[str]:
-        text, batch = self.step_batch_size_schedule, self.global_batch_size
+        text = self.step_batch_size_schedule
+        batch = self.global_batch_size
         steps = _schedule_or_none(text)
         if self.rampup_batch_size is not None:
             yield (
@@ -381,7 +385,8 @@ class LossConfig:
             )
         if self.loss_args and self.loss is None:
             yield "`--loss-args` needs `--loss`; name the loss that takes them."
-        impl, instead = self.cross_entropy_impl, f"or give `--loss {CROSS_ENTROPY}`"
+        impl = self.cross_entropy_impl
+        instead = f"or give `--loss {CROSS_ENTROPY}`"
         parts = {"--label-smoothing": self.label_smoothing, "--z-loss-coeff": self.z_loss_coeff}
         for name, value in parts.items():
             if value and self.loss is not None:

@@ -91,7 +91,8 @@ def with_mtp_targets(batch: Batch, depths: int, documents: Tensor | None = None)
     0 beyond the end of the sequence or document (see `shift_left`). Targets are made before the
     sequence is sliced for context parallelism, so that no rank needs its neighbour's tokens.
     """
-    labels, weights = [batch.labels], [batch.loss_weights]
+    labels = [batch.labels]
+    weights = [batch.loss_weights]
     for _ in range(depths):
         labels.append(shift_left(labels[-1], documents))
         weights.append(shift_left(weights[-1], documents))
@@ -214,7 +215,8 @@ class StepLoader:
     def _receive(self, num_microbatches: int) -> tuple[Tensor, Tensor]:
         """Return m micro-batches: ids of k keys ``[m, k, b, s]``, loss masks ``[m, b, s]``."""
         if self.samples is not None:
-            parts, own = list[Tensor](), list[Tensor]()
+            parts = list[Tensor]()
+            own = list[Tensor]()
             for _ in range(num_microbatches):
                 sample = next(self.samples)
                 # Copies, since what a loader's process has sent keeps a file open for each tensor.

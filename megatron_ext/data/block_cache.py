@@ -75,7 +75,8 @@ class BlockCache:
 
     def _open(self, folder: Path, limit: int) -> None:
         """Open the files, and make them anew if they are of another size, machine or start."""
-        table, pages = folder / "table", folder / "pages"
+        table = folder / "table"
+        pages = folder / "pages"
         size = 8 * (_HEADER + _RECORD * self.slots)
         boot = Path("/proc/sys/kernel/random/boot_id")
         started = boot.read_text() if boot.is_file() else ""
@@ -147,7 +148,8 @@ class BlockCache:
     def put(self, key: int, first: int, content: bytes) -> None:
         """Keep the pages of an object from number ``first`` on; the object's last may be short."""
         pages = np.arange(first, first + -(-len(content) // PAGE), dtype=np.int64)
-        sets, data = self._sets(key, pages), memoryview(content)
+        sets = self._sets(key, pages)
+        data = memoryview(content)
         with self._locked(fcntl.LOCK_EX):
             for number, (page, at) in enumerate(zip(pages.tolist(), sets.tolist(), strict=True)):
                 self._put(key, page, at, data[number * PAGE : (number + 1) * PAGE])
@@ -164,7 +166,8 @@ class BlockCache:
                 raise
             written = 0
         if written == len(content):
-            records[way, 0], records[way, 2] = key, time.monotonic_ns()
+            records[way, 0] = key
+            records[way, 2] = time.monotonic_ns()
             records[way, 1] = page + 1
         else:
             self._words[1 + COUNTS.index("not_kept")] += np.uint64(1)

@@ -190,7 +190,8 @@ def _map_arrays(
         at += array.nbytes
         return array
 
-    lengths, offsets = take(sequences, "<i4"), take(sequences, "<i8")
+    lengths = take(sequences, "<i4")
+    offsets = take(sequences, "<i8")
     documents = take(boundaries, "<i8")
     modes = take(sequences, "i1") if sequences and size == plain + sequences else None
     return Index(dtype, lengths, offsets, documents, modes)
@@ -238,7 +239,8 @@ def check_indexed_dataset(prefix: str | os.PathLike[str]) -> IndexInfo:
 
 def _check_sequences(prefix: str | os.PathLike[str], index: Index) -> int:
     """Check that each sequence begins where the one before ends; return the number of tokens."""
-    itemsize, end = index.dtype.itemsize, 0
+    itemsize = index.dtype.itemsize
+    end = 0
     for start in range(0, len(index.lengths), SCAN_ITEMS):
         lengths = index.lengths[start : start + SCAN_ITEMS].astype(np.int64)
         if len(lengths) and lengths.min() < 0:
@@ -261,7 +263,8 @@ def _check_sequences(prefix: str | os.PathLike[str], index: Index) -> int:
 
 
 def _check_documents(prefix: str | os.PathLike[str], index: Index) -> None:
-    first, last = int(index.documents[0]), int(index.documents[-1])
+    first = int(index.documents[0])
+    last = int(index.documents[-1])
     ordered = all(
         bool((np.diff(index.documents[i : i + SCAN_ITEMS + 1]) >= 0).all())
         for i in range(0, len(index.documents), SCAN_ITEMS)

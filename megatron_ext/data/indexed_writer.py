@@ -93,14 +93,16 @@ def append_file(
     out.flush()
     with open(source, "rb", buffering=0) as stream:
         end = os.fstat(stream.fileno()).st_size if end is None else end
-        at, left = start, end - start
+        at = start
+        left = end - start
         while left > 0:
             done = _kernel_copy(stream.fileno(), out.fileno(), at, min(left, _COPY_BYTES))
             if done == 0:
                 raise DataError(
                     f"{source} ended {left} bytes early while it was joined; run again."
                 )
-            at, left = at + done, left - done
+            at = at + done
+            left = left - done
             advance(done)
 
 
@@ -220,8 +222,12 @@ class IndexedWriter:
     ) -> None:
         self._prefix = Path(prefix)
         self._temporary = Path(f"{os.fspath(prefix)}.writing.{os.getpid()}")
-        self._dtype, self._multimodal, self._durable = dtype, multimodal, durable
-        self._lengths, self._documents, self._modes = list[int](), list[int](), list[int]()
+        self._dtype = dtype
+        self._multimodal = multimodal
+        self._durable = durable
+        self._lengths = list[int]()
+        self._documents = list[int]()
+        self._modes = list[int]()
         self._bin = open_new(bin_path(self._temporary), "wb")
 
     def __enter__(self) -> IndexedWriter:
@@ -278,7 +284,8 @@ def narrow(ids: Array, dtype: np.dtype[Any]) -> Array:
         DataError: an id does not fit; numpy would silently wrap it.
     """
     if ids.size and np.issubdtype(dtype, np.integer) and ids.dtype != dtype:
-        low, high = int(ids.min()), int(ids.max())
+        low = int(ids.min())
+        high = int(ids.max())
         bounds = np.iinfo(dtype)
         bad = low if low < bounds.min else high
         if not bounds.min <= bad <= bounds.max:

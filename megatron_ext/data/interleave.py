@@ -53,7 +53,8 @@ class Interleave:
         self.period = sum(self._shares)
         # Short periods are scheduled several at a time, so that a block holds many places.
         repeats = max(1, _CYCLE // self.period)
-        self._cycle, self._per_cycle = repeats * self.period, [repeats * x for x in self._shares]
+        self._cycle = repeats * self.period
+        self._per_cycle = [repeats * x for x in self._shares]
         self._blocks: OrderedDict[int, tuple[Places, list[int], list[int]]] = OrderedDict()
 
     def counts(self, place: int) -> list[int]:
@@ -96,7 +97,8 @@ class Interleave:
         if number in self._blocks:
             self._blocks.move_to_end(number)
             return self._blocks[number]
-        start, stop = number * BLOCK, min((number + 1) * BLOCK, self._cycle)
+        start = number * BLOCK
+        stop = min((number + 1) * BLOCK, self._cycle)
         counts = self._counts_before(start)
         sources, after = self._schedule(counts, start, stop)
         self._blocks[number] = np.array(sources, dtype=np.uint16), counts, after
@@ -131,7 +133,9 @@ class Interleave:
 
     def _schedule(self, counts: list[int], start: int, stop: int) -> tuple[list[int], list[int]]:
         """Schedule the places from ``start`` on after ``counts``; return sources and new counts."""
-        period, shares, counts = self.period, self._shares, list(counts)
+        period = self.period
+        shares = self._shares
+        counts = list(counts)
         if len(self._present) == 1:
             only = self._present[0]
             counts[only] += stop - start
@@ -167,6 +171,7 @@ def numbered(sources: Places, counts: Sequence[int]) -> Ints:
 
 def error_of(weights: Sequence[Fraction], counts: Sequence[int]) -> Fraction:
     """Return the largest difference between the counts of sources and their exact quotas."""
-    places, total = sum(counts), sum(weights)
+    places = sum(counts)
+    total = sum(weights)
     quotas = (places * weight / total for weight in weights)
     return max(abs(quota - count) for quota, count in zip(quotas, counts, strict=True))

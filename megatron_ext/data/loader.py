@@ -67,8 +67,11 @@ class BatchSource:
         whole_epochs: bool = False,
         seq_length_of: Callable[[int], int] | None = None,
     ) -> None:
-        self.loader, self.plan, self.seq_length_of = loader, plan, seq_length_of
-        self.num_samples, self.whole_epochs = num_samples, whole_epochs
+        self.loader = loader
+        self.plan = plan
+        self.seq_length_of = seq_length_of
+        self.num_samples = num_samples
+        self.whole_epochs = whole_epochs
         self._coming = first_step
 
     def num_microbatches(self, usual: int) -> int:

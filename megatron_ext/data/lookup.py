@@ -50,7 +50,8 @@ def _numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> list[int
 
 def _packed_numbers(order: PackedOrder, taken: Taken, begin: int, end: int) -> list[int]:
     """Return the packed samples that hold tokens, numbered within the phase, their only one."""
-    source, found = taken.source, list[int]()
+    source = taken.source
+    found = list[int]()
     count = order.sources[source].windows
     epochs = np.arange(taken.first // count, (taken.end - 1) // count + 1, dtype=np.int64)
     epoch, place, _ = _places(order, source, begin, end, epochs)
@@ -75,7 +76,8 @@ def _meets(
 
 def _rest_numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> list[int]:
     """Return the samples made of left-over parts, numbered within the phase, that hold tokens."""
-    source, phase = order.sources[taken.source], taken.phase
+    source = order.sources[taken.source]
+    phase = taken.phase
     numbers = range(taken.first, min(taken.end, phase.rest_samples))
     rows = [(n, *rest) for n in numbers for _, *rest in source.rest_pieces(phase, n)]
     if not rows:
@@ -92,12 +94,14 @@ def _rest_numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> lis
 
 def _fresh_numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> Ints:
     """Return the samples of a phase after its rests, numbered from there, that hold tokens."""
-    phase, own = taken.phase, order.sources[taken.source]
+    phase = taken.phase
+    own = order.sources[taken.source]
     length = phase.seq_length
     first, last = (max(0, n - phase.rest_samples) for n in (taken.first, taken.end - 1))
     if length >= order.window:
         joins = length // order.window
-        low, high = phase.first_window + first * joins, phase.first_window + (last + 1) * joins
+        low = phase.first_window + first * joins
+        high = phase.first_window + (last + 1) * joins
         windows, _ = _windows(order, taken.source, begin, end, low, high)
         return (windows - phase.first_window) // joins
     per_window = order.window // length
@@ -106,7 +110,8 @@ def _fresh_numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> In
     )
     ends = np.array([first, last], dtype=np.int64)
     firsts, counts, _ = groups(ends, zero, size, group, per_window)
-    low, high = int(firsts[0]), int(firsts[1] + counts[1])
+    low = int(firsts[0])
+    high = int(firsts[1] + counts[1])
     windows, begins = _windows(order, taken.source, begin, end, low, high)
     whole = (windows - phase.first_window) * per_window
     firsts, counts, _ = groups(whole, zero, size, group, per_window)
@@ -115,7 +120,8 @@ def _fresh_numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> In
     part = np.tile(np.arange(per_window), len(windows))
     lengths = np.full(len(part), length)
     holds = _meets(order, taken.source, begins[at] + part * length, lengths, begin, end)
-    at, part = at[holds], part[holds]
+    at = at[holds]
+    part = part[holds]
     keys = group_keys(np.full(len(windows), phase.key, dtype=np.uint64), firsts)
     places = (windows - firsts)[at] * per_window + part
     numbers = unpermute(places, (counts * per_window)[at], keys[at])
@@ -141,7 +147,8 @@ def _places(
     order: SampleOrder, source: int, begin: int, end: int, epochs: Ints
 ) -> tuple[Ints, Ints, Ints]:
     """Return epoch, place in the epoch's circle, and first token of the windows with tokens."""
-    own, window = order.sources[source], order.window
+    own = order.sources[source]
+    window = order.window
     # Counted from the first token of an epoch, a range may pass the end of the circle once.
     shifts = order.first_tokens(source, epochs)
     starts = (begin - shifts) % own.tokens

@@ -52,7 +52,8 @@ def stages_of(planned: Sequence[Planned], begin: int = 0, batch: int = 1) -> lis
     ``begin`` on, that begins at or after the planned sample; later stages move with it.
     """
     found: list[Stage] = []
-    at, before = 0, planned[0]
+    at = 0
+    before = planned[0]
     for each in planned:
         if each.seq_length != before.seq_length:
             at += (begin - at) % batch
@@ -60,13 +61,15 @@ def stages_of(planned: Sequence[Planned], begin: int = 0, batch: int = 1) -> lis
             found += _staircase(before.weights, each, at)
         else:
             found.append(Stage(at, each.seq_length, each.weights))
-        at, before = at + (each.size or 0), each
+        at = at + (each.size or 0)
+        before = each
     return found
 
 
 def _staircase(old: Weights, ramp: Planned, start: int) -> list[Stage]:
     size = ramp.size or 0
-    first, last = shares(old), shares(ramp.weights)
+    first = shares(old)
+    last = shares(ramp.weights)
     names = list(dict.fromkeys([*first, *last]))
     edges = [size * step // STEPS for step in range(STEPS + 1)]
     done = dict.fromkeys(names, 0)
@@ -158,7 +161,8 @@ def limited(
 
 def _last_within(order: SampleOrder, name: str, budget: Fraction, total: int) -> int:
     """Return the most samples of the run, at most ``total``, that keep a source within a budget."""
-    low, high = 0, total
+    low = 0
+    high = total
     while low < high:
         middle = (low + high + 1) // 2
         if order.tokens_used(middle)[name] <= budget:

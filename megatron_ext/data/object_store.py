@@ -60,7 +60,8 @@ class ObjectStore:
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
-        self.folder, self.limit = folder, limit
+        self.folder = folder
+        self.limit = limit
         self._objects: dict[str, StoredObject] = {}
         self._checked: dict[str, float] = {}
         self._process: _Process | None = None
@@ -126,7 +127,9 @@ class ObjectStore:
         part = place / "part"
         remove(part)
         part.mkdir()
-        copy, requests, step = part / name, self._own.requests, RANGE * PAGE
+        copy = part / name
+        requests = self._own.requests
+        step = RANGE * PAGE
         requests.wait(requests.check_ranges(source.address))
         file = open_descriptor(idx_path(copy), os.O_WRONLY | os.O_CREAT, 0o644)
         try:
@@ -153,7 +156,8 @@ class ObjectStore:
 
     def open_tokens(self, address: str) -> StoredObject:
         """Return a `.bin` whose ranges can be read."""
-        known, source = address in self._objects, self.described(address)
+        known = address in self._objects
+        source = self.described(address)
         if not known:
             requests = self._own.requests
             requests.wait(requests.check_ranges(address))
@@ -172,7 +176,8 @@ class ObjectStore:
         Raises:
             DataError: one cannot be read, or the object has changed.
         """
-        started, found = time.monotonic(), dict[int, bytes]()
+        started = time.monotonic()
+        found = dict[int, bytes]()
         for future in self._request(source, pages):
             first, content = future.result()
             found |= {
@@ -188,7 +193,9 @@ class ObjectStore:
 
     def _request(self, source: StoredObject, pages: Ints) -> list[Future[tuple[int, bytes]]]:
         """Ask for pages that nobody in this process has asked for; return all their answers."""
-        own, key, found = self._own, _key(source), []
+        own = self._own
+        key = _key(source)
+        found = []
         total = sum(each.size for name, each in self._objects.items() if name.endswith(".bin"))
         unit = RANGE if total <= _FITS * self.limit else 1
         with own.lock:
@@ -245,7 +252,8 @@ def open_remote_span(prefix: str, first: int, end: int | None, store: ObjectStor
     Raises:
         DataError: an object is missing, damaged or of another length than the index says.
     """
-    index, source = store.index(prefix), store.open_tokens(f"{prefix}.bin")
+    index = store.index(prefix)
+    source = store.open_tokens(f"{prefix}.bin")
     begin, stop = token_bounds(index, first, end, source.address, source.size)
     return RemoteSpan(prefix, index.dtype, begin, stop - begin, store)
 
@@ -257,7 +265,8 @@ class RemoteSpan(TokenSpan):
         self, name: str, dtype: np.dtype[Any], first: int, tokens: int, store: ObjectStore
     ) -> None:
         super().__init__(name, dtype, first, tokens)
-        self._store, self._source = store, store.open_tokens(f"{name}.bin")
+        self._store = store
+        self._source = store.open_tokens(f"{name}.bin")
 
     def expect(self, begins: Ints, lengths: Ints) -> None:
         """Begin to fetch ranges that are read soon; each may go on around the circle."""
@@ -294,7 +303,8 @@ class RemoteSpan(TokenSpan):
         """Return ranges in order, of which those around the circle are cut at its end."""
         over = np.flatnonzero(begins + lengths > self.tokens)
         rest = begins[over] + lengths[over] - self.tokens
-        begins, lengths = np.insert(begins, over + 1, 0), np.insert(lengths, over + 1, rest)
+        begins = np.insert(begins, over + 1, 0)
+        lengths = np.insert(lengths, over + 1, rest)
         lengths[over + np.arange(len(over))] -= rest
         return begins, lengths
 

@@ -89,7 +89,9 @@ def check_recorded(values: object, place: str) -> None:
 
 
 def _is_recorded(values: Mapping[str, Any]) -> bool:
-    tokens, stages, window = values["tokens"], values["stages"], values["window"]
+    tokens = values["tokens"]
+    stages = values["stages"]
+    window = values["window"]
     starts = [stage["start"] for stage in stages]
     numbers = [window, *tokens.values(), *starts]
     numbers += [stage["seq_length"] for stage in stages]
@@ -184,7 +186,9 @@ class SampleOrder:
     def __init__(
         self, tokens: Mapping[str, int], stages: Sequence[Stage], window: int, seed: int
     ) -> None:
-        self.stages, self.window, self.seed = tuple(stages), window, seed
+        self.stages = tuple(stages)
+        self.window = window
+        self.seed = seed
         self.sources = [Source(name, count, window, seed) for name, count in tokens.items()]
         self._starts = [stage.start for stage in stages]
         self._placed: list[_Placed] = []
@@ -217,18 +221,22 @@ class SampleOrder:
 
     def _place(self, stage: Stage) -> _Placed:
         weights = [stage.weights.get(source.name, Fraction(0)) for source in self.sources]
-        phases, used = [], []
+        phases = []
+        used = []
         before = self._placed[-1] if self._placed else None
         counts = None
         if before is not None:
             counts = before.interleave.counts(stage.start - before.stage.start)
         for index, (source, weight) in enumerate(zip(self.sources, weights, strict=True)):
             if before is None or counts is None:
-                phase, count = source.begin(stage.seq_length), 0
+                phase = source.begin(stage.seq_length)
+                count = 0
             else:
-                phase, count = before.phases[index], before.used[index] + counts[index]
+                phase = before.phases[index]
+                count = before.used[index] + counts[index]
             if weight and phase.seq_length != stage.seq_length:
-                phase, count = source.change(phase, count, stage.seq_length), 0
+                phase = source.change(phase, count, stage.seq_length)
+                count = 0
             phases.append(phase)
             used.append(count)
         return _Placed(stage, Interleave(weights), phases, used)
@@ -257,7 +265,8 @@ class SampleOrder:
         for index, placed in enumerate(self._placed):
             begin = placed.stage.start
             end = self._starts[index + 1] if index + 1 < len(self._starts) else stop
-            low, high = max(start, begin), min(stop, end)
+            low = max(start, begin)
+            high = min(stop, end)
             if low >= high:
                 continue
             before, after = (placed.interleave.counts(at - begin) for at in (low, high))
@@ -302,7 +311,8 @@ class SampleOrder:
 
     def locate(self, start: int, stop: int) -> Pieces:
         """Return the pieces of the samples from ``start`` to ``stop`` - 1."""
-        parts, at = [], start
+        parts = []
+        at = start
         while at < stop:
             index = self.stage_at(at)
             inside = at - self._starts[index]
@@ -347,7 +357,8 @@ class SampleOrder:
 
     def _fresh(self, placed: _Placed, rows: Ints, sources: Ints, numbers: Ints) -> Pieces:
         """Return the pieces of samples after the rests of their phases, counted from there."""
-        length, window = placed.stage.seq_length, self.window
+        length = placed.stage.seq_length
+        window = self.window
         first = np.array([phase.first_window for phase in placed.phases])[sources]
         if length < window:
             per_window = window // length
@@ -361,7 +372,8 @@ class SampleOrder:
             return Pieces(rows, np.zeros_like(rows), sources, begins, np.full_like(rows, length))
         joins = length // window
         windows = (first + numbers * joins)[:, None] + np.arange(joins)
-        rows, sources = np.repeat(rows, joins), np.repeat(sources, joins)
+        rows = np.repeat(rows, joins)
+        sources = np.repeat(sources, joins)
         columns = np.tile(np.arange(joins) * window, len(numbers))
         begins = self._begins(sources, windows.ravel(), np.zeros_like(rows))
         return Pieces(rows, columns, sources, begins, np.full_like(rows, window))
@@ -377,7 +389,8 @@ class SampleOrder:
 
     def _begins(self, sources: Ints, windows: Ints, offsets: Ints) -> Ints:
         """Return the first tokens, in their circles, of parts of windows counted over epochs."""
-        counts, keys = self._windows[sources], self._keys[sources]
+        counts = self._windows[sources]
+        keys = self._keys[sources]
         epochs, places = np.divmod(windows, counts)
         places = permute(places, counts, derived(keys, epochs, _ORDER))
         tokens = self._tokens[sources]

@@ -21,7 +21,9 @@ from megatron_ext.data.order import Pieces, SampleOrder, Stage
 from megatron_ext.data.packing import DocumentStarts, PackedBlock, pack_block
 from megatron_ext.data.permutation import Ints, Words, derived, permute, unpermute
 
-SAMPLES, FEWEST, TOKENS = 1024, 128, 1 << 22
+SAMPLES = 1024
+FEWEST = 128
+TOKENS = 1 << 22
 """Samples of a block, which are packed together: the most, the fewest, and its tokens between."""
 BLOCKS = 8
 """Blocks whose samples are permuted together."""
@@ -115,7 +117,8 @@ class PackedOrder(SampleOrder):
 
     def _places(self, sources: Ints, windows: Ints) -> tuple[Ints, Ints, Ints]:
         """Return epoch, block and number in the block of windows counted through all epochs."""
-        counts, keys = self._windows[sources], self._keys[sources]
+        counts = self._windows[sources]
+        keys = self._keys[sources]
         epochs, places = np.divmod(windows, counts)
         groups, inside = np.divmod(places, self.block_samples * BLOCKS)
         sizes, group_keys = self._groups(counts, keys, epochs, groups)
@@ -171,7 +174,8 @@ class PackedOrder(SampleOrder):
 
     def _range(self, source: int, epoch: int, block: int) -> tuple[int, int]:
         """Return the first token of a block in its circle, and the one after its last."""
-        tokens, windows = self.sources[source].tokens, self.sources[source].windows
+        tokens = self.sources[source].tokens
+        windows = self.sources[source].windows
         shift = int(self.first_tokens(source, np.array([epoch]))[0])
         begin = block * self.block_samples
         first = (shift + begin * self.window) % tokens
@@ -185,7 +189,8 @@ class PackedOrder(SampleOrder):
             first, end = self._range(source, 0, block)
             starts, ends_document = self._document_starts(source, first, end)
             packed, _ = self.packed_block(source, 0, block)
-            begins, sizes = starts - first, np.diff(starts, append=end)
+            begins = starts - first
+            sizes = np.diff(starts, append=end)
             own = np.searchsorted(begins, packed.begins, side="right") - 1
             is_cut = np.bincount(own, minlength=len(starts)) > 1
             crosses = begins // self.window != (begins + sizes - 1) // self.window
@@ -202,7 +207,8 @@ class PackedOrder(SampleOrder):
 
         Also tell whether a document ends with the range. The range may pass the circle's end.
         """
-        starts, tokens = self._documents[self.sources[source].name], self.sources[source].tokens
+        starts = self._documents[self.sources[source].name]
+        tokens = self.sources[source].tokens
         found = [np.array([first]), starts(first, min(end, tokens))]
         if end > tokens:
             found.append(starts(0, end - tokens) + tokens)

@@ -37,7 +37,8 @@ class IndexedDocuments:
     """
 
     def __init__(self, read: Callable[[], Index], first: int) -> None:
-        self._read, self._first = read, first
+        self._read = read
+        self._first = first
         self._index: Index | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -46,7 +47,8 @@ class IndexedDocuments:
     def __call__(self, begin: int, end: int) -> Ints:
         if self._index is None:
             self._index = self._read()
-        offsets, size = self._index.offsets, self._index.dtype.itemsize
+        offsets = self._index.offsets
+        size = self._index.dtype.itemsize
         # numpy's search would copy the whole array, which is not aligned in its file.
         a, b = (bisect.bisect_left(offsets, (self._first + at) * size) for at in (begin, end))
         starts: Ints = np.unique(offsets[a:b].astype(np.int64)) // size - self._first
@@ -156,7 +158,8 @@ def _placed(
         after it. A sample has one such piece at most.
     """
     bins = best_fit(sizes, length, samples)
-    whole, others = np.flatnonzero(bins >= 0), np.flatnonzero(bins < 0)
+    whole = np.flatnonzero(bins >= 0)
+    others = np.flatnonzero(bins < 0)
     goes_on = whole == open_item
     gaps = length - np.bincount(bins[whole], sizes[whole], samples).astype(np.int64)
     if not gaps.any():
@@ -167,7 +170,8 @@ def _placed(
     gap_bins = np.lexsort((-gaps, after))
     gap_bins = gap_bins[gaps[gap_bins] > 0]
     others = others[np.lexsort((-sizes[others], others == open_item))]
-    ends, gap_ends = np.cumsum(sizes[others]), np.cumsum(gaps[gap_bins])
+    ends = np.cumsum(sizes[others])
+    gap_ends = np.cumsum(gaps[gap_bins])
     cuts = np.union1d(ends, gap_ends)
     at = np.concatenate([[0], cuts[:-1]])
     item = np.searchsorted(ends, at, side="right")

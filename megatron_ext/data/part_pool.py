@@ -87,7 +87,8 @@ class PartPool:
         """
         context = multiprocessing.get_context(self.method)
         board = _Board(context, max(todo, default=0) + 1)
-        batches, deaths = [list(todo)], Counter[int]()
+        batches = [list(todo)]
+        deaths = Counter[int]()
         done = set[int]()
 
         def report(number: int) -> None:

@@ -28,7 +28,8 @@ _ROUNDS = 8
 _RANKED = 32
 """The largest n whose permutations rank keys."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
 _ONE = np.uint64(1)
 LARGEST = 1 << 62
 """The largest n."""
@@ -126,7 +127,8 @@ def _halves(values: Words, sizes: Words) -> tuple[Words, Words, Words, Words, Wo
     """
     bits = _bit_lengths(sizes - _ONE)
     low = bits >> _ONE
-    low_mask, high_mask = (_ONE << low) - _ONE, (_ONE << (bits - low)) - _ONE
+    low_mask = (_ONE << low) - _ONE
+    high_mask = (_ONE << (bits - low)) - _ONE
     return values >> low, values & low_mask, high_mask, low_mask, low
 
 

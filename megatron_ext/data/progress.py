@@ -33,9 +33,13 @@ class Progress:
         in_bytes: bool = False,
         verb: str = "",
     ) -> None:
-        self._total, self._earlier, self._items, self._in_bytes = total, earlier, items, in_bytes
+        self._total = total
+        self._earlier = earlier
+        self._items = items
+        self._in_bytes = in_bytes
         self._verb = f"{verb} " if verb else ""
-        self._log_interval, self._logged = log_interval, 0
+        self._log_interval = log_interval
+        self._logged = 0
         self._start = self._shown = time.monotonic()
         size = {"unit": "B", "unit_scale": True} if in_bytes else {"unit": f" {items}"}
         self._bar: Any = tqdm(
@@ -53,7 +57,8 @@ class Progress:
         now = time.monotonic()
         due = now - self._shown >= _SECONDS_IN_LOG
         if due and items - self._logged >= self._log_interval:
-            self._shown, self._logged = now, items
+            self._shown = now
+            self._logged = items
             print(self.line(done, items, now - self._start), file=sys.stderr, flush=True)
 
     def line(self, done: int, items: int, seconds: float) -> str:

@@ -97,7 +97,8 @@ class Requests:
     """
 
     def __init__(self, count: Callable[..., None]) -> None:
-        self._count, self._usual = count, 0.0
+        self._count = count
+        self._usual = 0.0
         self._places: dict[str, tuple[Any, str]] = {}
         self._random = random.Random()
         self._turns = asyncio.Semaphore(_CONCURRENT)
@@ -203,7 +204,8 @@ class Requests:
             except MegatronExtError:
                 raise
             except asyncio.TimeoutError:
-                kind, why = "given_up", f"no answer in {time.monotonic() - started:.1f} s"
+                kind = "given_up"
+                why = f"no answer in {time.monotonic() - started:.1f} s"
             except Exception as error:
                 why = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")
                 _refuse(address, error, why)
@@ -213,7 +215,8 @@ class Requests:
                     self._learn(time.monotonic() - started)
                     self._count(requests=1, bytes=length or 0)
                     return found
-                kind, why = "short", f"{len(found)} bytes have arrived instead of {length}"
+                kind = "short"
+                why = f"{len(found)} bytes have arrived instead of {length}"
             self._count(requests=1, **{kind: 1})
             if pause is None:
                 raise DataError(

@@ -162,8 +162,10 @@ class StepPlan:
         *,
         packs_documents: bool = False,
     ) -> None:
-        self.identity, self.packs_documents = identity, packs_documents
-        self._epochs, self._micro_batch_size = epochs, micro_batch_size
+        self.identity = identity
+        self.packs_documents = packs_documents
+        self._epochs = epochs
+        self._micro_batch_size = micro_batch_size
         self._last: tuple[int, list[list[Row]]] = (-1, [])
 
     @property

@@ -40,7 +40,10 @@ class TokenSpan(ABC):
     """
 
     def __init__(self, name: str, dtype: np.dtype[Any], first: int, tokens: int) -> None:
-        self.name, self.dtype, self.first, self.tokens = name, dtype, first, tokens
+        self.name = name
+        self.dtype = dtype
+        self.first = first
+        self.tokens = tokens
 
     def gather(self, begins: Ints, length: int) -> Array:
         """Return the tokens ``[m, length]`` from each of ``begins`` on, around the circle."""
@@ -52,11 +55,13 @@ class TokenSpan(ABC):
             found[inside] = self.read(begins[inside], length)
         for row in np.flatnonzero(~inside).tolist():
             at = int(begins[row])
-            parts, missing = [], length
+            parts = []
+            missing = length
             while missing:
                 count = min(missing, self.tokens - at)
                 parts.append(self.read(np.array([at], dtype=np.int64), count)[0])
-                at, missing = 0, missing - count
+                at = 0
+                missing = missing - count
             found[row] = np.concatenate(parts)
         return found
 
@@ -120,13 +125,15 @@ class MappedSpan(TokenSpan):
             # Up to the end of its last page a file that was cut reads as zeros.
             raise DataError(cut_in_use(bin_path(self.name), rest, f"at least {needed}"))
         size = self.dtype.itemsize
-        shape, begin = (self.tokens - length + 1, length), self.first * size
+        shape = (self.tokens - length + 1, length)
+        begin = self.first * size
         windows: Array = np.ndarray(shape, self.dtype, self._map, begin, (size, size))
         return windows
 
     def _ask_for_pages(self, begins: Ints, length: Ints | int) -> None:
         assert self._map is not None
-        size, page = self.dtype.itemsize, mmap.PAGESIZE
+        size = self.dtype.itemsize
+        page = mmap.PAGESIZE
         first = (self.first + begins) * size // page * page
         ends = np.minimum((self.first + begins + length) * size, len(self._map))
         for begin, end in zip(first.tolist(), ends.tolist(), strict=True):
@@ -147,12 +154,16 @@ class ReadSpan(TokenSpan):
         path = bin_path(self.name)
         if self._file is None or self._owner != os.getpid():
             with readable(path):
-                self._file, self._owner = os.open(path, os.O_RDONLY), os.getpid()
+                self._file = os.open(path, os.O_RDONLY)
+                self._owner = os.getpid()
             weakref.finalize(self, os.close, self._file)
         found = np.empty((len(begins), length), dtype=self.dtype)
         size = length * self.dtype.itemsize
-        rows, preadv, file = found.view(np.uint8).reshape(-1).data, os.preadv, self._file
-        offsets, at = ((self.first + begins) * self.dtype.itemsize).tolist(), 0
+        rows = found.view(np.uint8).reshape(-1).data
+        preadv = os.preadv
+        file = self._file
+        offsets = ((self.first + begins) * self.dtype.itemsize).tolist()
+        at = 0
         started = time.perf_counter()
         with readable(path):
             for offset in offsets if self._was_slow else ():
@@ -196,7 +207,8 @@ def open_span(prefix: str, first: int, end: int | None, *, mapped: bool = True) 
     Raises:
         DataError: a file is missing, damaged or of another length than the index says.
     """
-    index, path = read_index(prefix), path_of_tokens(prefix)
+    index = read_index(prefix)
+    path = path_of_tokens(prefix)
     begin, stop = token_bounds(index, first, end, str(path), path.stat().st_size)
     kind = MappedSpan if mapped else ReadSpan
     return kind(prefix, index.dtype, begin, stop - begin)

@@ -78,7 +78,9 @@ class Source:
     """
 
     def __init__(self, name: str, tokens: int, window: int, seed: int) -> None:
-        self.name, self.tokens, self.window = name, tokens, window
+        self.name = name
+        self.tokens = tokens
+        self.window = window
         self.windows = tokens // window
         self.group = min(GROUP, self.windows)
         # Without its folder, so that data which moves, for example to object storage, stays itself.
@@ -95,24 +97,28 @@ class Source:
             raise ValueError(f"{self.name}: the length does not change")
         fresh = used - phase.rest_samples
         if fresh < 0:
-            first, rests = phase.first_window, self._trimmed(phase, used)
+            first = phase.first_window
+            rests = self._trimmed(phase, used)
         elif phase.seq_length >= self.window:
             first = phase.first_window + fresh * (phase.seq_length // self.window)
             rests = ()
         else:
-            length, per_window = phase.seq_length, self.window // phase.seq_length
+            length = phase.seq_length
+            per_window = self.window // phase.seq_length
             limits = _ints(self.windows), _ints(self.group)
             found = groups(_ints(fresh), _ints(phase.first_window), *limits, per_window)
             first, count, begun = (int(each[0]) for each in found)
             rests = ()
             if begun:
-                parts, key = count * per_window, int(group_keys(_words(phase.key), _ints(first))[0])
+                parts = count * per_window
+                key = int(group_keys(_words(phase.key), _ints(first))[0])
                 rests = (Rest(first, parts, key, length, begun * length, parts * length),)
                 first += count
         return Phase(seq_length, self._phase_key(), first, rests)
 
     def _trimmed(self, phase: Phase, used: int) -> tuple[Rest, ...]:
-        taken, kept = used * phase.seq_length, []
+        taken = used * phase.seq_length
+        kept = []
         for rest in phase.rests:
             skipped = min(taken, rest.end - rest.begin)
             taken -= skipped
@@ -126,11 +132,13 @@ class Source:
 
     def rest_pieces(self, phase: Phase, number: int) -> Iterator[tuple[int, int, int, int]]:
         """Yield (column, window, first token in it, length) of a sample made of left-over parts."""
-        begin, end = number * phase.seq_length, (number + 1) * phase.seq_length
+        begin = number * phase.seq_length
+        end = (number + 1) * phase.seq_length
         passed = column = 0
         for rest in phase.rests:
             size = rest.end - rest.begin
-            at, stop = max(begin - passed, 0), min(end - passed, size)
+            at = max(begin - passed, 0)
+            stop = min(end - passed, size)
             while at < stop:
                 part, offset = divmod(rest.begin + at, rest.part)
                 length = min(rest.part - offset, stop - at)
@@ -138,7 +146,8 @@ class Source:
                 place = int(permute(_ints(part), rest.parts, rest.key)[0])
                 window = rest.first_window + place // per_window
                 yield column, window, place % per_window * rest.part + offset, length
-                column, at = column + length, at + length
+                column = column + length
+                at = at + length
             passed += size
 
 

@@ -81,7 +81,9 @@ def _generation() -> int | None:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return None
-    handle, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    handle = ctypes.c_void_p()
+    major = ctypes.c_int()
+    minor = ctypes.c_int()
     failed = (
         library.nvmlInit_v2()
         or library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(handle))
@@ -121,7 +123,8 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
     """
     if device.type != "cuda" or host.device.type != "cpu":
         return host.to(device, non_blocking=True)
-    copies, current = _stream_of_copies(device), torch.cuda.current_stream(device)
+    copies = _stream_of_copies(device)
+    current = torch.cuda.current_stream(device)
     with torch.cuda.stream(copies):
         copy = host.pin_memory().to(device, non_blocking=True)
     current.wait_stream(copies)

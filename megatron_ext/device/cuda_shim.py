@@ -187,8 +187,10 @@ def _denied(original: Any) -> Any:
     return deny
 
 
-cuda, generator = torch.cuda, torch.default_generator
-TRUE, REDIRECTED = Heading.TRUE_ON_A_CPU, Heading.REDIRECTED
+cuda = torch.cuda
+generator = torch.default_generator
+TRUE = Heading.TRUE_ON_A_CPU
+REDIRECTED = Heading.REDIRECTED
 
 _STATE = [
     Row(cuda, "current_device", TRUE, "rerun_state_machine.py:525", _answer(0)),

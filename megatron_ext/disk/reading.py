@@ -54,7 +54,9 @@ class UnreadableFile(DataError):
     """
 
     def __init__(self, path: StrPath, reason: str, *, missing: bool = False) -> None:
-        self.path, self.reason, self.missing = os.fspath(path), reason, missing
+        self.path = os.fspath(path)
+        self.reason = reason
+        self.missing = missing
         super().__init__(f"{self.path} cannot be used ({reason}); copy or make it again.")
 
 
@@ -331,11 +333,14 @@ def _check_events(text: str) -> None:
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor not in sizes:
                 raise ValueError(f"the alias {shortened(event.anchor)} refers to no whole value")
-            anchor, (count, deepest) = None, sizes[event.anchor]
+            anchor = None
+            count, deepest = sizes[event.anchor]
             total += count
         elif isinstance(event, yaml.ScalarEvent):
             _check_scalar(event)
-            anchor, count, deepest = event.anchor, 1, 0
+            anchor = event.anchor
+            count = 1
+            deepest = 0
             total += 1
         else:
             continue

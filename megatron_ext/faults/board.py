@@ -139,7 +139,8 @@ class Slot:
         self._memory = memory
         self._offset = index * SLOT_BYTES
         part = memoryview(memory)[self._offset : self._offset + SLOT_BYTES]
-        self._words, self._doubles = part.cast("q"), part.cast("d")
+        self._words = part.cast("q")
+        self._doubles = part.cast("d")
         self._ring = self._offset + _RING_AT
         self._count = 0
 
@@ -264,7 +265,8 @@ def _event(copy: bytes, number: int, names: Sequence[str]) -> Event | None:
     )
     if written != number + 1:
         return None
-    kind, name = EventKind(code & 3), _name(names, code >> 2)
+    kind = EventKind(code & 3)
+    name = _name(names, code >> 2)
     return Event(
         written, time / 1e9, iteration, kind, name, _name(names, phase), microbatch, stage, peer
     )

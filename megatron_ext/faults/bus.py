@@ -216,12 +216,16 @@ def tell_bus_errors() -> None:
     """
     if sys.platform != "linux":
         return
-    library, own, known = ctypes.CDLL(None), _Action(), _Action()
-    own.handler, own.flags = ctypes.cast(_HANDLER, ctypes.c_void_p).value, _SIGINFO
+    library = ctypes.CDLL(None)
+    own = _Action()
+    known = _Action()
+    own.handler = ctypes.cast(_HANDLER, ctypes.c_void_p).value
+    own.flags = _SIGINFO
     library.sigaction(signal.SIGBUS, None, ctypes.byref(known))
     if known.handler != own.handler:
         ctypes.pointer(_before)[0] = known
-    bit, bits = _LATER - 1, 8 * ctypes.sizeof(ctypes.c_ulong)
+    bit = _LATER - 1
+    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
     own.mask[bit // bits] = 1 << bit % bits
     signal.signal(_LATER, _raise)
     library.sigaction(signal.SIGBUS, ctypes.byref(own), None)

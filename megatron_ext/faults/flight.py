@@ -90,7 +90,8 @@ def write_flight(path: Path) -> None:
     trace = b""
     if dump is not None and torch.distributed.is_initialized():
         # Stack traces would take seconds; faulthandler writes those that matter.
-        trace, about["groups"] = dump(includeStackTraces=False), _groups()
+        trace = dump(includeStackTraces=False)
+        about["groups"] = _groups()
     aside = path.with_suffix(".tmp")
     write_bytes(aside, json.dumps(about).encode() + b"\n" + trace)
     aside.replace(path)

@@ -72,7 +72,8 @@ def as_variable(faults: Sequence[Fault], folder: Path | None = None) -> dict[str
 
 def name_of_event(name: str, detail: Any) -> str:
     """Return how a fault names an event: that of an action with its micro-batch, others as is."""
-    kind, microbatch = getattr(detail, "kind", None), getattr(detail, "microbatch", None)
+    kind = getattr(detail, "kind", None)
+    microbatch = getattr(detail, "microbatch", None)
     if kind is None or microbatch is None:
         return f"end of {_COMPUTED.get(name, name)}" if detail == "end" else name
     word = "backward" if kind.name in ("INPUT", "WEIGHT") else kind.name.lower().replace("_", " ")
@@ -98,8 +99,11 @@ class Injector:
         host: Path | None = None,
     ) -> None:
         self.chunks: Sequence[torch.nn.Module] = ()
-        self._rank, self._generation, self._folder = rank, generation, folder
-        self._save, self._host = save, host
+        self._rank = rank
+        self._generation = generation
+        self._folder = folder
+        self._save = save
+        self._host = host
         self._waiting = [
             (index, fault)
             for index, fault in enumerate(faults)
@@ -192,7 +196,8 @@ def arm(recorder: Recorder, save: str | None) -> Injector | None:
     given = json.loads(os.environ[VARIABLE])
     folder = None
     if isinstance(given, dict):
-        folder, given = Path(given["folder"]), given["faults"]
+        folder = Path(given["folder"])
+        given = given["faults"]
     injector = Injector(
         [Fault(**row) for row in given],
         rank=int(os.environ.get("RANK", "0")),

@@ -39,7 +39,8 @@ def _state(pid: int) -> ProcessState:
     try:
         process = psutil.Process(pid)
         with process.oneshot():
-            status, times = process.status(), process.cpu_times()
+            status = process.status()
+            times = process.cpu_times()
             if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
                 return GONE
             stopped = status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)

@@ -100,7 +100,8 @@ class Recorder:
 
         ``peer`` is the global rank at the other end of a message. Actions are not nested.
         """
-        self._scope.action, self._scope.peer = action, -1 if peer is None else peer
+        self._scope.action = action
+        self._scope.peer = -1 if peer is None else peer
         return self._scope
 
     def waiting(
@@ -122,7 +123,8 @@ class Recorder:
         if self._steps:
             took = now - self._step_began - (boundless - self._boundless_at_step)
             self._mean_step += (took - self._mean_step) // min(self._steps, 16)
-        self._step_began, self._boundless_at_step = now, boundless
+        self._step_began = now
+        self._boundless_at_step = boundless
         self._steps += 1
         self.iteration = iteration
         if self._slot is not None:
@@ -203,7 +205,9 @@ class _Phase(AbstractContextManager[None]):
     __slots__ = ("_name", "_number", "_recorder")
 
     def __init__(self, recorder: Recorder, name: str, number: int) -> None:
-        self._recorder, self._name, self._number = recorder, name, number
+        self._recorder = recorder
+        self._name = name
+        self._number = number
 
     def __enter__(self) -> None:
         self._recorder._enter(self._number, self._name, _NO_DETAIL, "begin")
@@ -220,12 +224,14 @@ class _ActionScope(AbstractContextManager[None]):
     __slots__ = ("_name", "_recorder", "action", "peer")
 
     def __init__(self, recorder: Recorder) -> None:
-        self._recorder, self._name = recorder, ""
+        self._recorder = recorder
+        self._name = ""
         self.action: Action
         self.peer = -1
 
     def __enter__(self) -> None:
-        action, recorder = self.action, self._recorder
+        action = self.action
+        recorder = self._recorder
         self._name = name = action.kind.value
         phase = recorder._ids[_PHASE_OF.get(name, "bubble")]
         recorder._enter(phase, name, (action.microbatch, action.stage, self.peer), action)
@@ -242,7 +248,9 @@ class _Waiting(AbstractContextManager[None]):
     __slots__ = ("_about", "_kind", "_recorder")
 
     def __init__(self, recorder: Recorder, kind: str, about: tuple[int, int, int]) -> None:
-        self._recorder, self._kind, self._about = recorder, f"wait: {kind}", about
+        self._recorder = recorder
+        self._kind = f"wait: {kind}"
+        self._about = about
 
     def __enter__(self) -> None:
         recorder = self._recorder

@@ -59,7 +59,8 @@ def own_times(
     begins = [{e.time for e in r.events if e.kind is EventKind.STEP} for r in board]
     whole = [sorted(at for at in times if first < at < last) for times in begins]
     if min(map(len, whole)) > _LEAST_STEPS:
-        first, last = max(times[0] for times in whole), min(times[-1] for times in whole)
+        first = max(times[0] for times in whole)
+        last = min(times[-1] for times in whole)
     if last <= first:
         return None
     arrivals: dict[tuple[str, int], float] = {}
@@ -115,7 +116,8 @@ class SlowRanks:
     """
 
     def __init__(self, twin_factor: float = 1.3, self_factor: float = 1.5, times: int = 2) -> None:
-        self._factors, self._times = (twin_factor, self_factor), times
+        self._factors = (twin_factor, self_factor)
+        self._times = times
         self._seen: dict[int, int] = {}
         self._named: set[int] = set()
         self._before: dict[int, float] = {}

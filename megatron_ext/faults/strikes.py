@@ -118,9 +118,11 @@ def memory_limit() -> int | None:
     """Return the memory limit in bytes of this process's control group; None without one."""
     for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
         number, controllers, path = line.split(":", 2)
-        root, name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+        root = Path("/sys/fs/cgroup/memory")
+        name = "memory.limit_in_bytes"
         if number == "0":
-            root, name = Path("/sys/fs/cgroup"), "memory.max"
+            root = Path("/sys/fs/cgroup")
+            name = "memory.max"
         elif "memory" not in controllers.split(","):
             continue
         file = root / path.lstrip("/") / name
@@ -156,7 +158,8 @@ def fail_fsync(target: Target) -> None:
 
 def watch_fsync() -> mmap.mmap:
     """Let ``os.fsync`` raise EIO once when the returned byte is 1, which forks share."""
-    real, fails = os.fsync, mmap.mmap(-1, 1)
+    real = os.fsync
+    fails = mmap.mmap(-1, 1)
 
     def fsync(descriptor: int) -> None:
         if fails[0]:
@@ -208,7 +211,8 @@ def flip_bit(target: Target) -> None:
     """Flip one bit of one parameter."""
     name, parameter = target.random.choice([x for x in _parameters(target) if x[1].numel()])
     numbers = parameter.detach().view(-1).view(torch.uint8)
-    index, bit = target.random.randrange(numbers.numel()), target.random.randrange(8)
+    index = target.random.randrange(numbers.numel())
+    bit = target.random.randrange(8)
     target.note(f"bit {bit} of byte {index} of {name}")
     numbers[index] ^= 1 << bit
 

@@ -107,7 +107,8 @@ def _message(record: RankRecord, records: Mapping[int, RankRecord]) -> Wait | No
         return None
     kind = last.name.removeprefix(_WAIT)
     what = f"{kind} of micro-batch {last.microbatch}, stage {last.stage}"
-    peer, passed = records.get(last.peer), False
+    peer = records.get(last.peer)
+    passed = False
     if peer is not None and kind in _SENT_BY:
         sent, offset = _SENT_BY[kind]
         key = EventKind.END, sent, last.microbatch, last.stage + offset

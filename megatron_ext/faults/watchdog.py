@@ -51,7 +51,8 @@ def watchdog(folder: Path | None, rank: int) -> Iterator[None]:
         yield
         return
     _flight(folder, rank).unlink(missing_ok=True)
-    pipe, printed = _pipe(folder, rank), faulthandler.is_enabled()
+    pipe = _pipe(folder, rank)
+    printed = faulthandler.is_enabled()
     with suppress(FileExistsError):
         os.mkfifo(pipe, 0o600)
     # Open for writing too, so that a read waits although no watcher has opened the pipe.
@@ -85,7 +86,8 @@ def collect(folder: Path, pids: dict[int, int], seconds: float = 0.5) -> dict[in
     less if all have come. A rank that has ended may have left the stacks of its crash.
     """
     asked = {rank: pid for rank, pid in pids.items() if _ask(folder, rank, pid)}
-    end, before = time.monotonic() + seconds, dict[int, int]()
+    end = time.monotonic() + seconds
+    before = dict[int, int]()
     while time.monotonic() < end:
         time.sleep(0.01)
         sizes = {rank: _size(_stack(folder, rank)) for rank in asked}

@@ -37,7 +37,8 @@ class Watcher:
     """
 
     def __init__(self, folder: Path, num_ranks: int, limits: Limits = USUAL) -> None:
-        self.folder, self.limits = folder, limits
+        self.folder = folder
+        self.limits = limits
         self.board = Board(folder / BOARD, num_ranks)
         self.resident: dict[int, int] = {}
         self._kills = MemoryKills()

@@ -71,7 +71,8 @@ def choose_environments(names: str, root: Path) -> list[Environment]:
     Raises:
         ConfigError: no environment has a release, two names mean one release, or none is named.
     """
-    known, chosen = list(find_environments(root)), list[Environment]()
+    known = list(find_environments(root))
+    chosen = list[Environment]()
     for name in filter(None, names.split(",")):
         fits = (e for e in known if e.core == name or e.core.startswith(f"{name}."))
         found = next(fits, None)

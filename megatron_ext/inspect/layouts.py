@@ -58,7 +58,9 @@ def parse_layout(name: str) -> NamedLayout:
 
     Experts share the ranks of the other dimensions, so ``ep2`` alone takes two data-parallel ranks.
     """
-    position, sizes, flags = 0, dict.fromkeys(SIZES, 1), []
+    position = 0
+    sizes = dict.fromkeys(SIZES, 1)
+    flags = []
     end = name.index("[") if name.endswith("]") and "[" in name else len(name)
     while position < end:
         match = _TOKEN.match(name, position, end)

@@ -35,7 +35,8 @@ class GradientRecorder:
     """Writes the gradients of each step; of equal copies on several ranks, only one is written."""
 
     def __init__(self, folder: Path, run: Run) -> None:
-        self.folder, self.run = folder, run
+        self.folder = folder
+        self.run = run
 
     def __call__(self) -> None:
         parts = [
@@ -198,7 +199,9 @@ def compare(mine: Recording, truth: Recording, tolerances: Tolerances) -> Parity
         )
     if problem is not None:
         return Parity(mine, problem=problem)
-    losses, norms, gradients = list[Difference](), list[Difference](), list[Difference]()
+    losses = list[Difference]()
+    norms = list[Difference]()
+    gradients = list[Difference]()
     for row, want in zip(mine.rows, truth.rows, strict=True):
         step = int(row["iteration"])
         for key in sorted(want.keys() - NOT_COMPARED):
@@ -241,7 +244,8 @@ def table(results: Sequence[Parity], truth: Recording, tolerances: Tolerances) -
         first = result.problem or ""
         if result.first is not None:
             first = f"step {result.first.step}: {result.first.name} ({result.first.size:.1e})"
-        layout, where = result.recording.layout, result.gradient.name if result.gradient else ""
+        layout = result.recording.layout
+        where = result.gradient.name if result.gradient else ""
         verdict = "[green]PASS" if result.passed else "[red]FAIL"
         cells = [layout.name, str(layout.ranks), *sizes, where, verdict, first]
         shown.add_row(*((result.recording.core,) if core else ()), *cells)

@@ -185,9 +185,11 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         sizes = [key.size(-1), value.size(-1)]
         gathered = gather_sequence(torch.cat((key, value), dim=-1), self.cp_group)
         key, value = torch.split(gathered, sizes, dim=-1)
-        length, outputs = query.size(0) // 2, []
+        length = query.size(0) // 2
+        outputs = []
         for part, index in enumerate(slices_of(self.cp_group.rank(), self.cp_group.size())):
-            own, first = slice(part * length, (part + 1) * length), index * length
+            own = slice(part * length, (part + 1) * length)
+            first = index * length
             # A mask is as long as all keys.
             end = first + length if self.causal and mask is None else key.size(0)
             outputs.append(
@@ -238,7 +240,8 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         """
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         dropout = self.dropout if self.training else 0.0
-        follows_core, own_scores = self._follows_core(query), self.has_sinks or bool(self.softcap)
+        follows_core = self._follows_core(query)
+        own_scores = self.has_sinks or bool(self.softcap)
         window = None if first_query is None else self.window_size
         hides = mask is not None or window is not None
         auto = self.backend == AttnBackend.auto and not follows_core and first_query is not None

@@ -140,7 +140,8 @@ class _InParts(torch.autograd.Function):
         of_own, lse_of_own, saved_of_own = kernel.forward(query, *own, True, scale)
         out, lse = merged(out, lse, of_own, lse_of_own)
         ctx.save_for_backward(query, key, value, out, lse, *saved, *saved_of_own)
-        ctx.kernel, ctx.scale = kernel, scale
+        ctx.kernel = kernel
+        ctx.scale = scale
         return out
 
     @staticmethod

@@ -38,10 +38,12 @@ def build_chunks(
     ``build`` is `Task.model_chunk`, which builds one chunk. ``vocab_size`` is the number of entries
     of the vocabulary before padding.
     """
-    placement, parallel = context.placement, config.parallel
+    placement = context.placement
+    parallel = config.parallel
     several = parallel.pipeline_model_parallel_size > 1
     tied_stages = several and not config.model.untie_embeddings_and_output_weights
-    by_name, random_state = not config.model.use_cpu_initialization, torch.get_rng_state()
+    by_name = not config.model.use_cpu_initialization
+    random_state = torch.get_rng_state()
     if by_name:
         mark_methods(transformer_config)
     chunks = []

@@ -182,7 +182,8 @@ class Compiled(Generic[R]):
     ) -> None:
         functools.update_wrapper(self, function)
         self.eager = function
-        self._by_shape, self._kind_of = by_shape, kind_of
+        self._by_shape = by_shape
+        self._kind_of = kind_of
         self._variants: dict[Any, Callable[..., R]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
@@ -191,7 +192,8 @@ class Compiled(Generic[R]):
         assert isinstance(first, Tensor)
         if torch.compiler.is_compiling() or not compiles(first):
             return self.eager(*args, **kwargs)
-        args, kwargs = tuple(map(_plain, args)), {name: _plain(x) for name, x in kwargs.items()}
+        args = tuple(map(_plain, args))
+        kwargs = {name: _plain(x) for name, x in kwargs.items()}
         given = [
             _signature(arg if isinstance(arg, Tensor) else self._kind_of(arg), self._by_shape)
             for arg in (*args, *kwargs.values())
@@ -221,7 +223,8 @@ class Compiled(Generic[R]):
 
         Each copy has a code object of its own, by which `torch.compile` keeps caches and limits.
         """
-        count, function = len(self._variants), self.eager
+        count = len(self._variants)
+        function = self.eager
         if count >= MAX_VARIANTS:
             if count == MAX_VARIANTS:
                 logger.warning(
@@ -232,7 +235,8 @@ class Compiled(Generic[R]):
                 )
             return function
         assert isinstance(function, types.FunctionType) and _compiler.backend is not None
-        name, bound = f"{function.__name__}_{count}", (function.__defaults__, function.__closure__)
+        name = f"{function.__name__}_{count}"
+        bound = (function.__defaults__, function.__closure__)
         code = function.__code__.replace(co_name=name)
         copy = types.FunctionType(code, function.__globals__, name, *bound)
         backend = _compiler.backend
@@ -286,7 +290,8 @@ class FusedResidual:
             of_x: Tensor, plan: tuple[int, tuple[int, ...]], *args: Any
         ) -> tuple[Tensor, ...]:
             count, wanted = plan
-            of_outputs, inputs = args[:count], args[count:]
+            of_outputs = args[:count]
+            inputs = args[count:]
 
             def of_wanted(*values: Tensor) -> tuple[Tensor, ...]:
                 given = dict(zip(wanted, values, strict=True))

@@ -65,7 +65,8 @@ def local_positions(length: int, groups: ProcessGroupCollection, *, cut: bool) -
     With ``cut`` the tensor-parallel ranks split each context-parallel rank's tokens further.
     """
     shards = groups.tp.size() if cut else 1
-    whole, size = length * shards, groups.cp.size()
+    whole = length * shards
+    size = groups.cp.size()
     half = whole // 2
     parts = [torch.arange(whole)]
     if size > 1:
@@ -80,8 +81,10 @@ class HiddenDropout(torch.nn.Module):
         self, probability: float, site: str, groups: ProcessGroupCollection, sequence_parallel: bool
     ) -> None:
         super().__init__()
-        self.probability, self.site = probability, site
-        self.groups, self.cut = groups, sequence_parallel
+        self.probability = probability
+        self.site = site
+        self.groups = groups
+        self.cut = sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply dropout to this rank's hidden states; return the input in evaluation."""

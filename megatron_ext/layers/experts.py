@@ -47,7 +47,8 @@ def _has_kernel(device: torch.device) -> bool:
     could make it hang. On Blackwell it gives them gradients that are not zero (pytorch/pytorch,
     issue 172439). On other GPUs torch runs one product after the other.
     """
-    public, capability = hasattr(F, "grouped_mm"), torch.cuda.get_device_capability(device)
+    public = hasattr(F, "grouped_mm")
+    capability = torch.cuda.get_device_capability(device)
     if public and capability[0] == HOPPER:
         return True
     logger.warning(
@@ -141,13 +142,16 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
             tokens_per_expert: number of each expert's tokens, ``[e]``.
             permuted_probs: factor of each token, ``[tokens]``.
         """
-        x, probs, config = permuted_local_hidden_states, permuted_probs, self.config
+        x = permuted_local_hidden_states
+        probs = permuted_probs
+        config = self.config
         if not self._groups(x):
             found: tuple[Tensor, Tensor | None] = super().forward(x, tokens_per_expert, probs)
             return found
         call_pre_hooks(self.local_experts)
         if config.moe_apply_probs_on_input:
-            x, probs = (probs.unsqueeze(-1) * x).to(x.dtype), torch.ones_like(probs)
+            x = (probs.unsqueeze(-1) * x).to(x.dtype)
+            probs = torch.ones_like(probs)
         counts = tokens_per_expert.to(x.device, non_blocking=True)
         ends = counts.cumsum(0, dtype=torch.int32)
         scale = probs.unsqueeze(-1)
@@ -156,7 +160,8 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
             activate = pointwise.activated.eager
         wide = self._product(x, ends, "linear_fc1")
         bias = self._biases(ends, "linear_fc1", wide)
-        name, limits = pointwise.NAMES[config.activation_func], pointwise.limits_of(config)
+        name = pointwise.NAMES[config.activation_func]
+        limits = pointwise.limits_of(config)
         narrow = activate(wide, bias, scale, name, config.gated_linear_unit, *limits)
         output = self._product(narrow, ends, "linear_fc2")
         bias = self._biases(ends, "linear_fc2", output)
@@ -180,7 +185,8 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
     def _product(self, x: Tensor, ends: Tensor, name: str) -> Tensor:
         """Multiply the tokens ``[tokens, in]`` of each expert by its matrix ``[out, in]``."""
         weights = [getattr(expert, name).weight for expert in self.local_experts]
-        trains, config = weights[0].requires_grad, self.config
+        trains = weights[0].requires_grad
+        config = self.config
         queue = config.weight_gradients if trains and x.requires_grad else None
         call = _Call(weights, queue, trains and config.adds_in_place)
         # Deferred gradients are hidden from autograd.

@@ -122,7 +122,8 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
     """
 
     def __init__(self, *, bucket_size: int | None, overlap: bool, **arguments: Any) -> None:
-        self._bucket_size, self._overlap = bucket_size, overlap
+        self._bucket_size = bucket_size
+        self._overlap = overlap
         super().__init__(**arguments)
         order = _places(self.module, self.params_with_grad)
         found = [
@@ -250,7 +251,8 @@ def _sharded(buffer: Any) -> Iterable[GradientBucket]:
     like: dict[str, Any] = {"dtype": torch.float32, "device": buffer.grad_data.device}
     buffer.grad_data = torch.zeros(buffer.numel // ranks, **like)
     for bucket in buffer.buckets:
-        start, length = bucket.offset // ranks, bucket.grad_data.numel() // ranks
+        start = bucket.offset // ranks
+        length = bucket.grad_data.numel() // ranks
         found = GradientBucket(buffer, bucket, buffer.grad_data[start : start + length])
         bucket.grad_data = found.whole
         yield found

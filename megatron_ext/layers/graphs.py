@@ -189,7 +189,9 @@ class ChunkGraphs:
                     parameter.main_grad.zero_()
 
     def _add_slot(self) -> None:
-        functions, samples, weights = [], [], []
+        functions = []
+        samples = []
+        weights = []
         copies: dict[int, Tensor] = {}
         for layer, graphs in zip(self.layers, self.graphs, strict=True):
             weights.append([self._leaf_of(parameter) for parameter in layer.parameters()])

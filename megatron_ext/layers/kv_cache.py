@@ -55,7 +55,8 @@ class PackedTokens:
     def __init__(self, segments: Sequence[Segment], length: int, device: torch.device) -> None:
         self.segments = sorted(segments, key=lambda segment: segment.length > 1)
         self.singles = sum(segment.length == 1 for segment in segments)
-        self.length, self.device = length, device
+        self.length = length
+        self.device = device
         self.num_tokens = sum(segment.length for segment in segments)
         parts = [torch.arange(segment.start, segment.end) for segment in self.segments]
         padding = torch.zeros(length - self.num_tokens, dtype=torch.int64)
@@ -136,7 +137,8 @@ class LayerCache:
         tokens = self._cache.tokens
         if self._cache.num_slots:
             self._store(tokens, key, value)
-        outputs, first = [], 0
+        outputs = []
+        first = 0
         singles = tokens.singles if self._cache.num_slots else 0
         if singles:
             slots = tokens.kept("places", tokens.places)
@@ -147,10 +149,12 @@ class LayerCache:
             )
             queries = query[:singles].transpose(0, 1)
             attended = attend(queries, keys, values, mask, first_query=None)
-            outputs, first = [attended.transpose(0, 1)], singles
+            outputs = [attended.transpose(0, 1)]
+            first = singles
         for segment in tokens.segments[singles:]:
             own = slice(first, first + segment.length)
-            keys, values = key[own], value[own]
+            keys = key[own]
+            values = value[own]
             if segment.start:
                 keys, values = (
                     x[segment.slot, :, : segment.end].transpose(0, 1).unsqueeze(1)
@@ -194,7 +198,8 @@ class KeyValueCache:
     tokens: PackedTokens
 
     def __init__(self, num_slots: int, max_length: int) -> None:
-        self.num_slots, self.max_length = num_slots, max_length
+        self.num_slots = num_slots
+        self.max_length = max_length
 
     def all_positions(self, _module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Replace a rotary embedding's first argument, the length of the sequence.
@@ -212,7 +217,8 @@ class KeyValueCache:
 
     def _angles(self, module: Any, angles: Tensor) -> Tensor:
         """Return the tokens' angles; those of a LongRoPE depend on the length of each text."""
-        tokens, short = self.tokens, getattr(module, "short_length", None)
+        tokens = self.tokens
+        short = getattr(module, "short_length", None)
         own = angles[tokens.positions]
         if short is None or short >= self.max_length:
             return own

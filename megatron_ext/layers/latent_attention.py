@@ -61,7 +61,8 @@ def split_latent_heads(
     """
     query = torch.unflatten(query, -1, (heads, -1))
     of_heads = torch.unflatten(projected, -1, (heads, -1))
-    key, value = of_heads[..., :-value_dim], of_heads[..., -value_dim:]
+    key = of_heads[..., :-value_dim]
+    value = of_heads[..., -value_dim:]
     width = key.size(-1)
     turned = rotated(query[..., width:], cos, sin, True)
     query = torch.cat((query[..., :width], turned), -1)
@@ -100,9 +101,11 @@ class LatentAttention(Attention):  # type: ignore[misc]
         selective = config.recompute_granularity == "selective"
         self.recomputes_heads = selective and RECOMPUTED_LATENT in modules
         self.rotary_pos_emb = rotary_embedding(config, groups.cp)
-        heads, rotated = config.num_attention_heads, config.qk_pos_emb_head_dim
+        heads = config.num_attention_heads
+        rotated = config.qk_pos_emb_head_dim
         self.key_hidden_size = config.qk_head_dim + rotated
-        hidden, of_queries = config.hidden_size, heads * self.key_hidden_size
+        hidden = config.hidden_size
+        of_queries = heads * self.key_hidden_size
         of_keys_and_values = heads * (config.qk_head_dim + config.v_head_dim)
         if config.q_lora_rank is None:
             self.linear_q_proj = self._linear(submodules.linear_q_proj, hidden, of_queries)
@@ -155,7 +158,8 @@ class LatentAttention(Attention):  # type: ignore[misc]
         Args:
             attention_mask: documents or a dense mask, see `layers.masks`; None means causal.
         """
-        small, again = self._small_vectors(hidden_states), None
+        small = self._small_vectors(hidden_states)
+        again = None
         if self.recomputes_heads and self.training and torch.is_grad_enabled():
             again = CheckpointWithoutOutput()
             again.fp8 = False  # It would ask Transformer Engine, whatever it is given.

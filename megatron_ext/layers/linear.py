@@ -54,7 +54,8 @@ def _weight_gradient(call: LinearCall, gradient: Tensor, total: Tensor) -> Tenso
     ``gradient`` is the output's gradient ``[s, b, out]``; ``total`` is the input ``[s, b, in]`` of
     all tokens. Return what autograd gets: the gradient, a placeholder, or None for a deferred one.
     """
-    gradient, total = gradient.flatten(0, -2), total.flatten(0, -2)
+    gradient = gradient.flatten(0, -2)
+    total = total.flatten(0, -2)
     weight = call.parameter
     if call.in_place and hasattr(weight, "main_grad"):
         add_weight_gradient(weight, gradient, total)
@@ -328,7 +329,8 @@ class WordEmbedding(tensor_parallel.VocabParallelEmbedding):  # type: ignore[mis
         if self.tp_group.size() == 1:
             found: Tensor = _Rows.apply(input_, self.weight)  # type: ignore[no-untyped-call]
         else:
-            indices, count = input_ - self.vocab_start_index, self.num_embeddings_per_partition
+            indices = input_ - self.vocab_start_index
+            count = self.num_embeddings_per_partition
             elsewhere = (indices < 0) | (indices >= count)
             # Other ranks' tokens add zeros to rows here and there; one row for all would be slow.
             rows = _Rows.apply(indices.remainder(count), self.weight)  # type: ignore[no-untyped-call]

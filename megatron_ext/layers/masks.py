@@ -230,7 +230,9 @@ class NewestMask:
         if is_captured(mask.device):
             return self._recorded((key, part), make, mask)
         if key != self._key:
-            self._held, self._key, self._made = mask, key, {}
+            self._held = mask
+            self._key = key
+            self._made = {}
         if part not in self._made:
             self._made[part] = make()
         found: T = self._made[part]
@@ -272,20 +274,25 @@ def _of_documents(span: Span, lengths: Lengths, documents: Tensor) -> BlockMask:
     queries = documents[:, span.first_query : span.first_query + lengths[0]]
     keys = documents[:, : lengths[1]]
     some, whole = _blocks_in_reach(span, lengths, documents.device)
-    (q_low, q_high), (k_low, k_high) = _ranges(queries), _ranges(keys)
-    q_low, q_high = q_low[:, :, None], q_high[:, :, None]
-    k_low, k_high = k_low[:, None, :], k_high[:, None, :]
+    q_low, q_high = _ranges(queries)
+    k_low, k_high = _ranges(keys)
+    q_low = q_low[:, :, None]
+    q_high = q_high[:, :, None]
+    k_low = k_low[:, None, :]
+    k_high = k_high[:, None, :]
     # Indices grow along a sequence; if they did not, a block too many would be looked into.
     some = some & (q_low <= k_high) & (k_low <= q_high)
     whole = whole & (q_low == k_high) & (k_low == q_high)
     if documents.size(0) == 1:
-        queries, keys = queries[0], keys[0]
+        queries = queries[0]
+        keys = keys[0]
     rule = _rule(span, documents.device, of_queries=queries, of_keys=keys)
     return _in_order(some, whole, lengths, rule)
 
 
 def _of_dense_mask(span: Span, lengths: Lengths, forbidden: Tensor) -> BlockMask:
-    batch, device = forbidden.size(0), forbidden.device
+    batch = forbidden.size(0)
+    device = forbidden.device
     rule = _rule(span, device, forbidden=forbidden[0, 0] if batch == 1 else forbidden[:, 0])
     return create_block_mask(rule, batch, None, *lengths, device=str(device))
 
@@ -300,17 +307,21 @@ def _blocks_in_reach(span: Span, lengths: Lengths, device: torch.device) -> tupl
         first = torch.arange(0, length, TILE, device=device)
         return first, first + (TILE - 1)
 
-    (q_first, q_last), (k_first, k_last) = ends(lengths[0]), ends(lengths[1])
+    q_first, q_last = ends(lengths[0])
+    k_first, k_last = ends(lengths[1])
     whole = (q_last < lengths[0])[:, None] & (k_last < lengths[1])
     some = torch.ones_like(whole)
-    q_last, k_last = q_last.clamp(max=lengths[0] - 1), k_last.clamp(max=lengths[1] - 1)
+    q_last = q_last.clamp(max=lengths[0] - 1)
+    k_last = k_last.clamp(max=lengths[1] - 1)
     nearest = q_first[:, None] - k_last + span.first_query
     farthest = q_last[:, None] - k_first + span.first_query
     least, greatest = span.distances()
     if least is not None:
-        some, whole = some & (farthest >= least), whole & (nearest >= least)
+        some = some & (farthest >= least)
+        whole = whole & (nearest >= least)
     if greatest is not None:
-        some, whole = some & (nearest <= greatest), whole & (farthest <= greatest)
+        some = some & (nearest <= greatest)
+        whole = whole & (farthest <= greatest)
     return some, whole
 
 

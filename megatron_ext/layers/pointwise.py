@@ -72,7 +72,8 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> Tens
     kind, eps, zero_centered = spec
     dtype = weight.dtype
     if x.dtype != dtype:
-        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        weight = weight.to(x.dtype)
+        bias = None if bias is None else bias.to(x.dtype)
     gain = weight + 1 if zero_centered else weight
     if kind == "RMSNorm":
         return F.rms_norm(x, gain.shape, gain, eps).to(dtype)
@@ -101,7 +102,8 @@ def norm_and_statistics(
         variance = wide.square().mean(dim=-1, keepdim=True)
     else:
         variance, mean = torch.var_mean(wide, dim=-1, correction=0, keepdim=True)
-        wide, means = wide - mean, (mean,)
+        wide = wide - mean
+        means = (mean,)
     inverse = torch.rsqrt(variance + eps)
     y = wide * inverse * _gain(weight, spec, wide.dtype)
     if bias is not None:
@@ -228,7 +230,8 @@ def activated(
     if gated:
         gate, linear = x.chunk(2, dim=-1)
         if limit is not None:
-            gate, linear = gate.clamp(max=limit), linear.clamp(-limit, limit)
+            gate = gate.clamp(max=limit)
+            linear = linear.clamp(-limit, limit)
         y: Tensor = function(gate) * (linear + offset if offset else linear)
     else:
         y = function(x)
@@ -258,7 +261,8 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     Features beyond twice the width of ``cos`` stay unchanged.
     """
     width = 2 * cos.size(-1)
-    turned, rest = x[..., :width], x[..., width:]
+    turned = x[..., :width]
+    rest = x[..., width:]
     if interleaved:
         first, second = torch.unflatten(turned, -1, (-1, 2)).unbind(-1)
     else:
@@ -304,10 +308,12 @@ def queries_keys_values(
         projected = projected + bias
     heads = projected.view(s, b, groups, -1, head_dim)
     query = heads[..., :-2, :].flatten(2, 3)
-    key, value = heads[..., -2, :], heads[..., -1, :]
+    key = heads[..., -2, :]
+    value = heads[..., -1, :]
     if spec is not None:
         assert q_weight is not None and k_weight is not None
-        query, key = norm(query, q_weight, q_bias, spec), norm(key, k_weight, k_bias, spec)
+        query = norm(query, q_weight, q_bias, spec)
+        key = norm(key, k_weight, k_bias, spec)
     if cos is not None and sin is not None:
         query, key = (rotated(x, cos, sin, interleaved) for x in (query, key))
     query, key, value = (
@@ -380,7 +386,8 @@ class Norm:
                 f"`--normalization` ({config.normalization}) must be LayerNorm or RMSNorm with "
                 "the torch layers."
             )
-        zero_centered, fuses = config.layernorm_zero_centered_gamma, fusions_of(config).norm
+        zero_centered = config.layernorm_zero_centered_gamma
+        fuses = fusions_of(config).norm
         norm: torch.nn.Module = NORMS[config.normalization](
             hidden_size, eps, zero_centered=zero_centered, compiled=fuses
         )

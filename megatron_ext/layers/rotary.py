@@ -68,7 +68,8 @@ def _wavelengths(dim: int, base: float) -> Tensor:
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Divide low frequencies, keep high ones, and blend in between, as Llama 3.1 does."""
     original = scaling.original_max_position_embeddings
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
     wavelength = 2 * math.pi / frequencies
     divided = torch.where(wavelength > original / low, frequencies / scaling.factor, frequencies)
     share = (original / wavelength - low) / (high - low)
@@ -85,10 +86,13 @@ def _yarn(wavelengths: Tensor, dim: int, base: float, scaling: RopeScaling) -> T
         turns = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
         return (dim * math.log(turns)) / (2 * math.log(base))
 
-    low, high = channel(scaling.beta_fast), channel(scaling.beta_slow)
+    low = channel(scaling.beta_fast)
+    high = channel(scaling.beta_slow)
     if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, dim - 1)
     if low == high:
         high += 0.001
     pairs = torch.arange(dim // 2, dtype=torch.float32)
@@ -117,7 +121,8 @@ class RotaryEmbedding(CoreRotaryEmbedding):  # type: ignore[misc]
         )
         self.scaling = scaling_of(model)
         self.sizes = transformer_config.kv_channels, model.rotary_percent
-        self.base, self.local_base = model.rotary_base, model.rope_local_base_freq
+        self.base = model.rotary_base
+        self.local_base = model.rope_local_base_freq
 
     @property
     def short_length(self) -> int | None:

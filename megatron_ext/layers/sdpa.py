@@ -83,7 +83,8 @@ def attend(
     Raises:
         ConfigError: the kernel of ``backend`` does not support the arguments.
     """
-    own, size = value.size(-1), max(query.size(-1), value.size(-1))
+    own = value.size(-1)
+    size = max(query.size(-1), value.size(-1))
     if not query.is_cuda and query.size(-1) != own:
         # The fused kernel of a CPU takes heads of one size. Zeros change neither scores nor values.
         scale = query.size(-1) ** -0.5 if scale is None else scale

@@ -141,11 +141,14 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
     batched. Stage outputs would be freed while they are sent, hence they are not deallocated.
     """
     fields: dict[str, Any] = dict(transformer_fields(config))
-    model, parallel = config.model, config.parallel
-    dtype, schedule = params_dtype(config.precision), parallel.pipeline_schedule
+    model = config.model
+    parallel = config.parallel
+    dtype = params_dtype(config.precision)
+    schedule = parallel.pipeline_schedule
     core_interleaved = schedule == "core-interleaved"
     scaling = scaling_of(model)
-    in_te, fuses = model.transformer_impl == TE_IMPL, model.gradient_accumulation_fusion
+    in_te = model.transformer_impl == TE_IMPL
+    fuses = model.gradient_accumulation_fusion
     fields |= {
         "params_dtype": dtype,
         "pipeline_dtype": torch.float32 if model.fp32_residual_connection else dtype,

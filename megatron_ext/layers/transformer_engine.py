@@ -31,7 +31,8 @@ def recipe_error(
         recipe: a value of ``--fp8-recipe`` for Transformer Engine's layers.
         cuda: the CUDA version with which torch was built; None if unknown.
     """
-    first, found = FIRST.get(recipe), ".".join(map(str, capability))
+    first = FIRST.get(recipe)
+    found = ".".join(map(str, capability))
     if first is None:
         return None
     fitting = engine_recipes(capability)
@@ -91,7 +92,9 @@ def buffer_arguments(config: RunConfig, modes: Any = None) -> dict[str, Any]:
     Args:
         modes: Transformer Engine's ``UserBufferQuantizationMode``; None before version 2.7.
     """
-    model, engine, fp8 = config.model, config.engine, config.fp8
+    model = config.model
+    engine = config.engine
+    fp8 = config.fp8
     tokens = (model.seq_length or 0) * (config.training.micro_batch_size or 1)
     arguments: dict[str, Any] = {
         "shape": [tokens // config.parallel.context_parallel_size, model.hidden_size],

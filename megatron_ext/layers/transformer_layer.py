@@ -140,7 +140,8 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
 
     def _projected(self, hidden: Tensor, rotary: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries ``[s, b, n, d]``, and keys and values ``[s, b, g, d]`` of g groups."""
-        linear, interleaved = self.linear_qkv, self.config.rotary_interleaved
+        linear = self.linear_qkv
+        interleaved = self.config.rotary_interleaved
         # `queries_keys_values` adds the bias.
         before, linear.skip_bias_add = linear.skip_bias_add, True
         try:
@@ -152,9 +153,11 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
             table = table_of(rotary, projected.dtype, interleaved=interleaved, rotary=self.rotary)
         norms: tuple[Any, ...] = (None,) * 5
         if isinstance(self.q_layernorm, (LayerNorm, RMSNorm)):
-            of_query, of_key = weights_of(self.q_layernorm), weights_of(self.k_layernorm)
+            of_query = weights_of(self.q_layernorm)
+            of_key = weights_of(self.k_layernorm)
             norms = *of_query, *of_key, spec_of(self.q_layernorm)
-        groups, head_dim = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        groups = self.num_query_groups_per_partition
+        head_dim = self.hidden_size_per_attention_head
         return pointwise.queries_keys_values(
             projected, bias, groups, head_dim, *table, interleaved, *norms
         )
@@ -187,7 +190,8 @@ class MLP(core.MLP):  # type: ignore[misc]
         """Compute output and bias, like `forward`, with a compiled activation."""
         wide, bias = self.linear_fc1(hidden_states)
         scale = None if per_token_scale is None else per_token_scale.unsqueeze(-1)
-        name, gated = pointwise.NAMES[self.config.activation_func], self.config.gated_linear_unit
+        name = pointwise.NAMES[self.config.activation_func]
+        gated = self.config.gated_linear_unit
         limits = pointwise.limits_of(self.config)
         plain = bias is None and scale is None and limits == pointwise.NO_LIMITS
         layers = self.linear_fc1, self.linear_fc2
@@ -298,7 +302,8 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
 
     def _normalize_outputs(self) -> None:
         """Give the layer norms of the outputs of attention and MLP, as far as it has them."""
-        size, epsilon = self.config.hidden_size, self.config.layernorm_epsilon
+        size = self.config.hidden_size
+        epsilon = self.config.layernorm_epsilon
         if not isinstance(self.self_attention, IdentityOp):
             self.post_self_attn_layernorm = Norm(self.config, size, epsilon)
             self.self_attn_bda = _after_norm(self.post_self_attn_layernorm, self.self_attn_bda)
@@ -322,7 +327,8 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
         if args or not self._fuses(hidden_states, kwargs):
             given: tuple[Tensor, Tensor | None] = super().forward(hidden_states, *args, **kwargs)
             return given
-        residual, norm = hidden_states, self.input_layernorm
+        residual = hidden_states
+        norm = self.input_layernorm
         if norm.compiled:
             residual, normed = pointwise.norm_with_residual(
                 residual, *weights_of(norm), spec_of(norm)
@@ -354,7 +360,8 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
 
     def _added(self, output: WithBias, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
         """Add a branch's output to the residual stream; return the sum and the normalized sum."""
-        training, bda = bool(self.training), self.self_attn_bda
+        training = bool(self.training)
+        bda = self.self_attn_bda
         if bda is not get_bias_dropout_add or not norm.compiled:
             hidden = bda(training, True)(output, residual, self.hidden_dropout)
             return hidden, norm(hidden)

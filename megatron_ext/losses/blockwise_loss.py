@@ -41,7 +41,8 @@ def _values(
     values = [token_weights.new_empty(count) for _ in range(1 + len(extra_names))]
     for start in range(0, count, rows):
         span = slice(start, min(start + rows, count))
-        block, weights = tokens[span].detach(), token_weights[span]
+        block = tokens[span].detach()
+        weights = token_weights[span]
         block.requires_grad_(gradients.hidden is not None)
         own = weight.detach().requires_grad_(gradients.weight is not None)
         own_bias = bias

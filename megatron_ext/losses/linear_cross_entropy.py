@@ -154,7 +154,8 @@ def hidden_states_loss(
         block_size, cross_entropy: options of `weighted_linear_cross_entropy`.
     """
     # megatron-core's wrappers of 16-bit models return float32.
-    hidden, weights = hidden.to(head.weight.dtype), batch.loss_weights
+    hidden = hidden.to(head.weight.dtype)
+    weights = batch.loss_weights
     layout: dict[str, Any] = {
         "tp_group": head.tp_group,
         "sequence_parallel": head.sequence_parallel,
@@ -167,7 +168,8 @@ def hidden_states_loss(
     if mtp_targets is not None:
         hidden, *depths = torch.chunk(hidden, 1 + len(mtp_targets.labels), dim=0)
         for depth, of_depth in enumerate(depths):
-            labels, of_labels = mtp_targets.labels[depth], mtp_targets.weights[depth]
+            labels = mtp_targets.labels[depth]
+            of_labels = mtp_targets.weights[depth]
             losses, total = cross(of_depth, head.weight, labels, of_labels)
             mtp_targets.record(depth, losses)
             hidden = attach(hidden, total, head.config)

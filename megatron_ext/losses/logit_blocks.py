@@ -145,7 +145,9 @@ def logit_blocks(
     head: Head, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None
 ) -> Iterator[Block]:
     """Yield the logits of hidden states ``[s * b, h]`` block by block; blocks share a buffer."""
-    labels, num_tokens, vocabulary = flat(labels), hidden.shape[0], weight.shape[0]
+    labels = flat(labels)
+    num_tokens = hidden.shape[0]
+    vocabulary = weight.shape[0]
     fused = compiles(hidden)
     rows = head.rows(num_tokens, hidden.shape[1] if fused else None)
     kind = hidden.dtype if fused else torch.float32
@@ -166,7 +168,8 @@ def logit_blocks(
             torch.mm(part, weight.t(), out=logits)
         else:
             torch.addmm(bias, part, weight.t(), out=logits)
-        mine, slope = owned[span].unsqueeze(1).float(), None
+        mine = owned[span].unsqueeze(1).float()
+        slope = None
         if head.softcap is not None and fused:
             limit_(logits, head.softcap)
         elif head.softcap is not None:
@@ -232,8 +235,10 @@ def differentiate(head: Head, block: Block, incoming: Tensor, lse: Tensor, total
     ``incoming`` is the gradient of each of C tokens' losses. ``lse`` and ``total`` are the
     log-sum-exp and the sum that `exponentiate` returned. All three are ``[C]`` float32.
     """
-    logits, smoothing = block.logits, head.label_smoothing
-    incoming, lse = (incoming * block.valid).unsqueeze(1), lse.unsqueeze(1)
+    logits = block.logits
+    smoothing = head.label_smoothing
+    incoming = (incoming * block.valid).unsqueeze(1)
+    lse = lse.unsqueeze(1)
     scale = incoming * (1 + 2 * head.z_loss * lse)
     at_label = (smoothing - 1) * incoming * block.owned
     everywhere = -smoothing / (logits.shape[1] * head.tp_size) * incoming
@@ -280,7 +285,9 @@ class Gradients:
             )
         assert self.weight is None or not self._is_empty, "no block has written the gradient"
         self._taken = True
-        hidden, weight, bias = self.hidden, self.weight, self.bias
+        hidden = self.hidden
+        weight = self.weight
+        bias = self.bias
         self.hidden = self.weight = self.bias = None
         if bias is not None:
             bias.mul_(scale)
@@ -294,7 +301,8 @@ class Gradients:
 
     def add(self, block: Block, weight: Tensor) -> None:
         """Add the gradients of a block whose logits `differentiate` has overwritten."""
-        tokens, total = block.hidden, self.weight
+        tokens = block.hidden
+        total = self.weight
         gradient = block.logits.to(tokens.dtype)
         if self.hidden is not None:
             torch.mm(gradient, weight, out=self.hidden[block.span])
@@ -303,7 +311,8 @@ class Gradients:
         if total is None:
             return
         if self._adds:
-            beta, self._is_empty = 0 if self._is_empty else 1, False
+            beta = 0 if self._is_empty else 1
+            self._is_empty = False
             torch.addmm(total, gradient.t(), tokens, out_dtype=total.dtype, beta=beta, out=total)
         else:
             total.addmm_(block.logits.t().to(total.dtype), tokens.to(total.dtype))
@@ -343,7 +352,8 @@ class _WeightedSum(torch.autograd.Function):
         values_of: ValuesOf,
         takes_gradients: bool,
     ) -> tuple[Tensor, ...]:
-        token_weights, tokens = flat(weights).float(), head.tokens(hidden)
+        token_weights = flat(weights).float()
+        tokens = head.tokens(hidden)
         # Weights such as 1 / (tokens of the global batch) would make float16 gradients vanish.
         largest = token_weights.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
         wanted = tuple(takes_gradients and needed for needed in ctx.needs_input_grad[:3])
@@ -351,7 +361,9 @@ class _WeightedSum(torch.autograd.Function):
         losses, *extra = values_of(tokens, token_weights / largest, gradients)
         if gradients.hidden is not None:
             gradients.hidden = head.reduce(gradients.hidden, hidden)
-        ctx.gradients, ctx.largest, ctx.weight_dtype = gradients, largest, weight.dtype
+        ctx.gradients = gradients
+        ctx.largest = largest
+        ctx.weight_dtype = weight.dtype
         # Saved tensors come back without their attributes.
         adds = head.main_grad and hasattr(weight, "main_grad")
         ctx.main_grad = getattr(weight, "main_grad", None) if adds else None

@@ -147,7 +147,8 @@ class FusedAdam(CountedAdam):
         **defaults: Any,
     ) -> None:
         super().__init__(params, **defaults)
-        self.moments, self.make_kernel = moments, make_kernel
+        self.moments = moments
+        self.make_kernel = make_kernel
         self.copies: dict[Tensor, Tensor] = {}
         self._kernels: dict[int, Kernel] = {}
 
@@ -179,7 +180,8 @@ class FusedAdam(CountedAdam):
         found = []
         for parameter in group["params"]:
             if parameter.grad is not None:
-                state, copy = self.state[parameter], self.copies.get(parameter)
+                state = self.state[parameter]
+                copy = self.copies.get(parameter)
                 moments = state["exp_avg"], state["exp_avg_sq"]
                 found.append(Entry(parameter.grad, parameter, *moments, copy))
         return found

@@ -90,7 +90,8 @@ def _taken(queue: list[Dealt]) -> list[Dealt]:
     """
     sizes = accumulate(each.matrix.parameter.numel() for each in queue)
     count = max(1, sum(size <= ROUND for size in sizes))
-    taken, queue[:] = queue[:count], queue[count:]
+    taken = queue[:count]
+    queue[:] = queue[count:]
     return taken
 
 
@@ -100,7 +101,8 @@ def gather(dealt: Sequence[Dealt], pieces: Sequence[Tensor], group: ProcessGroup
     ``pieces`` are this rank's flat pieces of all matrices of the round. All ranks of the group call
     this together.
     """
-    me, owned = group.rank(), [each for each in dealt if each.owner == group.rank()]
+    me = group.rank()
+    owned = [each for each in dealt if each.owner == group.rank()]
     kept = [piece for each, piece in zip(dealt, pieces, strict=True) if each.owner == me]
     if all(each.is_whole for each in dealt):
         return kept
@@ -125,7 +127,8 @@ def scatter(
 
     ``whole`` are the flat tensors, of this ``dtype``, of the matrices that this rank owns.
     """
-    me, owned = group.rank(), [each for each in dealt if each.owner == group.rank()]
+    me = group.rank()
+    owned = [each for each in dealt if each.owner == group.rank()]
     nothing = torch.empty(0, dtype=dtype, device=dealt[0].shard.main.device)
     if all(each.is_whole for each in dealt):
         kept = iter(whole)

@@ -74,7 +74,9 @@ class ShardedEMA:
         start: int = 1,
         warmup: bool = False,
     ) -> None:
-        self.decay, self.start, self._warmup = decay, start, warmup
+        self.decay = decay
+        self.start = start
+        self._warmup = warmup
         if optimizer is None:
             parameters = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
             self._parts = [_part(Shard(parameter, parameter)) for parameter in parameters]
@@ -181,7 +183,8 @@ def _part(shard: Shard) -> Part:
 
 def _in_batches(parts: Sequence[Part]) -> list[tuple[list[Tensor], list[Tensor]]]:
     """Return weights and their averages in batches small enough to update in little memory."""
-    batches, size = list[tuple[list[Tensor], list[Tensor]]](), _BATCH
+    batches = list[tuple[list[Tensor], list[Tensor]]]()
+    size = _BATCH
     for part in (part for part in parts if part.main.numel()):
         size += part.main.numel()
         if size > _BATCH:

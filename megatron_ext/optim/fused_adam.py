@@ -77,7 +77,8 @@ def adam_kernel(  # type: ignore[no-untyped-def]
     """
     if tl.load(scalars) != 0.0:
         return
-    divisor, step_size = tl.load(scalars + 1), tl.load(scalars + 2)
+    divisor = tl.load(scalars + 1)
+    step_size = tl.load(scalars + 2)
     root = tl.load(scalars + 3)
     program = tl.program_id(0)
     row = addresses + tl.load(chunks + 2 * program) * COLUMNS
@@ -118,7 +119,8 @@ class GroupUpdate:
         """Update weights, moments and 16-bit weights, unless the gradients are not finite."""
         addresses = tuple(tensor.data_ptr() for entry in entries for tensor in entry.tensors)
         if addresses != self._addresses:
-            self._addresses, self._launches = addresses, _launches(entries)
+            self._addresses = addresses
+            self._launches = _launches(entries)
         numbers = (
             settings.lr * settings.weight_decay,
             settings.beta1,
@@ -200,7 +202,8 @@ Signature = tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]
 
 def signatures() -> list[Signature]:
     """Return every form of the kernel that a run may launch, to compile it without a GPU."""
-    half, single = torch.bfloat16, torch.float32
+    half = torch.bfloat16
+    single = torch.float32
     return [
         (adam_kernel, TYPES_OF_ARGUMENTS, chosen, {"num_warps": NUM_WARPS})
         for aligned in (True, False)

@@ -84,7 +84,8 @@ def matrices_of(
         marks = "is_embedding_or_output_parameter", "is_table"
         is_table = parameter in tables or any(getattr(parameter, mark, False) for mark in marks)
         if parameter.requires_grad and parameter.dim() == 2 and not is_table:
-            group, dim = groups.expt_tp if parameter in experts else groups.tp, 0
+            group = groups.expt_tp if parameter in experts else groups.tp
+            dim = 0
             if getattr(parameter, "tensor_model_parallel", False) and group.size() > 1:
                 dim = parameter.partition_dim  # type: ignore[attr-defined]
             else:
@@ -97,7 +98,8 @@ def matrices_of(
 def _fused(chunk: Module, *, split_qkv: bool) -> Iterator[tuple[Any, tuple[int, ...]]]:
     """Yield the weights that fuse several matrices, with their rows."""
     for module in chunk.modules():
-        config, layers = getattr(module, "config", None), dict(module.named_children())
+        config = getattr(module, "config", None)
+        layers = dict(module.named_children())
         if split_qkv and "linear_qkv" in layers and config is not None:
             head = getattr(module, "hidden_size_per_attention_head", None)
             if head is not None:

@@ -146,7 +146,8 @@ class Muon(FusedAdam):
         self._group = found[0][1].group if found else None
         self._rounds = deal(found, self._group)
         self._direction = Direction.of(flags)
-        self._beta, self._nesterov = flags.muon_momentum, flags.muon_use_nesterov
+        self._beta = flags.muon_momentum
+        self._nesterov = flags.muon_use_nesterov
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -185,7 +186,8 @@ class Muon(FusedAdam):
         if not main.numel():
             return main
         assert main.grad is not None
-        kept, gradient = self.state[main]["exp_avg"], main.grad.float()
+        kept = self.state[main]["exp_avg"]
+        gradient = main.grad.float()
         if self.grad_scale is not None:
             gradient = gradient / self.grad_scale
         momentum = kept.float().lerp(gradient, 1 - self._beta)

@@ -31,7 +31,8 @@ def schedule_lengths(config: RunConfig) -> dict[str, Any]:
 
     Lengths in iterations count the samples of these iterations, whose batches may grow.
     """
-    optimizer, training = config.optimizer, config.training
+    optimizer = config.optimizer
+    training = config.training
     if training.train_samples is not None:
         total = training.train_samples
         decay = optimizer.lr_decay_samples or total
@@ -67,7 +68,8 @@ def _samples(config: RunConfig, iterations: int, consumed: int = 0) -> int:
 
 def samples_of_decay_left(config: RunConfig, iteration: int, consumed: int) -> int:
     """Return how many samples after ``iteration`` steps the flags let the decay end."""
-    optimizer, training = config.optimizer, config.training
+    optimizer = config.optimizer
+    training = config.training
     if training.train_samples is not None:
         return max(0, (optimizer.lr_decay_samples or training.train_samples) - consumed)
     end = optimizer.lr_decay_iters or training.train_iters or 0
@@ -131,7 +133,8 @@ class Schedule(OptimizerParamScheduler):  # type: ignore[misc]
             iteration: the steps of the run so far.
             consumed: the samples of these steps.
         """
-        state, last_phase = self._loaded, self.wsd_decay_steps or 0
+        state = self._loaded
+        last_phase = self.wsd_decay_steps or 0
         if state is None or not self.override_opt_param_scheduler:
             return None
         theirs = Place(
@@ -151,7 +154,8 @@ class Schedule(OptimizerParamScheduler):  # type: ignore[misc]
         ended = theirs.done >= theirs.decay and self.lr_decay_style != "constant"
         place = continued(self.lr_decay_style, theirs, ours, left)
         grown = min(1.0, state["num_steps"] / state["wd_incr_steps"])
-        self.lr_warmup_steps, self.lr_decay_steps = place.warmup, place.decay
+        self.lr_warmup_steps = place.warmup
+        self.lr_decay_steps = place.decay
         if self.wsd_decay_steps is not None:
             self.wsd_decay_steps = place.last_phase
         if grown:
@@ -180,10 +184,12 @@ def continued(style: str, theirs: Place, ours: Place, left: int) -> Place:
         left: samples until the decay is to end.
     """
     passed = max(ours.decay - left, 0)
-    warmup, done = ours.warmup, max(passed, ours.warmup)
+    warmup = ours.warmup
+    done = max(passed, ours.warmup)
     last_phase = ours.last_phase
     if theirs.done < theirs.warmup:
-        share, rest = theirs.done / theirs.warmup, max(ours.warmup - passed, 0)
+        share = theirs.done / theirs.warmup
+        rest = max(ours.warmup - passed, 0)
         # The flags may have no warm-up any more.
         warmup = rest / (1 - share)
         done = warmup - rest if rest else done

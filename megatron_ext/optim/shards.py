@@ -52,7 +52,8 @@ def shards_of(optimizer: Any) -> Iterator[Shard]:
         main_of = dict(_pairs(models, mains))
         # Parameters lie in the buffers in one order on all ranks, also those of other ranks.
         for parameter in (p for buffer in optimizer.buffers for p in buffer.param_index_map):
-            main, start = torch.empty(0, dtype=torch.float32, device=parameter.device), 0
+            main = torch.empty(0, dtype=torch.float32, device=parameter.device)
+            start = 0
             if parameter in main_of:
                 main = main_of[parameter]
                 start = optimizer._get_model_param_range_map(parameter)["param"].start

@@ -41,7 +41,9 @@ class UpdateResult:
     sizes: Sequence[Tensor] = ()
 
     def __init__(self, flag: Tensor, norm: Tensor, zeros: Tensor | None = None) -> None:
-        self.flag, self.norm, self.zeros = flag, norm, zeros
+        self.flag = flag
+        self.norm = norm
+        self.zeros = zeros
         numbers = [flag.to(norm), norm, *([] if zeros is None else [zeros])]
         self._copy = HostCopy(torch.stack(numbers))
 
@@ -302,7 +304,8 @@ class ParameterGather:
         *,
         overlap: bool,
     ) -> None:
-        self._chunks, self._transformer_config = chunks, transformer_config
+        self._chunks = chunks
+        self._transformer_config = transformer_config
         self._sync_func = transformer_config.param_sync_func
         self._overlap = self._on = overlap
 

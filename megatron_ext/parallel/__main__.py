@@ -49,7 +49,8 @@ def main(argv: list[str]) -> int:
     """Print the grid and the groups of the layout that the flags name; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m megatron_ext.parallel", description=__doc__)
     for field in fields(Layout):
-        flag, needed = "--" + field.name.replace("_", "-"), field.name == "world_size"
+        flag = "--" + field.name.replace("_", "-")
+        needed = field.name == "world_size"
         if isinstance(field.default, bool):
             parser.add_argument(flag, action="store_true")
         else:

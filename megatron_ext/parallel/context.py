@@ -224,7 +224,8 @@ def pipeline_channels(
     """
     if layout.pipeline_model_parallel_size == 1:
         return pipeline, pipeline
-    mine, rank = [], torch.distributed.get_rank()
+    mine = []
+    rank = torch.distributed.get_rank()
     for ranks in layout.groups("pp"):
         pair = [torch.distributed.new_group(ranks, timeout=timeout) for _ in range(2)]
         if rank in ranks:

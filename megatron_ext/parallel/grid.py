@@ -58,7 +58,8 @@ def groups_of(order: tuple[str, ...], sizes: dict[str, int], varying: set[str]) 
     ``order`` lists the axes of the grid; ranks are consecutive along the first. ``sizes`` has the
     number of ranks along each axis.
     """
-    stride, step = {}, 1
+    stride = {}
+    step = 1
     for axis in order:
         stride[axis] = step
         step *= sizes[axis]
@@ -127,7 +128,8 @@ class Layout:
     @property
     def model_parallel_size(self) -> int:
         """Return the number of ranks of one replica of the model."""
-        tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        tp = self.tensor_model_parallel_size
+        pp = self.pipeline_model_parallel_size
         return tp * pp * self.context_parallel_size
 
     @property
@@ -176,7 +178,8 @@ class Layout:
 
     def position(self, rank: int) -> dict[str, int]:
         """Return the index of a rank along each axis of the dense grid."""
-        sizes, index = self.sizes(), {}
+        sizes = self.sizes()
+        index = {}
         for axis in self.order.split("-"):
             index[axis] = rank % sizes[axis]
             rank //= sizes[axis]

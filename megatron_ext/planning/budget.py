@@ -36,17 +36,21 @@ def budget(found: Estimate) -> list[Line]:
 
     "gaps" is the time between all kernels, "waiting" that for other pipeline stages.
     """
-    network, clock = found.network, Clock(found.network, found.rates)
-    rank, count = found.ranks[clock.slowest()], network.num_microbatches
+    network = found.network
+    clock = Clock(found.network, found.rates)
+    rank = found.ranks[clock.slowest()]
+    count = network.num_microbatches
     works = clock.update_work(rank)
     works += [work * count for stage in rank.stages for work in network.work(stage)]
     kinds = [(kind, [work for work in works if work.kind == kind]) for kind in KINDS]
     lines = [_line(kind, found, own) for kind, own in kinds if own]
     kernels = sum(work.kernels for work in works)
-    gaps, words = sum(map(found.rates.gaps, works)), f"{1e6 * GAP:.0f} µs a kernel"
+    gaps = sum(map(found.rates.gaps, works))
+    words = f"{1e6 * GAP:.0f} µs a kernel"
     words += f", {1e6 * GRAPH_GAP:.1f} in graphs" if any(work.graphed for work in works) else ""
     lines.append(Line("gaps", gaps, words, kernels=kernels))
-    volume, total = step_volume(network, rank, count), rank_volume(network, rank, count).total
+    volume = step_volume(network, rank, count)
+    total = rank_volume(network, rank, count).total
     sent = clock.exchange(volume) + clock.replicas(volume) + clock.update_exchange(rank)
     if sent:
         lines.append(Line("communication", sent, "links", num_bytes=total))

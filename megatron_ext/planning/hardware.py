@@ -69,7 +69,9 @@ def _read_gpus(path: str, given: str) -> list[dict[str, Any]]:
 
 
 def _measured_gpu(found: dict[str, Any], path: str) -> Gpu:
-    rates, name, memory = found["rates"], str(found["name"]), int(found["memory"])
+    rates = found["rates"]
+    name = str(found["name"])
+    memory = int(found["memory"])
     fp8 = None if rates["fp8"] is None else float(rates["fp8"])
     measured = Measured(float(rates["bf16"]), fp8, float(rates["copy"]), path)
     positive = (measured.bf16, measured.copy, *(() if fp8 is None else (fp8,)))
@@ -221,7 +223,8 @@ class Rates:
 
     def memory(self, kind: str) -> float:
         """Return the bytes a second that kernels of a class read and write."""
-        measured, efficiency = self.gpu.measured, self.efficiency
+        measured = self.gpu.measured
+        efficiency = self.efficiency
         copied = self.gpu.memory_bandwidth * efficiency.copies
         share = efficiency.kernels if kind in ("pointwise", "casts") else efficiency.streams
         return (copied if measured is None else measured.copy) * share

@@ -90,11 +90,13 @@ def gradient_bytes(
     the result has 16 bits, and is copied to the sum or cast before it is added. Unless the first
     micro-batch ``overwrites`` the sum, it adds like all others.
     """
-    first, other = FP32 - 2, 2 * FP32 - 2
+    first = FP32 - 2
+    other = 2 * FP32 - 2
     if recipe is not None:
         other = 4 * FP32 - 2
     if recipe == "rowwise":
-        first, other = 2 + FP32, 2 + FP32 + 3 * FP32
+        first = 2 + FP32
+        other = 2 + FP32 + 3 * FP32
     return ((first if overwrites else other) + (num_microbatches - 1) * other) / num_microbatches
 
 

@@ -100,7 +100,8 @@ def walk(
         At the peak: bytes held, transient bytes, and the number of held stage activations.
     """
     held = count = 0
-    peak, waiting = (0, 0, 0), set[tuple[Kind | None, int, int]]()
+    peak = (0, 0, 0)
+    waiting = set[tuple[Kind | None, int, int]]()
     for action in plan.ranks[rank]:
         if action.kind not in COMPUTE:
             if action.kind in RECEIVES:
@@ -114,15 +115,19 @@ def walk(
         waiting.discard(given)
         if action.kind is Kind.FORWARD:
             # What has arrived is the input of the first layer, which counts there.
-            held, count, arrived = held + cost.kept - arrived, count + 1, 0
+            held = held + cost.kept - arrived
+            count = count + 1
+            arrived = 0
         peak = max(peak, (held, cost.transient, count), key=lambda at: at[0] + at[1])
         held -= arrived
         if action.kind is Kind.BACKWARD:
-            held, count = held - cost.kept, count - 1
+            held = held - cost.kept
+            count = count - 1
         elif action.kind is Kind.INPUT:
             held += deferred[action.stage] - cost.kept
         elif action.kind is Kind.WEIGHT:
-            held, count = held - deferred[action.stage], count - 1
+            held = held - deferred[action.stage]
+            count = count - 1
     return peak
 
 
@@ -138,7 +143,8 @@ def check_host_memory(config: RunConfig, cost: TaskCost | None) -> None:
     if config.device != "cpu" or cost is None or not cost.from_flags:
         return
     here = int(os.environ.get("LOCAL_WORLD_SIZE", config.parallel.world_size))
-    needed, available = _host_memory(config, cost, here), this_host().memory
+    needed = _host_memory(config, cost, here)
+    available = this_host().memory
     if needed > available:
         raise ConfigError(
             f"The run needs at least {size(needed)} on this machine for {here} rank(s), but "

@@ -59,7 +59,8 @@ def muon_volume(flags: OptimizerConfig, ranks: Ranks, weights: Iterable[Weight])
     for weight in weights:
         if weight.matrix is None or weight.frozen:
             continue
-        dealt, sharers = _dealt(flags, ranks, weight), _sharers(weight)
+        dealt = _dealt(flags, ranks, weight)
+        sharers = _sharers(weight)
         data += 2 * dealt * (1 - dealt) * weight.numel
         if sharers > 1 and flags.muon_tp_mode == "duplicated":
             tensor += dealt * (sharers - 1) * weight.numel

@@ -215,8 +215,12 @@ class Network(ABC):
 
     def products(self, stage: Stage) -> list[Work]:
         """Return the matrix products of one micro-batch, and what 8 bits and float32 sums cost."""
-        x, width, count = self.flops(stage), self.sizes.width, self.num_microbatches
-        forward, inputs, weights = Phase.FORWARD, Phase.INPUT, Phase.WEIGHT
+        x = self.flops(stage)
+        width = self.sizes.width
+        count = self.num_microbatches
+        forward = Phase.FORWARD
+        inputs = Phase.INPUT
+        weights = Phase.WEIGHT
         found = [
             Work("linear", forward, x.linear, width=width),
             Work("linear", forward, x.fp8, width=1),
@@ -253,7 +257,8 @@ class Network(ABC):
 
         Each gradient is set to zero before it is summed, and this rank's share is added to a sum.
         """
-        x, moved = self.sizes, 0
+        x = self.sizes
+        moved = 0
         for weight in self.weights(stage):
             replicas = x.expert_dp if weight.expert else x.dp * x.cp
             moved += 0 if weight.frozen else FP32 * (weight.numel + 3 * weight.numel // replicas)
@@ -265,7 +270,8 @@ class Network(ABC):
         Without a count of the model's own, all that autograd keeps is taken to be moved once in the
         forward pass and twice in the backward pass, by `LAYER_KERNELS` kernels a layer.
         """
-        kept, count = self.activations(stage).kept, len(stage.layers) * LAYER_KERNELS
+        kept = self.activations(stage).kept
+        count = len(stage.layers) * LAYER_KERNELS
         return [
             Work("pointwise", Phase.FORWARD, num_bytes=kept, kernels=count / 3),
             Work("pointwise", Phase.INPUT, num_bytes=2 * kept, kernels=count * 2 / 3),

@@ -58,7 +58,8 @@ def show(config: RunConfig, gpu: Gpu | None, cost: TaskCost | None) -> bool:
     parts: Sequence[Table | str]
     if cost is None:
         plan = step_plan(config.parallel, config.training)
-        parts, fits = [NO_COST, schedule_line(plan)], True
+        parts = [NO_COST, schedule_line(plan)]
+        fits = True
     elif cost.report is not None:
         parts, fits = cost.report(config, gpu)
     else:
@@ -87,7 +88,8 @@ def report_cases(cases: Sequence[Case], gpu: Gpu | None, cost: TaskCost) -> Repo
 
 def headline(network: Network, ranks: list[RankMemory]) -> str:
     """Return a line with the layout, parameters, micro-batches and number formats of a run."""
-    x, config = network.sizes, network.config
+    x = network.sizes
+    config = network.config
     sizes = {"tp": x.tp, "cp": x.cp, "pp": x.pp, "dp": x.dp, "ep": x.ep}
     shown = " × ".join(f"{name} {count}" for name, count in sizes.items() if count > 1) or "1 rank"
     numbers = "bf16" if config.precision.bf16 else "fp16" if config.precision.fp16 else "fp32"
@@ -95,7 +97,8 @@ def headline(network: Network, ranks: list[RankMemory]) -> str:
         numbers += f", layers in fp8 ({config.fp8.fp8_format}, {config.fp8.fp8_recipe})"
     if config.model.transformer_impl == "transformer_engine":
         numbers += "; Transformer Engine's layers priced as the torch layers"
-    count, active = model_parameters(ranks), active_parameters(ranks, config.moe)
+    count = model_parameters(ranks)
+    active = active_parameters(ranks, config.moe)
     counted = f"{count / 10**6:,.1f} M parameters"
     if active < count:
         counted += f" ({active / 10**6:,.1f} M of them used by a token)"
@@ -149,7 +152,8 @@ def parameter_table(ranks: list[RankMemory]) -> Table:
     ):
         held = ["embedding"] * stage.embedding
         if stage.layers:
-            first, last = stage.layers[0], stage.layers[-1]
+            first = stage.layers[0]
+            last = stage.layers[-1]
             held.append(f"layers {first}-{last}" if last > first else f"layer {first}")
         held += [f"{stage.depths} MTP"] * (stage.depths > 0)
         held += ["output"] * stage.head
@@ -174,7 +178,8 @@ def memory_table(network: Network, ranks: list[RankMemory]) -> Table:
             size(rank.transient),
             size(rank.total),
         )
-    x, config = network.sizes, network.config
+    x = network.sizes
+    config = network.config
     if not config.optimizer.use_distributed_optimizer and x.dp * x.cp > 1:
         others = memory(network.with_config(_distributed(config)))
         most = max(rank.state.optimizer for rank in others)
@@ -239,7 +244,8 @@ def schedule_line(plan: Plan) -> str:
 
 def time_lines(found: Estimate, cost: TaskCost) -> list[str]:
     """Return lines with the time, throughput and MFU of a step, and whether the run fits."""
-    gpu, reserve = found.gpu, sum(found.reserve.values())
+    gpu = found.gpu
+    reserve = sum(found.reserve.values())
     lines = [
         f"estimated on {gpu.name}: {found.seconds:.3g} s a step, "
         f"{found.tokens_per_second:,.0f} tokens/s, MFU {found.mfu:.1%} of "

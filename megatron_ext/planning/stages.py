@@ -51,7 +51,8 @@ class Ranks:
     def of(cls, config: RunConfig) -> Ranks:
         """Return the parallel sizes and number format of a run, from its resolved configuration."""
         layout = Layout.from_config(config.parallel)
-        sizes, experts = layout.sizes(), layout.expert_sizes()
+        sizes = layout.sizes()
+        experts = layout.expert_sizes()
         return Ranks(
             b=config.training.micro_batch_size or 0,
             **{name: sizes[name] for name in ("tp", "cp", "pp", "dp")},
@@ -101,7 +102,8 @@ class Stage:
         cls, layers: Sequence[int], index: int, num_stages: int, *, rank: int = 0, chunk: int = 0
     ) -> Stage:
         """Return a stage without MTP: the first has the embedding, the last the norm and head."""
-        first, last = index == 0, index == num_stages - 1
+        first = index == 0
+        last = index == num_stages - 1
         return cls(index, rank, chunk, tuple(layers), 0, first, last, last)
 
 
@@ -135,7 +137,9 @@ def recomputed(
     Each group of ``size`` recomputed layers is one item of the list. The group keeps only its
     input of ``layer_input`` bytes.
     """
-    run_again, others, found = layers[:limit], layers[limit:], []
+    run_again = layers[:limit]
+    others = layers[limit:]
+    found = []
     for first in range(0, len(run_again), size):
         again = in_order(*run_again[first : first + size])
         found.append(LayerBytes(layer_input, again.kept + again.transient))

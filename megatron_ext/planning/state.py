@@ -76,7 +76,8 @@ class Linear:
 
     def weights(self, lora: LoraConfig) -> list[Weight]:
         """Return a rank's weight, bias and two adapter matrices, if any, in the module's order."""
-        height, width = self.outputs // self.rows, self.inputs // self.columns
+        height = self.outputs // self.rows
+        width = self.inputs // self.columns
         found = [self._weight("weight", height * width, self.rows * self.columns)]
         if self.bias:
             found.append(self._weight("bias", height, self.rows))
@@ -163,13 +164,18 @@ def buckets(
     """
     alignment, ending = (64, math.lcm(replicas, 128)) if distributed else (1, 1)
     found: list[Bucket] = []
-    start, at, spans, matrices = 0, 0, list[tuple[int, int]](), list[bool]()
+    start = 0
+    at = 0
+    spans = list[tuple[int, int]]()
+    matrices = list[bool]()
 
     def close(end: int) -> int:
         nonlocal start, spans, matrices
         end = _round_up(end, ending)
         found.append(Bucket(start, end, spans, matrices))
-        start, spans, matrices = end, [], []
+        start = end
+        spans = []
+        matrices = []
         return end
 
     for weight in reversed(weights):
@@ -208,7 +214,8 @@ def rank_state(
         replica: index of the rank among those that share its dense parameters.
         expert_replica: index of the rank among those that share its experts.
     """
-    optimizer, shards = config.optimizer, config.optimizer.shards_gradients
+    optimizer = config.optimizer
+    shards = config.optimizer.shards_gradients
     trained = [[weight for weight in chunk if not weight.frozen] for chunk in chunks]
     frozen = sum(weight.numel for chunk in chunks for weight in chunk if weight.frozen)
     total = State(count=frozen, parameters=frozen * ranks.width, frozen=frozen * ranks.width)

@@ -104,7 +104,8 @@ class Clock:
 
     def durations(self, stage: Stage) -> Durations:
         """Return the times of a micro-batch's forward, input-gradient and weight-gradient pass."""
-        network, times = self.network, dict.fromkeys(Phase, 0.0)
+        network = self.network
+        times = dict.fromkeys(Phase, 0.0)
         for work in network.work(stage):
             times[work.phase] += self.rates.seconds(work)
         sent = self.exchange(network.traffic(stage)) / 2
@@ -114,7 +115,8 @@ class Clock:
 
     def exchange(self, volume: Volume) -> float:
         """Return the time of tensor, context and expert collectives that send ``volume``."""
-        x, link = self.network.sizes, self.rates.link
+        x = self.network.sizes
+        link = self.rates.link
         return (
             volume.tensor / link(x.tp)
             + volume.context / link(x.tp * x.cp)
@@ -130,7 +132,8 @@ class Clock:
 
     def update_work(self, rank: RankMemory) -> list[Work]:
         """Return the kernels of the optimizer."""
-        flags, sizes = self.network.config.optimizer, self.network.sizes
+        flags = self.network.config.optimizer
+        sizes = self.network.sizes
         work = update_work(flags, sizes, rank.state)
         return work + (muon_work(flags, sizes, rank.all_weights) if _uses_muon(flags) else [])
 
@@ -142,7 +145,8 @@ class Clock:
 
     def update_exchange(self, rank: RankMemory) -> float:
         """Return the time of what the optimizer sends within its update."""
-        sent, x = update_volume(self.network, rank), self.network.sizes
+        sent = update_volume(self.network, rank)
+        x = self.network.sizes
         return self.exchange(sent) + sent.data / self.rates.link(x.tp * x.dp * x.cp)
 
     def replicas(self, volume: Volume) -> float:
@@ -150,8 +154,10 @@ class Clock:
 
         The exchange of the gradients of the word embedding is included.
         """
-        x, flags = self.network.sizes, self.network.config.optimizer
-        ranks, link = x.dp * x.cp, self.rates.link
+        x = self.network.sizes
+        flags = self.network.config.optimizer
+        ranks = x.dp * x.cp
+        link = self.rates.link
         seconds = volume.data / link(x.tp * ranks) if ranks > 1 else 0.0
         shown = 1.0
         if flags.overlap_grad_reduce:
@@ -179,7 +185,8 @@ def estimate(network: Network, gpu: Gpu, efficiency: Efficiency = DEFAULT) -> Es
         ConfigError: fp8 on a GPU without it.
     """
     rates = Rates(gpu, efficiency)
-    clock, ranks = Clock(network, rates), memory(network)
+    clock = Clock(network, rates)
+    ranks = memory(network)
     cost = price(network.schedule, clock.rank_durations(clock.slowest()), clock.latency())
     seconds = cost.makespan + max(map(clock.after, ranks))
     return Estimate(network, rates, ranks, cost, seconds, network.step_flops())
@@ -207,7 +214,9 @@ def step_volume(network: Network, rank: RankMemory, num_microbatches: int) -> Vo
     total = Volume()
     for stage in rank.stages:
         total += network.traffic(stage) * num_microbatches
-    config, x, state = network.config, network.sizes, rank.state
+    config = network.config
+    x = network.sizes
+    state = rank.state
     trained = [weight for weight in rank.all_weights if not weight.frozen]
     count = max(1, sum(weight.numel for weight in trained))
     experts = sum(weight.numel for weight in trained if weight.expert) / count
@@ -329,8 +338,10 @@ def search(
     Raises:
         ConfigError: no layout is possible; the message has some of the reasons.
     """
-    tried, priced = 0, list[tuple[Candidate, Estimate]]()
-    errors, settled = dict[str, None](), set[Candidate]()
+    tried = 0
+    priced = list[tuple[Candidate, Estimate]]()
+    errors = dict[str, None]()
+    settled = set[Candidate]()
     for candidate in candidates(config, world_size, gpu, cost):
         layout = replace(candidate, recompute="")
         if layout in settled:

@@ -49,7 +49,8 @@ class Channels:
         plan: Plan,
         shape: Shape,
     ) -> None:
-        self.rank, self.ranks = context.pp_rank, context.pipeline_ranks
+        self.rank = context.pp_rank
+        self.ranks = context.pipeline_ranks
         self.recorder = context.recorder
         self.groups = context.pipeline_channels
         varies = transformer_config.variable_seq_lengths or transformer_config.mtp_standalone
@@ -77,7 +78,8 @@ class Channels:
             assert work is not None
             works.append((work, part))
         key = action.kind, action.microbatch, action.stage
-        self.sent[key], self.peers[key] = works, self.ranks[action.peer]
+        self.sent[key] = works
+        self.peers[key] = self.ranks[action.peer]
         while len(self.sent) > _PENDING:
             # The order of the plan makes this safe; it bounds the memory of messages.
             self._wait(*next(iter(self.sent)))
@@ -145,7 +147,8 @@ class GradientSync:
         actions: Sequence[Action],
         placement: Placement,
     ) -> None:
-        self.placement, self.chunks = placement, chunks
+        self.placement = placement
+        self.chunks = chunks
         self.no_sync = _list_of(transformer_config.no_sync_func, len(chunks))
         self.grad_sync = _list_of(transformer_config.grad_sync_func, len(chunks))
         self.param_sync = _list_of(transformer_config.param_sync_func, len(chunks))

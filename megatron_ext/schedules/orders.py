@@ -43,7 +43,8 @@ def interleaved(placement: Placement, num_microbatches: int, group_size: int) ->
     As in megatron-core, a rank runs a group of micro-batches through one chunk before the next
     chunk. Remaining micro-batches that are too few to fill the pipeline join the last group.
     """
-    size, chunks = placement.pipeline_size, placement.num_chunks
+    size = placement.pipeline_size
+    chunks = placement.num_chunks
     groups = _groups(num_microbatches, group_size, at_least=size)
     table = chunk_order(groups, chunks)
     orders = []
@@ -82,7 +83,8 @@ def _groups(num_microbatches: int, group_size: int, *, at_least: int) -> list[in
 
 def chunk_order(groups: list[int], num_chunks: int) -> list[tuple[int, int]]:
     """Return pairs ``(microbatch, chunk)``, group by group and, within a group, chunk by chunk."""
-    table, first = [], 0
+    table = []
+    first = 0
     for size in groups:
         table += [(first + i, chunk) for chunk in range(num_chunks) for i in range(size)]
         first += size
@@ -145,7 +147,8 @@ class _Rank:
         That memory is ``2 * pipeline_size`` activations of the half-size chunks. Chunk 0 must
         leave room for the activations of chunk 1 before the first gradient arrives.
         """
-        size, done = self.placement.pipeline_size, self.counts
+        size = self.placement.pipeline_size
+        done = self.counts
         if sum(done[Kind.FORWARD]) - sum(done[Kind.WEIGHT]) >= 2 * size:
             return False
         pending = done[Kind.FORWARD][0] - done[Kind.INPUT][0]
@@ -178,7 +181,8 @@ def zb_v(placement: Placement, num_microbatches: int, durations: Durations = EVE
     0. The orders are valid for any durations, but tuned to the given ones.
     """
     ranks = [_Rank(placement, rank, num_microbatches) for rank in range(placement.pipeline_size)]
-    ends, now = dict[tuple[Kind, int, int], float](), 0.0
+    ends = dict[tuple[Kind, int, int], float]()
+    now = 0.0
     while any(len(rank.order) < 6 * num_microbatches for rank in ranks):
         for rank in ranks:
             action = rank.choose(now, ends)

@@ -31,7 +31,8 @@ def text(plan: Plan, cost: Price) -> str:
     for index, rank in enumerate(cost.timeline):
         row = ""
         for entry in rank:
-            start, end = round(entry.start * scale), round(entry.end * scale)
+            start = round(entry.start * scale)
+            end = round(entry.end * scale)
             action = entry.action
             letter = action.kind.value
             if plan.placement.chunk_of(action.stage) > 0:
@@ -57,7 +58,8 @@ def save(plan: Plan, cost: Price, path: Path) -> None:
     used: set[Kind] = set()
     for index, rank in enumerate(cost.timeline):
         for entry in rank:
-            action, length = entry.action, entry.end - entry.start
+            action = entry.action
+            length = entry.end - entry.start
             later = plan.placement.chunk_of(action.stage) > 0
             axes.barh(
                 index,

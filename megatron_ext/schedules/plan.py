@@ -92,7 +92,9 @@ def needs(action: Action, placement: Placement) -> Iterator[tuple[Kind, int, int
 
     A full backward pass has the key of its input gradient, `Kind.INPUT`.
     """
-    kind, microbatch, stage = action.kind, action.microbatch, action.stage
+    kind = action.kind
+    microbatch = action.microbatch
+    stage = action.stage
     if kind is Kind.FORWARD and stage > 0:
         yield Kind.FORWARD, microbatch, stage - 1
     elif kind in (Kind.BACKWARD, Kind.INPUT):
@@ -161,9 +163,11 @@ def _message(action: Action, placement: Placement) -> tuple[Action, Action] | No
     """Return the send and receive of a computation's result, or None if it stays on the rank."""
     sender = placement.rank_of(action.stage)
     if action.kind is Kind.FORWARD:
-        kinds, stage = (Kind.SEND_OUTPUT, Kind.RECEIVE_INPUT), action.stage + 1
+        kinds = (Kind.SEND_OUTPUT, Kind.RECEIVE_INPUT)
+        stage = action.stage + 1
     elif action.kind in (Kind.BACKWARD, Kind.INPUT):
-        kinds, stage = (Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT), action.stage - 1
+        kinds = (Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT)
+        stage = action.stage - 1
     else:
         return None
     if not 0 <= stage < placement.num_stages or placement.rank_of(stage) == sender:
@@ -224,11 +228,14 @@ def settled_messages(plan: Plan, rank: int) -> dict[Key, list[Key]]:
     message has then run all earlier computations of its list, and these have used their inputs.
     Each send is in one list at most, that of the first message to arrive after its use.
     """
-    last, settled = plan.placement.num_stages - 1, {}
+    last = plan.placement.num_stages - 1
+    settled = {}
     for peer, actions in enumerate(plan.ranks):
         used: list[Key] = []
         for action in actions if peer != rank else ():
-            kind, microbatch, stage = action.kind, action.microbatch, action.stage
+            kind = action.kind
+            microbatch = action.microbatch
+            stage = action.stage
             if action.peer == rank and kind in SENDS:
                 forwards = kind is Kind.SEND_OUTPUT
                 received = Kind.RECEIVE_INPUT if forwards else Kind.RECEIVE_GRADIENT

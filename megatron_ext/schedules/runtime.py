@@ -58,7 +58,8 @@ def most_in_flight(actions: Sequence[Action], placement: Placement) -> list[int]
 
     A micro-batch is in flight from its forward pass to its `Kind.BACKWARD`.
     """
-    now, most = [0] * placement.num_chunks, [0] * placement.num_chunks
+    now = [0] * placement.num_chunks
+    most = [0] * placement.num_chunks
     for action in actions:
         chunk = placement.chunk_of(action.stage)
         if action.kind is Kind.FORWARD:
@@ -119,9 +120,12 @@ class PipelineEngine:
         group_size: int | None = None,
         graphs: Sequence[ChunkGraphs] = (),
     ) -> None:
-        self.schedule, self.group_size = schedule, group_size
-        self.chunks, self.graphs = list(chunks), graphs
-        self.transformer_config, self.context = transformer_config, context
+        self.schedule = schedule
+        self.group_size = group_size
+        self.chunks = list(chunks)
+        self.graphs = graphs
+        self.transformer_config = transformer_config
+        self.context = context
 
     def plan(self, num_microbatches: int, *, forward_only: bool) -> Plan:
         """Return the plan of one step, which has the actions of all pipeline ranks."""
@@ -164,8 +168,10 @@ class PipelineEngine:
         """
         plan = self.plan(num_microbatches, forward_only=forward_only)
         step = _Step(self, plan, forward_step, data_iterators, shape)
-        step.trains, step.collect_non_loss_data = not forward_only, collect_non_loss_data
-        transformer_config, on_last = self.transformer_config, self.context.is_last_stage
+        step.trains = not forward_only
+        step.collect_non_loss_data = collect_non_loss_data
+        transformer_config = self.transformer_config
+        on_last = self.context.is_last_stage
         finalizes = transformer_config.finalize_model_grads_func is not None and not forward_only
         if self.graphs and not forward_only:
             self._prepare_graphs(most_in_flight(step.actions, plan.placement))
@@ -224,8 +230,10 @@ class _Step:
         data_iterators: Sequence[Iterator[Any] | None],
         shape: Shape,
     ) -> None:
-        self.plan, self.placement = plan, plan.placement
-        self.chunks, self.context = engine.chunks, engine.context
+        self.plan = plan
+        self.placement = plan.placement
+        self.chunks = engine.chunks
+        self.context = engine.context
         self.transformer_config = config = engine.transformer_config
         self.forward_step_func = forward_step_func
         self.data_iterators = data_iterators
@@ -243,7 +251,8 @@ class _Step:
         """Run all actions in order, then wait for the last messages."""
         if self.trains:
             self.sync.start()
-        recorder, ranks = self.context.recorder, self.context.pipeline_ranks
+        recorder = self.context.recorder
+        ranks = self.context.pipeline_ranks
         for action in self.actions:
             with recorder.action(action, None if action.peer is None else ranks[action.peer]):
                 self.perform(action)

@@ -234,7 +234,8 @@ def is_date(text: str) -> bool:
 
 def _sft_errors(sft: SftConfig, run: RunConfig) -> list[str]:
     """Return an error for each flag that does not go with ``--sft``, or that needs ``--sft``."""
-    training, seq_length = run.training, run.model.seq_length
+    training = run.training
+    seq_length = run.model.seq_length
     if not sft.sft:
         found = [
             f"`{spelling_of(sft, name)}` has an effect only with `--sft`; add it, or leave this "
@@ -252,7 +253,8 @@ def _sft_errors(sft: SftConfig, run: RunConfig) -> list[str]:
         if name in changes
     ]
     found += sft.row_errors()
-    longest, batching = sft.sft_max_length, sft.sft_batching
+    longest = sft.sft_max_length
+    batching = sft.sft_batching
     if seq_length is not None and longest is not None and not 2 <= longest <= seq_length + 1:
         found.append(
             f"`--sft-max-length` ({longest}) must be from 2 to `--seq-length` + 1 "
@@ -319,7 +321,8 @@ NEEDS = {"--dataloader-type cyclic": "data_sharding", **TOKENIZER_NEEDS, **FIM_N
 def resolve_text(config: RunConfig) -> RunConfig:
     """Return the configuration with the values that the text tenant derives from others."""
     config = resolve_hybrid(config)
-    data, sft = config.section(DataConfig), config.section(SftConfig)
+    data = config.section(DataConfig)
+    sft = config.section(SftConfig)
     packs = sft.sft and sft.sft_batching != "padded"
     model = dataclasses.replace(config.model, document_masks=data.reset_attention_mask or packs)
     lora = config.lora
@@ -335,7 +338,8 @@ def _targets(model: ModelConfig) -> Sequence[str]:
 
 
 def text_rules(given: RunConfig, run: RunConfig) -> list[str]:
-    data, sft = run.section(DataConfig), run.section(SftConfig)
+    data = run.section(DataConfig)
+    sft = run.section(SftConfig)
     return [
         *hybrid_errors(given, run),
         *data.own_errors(full_validation=run.training.full_validation),

@@ -118,14 +118,17 @@ def resolve_hybrid(config: RunConfig) -> RunConfig:
     text = config.section(HybridConfig).hybrid_layer_pattern
     if text is None:
         return config
-    model, moe, parallel = config.model, config.moe, config.parallel
+    model = config.model
+    moe = config.moe
+    parallel = config.parallel
     try:
         pattern = read_pattern(text)
     except ValueError:
         # The rule is said once; without a number of layers, another would follow from it.
         model = dataclasses.replace(model, num_layers=model.num_layers or 1)
         return dataclasses.replace(config, model=model)
-    stages, layout = parallel.pipeline_model_parallel_size, pattern.layout()
+    stages = parallel.pipeline_model_parallel_size
+    layout = pattern.layout()
     model = dataclasses.replace(model, num_layers=len(pattern.pairs))
     if pattern.depths:
         model = dataclasses.replace(model, mtp_num_layers=len(pattern.depths))
@@ -186,7 +189,9 @@ def hybrid_errors(given: RunConfig, run: RunConfig) -> Iterator[str]:
 
 def _size_errors(name: str, pattern: Pattern, given: RunConfig) -> Iterator[str]:
     """Yield a sentence for each flag that says other layers than the pattern does."""
-    pairs, model, moe = pattern.pairs, given.model, given.moe
+    pairs = pattern.pairs
+    model = given.model
+    moe = given.moe
     if model.num_layers not in (None, len(pairs), 2 * len(pairs)):
         yield (
             f"{name} has {2 * len(pairs)} layers, or {len(pairs)} with attention and MLP as one, "
@@ -213,7 +218,8 @@ def _size_errors(name: str, pattern: Pattern, given: RunConfig) -> Iterator[str]
 
 def _stage_errors(name: str, pattern: Pattern, given: RunConfig) -> Iterator[str]:
     """Yield a sentence for each fault in how the pattern is cut into pipeline stages."""
-    parallel, count = given.parallel, len(pattern.stages)
+    parallel = given.parallel
+    count = len(pattern.stages)
     size = parallel.pipeline_model_parallel_size
     for field in _CUTS:
         if getattr(parallel, field) is not None:

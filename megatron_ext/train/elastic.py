@@ -35,10 +35,12 @@ def elastic_sizes(config: RunConfig, configure: Callable[[int], RunConfig]) -> t
     Raises:
         ConfigError: the smallest number, or under torchrun any, does not go with the flags.
     """
-    size, fewest = config.parallel.world_size, config.fault_tolerance.elastic_min_nodes
+    size = config.parallel.world_size
+    fewest = config.fault_tolerance.elastic_min_nodes
     if fewest is None:
         return (size,)
-    each, nodes = ranks_of_a_node(config), size // ranks_of_a_node(config)
+    each = ranks_of_a_node(config)
+    nodes = size // ranks_of_a_node(config)
     if fewest > nodes:
         raise ConfigError(
             f"`--elastic-min-nodes` ({fewest}) must be at most the number of nodes ({nodes}), each "
@@ -73,7 +75,8 @@ def _faults(
     except ConfigError as error:
         yield from error.messages
         return
-    before, after = _batches(config), _batches(other)
+    before = _batches(config)
+    after = _batches(other)
     if before != after:
         yield (
             f"its steps would have {_listed(after)} samples instead of {_listed(before)}; give "
@@ -83,7 +86,8 @@ def _faults(
 
 def _batches(config: RunConfig) -> list[int]:
     """Return, ascending, the numbers of samples that the steps of a run may have."""
-    replicas, micro = config.parallel.data_parallel_size, config.training.batch_sizes[0]
+    replicas = config.parallel.data_parallel_size
+    micro = config.training.batch_sizes[0]
     return [count * micro * replicas for count in config.training.microbatch_counts(replicas)]
 
 

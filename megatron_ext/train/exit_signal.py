@@ -83,7 +83,8 @@ def loss_at_end(code: int, config: RunConfig) -> str | None:
 
     Return None for a code that no such run ends with.
     """
-    training, save = config.training, config.checkpoint.save
+    training = config.training
+    save = config.checkpoint.save
     number = next((number for number in STOP_SIGNALS if code == code_of(-number)), None)
     if code == EXIT_CODE_NOT_SAVED:
         number = signal.Signals[training.exit_signal] if save is None else signal.SIGTERM

@@ -104,7 +104,9 @@ class FaultSupervisor(Supervisor):
         generation: int = 0,
     ) -> None:
         super().__init__(forwarder, timeout_minutes)
-        self._watcher, self._save, self._generation = watcher, save, generation
+        self._watcher = watcher
+        self._save = save
+        self._generation = generation
         self._pids: dict[int, int] = {}
         self._polled = self._watched = time.monotonic()
         self._contact_lost: int | None = None
@@ -115,7 +117,8 @@ class FaultSupervisor(Supervisor):
         """Wait for all ranks, and return the exit code as `Supervisor.wait` does."""
         self._pids = {rank: pid for pid, rank in self._children.items()}
         code = super().wait()
-        lost, ends = self._contact_lost, self.fault is not None or self._asked
+        lost = self._contact_lost
+        ends = self.fault is not None or self._asked
         if code in FOLLOWS and lost is not None and not ends:
             self._note(Verdict(Kind.DEAD, (lost,), 0.0), cause_of(code))
         return code
@@ -165,7 +168,10 @@ class FaultSupervisor(Supervisor):
         """Keep what is known about a fault that has just been seen, and write it down."""
         now = time.monotonic()
         seen_after = now - self._polled if verdict.fault is Kind.DEAD else verdict.silent
-        rank, iteration, where, case = min(verdict.ranks, default=-1), None, None, None
+        rank = min(verdict.ranks, default=-1)
+        iteration = None
+        where = None
+        case = None
         if self._watcher is not None:
             if cause == signal.SIGKILL.name and self._watcher.killed_for_memory():
                 cause = "memory"

@@ -44,7 +44,8 @@ class RestartReport(Callback):
         if self._is_told:
             return
         self._is_told = True
-        run, fault_time = self.run, os.environ.get(FAULT_TIME_VARIABLE)
+        run = self.run
+        fault_time = os.environ.get(FAULT_TIME_VARIABLE)
         if run.context.rank != 0 or generation() == 0 or fault_time is None:
             return
         restored = run.progress.iteration

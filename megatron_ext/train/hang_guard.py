@@ -47,7 +47,8 @@ def hang_guard(config: RunConfig, rank: int) -> Iterator[None]:
 @contextmanager
 def _watching(config: RunConfig, folder: Path | None) -> Iterator[None]:
     """Watch the ranks of this machine in a thread, if torchrun has started them."""
-    minutes, size = config.parallel.distributed_timeout_minutes, os.environ.get("LOCAL_WORLD_SIZE")
+    minutes = config.parallel.distributed_timeout_minutes
+    size = os.environ.get("LOCAL_WORLD_SIZE")
     watcher = open_watcher(folder, int(size or 1), minutes) if is_under_torchrun() else None
     if watcher is None:
         yield
@@ -67,7 +68,9 @@ class _Guard:
     """The work of the thread: looks, and acts if it is this rank's turn."""
 
     def __init__(self, watcher: Watcher, save: str | None, over: threading.Event) -> None:
-        self._watcher, self._save, self._over = watcher, save, over
+        self._watcher = watcher
+        self._save = save
+        self._over = over
         self._place = int(os.environ.get("LOCAL_RANK", "0"))
         self._slot: Slot = watcher.board.slot(self._place)
         self._ends_hangs = restarts_by_torchrun() > 0

@@ -140,7 +140,8 @@ def run_rank(main: Main) -> int:
     try:
         return main() or 0
     except MegatronExtError as error:
-        message, code = str(error), EXIT_CODE_USER_ERROR
+        message = str(error)
+        code = EXIT_CODE_USER_ERROR
         code = 1 if isinstance(error, MachineFault) else code
         if os.environ.get("RANK", "0") != "0":
             time.sleep(_SECONDS_FOR_RANK_0_OF_A_RUN)
@@ -151,11 +152,14 @@ def run_rank(main: Main) -> int:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             return 0
         fault = contact_fault(error)
-        message, code = limits.sentence(error) or traceback.format_exc(), 1
+        message = limits.sentence(error) or traceback.format_exc()
+        code = 1
         if _lacks_memory(error):
-            message, code = f"{message.rstrip()}\n{_WITHOUT_MEMORY}", EXIT_CODE_NO_MEMORY
+            message = f"{message.rstrip()}\n{_WITHOUT_MEMORY}"
+            code = EXIT_CODE_NO_MEMORY
         if fault is not None:
-            message, timed_out = fault.value, fault is NoAnswer.TIMEOUT
+            message = fault.value
+            timed_out = fault is NoAnswer.TIMEOUT
             code = EXIT_CODE_NO_ANSWER if timed_out else EXIT_CODE_LOST_CONTACT
     # One write keeps the text in one piece, as other ranks print too.
     text = f"[rank {os.environ.get('RANK', '0')}] {message}"
@@ -171,7 +175,8 @@ def _lacks_memory(error: BaseException) -> bool:
     torch's allocator of main memory raises a plain RuntimeError, which only its text identifies.
     Once memory is lacking, further errors of other kinds may follow.
     """
-    text, before = "can't allocate memory", error.__context__
+    text = "can't allocate memory"
+    before = error.__context__
     lacks = isinstance(error, MemoryError | torch.OutOfMemoryError) or text in str(error)
     return lacks or (before is not None and _lacks_memory(before))
 

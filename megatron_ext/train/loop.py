@@ -110,7 +110,8 @@ def take_step(run: Run, metrics: IntervalMetrics) -> StepResult:
         if run.train_source.seq_length_of is not None and run.seq_length is not None:
             run.train_source.expect(run.seq_length)
         batches = run.train_source.next_step(num_microbatches)
-    consumed, num_samples = run.progress.consumed_train_samples, run.batch_size.global_batch_size
+    consumed = run.progress.consumed_train_samples
+    num_samples = run.batch_size.global_batch_size
     result = run.runner.train(batches, num_microbatches, consumed, num_samples)
     if result.flops is not None:
         stats = replace(stats, flops=result.flops)
@@ -186,13 +187,15 @@ class IntervalMetrics:
         self._unsettled: tuple[int, StepResult] | None = None
         self._last: StepResult | None = None
         self._last_samples = 0
-        self._since_report, self._since_track = Sums(), Sums()
+        self._since_report = Sums()
+        self._since_track = Sums()
         self._first: Sums | None = None
 
     def add(self, result: StepResult, stats: StepStats) -> None:
         """Add one step's losses and statistics to the sums."""
         self._count_last()
-        self._last, self._last_samples = result, stats.samples
+        self._last = result
+        self._last_samples = stats.samples
         self._since_report.add(result, stats)
         if self._tracks:
             self._since_track.add(result, stats)
@@ -239,7 +242,8 @@ class IntervalMetrics:
         TensorBoard and Weights & Biases get the values of a step every
         ``--tensorboard-log-interval`` steps, as from Megatron-LM.
         """
-        iteration, logging = self._run.progress.iteration, self._run.config.logging
+        iteration = self._run.progress.iteration
+        logging = self._run.config.logging
         tracked = self._tracks and iteration % logging.tensorboard_log_interval == 0
         due = iteration == 1 or iteration % logging.log_interval == 0
         if not (due or tracked):
@@ -257,7 +261,8 @@ class IntervalMetrics:
 
         As in Megatron-LM, the first step of a run counts again in the line of the next report.
         """
-        sums, first = self._since_report.ended(), self._first
+        sums = self._since_report.ended()
+        first = self._first
         self._since_report = Sums()
         self._first = sums if self._run.progress.iteration == 1 else None
         record = self._record(sums, self._mean_losses(sums), params_norm)
@@ -270,8 +275,10 @@ class IntervalMetrics:
     def _own_record(self, params_norm: float | None) -> IterationRecord:
         """Return the record of the last step; its time is the mean since the last such record."""
         assert self._last is not None
-        sums, self._since_track = self._since_track.ended(), Sums()
-        losses, counts = self._last.losses, self._last.counts
+        sums = self._since_track.ended()
+        self._since_track = Sums()
+        losses = self._last.losses
+        counts = self._last.counts
         first = next(iter(losses), None)
         own = {k: float(v) for k, v in losses.items() if k == first or float(counts[k]) > 0}
         return self._record(sums, own, params_norm)
@@ -286,7 +293,8 @@ class IntervalMetrics:
     def _record(
         self, sums: Sums, losses: dict[str, float], params_norm: float | None
     ) -> IterationRecord:
-        run, last = self._run, self._last
+        run = self._run
+        last = self._last
         assert last is not None and run.optimizer is not None
         rate = get_canonical_lr_for_logging(run.optimizer.param_groups) or 0.0
         return IterationRecord(

@@ -123,7 +123,8 @@ def main(
         check_launcher()
     except ConfigError as error:
         return refuse(error)
-    first, launched = int(os.environ.get("RANK", "0")) == 0, launch_of(argv)
+    first = int(os.environ.get("RANK", "0")) == 0
+    launched = launch_of(argv)
     try:
         stored = stored_config(argv, program)
         if splits_layers(argv, program, stored):
@@ -136,7 +137,8 @@ def main(
             print(parsed.config.to_yaml() if first else "", end="")
             return 0
         logging.basicConfig(level=parsed.config.logging.logging_level or logging.WARNING)
-        device, task = select(parsed.config.parallel.distributed_backend), parsed.task
+        device = select(parsed.config.parallel.distributed_backend)
+        task = parsed.task
         check_own_flags(task, parsed.config)
         staged = stage(parsed.config, is_first=first)
         config, assets = preflight(parsed.config, task.preflight)
@@ -318,7 +320,8 @@ def pretrain(
             )
             if injector is not None:
                 injector.chunks = run.chunks
-            at, steps = run.progress.iteration, run.num_iterations
+            at = run.progress.iteration
+            steps = run.num_iterations
             reporters = build_reporters(
                 config,
                 context,

@@ -58,7 +58,8 @@ class StepStart:
         histories: AmaxHistories | None,
         context: ParallelContext,
     ) -> None:
-        self._context, self._histories = context, histories
+        self._context = context
+        self._histories = histories
         buffers = [buffer for chunk in chunks for buffer in chunk.module.buffers()]
         self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
         self._random: list[Any] = random_state(context).data

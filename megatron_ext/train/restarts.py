@@ -73,7 +73,8 @@ class RestartPolicy:
         faults = config.fault_tolerance
         if not faults.max_restarts and not faults.is_elastic:
             return None
-        save, each = config.checkpoint.save, ranks_of_a_node(config)
+        save = config.checkpoint.save
+        each = ranks_of_a_node(config)
         return cls(faults.max_restarts, save, world_sizes, each, main_of)
 
     @property
@@ -103,7 +104,8 @@ def restart_notes(config: RunConfig) -> list[str]:
 
     torchrun restarts ranks by a flag of its own, and snapshots in memory end with the run.
     """
-    asked, by_torchrun = config.fault_tolerance.max_restarts, os.environ.get(_OF_TORCHRUN)
+    asked = config.fault_tolerance.max_restarts
+    by_torchrun = os.environ.get(_OF_TORCHRUN)
     if asked and by_torchrun == "0":
         return [
             f"`--max-restarts` ({asked}) has no effect under torchrun, which starts ranks again "
@@ -111,7 +113,8 @@ def restart_notes(config: RunConfig) -> list[str]:
         ]
     if may_be_restarted(config.fault_tolerance):
         return []
-    saving, where = config.checkpoint, "" if by_torchrun is None else " to torchrun"
+    saving = config.checkpoint
+    where = "" if by_torchrun is None else " to torchrun"
     given = {"--peer-checkpoint-interval": saving.peer_checkpoint_interval}
     if saving.non_persistent_ckpt_type == "in_memory":
         given["--non-persistent-save-interval"] = saving.non_persistent_save_interval
@@ -185,8 +188,11 @@ class _Launcher:
         folder: Path | None,
         timeout_minutes: float,
     ) -> None:
-        self._fork, self._policy, self._forwarder = fork, policy, forwarder
-        self._folder, self._timeout_minutes = folder, timeout_minutes
+        self._fork = fork
+        self._policy = policy
+        self._forwarder = forwarder
+        self._folder = folder
+        self._timeout_minutes = timeout_minutes
         self._size = self._wanted = policy.world_sizes[0]
         self._last_wish = policy.wish()  # of an earlier run, and so of no meaning
         self._watcher = open_watcher(folder, self._size, timeout_minutes)
@@ -235,7 +241,8 @@ class _Launcher:
     def _follow(self, fault: Fault, code: int, postmortem: Path | None) -> int:
         """Count a fault; return `_GO_ON` if the run goes on, else the exit code of its end."""
         self._drawings.start(postmortem)
-        history, policy = self._history, self._policy
+        history = self._history
+        policy = self._policy
         if self._forwarder.asked is not None:
             return self._forwarder.code_of(-self._forwarder.asked)
         history.add(fault)

@@ -249,7 +249,8 @@ def _summed(
 ) -> Tensor:
     """Sum ``measured`` over all parameters of the model on all ranks, each parameter once."""
     zero = torch.zeros_like(measured(next(chunks[0].parameters())))
-    dense, experts = zero, zero
+    dense = zero
+    experts = zero
     for chunk in chunks:
         for parameter in chunk.parameters():
             if not param_is_not_tensor_parallel_duplicate(parameter):
@@ -258,7 +259,8 @@ def _summed(
                 experts = experts + measured(parameter)
             elif param_is_not_shared(parameter):
                 dense = dense + measured(parameter)
-    dense, experts = dense.clone(), experts.clone()
+    dense = dense.clone()
+    experts = experts.clone()
     torch.distributed.all_reduce(dense, group=context.pgs.mp)
     torch.distributed.all_reduce(experts, group=context.pgs.tp_ep_pp)
     return dense + experts

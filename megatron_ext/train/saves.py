@@ -36,8 +36,10 @@ class Saves:
         background: BackgroundSaves | None = None,
         tolerant: bool = False,
     ) -> None:
-        self._folder, self._rank = folder, rank
-        self._background, self._tolerant = background, tolerant
+        self._folder = folder
+        self._rank = rank
+        self._background = background
+        self._tolerant = tolerant
         self._stalls: dict[int, float] = {}
         self._failed = 0
         self._newest_failed = False
@@ -65,7 +67,8 @@ class Saves:
             write(waits=False)
         except CheckpointError as error:
             self._failed += 1
-            self._newest_failed, self._known = True, self.num_failed
+            self._newest_failed = True
+            self._known = self.num_failed
             self._tell_failure(iteration, str(error))
             if is_last or not self._tolerant:
                 raise
@@ -111,9 +114,11 @@ class Saves:
         self._steps += 1
         if self._steps < self._pause:
             return False
-        self._steps, self._pause = 0, 2 * self._pause
+        self._steps = 0
+        self._pause = 2 * self._pause
         if self._background is None or self._newest_failed:
-            is_running, failed = False, self._newest_failed
+            is_running = False
+            failed = self._newest_failed
         else:
             is_running, failed = self._background.look_at_newest()
         self._is_open = is_running or failed

@@ -162,7 +162,8 @@ def _checkpoints(
     helper: Helper | None,
 ) -> tuple[CheckpointManager, Saves]:
     """Return what saves and loads checkpoints, and what tells how the saves end."""
-    settings, background = config.checkpoint, None
+    settings = config.checkpoint
+    background = None
     if helper is not None:
         limit = 60 * config.parallel.distributed_timeout_minutes
         background = BackgroundSaves(settings, context, device, helper, seconds=limit)
@@ -219,7 +220,8 @@ def _progress_after(loaded: LoadedCheckpoint | None, context: ParallelContext) -
 
 def attach_data(run: Run, task: Task, assets: Any) -> None:
     """Build a run's datasets and batch sources; print a note if a resumed run's data changed."""
-    config, context = run.config, run.context
+    config = run.config
+    context = run.context
     replicas = context.layout.data_parallel_size
     datasets = task.datasets(
         config,
@@ -255,8 +257,10 @@ def _evaluation_sources(
     run: Run, datasets: Datasets, source: Callable[..., BatchSource]
 ) -> tuple[list[BatchSource], list[BatchSource]]:
     """Return batch sources in two lists: one for each validation set, and one for the test set."""
-    training, several = run.config.training, datasets.valid
-    valid, test = list[BatchSource](), list[BatchSource]()
+    training = run.config.training
+    several = datasets.valid
+    valid = list[BatchSource]()
+    test = list[BatchSource]()
     if training.evaluates:
         full = training.full_validation
         consumed = 0 if full or training.skip_train else run.progress.consumed_valid_samples

@@ -90,9 +90,13 @@ class StepRunner:
         optimizer: MegatronOptimizer | None,
         scheduler: Schedule | None,
     ) -> None:
-        self.config, self.task, self.context = config, task, context
-        self.chunks, self.transformer_config = chunks, transformer_config
-        self.optimizer, self.scheduler = optimizer, scheduler
+        self.config = config
+        self.task = task
+        self.context = context
+        self.chunks = chunks
+        self.transformer_config = transformer_config
+        self.optimizer = optimizer
+        self.scheduler = scheduler
         self.device = next(p for chunk in chunks for p in chunk.parameters()).device
         self._auxiliary: AuxiliaryScale = transformer_config.auxiliary_scale
         self._has_auxiliary_losses = (
@@ -136,7 +140,8 @@ class StepRunner:
 
     def _connect(self, optimizer: MegatronOptimizer) -> None:
         """Set megatron-core's hooks that scale, overlap and finalize gradients."""
-        told, flags = self.transformer_config, self.config.optimizer
+        told = self.transformer_config
+        flags = self.config.optimizer
         told.grad_scale_func = optimizer.scale_loss
         told.finalize_model_grads_func = finalize_model_grads
         self.scales_in_update = self.engine is not None and all_decide_on_device(optimizer)
@@ -167,7 +172,8 @@ class StepRunner:
 
         Returns one report, ``[sum, count]`` by loss, per micro-batch; none before the last stage.
         """
-        prepare, run_chunk = self.task.prepare_batches, self.task.forward_step
+        prepare = self.task.prepare_batches
+        run_chunk = self.task.forward_step
         assert run_chunk is not None
         if prepare is not None and batches is not None and self.context.is_last_stage:
             batches = prepare(self.config, batches, self.context)
@@ -186,7 +192,8 @@ class StepRunner:
         wishes = {"forward_only": forward_only, "collect_non_loss_data": collect_non_loss_data}
         wishes["force_all_reduce"] = self.observer is not None
         if self.engine is not None:
-            shape, wishes["scale_gradients"] = self._shape(batches), scale_gradients
+            shape = self._shape(batches)
+            wishes["scale_gradients"] = scale_gradients
             return self.engine.run(forward_step, iterators, num_microbatches, shape, **wishes)
         with self.context.recorder.phase("forward"):
             reports: list[Any] = get_forward_backward_func()(
@@ -208,7 +215,8 @@ class StepRunner:
         if not self.config.model.deterministic_dropout:
             return lambda chunk: nullcontext()
         seen: Counter[torch.nn.Module] = Counter()
-        size, replicas = self._micro_batch_size, self.context.pgs.dp.size()
+        size = self._micro_batch_size
+        replicas = self.context.pgs.dp.size()
 
         def masks(chunk: torch.nn.Module) -> AbstractContextManager[None]:
             number = seen[chunk] * replicas + self.context.dp_rank

@@ -123,7 +123,8 @@ class Supervisor:
     seconds_for_the_cause = _SECONDS_FOR_THE_CAUSE
 
     def __init__(self, forwarder: SignalForwarder, timeout_minutes: float) -> None:
-        self._forwarder, self._timeout_minutes = forwarder, timeout_minutes
+        self._forwarder = forwarder
+        self._timeout_minutes = timeout_minutes
         self._children = forwarder.children
         self._code = 0
         self._kill_at: float | None = None
@@ -150,7 +151,8 @@ class Supervisor:
                 done, status = os.waitpid(pid, os.WNOHANG)
             except ChildProcessError:
                 # Another part of this process has taken the status: the rank counts as failed.
-                done, status = pid, 1 << 8
+                done = pid
+                status = 1 << 8
             if done:
                 self._ended(self._children.pop(pid), os.waitstatus_to_exitcode(status))
         return len(self._children) < before

@@ -70,7 +70,8 @@ def noised(x0: Tensor, x1: Tensor, times: Tensor, sigma_min: float) -> tuple[Ten
     are float32, or float64 if the data is.
     """
     dtype = torch.promote_types(x0.dtype, torch.float32)
-    x0, x1 = x0.to(dtype), x1.to(dtype)
+    x0 = x0.to(dtype)
+    x1 = x1.to(dtype)
     t = times.to(dtype)
     t = t[:, None, :, None, None] if t.dim() == 2 else t.view(-1, *[1] * (x0.dim() - 1))
     # Not 1 - (1 - sigma_min) * (1 - t), whose rounding would be of the size of sigma_min.

@@ -88,7 +88,10 @@ class FlowBatchBuilder(ABC):
     def __init__(
         self, config: RunConfig, context: ParallelContext, null: Text, seed: int, patch: int
     ) -> None:
-        self._config, self._context, self._null, self._seed = config, context, null, seed
+        self._config = config
+        self._context = context
+        self._null = null
+        self._seed = seed
         self._patch = patch
         self._conditions = config.section(ConditionConfig)
 
@@ -99,8 +102,11 @@ class FlowBatchBuilder(ABC):
 
         Only the first ``counted`` clips have a weight in the loss; by default all have one.
         """
-        flow, dropout = self._config.section(FlowConfig), self._config.section(TextDropoutConfig)
-        conditions, latents, device = self._conditions, batch.latents, batch.latents.device
+        flow = self._config.section(FlowConfig)
+        dropout = self._config.section(TextDropoutConfig)
+        conditions = self._conditions
+        latents = batch.latents
+        device = batch.latents.device
         _, c, t, h, w = latents.shape
         randomness = draw_microbatch(self._seed, samples, (c, t, h, w), conditions, dropout)
         normals = to_device(self._normals(randomness, samples, t), device)
@@ -109,7 +115,8 @@ class FlowBatchBuilder(ABC):
         x_t, velocity = noised(latents, noise, times, flow.sigma_min)
         masks = to_device(frame_masks(randomness.modes, t, conditions), device)
         per_frame = tokens_per_frame((t, h, w), self._patch)
-        num_text, num_image = batch.text.size(1), t * per_frame
+        num_text = batch.text.size(1)
+        num_image = t * per_frame
         targets = None
         if self._context.is_last_stage:
             mask = loss_mask(masks, per_frame, conditions.reference_loss)

@@ -36,7 +36,8 @@ def build_errors(
 
 def _width_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     """Yield a sentence for each matrix or number of heads that ranks cannot share equally."""
-    tp, cp = max(1, parallel.tensor_model_parallel_size), parallel.context_parallel_size
+    tp = max(1, parallel.tensor_model_parallel_size)
+    cp = parallel.context_parallel_size
     yield from must_divide("--ffn-hidden-size", model.ffn_hidden_size, TENSOR, tp)
     yield from must_divide("--padded-vocab-size", model.padded_vocab_size, TENSOR, tp)
     if cp <= 1 or model.transformer_impl == "transformer_engine":
@@ -61,7 +62,8 @@ def _uneven_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str
         "--decoder-last-pipeline-num-layers": parallel.decoder_last_pipeline_num_layers,
     }
     given = {name: count for name, count in both.items() if count is not None}
-    stages, layers = parallel.pipeline_model_parallel_size, model.num_layers or 0
+    stages = parallel.pipeline_model_parallel_size
+    layers = model.num_layers or 0
     if not given or parallel.pipeline_model_parallel_layout is not None:
         return
     named = " and ".join(f"`{name}` ({count})" for name, count in given.items())
@@ -73,7 +75,8 @@ def _uneven_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str
             f"{named} does not go with `--account-for-embedding-in-pipeline-split` nor "
             "`--account-for-loss-in-pipeline-split`; give one of them."
         )
-    between, rest = stages - len(given), layers - sum(given.values())
+    between = stages - len(given)
+    rest = layers - sum(given.values())
     fits = rest % between == 0 and rest > 0 if between else rest == 0
     if min(given.values()) < 1 or not fits:
         yield (
@@ -90,7 +93,8 @@ def _uneven_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str
 
 
 def _recompute_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
-    count, selective = model.recompute_num_layers, model.recompute_granularity == "selective"
+    count = model.recompute_num_layers
+    selective = model.recompute_granularity == "selective"
     if selective and count is not None:
         yield (
             f"`--recompute-num-layers` ({count}) goes with `--recompute-granularity full`; leave "
@@ -128,7 +132,8 @@ def _recompute_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[
 def _expert_errors(moe: MoEConfig, model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     """Yield a sentence for each fault in the sizes of experts, or in which layers have them."""
     tp = max(1, parallel.tensor_model_parallel_size)
-    etp, width = parallel.expert_tensor_parallel_size or tp, moe.moe_ffn_hidden_size
+    etp = parallel.expert_tensor_parallel_size or tp
+    width = moe.moe_ffn_hidden_size
     shared_width = moe.moe_shared_expert_intermediate_size
     yield from must_divide("--moe-ffn-hidden-size", width, "--expert-tensor-parallel-size", etp)
     yield from must_divide("--moe-shared-expert-intermediate-size", shared_width, TENSOR, tp)
@@ -158,7 +163,8 @@ def _expert_errors(moe: MoEConfig, model: ModelConfig, parallel: ParallelConfig)
 
 
 def _router_errors(moe: MoEConfig) -> Iterator[str]:
-    kinds, weights = moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff
+    kinds = moe.moe_router_load_balancing_type
+    weights = moe.moe_aux_loss_coeff
     if len(kinds) != len(weights):
         yield (
             f"`--moe-aux-loss-coeff` has {len(weights)} value(s), but "
@@ -181,7 +187,8 @@ def _router_errors(moe: MoEConfig) -> Iterator[str]:
             "`--moe-router-topk` (1) with a softmax over one expert has no gradient; give "
             "`--moe-router-pre-softmax`."
         )
-    chosen, groups = moe.moe_router_group_topk, moe.moe_router_num_groups
+    chosen = moe.moe_router_group_topk
+    groups = moe.moe_router_num_groups
     if chosen is None:
         if moe.moe_router_group_scores is not None:
             yield (
@@ -198,7 +205,8 @@ def _router_errors(moe: MoEConfig) -> Iterator[str]:
             f"`--moe-router-group-topk` ({chosen}) must be between 1 and `--moe-router-num-groups` "
             f"({groups})."
         )
-    ranked, held = moe.moe_router_group_scores, (moe.num_experts or 0) // groups
+    ranked = moe.moe_router_group_scores
+    held = (moe.num_experts or 0) // groups
     if ranked is not None and ranked > held:
         yield (
             f"`--moe-router-group-scores` ({ranked}) must be at most the experts of a group "

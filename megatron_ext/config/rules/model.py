@@ -27,7 +27,8 @@ def model_errors(model: ModelConfig) -> Iterator[str]:
     yield from _activation_errors(model)
     if missing:
         return
-    h, n = model.hidden_size or 1, model.num_attention_heads or 1
+    h = model.hidden_size or 1
+    n = model.num_attention_heads or 1
     latent = model.multi_latent_attention
     if h % n and model.kv_channels == h // n and not latent:
         yield (
@@ -86,7 +87,8 @@ def _recompute_errors(model: ModelConfig) -> Iterator[str]:
 def _pattern_errors(model: ModelConfig) -> Iterator[str]:
     """Yield a sentence for each list of layers that does not fit the number of layers."""
     for name in ("window_attn_skip_freq", "no_rope_freq"):
-        text, flag = getattr(model, name), f"--{name.replace('_', '-')}"
+        text = getattr(model, name)
+        flag = f"--{name.replace('_', '-')}"
         error = None if text is None else pattern_error(flag, str(text), model.num_layers or 0)
         if error is not None:
             yield error

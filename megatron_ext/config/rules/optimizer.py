@@ -31,7 +31,8 @@ def with_warmup(optimizer: OptimizerConfig, training: TrainingConfig) -> Optimiz
 
 
 def _usual_warmup(optimizer: OptimizerConfig, training: TrainingConfig) -> int | None:
-    usual, decay = optimizer.usual_warmup_iters, optimizer.lr_decay_iters or training.train_iters
+    usual = optimizer.usual_warmup_iters
+    decay = optimizer.lr_decay_iters or training.train_iters
     if decay is None:
         return None
     return usual if usual < decay else decay // 10
@@ -106,7 +107,8 @@ def sharding_errors(run: RunConfig) -> Iterator[str]:
         yield f"{name} needs `--use-distributed-optimizer`, which shares its state; give both."
     if not run.optimizer.shards_gradients:
         return
-    schedule, graphs = run.parallel.pipeline_schedule or "", run.cuda_graphs.cuda_graph_impl
+    schedule = run.parallel.pipeline_schedule or ""
+    graphs = run.cuda_graphs.cuda_graph_impl
     if schedule.startswith("zb-"):
         yield (
             f"{name} does not go with `--pipeline-schedule` ({schedule}), which puts weight "
@@ -138,7 +140,8 @@ def sharding_errors(run: RunConfig) -> Iterator[str]:
 def moment_errors(optimizer: OptimizerConfig, model: ModelConfig) -> Iterator[str]:
     """Yield a sentence for each fault in the types of Adam's moments."""
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-        given, said = getattr(optimizer, name), f"--{name.replace('_', '-')}"
+        given = getattr(optimizer, name)
+        said = f"--{name.replace('_', '-')}"
         if given != "fp32" and not optimizer.use_precision_aware_optimizer:
             yield f"`{said}` ({given}) needs `--use-precision-aware-optimizer`; give it too."
     if not optimizer.use_precision_aware_optimizer:
@@ -156,7 +159,9 @@ def moment_errors(optimizer: OptimizerConfig, model: ModelConfig) -> Iterator[st
 
 
 def _rate_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[str]:
-    lr, least, own = optimizer.lr, optimizer.min_lr, optimizer.decoupled_min_lr
+    lr = optimizer.lr
+    least = optimizer.min_lr
+    own = optimizer.decoupled_min_lr
     if lr is None and not training.skip_train:
         yield "`--lr` is missing; give the learning rate."
     elif lr is not None and not training.skip_train:
@@ -176,7 +181,8 @@ def _rate_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterat
 
 
 def _decay_errors(optimizer: OptimizerConfig) -> Iterator[str]:
-    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+    start = optimizer.start_weight_decay
+    end = optimizer.end_weight_decay
     if optimizer.weight_decay_incr_style == "constant":
         for name, value in (("start", start), ("end", end)):
             if value not in (None, optimizer.weight_decay):
@@ -223,7 +229,8 @@ def _unit_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterat
 
 def ema_errors(ema: EmaConfig, training: TrainingConfig) -> Iterator[str]:
     """Yield a sentence for each fault in the flags of averaged weights."""
-    needs, every = "needs `--ema-decay`; give one such as 0.9999.", ema.ema_update_every
+    needs = "needs `--ema-decay`; give one such as 0.9999."
+    every = ema.ema_update_every
     if not ema.ema_decay and ema.ema_start not in (None, 1):
         yield f"`--ema-start` ({ema.ema_start}) {needs}"
     if not ema.ema_decay and every > 1:

@@ -57,7 +57,8 @@ def mtp_stage(parallel: ParallelConfig) -> int:
 
 def _virtual_size(parallel: ParallelConfig, model: ModelConfig) -> int | None:
     """Return the number of virtual chunks on each rank, or None without virtual chunks."""
-    size, layout = parallel.pipeline_model_parallel_size, parallel.pipeline_model_parallel_layout
+    size = parallel.pipeline_model_parallel_size
+    layout = parallel.pipeline_model_parallel_layout
     per_chunk = parallel.num_layers_per_virtual_pipeline_stage
     count = parallel.num_virtual_stages_per_pipeline_rank
     if size < 2:
@@ -78,7 +79,8 @@ def resolve_parallel(
     parallel: ParallelConfig, model: ModelConfig, world_size: int
 ) -> ParallelConfig:
     """Return a copy with derived sizes and a schedule, by default that of Megatron-LM."""
-    chunks, stages = _virtual_size(parallel, model), parallel.pipeline_model_parallel_size
+    chunks = _virtual_size(parallel, model)
+    stages = parallel.pipeline_model_parallel_size
     tp = parallel.tensor_model_parallel_size
     usual = "no-pipelining" if stages < 2 else "1f1b" if chunks is None else "interleaved"
     replica = max(1, tp * stages * parallel.context_parallel_size)
@@ -129,8 +131,10 @@ def rank_errors(
 
 def parallel_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
     """Yield a sentence for each fault in the layout of a run."""
-    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    etp, ep = parallel.expert_tensor_parallel_size or tp, parallel.expert_model_parallel_size
+    tp = parallel.tensor_model_parallel_size
+    cp = parallel.context_parallel_size
+    etp = parallel.expert_tensor_parallel_size or tp
+    ep = parallel.expert_model_parallel_size
     stages = parallel.pipeline_model_parallel_size
     sizes = {"tensor": tp, "pipeline": stages, "context": cp, "expert": ep, "expert_tensor": etp}
     found = list(rank_errors(parallel.world_size, **sizes))
@@ -165,7 +169,8 @@ def parallel_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[st
 
 def share_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
     """Yield a sentence for each number of heads or tokens that ranks cannot share equally."""
-    tp, cp = max(1, parallel.tensor_model_parallel_size), max(1, parallel.context_parallel_size)
+    tp = max(1, parallel.tensor_model_parallel_size)
+    cp = max(1, parallel.context_parallel_size)
     tensor = "--tensor-model-parallel-size"
     yield from must_divide("--num-attention-heads", model.num_attention_heads, tensor, tp)
     yield from must_divide("--num-query-groups", model.num_query_groups, tensor, tp)
@@ -185,7 +190,8 @@ def share_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
 
 def _split_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
     """Yield a sentence for each fault in the division of layers into stages and chunks."""
-    layers, stages = model.num_layers or 0, parallel.pipeline_model_parallel_size
+    layers = model.num_layers or 0
+    stages = parallel.pipeline_model_parallel_size
     per_chunk = parallel.num_layers_per_virtual_pipeline_stage
     chunks_per_rank = parallel.num_virtual_stages_per_pipeline_rank
     if per_chunk is not None and chunks_per_rank is not None:
@@ -245,7 +251,8 @@ def _content_errors(name: str, stages: list[str], size: int, model: ModelConfig)
             f"{name} has {len(stages)} stages, which must be a multiple of "
             f"`{STAGES}` ({size}); write {-(-len(stages) // size) * size}."
         )
-    layers, depths = model.num_layers or 0, model.mtp_num_layers or 0
+    layers = model.num_layers or 0
+    depths = model.mtp_num_layers or 0
     wanted = "E" + "t" * layers + "m" * depths + "L"
     if "".join(stages) != wanted or "E" not in stages[0] or "L" not in stages[-1]:
         yield (

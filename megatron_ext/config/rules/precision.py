@@ -40,7 +40,8 @@ def fp8_errors(run: RunConfig, *, may_use_te: bool) -> Iterator[str]:
 
     ``may_use_te`` is False if another flag excludes Transformer Engine's layers.
     """
-    fp8, model = run.fp8, run.model
+    fp8 = run.fp8
+    model = run.model
     if fp8.fp8_format is None:
         for name in changed_fields(fp8):
             yield f"`{spelling_of(fp8, name)}` needs `--fp8-format`; give e4m3 or hybrid."
@@ -122,7 +123,8 @@ def _bf16_layer_errors(
 
 def _te_errors(fp8: Fp8Config, model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
     """Yield a sentence for each fault in the 8-bit options of Transformer Engine's layers."""
-    factory, custom = fp8.fp8_quantizer_factory, fp8.fp8_recipe == "custom"
+    factory = fp8.fp8_quantizer_factory
+    custom = fp8.fp8_recipe == "custom"
     if not fp8.fp8_wgrad:
         yield (
             "`--no-fp8-wgrad` is ignored by Transformer Engine since its version 2; use "
@@ -144,7 +146,8 @@ def _te_errors(fp8: Fp8Config, model: ModelConfig, moe: MoEConfig) -> Iterator[s
             f"`--recompute-modules` ({modules[0]}) does not go with `--fp8-recipe delayed`; use "
             "tensorwise."
         )
-    padding, dispatcher = "`--moe-router-padding-for-quantization`", moe.moe_token_dispatcher_type
+    padding = "`--moe-router-padding-for-quantization`"
+    dispatcher = moe.moe_token_dispatcher_type
     if fp8.moe_router_padding_for_quantization and moe.num_experts is None:
         yield f"{padding} needs `--num-experts`; give both."
     elif fp8.moe_router_padding_for_quantization and dispatcher == "allgather":
@@ -157,7 +160,8 @@ def _te_errors(fp8: Fp8Config, model: ModelConfig, moe: MoEConfig) -> Iterator[s
 def _param_gather_errors(
     fp8: Fp8Config, model: ModelConfig, optimizer: OptimizerConfig, *, averages: bool
 ) -> Iterator[str]:
-    mxfp8, reuses = fp8.fp8_recipe == "mxfp8", fp8.reuse_grad_buf_for_mxfp8_param_ag
+    mxfp8 = fp8.fp8_recipe == "mxfp8"
+    reuses = fp8.reuse_grad_buf_for_mxfp8_param_ag
     reuse, gather = "`--reuse-grad-buf-for-mxfp8-param-ag`", "`--fp8-param-gather`"
     if not fp8.fp8_param_gather:
         if reuses:
@@ -234,15 +238,18 @@ def _size_errors(
 
 def _attention_sides(model: ModelConfig, tp: int) -> list[tuple[str, int | None, int]]:
     """Return the widths of attention's projections: name, width, and the ranks that share it."""
-    heads, channels = model.num_attention_heads or 0, model.kv_channels or 0
+    heads = model.num_attention_heads or 0
+    channels = model.kv_channels or 0
     if not model.multi_latent_attention:
-        queries, groups = heads * channels, (model.num_query_groups or heads) * channels
+        queries = heads * channels
+        groups = (model.num_query_groups or heads) * channels
         return [
             ("--num-attention-heads times --kv-channels", queries, tp),
             ("the width of queries, keys and values", queries + 2 * groups, tp),
         ]
     keys = "--num-attention-heads times the sum of --qk-head-dim and"
-    rotated, rank = model.qk_pos_emb_head_dim, model.kv_lora_rank
+    rotated = model.qk_pos_emb_head_dim
+    rank = model.kv_lora_rank
     return [
         ("--q-lora-rank", model.q_lora_rank, 1),
         ("--kv-lora-rank", rank, 1),
@@ -255,7 +262,8 @@ def _attention_sides(model: ModelConfig, tp: int) -> list[tuple[str, int | None,
 
 def cuda_graph_errors(run: RunConfig) -> Iterator[str]:
     """Yield a sentence for each fault in CUDA graphs' flags, and each flag that graphs exclude."""
-    impl, steps = run.cuda_graphs.cuda_graph_impl, run.cuda_graphs.cuda_graph_warmup_steps
+    impl = run.cuda_graphs.cuda_graph_impl
+    steps = run.cuda_graphs.cuda_graph_warmup_steps
     if impl == "none" and steps != WARMUP_STEPS:
         yield f"`--cuda-graph-warmup-steps` ({steps}) needs `--cuda-graph-impl local`; give it too."
     if impl == "transformer_engine":

@@ -84,7 +84,8 @@ def _overlap_errors(
 def _context_errors(
     parallel: ParallelConfig, engine: TransformerEngineConfig, model: ModelConfig
 ) -> Iterator[str]:
-    sizes, cp = engine.hierarchical_context_parallel_sizes, parallel.context_parallel_size
+    sizes = engine.hierarchical_context_parallel_sizes
+    cp = parallel.context_parallel_size
     uses = "a2a+p2p" in parallel.cp_comm_type
     if sizes is None:
         if uses and cp > 1 and model.transformer_impl == TE_IMPL:
@@ -208,7 +209,8 @@ def _attention_errors(
     parallel: ParallelConfig, model: ModelConfig, engine: TransformerEngineConfig
 ) -> Iterator[str]:
     """Yield a sentence for context-parallel attention that Transformer Engine cannot compute."""
-    cp, tp = parallel.context_parallel_size, max(1, parallel.tensor_model_parallel_size)
+    cp = parallel.context_parallel_size
+    tp = max(1, parallel.tensor_model_parallel_size)
     if cp <= 1:
         return
     kinds = set(parallel.cp_comm_type)

@@ -149,7 +149,8 @@ def learned(x: Flags) -> bool:
 
 def uneven_pieces(x: Flags) -> bool:
     """Return whether recomputed pieces do not divide the layers of a stage."""
-    layers, piece = x.size("--num-layers", 0), x.size("--recompute-num-layers", 1)
+    layers = x.size("--num-layers", 0)
+    piece = x.size("--recompute-num-layers", 1)
     chunks = x.pp * (x.size("--num-virtual-stages-per-pipeline-rank"))
     return (
         x.text("--recompute-granularity") == "full"

@@ -168,7 +168,8 @@ def d31() -> Reproduced:
 
 def _modes(folder: Path) -> tuple[float, list[str]]:
     """Write two sequences in default modes, then in given ones, and read the modes back."""
-    modes, raised = math.nan, []
+    modes = math.nan
+    raised = []
     for name, given in (("default", {}), ("given", {"modes": [0, 0]})):
         builder = IndexedDatasetBuilder(str(folder / f"{name}.bin"), multimodal=True)
         try:
@@ -195,7 +196,8 @@ def d32() -> Reproduced:
 
 def counted_samples(tokens: int, *, drop_last: bool) -> int:
     """Return the samples that megatron-core counts in one document of so many tokens."""
-    sizes, order = np.asarray([tokens], np.int32), np.zeros(1, np.int32)
+    sizes = np.asarray([tokens], np.int32)
+    order = np.zeros(1, np.int32)
     index = helpers.build_sample_idx(sizes, order, SEQUENCE_LENGTH, 1, tokens, drop_last, 1)
     return len(index) - 1
 

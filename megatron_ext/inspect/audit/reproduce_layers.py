@@ -59,7 +59,8 @@ def _refusals(context: ParallelContext) -> list[str]:
 
 def d34() -> Reproduced:
     """Return the layers, of attention under CP 2 and a norm under SP, that can be built."""
-    attention, norm = on_ranks(_refusals, cp=2)[0], on_ranks(_refusals, tp=2)[0]
+    attention = on_ranks(_refusals, cp=2)[0]
+    norm = on_ranks(_refusals, tp=2)[0]
     refused = [*attention, *norm]
     what = (
         "layers without Transformer Engine that can be built, of attention with "
@@ -237,7 +238,8 @@ def _step(context: ParallelContext, **options: Any) -> tuple[float, float, str]:
         a clause about the error.
     """
     torch.manual_seed(1)  # from which megatron-core draws the weights on a CPU
-    model, passes = stock_gpt(context, **options), 0
+    model = stock_gpt(context, **options)
+    passes = 0
 
     def count(*_inputs: Any) -> None:
         nonlocal passes

@@ -129,7 +129,8 @@ def _uncounted(_context: ParallelContext) -> float:
 
 def d19() -> Reproduced:
     """Return the gradient of a loss of two values, per token, on two context-parallel ranks."""
-    stock, replicated = on_ranks(_uncounted, cp=2)[0], on_ranks(_uncounted, dp=2)[0]
+    stock = on_ranks(_uncounted, cp=2)[0]
+    replicated = on_ranks(_uncounted, dp=2)[0]
     what = (
         "gradient with --calculate-per-token-loss of a loss that returns two values, so no count, "
         f"with --context-parallel-size 2; on 2 data-parallel ranks it is {replicated:.4g}"

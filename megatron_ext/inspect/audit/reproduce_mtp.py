@@ -71,7 +71,8 @@ def mtp_step(
     """Take one step of megatron-core's model and schedule without the division by all targets."""
     model = stock_gpt(context, mtp_num_layers=1, calculate_per_token_loss=per_token)
     tokens, labels, positions = sequences(len(targets))
-    mask, further = _mask(targets), _one_further(labels)
+    mask = _mask(targets)
+    further = _one_further(labels)
     seen: list[tuple[Tensor, list[Tensor]]] = []
 
     def keep(_layer: Any, _inputs: Any, output: tuple[Tensor, Any]) -> None:
@@ -84,7 +85,8 @@ def mtp_step(
         rows = next(data)
         words = {"labels": labels[rows], "loss_mask": mask[rows].clone()}
         output = chunk(tokens[rows], positions[rows], None, **words)
-        total, count = (output * mask[rows]).sum(), mask[rows].sum().int()
+        total = (output * mask[rows]).sum()
+        count = mask[rows].sum().int()
         return output, lambda _output: (total, count, {})
 
     model.output_layer.register_forward_hook(keep)
@@ -141,7 +143,8 @@ def weight_of_a_target(targets: tuple[int, ...], *rows: int) -> list[float]:
 
 def weight_of_a_depth() -> Reproduced:
     """Measure D5: the weight of a target of a depth in the objective per token."""
-    short, long = min(RAGGED), max(RAGGED)
+    short = min(RAGGED)
+    long = max(RAGGED)
     weights = weight_of_a_target(RAGGED, RAGGED.index(short), RAGGED.index(long))
     (full,) = weight_of_a_target((LENGTH,) * len(RAGGED), 0)
     return Reproduced(
@@ -155,7 +158,8 @@ def weight_of_a_depth() -> Reproduced:
 
 def logged_loss() -> Reproduced:
     """Measure D14: the logged loss of a depth in micro-batches of unequal numbers of targets."""
-    step, whole = _on_one_rank(RAGGED), _on_one_rank(RAGGED, micro_batch=len(RAGGED))
+    step = _on_one_rank(RAGGED)
+    whole = _on_one_rank(RAGGED, micro_batch=len(RAGGED))
     kept = _one_further(_mask(RAGGED))
     return Reproduced(
         step.logged,
@@ -170,7 +174,8 @@ def _cumulative(*lengths: int) -> Tensor:
 
 
 def _shifted_padding(_context: ParallelContext) -> float:
-    lengths, padded = _cumulative(5, 6), _cumulative(8, 8)
+    lengths = _cumulative(5, 6)
+    padded = _cumulative(8, 8)
     packed = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=lengths,
@@ -263,9 +268,11 @@ def _logits_without_labels(context: ParallelContext) -> tuple[float, float, str]
     tokens, _, positions = sequences(1)
     with torch.no_grad():
         try:
-            stock, error = float(model(tokens, positions, None).norm()), ""
+            stock = float(model(tokens, positions, None).norm())
+            error = ""
         except AttributeError as caught:
-            stock, error = math.nan, f": AttributeError ({caught})"
+            stock = math.nan
+            error = f": AttributeError ({caught})"
     return stock, float((states[0] @ model.output_layer.weight.T).norm()), error
 
 

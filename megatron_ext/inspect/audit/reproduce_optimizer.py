@@ -94,7 +94,8 @@ def backward(model: DistributedDataParallel) -> None:
 
 def _nan_gradient(_context: ParallelContext) -> tuple[int, int]:
     model, optimizer = trainer(network(), clip_grad=1.0, grad_norm_skip_threshold=10.0)
-    schedule, left = scheduler(optimizer), []
+    schedule = scheduler(optimizer)
+    left = []
     for bad in (True, False):
         backward(model)
         if bad:

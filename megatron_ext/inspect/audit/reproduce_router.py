@@ -88,13 +88,15 @@ def auxiliary_loss(kind: str, hidden: Tensor, weight: Tensor) -> Tensor:
     probs = logits.softmax(-1)
     chosen = torch.zeros_like(probs).scatter(-1, logits.topk(TOPK, dim=-1).indices, 1.0)
     over = (0, 1) if kind == "aux_loss" else (0,)
-    fractions, means = chosen.mean(over) / TOPK, probs.mean(over)
+    fractions = chosen.mean(over) / TOPK
+    means = probs.mean(over)
     return COEFFICIENT * EXPERTS * (fractions * means).sum(-1).mean()
 
 
 def _own_positions(full: Tensor, context: ParallelContext) -> Tensor:
     """Return this rank's positions of ``[s, ...]`` under context and sequence parallelism."""
-    cp, tp = context.pgs.cp, context.pgs.tp
+    cp = context.pgs.cp
+    tp = context.pgs.tp
     pieces = full.chunk(2 * cp.size())
     both = torch.cat([pieces[cp.rank()], pieces[2 * cp.size() - 1 - cp.rank()]])
     own: Tensor = both.chunk(tp.size())[tp.rank()]
@@ -154,7 +156,8 @@ def share_of(
 
 def parallel_ranks() -> Reproduced:
     """Measure D1: the auxiliary loss with tokens shared out over tensor-parallel ranks."""
-    context, z_loss = share_of("aux_loss", cp=2), share_of("z_loss", tp=2)
+    context = share_of("aux_loss", cp=2)
+    z_loss = share_of("z_loss", tp=2)
     return Reproduced(
         share_of("aux_loss", tp=2),
         1.0,

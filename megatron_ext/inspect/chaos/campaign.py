@@ -62,7 +62,8 @@ class Campaign:
         name = "bare" if bare else "undisturbed"
         folder = self._folder(f"{case.layout.name}_{case.steps}_{name}")
         words, self.added = completed(self.program, self.words, case, folder / "save", bare=bare)
-        log, deadline = folder / "log", 10 * _SECONDS_FOR_A_RUN + _SECONDS_FOR_A_STEP * case.steps
+        log = folder / "log"
+        deadline = 10 * _SECONDS_FOR_A_RUN + _SECONDS_FOR_A_STEP * case.steps
         ended = run_program(self.program, words, log=log, environment={}, deadline=deadline)
         if ended.code != 0:
             text = log.read_text(encoding="utf-8", errors="replace")
@@ -82,7 +83,8 @@ class Campaign:
         """Return measured times of a layout; ``restarts`` are seconds from faults to new steps."""
         interval = self._snapshot_interval
         case = Case(layout, 0, (), steps=10 * max(3, interval))
-        truth, bare = self.truth(case), self._bare.get(layout.name)
+        truth = self.truth(case)
+        bare = self._bare.get(layout.name)
         if bare is None:
             bare = self._bare[layout.name] = self._undisturbed(case, bare=True)
         step = seconds_of_a_step(bare.rows, interval)

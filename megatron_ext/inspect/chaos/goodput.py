@@ -69,21 +69,28 @@ def simulated(
     A fault loses all steps since the last copy in memory or checkpoint. ``save_interval`` is the
     number of steps between checkpoints.
     """
-    random, rate = Random(seed), faults_per_hour / 3600.0
-    step, copied_every = costs.step + costs.snapshot, costs.copied_every or save_interval
+    random = Random(seed)
+    rate = faults_per_hour / 3600.0
+    step = costs.step + costs.snapshot
+    copied_every = costs.copied_every or save_interval
 
     def next_fault() -> float:
         return random.expovariate(rate) if rate else math.inf
 
-    clock, done, kept, fault = 0.0, 0, 0, next_fault()
+    clock = 0.0
+    done = 0
+    kept = 0
+    fault = next_fault()
     while clock < 3600.0 * hours:
         saves = (done + 1) % save_interval == 0
         end = clock + step + (costs.save if saves else 0.0)
         if end <= fault:
-            clock, done = end, done + 1
+            clock = end
+            done = done + 1
             kept = done if saves or done % copied_every == 0 else kept
             continue
-        clock, done = fault, kept
+        clock = fault
+        done = kept
         fault = clock + next_fault()
         while fault < clock + costs.restart:
             clock, fault = fault, fault + next_fault()
@@ -119,7 +126,8 @@ def plot_goodput(costs: Costs, measured: Sequence[Point], path: Path, hours: flo
     label = "checkpoints alone at Young's interval, by Daly's formula"
     axes.plot(RATES, without, ":", color="tab:gray", label=label)
     if measured:
-        rates, values = [p.faults_per_hour for p in measured], [p.goodput for p in measured]
+        rates = [p.faults_per_hour for p in measured]
+        values = [p.goodput for p in measured]
         axes.plot(rates, values, "D", color="tab:red", label="measured")
     axes.set_xscale("log")
     axes.set_xticks(RATES, [str(rate) for rate in RATES])

@@ -144,7 +144,8 @@ def judge(
     ``most_lost`` are the steps that a fault may cost where a copy of the state is in memory.
     """
     struck = [_read(record_file(records, index)) for index in range(len(case.faults))]
-    events, begun = read_events(save), _begun(records)
+    events = read_events(save)
+    begun = _begun(records)
     times = sorted(row["time"] for row in struck if row)
     outcomes = []
     for fault, row in zip(case.faults, struck, strict=True):
@@ -187,7 +188,8 @@ def _outcome(
             problems.append("it was not told")
     else:
         seen = telling["time"] - row["time"]
-        cause, rank = telling.get("cause", kind), telling.get("rank")
+        cause = telling.get("cause", kind)
+        rank = telling.get("rank")
         told = str(cause) if rank is None else f"{cause} of rank {rank}"
         right = not causes or any(word in str(cause) for word in causes)
         right &= fault.kind in NAMES_NO_RANK or rank == row["rank"]

@@ -81,11 +81,13 @@ def draw(
     random = Random(f"{layout.name} {seed} {','.join(kinds)}")
     faults = []
     for index, kind in enumerate(kinds):
-        at, seconds = _FIXED.get(kind, "step"), 0.0
+        at = _FIXED.get(kind, "step")
+        seconds = 0.0
         if kind in ENDING:
             at = random.choice(MOMENTS)
             if step_seconds and random.random() < 0.5:
-                at, seconds = "step", random.uniform(0.0, step_seconds)
+                at = "step"
+                seconds = random.uniform(0.0, step_seconds)
         faults.append(
             Fault(
                 kind=kind,
@@ -115,11 +117,13 @@ def draw_by_time(
     Those that come close together are moved apart, so that each can be told.
     """
     random = Random(f"{layout.name} {seed} by time")
-    clock, kinds_and_times = 0.0, []
+    clock = 0.0
+    kinds_and_times = []
     while (clock := clock + random.expovariate(per_minute / 60.0)) < 60.0 * minutes:
         kinds_and_times.append((random.choice(kinds), clock))
     drawn = draw([kind for kind, _ in kinds_and_times], layout, seed, step_seconds=step_seconds)
-    faults, after = list[Fault](), FIRST
+    faults = list[Fault]()
+    after = FIRST
     for fault, (_, time) in zip(drawn.faults, kinds_and_times, strict=True):
         iteration = max(after, round(time / step_seconds))
         faults.append(dataclasses.replace(fault, iteration=iteration))
@@ -233,7 +237,8 @@ def _last_step(values: Mapping[str, Any], case: Case) -> tuple[int, str]:
     ends = {"--train-iters": _integer(values, "train_iters") or case.steps}
     if values.get("skip_train"):
         ends["--skip-train"] = 0
-    samples, batch = _integer(values, "train_samples"), _integer(values, "global_batch_size")
+    samples = _integer(values, "train_samples")
+    batch = _integer(values, "global_batch_size")
     if samples is not None:
         del ends["--train-iters"]
         if batch is not None:

@@ -62,7 +62,8 @@ def run_program(
     sys.stdout.flush()
     sys.stderr.flush()
     reader, writer = os.pipe()
-    parent, started = os.getpid(), time.monotonic()
+    parent = os.getpid()
+    started = time.monotonic()
     pid = os.fork()
     if pid == 0:
         os.close(reader)
@@ -110,7 +111,8 @@ def _wait(pid: int, reader: int, log: Path, started: float, deadline: float) -> 
         while True:
             _copy(reader, file, 0.02)
             done, status = os.waitpid(pid, os.WNOHANG)
-            seconds, now = time.monotonic() - started, time.time()
+            seconds = time.monotonic() - started
+            now = time.time()
             if done:
                 left = _session(pid)
                 texts = tuple(_describe(process) for process in left)

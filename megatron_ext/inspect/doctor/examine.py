@@ -100,7 +100,9 @@ WITHOUT_GPU = (
 
 def examine(here: ThisMachine, *, measure: bool = True) -> Examination:
     """Run all checks; with ``measure``, time each GPU and try CUDA graphs and torch.compile too."""
-    driver, installed, host = gpus.ask_driver(here), here.version("torch"), here.host()
+    driver = gpus.ask_driver(here)
+    installed = here.version("torch")
+    host = here.host()
     facts = gpus.ask_torch(here) if installed is not None else Outcome(1, errors="not installed")
     usable = facts.gpus if isinstance(facts, TorchFacts) and facts.usable else ()
     on_gpu = (isinstance(facts, TorchFacts) and facts.usable) or bool(driver.cards)

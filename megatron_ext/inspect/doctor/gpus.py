@@ -62,7 +62,8 @@ def ask_driver(here: ThisMachine) -> Driver:
         said = outcome.output.strip().splitlines()
         reason = said[0].rstrip(".") if said else outcome.reason
         detail = f"failed: {reason}." if outcome.code != 0 else "shows no device."
-        detail, cost = f"`nvidia-smi` {detail}", "No GPU can be used."
+        detail = f"`nvidia-smi` {detail}"
+        cost = "No GPU can be used."
         return Driver(Finding("NVIDIA driver", "broken", None, detail, cost))
     summary = here.run([path]).output
     cuda = re.search(r"CUDA Version:\s*([\d.]+)", summary)
@@ -114,7 +115,8 @@ def torch_finding(facts: TorchFacts | Outcome, installed: str | None) -> Finding
     if installed is None:
         return Finding("torch", "missing", None, "", cost, "pip install torch", required=True)
     if isinstance(facts, Outcome):
-        detail, mend = f"Its import failed: {facts.reason}.", "pip install --force-reinstall torch"
+        detail = f"Its import failed: {facts.reason}."
+        mend = "pip install --force-reinstall torch"
         return Finding("torch", "broken", installed, detail, cost, mend, required=True)
     detail = f"Built for CUDA {facts.cuda}."
     if facts.cuda is None:
@@ -168,7 +170,9 @@ def arch_findings(facts: TorchFacts | Outcome) -> list[Finding]:
     """Report the GPUs for which this build of torch has no kernels."""
     if isinstance(facts, Outcome) or not facts.archs:
         return []
-    found, cost, install = [], "The first kernel on it fails.", _install(13000)
+    found = []
+    cost = "The first kernel on it fails."
+    install = _install(13000)
     for gpu in facts.gpus:
         if not _has_kernels(gpu.capability, facts.archs):
             arch = "sm_" + "".join(map(str, gpu.capability))

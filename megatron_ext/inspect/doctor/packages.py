@@ -55,7 +55,8 @@ def requirement_of(here: ThisMachine, name: str) -> Requirement | None:
 
 def core_finding(here: ThisMachine) -> Finding:
     """Report whether megatron-core is there, in a version that this project supports."""
-    name, version = "megatron-core", here.version("megatron-core")
+    name = "megatron-core"
+    version = here.version("megatron-core")
     requirement = requirement_of(here, name)
     wanted = str(requirement.specifier) if requirement is not None else ""
     install = f'pip install "{name}{wanted}"'
@@ -148,7 +149,8 @@ def apex_finding(here: ThisMachine, *, on_gpu: bool) -> Finding:
 
     PyPI's project of that name is a toolkit for web pages, without kernels for megatron-core.
     """
-    folder, version = here.folder("apex"), here.version("apex")
+    folder = here.folder("apex")
+    version = here.version("apex")
     if folder is None:
         if not on_gpu:
             return Finding("apex", "not needed", detail="It works on NVIDIA GPUs only.")

@@ -66,7 +66,8 @@ def collect(
         ConfigError: the run has no such steps.
     """
     layout = Layout.from_config(config.parallel)
-    replicas, length = layout.data_parallel_size, config.model.seq_length
+    replicas = layout.data_parallel_size
+    length = config.model.seq_length
     iterations = number_of_iterations(config.training, length, replicas)
     if first < 1 or count < 1 or first + count - 1 > iterations:
         raise ConfigError(
@@ -103,7 +104,8 @@ class _Start:
 
 
 def _starts(size: BatchSize, first: int, count: int) -> list[_Start]:
-    consumed, found = 0, []
+    consumed = 0
+    found = []
     for iteration in range(1, first + count):
         size.update(consumed)
         if iteration >= first:
@@ -139,9 +141,12 @@ class _Replica:
         rank: int,
         consumed: int,
     ) -> None:
-        self._config, self._task, self._rank = config, task, rank
+        self._config = config
+        self._task = task
+        self._rank = rank
         self._context = dataclasses.replace(context, dp_rank=rank)
-        self._dataset, self._known = train, dict[int, Provenance]()
+        self._dataset = train
+        self._known = dict[int, Provenance]()
         self._source: BatchSource = build_source(
             Numbered(train),
             config,
@@ -166,7 +171,9 @@ class _Replica:
 
     def step(self, start: _Start) -> tuple[list[Row], Tensor]:
         """Return a step's rows; and ``[2 + K]``: targets, weights of main and K MTP losses."""
-        batches, reaches, drawn = [], [], []
+        batches = []
+        reaches = []
+        drawn = []
         for _ in range(self.num_microbatches(start)):
             found = self._source.next_step(1)
             assert found is not None

@@ -82,7 +82,9 @@ class Page:
     """Writes previewed steps as HTML; ``heaviest`` is the weight shown in the strongest green."""
 
     def __init__(self, splitter: SpanSplitter, eod: int, heaviest: float) -> None:
-        self._splitter, self._eod, self._heaviest = splitter, eod, heaviest
+        self._splitter = splitter
+        self._eod = eod
+        self._heaviest = heaviest
 
     def render(
         self,
@@ -123,7 +125,8 @@ class Page:
     def _document(self, document: Document, owners: dict[int, int]) -> str:
         spans = self._splitter.split(document.ids.tolist(), document.weights.tolist())
         mtp = [document.mtp_targets(k + 1) for k in range(len(document.row.mtp_labels))]
-        shown, next_number = [], 0
+        shown = []
+        next_number = 0
         for span in spans:
             position = int(document.positions[span.first])
             if position >= 0 and span.first >= next_number:
@@ -133,7 +136,8 @@ class Page:
                 next_number = span.first + 1
             learns = []
             for depth, (ids, weights) in enumerate(mtp, 1):
-                token, weight = int(ids[span.first]), float(weights[span.first])
+                token = int(ids[span.first])
+                weight = float(weights[span.first])
                 what = NOTHING
                 if token >= 0:
                     what = f"“{self._splitter.text_of(token)}” ({token}), weight {weight:.6g}"
@@ -151,7 +155,8 @@ class Page:
         ids = ",".join(map(str, document.ids[members].tolist()))
         column = int(document.columns[span.first])
         position = int(document.positions[span.first])
-        read, given = position >= 0, math.isnan(span.weight)
+        read = position >= 0
+        given = math.isnan(span.weight)
         weight = "" if given else f"{span.weight:.9g}"
         facts = [
             f"id {ids}",
@@ -281,7 +286,8 @@ def _show(
     console: Console,
     reduction: str,
 ) -> list[str]:
-    splitter, eod = SpanSplitter(tokenizer), tokenizer.eod
+    splitter = SpanSplitter(tokenizer)
+    eod = tokenizer.eod
     summary = summarize(steps, eod)
     warnings = [*of_data, *warnings_of(steps, splitter, eod)]
     # Whole tokens weigh 1; under the other reductions the weights only compare with each other.

@@ -54,7 +54,8 @@ class TokenSpan:
 
 class SpanSplitter:
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self._controls = tokenizer, set(tokenizer.control_texts())
+        self._tokenizer = tokenizer
+        self._controls = set(tokenizer.control_texts())
         named = (tokenizer.eos, tokenizer.bos, tokenizer.pad, tokenizer.eod)
         self._named = {number for number in named if number >= 0}
         self._special: dict[int, bool] = {}
@@ -79,7 +80,8 @@ class SpanSplitter:
                 text = visible(self._decode((token,))) or _number(token)
                 found.append(TokenSpan(text, first, 1, float(weights[first]), True))
                 # What follows a special token is decoded as if it stood in the middle of a text.
-                before, first = (token,), first + 1
+                before = (token,)
+                first = first + 1
                 continue
             added, count = self._added(before, ids, first)
             group = [float(weight) for weight in weights[first : first + count]]
@@ -145,7 +147,9 @@ GRADES = 8
 NOTHING = "∅"
 """Symbol for a position where an MTP depth has no target."""
 
-_LIGHTEST, _FULL = (200, 180, 60), (40, 200, 90)  # a small weight is yellow, a full one green
+# a small weight is yellow, a full one green
+_LIGHTEST = (200, 180, 60)
+_FULL = (40, 200, 90)
 
 
 def grade(weight: float, heaviest: float) -> int:
@@ -169,7 +173,8 @@ def style_of(span: TokenSpan, heaviest: float) -> Style:
 
 
 def describe(document: Document) -> str:
-    words, provenance = [f"document {document.number}"], document.provenance
+    words = [f"document {document.number}"]
+    provenance = document.provenance
     if provenance is not None:
         number = "" if provenance.number is None else f":{provenance.number}"
         words += [f"sample {provenance.sample}", f"{provenance.source}{number}"]
@@ -197,7 +202,9 @@ class Terminal:
     """Prints rows; ``eod`` ends a document in a stream, and weight ``heaviest`` is full green."""
 
     def __init__(self, console: Console, splitter: SpanSplitter, eod: int, heaviest: float) -> None:
-        self._console, self._splitter, self._eod = console, splitter, eod
+        self._console = console
+        self._splitter = splitter
+        self._eod = eod
         self._heaviest = heaviest
         self._marks = console.no_color or console.color_system is None
 
@@ -232,17 +239,24 @@ class Terminal:
     def _lines(self, spans: Sequence[TokenSpan]) -> Iterator[tuple[int, Text]]:
         """Yield each line's first token index and text; a newline or the full width ends a line."""
         room = max(20, self._console.width - GUTTER)
-        line, first, used, ends, weight = Text(), 0, 0, False, 0.0
+        line = Text()
+        first = 0
+        used = 0
+        ends = False
+        weight = 0.0
         for span in spans:
             width = cell_len(span.text)
             if line and (ends or used + width > room):
                 yield first, self._closed(line, weight)
-                line, used, weight = Text(), 0, 0.0
+                line = Text()
+                used = 0
+                weight = 0.0
             if not line:
                 first = span.first
             mark = self._mark(weight, span.weight)
             line.append(mark).append(span.text, style=style_of(span, self._heaviest))
-            used, weight = used + width + cell_len(mark), span.weight
+            used = used + width + cell_len(mark)
+            weight = span.weight
             ends = span.text.endswith("↵")
         if line:
             yield first, self._closed(line, weight)

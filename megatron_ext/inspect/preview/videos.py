@@ -143,10 +143,12 @@ def _clips_of(
     config: RunConfig, split: Any, codec: VideoCodec | None, options: Options, step: int
 ) -> Iterator[ShownClip]:
     """Yield the clips of a step on one rank, at most `Options.max_rows`."""
-    plan, left = split.plan, options.max_rows
+    plan = split.plan
+    left = options.max_rows
     consumed = sum(plan.steps.num_samples(earlier) for earlier in range(step))
     buckets = {n: bucket for bucket, held in split.clips.of_buckets.items() for n in held}
-    conditions, dropout = config.section(ConditionConfig), config.section(TextDropoutConfig)
+    conditions = config.section(ConditionConfig)
+    dropout = config.section(TextDropoutConfig)
     for *_, clips, numbers in plan.microbatches(step, options.rank, consumed):
         for number, sample_number in zip(clips[:left], numbers, strict=False):
             bucket = buckets[number]

@@ -49,7 +49,8 @@ class Function:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._fixed, self._open = compiled(function, by_shape=True), compiled(function)
+        self._fixed = compiled(function, by_shape=True)
+        self._open = compiled(function)
 
     def __call__(self, x: Tensor, *more: Any, varies: bool = False) -> Any:
         """Call the function; ``varies`` selects the kernel for any number of rows."""

@@ -86,23 +86,28 @@ def _activation(x, NAME: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return an activation of `pointwise.ACTIVATIONS` and its derivative."""
     if NAME == "silu":
         part = tl.sigmoid(x)
-        value, slope = x * part, part * (1 + x * (1 - part))
+        value = x * part
+        slope = part * (1 + x * (1 - part))
     elif NAME == "quick_gelu":
         part = tl.sigmoid(1.702 * x)
-        value, slope = x * part, part * (1 + 1.702 * x * (1 - part))
+        value = x * part
+        slope = part * (1 + 1.702 * x * (1 - part))
     elif NAME == "gelu_tanh":
         # (1 + tanh(z)) / 2 is the sigmoid of 2 z; the numbers are 2 sqrt(2 / pi) and 3 * 0.044715.
         part = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
         inner = 1.5957691216057308 * (1 + 0.134145 * x * x)
-        value, slope = x * part, part * (1 + x * (1 - part) * inner)
+        value = x * part
+        slope = part * (1 + x * (1 - part) * inner)
     elif NAME == "gelu":
         # The numbers are sqrt(1 / 2) and 1 / sqrt(2 pi).
         part = 0.5 * (1 + tl.erf(0.7071067811865476 * x))
-        value, slope = x * part, part + 0.3989422804014327 * x * tl.exp(-0.5 * x * x)
+        value = x * part
+        slope = part + 0.3989422804014327 * x * tl.exp(-0.5 * x * x)
     else:
         tl.static_assert(NAME == "squared_relu")
         part = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        value, slope = part * part, 2 * part
+        value = part * part
+        slope = 2 * part
     return value, slope
 
 
@@ -165,7 +170,8 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     value, slope = _activation(_read(wide, first_m, first_k, m, stride, K, BLOCK_M, BLOCK_K), NAME)
     if GATED:
         linear = _read(wide + K, first_m, first_k, m, stride, K, BLOCK_M, BLOCK_K)
-        of_linear, second = outer * value, K + first_k
+        of_linear = outer * value
+        second = K + first_k
         _write(of_linear, scale, noted, rows, columns, first_m, second, m, stride, stride, LIMIT)
         outer = outer * linear
     _write(outer * slope, scale, noted, rows, columns, first_m, first_k, m, stride, K, LIMIT)
@@ -287,7 +293,8 @@ def gradient_before(
     noted: Tensor | None = None,
 ) -> Layouts:
     """Cast the gradient of ``wide`` to 8 bits, given that of its activation, ``[m, f]``."""
-    inputs, more = [gradient, wide], (activation, gated)
+    inputs = [gradient, wide]
+    more = (activation, gated)
     return _run("gradient_before", inputs, wide.size(1), dtype, wanted, scale, noted, None, *more)
 
 

@@ -55,7 +55,8 @@ class _Fp8Linear(torch.autograd.Function):
         ctx.activation = call.scaling.activation
         wide = None if ctx.activation is None else input
         ctx.save_for_backward(weight, kernel.scale, wide, *kept)
-        ctx.call, ctx.trains = call, trains
+        ctx.call = call
+        ctx.trains = trains
         ctx.use_bias = bias is not None
         # megatron-core's experts could not add their bias to a view in place.
         shape = [-1, *input.shape[1:-1], weight.size(0)]
@@ -101,7 +102,8 @@ def _entered(
     and transposes. Without ``--fp8-wgrad`` the input itself is saved. If the weight needs no
     gradient, nothing is saved.
     """
-    scaling, flat = call.scaling, input.flatten(0, -2)
+    scaling = call.scaling
+    flat = input.flatten(0, -2)
     in_8_bits = trains and scaling.config.fp8_wgrad
     kept: tuple[Tensor | None, ...] = (input,) if trains and not in_8_bits else ()
     if not call.sequence_parallel:

@@ -28,7 +28,8 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.config.rules.precision import UNIT
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 
 GRADIENT_FORMATS = {"e4m3": E4M3, "hybrid": E5M2}
 """Format of gradients by ``--fp8-format``; inputs and weights are always in e4m3."""
@@ -63,9 +64,11 @@ class Quantized:
     def gathered(self, group: ProcessGroup) -> Quantized:
         """Gather the rows of a group's ranks; scales must be by rows, or equal on all ranks."""
         values = _gather_along_first_dim(self.values.view(torch.uint8), group)
-        scale, inverse = self.scale, self.inverse
+        scale = self.scale
+        inverse = self.inverse
         if scale.dim() and scale.size(1) == 1:
-            scale, inverse = _gather_along_first_dim(scale, group), None
+            scale = _gather_along_first_dim(scale, group)
+            inverse = None
         return Quantized(values.view(self.values.dtype), scale, inverse)
 
 
@@ -253,7 +256,9 @@ def check_layout(
     Raises:
         ValueError: a rule is broken; the message names it.
     """
-    m, k, n = a.size(0), a.size(1), b.size(1)
+    m = a.size(0)
+    k = a.size(1)
+    n = b.size(1)
     by_rows = bool(scale_a.dim() or scale_b.dim())
     shapes = ((m, 1), (1, n)) if by_rows else ((), ())
     rules = (

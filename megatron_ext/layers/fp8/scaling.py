@@ -51,8 +51,10 @@ class Parts:
         cuts_sequence: bool = False,
         varies: bool = False,
     ) -> None:
-        self._pgs, self.varies = pgs, varies
-        self._cuts_input, self._cuts_sequence = cuts_input, cuts_sequence
+        self._pgs = pgs
+        self.varies = varies
+        self._cuts_input = cuts_input
+        self._cuts_sequence = cuts_sequence
 
     def of_tensor(self, role: Role) -> ProcessGroup | None:
         """Return the group that holds the parts of a tensor; None if this rank holds all of it."""
@@ -177,7 +179,8 @@ class Scaling(torch.nn.Module):
     def __init__(self, config: Fp8Config, parts: Parts) -> None:
         super().__init__()
         assert config.fp8_format is not None
-        self.config, self.parts = config, parts
+        self.config = config
+        self.parts = parts
         self.formats = (matrices.E4M3, matrices.E4M3, matrices.GRADIENT_FORMATS[config.fp8_format])
         self.keeps_weight = False
         self.kept_weight: Pair | None = None
@@ -337,12 +340,15 @@ class DelayedScaling(Scaling):
         return _pair(self.scale[role], self.inverse[role], *layouts)
 
     def _quantize(self, x: Tensor, role: Role, wanted: Wanted) -> Pass:
-        dtype, given, noted = self.formats[role], self.scale[role], self._noted(role)
+        dtype = self.formats[role]
+        given = self.scale[role]
+        noted = self._noted(role)
         if self.is_given:
             layouts = casting.cast_with(x, given, dtype, wanted, noted)
             return Pass(given, self.inverse[role], *layouts)
         amax = _over(casting.LARGEST(x, varies=self.parts.varies), self.parts.of_tensor(role))
-        history, limit = self.amax_history[:, role], torch.finfo(dtype).max
+        history = self.amax_history[:, role]
+        limit = torch.finfo(dtype).max
         scale, inverse = casting.KNOWN_SCALE(amax, history, given, limit)
         return Pass(scale, inverse, *casting.cast_with(x, scale, dtype, wanted, noted))
 

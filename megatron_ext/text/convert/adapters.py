@@ -29,12 +29,14 @@ def peft_layers(model: ModelConfig, moe: MoEConfig, root: Path) -> PeftLayers:
         family = fitting_family(model, moe)
     except CheckpointError:
         family = LLAMA
-    table, num_layers = family.weights(model, moe, 1), model.num_layers or 0
+    table = family.weights(model, moe, 1)
+    num_layers = model.num_layers or 0
 
     def parts(name: str, matrix: Tensor) -> Iterator[Part]:
         match = _ADAPTER.match(name)
         assert match is not None
-        linear, kind = match["linear"], match["matrix"].upper()
+        linear = match["linear"]
+        kind = match["matrix"].upper()
         if family is LLAMA and linear.startswith("mlp.") and not model.swiglu:
             raise CheckpointError(
                 f"`--load` ({root}) has adapters on an MLP without `--swiglu`, for which peft's "

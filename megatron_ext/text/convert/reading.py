@@ -111,7 +111,8 @@ class _Reading:
             self.source.close()
 
     def _runs(self, shard: Shard) -> list[Run]:
-        rows, layers = shard.full_shape[0], self.model.fields["num_layers"]
+        rows = shard.full_shape[0]
+        layers = self.model.fields["num_layers"]
         found = self.table.runs(shard.name, rows, layers)
         if found is None:
             raise CheckpointError(
@@ -125,7 +126,8 @@ class _Reading:
 
         Raise a CheckpointError if a tensor is missing, left over, or of another shape or kind.
         """
-        source, num_layers = self.source, self.model.fields["num_layers"]
+        source = self.source
+        num_layers = self.model.fields["num_layers"]
         if depths and not depths.keys() & source.names:
             if not may_lack_depths:
                 raise CheckpointError(
@@ -218,7 +220,8 @@ def _blocks(entry: int | slice, size: int, block: int) -> tuple[slice, Tensor]:
     """
     assert isinstance(entry, slice)
     positions = torch.arange(size) * (entry.step or 1) + (entry.start or 0)
-    first, last = int(positions[0]) // block, int(positions[-1]) // block
+    first = int(positions[0]) // block
+    last = int(positions[-1]) // block
     return slice(first, last + 1), positions // block - first
 
 

@@ -77,7 +77,8 @@ class Run:
         The block begins at ``offset`` and has the given shape. The first result are its rows that
         belong to the run, the second is the index of their values in the tensor.
         """
-        low, high = max(self.row, offset[0]), min(self.row + self.count, offset[0] + shape[0])
+        low = max(self.row, offset[0])
+        high = min(self.row + self.count, offset[0] + shape[0])
         if low >= high:
             return None
         first = self.start + (low - self.row) * self.step
@@ -130,10 +131,12 @@ class Table:
             return None
         expert = numbers.get("expert")
         share = rows // len(parts)
-        found, row = [], 0
+        found = []
+        row = 0
         for part in parts:
             count = share if part.count is None else part.count
-            tensor, index = part.tensor.format(**numbers), expert if part.stacked else None
+            tensor = part.tensor.format(**numbers)
+            index = expert if part.stacked else None
             found.append(Run(row, count, tensor, part.start, part.step, part.transposed, index))
             row += count
         return found
@@ -196,7 +199,8 @@ def fused_qkv(model: ModelConfig, tensor: str, *, transposed: bool = False) -> P
 
 def head_sizes(model: ModelConfig) -> tuple[int, int, int]:
     """Return the number of heads n, of query groups g, and the head size d."""
-    heads, size = model.num_attention_heads, model.kv_channels
+    heads = model.num_attention_heads
+    size = model.kv_channels
     assert heads is not None and size is not None
     return heads, model.num_query_groups or heads, size
 

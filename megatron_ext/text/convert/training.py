@@ -199,7 +199,8 @@ class HuggingFaceFolders(Callback):
     def _write(self) -> None:
         if self._flags.save_hf is None:
             return
-        run, iteration = self.run, self.run.progress.iteration
+        run = self.run
+        iteration = self.run.progress.iteration
         target = Path(self._flags.save_hf) / f"iter_{iteration:07d}"
         with run.parameter_gather.paused():
             write_run(target, run.config, run.chunks, run.context)

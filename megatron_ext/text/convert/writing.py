@@ -98,7 +98,8 @@ class Plan:
                         pieces.setdefault(run.tensor, []).append(piece)
         for copy, original in table.copies.items():
             if original in pieces:
-                pieces[copy], shapes[copy] = pieces[original], shapes[original]
+                pieces[copy] = pieces[original]
+                shapes[copy] = shapes[original]
         tensors = {
             name: torch.empty(
                 shapes[name], dtype=torch.float32 if table.is_exact(name) else dtype, device="meta"
@@ -183,7 +184,8 @@ class _Sender:
         context: ParallelContext,
         value_of: Callable[[Tensor], Tensor],
     ) -> None:
-        self._rank, self._value_of = context.rank, value_of
+        self._rank = context.rank
+        self._value_of = value_of
         self._bare = unwrap_model(list(chunks))
         self._shards: list[Shard] = []
         self._owners: list[Tensor] = []
@@ -205,7 +207,8 @@ class _Sender:
 
     def gather(self, plan: Plan, name: str) -> Tensor | None:
         """Return a tensor of transformers on the first rank, None on others, which send to it."""
-        described, by_rank = plan.tensors[name], dict[int, list[Piece]]()
+        described = plan.tensors[name]
+        by_rank = dict[int, list[Piece]]()
         for piece in plan.pieces[name]:
             by_rank.setdefault(piece.rank, []).append(piece)
         if self._rank != 0:
@@ -239,9 +242,11 @@ class _Sender:
         """
         last = replaced = None
         for piece in pieces:
-            shard, owner = self._shards[piece.shard], self._owners[piece.shard]
+            shard = self._shards[piece.shard]
+            owner = self._owners[piece.shard]
             if owner is not last:
-                last, replaced = owner, self._value_of(owner).detach().contiguous()
+                last = owner
+                replaced = self._value_of(owner).detach().contiguous()
             assert replaced is not None
             at = shard.tensor.storage_offset() - owner.storage_offset() + replaced.storage_offset()
             values = replaced.as_strided(shard.tensor.shape, shard.tensor.stride(), at)[piece.rows]

@@ -77,12 +77,15 @@ class Activations:
 
     def qk(self) -> int:
         """Return the bytes kept for queries, keys and values, their norms and rotary tables."""
-        model, sizes = self.config.model, self.sizes
+        model = self.config.model
+        sizes = self.sizes
         if sizes.latent is not None:
             return self.latent(sizes.latent)
         of_head = sizes.tokens * sizes.d * sizes.width
-        queries, keys = of_head * sizes.n // sizes.tp, of_head * sizes.g // sizes.tp
-        mixed, gathered = queries + 2 * keys, 2 * keys * sizes.cp
+        queries = of_head * sizes.n // sizes.tp
+        keys = of_head * sizes.g // sizes.tp
+        mixed = queries + 2 * keys
+        gathered = 2 * keys * sizes.cp
         rotates = model.position_embedding_type == "rope"
         # Where groups of heads share keys, the queries are cut out of the projection by a copy.
         copied = queries if sizes.g != sizes.n else 0
@@ -124,7 +127,8 @@ class Activations:
 
     def scores(self) -> int:
         """Return the bytes that attention keeps besides queries, keys, values and its output."""
-        sizes, model = self.sizes, self.config.model
+        sizes = self.sizes
+        model = self.config.model
         heads = sizes.n // sizes.tp
         if not self.attends_eagerly:
             # The outputs of two parts, or of other heads, are copied into one.
@@ -147,7 +151,8 @@ class Activations:
         return kept
 
     def attention(self) -> LayerBytes:
-        sizes, model = self.sizes, self.config.model
+        sizes = self.sizes
+        model = self.config.model
         out = sizes.tokens * sizes.n // sizes.tp * sizes.d * sizes.width
         entering = self.residual + self.norm(sizes.residual_tokens, sizes.h)
         kept = self.residual + entering + self.qk() + out + self.output_norm()
@@ -168,7 +173,8 @@ class Activations:
         return self.residual + max(weight, 2 * sizes.tokens * qkv * sizes.width + scores)
 
     def mlp(self, experts: bool) -> LayerBytes:
-        sizes, model = self.sizes, self.config.model
+        sizes = self.sizes
+        model = self.config.model
         kept = 2 * self.residual + self.norm(sizes.residual_tokens, sizes.h) + self.output_norm()
         kept += self.dropout(sizes.residual_tokens * sizes.h, model.hidden_dropout)
         dense = self._inner(sizes.tokens, sizes.f // sizes.tp, scaled=False)
@@ -182,7 +188,8 @@ class Activations:
 
         ``scaled`` adds a tensor, the product with the router's weights.
         """
-        model, sizes = self.config.model, self.sizes
+        model = self.config.model
+        sizes = self.sizes
         tensor = tokens * width * sizes.width
         fused = sizes.gpu and model.has_mlp_bias
         # Gated: both halves of fc1's output, the activated half, the other one plus core's offset,
@@ -198,8 +205,10 @@ class Activations:
 
     def _experts(self) -> LayerBytes:
         """Return the bytes of router, dispatch and local experts, if the load is balanced."""
-        sizes, moe = self.sizes, self.config.moe
-        count, width = moe.num_experts or 1, sizes.width
+        sizes = self.sizes
+        moe = self.config.moe
+        count = moe.num_experts or 1
+        width = sizes.width
         seen = sizes.residual_tokens
         if moe.moe_token_dispatcher_type == "allgather":
             seen *= sizes.ep * sizes.etp
@@ -218,11 +227,13 @@ class Activations:
         if moe.moe_shared_expert_intermediate_size:
             part = moe.moe_shared_expert_intermediate_size // sizes.tp
             shared = self._inner(sizes.tokens, part, scaled=False)
-            kept, transient = kept + shared.kept, max(transient, shared.transient)
+            kept = kept + shared.kept
+            transient = max(transient, shared.transient)
         return LayerBytes(kept, transient)
 
     def _recomputes(self, part: str) -> bool:
-        model, moe = self.config.model, self.config.moe
+        model = self.config.model
+        moe = self.config.moe
         if part == "moe" and moe.num_experts is not None and moe.moe_layer_recompute:
             return True
         modules = model.recompute_modules or ["core_attn"]
@@ -238,7 +249,9 @@ class Activations:
 
         The layer is compared with one trained in 16 or 32 bits; the result is often negative.
         """
-        fp8, width, inputs = self.config.fp8, self.sizes.width, self._inputs(number)
+        fp8 = self.config.fp8
+        width = self.sizes.width
+        inputs = self._inputs(number)
         # Attention keeps its output, which is the input of linear_proj, unless it is run again.
         attended = not (self.attends_eagerly or self._recomputes("core_attn"))
         if self.config.lora.lora_rank is not None:
@@ -250,9 +263,13 @@ class Activations:
 
     def _inputs(self, number: int) -> dict[str, int]:
         """Return the number of input elements that a rank keeps for each linear layer, by name."""
-        sizes, moe, experts = self.sizes, self.config.moe, self.sizes.experts[number]
-        hidden, proj = sizes.residual_tokens * sizes.h, sizes.tokens * sizes.n // sizes.tp * sizes.d
-        fc1, fc2 = hidden, sizes.tokens * sizes.f // sizes.tp
+        sizes = self.sizes
+        moe = self.config.moe
+        experts = self.sizes.experts[number]
+        hidden = sizes.residual_tokens * sizes.h
+        proj = sizes.tokens * sizes.n // sizes.tp * sizes.d
+        fc1 = hidden
+        fc2 = sizes.tokens * sizes.f // sizes.tp
         if experts:
             routed = sizes.residual_tokens * moe.moe_router_topk * sizes.etp
             fc1 = routed * sizes.h
@@ -271,8 +288,10 @@ class Activations:
 
         A frozen linear layer without an adapter keeps no input, unless attention keeps it anyway.
         """
-        lora, sizes = self.config.lora, self.sizes
-        rank, targets = lora.lora_rank or 0, lora.lora_target_modules or []
+        lora = self.config.lora
+        sizes = self.sizes
+        rank = lora.lora_rank or 0
+        targets = lora.lora_target_modules or []
         total = len(targets) * sizes.tokens * rank * sizes.width
         for name, numbers in inputs.items():
             if name in targets and lora.lora_dropout:
@@ -283,14 +302,17 @@ class Activations:
         return total
 
     def activations(self, stage: Stage) -> LayerBytes:
-        sizes, model, parts = self.sizes, self.config.model, []
+        sizes = self.sizes
+        model = self.config.model
+        parts = []
         if stage.embedding:
             dropped = self.dropout(sizes.residual_tokens * sizes.h, model.hidden_dropout)
             table = sizes.v // sizes.tp * sizes.h * sizes.width
             parts.append(LayerBytes(dropped + sizes.tokens * INT64, table))
         layers = [self.layer_bytes(number) for number in stage.layers]
         if model.recompute_granularity == "full":
-            count, uniform = model.recompute_num_layers or 1, model.recompute_method == "uniform"
+            count = model.recompute_num_layers or 1
+            uniform = model.recompute_method == "uniform"
             size, limit = (count, len(layers)) if uniform else (1, count)
             layers = recomputed(layers, self.residual, size=size, limit=limit)
         parts += layers
@@ -309,7 +331,8 @@ class Activations:
 
         A zero-bubble schedule keeps them between its two backward passes; see `layers.linear`.
         """
-        sizes, moe = self.sizes, self.config.moe
+        sizes = self.sizes
+        moe = self.config.moe
         inner = 3 if self.config.model.gated else 2
         heads = sizes.projected + sizes.n * sizes.d
         attention = sizes.tokens * heads // sizes.tp + 2 * sizes.residual_tokens * sizes.h
@@ -318,7 +341,8 @@ class Activations:
             attention += sizes.residual_tokens * small
         found = 0
         for layer in stage.layers:
-            tokens, width = sizes.tokens, sizes.f // sizes.tp
+            tokens = sizes.tokens
+            width = sizes.f // sizes.tp
             if sizes.experts[layer]:
                 tokens = sizes.residual_tokens * moe.moe_router_topk * sizes.etp
                 width = (moe.moe_ffn_hidden_size or sizes.f) // sizes.etp
@@ -326,8 +350,10 @@ class Activations:
         return found * sizes.width
 
     def loss(self) -> LayerBytes:
-        sizes, loss = self.sizes, self.config.loss
-        vocabulary, losses = sizes.v // sizes.tp, 1 + sizes.depths
+        sizes = self.sizes
+        loss = self.config.loss
+        vocabulary = sizes.v // sizes.tp
+        losses = 1 + sizes.depths
         hidden = sizes.tokens * sizes.h * sizes.width
         if loss.cross_entropy_impl != "chunked":
             logits = sizes.tokens * vocabulary

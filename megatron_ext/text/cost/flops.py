@@ -74,7 +74,9 @@ def score_channels(model: ModelConfig) -> int:
 
     A query meets half of all keys and values, on average.
     """
-    n, d, latent = model.num_attention_heads or 0, model.kv_channels or 0, LatentSizes.of(model)
+    n = model.num_attention_heads or 0
+    d = model.kv_channels or 0
+    latent = LatentSizes.of(model)
     return n * d if latent is None else n * (latent.key + latent.value) // 2
 
 
@@ -87,11 +89,15 @@ def token_products(model: ModelConfig, moe: MoEConfig, *, gated: bool) -> dict[s
     a third matrix if ``gated``); ``experts``, all experts of one token in a layer; ``depth``, the
     projection before the layer of an MTP depth; ``logits``, the output layer.
     """
-    h, f = model.hidden_size or 0, model.ffn_hidden_size or 0
-    n, d, latent = model.num_attention_heads or 0, model.kv_channels or 0, LatentSizes.of(model)
+    h = model.hidden_size or 0
+    f = model.ffn_hidden_size or 0
+    n = model.num_attention_heads or 0
+    d = model.kv_channels or 0
+    latent = LatentSizes.of(model)
     projections = h * d * (2 * n + 2 * (model.num_query_groups or n))
     routed = (moe.moe_ffn_hidden_size or f) * moe.moe_router_topk
-    shared, matrices = moe.moe_shared_expert_intermediate_size or 0, 3 if gated else 2
+    shared = moe.moe_shared_expert_intermediate_size or 0
+    matrices = 3 if gated else 2
     return {
         "projections": projections if latent is None else latent.products,
         "scores": score_channels(model) * (model.seq_length or 0),
@@ -123,7 +129,8 @@ def flops_per_sample(model: ModelConfig, moe: MoEConfig) -> float:
     the norms of multi-token prediction, and the gate of SwiGLU but of no other gated MLP. Of layers
     with a window only the keys in the window count.
     """
-    products, depths = token_products(model, moe, gated=model.swiglu), model.mtp_num_layers or 0
+    products = token_products(model, moe, gated=model.swiglu)
+    depths = model.mtp_num_layers or 0
     layers = moe.expert_layers(model.num_layers or 0)
     layers += layers[-1:] * depths
     windowed = model.windowed_layers()
@@ -151,11 +158,13 @@ class GptFlops:
     def layer_flops(self, number: int) -> Flops:
         """Return the operations of decoder layer ``number``, from 0, without recomputation."""
         linear = self._linear(self.sizes.experts[number])
-        scores, fp8 = self._scores(number), self.config.fp8
+        scores = self._scores(number)
+        fp8 = self.config.fp8
         weights = self._trained(linear)
         if not self.sizes.in_8_bits(fp8, number):
             return Flops(linear, scores=scores, weights=weights)
-        x, moved = self.sizes, self._cast_bytes(number)
+        x = self.sizes
+        moved = self._cast_bytes(number)
         return Flops(
             fp8=linear,
             scores=scores,
@@ -166,7 +175,9 @@ class GptFlops:
 
     def _cast_bytes(self, number: int) -> int:
         """Return the bytes per token that casts of inputs and output gradients of a layer move."""
-        x, gated, each = self.sizes, self.config.model.gated, cast_of(self.config.fp8.fp8_recipe)[0]
+        x = self.sizes
+        gated = self.config.model.gated
+        each = cast_of(self.config.fp8.fp8_recipe)[0]
         wide = (2 if gated else 1) * x.f
         around = 2 * x.h + x.n * x.d + x.projected + 2 * x.h
         if x.latent is not None:
@@ -179,7 +190,8 @@ class GptFlops:
 
     def joins_activation(self, number: int) -> bool:
         """Return whether a layer's casts compute its activation too (`layers.fp8.activation`)."""
-        fp8, model = self.config.fp8, self.config.model
+        fp8 = self.config.fp8
+        model = self.config.model
         changed = model.activation_func_clamp_value is not None or model.glu_linear_offset != 0
         plain = self.config.lora.lora_rank is None and not (model.has_mlp_bias or changed)
         given = fp8.fp8_recipe == "delayed" and fp8.fp8_wgrad and self.sizes.in_8_bits(fp8, number)
@@ -211,7 +223,8 @@ class GptFlops:
         return total + self.recomputed(stage) + (self._logits_flops() if stage.head else Flops())
 
     def recomputed(self, stage: Stage) -> Flops:
-        model, total = self.config.model, Flops()
+        model = self.config.model
+        total = Flops()
         if model.recompute_granularity is None and not self.config.moe.moe_layer_recompute:
             return total
         layers = stage.layers
@@ -225,7 +238,8 @@ class GptFlops:
 
     def _again(self, number: int) -> tuple[float, float]:
         """Return the operations that layer ``number`` recomputes: (linear, attention)."""
-        model, experts = self.config.model, self.sizes.experts[number]
+        model = self.config.model
+        experts = self.sizes.experts[number]
         scores = self._scores(number)
         if model.recompute_granularity == "full":
             return self._linear(experts), scores

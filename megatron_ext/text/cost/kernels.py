@@ -53,7 +53,9 @@ class GptKernels(GptFlops):
 
     def other_work(self, stage: Stage) -> list[Work]:
         """Return the kernels of one micro-batch beside the products of layers and attention."""
-        x, count, fp8 = self.sizes, self._num_microbatches, self.config.fp8
+        x = self.sizes
+        count = self._num_microbatches
+        fp8 = self.config.fp8
         table = x.v // x.tp * x.h
         found: list[Work] = []
         for number in stage.layers:
@@ -94,9 +96,13 @@ class GptKernels(GptFlops):
 
         ``joins`` leaves out the activation, which casts to 8 bits compute.
         """
-        x, model, moe = self.sizes, self.config.model, self.config.moe
-        r, qkv = self._stream, x.tokens * x.projected // x.tp * x.width
-        f, routed = x.tokens * x.f // x.tp * x.width, 0
+        x = self.sizes
+        model = self.config.model
+        moe = self.config.moe
+        r = self._stream
+        qkv = x.tokens * x.projected // x.tp * x.width
+        f = x.tokens * x.f // x.tp * x.width
+        routed = 0
         if experts:
             count = moe.moe_router_topk * x.residual_tokens
             routed = count * x.h * x.width
@@ -108,7 +114,8 @@ class GptKernels(GptFlops):
         forward = (2 + 4 + 3) * r + 2 * qkv + 4 * routed
         backward = (4 + 4) * r + 2 * qkv + 4 * routed
         if not joins:
-            forward, backward = forward + wide + f, backward + 2 * wide + f
+            forward = forward + wide + f
+            backward = backward + 2 * wide + f
         moved = {("pointwise", Phase.FORWARD): forward, ("pointwise", Phase.INPUT): backward}
         graphed = self.config.cuda_graphs.cuda_graph_impl == "local"
         return [
@@ -140,9 +147,11 @@ class GptKernels(GptFlops):
         sums the weight's in float32: 4 bytes for the first block, 8 for each other, of which 2 a
         block are in the assumed rate of products.
         """
-        x, losses = self.sizes, 1 + self.sizes.depths
+        x = self.sizes
+        losses = 1 + self.sizes.depths
         chunked = self.config.loss.cross_entropy_impl == "chunked"
-        counted, table = self._logits_flops(), x.v // x.tp * x.h
+        counted = self._logits_flops()
+        table = x.v // x.tp * x.h
         size = self.config.loss.cross_entropy_chunk_size
         rows = size or (fused_rows(x.tokens, x.h) if x.gpu else default_rows(x.tokens))
         blocks = -(-x.tokens // rows) if chunked else 1

@@ -47,7 +47,8 @@ def _num_layers(parallel: ParallelConfig, total: int, placement: Placement, inde
     """Return the number of decoder layers of stage ``index``, as megatron-core assigns them."""
     if parallel.pipeline_model_parallel_layout is not None:
         return stages_of(parallel.pipeline_model_parallel_layout)[index].count("t")
-    rank, size = placement.rank_of(index), placement.pipeline_size
+    rank = placement.rank_of(index)
+    size = placement.pipeline_size
     first = parallel.decoder_first_pipeline_num_layers
     last = parallel.decoder_last_pipeline_num_layers
     with_embedding = parallel.account_for_embedding_in_pipeline_split
@@ -73,7 +74,8 @@ class Parameters:
     sizes: Sizes
 
     def weights(self, stage: Stage) -> list[Weight]:
-        fp8, found = self.config.fp8, list(self._embedding(stage))
+        fp8 = self.config.fp8
+        found = list(self._embedding(stage))
         for position, number in enumerate(stage.layers):
             layer = self._layer_weights(f"decoder.layers.{position}", self.sizes.experts[number])
             # ``--fp8-param-gather`` holds the matrices of 8-bit layers in 8 bits.
@@ -96,7 +98,8 @@ class Parameters:
     def _embedding(self, stage: Stage) -> Iterator[Weight]:
         if not (stage.embedding or stage.depths):
             return
-        x, model = self.sizes, self.config.model
+        x = self.sizes
+        model = self.config.model
         # Copies are kept equal where the model has several stages; see core's LanguageModule.
         copied = x.pp > 1 and (self._tied or x.depths > 0)
         shared = copied and not (stage.embedding and stage.head)
@@ -129,8 +132,11 @@ class Parameters:
         return Linear(name, outputs, inputs, **layout).weights(self.config.lora)
 
     def _attention_weights(self, name: str) -> list[Weight]:
-        x, model = self.sizes, self.config.model
-        bias, qkv_bias, qkv = model.add_proj_bias, bool(model.add_qkv_bias), x.n + 2 * x.g
+        x = self.sizes
+        model = self.config.model
+        bias = model.add_proj_bias
+        qkv_bias = bool(model.add_qkv_bias)
+        qkv = x.n + 2 * x.g
         found: list[Weight] = []
         if model.softmax_type == "learnable":
             found.append(Weight(f"{name}.core_attention.softmax_offset", x.n // x.tp, x.tp))
@@ -157,15 +163,18 @@ class Parameters:
 
     def _mlp_weights(self, name: str, width: int, ranks: int, **layout: Any) -> list[Weight]:
         """Return names and sizes of an MLP's weights; ``ranks`` ranks divide ``width`` channels."""
-        h, model = self.sizes.h, self.config.model
+        h = self.sizes.h
+        model = self.config.model
         layout.setdefault("bias", model.add_bias_linear)
         outputs = width * (2 if model.gated else 1)
         fc1 = self._matrix(f"{name}.linear_fc1", outputs, h, rows=ranks, **layout)
         return fc1 + self._matrix(f"{name}.linear_fc2", h, width, columns=ranks, **layout)
 
     def _expert_weights(self, name: str) -> list[Weight]:
-        x, moe = self.sizes, self.config.moe
-        count, width = moe.num_experts or 0, moe.moe_ffn_hidden_size or x.f
+        x = self.sizes
+        moe = self.config.moe
+        count = moe.num_experts or 0
+        width = moe.moe_ffn_hidden_size or x.f
         found = self._matrix(f"{name}.router", count, x.h, bias=self.config.model.add_bias_linear)
         layout = {"copies": x.ep, "expert": x.ep > 1 or x.etp != x.tp}
         for expert in range(count // x.ep):
@@ -199,7 +208,8 @@ class GptNetwork(Parameters, Activations, GptKernels, Network):
         model = config.model
         if not model.padded_vocab_size:
             raise ConfigError("`--padded-vocab-size` is missing; give it, or a tokenizer.")
-        h, n = model.hidden_size or 0, model.num_attention_heads or 0
+        h = model.hidden_size or 0
+        n = model.num_attention_heads or 0
         sizes = Sizes(
             **vars(Ranks.of(config)),
             s=model.seq_length or 0,
@@ -217,11 +227,14 @@ class GptNetwork(Parameters, Activations, GptKernels, Network):
         return cls(config, sizes)
 
     def stages(self) -> list[Stage]:
-        parallel, total, depths = self.config.parallel, self.sizes.layers, self.sizes.depths
+        parallel = self.config.parallel
+        total = self.sizes.layers
+        depths = self.sizes.depths
         placement = Layout.from_config(parallel).placement
         last = placement.num_stages - 1
         with_depths = mtp_stage(parallel) if depths else None
-        found, first = [], 0
+        found = []
+        first = 0
         for index in range(placement.num_stages):
             count = _num_layers(parallel, total, placement, index)
             layers = tuple(range(first, first + count))
@@ -252,7 +265,8 @@ class GptNetwork(Parameters, Activations, GptKernels, Network):
     layer_input = boundary = Activations.residual
 
     def step_flops(self) -> float:
-        x, batch = self.sizes, self.config.training.batch_sizes[1]
+        x = self.sizes
+        batch = self.config.training.batch_sizes[1]
         forward = sum(self.flops(stage).forward for stage in self.stages()) * x.tp * x.cp
         return FORWARD_AND_BACKWARD * forward / x.b * batch
 
@@ -270,7 +284,8 @@ class GptNetwork(Parameters, Activations, GptKernels, Network):
 
     def layer_traffic(self, experts: bool) -> Volume:
         """Return the bytes that a rank sends in all passes of one layer, with recomputation."""
-        x, gather = self.sizes, self._gather()
+        x = self.sizes
+        gather = self._gather()
         # Multi-latent attention gathers its small vectors instead of its input.
         entering = gather if x.latent is None else gather * x.latent.small / x.h
         forward = Volume(
@@ -297,14 +312,16 @@ class GptNetwork(Parameters, Activations, GptKernels, Network):
     def _context(self) -> float:
         """Return the bytes that a rank sends in a layer's forward pass for context parallelism."""
         x = self.sizes
-        tokens, both = x.tokens * x.width // x.tp, x.key + x.d
+        tokens = x.tokens * x.width // x.tp
+        both = x.key + x.d
         if self.config.parallel.cp_comm_type[0] == "a2a":
             return ring(x.cp) * tokens * (x.n + x.g) * both
         return (x.cp - 1) * tokens * x.g * both
 
     def _dispatch(self) -> float:
         """Return the bytes that a rank sends to experts and back in one layer's forward pass."""
-        x, moe = self.sizes, self.config.moe
+        x = self.sizes
+        moe = self.config.moe
         ranks = x.ep * x.etp
         tokens = x.residual_tokens * x.h * x.width
         if moe.moe_token_dispatcher_type == "allgather":

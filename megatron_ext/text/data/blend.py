@@ -47,7 +47,8 @@ def _blend(flag: str, words: Sequence[str] | None) -> Blend | None:
             f"`{flag}` ({' '.join(words)}) mixes weights and prefixes; give only prefixes, or a "
             "weight before each prefix."
         )
-    prefixes, weights = [plain_prefix(prefix) for prefix in blend[0]], blend[1]
+    prefixes = [plain_prefix(prefix) for prefix in blend[0]]
+    weights = blend[1]
     if weights is not None and not (min(weights) >= 0 and 0 < sum(weights) < math.inf):
         raise DataError(
             f"`{flag}` has the weights {weights}; they must be finite, at least 0 and not all 0."
@@ -70,7 +71,8 @@ def read_blend(data: DataConfig) -> BlendSpec:
     if data.data_path:
         return BlendSpec(_blend("--data-path", data.data_path), None)
     if data.per_split_data_args_path is not None:
-        flag, path = "--per-split-data-args-path", data.per_split_data_args_path
+        flag = "--per-split-data-args-path"
+        path = data.per_split_data_args_path
         try:
             content = read_json(path)
             lists = [_words_of(content[split]) for split in SPLITS]

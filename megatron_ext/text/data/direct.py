@@ -117,7 +117,11 @@ class DirectDataset(Dataset[dict[str, Tensor]]):
         size: int,
         fim: FillInTheMiddle | None = None,
     ) -> None:
-        self.order, self.spans, self.marks, self.fim, self._size = order, spans, marks, fim, size
+        self.order = order
+        self.spans = spans
+        self.marks = marks
+        self.fim = fim
+        self._size = size
         self.packs_documents = isinstance(order, PackedOrder)
 
     def __len__(self) -> int:
@@ -132,7 +136,8 @@ class DirectDataset(Dataset[dict[str, Tensor]]):
         return {name: values[0] for name, values in self.batch(number, number + 1).items()}
 
     def __getitems__(self, numbers: Sequence[int]) -> dict[str, Tensor]:
-        start, stop = numbers[0], numbers[-1] + 1
+        start = numbers[0]
+        stop = numbers[-1] + 1
         if stop - start == len(numbers):
             return self.batch(start, stop)
         parts = [self.batch(number, number + 1) for number in numbers]
@@ -164,11 +169,14 @@ class DirectDataset(Dataset[dict[str, Tensor]]):
         """
         tokens, labels, documents = self._read(start, stop)
         if self.fim is not None:
-            tokens, labels = tokens.copy(), labels.copy()  # they may share memory
+            # they may share memory
+            tokens = tokens.copy()
+            labels = labels.copy()
             self.fim.permute_rows(tokens, labels, documents, start)
         if max(int(tokens.max()), int(labels.max())) >= self.marks.vocab_size:
             self._refuse_ids(start, stop)
-        marks, rows = self.marks, stop - start
+        marks = self.marks
+        rows = stop - start
         inputs = torch.from_numpy(tokens)
         mask = torch.ones(tokens.shape)
         if marks.eod_mask_loss:
@@ -199,7 +207,8 @@ class DirectDataset(Dataset[dict[str, Tensor]]):
         The third is the number of the piece at each position of packed samples, ``[b, s]``.
         """
         pieces = self.order.locate(start, stop)
-        length, rows = self.order.seq_length(start), stop - start
+        length = self.order.seq_length(start)
+        rows = stop - start
         if isinstance(pieces, PackedPieces):
             return self._packed(pieces, length)
         if len(pieces.rows) == rows and bool((pieces.lengths == length).all()):
@@ -225,7 +234,8 @@ class DirectDataset(Dataset[dict[str, Tensor]]):
         sources = pieces.sources[firsts[:-1]]
         text = np.empty((rows, length + 1), dtype=np.int64)
         for source in np.flatnonzero(np.bincount(sources)).tolist():
-            own, span = pieces.sources == source, self.spans[source]
+            own = pieces.sources == source
+            span = self.spans[source]
             found = span.gather_ranges(pieces.begins[own], lengths[own])
             if found.dtype.kind == "i" and found.min() < 0:
                 check_ids(span.name, found, self.marks.vocab_size)

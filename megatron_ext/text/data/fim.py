@@ -64,8 +64,10 @@ class FillInTheMiddle:
     """
 
     def __init__(self, fim: FimConfig, tokenizer: Tokenizer, seed: int, split: str) -> None:
-        self._fim, self._tokenizer = fim, tokenizer
-        self._key, self._ids = key_of("fim", seed, split), _ids_of(fim, tokenizer)
+        self._fim = fim
+        self._tokenizer = tokenizer
+        self._key = key_of("fim", seed, split)
+        self._ids = _ids_of(fim, tokenizer)
 
     def permute_rows(
         self, tokens: Array, labels: Array, sample_ids: Array | None, first: int
@@ -89,7 +91,8 @@ class FillInTheMiddle:
             parts = self._permuted_parts(text, starts, first + row)
             joined = np.concatenate([part for part, _ in parts])[: length + 1]
             kept = min(len(joined), length)
-            tokens[row, :kept], tokens[row, kept:] = joined[:kept], self._ids.pad
+            tokens[row, :kept] = joined[:kept]
+            tokens[row, kept:] = self._ids.pad
             labels[row] = -1
             labels[row, : len(joined) - 1] = joined[1:]
             if sample_ids is not None:

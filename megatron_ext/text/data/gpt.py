@@ -192,7 +192,9 @@ def check_gpt_data(config: RunConfig, tokenizer: Tokenizer) -> None:
     Raise a DataError if files, splits, token ids, cached indices or the counts of
     ``--per-dataset-sequences-path`` are bad, or if the indices of samples do not fit into memory.
     """
-    data, training, length = config.section(DataConfig), config.training, config.model.seq_length
+    data = config.section(DataConfig)
+    training = config.training
+    length = config.model.seq_length
     sizes = split_sizes(training, length, config.parallel.data_parallel_size)
     length = length or 0
     if not data.mock_data:
@@ -318,9 +320,12 @@ def build_gpt_datasets(
     """
     data = config.section(DataConfig)
     if data.mock_data:
-        spec, data_files, cls = BlendSpec(None, None), "mock", MockGPTDataset
+        spec = BlendSpec(None, None)
+        data_files = "mock"
+        cls = MockGPTDataset
     else:
-        spec, cls = training_blend(data), KeyedGPTDataset
+        spec = training_blend(data)
+        cls = KeyedGPTDataset
         data_files = check_inputs(data, config.model, spec, tokenizer, sizes)
     core_config = dataset_config(config, spec, tokenizer, data_files)
     # Splits of which nothing is asked may hold nothing.

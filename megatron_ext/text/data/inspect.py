@@ -48,7 +48,8 @@ def check_ids(prefix: str, ids: Array | tuple[int, int] | None, vocab_size: int)
     """Raise a DataError if an id (or a (smallest, largest) pair) is outside the vocabulary."""
     if ids is None or len(ids) == 0:
         return
-    low, high = int(np.min(ids)), int(np.max(ids))
+    low = int(np.min(ids))
+    high = int(np.max(ids))
     if low < 0 or high >= vocab_size:
         raise DataError(
             f"{prefix}.bin holds the token id {low if low < 0 else high}, but the vocabulary has "
@@ -65,7 +66,8 @@ def id_range(
     Read all ids if ``max_tokens`` is None; return None if the dataset has no tokens.
     """
     dtype = read_index(prefix).dtype
-    low, high = [], []
+    low = []
+    high = []
     with _opened(bin_path(prefix), "Reading ids") as (stream, bar):
         while len(piece := np.fromfile(stream, dtype, SCAN_ITEMS)):
             bar.update(piece.nbytes)
@@ -104,7 +106,8 @@ def inspect_dataset(
     report shows ``samples`` random documents, chosen by ``seed``. With ``scan``, all ids are
     read, and an id outside the tokenizer's vocabulary gives a warning.
     """
-    info, index = check_indexed_dataset(prefix), read_index(prefix)
+    info = check_indexed_dataset(prefix)
+    index = read_index(prefix)
     ids = id_range(prefix) if scan else None
     mean = info.num_tokens / max(info.num_documents, 1)
     lines = [
@@ -117,7 +120,8 @@ def inspect_dataset(
     lines += _histogram(index)
     endings = first_endings(prefix, index)
     if tokenizer is not None and endings.documents:
-        count, end = endings.last_ids[tokenizer.eod], spelled(tokenizer, tokenizer.eod)
+        count = endings.last_ids[tokenizer.eod]
+        end = spelled(tokenizer, tokenizer.eod)
         lines.append(f"{count} of the first {endings.documents} documents end with {end}")
     lines += _samples(prefix, index, tokenizer, samples, seed)
     warnings = _warnings(info, index, ids, tokenizer)
@@ -169,7 +173,8 @@ def _samples(
     chosen = sorted(random.Random(seed).sample(range(count), min(samples, count)))
     lines = []
     for document in chosen:
-        first, last = int(index.documents[document]), int(index.documents[document + 1])
+        first = int(index.documents[document])
+        last = int(index.documents[document + 1])
         tokens = int(index.lengths[first:last].astype(np.int64).sum())
         start = int(index.offsets[first]) if first < last else 0
         with open(bin_path(prefix), "rb") as stream:

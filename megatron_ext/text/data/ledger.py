@@ -64,7 +64,8 @@ class Ledger:
     """
 
     def __init__(self, folder: str | Path, iteration: int | None = None) -> None:
-        self.folder, self.record = Path(folder), StepRecord(folder)
+        self.folder = Path(folder)
+        self.record = StepRecord(folder)
         if not self.record.rows:
             raise ConfigError(
                 f"{self.record.path} does not exist or is empty; give the save folder of a run "
@@ -168,7 +169,8 @@ class Ledger:
 
     def rows(self, order: SampleOrder, first: int, end: int) -> Rows:
         """Return the parts of documents in the samples from ``first`` to ``end`` - 1."""
-        pieces, found = order.locate(first, end), []
+        pieces = order.locate(first, end)
+        found = []
         for source in np.unique(pieces.sources).tolist():
             own = order.sources[source]
             documents = self.documents(self.name_of(own), own.tokens)
@@ -241,7 +243,8 @@ class Ledger:
 
 def _moves(orders: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """Return the last name by earlier name of each source that has moved (`plan_run`)."""
-    found, before = dict[str, str](), dict[str, int]()
+    found = dict[str, str]()
+    before = dict[str, int]()
     for order in orders:
         tokens: dict[str, int] = order["tokens"]
         for old in before.keys() - tokens.keys():

@@ -51,7 +51,8 @@ def uses(ledger: Ledger) -> list[Use]:
             continue
         order = ledger.order_of(each)
         for taken in order.taken(each.sample, each.stop):
-            stage, source = order.stages[taken.stage], order.sources[taken.source]
+            stage = order.stages[taken.stage]
+            source = order.sources[taken.source]
             name = ledger.name_of(source)
             weights = str([str(w) for w in stage.weights.values()])
             key = stage.start, stage.seq_length, weights, name
@@ -81,7 +82,8 @@ def samples_of(ledger: Ledger, steps: Iterable[Steps]) -> Samples:
     found: Samples = defaultdict(list)
     for each in steps:
         order = ledger.order_of(each)
-        sources, packed = _same(order), isinstance(order, PackedOrder)
+        sources = _same(order)
+        packed = isinstance(order, PackedOrder)
         for taken in order.taken(each.sample, each.stop):
             key = sources[taken.source], order.window, packed, taken.phase
             found[key].append((taken.first, taken.end))
@@ -123,7 +125,8 @@ def size(ranges: Iterable[Range]) -> int:
 
 def shared(first: Iterable[Range], second: Iterable[Range]) -> int:
     """Return the count of numbers in both of two sets of ranges."""
-    one, two = merged(first), merged(second)
+    one = merged(first)
+    two = merged(second)
     return size(one) + size(two) - size(merged([*one, *two]))
 
 
@@ -200,7 +203,8 @@ def _between(history: History, low: int, high: int | None) -> list[Steps]:
     """Return the steps after ``low`` up to ``high``, the end if None."""
     found = []
     for each in history.steps:
-        first, last = max(each.iteration, low) + 1, min(each.done, high or each.done)
+        first = max(each.iteration, low) + 1
+        last = min(each.done, high or each.done)
         if first > last or high == 0:
             continue
         if each.batch is None and (first, last) != (each.iteration + 1, each.done):

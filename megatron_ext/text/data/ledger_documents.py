@@ -32,7 +32,10 @@ class Documents:
     """
 
     def __init__(self, prefix: str, first: int, tokens: int, data: DataConfig) -> None:
-        self.prefix, self.first, self.tokens, self._data = prefix, first, tokens, data
+        self.prefix = prefix
+        self.first = first
+        self.tokens = tokens
+        self._data = data
         self.packed_starts = IndexedDocuments(self._index, first)
         index = self._index()
         edges = np.zeros(len(index.lengths) + 1, dtype=np.int64)
@@ -116,8 +119,10 @@ def joined(parts: Sequence[Rows]) -> Rows:
 def parts_of(pieces: Pieces, sample: int, source: int, documents: Documents) -> Rows:
     """Cut the pieces of one source at its documents; ``sample`` is that of the first row."""
     own = pieces.sources == source
-    rows, columns = pieces.rows[own], pieces.columns[own]
-    begins, lengths = pieces.begins[own], pieces.lengths[own]
+    rows = pieces.rows[own]
+    columns = pieces.columns[own]
+    begins = pieces.begins[own]
+    lengths = pieces.lengths[own]
     # A piece that passes the end of the circle goes on at its beginning.
     inside = np.minimum(lengths, documents.tokens - begins)
     over = np.flatnonzero(inside < lengths)
@@ -135,7 +140,10 @@ def parts_of(pieces: Pieces, sample: int, source: int, documents: Documents) -> 
     low = np.maximum(begins[at], documents.starts[number])
     high = np.minimum(ends[at], documents.starts[number + 1])
     kept = np.flatnonzero(low < high)
-    at, number, low, high = at[kept], number[kept], low[kept], high[kept]
+    at = at[kept]
+    number = number[kept]
+    low = low[kept]
+    high = high[kept]
     return Rows(
         samples=sample + rows[at],
         columns=columns[at] + low - begins[at],

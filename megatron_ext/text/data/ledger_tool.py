@@ -113,13 +113,15 @@ def _stages(found: Sequence[Use]) -> Iterator[list[Use]]:
     by_stage: dict[tuple[int, int], list[Use]] = defaultdict(list)
     for use in found:
         by_stage[use.stage, use.seq_length].append(use)
-    group, before = list[Use](), None
+    group = list[Use]()
+    before = None
     for (_, length), own in by_stage.items():
         kind = length, {use.source for use in own}
         if group and (len(by_stage) <= _SHOWN_STAGES or kind != before):
             yield group
             group = []
-        group, before = [*group, *own], kind
+        group = [*group, *own]
+        before = kind
     yield group
 
 
@@ -167,7 +169,8 @@ def _add_rows(
 
 
 def _named(steps: Steps) -> str:
-    first, last = steps.iteration + 1, steps.done
+    first = steps.iteration + 1
+    last = steps.done
     which = f"Step {first}" if first == last else f"Steps {first} to {last}"
     return f"{which} (samples {steps.sample:,} to {steps.stop - 1:,})"
 
@@ -283,7 +286,9 @@ def _show_spikes(ledger: Ledger, console: Console, texts: Texts | None) -> None:
             for name in event["leaped"]
         )
         console.print(f"Spike in step {event['iteration']}: {leaped}, {event['action']}.")
-        step, first, end = event["iteration"], event["first_sample"], event["last_sample"] + 1
+        step = event["iteration"]
+        first = event["first_sample"]
+        end = event["last_sample"] + 1
         steps = ledger.steps_with(step, first)
         if steps is None:
             console.print(f"Its samples, {first:,} to {end - 1:,}, are not in the record.")
@@ -321,10 +326,12 @@ def export(ledger: Ledger, path: Path, *, with_lost: bool) -> str:
         raise ConfigError(
             f"`--export` ({path}) needs pyarrow, which is not installed; run `pip install pyarrow`."
         ) from None
-    whole, text = pa.int64(), pa.dictionary(pa.int32(), pa.string())
+    whole = pa.int64()
+    text = pa.dictionary(pa.int32(), pa.string())
     names = ("step", "sample", "place", "document", "begin", "length")
     schema = pa.schema([*((name, whole) for name in names), ("source", text), ("reason", text)])
-    count, temporary = 0, path.with_name(f".{path.name}.writing")
+    count = 0
+    temporary = path.with_name(f".{path.name}.writing")
     try:
         with open_new(temporary, "wb") as file, pq.ParquetWriter(file, schema) as writer:
             for block in _blocks(ledger, with_lost=with_lost):

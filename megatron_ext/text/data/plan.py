@@ -56,7 +56,8 @@ class RunPlan:
 
 def schedule_of(config: RunConfig) -> Schedule:
     """Return the mixtures that ``--data-schedule`` or ``--data-path`` and its likes ask for."""
-    data, length = config.section(DataConfig), config.model.seq_length
+    data = config.section(DataConfig)
+    length = config.model.seq_length
     assert length is not None
     if data.data_schedule is not None:
         return read_schedule(data.data_schedule, length)
@@ -116,7 +117,8 @@ def weights_of(blend: Blend, config: RunConfig, split: int) -> dict[str, Fractio
 
 def split_span(config: RunConfig, prefix: str, split: int) -> TokenSpan:
     """Open the part of a dataset that ``--split`` gives to a split, or all of a split's own."""
-    data, first = config.section(DataConfig), 0
+    data = config.section(DataConfig)
+    first = 0
     end: int | None = None
     own = (data.train_data_path, data.valid_data_path, data.test_data_path)[split]
     if data.split is not None and not own:
@@ -164,9 +166,11 @@ def plan_run(
         DataError: a source is missing or too short, has changed since, or the lengths of samples do
             not fit the windows of the run that is resumed.
     """
-    schedule, length = schedule_of(config), config.model.seq_length
+    schedule = schedule_of(config)
+    length = config.model.seq_length
     assert length is not None
-    planned, replicas = schedule.stages, config.parallel.data_parallel_size
+    planned = schedule.stages
+    replicas = config.parallel.data_parallel_size
     # As ranks can share it; a schedule goes with batches of one size only.
     batch = BatchSize(config.training, length, replicas).global_batch_size
     past = history if consumed else None
@@ -245,7 +249,8 @@ def _gone(
     Such a source is no longer in the order, though the plan names it there, since its next sample
     would have passed the limit.
     """
-    used, found = order.tokens_used(consumed), set[str]()
+    used = order.tokens_used(consumed)
+    found = set[str]()
     tokens = {source.name: source.tokens for source in order.sources}
     past = [stage for stage in order.stages if stage.start < consumed]
     for name in limits.keys() & used.keys():

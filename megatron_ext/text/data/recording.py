@@ -39,7 +39,8 @@ class DataLedger(Callback):
         self._pending: tuple[int, StepResult] | None = None
 
     def on_train_start(self) -> None:
-        run, save = self.run, self.run.config.checkpoint.save
+        run = self.run
+        save = self.run.config.checkpoint.save
         if run.context.rank != 0 or save is None or not run.progress.data_order:
             return
         with self._writing():
@@ -47,9 +48,11 @@ class DataLedger(Callback):
             self._start(self._writer)
 
     def _start(self, writer: RecordWriter) -> None:
-        run, progress = self.run, self.run.progress
+        run = self.run
+        progress = self.run.progress
         here = progress.iteration, progress.consumed_train_samples
-        data, order = run.config.section(DataConfig), None
+        data = run.config.section(DataConfig)
+        order = None
         if data.data_order == "direct":
             plan = plan_run(run.config, progress.data_order, *reversed(here))
             first = {span.name: span.first for span in plan.spans.values()}
@@ -76,7 +79,8 @@ class DataLedger(Callback):
             )
 
     def before_step(self) -> None:
-        progress, batch = self.run.progress, self.run.batch_size.global_batch_size
+        progress = self.run.progress
+        batch = self.run.batch_size.global_batch_size
         with self._writing() as writer:
             if writer is None:
                 return

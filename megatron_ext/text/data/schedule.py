@@ -49,7 +49,8 @@ class _Reader:
     """Reads one file, whose path is in every error."""
 
     def __init__(self, path: str, seq_length: int) -> None:
-        self._path, self._seq_length = path, seq_length
+        self._path = path
+        self._seq_length = seq_length
 
     def fail(self, fault: str) -> NoReturn:
         raise DataError(f"`--data-schedule` ({self._path}) {fault}.")

@@ -85,7 +85,8 @@ def prepare_direct(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
 
 def separator_warnings(config: RunConfig, tokenizer: Tokenizer, plan: RunPlan) -> list[str]:
     """Return sentences on ends of documents that a run in the direct order does not see."""
-    data, padding = config.section(DataConfig), marks_of(config, tokenizer).pad
+    data = config.section(DataConfig)
+    padding = marks_of(config, tokenizer).pad
     sentences = []
     for span in plan.spans.values():
         ids = span.read(np.zeros(1, dtype=np.int64), min(CHECKED_IDS, span.tokens)).reshape(-1)
@@ -144,7 +145,8 @@ def _shortened(
     if plan.total >= plan.asked:
         return config
     batches = config.training, config.model.seq_length, config.parallel.data_parallel_size
-    steps, batch = number_of_iterations(*batches), BatchSize(*batches).global_batch_size
+    steps = number_of_iterations(*batches)
+    batch = BatchSize(*batches).global_batch_size
     kept = iteration + max(0, plan.total - consumed) // batch
     if not kept:
         raise DataError(
@@ -190,9 +192,11 @@ def build_held_out(
     config: RunConfig, tokenizer: Tokenizer
 ) -> tuple[Dataset[Any] | list[Dataset[Any]] | None, Dataset[Any] | None]:
     """Return the validation and the test split, each None where no samples are asked of it."""
-    training, length = config.training, config.model.seq_length
+    training = config.training
+    length = config.model.seq_length
     assert length is not None
-    data, marks = config.section(DataConfig), marks_of(config, tokenizer)
+    data = config.section(DataConfig)
+    marks = marks_of(config, tokenizer)
     _, *sizes = split_sizes(training, length, config.parallel.data_parallel_size)
 
     def build(split: int, prefixes: Mapping[str, Fraction], size: int | None) -> DirectDataset:
@@ -248,7 +252,8 @@ def build_direct(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
 def goes_on(run: Run, dataset: DirectDataset) -> DirectDataset:
     """Return the training split with the order of the run so far, which progress keeps."""
     progress = run.progress
-    consumed, history = progress.consumed_train_samples, progress.data_order
+    consumed = progress.consumed_train_samples
+    history = progress.data_order
     plan = plan_run(run.config, history, consumed, progress.iteration)
     stage = plan.order.stage_at(consumed)
     if consumed and run.context.rank == 0:

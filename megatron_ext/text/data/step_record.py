@@ -119,7 +119,8 @@ class History:
         """Note that steps do not count."""
         found = []
         for each in self.steps:
-            low, high = max(first, each.iteration + 1), min(last, each.done)
+            low = max(first, each.iteration + 1)
+            high = min(last, each.done)
             if each.batch is None or low > high:
                 found.append(each)
                 continue
@@ -158,7 +159,8 @@ def _is_row(row: Mapping[str, Any]) -> bool:
     """Return whether a line is of a form that this module writes."""
     kind = row.get("kind")
     if kind == "order":
-        tokens, firsts = row.get("tokens"), row.get("first_tokens", {})
+        tokens = row.get("tokens")
+        firsts = row.get("first_tokens", {})
         counted = (each.values() for each in (tokens, firsts) if isinstance(each, dict))
         counts = [*chain(*counted)]
         return isinstance(tokens, dict) and isinstance(firsts, dict) and all(map(is_count, counts))
@@ -225,7 +227,8 @@ class StepRecord:
         )
 
     def _replayed(self, rows: Sequence[Mapping[str, Any]]) -> History:
-        found, order = History(), None
+        found = History()
+        order = None
         for row in rows:
             if row["kind"] == "order":
                 order = row
@@ -315,7 +318,8 @@ class RecordWriter:
             known = History()
         if known.iteration < iteration:
             self.order(past)
-            steps, samples = iteration - known.iteration, sample - known.samples
+            steps = iteration - known.iteration
+            samples = sample - known.samples
             batch = samples // steps if samples % steps == 0 else None
             self.write("start", iteration=known.iteration, sample=known.samples)
             missing = known.iteration, known.samples, batch, iteration, iteration
@@ -335,7 +339,8 @@ class RecordWriter:
             self.order(each.order)
             self.steps(each)
             if each.reason is not None:
-                first, last = each.iteration + 1, each.done
+                first = each.iteration + 1
+                last = each.done
                 self.write("left_out", first=first, last=last, why=each.reason)
         return found
 

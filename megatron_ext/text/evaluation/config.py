@@ -35,7 +35,8 @@ class TaskEvaluationConfig(UsersOwn):
 
     def training_errors(self) -> list[str]:
         """Return a sentence for each flag that has no effect in training."""
-        interval, found = self.eval_tasks_interval, []
+        interval = self.eval_tasks_interval
+        found = []
         if self.eval_tasks and interval is None:
             found.append(
                 f"`--eval-tasks` ({' '.join(self.eval_tasks)}) needs `--eval-tasks-interval` in "

@@ -37,7 +37,9 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
         self, service: ModelService, tokenizer: Tokenizer, chat_tokenizer: Any = None
     ) -> None:
         super().__init__()
-        self._service, self._tokens, self.tokenizer = service, tokenizer, chat_tokenizer
+        self._service = service
+        self._tokens = tokenizer
+        self.tokenizer = chat_tokenizer
         self.max_length = service.forward.max_length
 
     @property

@@ -130,7 +130,8 @@ class TaskScores(Callback):
             self._score()
 
     def _score(self) -> None:
-        run, iteration = self.run, self.run.progress.iteration
+        run = self.run
+        iteration = self.run.progress.iteration
         if self._tokenizer is None:
             self._tokenizer = build_tokenizer(run.config.section(TokenizerConfig))
         with run.parameter_gather.paused():

@@ -46,7 +46,8 @@ class ModelService:
     """Lets rank 0 score and write texts with the ranks of all replicas."""
 
     def __init__(self, forward: PackedForward, decoder: Decoder) -> None:
-        self.forward, self._decoder = forward, decoder
+        self.forward = forward
+        self._decoder = decoder
         self.rank = forward.context.rank
 
     def lead(self, work: Callable[[], T], what: str) -> T | None:
@@ -104,7 +105,8 @@ class ModelService:
         texts = [
             NewTokens(Segment(number, 0, len(row.ids) - 1), row.ids[:-1]) for number, row in batch
         ]
-        rows, found = dict(batch), []
+        rows = dict(batch)
+        found = []
         for hidden in self.forward.run(texts):
             if hidden.tokens.segments:
                 found += self._scores(hidden, rows)
@@ -112,7 +114,10 @@ class ModelService:
 
     def _scores(self, hidden: Hidden, rows: dict[int, Row]) -> list[Score]:
         """Return the scores of a micro-batch's rows, by the index that is their slot."""
-        places, targets, counts, begin = list[int](), list[int](), list[int](), 0
+        places = list[int]()
+        targets = list[int]()
+        counts = list[int]()
+        begin = 0
         for segment in hidden.tokens.segments:
             row = rows[segment.slot]
             places += range(begin + row.first - 1, begin + segment.length)
@@ -159,7 +164,8 @@ class ModelService:
 
 def _batches(rows: Sequence[tuple[int, Row]]) -> list[list[tuple[int, Row]]]:
     """Group numbered rows, in their order, so that no group but of one row has too many tokens."""
-    batches, total = list[list[tuple[int, Row]]](), 0
+    batches = list[list[tuple[int, Row]]]()
+    total = 0
     for entry in rows:
         length = len(entry[1].ids)
         if not batches or total + length > PROMPT_TOKENS:

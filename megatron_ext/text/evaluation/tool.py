@@ -54,7 +54,8 @@ def prepare_evaluation(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
 def _chat_tokenizer(config: RunConfig, tokenizer: Tokenizer, *, tells: bool = False) -> Any:
     if not config.section(ResultsConfig).apply_chat_template:
         return None
-    settings, asked = config.section(TokenizerConfig), "--apply-chat-template"
+    settings = config.section(TokenizerConfig)
+    asked = "--apply-chat-template"
     loaded = load_chat_tokenizer(tokenizer, settings, None, asked=asked, template_flag=None)
     dated, sentence = with_known_date(loaded, config.section(ResultsConfig).trained_date)
     if sentence is not None and tells:
@@ -77,7 +78,8 @@ def evaluate(argv: Sequence[str]) -> int:
 def evaluate_model(run: Run) -> None:
     """Score the model on the tasks; write lm-eval's results, and print its table, on rank 0."""
     config, tokenizer = with_tokenizer(run.config)
-    own, flags = config.section(ResultsConfig), config.section(TaskEvaluationConfig)
+    own = config.section(ResultsConfig)
+    flags = config.section(TaskEvaluationConfig)
     chat_tokenizer = None
     if run.context.rank == 0:
         chat_tokenizer = _chat_tokenizer(config, tokenizer, tells=True)

@@ -53,7 +53,9 @@ class Writing:
     """The text of one request, as the rank that chooses its tokens keeps it."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer, end_ids: Collection[int]) -> None:
-        self.request, self._tokenizer, self._end_ids = request, tokenizer, end_ids
+        self.request = request
+        self._tokenizer = tokenizer
+        self._end_ids = end_ids
         self._chooser = Chooser(request.sampling, request.number)
         self._before = list(request.ids[-CONTEXT:])
         self._before_text = tokenizer.detokenize(self._before)
@@ -61,7 +63,8 @@ class Writing:
 
     def choose(self, logits: torch.Tensor, ids: Sequence[int]) -> int:
         """Choose the token after ``ids``, which begin with the prompt; update text and reason."""
-        token, sampling = self._chooser.choose(logits, ids), self.request.sampling
+        token = self._chooser.choose(logits, ids)
+        sampling = self.request.sampling
         new = [*ids[len(self.request.ids) :], token]
         if token in self._end_ids:
             self.reason = "eos"
@@ -69,7 +72,8 @@ class Writing:
         self.text = self._decoded(new)
         found = [at for stop in sampling.stop_strings if (at := self.text.find(stop)) >= 0]
         if found:
-            self.text, self.reason = self.text[: min(found)], "stop"
+            self.text = self.text[: min(found)]
+            self.reason = "stop"
         elif len(new) >= sampling.max_new_tokens:
             self.reason = "length"
         return token
@@ -87,7 +91,8 @@ class Writing:
         if not self.reason:
             end -= len(self.text) - len(self.text.rstrip(UNFINISHED))
             end = min(end, *(self._held(stop) for stop in self.request.sampling.stop_strings), end)
-        piece, self._told = self.text[self._told : end], max(end, self._told)
+        piece = self.text[self._told : end]
+        self._told = max(end, self._told)
         return piece
 
     def _held(self, stop: str) -> int:
@@ -130,8 +135,10 @@ class Decoder:
         *,
         batch_size: int,
     ) -> None:
-        self._forward, self._tokenizer = forward, tokenizer
-        self._end_ids, self._batch_size = frozenset(end_ids), batch_size
+        self._forward = forward
+        self._tokenizer = tokenizer
+        self._end_ids = frozenset(end_ids)
+        self._batch_size = batch_size
 
     def complete(
         self, requests: Sequence[Request], on_text: OnText = lambda number, piece: None
@@ -141,9 +148,11 @@ class Decoder:
         A text ends where it has as many tokens as the model has positions. ``on_text`` is called
         with pieces of the texts while they are written, on the rank that decides.
         """
-        forward, most = self._forward, self._forward.max_length
+        forward = self._forward
+        most = self._forward.max_length
         longest = [min(len(x.ids) + x.sampling.max_new_tokens, most) for x in requests]
-        waiting, active = deque(requests), list[_Text]()
+        waiting = deque(requests)
+        active = list[_Text]()
         slots = list(range(min(self._batch_size, len(requests))))
         found: list[Completion] = []
         with forward.ready(max(1, len(slots)), max(longest, default=1)):
@@ -167,7 +176,8 @@ class Decoder:
 
     def _admitted(self, waiting: deque[Request], slots: list[int]) -> list[_Text]:
         """Take requests that wait, and free slots for them, as far as one pass holds them."""
-        admitted, total = list[_Text](), 0
+        admitted = list[_Text]()
+        total = 0
         slots.sort(reverse=True)
         while waiting and slots and (not admitted or total + len(waiting[0].ids) <= PROMPT_TOKENS):
             request = waiting.popleft()

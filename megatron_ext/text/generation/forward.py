@@ -102,9 +102,13 @@ class PackedForward:
                 f"The model `{type(model).__name__}` cannot write or score texts; derive it from "
                 "`megatron_ext.text.model.gpt.GPTModel`."
             )
-        self.chunks, self.context, self.device = list(chunks), context, device
+        self.chunks = list(chunks)
+        self.context = context
+        self.device = device
         self._engine = engine or forward_engine(chunks, transformer_config, context)
-        self._config, self._run_config, self._model = transformer_config, config, config.model
+        self._config = transformer_config
+        self._run_config = config
+        self._model = config.model
         self._halves = config.precision.bf16 or config.precision.fp16
         self._multiple = context.pgs.tp.size() if config.parallel.sequence_parallel else 1
         layout = context.layout
@@ -142,7 +146,8 @@ class PackedForward:
     @functools.cached_property
     def deciding_rank(self) -> int:
         """Return the global rank that chooses the tokens of this replica."""
-        layout, own = self.context.layout, self.context.layout.position(self.context.rank)
+        layout = self.context.layout
+        own = self.context.layout.position(self.context.rank)
         wanted = {**own, "pp": self.context.last_stage_rank, "tp": self.context.pgs.tp.size() - 1}
         ranks = range(layout.world_size)
         return next(rank for rank in ranks if layout.position(rank) == wanted)
@@ -250,7 +255,8 @@ class PackedForward:
         They are those of the first ``vocab_size`` tokens, by default of the tokenizer's.
         """
         model: TextModel = unwrap_model(self.chunks[-1])
-        number, tp = states.size(0), self.context.pgs.tp
+        number = states.size(0)
+        tp = self.context.pgs.tp
         if self._multiple > 1:
             # The output layer gathers the parts of its input.
             padded = torch.nn.functional.pad(states, (0, 0, 0, 0, 0, -number % tp.size()))

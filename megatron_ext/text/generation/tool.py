@@ -89,7 +89,8 @@ def model_defaults(
     reading = read_words(argv, program)
     values = reading.values
     given = values.get("checkpoint", {})
-    load, folder = given.get("load"), values.get("hugging_face", {}).get("load_hf")
+    load = given.get("load")
+    folder = values.get("hugging_face", {}).get("load_hf")
     if bool(load) == bool(folder):
         raise ConfigError(
             f"`--load` ({load}) and `--load-hf` ({folder}) both give a model; leave one out."
@@ -207,7 +208,8 @@ class Writer:
     """Completes requests with all ranks of a run, which call it together."""
 
     def __init__(self, run: Run, tokenizer: Tokenizer, *, batch_size: int) -> None:
-        self.context, self.forward = run.context, PackedForward.of_run(run)
+        self.context = run.context
+        self.forward = PackedForward.of_run(run)
         ends = end_tokens(run.config, tokenizer)
         self._decoder = Decoder(self.forward, tokenizer, ends, batch_size=batch_size)
 
@@ -236,7 +238,8 @@ class Writer:
 
 def write_texts(run: Run) -> None:
     """Write the texts that the flags ask for, on all ranks together."""
-    config, context = run.config, run.context
+    config = run.config
+    context = run.context
     generation = config.section(GenerationConfig)
     config, tokenizer = with_tokenizer(config)
     encode = Encoder(config, tokenizer)
@@ -273,7 +276,8 @@ class Terminal:
     """Shows texts one after the other; the first that is not complete is shown as it is written."""
 
     def __init__(self, prompts: Sequence[Prompt], *, streams: bool) -> None:
-        self._prompts, self._streams = prompts, streams
+        self._prompts = prompts
+        self._streams = streams
         self._pieces: dict[int, list[str]] = {}
         self._at = -1
 
@@ -305,7 +309,8 @@ class Terminal:
 
 def _converse(config: RunConfig, encode: Encoder, writer: Writer) -> None:
     """Continue what is typed, line by line, until the input ends; with --chat remember it."""
-    context, chat = writer.context, config.section(GenerationConfig).chat
+    context = writer.context
+    chat = config.section(GenerationConfig).chat
     messages: list[dict[str, str]] = []
     if context.is_reporting_rank:
         print("Type a prompt and Enter; end with Ctrl-D.", flush=True)

@@ -82,7 +82,8 @@ def build_gpt_chunk(
         raise ConfigError(
             "`--vocab-size` is not known: give a tokenizer or `--vocab-size` with NullTokenizer."
         )
-    impl, mtp_spec = model.transformer_impl, None
+    impl = model.transformer_impl
+    mtp_spec = None
     if model.mtp_num_layers and core.mtp_on_this_chunk(transformer_config, vp_stage):
         mtp_spec = mtp_block_spec(transformer_config, impl=impl, vp_stage=vp_stage)
     chunk = _model_class(config, model_class)(

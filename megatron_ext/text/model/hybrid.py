@@ -100,7 +100,8 @@ class HybridStack(CoreHybridStack):  # type: ignore[misc]
         # Multi-token prediction, on this stage or a later one, reads normalized states.
         self.final_layernorm = None
         if ends if config.mtp_num_layers else post_process:
-            size, epsilon = config.hidden_size, config.layernorm_epsilon
+            size = config.hidden_size
+            epsilon = config.layernorm_epsilon
             self.final_layernorm = Norm(config=config, hidden_size=size, eps=epsilon)
         if config.recompute_num_layers is not None:
             self.config = copy.copy(config)
@@ -142,7 +143,8 @@ class HybridStack(CoreHybridStack):  # type: ignore[misc]
         by_number = by_number or self.config.moe_layer_freq not in (0, 1)
         state: dict[str, Any] = {}
         for index, layer in enumerate(self.layers):
-            own, number = f"{prefix}layers.{index}.", layer.layer_number - 1
+            own = f"{prefix}layers.{index}."
+            number = layer.layer_number - 1
             offsets = [] if by_number else [(0, number, self.config.num_layers)]
             part = layer.sharded_state_dict(own, offsets, metadata)
             named = f"{prefix}layers.{number}." if by_number else f"{prefix}layers."

@@ -34,7 +34,8 @@ class TextModel(LanguageModule):  # type: ignore[misc]
             self.embedding.word_embeddings.__class__ = WordEmbedding
             self.embedding.word_embeddings.config = self.config
         if hasattr(self, "embedding") and getattr(self.config, "deterministic_dropout", False):
-            probability, cut = self.config.hidden_dropout, self.config.sequence_parallel
+            probability = self.config.hidden_dropout
+            cut = self.config.sequence_parallel
             self.embedding.embedding_dropout = HiddenDropout(
                 probability, "embedding", self.pg_collection, cut
             )

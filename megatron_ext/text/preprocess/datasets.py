@@ -63,7 +63,8 @@ def _partitions(
 
 def _clip(folder: Path, done: PartMarker, first: int, last: int) -> list[Segment]:
     """Return a list with the segment of a part's lines [first, last); empty if it has none."""
-    first, last = max(first, 0), min(last, done.lines)
+    first = max(first, 0)
+    last = min(last, done.lines)
     if first >= last:
         return []
     if (first, last) == (0, done.lines):
@@ -79,7 +80,10 @@ class Dataset:
     def __init__(
         self, folder: Path, prefix: str, key: int, segments: Sequence[Segment], dtype: Any
     ) -> None:
-        self._folder, self._key, self._segments, self._dtype = folder, key, segments, dtype
+        self._folder = folder
+        self._key = key
+        self._segments = segments
+        self._dtype = dtype
         final = [Path(f"{prefix}.{kind}") for kind in ("bin", "idx")]
         self.renames = [(Path(f"{path}.joining"), path) for path in final]
 
@@ -101,14 +105,16 @@ class Dataset:
 
         Both count entries in files of the kinds "doc" and "len", and bytes in those of "bin".
         """
-        start, end = segment.start, segment.end
+        start = segment.start
+        end = segment.end
         if start is None or end is None:
             return 0, None
         # Documents count sequences, and sequences count tokens.
         for counted in {"doc": (), "len": ("doc",), "bin": ("doc", "len")}[kind]:
             counts = np.fromfile(self._file(segment, counted), "<i4")
             ends = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-            start, end = int(ends[start]), int(ends[end])
+            start = int(ends[start])
+            end = int(ends[end])
         width = self._dtype.itemsize if kind == "bin" else 1
         return start * width, end * width
 
@@ -131,7 +137,8 @@ def _shards(
     shards: list[list[Segment]] = [[]]
     filled = 0
     for done in markers:
-        ends, start = _token_ends(folder, done), 0
+        ends = _token_ends(folder, done)
+        start = 0
         while start < len(ends) - 1:
             last = int(np.searchsorted(ends, ends[start] + limit - filled, side="right")) - 1
             if last <= start and filled:

@@ -244,7 +244,8 @@ class TextEncoder:
         except (ValueError, OverflowError):
             # The tokenizer refuses some text; only now is it worth asking which.
             good = [i for i, number in enumerate(kept) if self._accepts(texts[i], number, refuse)]
-            kept, texts = [kept[i] for i in good], [texts[i] for i in good]
+            kept = [kept[i] for i in good]
+            texts = [texts[i] for i in good]
             within = self._encode_streams(texts, kept, write)
         empty = {
             key: sum(not any(document[i]) for document in texts) for i, key in enumerate(self.keys)
@@ -253,7 +254,8 @@ class TextEncoder:
         return len(kept)
 
     def _texts(self, document: dict[str, Any]) -> list[list[str]]:
-        texts, split = _texts_of(document, self.keys), self.splitter
+        texts = _texts_of(document, self.keys)
+        split = self.splitter
         if split is None:
             return texts
         return [[sentence for text in document for sentence in split(text)] for document in texts]
@@ -299,7 +301,9 @@ class TextEncoder:
                 at = min(range(len(texts)), key=lambda i: len(texts[i]))
             self.fast.compare_ids(texts[at], ids[at])
         eod = [] if self.eod is None else [np.asarray([self.eod], np.uint32)]
-        arrays, lengths, counts = list[Any](), list[int](), list[int]()
+        arrays = list[Any]()
+        lengths = list[int]()
+        counts = list[int]()
         remaining = iter(ids)
         for document in documents:
             kept = [np.asarray(x) for x in islice(remaining, len(document)) if len(x)]
@@ -348,7 +352,8 @@ def sentence_splitter(lang: str, *, keep_newlines: bool) -> Splitter:
     ordinals = lang in ("german", "dutch")
 
     def split(text: str) -> list[str]:
-        sentences, start = [], 0
+        sentences = []
+        start = 0
         for match in _END.finditer(text):
             if match["mark"] is not None and not _ends_here(text, match, known, ordinals):
                 continue

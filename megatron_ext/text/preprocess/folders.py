@@ -118,7 +118,8 @@ def list_spans(path: str, part_bytes: int) -> Iterator[tuple[int, int, int]]:
             size += json.loads(line)[1]
             if size >= part_bytes:
                 yield start, at, size
-                start, size = at, 0
+                start = at
+                size = 0
     if at > start:
         yield start, at, size
 
@@ -135,7 +136,8 @@ def text_lines(paths: Sequence[str], key: str) -> Iterator[tuple[bytes, int]]:
 
     A file that is not UTF-8 is yielded as it is, without line ends, and refused as such a line.
     """
-    lines, size = list[bytes](), 0
+    lines = list[bytes]()
+    size = 0
     for path in paths:
         try:
             content = read_bytes(path, limit=MAX_LINE_BYTES)
@@ -151,7 +153,8 @@ def text_lines(paths: Sequence[str], key: str) -> Iterator[tuple[bytes, int]]:
         size += len(content)
         if size >= BLOCK_BYTES:
             yield b"\n".join([*lines, b""]), size
-            lines, size = [], 0
+            lines = []
+            size = 0
     if lines:
         yield b"\n".join([*lines, b""]), size
 

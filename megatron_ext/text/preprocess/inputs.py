@@ -168,7 +168,8 @@ def spool(source: str, target: Path, columns: Sequence[str] | None) -> None:
 
 def _whole(path: str, columns: Sequence[str] | None) -> Part:
     """Return a file that is no folder as one part."""
-    size, packing = os.path.getsize(path), packing_of(path)
+    size = os.path.getsize(path)
+    packing = packing_of(path)
     end = len(group_sizes(path, packing, columns)) if is_table(packing) else size
     return Part(path, path, 0, end, packing, size, columns)
 
@@ -220,7 +221,8 @@ def _spans(
             size += more
             if size >= part_bytes or end == len(sizes):
                 yield start, end, size
-                start, size = end, 0
+                start = end
+                size = 0
     else:
         yield 0, os.path.getsize(source.path), os.path.getsize(source.path)
 
@@ -262,7 +264,8 @@ def blocks(part: Part) -> Iterator[tuple[bytes, int]]:
             length += len(piece)
             continue
         yield b"".join([*rest, piece[:at]]), seen
-        rest, seen = [piece[at:]] if at < len(piece) else [], 0
+        rest = [piece[at:]] if at < len(piece) else []
+        seen = 0
         length = len(piece) - at
     if rest:
         yield b"".join(rest), seen

@@ -94,9 +94,11 @@ def encode_part(job: Job, number: int, advance: Advance) -> None:
     ``advance`` gets the input bytes and the documents of each block. Blank lines at the end of an
     input are skipped; others are bad lines.
     """
-    streams, dtypes = job.options.streams, job.encoding.dtypes
+    streams = job.options.streams
+    dtypes = job.encoding.dtypes
     writer = PartWriter(job.folder, job.key, number, streams, dtypes)
-    part, first = job.parts[number], 0
+    part = job.parts[number]
+    first = 0
     blank: list[bytes] = []
     stops = job.options.on_bad_line != "quarantine"
     try:

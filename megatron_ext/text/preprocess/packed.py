@@ -126,7 +126,8 @@ def _zstd(raw: BinaryIO, path: str, piece_bytes: int) -> Iterator[bytes]:
             "it, or unpack the file."
         ) from None
     fresh, window = True, None
-    pending, size = [], 0
+    pending = []
+    size = 0
     # A few bytes of a frame may stand for 128 KiB, and one call returns all that its input holds.
     while piece := raw.read(_ZSTD_BYTES):
         while piece:
@@ -136,12 +137,14 @@ def _zstd(raw: BinaryIO, path: str, piece_bytes: int) -> Iterator[bytes]:
                 out = window.decompress(piece)
             except zstandard.ZstdError as error:
                 raise EOFError(str(error)) from None
-            fresh, piece = window.eof, window.unused_data if window.eof else b""
+            fresh = window.eof
+            piece = window.unused_data if window.eof else b""
             pending.append(out)
             size += len(out)
             if size >= piece_bytes:
                 yield b"".join(pending)
-                pending, size = [], 0
+                pending = []
+                size = 0
     if not fresh:
         raise EOFError("it ends inside a frame")
     if pending:

@@ -91,7 +91,10 @@ class PartWriter:
     def __init__(
         self, folder: Path, key: str, number: int, streams: int, dtypes: Sequence[Any]
     ) -> None:
-        self._folder, self._key, self._number, self._dtypes = folder, key, number, dtypes
+        self._folder = folder
+        self._key = key
+        self._number = number
+        self._dtypes = dtypes
         self._stem = f"p{number:06}.{secrets.token_hex(6)}"
         self._begun = time.monotonic()
         self._files: dict[str, BinaryIO] = {}
@@ -210,7 +213,8 @@ def read_rejected(folder: Path, done: PartMarker) -> Iterator[dict[str, Any]]:
     """
     if done.rejected or done.skipped:
         # A refused line may be as long as a line of the input, and longer with its escapes.
-        path, limit = folder / f"{done.stem}.rejected", 7 * MAX_LINE_BYTES
+        path = folder / f"{done.stem}.rejected"
+        limit = 7 * MAX_LINE_BYTES
         for line in lines_of(path, line_bytes=limit, limit=_MAX_REJECTED_BYTES):
             record = row_of(line)
             fits = record is not None and is_count(record.get("line"))

@@ -139,7 +139,9 @@ def _encode_all(
     ray: Any, job: Job, todo: Sequence[int], running: dict[Any, int], progress: Progress, say: Say
 ) -> None:
     """Encode parts in tasks; ``running`` holds the number of the part of each task that runs."""
-    task, waiting, faults = _task(ray, job), deque(todo), Counter[int]()
+    task = _task(ray, job)
+    waiting = deque(todo)
+    faults = Counter[int]()
     done = documents = 0
     while waiting or running:
         while waiting and len(running) < job.options.workers:

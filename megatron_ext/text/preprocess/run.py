@@ -92,14 +92,16 @@ def encoded(
     with _without_threads():
         encoding = encoding or build(options)
         with planned(options, encoding.identity, say) as (work, parts, done):
-            job, resumed = _job(options, work, parts, build, encoding, say), len(done)
+            job = _job(options, work, parts, build, encoding, say)
+            resumed = len(done)
             try:
                 run_parts(job, done, say)
             except InexactEngine as error:
                 kind = options.tokenizer.tokenizer_type
                 say(f"Starting over with {kind}'s own library: {error}.")
                 work.restart()
-                done, resumed = {}, 0
+                done = {}
+                resumed = 0
                 encoder = encoding.encoder(fast=False)
                 job = replace(job, key=work.key, encoder=encoder, fast=False)
                 run_parts(job, done, say)
@@ -180,7 +182,8 @@ def planned(
         work.clear()
         replace_file(work.folder / "started", str(time.time()))
         sources = _sources(options, files, work.folder, say)
-        size, smallest = options.part_megabytes, options.smallest_part
+        size = options.part_megabytes
+        smallest = options.smallest_part
         parts = inputs.cut(sources, options.all_workers, size, smallest, options.columns)
         work.begin(fingerprint, parts)
         yield work, parts, {}

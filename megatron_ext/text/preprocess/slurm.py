@@ -66,7 +66,8 @@ exec "${{TASK[@]}}"
 
 def write_script(job: Job, todo: Sequence[int], path: Path, say: Say) -> None:
     """Write the job script to ``path``, and the options for its tasks to the work directory."""
-    options, folder = job.options, Path(os.path.abspath(job.folder))
+    options = job.options
+    folder = Path(os.path.abspath(job.folder))
     about = {"options": asdict(options), "key": job.key, "fast": job.fast, "cwd": os.getcwd()}
     replace_file(folder / "job.json", json.dumps({"kind": type(options).__name__, **about}))
     tasks = _dealt(todo, options.slurm_tasks)
@@ -150,7 +151,8 @@ def encode_by_slurm(job: Job, todo: Sequence[int], say: Say) -> None:
                 say(f"{fault}.")
             if attempt < ATTEMPTS:
                 say(f"Parts {ranges(left)} are encoded again (attempt {attempt + 1}).")
-            todo, tasks = left, _dealt(left, max(job.options.slurm_tasks, _TASKS_OF_ONE_PART))
+            todo = left
+            tasks = _dealt(left, max(job.options.slurm_tasks, _TASKS_OF_ONE_PART))
     finally:
         watch.progress.close()
     raise MachineFault(
@@ -180,7 +182,8 @@ class _Watch:
     """A view of a running array through its work directory: markers, errors that end the run."""
 
     def __init__(self, job: Job, todo: Sequence[int]) -> None:
-        self._job, self._todo = job, todo
+        self._job = job
+        self._todo = todo
         self._done: dict[int, PartMarker] = {}
         self.progress = progress_of(job, todo)
 
@@ -207,7 +210,9 @@ class _Array:
     """A job array from its submission to its end; leaving the block before cancels it."""
 
     def __init__(self, folder: Path, script: Path, tasks: Sequence[Sequence[int]]) -> None:
-        self._folder, self._tasks, self._ended = folder, tasks, False
+        self._folder = folder
+        self._tasks = tasks
+        self._ended = False
         words = ["--parsable", f"--array=0-{len(tasks) - 1}", str(script), *map(ranges, tasks)]
         done = _call("sbatch", *words)
         if done.returncode:
@@ -287,7 +292,8 @@ class _Array:
 
         Raise a DataError if one of them was cancelled.
         """
-        states, sentences = self._states(), []
+        states = self._states()
+        sentences = []
         for i in self._tasks_of(left):
             state = states.get(i, "without a marker for each part")
             log = self._folder / f"slurm_{self.number}_{i}.log"

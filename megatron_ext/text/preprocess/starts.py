@@ -81,13 +81,16 @@ def _items(path: str, packing: str, source: str) -> Iterator[str]:
 
     def more() -> None:
         nonlocal text, at, ended
-        parts, size, least = [text[at:]], 0, len(text) - at
+        parts = [text[at:]]
+        size = 0
+        least = len(text) - at
         while size <= least and not ended:
             piece = next(texts, None)
             ended = piece is None
             parts.append(piece or "")
             size += len(piece or "")
-        text, at = "".join(parts), 0
+        text = "".join(parts)
+        at = 0
 
     def next_character() -> str:
         nonlocal at

@@ -115,10 +115,12 @@ def _lines(
     folder: Path, parts: Sequence[Part], markers: Sequence[PartMarker | None]
 ) -> Iterable[str]:
     """Yield sentences on what is running, how fast, until when, and what has failed."""
-    now, started = time.time(), _started(folder)
+    now = time.time()
+    started = _started(folder)
     recent = {i: m for i, m in enumerate(markers) if m and m.ended >= started}
     last = max((marker.ended for marker in recent.values()), default=started)
-    begun, held = _begun(folder, markers, now), _is_held(folder)
+    begun = _begun(folder, markers, now)
+    held = _is_held(folder)
     state = "running" if held or begun else "not running; the same command goes on with it"
     ago = f"a part was last finished {max(0.0, now - last):.0f} s ago"
     if not recent:

@@ -68,7 +68,8 @@ def group_sizes(path: str, packing: str, columns: Sequence[str] | None) -> list[
             with _batches(path, packing) as (names, batches):
                 _check_columns(path, names, columns)
                 weights = [batch.num_rows for batch in batches]
-        size, total = os.path.getsize(path), max(1, sum(weights))
+        size = os.path.getsize(path)
+        total = max(1, sum(weights))
     return [size * weight // total for weight in weights]
 
 
@@ -144,7 +145,8 @@ def _parquet_rows(
     from pyarrow import parquet
 
     with parquet.ParquetFile(path) as file:
-        total, done = sum(file.metadata.row_group(i).num_rows for i in groups), 0
+        total = sum(file.metadata.row_group(i).num_rows for i in groups)
+        done = 0
         for batch in file.iter_batches(_ROWS, groups, columns):
             done += batch.num_rows
             yield _lines(batch), done / total

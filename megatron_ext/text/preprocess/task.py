@@ -120,7 +120,8 @@ def main(argv: list[str]) -> int:
         encode(folder, saved, numbers)
         return 0
     except InexactEngine as error:
-        messages, kind = [str(error)], "inexact"
+        messages = [str(error)]
+        kind = "inexact"
     except MegatronExtError as error:
         messages = list(error.messages)
         kind = "refused" if isinstance(error, (ConfigError, DataError)) else "fault"

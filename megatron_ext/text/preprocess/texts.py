@@ -32,7 +32,8 @@ class TextEncoding:
 
     def __init__(self, options: PreprocessOptions) -> None:
         tokenizer = build_tokenizer(options.tokenizer)
-        self._options, self._tokenizer = options, tokenizer
+        self._options = options
+        self._tokenizer = tokenizer
         self._eod = _end_of_document(options, tokenizer)
         self._fast: FastEncoder | None = None
         self.dtypes = [optimal_dtype(tokenizer.vocab_size)] * len(options.json_keys)
@@ -59,7 +60,8 @@ class TextEncoding:
         return self._fast is not None
 
     def encoder(self, *, fast: bool) -> TextEncoder:
-        options, splitter = self._options, None
+        options = self._options
+        splitter = None
         if options.split_sentences:
             splitter = sentence_splitter(options.lang, keep_newlines=options.keep_newlines)
         if fast and self._fast is None:

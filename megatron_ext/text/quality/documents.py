@@ -118,7 +118,8 @@ class Documents:
             bar = stack.enter_context(byte_bar(what, total))
             opened: dict[int, BinaryIO] = {}
             for dataset, first, begins, ends in self._extents(positions):
-                path, dtype = bin_path(self.prefixes[dataset]), self._indices[dataset].dtype
+                path = bin_path(self.prefixes[dataset])
+                dtype = self._indices[dataset].dtype
                 with readable(path):
                     if dataset not in opened:
                         opened[dataset] = stack.enter_context(open(path, "rb"))
@@ -133,7 +134,8 @@ class Documents:
     def read(self, position: int, max_tokens: int) -> Array:
         """Return the first tokens of a document, ``[at most max_tokens]``."""
         ((dataset, _, begins, ends),) = self._extents(np.array([position], dtype=np.int64))
-        path, dtype = bin_path(self.prefixes[dataset]), self._indices[dataset].dtype
+        path = bin_path(self.prefixes[dataset])
+        dtype = self._indices[dataset].dtype
         stop = np.minimum(ends, begins + max_tokens)
         with readable(path), open(path, "rb") as stream:
             return _read(stream, dtype, begins, stop)
@@ -147,7 +149,8 @@ class Documents:
             numbers = some if self._chosen is None else self._chosen[some]
             cuts = np.searchsorted(numbers, self._firsts)
             for dataset, index in enumerate(self._indices):
-                low, high = int(cuts[dataset]), int(cuts[dataset + 1])
+                low = int(cuts[dataset])
+                high = int(cuts[dataset + 1])
                 if low < high:
                     own = numbers[low:high] - self._firsts[dataset]
                     yield dataset, start + low, _begins(index, own), _begins(index, own + 1)
@@ -170,7 +173,8 @@ def _cuts(lengths: Ints, max_tokens: int) -> Iterator[tuple[int, int]]:
     while low < len(lengths):
         high = max(low + 1, int(np.searchsorted(ends, done + max_tokens, side="right")))
         yield low, high
-        low, done = high, int(ends[high - 1])
+        low = high
+        done = int(ends[high - 1])
 
 
 def _read(stream: BinaryIO, dtype: np.dtype[Any], begins: Ints, ends: Ints) -> Array:

@@ -45,7 +45,8 @@ class Digests:
 
     def add(self, block: Block) -> None:
         """Keep the digests of a block's documents."""
-        size, edges = self._dtype.itemsize, block.edges.tolist()
+        size = self._dtype.itemsize
+        edges = block.edges.tolist()
         text = np.ascontiguousarray(block.tokens, dtype=self._dtype).view(np.uint8).data
         found = b"".join(
             blake2b(text[size * edges[i] : size * edges[i + 1]], digest_size=16).digest()

@@ -159,8 +159,10 @@ class Texts:
 def text_figures(documents: Documents, tokenizer: Tokenizer, count: int) -> Texts:
     """Decode ``count`` documents, and look at their characters and languages."""
     some = documents.some(np.arange(len(documents)), count, "texts")
-    found, classify = Texts(len(some)), language_classifier()
-    languages, odd = Counter[str](), list[Odd]()
+    found = Texts(len(some))
+    classify = language_classifier()
+    languages = Counter[str]()
+    odd = list[Odd]()
     for position in tqdm(
         some.tolist(), desc="Decoding texts", delay=1.0, leave=False, disable=None
     ):

@@ -172,7 +172,8 @@ def measure(
 ) -> tuple[Quality, Documents]:
     """Measure datasets that `check_indexed_dataset` has found whole; also return the documents."""
     documents = Documents(prefixes, sample=options.sample_documents, seed=options.seed)
-    lengths, counts = documents.lengths(), TokenCounts()
+    lengths = documents.lengths()
+    counts = TokenCounts()
     digests = Digests(len(documents), documents.common_dtype)
     for block in documents.blocks("Reading tokens"):
         digests.add(block)
@@ -187,7 +188,8 @@ def measure(
     sample = None
     if suffix_library() is not None:
         sample = repeated_spans(documents, alone, lengths, options.span_tokens or _SPAN_TOKENS)
-    texts, odd = None, list[Excerpt]()
+    texts = None
+    odd = list[Excerpt]()
     if tokenizer is not None:
         texts = text_figures(documents, tokenizer, options.text_documents)
         odd = [

@@ -25,7 +25,8 @@ def quality_page(quality: Quality, *, now: float) -> str:
     """Return the page as it is at the time ``now``."""
     names = [Path(prefix).name for prefix in quality.datasets]
     title = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    texts, sample = quality.texts, quality.span_sample
+    texts = quality.texts
+    sample = quality.span_sample
     return page_of(
         __package__,
         "quality.html",
@@ -116,7 +117,8 @@ def _short(value: int) -> str:
 
 def _language_bars(quality: Quality) -> Bars:
     languages = {} if quality.texts is None else quality.texts.languages or {}
-    total, most = sum(languages.values()), max(languages.values(), default=1)
+    total = sum(languages.values())
+    most = max(languages.values(), default=1)
     shown = list(languages.items())[:20]
     found = [(k, f"{v:,}", 100 * v / most, percent(v, total)) for k, v in shown]
     rest = total - sum(count for _, count in shown)

@@ -69,7 +69,8 @@ def write_duplicates(quality: Quality, documents: Documents, path: Path) -> int:
     """
     found = quality.exact if quality.near is None else quality.near
     batches = (list(rows) for rows in _batches(found, quality.exact, documents))
-    temporary, count = path.with_name(f".{path.name}.tmp"), 0
+    temporary = path.with_name(f".{path.name}.tmp")
+    count = 0
     try:
         if path.suffix == ".jsonl":
             with open_new(temporary, "wb") as file:
@@ -103,7 +104,8 @@ def _batches(
     grouped = np.flatnonzero(is_grouped)
     leaders, groups = np.unique(found.leaders[grouped], return_inverse=True)
     order = np.argsort(groups, kind="stable")
-    grouped, groups = grouped[order], groups[order]
+    grouped = grouped[order]
+    groups = groups[order]
 
     def row(position: int, group: int) -> dict[str, object]:
         dataset, document = documents.place(position)

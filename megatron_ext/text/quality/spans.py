@@ -126,7 +126,8 @@ def _covered(order: Array, common: Array, size: int) -> int:
 
 def _longest(text: Array, order: Array, common: Array) -> list[tuple[int, Ints]]:
     """Return length and places of the longest repeated spans; none begins inside a longer one."""
-    one, other = order[:-1].astype(np.int64), order[1:].astype(np.int64)
+    one = order[:-1].astype(np.int64)
+    other = order[1:].astype(np.int64)
     # A pair whose spans have the same token before them is part of a longer pair.
     is_first = (one == 0) | (other == 0) | (text[one - 1] != text[other - 1])
     pairs = np.flatnonzero(is_first & (common > 1))
@@ -136,7 +137,9 @@ def _longest(text: Array, order: Array, common: Array) -> list[tuple[int, Ints]]
     for pair in pairs[: 1000 * _SHOWN].tolist():
         if taken[order[pair]] or taken[order[pair + 1]]:
             continue
-        length, low, high = int(common[pair]), pair, pair + 1
+        length = int(common[pair])
+        low = pair
+        high = pair + 1
         while low > 0 and common[low - 1] >= length and high - low < _PLACES:
             low -= 1
         while high < len(common) and common[high] >= length and high - low < _PLACES:

@@ -73,8 +73,10 @@ class Template:
     def __init__(
         self, tokenizer: ChatTokenizer, conversation: Conversation, kwargs: Mapping[str, Any]
     ) -> None:
-        self.tokenizer, self.conversation = tokenizer, conversation
-        self._given, self._kwargs = kwargs, dict(kwargs)
+        self.tokenizer = tokenizer
+        self.conversation = conversation
+        self._given = kwargs
+        self._kwargs = dict(kwargs)
         if conversation.enable_thinking is not None:
             self._kwargs["enable_thinking"] = conversation.enable_thinking
         if conversation.tools is not None:
@@ -499,7 +501,8 @@ def find_beginnings(template: Template, count: int, whole: str) -> Beginning:
     closings = [text[len(first) :] for text in tails]
 
     def beginning(messages: int, prompt: bool) -> int | None:
-        end, closing = ends[messages], closings[prompt]
+        end = ends[messages]
+        closing = closings[prompt]
         return end + len(closing) if whole.startswith(closing, end) else None
 
     return beginning
@@ -514,7 +517,8 @@ def _marked_ends(template: Template, count: int, whole: str) -> dict[int, int] |
     before_loop = count - (len(texts) - 1)
     if before_loop not in (0, 1) or "".join(texts) != whole:
         return None
-    ends, at = {}, 0
+    ends = {}
+    at = 0
     for messages, text in enumerate(texts[:-1], before_loop):
         at += len(text)
         ends[messages] = at

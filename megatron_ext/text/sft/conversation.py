@@ -134,7 +134,9 @@ class _Row:
     """A row with its place, the options that name its columns, and what was used of it."""
 
     def __init__(self, columns: Mapping[str, Any], place: Place, sft: SftConfig) -> None:
-        self.columns, self.place, self.sft = columns, place, sft
+        self.columns = columns
+        self.place = place
+        self.sft = sft
         self.used: set[str] = set()
         self.texts: set[str] = set()
         """Names of messages that are only a text in the row."""
@@ -378,7 +380,8 @@ class _Row:
             self._refuse(f"{name}.role", f"must be a text such as user or assistant, not {role!r}")
         kept = {key: value for key, value in message.items() if key not in MASKS}
         self._read_calls(kept, name)
-        content, calls = kept.get("content"), kept.get("tool_calls")
+        content = kept.get("content")
+        calls = kept.get("tool_calls")
         if content is None and not calls:
             rule = "is missing; only a message with tool_calls needs none"
             self._refuse(f"{name}.content", rule)

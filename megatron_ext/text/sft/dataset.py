@@ -76,7 +76,8 @@ def lay_out(
     start = 0
     for number, (ids, mask) in conversations.items():
         here = slice(start, start + np.size(ids) - 1)
-        row["tokens"][here], row["labels"][here] = np.asarray(ids)[:-1], np.asarray(ids)[1:]
+        row["tokens"][here] = np.asarray(ids)[:-1]
+        row["labels"][here] = np.asarray(ids)[1:]
         row["loss_mask"][here] = np.asarray(mask)[1:]
         row["position_ids"][here] = np.arange(here.stop - start)
         row["sample_ids"][here] = number
@@ -139,9 +140,11 @@ class SftDataset(Dataset[dict[str, Tensor]]):
         truncation: Truncation,
         pad_id: int,
     ) -> None:
-        self._stores, self._seq_length = list(stores), seq_length
+        self._stores = list(stores)
+        self._seq_length = seq_length
         self._begins = np.cumsum([0, *(len(store) for store in stores)])
-        self._kept, self._pad_id = kept_tokens(max_length, truncation), pad_id
+        self._kept = kept_tokens(max_length, truncation)
+        self._pad_id = pad_id
         self.plan: StepPlan | None = None
         tokens = np.concatenate([store.lengths for store in stores])[members]
         self._members = members
@@ -166,7 +169,8 @@ class SftDataset(Dataset[dict[str, Tensor]]):
             truncation=truncation,
         )
         if self.cut.dropped:
-            self._members, tokens = members[trains], tokens[trains]
+            self._members = members[trains]
+            tokens = tokens[trains]
         self.lengths: Ints = np.minimum(tokens, max_length) - 1
 
     def _trains(self, long: Ints) -> NDArray[np.bool_]:
@@ -216,7 +220,8 @@ def cost_model(model: ModelConfig, moe: MoEConfig) -> CostModel:
     Narayanan et al. 2021 (arXiv:2104.04473) counts full attention; here the causal half counts.
     """
     products = token_products(model, moe, gated=model.swiglu)
-    mlp, layers = products["experts" if moe.num_experts else "dense"], model.num_layers or 1
+    mlp = products["experts" if moe.num_experts else "dense"]
+    layers = model.num_layers or 1
     linear = layers * (products["projections"] + mlp) + products["logits"]
     quadratic = layers * max(1, score_channels(model))
     common = gcd(linear, quadratic)  # keeps the sums of long rows far below 2**63
@@ -230,7 +235,8 @@ def _plan_steps(config: RunConfig, lengths: Ints, seed: int | None) -> StepPlan:
     without a seed all epochs are equal.
     """
     micro_batch_size, batch = config.training.batch_sizes
-    replicas, capacity = config.parallel.data_parallel_size, config.model.seq_length
+    replicas = config.parallel.data_parallel_size
+    capacity = config.model.seq_length
     batching = config.section(SftConfig).sft_batching
     assert capacity is not None
     cost = cost_model(config.model, config.moe)
@@ -279,7 +285,8 @@ def open_splits(config: RunConfig, tokenizer: Tokenizer) -> Splits:
 
     Raise a ConfigError if data or chat template are not given, a DataError for unusable data.
     """
-    sft, data = config.section(SftConfig), config.section(DataConfig)
+    sft = config.section(SftConfig)
+    data = config.section(DataConfig)
     chat = build_chat(tokenizer, config.section(TokenizerConfig), sft)
     assert config.model.seq_length is not None and sft.sft_max_length is not None
     by_flag = names_by_flag(data)

@@ -139,7 +139,8 @@ def _argument_form(template: Template) -> str:
     source = template.source()
     if source in _forms:
         return _forms[source]
-    as_object, as_text = {"mark": _MARK}, json.dumps({"mark": _MARK})
+    as_object = {"mark": _MARK}
+    as_text = json.dumps({"mark": _MARK})
     first, second = (
         _attempt(_changed(template, lambda i, m, x=x: _replaced(m, "", lambda *_: x)))  # type: ignore[misc]
         for x in (as_object, as_text)

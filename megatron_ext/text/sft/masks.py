@@ -111,7 +111,8 @@ def _split(template: Template) -> list[Template]:
 
 
 def _tokenized(template: Template, *, realign: bool) -> TokenizedConversation:
-    tokenizer, source = template.tokenizer, template.source()
+    tokenizer = template.tokenizer
+    source = template.source()
     if tokenizer.is_fast and _GENERATION.search(source) is not None:
         return _by_generation_marks(template, realign=realign)
     if tokenizer.is_fast and (found := _by_text(template)) is not None:
@@ -133,7 +134,8 @@ def _by_generation_marks(template: Template, *, realign: bool) -> TokenizedConve
         return_assistant_tokens_mask=True,
         tokenizer_kwargs={"return_offsets_mapping": True},
     )
-    ids, mask = list(encoded["input_ids"]), list(encoded["assistant_masks"])
+    ids = list(encoded["input_ids"])
+    mask = list(encoded["assistant_masks"])
     # All the tokens of a run's last character are trained; transformers marks only its first.
     offsets = encoded["offset_mapping"]
     for i in range(1, len(mask)):
@@ -170,7 +172,8 @@ def _by_text(template: Template) -> TokenizedConversation | None:
     count = len(conversation.messages)
     whole = template.whole
     encoded = template.encode(whole)
-    ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
+    ids = list(encoded["input_ids"])
+    offsets = encoded["offset_mapping"]
     mask = [0] * len(ids)
     beginning = find_beginnings(template, count, whole)
     for turn in (i for i, trained in enumerate(conversation.trained) if trained):
@@ -289,7 +292,8 @@ def _realigned_span(template: Template, whole: list[int], turn: int) -> tuple[in
     """
     messages = template.conversation.messages
     at = _place_of(template, whole, turn)
-    bare, prompted = template.ids(turn), template.ids(turn, prompt=True)
+    bare = template.ids(turn)
+    prompted = template.ids(turn, prompt=True)
     prompt = prompted[_shared_length(bare, prompted) :]
     start = at + _shared_length(prompt, whole[at:])
     if turn == len(messages) - 1:
@@ -323,5 +327,6 @@ def _after_longest_tail(whole: list[int], part: list[int], low: int, high: int) 
         while shared < min(end, len(part)) and whole[end - 1 - shared] == part[-1 - shared]:
             shared += 1
         if shared > length:
-            best, length = end, shared
+            best = end
+            length = shared
     return best

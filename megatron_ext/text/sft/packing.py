@@ -54,12 +54,14 @@ def pack(lengths: ArrayLike, capacity: int) -> list[Row]:
     space: list[int] = []
     open_rows: list[int] = []
     too_full: dict[int, list[int]] = {}
-    begin, previous = 0, capacity
+    begin = 0
+    previous = capacity
     for length, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
         for room in range(length, previous):
             for row in too_full.pop(room, ()):
                 heapq.heappush(open_rows, row)
-        previous, end = length, begin + count
+        previous = length
+        end = begin + count
         while begin < end:
             if not open_rows:
                 open_rows.append(len(rows))
@@ -141,7 +143,8 @@ def _swap_rows(ranks: Ints, weights: Ints) -> None:
             return
         loads[busiest] -= moved[mine, other, theirs]
         loads[other] += moved[mine, other, theirs]
-        here, there = (busiest, mine), (other, theirs)
+        here = (busiest, mine)
+        there = (other, theirs)
         ranks[here], ranks[there] = ranks[there], ranks[here]
 
 

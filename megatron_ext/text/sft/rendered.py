@@ -278,7 +278,8 @@ def _meaning(
     path = leaf.path
     if path[0] == "tools":
         return "a tool" if path[1] in tools else None
-    index, key = int(path[1]), path[2]
+    index = int(path[1])
+    key = path[2]
     if key == "content" and (len(path) == 3 or path[-1] == "text"):
         return f"a message of role {conversation.messages[index]['role']}"
     if key == "tool_calls" and set(path[4:6]) & {"name", "arguments"}:

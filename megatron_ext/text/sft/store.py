@@ -221,7 +221,8 @@ def read_about(prefix: str) -> dict[str, Any]:
     advice = "make it with tools/preprocess_data.py --sft"
     try:
         about = read_json_object(path)
-        found, files = about["format"], about["files"]
+        found = about["format"]
+        files = about["files"]
         counts = [(str(name), is_count(count)) for name, count in files]
     except UnreadableFile as error:
         if error.missing:

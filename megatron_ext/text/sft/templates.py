@@ -56,7 +56,8 @@ class _Budget:
         self.start()
 
     def start(self) -> None:
-        self._steps, self._end = MAX_STEPS, time.thread_time() + MAX_SECONDS
+        self._steps = MAX_STEPS
+        self._end = time.thread_time() + MAX_SECONDS
 
     def step(self) -> None:
         """Count one turn of a loop."""

@@ -149,7 +149,8 @@ class NullTokenizer(Tokenizer):
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__(None, {"vocab_size": vocab_size})
-        self.vocab_size, self.eos = vocab_size + 1, vocab_size
+        self.vocab_size = vocab_size + 1
+        self.eos = vocab_size
 
     def tokenize(self, text: str) -> list[int]:
         try:

@@ -97,7 +97,9 @@ class HuggingFaceTokenizer(Tokenizer):
             "include_special_tokens": include_special_tokens or None,
         }
         super().__init__(path, options)
-        self.kind, self._backend, self._include_special = kind, backend, include_special_tokens
+        self.kind = kind
+        self._backend = backend
+        self._include_special = include_special_tokens
         self._unused = unused
         backend.no_truncation()
         backend.no_padding()

@@ -101,7 +101,8 @@ class SentencePieceTokenizer(Tokenizer):
         return None if self._special or self.path is None else ("sentencepiece", self.path)
 
     def control_texts(self) -> tuple[str, ...]:
-        model, every = self._model, list(range(self._model.get_piece_size()))
+        model = self._model
+        every = list(range(self._model.get_piece_size()))
         kinds = (model.is_control(every), model.is_unknown(every), model.is_unused(every))
         texts = {
             model.id_to_piece(i) for i, marked in enumerate(zip(*kinds, strict=True)) if any(marked)
@@ -178,7 +179,8 @@ class TikTokenizer(Tokenizer):
         tiktoken = require_package("tiktoken", self.kind)
         names = _special_names(pattern, vocab_size, num_special, special)
         ids = {name: i for i, name in enumerate(names)}
-        self.vocab_size, self._num_special = vocab_size, len(ids)
+        self.vocab_size = vocab_size
+        self._num_special = len(ids)
         self.eos, self.bos, self.pad, self.unk = (ids[x] for x in ("</s>", "<s>", "<pad>", "<unk>"))
         self._encoding: Any = tiktoken.Encoding(
             name=Path(path).parent.name,

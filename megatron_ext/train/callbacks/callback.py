@@ -79,11 +79,13 @@ class WeightAverage(Callback):
     """Updates averaged weights each step before ``--ema-start``, every few steps from then on."""
 
     def after_update(self, result: StepResult) -> None:
-        run, update = self.run, result.model_update
+        run = self.run
+        update = result.model_update
         if run.ema is None or update is None:
             return
         progress = run.progress
-        step, earlier = progress.iteration, progress.average_updates
+        step = progress.iteration
+        earlier = progress.average_updates
         if step >= run.ema.start:
             if run.runner.model_steps(step) % run.config.ema.ema_update_every:
                 return
@@ -103,7 +105,8 @@ class GarbageCollection(Callback):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         training = run.config.training
-        self._manual, self._interval = training.manual_gc, training.manual_gc_interval
+        self._manual = training.manual_gc
+        self._interval = training.manual_gc_interval
         self._around_evaluations = training.manual_gc and training.manual_gc_eval
 
     def on_train_start(self) -> None:
@@ -133,7 +136,8 @@ class StepProfiler(Callback):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        config, rank = run.config, run.context.rank
+        config = run.config
+        rank = run.context.rank
         self._training = config.training
         self._records = config.training.profile and rank in config.training.profile_ranks
         folder = config.logging.tensorboard_dir or config.checkpoint.save or "."
@@ -165,7 +169,8 @@ class StopConditions(Callback):
     """Saves at ``--save-interval``; ends the run at a signal, time limit or ``--exit-interval``."""
 
     def decide(self, decision: Decision) -> None:
-        run, config = self.run, self.run.config
+        run = self.run
+        config = self.run.config
         request = run.stop_requests.check(run.device)
         if request is not None:
             decision.stop = request

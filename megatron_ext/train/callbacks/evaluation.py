@@ -26,7 +26,8 @@ from megatron_ext.train.step_losses import means_of, reduce_reports
 
 def check_validation(config: RunConfig, *, given: bool) -> None:
     """Raise a DataError if a flag needs a validation split and none is ``given``."""
-    best, patience = config.checkpoint.keep_best, config.training.early_stop_patience
+    best = config.checkpoint.keep_best
+    patience = config.training.early_stop_patience
     for name, value in (("--keep-best", best), ("--early-stop-patience", patience)):
         if value is not None and not given:
             raise DataError(
@@ -50,7 +51,8 @@ class EarlyStopping(Callback):
     @property
     def exhausted(self) -> str | None:
         """Return why to stop if the validation loss has not fallen for too long, else None."""
-        patience, progress = self.run.config.training.early_stop_patience, self.run.progress
+        patience = self.run.config.training.early_stop_patience
+        progress = self.run.progress
         if patience is None or progress.stale_evaluations < patience:
             return None
         delta = self.run.config.training.early_stop_min_delta
@@ -74,7 +76,8 @@ class EarlyStopping(Callback):
 
         All ranks call this together; the loss of the reporting rank decides.
         """
-        config, progress = self.run.config, self.run.progress
+        config = self.run.config
+        progress = self.run.progress
         if config.checkpoint.keep_best is None and config.training.early_stop_patience is None:
             return False
         # Every rank judges by the loss of the reporting rank.
@@ -93,7 +96,8 @@ class EarlyStopping(Callback):
 
     def _count(self, loss: float) -> None:
         """Update the lowest loss and the evaluations since; a non-finite loss is never lowest."""
-        progress, lowest = self.run.progress, self.run.progress.lowest_loss
+        progress = self.run.progress
+        lowest = self.run.progress.lowest_loss
         delta = self.run.config.training.early_stop_min_delta
         fell = math.isfinite(loss) if lowest is None else loss < lowest - delta
         progress.stale_evaluations = 0 if fell else progress.stale_evaluations + 1
@@ -104,7 +108,8 @@ class EarlyStopping(Callback):
 
         ``regular`` says whether this iteration is saved for another reason too.
         """
-        config, progress = self.run.config.checkpoint, self.run.progress
+        config = self.run.config.checkpoint
+        progress = self.run.progress
         if config.keep_best is None or not math.isfinite(loss):
             return False
         self.run.settle_best()
@@ -139,7 +144,8 @@ class Evaluation(Callback):
         self._callbacks = callbacks
 
     def after_step(self) -> None:
-        run, training = self.run, self.run.config.training
+        run = self.run
+        training = self.run.config.training
         if not (training.evaluates and due(run.progress.iteration, training.eval_interval)):
             return
         for callback in self._callbacks:
@@ -156,7 +162,8 @@ def evaluate_at_end(run: Run) -> None:
     is saved again with a list of best checkpoints that includes it.
     """
     losses = evaluate_split(run, "validation", final=True)
-    iteration, training = run.progress.iteration, run.config.training
+    iteration = run.progress.iteration
+    training = run.config.training
     judged = due(iteration, training.eval_interval)
     judged = judged or any(entry.iteration == iteration for entry in run.progress.best_checkpoints)
     if not training.skip_train and not judged:

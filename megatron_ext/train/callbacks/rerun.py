@@ -38,8 +38,10 @@ class Rerun(Callback):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        flags, runner = run.config.fault_tolerance, run.runner
-        self._validates, self._interval = flags.rerun_mode == VALIDATE, flags.rerun_interval
+        flags = run.config.fault_tolerance
+        runner = run.runner
+        self._validates = flags.rerun_mode == VALIDATE
+        self._interval = flags.rerun_interval
         self._own = torch.zeros(0, dtype=torch.int64)
         self._least_norm = torch.zeros(())
         if flags.rerun_mode == DISABLED:
@@ -76,13 +78,15 @@ class Rerun(Callback):
         known = torch.where(norm.isfinite(), norm, math.inf)
         extremes = torch.stack([known, -known])
         torch.distributed.all_reduce(extremes, op=torch.distributed.ReduceOp.MAX)
-        largest, least = extremes[0], -extremes[1]
+        largest = extremes[0]
+        least = -extremes[1]
         self._least_norm = least
         return largest.isfinite() & (largest - least <= _SAME_NORM * largest)
 
     def _step(self, compute: Compute, update: Update) -> tuple[list[Report], UpdateResult]:
         """Take one step; see `StepRunner.guard`. On a GPU it waits for the update's outcome."""
-        run, iteration = self.run, self.run.progress.iteration + 1
+        run = self.run
+        iteration = self.run.progress.iteration + 1
         compares = due(iteration, self._interval)
         if not self._validates and not compares:
             reports = compute()
@@ -125,7 +129,8 @@ class Rerun(Callback):
 
         ``facts`` are those of `describe` about the first one.
         """
-        run, finite = self.run, math.isfinite(refused.grad_norm) and facts["cause"] == "norm"
+        run = self.run
+        finite = math.isfinite(refused.grad_norm) and facts["cause"] == "norm"
         sentence = facts.pop("sentence")
         if finite:
             sentence = f"its gradient norm is {refused.grad_norm:.6g}"

@@ -64,7 +64,8 @@ class RestingState(Callback):
         return unchanged
 
     def _fail(self, names: list[str]) -> None:
-        run, iteration = self.run, self.run.progress.iteration + 1
+        run = self.run
+        iteration = self.run.progress.iteration + 1
         gathered: list[list[str]] = [[]] * run.context.layout.world_size
         torch.distributed.all_gather_object(gathered, names)
         ranks = [rank for rank, found in enumerate(gathered) if found]

@@ -27,7 +27,8 @@ class Rewind:
     """
 
     def __init__(self, run: Run) -> None:
-        self._run, self._start = run, run.progress.iteration
+        self._run = run
+        self._start = run.progress.iteration
         checkpoint = run.config.checkpoint
         self._root = None if checkpoint.save is None else Path(checkpoint.save)
         goes_on = generation() > 0 or (

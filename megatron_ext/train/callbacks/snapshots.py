@@ -77,7 +77,8 @@ class Snapshots:
     """
 
     def __init__(self, run: Run, settle: Callable[[], None]) -> None:
-        self._run, self._settle = run, settle
+        self._run = run
+        self._settle = settle
 
     def start(self) -> None:
         """Reserve the memory of all snapshots, and print how much; called before the first step.

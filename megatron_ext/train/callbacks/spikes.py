@@ -79,7 +79,8 @@ class Spikes(Callback):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         flags = run.config.fault_tolerance
-        self._action, self._window = flags.on_spike, flags.spike_window
+        self._action = flags.on_spike
+        self._window = flags.spike_window
         self._factor = flags.spike_factor
         self._first_sample = 0
         self._read: list[float] | None = None
@@ -94,7 +95,8 @@ class Spikes(Callback):
             self._rewind = Rewind(self.run)
 
     def before_step(self) -> None:
-        self._first_sample, self._read = self.run.progress.consumed_train_samples, None
+        self._first_sample = self.run.progress.consumed_train_samples
+        self._read = None
 
     def _approve(self, reports: Sequence[Report], norm: Tensor) -> Tensor:
         """Return whether the step is no spike, bool ``[]``."""
@@ -144,7 +146,8 @@ class Spikes(Callback):
         if not goes_back or self._rewind is None:
             return
         run = self.run
-        iteration, restored = run.progress.iteration, self._rewind.go_back()
+        iteration = run.progress.iteration
+        restored = self._rewind.go_back()
         if restored is None:
             run.reporters.say(f"iteration {iteration}: there is no checkpoint to go back to yet")
             return

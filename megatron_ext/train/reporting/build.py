@@ -264,8 +264,10 @@ def build_reporters(
     """
     if not context.is_reporting_rank:
         return Reporters([])
-    logs, save = config.logging, config.checkpoint.save
-    on_gpu, bar = config.device == "cuda", sys.stderr.isatty()
+    logs = config.logging
+    save = config.checkpoint.save
+    on_gpu = config.device == "cuda"
+    bar = sys.stderr.isatty()
     sinks: list[Reporter] = [
         LinePrinter(on_gpu=on_gpu, num_iterations=num_iterations, iteration=resumed_at, bar=bar)
     ]

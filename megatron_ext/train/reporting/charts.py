@@ -61,13 +61,15 @@ class Axis:
         """Return an axis that covers a range with about ``count`` ticks at round numbers."""
         if not low < high:
             margin = abs(low) * 0.05 or 1.0
-            low, high = low - margin, high + margin
+            low = low - margin
+            high = high + margin
         rough = (high - low) / count
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(k * power for k in (1, 2, 2.5, 5, 10) if k * power >= rough * 0.999)
         if whole:
             step = max(1.0, math.ceil(step))
-        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        first = math.ceil(low / step - 1e-9)
+        last = math.floor(high / step + 1e-9)
         return cls(low, high, tuple(i * step for i in range(first, last + 1)))
 
     def at(self, value: float) -> float:
@@ -103,22 +105,26 @@ def decimated(curve: Curve) -> Curve:
             continue
         ends = min(finite, key=curve.ys.__getitem__), max(finite, key=curve.ys.__getitem__)
         chosen += sorted(set(ends))
-    xs, ys = [curve.xs[i] for i in chosen], [curve.ys[i] for i in chosen]
+    xs = [curve.xs[i] for i in chosen]
+    ys = [curve.ys[i] for i in chosen]
     return Curve(curve.name, xs, ys, curve.style)
 
 
 def visible_range(curves: Iterable[Curve]) -> tuple[float, float]:
     """Return the lowest and highest value to show, without the rare peaks of a long curve."""
-    low, high = math.inf, -math.inf
+    low = math.inf
+    high = -math.inf
     for curve in curves:
         values = sorted(y for y in curve.ys if math.isfinite(y))
         if not values:
             continue
-        bottom, top = values[0], values[-1]
+        bottom = values[0]
+        top = values[-1]
         if len(values) >= 200:
             usual = values[int(0.99 * (len(values) - 1))]
             top = min(top, usual + 0.5 * (usual - bottom))
-        low, high = min(low, bottom), max(high, top)
+        low = min(low, bottom)
+        high = max(high, top)
     return (low, high) if low <= high else (0.0, 1.0)
 
 
@@ -251,13 +257,12 @@ def column_chart(
         return None
     y = Axis.over(0.0, max(height for _, _, height in columns) * 1.04, count=4, whole=True)
     width = WIDTH / len(columns)
-    drawn, labels = Markup(""), Markup("")
+    drawn = Markup("")
+    labels = Markup("")
     for index, (name, label, height) in enumerate(columns):
-        left, right, top = (
-            (index + 0.06) * width,
-            (index + 0.94) * width,
-            HEIGHT * (1 - y.at(height)),
-        )
+        left = (index + 0.06) * width
+        right = (index + 0.94) * width
+        top = HEIGHT * (1 - y.at(height))
         if height > 0:
             drawn += Markup(
                 '<path class="columns" d="M{:.1f} {}V{:.1f}H{:.1f}V{}Z"><title>{}</title></path>'
@@ -355,9 +360,11 @@ def _stacked(columns: Sequence[dict[str, float]]) -> Iterator[Markup]:
             total = sum(column.values())
             if total <= 0 or column[name] <= 0:
                 continue
-            low, high = floors[index], floors[index] + column[name] / total
+            low = floors[index]
+            high = floors[index] + column[name] / total
             floors[index] = high
-            top, bottom = HEIGHT * (1 - high), HEIGHT * (1 - low)
+            top = HEIGHT * (1 - high)
+            bottom = HEIGHT * (1 - low)
             path += f"M{left:.1f} {bottom:.1f}V{top:.1f}H{right:.1f}V{bottom:.1f}Z"
         if path:
             yield Markup('<path class="c-{}" d="{}"><title>{}</title></path>').format(

@@ -278,10 +278,13 @@ def _draw(axes: Axes, steps: list[int], values: list[float], **style: Any) -> No
 def smoothed(values: list[float]) -> list[float]:
     """Return the exponential moving average over about a fiftieth of the values, bias-corrected."""
     keep = 1 - 1 / max(2.0, len(values) / 50)
-    mean, weight, out = 0.0, 0.0, []
+    mean = 0.0
+    weight = 0.0
+    out = []
     for value in values:
         if math.isfinite(value):
-            mean, weight = keep * mean + (1 - keep) * value, keep * weight + 1 - keep
+            mean = keep * mean + (1 - keep) * value
+            weight = keep * weight + 1 - keep
         out.append(mean / weight if weight else math.nan)
     return out
 
@@ -296,7 +299,8 @@ class LossPlot:
     """Redraws ``loss.png`` at most once a minute, and at the end."""
 
     def __init__(self, metrics: Path, title: str) -> None:
-        self._metrics, self._title = metrics, title
+        self._metrics = metrics
+        self._title = title
         self._drawn_at = time.monotonic()
 
     def on_iteration(self, record: IterationRecord) -> None:

@@ -244,7 +244,8 @@ def _ends(rows: Sequence[Row], launched_at: float) -> Iterator[tuple[float, bool
 
 def _kept_iterations(times: Sequence[_TimeRow]) -> list[float]:
     """Return for each row the last iteration whose steps no later row does again."""
-    kept, lowest = [], math.inf
+    kept = []
+    lowest = math.inf
     for row in reversed(times):
         kept.append(lowest)
         lowest = min(lowest, row.before)
@@ -264,7 +265,8 @@ def _faults(events: Sequence[Row]) -> Iterator[_Fault]:
     for event in events:
         if event.get("kind") == "fault":
             try:
-                at, iteration = number(event["time"]), event.get("iteration")
+                at = number(event["time"])
+                iteration = event.get("iteration")
                 seen_after = number(event.get("seen_after") or 0.0)
                 found = None if iteration is None else int(number(iteration))
             except (ValueError, KeyError):
@@ -282,7 +284,9 @@ class _Launch:
         faults: Sequence[_Fault],
         told_ends: Sequence[tuple[float, bool]],
     ) -> None:
-        self._cursor, self._end, self._faults = start, end, faults
+        self._cursor = start
+        self._end = end
+        self._faults = faults
         self._failed = any(failed for _, failed in told_ends)
         self._stops = [time for time, failed in told_ends if not failed]
         self._found: list[Interval] = []

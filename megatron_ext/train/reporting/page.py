@@ -164,7 +164,8 @@ def shares(goodput: Goodput) -> list[tuple[str, str, str, str, bool]]:
 
 def curves(folder: RunFolder, stories: Sequence[FaultStory]) -> list[Markup]:
     """Draw loss, gradient norm, learning rate and speed over the iterations, with marks."""
-    train, evaluations = folder.of_kind("train"), folder.of_kind("evaluation")
+    train = folder.of_kind("train")
+    evaluations = folder.of_kind("evaluation")
     if not train:
         return []
     steps = [row["iteration"] for row in train]
@@ -180,7 +181,8 @@ def curves(folder: RunFolder, stories: Sequence[FaultStory]) -> list[Markup]:
     for index, split in enumerate(splits):
         style = "evaluated" if index == 0 else "evaluated-too"
         mine = [row for row in evaluations if text_of(row.get("split"), 60) == split]
-        at, values = [row["iteration"] for row in mine], _values(mine, name or "")
+        at = [row["iteration"] for row in mine]
+        values = _values(mine, name or "")
         losses.append(Curve(split, at, values, f"{style} line"))
         losses.append(Curve("", at, values, f"{style} dots"))
     found = [charts.line_chart("Loss", losses, marks, x_range=x_range)]

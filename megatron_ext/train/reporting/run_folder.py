@@ -123,7 +123,8 @@ def read_run_folder(path: Path) -> RunFolder:
 
 def _read_lines(path: Path, problems: list[str]) -> list[Row]:
     """Return the JSON objects with a ``kind`` in a file, and tell of its other lines."""
-    rows, damaged = list[Row](), 0
+    rows = list[Row]()
+    damaged = 0
     try:
         for line in lines_of(path):
             row = row_of(line)
@@ -165,7 +166,9 @@ def _checkpoints(root: Path, problems: list[str]) -> Iterable[StoredCheckpoint]:
         problems.append(f"The checkpoints cannot be listed ({error.strerror}).")
         return
     for iteration in iterations:
-        folder, size, fault = standing_folder_of(root, iteration), 0, None
+        folder = standing_folder_of(root, iteration)
+        size = 0
+        fault = None
         saved = None
         try:
             saved = folder.stat().st_mtime

@@ -43,7 +43,8 @@ def start_lines(config: RunConfig, given: Collection[str]) -> list[str]:
         "vocabulary": model.padded_vocab_size,
     }
     named = ", ".join(f"{name} {size}" for name, size in sizes.items() if size is not None)
-    parallel, replicas = config.parallel, config.parallel.data_parallel_size
+    parallel = config.parallel
+    replicas = config.parallel.data_parallel_size
     layout = (
         f"{parallel.world_size} ranks ({config.device}): tensor "
         f"{parallel.tensor_model_parallel_size} × pipeline {parallel.pipeline_model_parallel_size} "
@@ -53,7 +54,8 @@ def start_lines(config: RunConfig, given: Collection[str]) -> list[str]:
         layout += f", experts over {parallel.expert_model_parallel_size}"
     if parallel.pipeline_model_parallel_size > 1:
         layout += f", schedule {parallel.pipeline_schedule}"
-    training, (micro, batch) = config.training, config.training.batch_sizes
+    training = config.training
+    micro, batch = config.training.batch_sizes
     length = f"{training.train_iters} iterations"
     if training.train_samples is not None:
         length = f"{training.train_samples} samples"
@@ -65,7 +67,8 @@ def start_lines(config: RunConfig, given: Collection[str]) -> list[str]:
         f"{' to '.join(map(str, micro_sizes))} × data-parallel size {replicas}"
     )
     lines = [f"{STARTED} {layout}", f"> {length}; {step}", f"> model: {named}"]
-    on_command_line, elsewhere = dict[str, list[str]](), dict[str, list[str]]()
+    on_command_line = dict[str, list[str]]()
+    elsewhere = dict[str, list[str]]()
     sections = config.by_name() | {"checkpoint": config.checkpoint.as_given()}
     for name, section in sections.items():
         for field in changed_fields(section):
@@ -82,7 +85,8 @@ def start_lines(config: RunConfig, given: Collection[str]) -> list[str]:
 
 def _as_flag(section: Any, field: str) -> str:
     """Return the flag, with its value, that sets a field on the command line."""
-    value, spelling = getattr(section, field), spelling_of(section, field)
+    value = getattr(section, field)
+    spelling = spelling_of(section, field)
     if isinstance(value, bool):
         return spelling
     words = value if isinstance(value, (list, tuple)) else [value]

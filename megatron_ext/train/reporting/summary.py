@@ -95,7 +95,8 @@ def summary(
     train = folder.of_kind("train")
     found = [*_what_ran(folder), state.sentence]
     if train:
-        last, steps = train[-1], _planned(folder)
+        last = train[-1]
+        steps = _planned(folder)
         of = "" if steps is None else f" of {steps:,}"
         samples = integer_of(last, "consumed_samples")
         used = "" if samples is None else f" with {samples:,} samples"

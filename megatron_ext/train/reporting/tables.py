@@ -73,7 +73,8 @@ class Table:
         if len(self.rows) <= MAX_ROWS:
             return self
         note = f"{self.note} The newest {MAX_ROWS} of {len(self.rows)} are shown.".strip()
-        rows, ids = self.rows[-MAX_ROWS:], self.ids[-MAX_ROWS:]
+        rows = self.rows[-MAX_ROWS:]
+        ids = self.ids[-MAX_ROWS:]
         return dataclasses.replace(self, rows=rows, ids=ids, note=note)
 
 
@@ -142,7 +143,8 @@ class FaultStory:
 
 def fault_stories(folder: RunFolder) -> list[FaultStory]:
     """Join each fault with its restart, the first one after it, and with its post-mortem."""
-    faults, restarts = folder.events_of(FAULT), folder.events_of(RESTART)
+    faults = folder.events_of(FAULT)
+    restarts = folder.events_of(RESTART)
     by_name = {p.name: p for p in folder.post_mortems}
     in_order = folder.post_mortems if len(folder.post_mortems) == len(faults) else []
     stories = []
@@ -157,11 +159,13 @@ def fault_stories(folder: RunFolder) -> list[FaultStory]:
 
 def _restart_of_rows(folder: RunFolder, fault: Row) -> Row | None:
     """Return the restart after a fault as the rows of metrics tell it; None if there was none."""
-    at, rows = time_of(fault), folder.of_kind(LAUNCHED)
+    at = time_of(fault)
+    rows = folder.of_kind(LAUNCHED)
     started = next((r for r in rows if time_of(r) >= at and integer_of(r, "generation")), None)
     if started is None:
         return None
-    restored, iteration = started["iteration"], integer_of(fault, "iteration")
+    restored = started["iteration"]
+    iteration = integer_of(fault, "iteration")
     found: Row = {"restored_iteration": restored}
     if iteration is not None:
         found["steps_lost"] = max(0, iteration - restored)
@@ -181,8 +185,10 @@ def fault_table(stories: Sequence[FaultStory]) -> Table:
     numeric = frozenset({"#", "iteration", "rank", "seen after", "steps lost", columns[-1]})
     table = Table(columns, numeric=numeric)
     for story in stories:
-        fault, restart = story.fault, story.restart or {}
-        source, restored = restart.get("restored_from"), NOTHING
+        fault = story.fault
+        restart = story.restart or {}
+        source = restart.get("restored_from")
+        restored = NOTHING
         if "restored_iteration" in restart:
             restored = f"iteration {text_of(restart['restored_iteration'])}"
             restored += "" if source is None else f" ({text_of(source)})"
@@ -218,7 +224,8 @@ def pictures(
     stories: Sequence[FaultStory], limit: int = 10, max_bytes: int = 1_000_000
 ) -> list[Picture]:
     """Return the newest post-mortems, with their pictures as long as these fit into the page."""
-    found, left = list[Picture](), max_bytes
+    found = list[Picture]()
+    left = max_bytes
     for story in [s for s in stories if s.post_mortem is not None][-limit:]:
         entry = story.post_mortem
         assert entry is not None
@@ -240,7 +247,8 @@ def checkpoint_table(folder: RunFolder) -> Table:
     newest = newest_whole(folder)
     table = Table(columns, numeric=numeric)
     for iteration in sorted({*stored, *(i for i in saves if i is not None)}):
-        save, found = saves.get(iteration, {}), stored.get(iteration)
+        save = saves.get(iteration, {})
+        found = stored.get(iteration)
         asynchronous = save.get("asynchronous")
         how = NOTHING if asynchronous is None else "synchronous"
         how = "asynchronous" if asynchronous is True else how

@@ -84,11 +84,14 @@ class TimeRows:
     """
 
     def __init__(self, folder: Path, recorder: Recorder, launch: Launch, resumed_at: int) -> None:
-        self._path, self._recorder, self.launch = folder / METRICS_FILE, recorder, launch
+        self._path = folder / METRICS_FILE
+        self._recorder = recorder
+        self.launch = launch
         self._iteration = resumed_at
         self._seconds: dict[int, Mapping[str, float]] = {}
         self._generation = generation()
-        own, now = sum(recorder.seconds.values()), time.time()
+        own = sum(recorder.seconds.values())
+        now = time.time()
         # Restarted ranks count from their own start; the time before is that of the fault.
         self._from = now - own if self._generation else min(launch.started, now - own)
         self._before_ranks = now - own - self._from
@@ -104,7 +107,8 @@ class TimeRows:
 
     def write(self, iteration: int) -> None:
         """Write the seconds since the last row; ``iteration`` is the last step that was done."""
-        seconds, now = self._since_last_row(), time.time()
+        seconds = self._since_last_row()
+        now = time.time()
         seconds[START] = seconds.get(START, 0.0) + self._before_ranks
         row = {
             "kind": TIME,
@@ -116,7 +120,9 @@ class TimeRows:
             "generation": self._generation,
         }
         row |= {f"{PREFIX}{k}": round(v, 6) for k, v in seconds.items() if v > 0}
-        self._from, self._before_ranks, self._iteration = now, 0.0, iteration
+        self._from = now
+        self._before_ranks = 0.0
+        self._iteration = iteration
         append_row(self._path, row)
 
     def _since_last_row(self) -> dict[str, float]:

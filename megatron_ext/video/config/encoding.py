@@ -97,7 +97,8 @@ class TextEncoderConfig:
                     f"{self.text_encoder}: the models decide; only {HASHED} takes it."
                 )
         for name in FOLDERS[T5_CLIP]:
-            path, needed = getattr(self, name), name in FOLDERS[self.text_encoder]
+            path = getattr(self, name)
+            needed = name in FOLDERS[self.text_encoder]
             if not needed and path is not None:
                 takes = " or ".join(kind for kind, names in FOLDERS.items() if name in names)
                 raise ConfigError(

@@ -150,7 +150,9 @@ def resolve_streaming(config: RunConfig) -> RunConfig:
     The settings are the model section, the layers that get adapters, whether only adapters are
     saved, the first step of the averaged weights, and whether critic or teacher load a checkpoint.
     """
-    streaming, lora, ema = config.section(StreamingConfig), config.lora, config.ema
+    streaming = config.section(StreamingConfig)
+    lora = config.lora
+    ema = config.ema
     if lora.lora_rank is not None:
         targets = lora.lora_target_modules
         lora = dataclasses.replace(
@@ -199,7 +201,8 @@ def _samples(sample: SampleConfig, training: TrainingConfig) -> bool:
 
 def streaming_rules(config: RunConfig, resolved: RunConfig) -> list[str]:
     """Return a sentence for each fault in the flags of a streaming run."""
-    streaming, sample = config.section(StreamingConfig), config.section(SampleConfig)
+    streaming = config.section(StreamingConfig)
+    sample = config.section(SampleConfig)
     found = [
         *_shared_errors(config, resolved),
         *_left_out_of_streaming(config),
@@ -291,7 +294,8 @@ def mmdit_rules(config: RunConfig, resolved: RunConfig) -> list[str]:
 
 def dit_rules(config: RunConfig, resolved: RunConfig) -> list[str]:
     """Return a sentence for each fault in the flags of flow matching with a video DiT."""
-    sections, video = config.by_name(), config.section(VideoConfig)
+    sections = config.by_name()
+    video = config.section(VideoConfig)
     shared = {*_OF_DIT, "t2v_weight", *(WINDOW if video.is_causal else ())}
     model = f"`--video-model {video.video_model}`"
     streams = "it decides nothing but what `--task streaming` does"
@@ -334,10 +338,12 @@ def dit_rules(config: RunConfig, resolved: RunConfig) -> list[str]:
 
 def _flow_errors(config: RunConfig, resolved: RunConfig) -> list[str]:
     """Return a sentence for each fault in the flags of flow matching, whatever the network."""
-    sections, video = config.by_name(), config.section(VideoConfig)
+    sections = config.by_name()
+    video = config.section(VideoConfig)
     modes = set(config.section(ConditionConfig).modes)
     evaluates = video.video_valid_path is not None or config.training.eval_iters == 0
-    long, easy = modes & {"v2v_head", "v2v_tail"}, modes & {"v2v_head_easy", "v2v_tail_easy"}
+    long = modes & {"v2v_head", "v2v_tail"}
+    easy = modes & {"v2v_head_easy", "v2v_tail_easy"}
     one_shift = config.section(FlowConfig).flow_shift is not None
     rules = [
         ("mmdit", "guidance", "needs `--guidance-embed`; give both",

@@ -44,10 +44,13 @@ def stored_video_model(stored: Mapping[str, Any], config: RunConfig) -> Mapping[
             "train; make whole networks of them with `tools/lora.py merge`."
         )
     # Size, channels and window of one video DiT as another run names them.
-    streaming, dit = stored["streaming"], stored["video_dit"]
-    size, channels = dit["video_dit_size"], dit.get("dit_channels")
+    streaming = stored["streaming"]
+    dit = stored["video_dit"]
+    size = dit["video_dit_size"]
+    channels = dit.get("dit_channels")
     if held == _STREAMING:
-        size, channels = streaming["generator_size"], streaming["latent_channels"]
+        size = streaming["generator_size"]
+        channels = streaming["latent_channels"]
     causal = {_STREAMING, CAUSAL}
     window = _window(streaming) if held in causal and builds in causal else {}
     if builds == _STREAMING:

@@ -79,7 +79,9 @@ def shapes(sizes: VideoDiTSizes) -> dict[str, tuple[int, ...]]:
 
     The norms of queries and keys have no biases.
     """
-    h, ffn, token = sizes.hidden_size, sizes.ffn_size, sizes.token_width
+    h = sizes.hidden_size
+    ffn = sizes.ffn_size
+    token = sizes.token_width
     matrices = {
         "embedder.patch_in": (h, token),
         "embedder.text_in": (h, sizes.text_width),
@@ -113,10 +115,12 @@ def shapes(sizes: VideoDiTSizes) -> dict[str, tuple[int, ...]]:
 
 def wan_names(name: str, naming: Naming) -> tuple[str, ...]:
     """Return, in order, the names of Wan's tensors that together make our parameter ``name``."""
-    prefix, key = "", name
+    prefix = ""
+    key = name
     if name.startswith("blocks."):
         blocks, number, inner = name.split(".", 2)
-        prefix, key = f"{blocks}.{number}.", f"{blocks}.{inner}"
+        prefix = f"{blocks}.{number}."
+        key = f"{blocks}.{inner}"
     before, _, rest = _NAMES[key][naming is Naming.ORIGINAL].partition("{")
     parts, _, after = rest.partition("}")
     return tuple(f"{prefix}{before}{part}{after}" for part in parts.split(","))

@@ -223,7 +223,8 @@ def check_tensors(sizes: VideoDiTSizes, naming: Naming, tensors: TensorSource) -
 
     A CheckpointError names the first tensor that is missing, has another shape, or is unknown.
     """
-    found, expected = tensors.shapes(), dict[str, tuple[int, ...]]()
+    found = tensors.shapes()
+    expected = dict[str, tuple[int, ...]]()
     for name, shape in shapes(sizes).items():
         parts = to_wan(name, torch.empty(shape, device="meta"), sizes)
         names = wan_names(name, naming)

@@ -151,13 +151,16 @@ class ClipNetwork(Network):
 
     def context_bytes(self) -> float:
         """Return the bytes that a rank sends for context parallelism in a block's forward pass."""
-        x, head = self.sizes, self.block_bytes.cut(self.block_bytes.h)
+        x = self.sizes
+        head = self.block_bytes.cut(self.block_bytes.h)
         return 4 * ring(x.cp) * head if self.trades_heads else 2.0 * (x.cp - 1) * head
 
     def mlp(self, inner: int) -> LayerBytes:
         """Return the memory of an MLP of width ``inner``; outputs of fc1 and GELU are kept."""
-        width, x = self.block_bytes, self.sizes
-        tensor, weight = width.cut(inner), width.matrix(inner, width.h)
+        width = self.block_bytes
+        x = self.sizes
+        tensor = width.cut(inner)
+        weight = width.matrix(inner, width.h)
         emulated = self.config.fp8.fp8_format is not None and not x.gpu
         # On a CPU both factors of an 8-bit product, and the product, are made in fp32.
         more = 3 * width.rows * inner // x.tp * FP32 * emulated
@@ -172,7 +175,8 @@ class ClipNetwork(Network):
             alone: bytes of inputs that only one linear layer keeps.
             shared: bytes of inputs that another operation keeps too, so their 8-bit copy is extra.
         """
-        fp8, width = self.config.fp8, self.sizes.width
+        fp8 = self.config.fp8
+        width = self.sizes.width
         if fp8.fp8_format is None or not fp8.fp8_wgrad:
             return block
         saved = alone * (width - 1) // width - shared // width

@@ -21,7 +21,8 @@ from megatron_ext.video.model.wan.model import VideoDiT
 
 def flops_of_clip(sizes: MMDiTSizes, num_text: int, num_image: int) -> float:
     """Return the operations of an MMDiT on one clip, forward and backward."""
-    h, m = sizes.hidden_size, sizes.mlp_size
+    h = sizes.hidden_size
+    m = sizes.mlp_size
     tokens = num_text + num_image
     # Queries, keys, values and projection, both MLP matrices, scores and their product with
     # values; the same in blocks of both kinds.
@@ -117,7 +118,8 @@ def flops_of_sample(
         num_times: number of timesteps: 1, or one for each frame.
         embeds_text: whether the pass computes the text's embedding, keys and values.
     """
-    h, pairs = sizes.hidden_size, list(attended)
+    h = sizes.hidden_size
+    pairs = list(attended)
     tokens = sum(queries for queries, _ in pairs)
     # Queries, keys, values and projection of self-attention; queries and projection of
     # cross-attention; both matrices of the feed-forward layers; scores and their products with

@@ -72,7 +72,8 @@ class MMDiTNetwork(ClipNetwork):
 
     def weights(self, stage: Stage) -> list[Weight]:
         """Return the parameters of a stage, in the order of its module's parameters."""
-        model, h = self.model, self.model.hidden_size
+        model = self.model
+        h = self.model.hidden_size
         found = self._embedding() if stage.embedding else []
         for number in stage.layers:
             if self._is_double(number):
@@ -90,7 +91,8 @@ class MMDiTNetwork(ClipNetwork):
         return Linear(name, outputs, inputs).weights(self.config.lora)
 
     def _embedding(self) -> list[Weight]:
-        x, h = self.model, self.model.hidden_size
+        x = self.model
+        h = self.model.hidden_size
         vectors = {"time_in": TIMESTEP_WIDTH, "pooled_in": x.pooled_width}
         if x.guidance_embed:
             vectors["guidance_in"] = TIMESTEP_WIDTH
@@ -105,8 +107,11 @@ class MMDiTNetwork(ClipNetwork):
 
     def _layers(self, name: str, *, double: bool) -> list[Weight]:
         """Return the parameters of one stream of a double block, or of a single block."""
-        x, tp, lora = self.model, self.sizes.tp, self.config.lora
-        h, m = x.hidden_size, x.mlp_size
+        x = self.model
+        tp = self.sizes.tp
+        lora = self.config.lora
+        h = x.hidden_size
+        m = x.mlp_size
         qkv = Linear(f"{name}.linear_qkv", 3 * h, h, rows=tp, bias=x.qkv_bias).weights(lora)
         fc1 = Linear(f"{name}.linear_fc1", m, h, rows=tp).weights(lora)
         fc2 = Linear(f"{name}.linear_fc2", h, m, columns=tp, bias=double).weights(lora)
@@ -117,7 +122,8 @@ class MMDiTNetwork(ClipNetwork):
 
     def activations(self, stage: Stage) -> LayerBytes:
         """Return the memory of one micro-batch's activations in a stage."""
-        x, model = self.sizes, self.model
+        x = self.sizes
+        model = self.model
         table = self.block_bytes.rows * model.head_dim * FP32
         parts = [self._entering() if stage.embedding else LayerBytes(0, 0), LayerBytes(table, 0)]
         doubles = [self._double() for number in stage.layers if self._is_double(number)]
@@ -137,7 +143,8 @@ class MMDiTNetwork(ClipNetwork):
 
     def _recomputed(self, stage: Stage) -> tuple[int, int]:
         """Return how many double and single blocks of a stage the backward pass runs again."""
-        flags, first = self.config.section(MMDiTConfig), min(stage.layers)
+        flags = self.config.section(MMDiTConfig)
+        first = min(stage.layers)
         doubles = sum(map(self._is_double, stage.layers))
         # Blocks count along the whole model: those of the stages before come first.
         before = min(first, self.model.num_double_blocks)
@@ -152,7 +159,8 @@ class MMDiTNetwork(ClipNetwork):
 
     def _entering(self) -> LayerBytes:
         """Return the memory of the embedders, which keep copies of their inputs in 16-bit runs."""
-        x, model = self.sizes, self.model
+        x = self.sizes
+        model = self.model
         share = x.cp * x.sequence_size
         features = self.clip.num_image * (model.token_width + model.cond_embed * model.cond_width)
         features += self.clip.num_text * model.text_width
@@ -168,7 +176,8 @@ class MMDiTNetwork(ClipNetwork):
 
     def _attended(self, *, joins: bool) -> int:
         """Return the bytes that attention keeps; ``joins`` adds a joint copy of text and image."""
-        width, h = self.block_bytes, self.model.hidden_size
+        width = self.block_bytes
+        h = self.model.hidden_size
         rows = width.rows * self.model.num_heads // self.sizes.tp
         kept = width.cut(3 * h) + 2 * rms_norm(self.sizes, rows, self.model.head_dim)
         kept += width.cut((3 if joins else 2) * h) + width.cut(h) + rows * FP32
@@ -210,7 +219,8 @@ class MMDiTNetwork(ClipNetwork):
 
     def _block_flops(self) -> Flops:
         """Return a block's operations without modulation, the same for double and single blocks."""
-        h, m = self.model.hidden_size, self.model.mlp_size
+        h = self.model.hidden_size
+        m = self.model.mlp_size
         rows = MULTIPLY_AND_ADD * self.block_bytes.rows / self.sizes.tp
         linear = rows * (4 * h * h + 2 * h * m)
         block = Flops(linear, scores=rows * 2 * self.tokens * h, weights=linear)
@@ -218,7 +228,8 @@ class MMDiTNetwork(ClipNetwork):
 
     def flops(self, stage: Stage) -> Flops:
         """Return the operations of a stage's blocks for one micro-batch on one rank."""
-        h, total = self.model.hidden_size, Flops()
+        h = self.model.hidden_size
+        total = Flops()
         for number in stage.layers:
             parts = 12 if self._is_double(number) else 3
             vectors = MULTIPLY_AND_ADD * self.sizes.b * parts * h * h

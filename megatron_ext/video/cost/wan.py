@@ -63,7 +63,8 @@ class DiTNetwork(ClipNetwork):
     @classmethod
     def of(cls, config: RunConfig, clip: Clip) -> DiTNetwork:
         """Return the formulas for one bucket's clips and a resolved configuration's video DiT."""
-        plan, dit = AttentionPlan.bidirectional(clip.frames), config.section(VideoDiTConfig)
+        plan = AttentionPlan.bidirectional(clip.frames)
+        dit = config.section(VideoDiTConfig)
         if config.section(VideoConfig).is_causal:
             window = window_of(config.section(WanConfig))
             plan = AttentionPlan.causal(window, 0, clip.frames, ())
@@ -106,10 +107,12 @@ class DiTNetwork(ClipNetwork):
 
     def activations(self, stage: Stage) -> LayerBytes:
         """Return the memory of one micro-batch's activations in a stage."""
-        x, model = self.sizes, self.model
+        x = self.sizes
+        model = self.model
         table = self.block_bytes.rows // x.b * model.head_dim * FP32
         parts = [self._entering() if stage.embedding else LayerBytes(0, 0), LayerBytes(table, 0)]
-        blocks, limit = [self.layer()] * len(stage.layers), self._run_again(stage)
+        blocks = [self.layer()] * len(stage.layers)
+        limit = self._run_again(stage)
         parts += recomputed(blocks, self.block_bytes.stream, size=1, limit=limit)
         if stage.head:
             parts += [self._final(), self.velocity_loss(self.clip.num_image * x.b)]
@@ -117,7 +120,9 @@ class DiTNetwork(ClipNetwork):
 
     def _entering(self) -> LayerBytes:
         """Return the memory of the embedder: packed latents, the text's MLP, and the timesteps."""
-        x, model, h = self.sizes, self.model, self.model.hidden_size
+        x = self.sizes
+        model = self.model
+        h = self.model.hidden_size
         held = self.clip.num_image * x.b // (x.cp * x.sequence_size) * model.token_width * x.width
         text = self._text_rows * 3 * h * x.width
         copies = self._text_rows * model.text_width * x.width if x.half else 0
@@ -135,7 +140,9 @@ class DiTNetwork(ClipNetwork):
 
     def _self_attention(self) -> int:
         """Return the bytes that self-attention keeps between its two projections."""
-        x, width, h = self.sizes, self.block_bytes, self.model.hidden_size
+        x = self.sizes
+        width = self.block_bytes
+        h = self.model.hidden_size
         wide = 2 * width.rows * h // x.tp * FP32 if x.half else 0
         rows = width.rows * self.model.num_heads // x.tp
         # The scaled queries and keys, for the weights of their norms.
@@ -149,7 +156,9 @@ class DiTNetwork(ClipNetwork):
 
     def _cross_attention(self) -> int:
         """Return the bytes that cross-attention keeps: queries, keys, values and norms."""
-        x, width, h = self.sizes, self.block_bytes, self.model.hidden_size
+        x = self.sizes
+        width = self.block_bytes
+        h = self.model.hidden_size
         of_text = self._text_rows * h // x.tp
         wide = (width.rows * h // x.tp + of_text) * FP32 if x.half else 0
         rows = width.rows * self.model.num_heads // x.tp
@@ -163,7 +172,8 @@ class DiTNetwork(ClipNetwork):
 
     def _adapters(self) -> int:
         """Return the bytes of LoRA's products ``A x``, which the adapters of a block keep."""
-        lora, width = self.config.lora, self.block_bytes
+        lora = self.config.lora
+        width = self.block_bytes
         rows = {"linear_qkv": 1, "linear_proj": 2, "linear_q": 1, "linear_fc1": 1, "linear_fc2": 1}
         targets = lora.lora_target_modules or []
         tokens = width.rows * sum(rows.get(name, 0) for name in targets)
@@ -172,7 +182,8 @@ class DiTNetwork(ClipNetwork):
 
     def layer(self) -> LayerBytes:
         """Return the memory of one block."""
-        width, h = self.block_bytes, self.model.hidden_size
+        width = self.block_bytes
+        h = self.model.hidden_size
         vectors = LayerBytes(8 * self._vector, width.stream + 6 * self._vector)
         modulation = LayerBytes(vectors.kept + self._adapters(), vectors.transient)
         # The input and the modulated norm that the layer takes; where timesteps have a gradient
@@ -199,7 +210,8 @@ class DiTNetwork(ClipNetwork):
 
     def without_gradient(self) -> int:
         """Return the most bytes of activations that a pass without gradient holds at a time."""
-        width, h = self.block_bytes, self.model.hidden_size
+        width = self.block_bytes
+        h = self.model.hidden_size
         wide = 2 * width.cut(3 * h) if self.sizes.half else 0
         past = 2 * self._selected() * width.cut(h) // self.clip.frames
         attention = width.cut(3 * h) + 4 * width.cut(h) + past + wide
@@ -221,7 +233,9 @@ class DiTNetwork(ClipNetwork):
 
     def _block_flops(self) -> Flops:
         """Return the operations of a block for one micro-batch on one rank."""
-        h, x, text = self.model.hidden_size, self.sizes, self.clip.num_text
+        h = self.model.hidden_size
+        x = self.sizes
+        text = self.clip.num_text
         tokens = self.clip.num_image / x.cp
         linear = tokens * (6 * h * h + 2 * h * self.model.ffn_size) + 2 * text * h * h
         pairs = sum(queries * keys for queries, keys in self._attended())
@@ -254,7 +268,8 @@ class DiTNetwork(ClipNetwork):
         gather and one reduce-scatter (or one all-reduce) over the tensor-parallel ranks. Under
         sequence parallelism each needs another gather in the backward pass.
         """
-        x, count = self.sizes, len(stage.layers)
+        x = self.sizes
+        count = len(stage.layers)
         gathers = 6 * ring(x.tp) * self.block_bytes.whole
         # Under sequence parallelism the inputs of three matrices are gathered once more.
         backward = gathers * (1.5 if x.sequence_parallel else 1.0)

@@ -60,7 +60,8 @@ def _sample(
 ) -> Iterator[tuple[Member, dict[str, Any], list[str]]]:
     clip: Member | None = None
     row: dict[str, Any] = {}
-    text, unused = "", []
+    text = ""
+    unused = []
     for member in members:
         ending = PurePosixPath(member.name).suffix.lower()
         if ending in CLIP_SUFFIXES and clip is None:

@@ -90,7 +90,8 @@ def public(settings: Mapping[str, Any]) -> dict[str, Any]:
 def compared(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     """Return a clause on the first setting in which two mappings differ; empty if they agree."""
     for name in sorted({*wanted, *found}):
-        before, now = wanted.get(name), found.get(name)
+        before = wanted.get(name)
+        now = found.get(name)
         if before == now:
             continue
         if isinstance(before, Mapping) and isinstance(now, Mapping):
@@ -116,7 +117,8 @@ class PatchCodec(VideoCodec):
 
     def __init__(self, config: CodecConfig) -> None:
         self.config = config
-        self.spatial, self.temporal = config.codec_spatial, config.codec_temporal
+        self.spatial = config.codec_spatial
+        self.temporal = config.codec_temporal
         self.channels = config.codec_channels or 3 * self.temporal * self.spatial**2
         kept = band_order(self.temporal, self.spatial)[: self.channels]
         basis = cosine_basis(self.temporal, self.spatial, kept)
@@ -128,7 +130,8 @@ class PatchCodec(VideoCodec):
         _, t, h, w = self.latent_shape(f, height, width)
         first = pixels[:, :, :1].expand(-1, -1, self.temporal, -1, -1)
         frames = torch.cat([first, pixels[:, :, 1:]], dim=2).float() - self.config.codec_shift
-        p, q = self.temporal, self.spatial
+        p = self.temporal
+        q = self.spatial
         cells = frames.reshape(b, 3, t, p, h, q, w, q).permute(0, 2, 4, 6, 1, 3, 5, 7)
         matrix = self._matrix.to(pixels.device)
         latents = cells.reshape(b, t, h, w, -1) @ matrix.T * self.config.codec_scale
@@ -138,7 +141,8 @@ class PatchCodec(VideoCodec):
         self.check_channels(latents)
         b, _, t, h, w = latents.shape
         cells = latents.permute(0, 2, 3, 4, 1).float() / self.config.codec_scale
-        p, q = self.temporal, self.spatial
+        p = self.temporal
+        q = self.spatial
         cells = (cells @ self._matrix.to(latents.device)).reshape(b, t, h, w, 3, p, q, q)
         frames = cells.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(b, 3, t * p, h * q, w * q)
         first = frames[:, :, :p].mean(dim=2, keepdim=True)
@@ -209,7 +213,9 @@ class DiffusersCodec(VideoCodec):
         self.identity = {"codec": settings["_class_name"], "config": public(settings)}
         self.vae = _load_vae(folder, settings["_class_name"]).to(device).eval()
         self.vae.requires_grad_(False)
-        self.folder, self.device, self._seed = folder, device, seed
+        self.folder = folder
+        self.device = device
+        self._seed = seed
         self.channels = self._number("latent_channels", "z_dim")
         self.spatial = self._number("spatial_compression_ratio", "scale_factor_spatial")
         self.temporal = self._number("temporal_compression_ratio", "scale_factor_temporal")
@@ -235,9 +241,11 @@ class DiffusersCodec(VideoCodec):
         The standard deviation is divided by the scaling factor.
         """
         config = self.vae.config
-        means, stds = config.get("latents_mean"), config.get("latents_std")
+        means = config.get("latents_mean")
+        stds = config.get("latents_std")
         if means is None or stds is None:
-            means, stds = [config.get("shift_factor") or 0.0] * self.channels, [1.0] * self.channels
+            means = [config.get("shift_factor") or 0.0] * self.channels
+            stds = [1.0] * self.channels
         mean, std = (
             torch.tensor(values, dtype=torch.float32, device=self.device).reshape(-1, 1, 1, 1)
             for values in (means, stds)

@@ -125,13 +125,15 @@ class OverlapDecoder:
     """
 
     def __init__(self, codec: VideoCodec, overlap: int = OVERLAP) -> None:
-        self._codec, self._overlap = codec, overlap
+        self._codec = codec
+        self._overlap = overlap
         self._before: Tensor | None = None
 
     @torch.no_grad()
     def __call__(self, latents: Tensor) -> Tensor:
         self._codec.check_channels(latents)
-        before, num_new = self._before, latents.size(2)
+        before = self._before
+        num_new = latents.size(2)
         known = latents if before is None else torch.cat([before, latents], dim=2)
         self._before = known[:, :, -self._overlap :].clone()
         pixels = self._codec.decode(known)
@@ -145,7 +147,8 @@ class FeatureCacheDecoder:
     """
 
     def __init__(self, codec: DiffusersCodec) -> None:
-        self._codec, self._vae = codec, codec.vae
+        self._codec = codec
+        self._vae = codec.vae
         self._vae.clear_cache()
         self._features = self._vae._feat_map  # the VAE takes a new list each time that it is used
         # Versions of diffusers that know Wan 2.2 ask for it.
@@ -156,7 +159,8 @@ class FeatureCacheDecoder:
     def __call__(self, latents: Tensor) -> Tensor:
         self._codec.check_channels(latents)
         entering = self._vae.post_quant_conv(self._codec.raw(latents))
-        frames, cache = [], self._features
+        frames = []
+        cache = self._features
         for frame in entering.split(1, dim=2):
             frames.append(self._vae.decoder(frame, feat_cache=cache, feat_idx=[0], **self._first))
             self._first = {}

@@ -58,7 +58,8 @@ def sections(mode: str, num_frames: int, config: ConditionConfig) -> tuple[Secti
     if mode == "t2v":
         return ()
     length = 1 if mode.startswith("i2v") else needed - 1
-    head, tail = Section(0, length), Section(num_frames - length, length)
+    head = Section(0, length)
+    tail = Section(num_frames - length, length)
     if mode == "i2v_loop":
         return head, tail
     return (tail,) if "tail" in mode else (head,)
@@ -157,7 +158,8 @@ def null_like(null: Text, text: Text) -> Text:
     ``null`` is ``[1, k, d]`` and ``[1, e]``, or has b rows as ``text`` has, which is ``[b, l, d]``
     and ``[b, e]``. The last of the k tokens is repeated until there are l; k > l raises DataError.
     """
-    length, known = text.sequence.size(1), null.sequence.size(1)
+    length = text.sequence.size(1)
+    known = null.sequence.size(1)
     if length < known:
         raise DataError(
             f"The encoded empty caption has {known} tokens, but the captions of the batch have "

@@ -117,7 +117,8 @@ class ShardedVideos(VideoClips):
     def __init__(self, folder: str | os.PathLike[str], plan: BucketPlan | None = None) -> None:
         folder = Path(folder)
         self._folder = folder
-        self.manifest, self.plan = read_manifest(folder), plan
+        self.manifest = read_manifest(folder)
+        self.plan = plan
         self.shards = [
             Shard(folder, shard["name"], self.manifest, shard["clips"])
             for shard in self.manifest["shards"]
@@ -173,7 +174,9 @@ class OnlineVideos(VideoClips):
         plan: BucketPlan,
         manifest: Mapping[str, Any] | None = None,
     ) -> None:
-        self._clips, self._encoder, self.plan = list(clips), encoder, plan
+        self._clips = list(clips)
+        self._encoder = encoder
+        self.plan = plan
         self.manifest = dict(manifest or {})
         self.of_buckets = {}
         for number, planned in enumerate(self._clips):

@@ -96,11 +96,15 @@ class ClipEncoder:
     """A codec and a text encoder that turn planned clips into samples."""
 
     def __init__(self, config: EncodeConfig, codec: VideoCodec, text_encoder: TextEncoder) -> None:
-        self.config, self.codec, self.text_encoder = config, codec, text_encoder
+        self.config = config
+        self.codec = codec
+        self.text_encoder = text_encoder
 
     def sample(self, planned: PlannedClip) -> VideoSample:
         """Read and encode one clip and its caption; raise DataError if its file cannot be read."""
-        config, clip, count = self.config, planned.clip, planned.bucket.num_frames
+        config = self.config
+        clip = planned.clip
+        count = planned.bucket.num_frames
         rates: dict[str, Any] = {"fps_cap": config.fps_cap, "video_fps": config.video_fps}
         interval, fps = subsampling(planned.shape.fps, **rates)
         first: float = 0

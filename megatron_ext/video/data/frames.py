@@ -44,7 +44,10 @@ def probe(clip: Clip) -> ClipShape:
             count, fps = _timing(pictures.durations(path))
         else:
             facts = video_files.video_facts(path)
-            height, width, count, fps = facts.height, facts.width, facts.num_frames, facts.fps
+            height = facts.height
+            width = facts.width
+            count = facts.num_frames
+            fps = facts.fps
         if not count or (count > 1 and not (clip.fps or fps)):
             raise ValueError("it has no frames or no frame rate")
         if count > 1 and clip.fps:
@@ -94,7 +97,8 @@ def decode(
     path = clip.source
     places = [first + interval * number for number in range(count)]
     within = [place for place in places if place < shape.num_frames - 1e-6]
-    shapes, fitted = set(), []
+    shapes = set()
+    fitted = []
     with _reading(path):
         # One at a time: a hundred frames of a large video would take gigabytes.
         frames = _frames(path, shape, within, colour_of(background))
@@ -126,7 +130,8 @@ def fit(frames: Tensor, size: tuple[int, int]) -> Tensor:
         planes = torch.nn.functional.interpolate(
             planes, scaled, mode="bilinear", antialias=True, align_corners=False
         )
-    top, left = (scaled[0] - size[0]) // 2, (scaled[1] - size[1]) // 2
+    top = (scaled[0] - size[0]) // 2
+    left = (scaled[1] - size[1]) // 2
     cut = planes[:, :, top : top + size[0], left : left + size[1]]
     return (cut / 127.5 - 1).clamp(-1, 1).transpose(0, 1).contiguous()
 

@@ -45,8 +45,10 @@ def inspect_videos(
         global_batch_size: clips of a step of a run; a bucket with fewer is warned of.
         scan: whether all samples are read, to find bad numbers and samples that are there twice.
     """
-    videos, found = ShardedVideos(folder), Inspected()
-    manifest, size = videos.manifest, sum(x.stat().st_size for x in folder.glob("shard_*"))
+    videos = ShardedVideos(folder)
+    found = Inspected()
+    manifest = videos.manifest
+    size = sum(x.stat().st_size for x in folder.glob("shard_*"))
     found.lines += [
         f"{folder}: {len(videos)} samples in {len(manifest['shards'])} shards, {size / 1e6:.1f} MB "
         f"as {manifest['storage']}",
@@ -74,7 +76,8 @@ def _buckets(
     """Yield a line for each bucket, and add a warning for those with too few clips for a step."""
     yield "buckets"
     for bucket, members in sorted(videos.members(micro_batch_size).items()):
-        count, size = len(members.clips), members.micro_batch_size
+        count = len(members.clips)
+        size = members.micro_batch_size
         _, t, h, w = videos.latent_shape(members.clips[0])
         yield (
             f"  {bucket!s:24} {count:8d} clips ({count / len(videos):.1%}), latents {t}x{h}x{w}, "
@@ -91,9 +94,11 @@ def _buckets(
 
 def _scan(videos: ShardedVideos, size: int, found: Inspected) -> None:
     """Read all samples, and report rates, captions, numbers, and what is there twice or bad."""
-    rates, words = Counter[int](), list[int]()
+    rates = Counter[int]()
+    words = list[int]()
     same: dict[bytes, list[int]] = {}
-    no_caption, bad = list[int](), list[int]()
+    no_caption = list[int]()
+    bad = list[int]()
     total, squares, count = 0.0, 0.0, 0
     buckets = {x: bucket for bucket, numbers in videos.of_buckets.items() for x in numbers}
     # Frames tell more than latents, but decoding those of a VAE would take as long as encoding.

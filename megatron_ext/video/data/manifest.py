@@ -137,7 +137,8 @@ def _whole(least: int) -> tuple[str, Callable[[Any], bool]]:
     return f"a whole number of at least {least}", lambda x: type(x) is int and x >= least
 
 
-_SIZE, _TEXT = _whole(1), ("text", lambda x: isinstance(x, str))
+_SIZE = _whole(1)
+_TEXT = ("text", lambda x: isinstance(x, str))
 _NUMBER = ("a number", lambda x: type(x) in (int, float) and math.isfinite(x))
 _ENTRIES = {
     "codec": {"codec": _TEXT},

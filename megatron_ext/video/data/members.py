@@ -39,7 +39,8 @@ class _Span(io.RawIOBase):
     """A member as a file. Each read opens the archive, so that clips hold no open files."""
 
     def __init__(self, member: Member) -> None:
-        self._member, self._place = member, 0
+        self._member = member
+        self._place = 0
 
     def readable(self) -> bool:
         return True

@@ -201,7 +201,9 @@ class _Samples:
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any], fingerprint: str) -> None:
-        self._folder, self._about, self._fingerprint = folder, dict(about), fingerprint
+        self._folder = folder
+        self._about = dict(about)
+        self._fingerprint = fingerprint
         self._places: dict[str, tuple[shards.Shard, int]] = {}
         self._damaged: dict[str, list[Any]] = {}
         self.markers: dict[str, dict[str, Any]] = {}
@@ -216,7 +218,8 @@ class _Samples:
         """
         try:
             marker = shards.read_json(folder / f"{name}.json")
-            keys, damaged = list(marker["keys"]), list(marker["dropped"])
+            keys = list(marker["keys"])
+            damaged = list(marker["dropped"])
             shard = shards.Shard(folder, name, self._about, len(keys))
             if marker["fingerprint"] != self._fingerprint or marker["clips"] != len(keys):
                 return
@@ -453,7 +456,8 @@ class _Todo:
         samples: _Samples,
         planned: Mapping[str, PlannedClip],
     ) -> None:
-        self.options, self.fingerprint = options, register.fingerprint
+        self.options = options
+        self.fingerprint = register.fingerprint
         self._samples = samples
         self.folder = Path(options.output) / _PARTS
         self._entries = {

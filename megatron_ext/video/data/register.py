@@ -167,7 +167,8 @@ def _entries(rows: Iterable[dict[str, Any] | None], path: Path) -> Iterable[Entr
 
 def refuse_other_options(folder: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     """Raise DataError if samples of a dataset were made with other options than those given."""
-    before, now = _flat(old), _flat(new)
+    before = _flat(old)
+    now = _flat(new)
     differing = [
         f"`{name}` {shortened(before.get(name))} there, {shortened(now.get(name))} here"
         for name in {**before, **now}

@@ -104,7 +104,8 @@ class BucketSteps:
                 f"micro-batch size × {self.num_ranks} ranks × {self.num_microbatches} micro-batches"
                 "; give more clips, fewer buckets or smaller batches."
             )
-        self._epoch, self._order = -1, list[tuple[Bucket, list[int]]]()
+        self._epoch = -1
+        self._order = list[tuple[Bucket, list[int]]]()
 
     def _unit(self, members: Members) -> int:
         """Return the number of clips of a unit: a step's or, with ``mixed``, a micro-batch's."""
@@ -142,7 +143,8 @@ class BucketSteps:
         """
         epoch, step = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
-            self._order, self._epoch = self._shuffled_units(epoch), epoch
+            self._order = self._shuffled_units(epoch)
+            self._epoch = epoch
         if self.mixed:
             first = step * self._per_step + rank
             return self._order[first : first + self._per_step : self.num_ranks]
@@ -207,7 +209,9 @@ class VideoPlan:
     def __init__(
         self, steps: BucketSteps, geometries: Mapping[Bucket, Geometry], identity: str
     ) -> None:
-        self.steps, self.geometries, self.identity = steps, geometries, identity
+        self.steps = steps
+        self.geometries = geometries
+        self.identity = identity
         self.steps_per_epoch = steps.steps_per_epoch
 
     def num_microbatches(self, step: int) -> int:
@@ -224,7 +228,8 @@ class VideoPlan:
         begins.
         """
         ranks = [self.steps.microbatches(step, other) for other in range(self.steps.num_ranks)]
-        planned, first = [], first_sample
+        planned = []
+        first = first_sample
         for number in range(self.steps.num_microbatches):
             for other, of_rank in enumerate(ranks):
                 bucket, clips = of_rank[number]

@@ -73,7 +73,8 @@ def blend_of(words: Sequence[str], flag: str = "--video-data-path") -> Blend:
         paths = tuple(dict.fromkeys(words))
         return Blend(paths, None, tuple(words.count(path) for path in paths))
     given = " ".join(words)
-    weights, paths = numbers[::2], tuple(dict.fromkeys(words[1::2]))
+    weights = numbers[::2]
+    paths = tuple(dict.fromkeys(words[1::2]))
     mixed = None in weights or any(x is not None for x in numbers[1::2]) or len(words) % 2
     if mixed:
         raise ConfigError(
@@ -143,7 +144,9 @@ class JoinedVideos(VideoClips):
     def __init__(
         self, blend: Blend, sets: Sequence[VideoClips], plan: BucketPlan | None, flag: str
     ) -> None:
-        self.blend, self._sets, self.plan = blend, list(sets), plan
+        self.blend = blend
+        self._sets = list(sets)
+        self.plan = plan
         manifests = [one.manifest for one in sets]
         if plan is not None:
             # Its sizes count, whatever the sets say.

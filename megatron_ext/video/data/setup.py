@@ -70,7 +70,8 @@ def open_videos(config: RunConfig, paths: Sequence[str]) -> VideoClips:
 
     ``paths`` are those of ``--video-data-path`` or of ``--video-valid-path``.
     """
-    video, kinds = config.section(VideoConfig), (CodecConfig, TextEncoderConfig, EncodeConfig)
+    video = config.section(VideoConfig)
+    kinds = (CodecConfig, TextEncoderConfig, EncodeConfig)
     encoding = tuple(config.section(x) for x in kinds) if video.online_encoding else None
     if paths == video.video_data_path:
         flag = "--video-data-path"
@@ -184,7 +185,8 @@ def open_split(config: RunConfig, *, validates: bool = False) -> VideoSplit:
         whole=validates,
         name=name,
     )
-    network, geometries = network_of(config), {}
+    network = network_of(config)
+    geometries = {}
     noun = "Validation clips" if validates else "Clips"
     for bucket, held in members.items():
         shape = clips.latent_shape(held.clips[0])
@@ -267,7 +269,8 @@ def video_inputs(config: RunConfig) -> list[Callable[[], Any]]:
 
     Encoders are read only where clips are encoded during training.
     """
-    video, encoder = config.section(VideoConfig), config.section(TextEncoderConfig)
+    video = config.section(VideoConfig)
+    encoder = config.section(TextEncoderConfig)
     if video.dry_run_shape is not None:
         return encoder_checks(encoder)
     blend = partial(blend_of, video.video_data_path or ())
@@ -325,7 +328,8 @@ def planned_clips(config: RunConfig) -> list[Clip]:
     """Return a cost model's `Clip` for each bucket of the training data that some step uses."""
     if config.section(VideoConfig).dry_run_shape is not None:
         return [clip_of_shape(config)]
-    plan, patch = open_split(config).plan, network_of(config).patch_size
+    plan = open_split(config).plan
+    patch = network_of(config).patch_size
     sizes = {bucket: held.micro_batch_size for bucket, held in plan.steps.buckets.items()}
     units = {
         bucket: (len(held.clips) - plan.steps.left_out[bucket]) // sizes[bucket]
@@ -415,10 +419,14 @@ class VideoSource(BatchSource):
         first_step = 0 if full_epoch else run.progress.iteration
         self.video_plan = split.plan
         super().__init__(None, len(split.clips), split.plan, first_step)
-        self._context, self._device, self._training = run.context, run.device, not full_epoch
+        self._context = run.context
+        self._device = run.device
+        self._training = not full_epoch
         self._consumed = consumed_samples
-        network, training_config = network_of(run.config), run.config.training
-        patch, num_workers = network.patch_size, training_config.num_workers
+        network = network_of(run.config)
+        training_config = run.config.training
+        patch = network.patch_size
+        num_workers = training_config.num_workers
         self._batches: Iterator[VideoBatch | None] = itertools.repeat(None)
         if run.context.tp_rank == 0:
             loader: Any = DataLoader(
@@ -469,7 +477,8 @@ def video_step_stats(run: Run, num_microbatches: int) -> StepStats:
     """Return clips, tokens and FLOPs of the coming step on all ranks; see `Task.step_stats`."""
     source = run.train_source
     assert isinstance(source, VideoSource)
-    network, sequences = network_of(run.config), source.video_plan.sequences(source.coming)
+    network = network_of(run.config)
+    sequences = source.video_plan.sequences(source.coming)
     return StepStats(
         samples=len(sequences),
         tokens=sum(sequence.num_tokens for sequence in sequences),

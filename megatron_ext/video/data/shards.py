@@ -117,7 +117,9 @@ class ShardWriter:
         *,
         durable: bool = True,
     ) -> None:
-        self._folder, self._name, self._storage = folder, name, storage
+        self._folder = folder
+        self._name = name
+        self._storage = storage
         self._durable = durable
         self._references = references
         self._writers: dict[str, IndexedWriter] = {}
@@ -162,7 +164,8 @@ class Field:
     """
 
     def __init__(self, prefix: Path, dtype: np.dtype[Any]) -> None:
-        self.prefix, self._dtype = prefix, dtype
+        self.prefix = prefix
+        self._dtype = dtype
         index = read_index(prefix)
         if index.dtype != dtype:
             raise DataError(
@@ -186,7 +189,8 @@ class Field:
 
         A file that has been cut or removed raises DataError.
         """
-        begin, end = int(self.begins[first]), int(self.begins[last])
+        begin = int(self.begins[first])
+        end = int(self.begins[last])
         path = bin_path(self.prefix)
         try:
             offset = begin * self._dtype.itemsize
@@ -226,7 +230,8 @@ class Shard:
     """
 
     def __init__(self, folder: Path, name: str, manifest: dict[str, Any], clips: int) -> None:
-        self.name, self._manifest = name, manifest
+        self.name = name
+        self._manifest = manifest
         self.fields = {
             field: Field(folder / f"{name}_{field}", dtype_of(field, manifest["storage"]))
             for field in (*_FIELDS, *manifest["references"])
@@ -270,10 +275,13 @@ class Shard:
 
     def sample(self, row: int) -> VideoSample:
         """Read one clip; raise DataError if a file has changed or does not fit the others."""
-        manifest, storage, fields = self._manifest, self._manifest["storage"], self.fields
+        manifest = self._manifest
+        storage = self._manifest["storage"]
+        fields = self.fields
         _, t, h, w, fps, number = (int(value) for value in fields["geometry"][row])
         channels = manifest["latent_channels"]
-        length, width = manifest["text_length"], manifest["text_width"]
+        length = manifest["text_length"]
+        width = manifest["text_width"]
         return VideoSample(
             latents=fields["latents"].shaped(row, storage, channels, t, h, w),
             text=fields["text"].shaped(row, storage, length, width),

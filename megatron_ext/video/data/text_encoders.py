@@ -61,7 +61,8 @@ class HashedWords:
 
     def __init__(self, config: TextEncoderConfig) -> None:
         self.length = config.text_length
-        self.width, self.pooled_width = config.text_width, config.pooled_width
+        self.width = config.text_width
+        self.pooled_width = config.pooled_width
         sizes = {"length": self.length, "width": self.width, "pooled_width": self.pooled_width}
         self.identity = {"text_encoder": HASHED, **sizes}
 
@@ -176,14 +177,18 @@ class T5AndClip:
     """
 
     def __init__(self, config: TextEncoderConfig, device: torch.device) -> None:
-        self.length, self.device = config.text_length, device
-        t5, clip = str(config.t5_path), str(config.clip_path)
+        self.length = config.text_length
+        self.device = device
+        t5 = str(config.t5_path)
+        clip = str(config.clip_path)
         model, self._t5_tokenizer = load_model(T5_CLIP, "T5EncoderModel", "t5_path", t5, ["t5"], t5)
-        self._t5, self.width = model.to(device), int(model.config.d_model)
+        self._t5 = model.to(device)
+        self.width = int(model.config.d_model)
         model, self._clip_tokenizer = load_model(
             T5_CLIP, "CLIPTextModel", "clip_path", clip, ["clip", "clip_text_model"], clip
         )
-        self._clip, self.pooled_width = model.to(device), int(model.config.hidden_size)
+        self._clip = model.to(device)
+        self.pooled_width = int(model.config.hidden_size)
         self._clip_length = int(model.config.max_position_embeddings)
         self.identity = {
             "text_encoder": T5_CLIP,
@@ -217,7 +222,9 @@ class UMT5:
     pooled_width = 0
 
     def __init__(self, config: TextEncoderConfig, device: torch.device) -> None:
-        path, self.length, self.device = str(config.t5_path), config.text_length, device
+        path = str(config.t5_path)
+        self.length = config.text_length
+        self.device = device
         sibling = Path(path).resolve().parent / "tokenizer"
         own = (Path(path) / "tokenizer_config.json").is_file() or not sibling.is_dir()
         model, self._tokenizer = load_model(

@@ -376,6 +376,7 @@ def _display_matrix(frame: Any) -> tuple[int, ...] | None:
         if not round(frame.rotation):
             return None
         turn = math.radians(frame.rotation)
-        cosine, sine = round(_UNIT * math.cos(turn)), round(_UNIT * math.sin(turn))
+        cosine = round(_UNIT * math.cos(turn))
+        sine = round(_UNIT * math.sin(turn))
         return (cosine, -sine, 0, sine, cosine, 0, 0, 0, 1 << 30)
     return struct.unpack("=9i", bytes(found[0])[:36]) if found else None

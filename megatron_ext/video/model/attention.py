@@ -116,7 +116,8 @@ def trades_heads(plan: Blueprint) -> bool:
     Raises:
         ConfigError: ``a2a`` is set, but context-parallel ranks cannot split the heads equally.
     """
-    heads, cp = plan.sizes.num_heads // plan.groups.tp.size(), plan.groups.cp.size()
+    heads = plan.sizes.num_heads // plan.groups.tp.size()
+    cp = plan.groups.cp.size()
     trades: bool = plan.options.cp_comm_type == "a2a" and cp > 1
     if trades and heads % cp:
         raise ConfigError(
@@ -134,13 +135,15 @@ class JointAttention:
     """
 
     def __init__(self, plan: Blueprint) -> None:
-        heads, tp = plan.sizes.num_heads, plan.groups.tp.size()
+        heads = plan.sizes.num_heads
+        tp = plan.groups.tp.size()
         if heads % tp:
             raise ConfigError(
                 f"the attention heads ({heads}) must be divisible by "
                 f"`--tensor-model-parallel-size` ({tp})."
             )
-        self.cp_group, self.trades_heads = plan.groups.cp, trades_heads(plan)
+        self.cp_group = plan.groups.cp
+        self.trades_heads = trades_heads(plan)
 
     def __call__(self, qkv: QKV) -> Tensor:
         """Attend with queries, keys, values ``[s/cp, b, n, d]``; return ``[s/cp, b, n * d]``."""

@@ -80,8 +80,10 @@ class VideoChunk(Part):
                     f"`{name}` ({getattr(config, name)}) must be {value} for this {self.title}; "
                     f"build the configuration from `{fields}`."
                 )
-        self.cp_group, self.num_stages = plan.groups.cp, num_stages
-        self.pre_process, self.post_process = stage == 0, stage == num_stages - 1
+        self.cp_group = plan.groups.cp
+        self.num_stages = num_stages
+        self.pre_process = stage == 0
+        self.post_process = stage == num_stages - 1
         self.entering: Tensor | None = None
 
     @classmethod

@@ -35,7 +35,8 @@ def uniform(config: TransformerConfig, bound: float) -> Initialize:
 
     If ``config.init_method`` only marks parameters for a later draw (`Marked`), so does the result.
     """
-    method, usual = partial(torch.nn.init.uniform_, a=-bound, b=bound), config.init_method
+    method = partial(torch.nn.init.uniform_, a=-bound, b=bound)
+    usual = config.init_method
     return Marked(method, usual.marks) if isinstance(usual, Marked) else method
 
 
@@ -128,7 +129,8 @@ def column(
     to add. Weights start uniform in +-``sqrt(6 / (inputs + outputs))`` (Glorot & Bengio 2010).
     With ``whole_input`` every rank is given all tokens, even under sequence parallelism.
     """
-    config, tp = plan.config, plan.groups.tp
+    config = plan.config
+    tp = plan.groups.tp
     method = uniform(config, math.sqrt(6 / (inputs + outputs)))
     layer = ColumnParallelLinear(
         inputs, projections * outputs, config=config, init_method=method, skip_bias_add=True,

@@ -72,10 +72,12 @@ class Mp4Writer:
             self._container.mux(self._stream.encode(encoded))
 
     def _begin(self, height: int, width: int) -> None:
-        self._stream.height, self._stream.width = height, width
+        self._stream.height = height
+        self._stream.width = width
         self._matrix = _BT709 if width >= _HD[0] or height >= _HD[1] else _BT601
         context = self._stream.codec_context
-        context.colorspace, context.color_range = self._matrix, _LIMITED
+        context.colorspace = self._matrix
+        context.color_range = _LIMITED
         context.color_primaries = context.color_trc = _BT709
         self._is_begun = True
 
@@ -243,8 +245,10 @@ def contact_sheet(
     sizes = [_sheet_size(*clip.shape[1:3]) for clip in clips]
     width = GAP + len(shown) * (max(size[0] for size in sizes) + GAP)
     height = sum(TITLE + size[1] + GAP for size in sizes)
-    sheet, top = image.new("RGB", (width, height), "white"), 0
-    pen, letters = draw.Draw(sheet), font.load_default(size=TITLE * 0.6)
+    sheet = image.new("RGB", (width, height), "white")
+    top = 0
+    pen = draw.Draw(sheet)
+    letters = font.load_default(size=TITLE * 0.6)
     for title, clip, size in zip(titles, clips, sizes, strict=True):
         text = _shortened(title, lambda t: pen.textlength(t, letters) <= sheet.width - 2 * GAP)
         pen.text((GAP, top + GAP), text, "black", letters)

@@ -111,13 +111,16 @@ def sample(
     nothing = torch.zeros(len(noise), t, dtype=torch.bool)
     without = pack(condition(noise, nothing), patch_size)
     empty = null_like(null, text)
-    texts, conditions = [text, empty], [without, without]
+    texts = [text, empty]
+    conditions = [without, without]
     if references is not None and bool(references.masks.any()):
         given = pack(condition(references.latents.to(noise), references.masks), patch_size)
-        texts, conditions = [text, empty, empty], [given, given, without]
+        texts = [text, empty, empty]
+        conditions = [given, given, without]
     sequence = torch.cat([part.sequence for part in texts])
     pooled = torch.cat([part.pooled for part in texts])
-    tokens, condition_tokens = tokens_per_frame((t, h, w), patch_size), torch.cat(conditions)
+    tokens = tokens_per_frame((t, h, w), patch_size)
+    condition_tokens = torch.cat(conditions)
 
     def guide(x: Tensor, now: float, step: int) -> Tensor:
         """Return the guided velocity of tokens ``[b, n, d]`` at time ``now``, float32."""

@@ -128,8 +128,10 @@ def check_sampling(config: RunConfig, manifest: Mapping[str, Any]) -> None:
         ConfigError, DataError: prompts or references cannot be read, codec or model do not take
             the size, or encoders cannot be built.
     """
-    sample, text = config.section(SampleConfig), config.section(TextEncoderConfig)
-    requests, model = requests_of(sample), config.section(VideoConfig).video_model
+    sample = config.section(SampleConfig)
+    text = config.section(TextEncoderConfig)
+    requests = requests_of(sample)
+    model = config.section(VideoConfig).video_model
     with_reference = next((x for x in requests if x.reference is not None), None)
     if with_reference is not None and model != "mmdit":
         raise ConfigError(
@@ -213,7 +215,10 @@ def generate_latents(
             "A prompt has a reference, but the model was built without `cond_embed` and would "
             "ignore it; sample from a model of image to video, or leave the reference out."
         )
-    device, shape, text, null = velocity.device, encoded.latent_shape, encoded.text, encoded.null
+    device = velocity.device
+    shape = encoded.latent_shape
+    text = encoded.text
+    null = encoded.null
     null = Text(null.sequence.to(device), null.pooled.to(device))
     draws = draws or [(sampling.sample_seed, number) for number in range(len(encoded))]
 
@@ -236,7 +241,8 @@ def generate_latents(
             patch_size=velocity.patch_size, sampling=sampling, references=given,
         )  # fmt: skip
 
-    replicas, batch = context.layout.data_parallel_size, sampling.sample_batch_size
+    replicas = context.layout.data_parallel_size
+    batch = sampling.sample_batch_size
     total = len(encoded)
     rounds = -(-total // replicas)
     numbers = [min(i * replicas + context.dp_rank, total - 1) for i in range(rounds)]

@@ -63,9 +63,13 @@ class ClipSampler:
     """
 
     def __init__(self, run: Run) -> None:
-        config, context, device = run.config, run.context, run.device
-        self._run, self._sample = run, config.section(SampleConfig)
-        self._requests, manifest = requests_of(self._sample), manifest_of(config)
+        config = run.config
+        context = run.context
+        device = run.device
+        self._run = run
+        self._sample = config.section(SampleConfig)
+        self._requests = requests_of(self._sample)
+        manifest = manifest_of(config)
         self._shape = shape_of(self._sample, manifest)
         self._groups = groups_of(self._requests, self._shape, self._sample)
         codec = partial(build_codec_of, config.section(CodecConfig), manifest, device)
@@ -97,7 +101,8 @@ class ClipSampler:
         are used if the run keeps them and ``--sample-ema`` is on. Raises MegatronExtError on all
         ranks if the files cannot be written.
         """
-        run, sample = self._run, self._sample
+        run = self._run
+        sample = self._sample
         ema = run.ema if sample.sample_ema else None
         if ema is not None:
             say_share_of_start(run)
@@ -129,7 +134,8 @@ class ClipSampler:
                 run.reporters.say("the sampled clips are not finite and are not written")
                 return
             ordered = [clips[number] for number in range(len(clips))]
-            fps, seed = self._shape.fps, sample.sample_seed
+            fps = self._shape.fps
+            seed = sample.sample_seed
             write_clips(folder, ordered, self._requests, fps=fps, seed=seed, facts=facts)
             run.reporters.say(f"sampled {len(self._requests)} clips into {folder}")
 

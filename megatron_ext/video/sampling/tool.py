@@ -105,7 +105,8 @@ def _defaults(argv: Sequence[str], defaults_of: DefaultsOf) -> dict[str, Any]:
         CheckpointError: the checkpoint or its configuration is missing.
     """
     asked = read_words(argv, VIDEO).values
-    given, sample = asked.get("checkpoint", {}), asked.get("sample", {})
+    given = asked.get("checkpoint", {})
+    sample = asked.get("sample", {})
     missing = []
     if not given.get("load"):
         missing.append("`--load` is missing; give the --save folder of a run of pretrain_video.py.")

@@ -69,8 +69,11 @@ class ParallelVelocity:
         patch_size: int,
         guidance: float | None = None,
     ) -> None:
-        self.engine, self.chunks, self.context = engine, list(chunks), context
-        self.patch_size, self.guidance = patch_size, guidance
+        self.engine = engine
+        self.chunks = list(chunks)
+        self.context = context
+        self.patch_size = patch_size
+        self.guidance = guidance
         self._models = [_model_of(chunk) for chunk in chunks]
         cp_size = context.pgs.cp.size()
         if self.gives_parts and cp_size > 1 and not hasattr(self._models[0], "image_tokens"):
@@ -149,7 +152,8 @@ class ParallelVelocity:
         The sum that joins them is exact, since each token is nonzero on one rank only. The result
         has the shape of the input tokens ``x``. Raises DataError if an output does not fit it.
         """
-        groups, context = self.context.pgs, self.context
+        groups = self.context.pgs
+        context = self.context
         whole = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         if context.is_last_stage:
             own = slice(None)

@@ -83,13 +83,15 @@ class _Formulas:
     """Formulas for the bytes of a run's networks, cache and passes on one rank."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._config, self._ranks = config, Ranks.of(config)
+        self._config = config
+        self._ranks = Ranks.of(config)
         self._streaming = config.section(StreamingConfig)
         self._window = window_of(self._streaming)
 
     def trained(self, name: Role) -> NetworkMemory:
         """Return a trained network's memory; only the generator may have averaged weights."""
-        run, sizes = self._config, self._streaming.sizes(name)
+        run = self._config
+        sizes = self._streaming.sizes(name)
         if name == "critic":
             run = replace(run, ema=replace(run.ema, ema_decay=None))
         weights = tuple(dit_weights(run.lora, sizes, self._ranks.tp, self._whole(name)))
@@ -111,7 +113,9 @@ class _Formulas:
 
     def cache(self) -> int:
         """Return the bytes of the generator's cache of keys, values and text, over all blocks."""
-        x, sizes, frame = self._ranks, self._streaming.sizes(), self._clip(1)
+        x = self._ranks
+        sizes = self._streaming.sizes()
+        frame = self._clip(1)
         frames = self._window.capacity_for(self._streaming.chunk_frames)
         rows = frames * frame.num_image // x.cp + frame.num_text
         both = 2 * sizes.num_blocks * rows * x.b * sizes.hidden_size // x.tp
@@ -120,9 +124,12 @@ class _Formulas:
 
     def passes(self) -> dict[str, int]:
         """Return each pass's bytes, by description, in a step that trains generator and critic."""
-        streaming, stage = self._streaming, self._whole("generator")
-        critic, block = self._on_clip(self._config, "critic"), self._on_block()
-        learned, cost = critic.activations(self._whole("critic")), block.activations(stage)
+        streaming = self._streaming
+        stage = self._whole("generator")
+        critic = self._on_clip(self._config, "critic")
+        block = self._on_block()
+        learned = critic.activations(self._whole("critic"))
+        cost = block.activations(stage)
         guided = 2 if streaming.guidance_scale != 1 else 1
         plain = replace(self._config, lora=LoraConfig())
         teacher = self._on_clip(plain, "teacher", samples=guided)
@@ -166,7 +173,8 @@ class _Formulas:
 
     def _on_block(self) -> DiTNetwork:
         """Return the cost formulas of the generator on a block with a full attention window."""
-        window, clip = self._window, self._clip(self._streaming.frame_block)
+        window = self._window
+        clip = self._clip(self._streaming.frame_block)
         # The block is so far on that the window is full of cached frames.
         first = window.at_or_after(window.block * (1 + window.window // window.block))
         seen = sorted(f for part in window.visible(first) for f in part if f < first)
@@ -177,7 +185,8 @@ class _Formulas:
 
 def not_estimated(config: RunConfig) -> list[str]:
     """Return a sentence for each part of streaming that a plan leaves out."""
-    streaming, encoder = config.section(StreamingConfig), config.section(TextEncoderConfig)
+    streaming = config.section(StreamingConfig)
+    encoder = config.section(TextEncoderConfig)
     found = [
         f"The text encoder ({encoder.text_encoder}), which lies on the first rank of each replica, "
         "and its work are not estimated."
@@ -198,7 +207,8 @@ def not_estimated(config: RunConfig) -> list[str]:
 
 def report(config: RunConfig, gpu: Gpu | None) -> Report:
     """Return the plan of a run as tables and text, and whether it fits; True if ``gpu`` is None."""
-    ranks, found = Ranks.of(config), streaming_memory(config)
+    ranks = Ranks.of(config)
+    found = streaming_memory(config)
     networks = Table(
         "network", "parameters", "of a rank", "weights", "gradients", "optimizer", "EMA",
         title="networks on a rank",

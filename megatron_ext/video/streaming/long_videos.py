@@ -94,7 +94,8 @@ class LongVideoWriter:
         num_frames: int,
         fps: float,
     ) -> None:
-        self._numbers, self._decoder = numbers, decoder
+        self._numbers = numbers
+        self._decoder = decoder
         self._shown = set(shown_frames(num_frames).tolist())
         self._stills: list[NDArray[np.uint8]] = []
         self._files = [Mp4Writer(folder / clip_name(n), fps, growing=True) for n in numbers]
@@ -175,8 +176,10 @@ class LongVideoSampler:
 
     def __init__(self, run: Run, encode: Encode, build_codec: Callable[[], VideoCodec]) -> None:
         config = run.config
-        self._run, self._streaming = run, config.section(StreamingConfig)
-        self._sample, own = config.section(SampleConfig), config.section(StreamingSampleConfig)
+        self._run = run
+        self._streaming = config.section(StreamingConfig)
+        self._sample = config.section(SampleConfig)
+        own = config.section(StreamingSampleConfig)
         self._prompts = video_prompts(self._sample, own, self._streaming)
         captions = [[prompt.text, *(s.text for s in prompt.switches)] for prompt in self._prompts]
         encoded = encode([caption for some in captions for caption in some])
@@ -193,7 +196,9 @@ class LongVideoSampler:
         paths = {i: x.start for i, x in enumerate(self._prompts) if x.start is not None}
         if not paths:
             return {}
-        streaming, context, device = self._streaming, self._run.context, self._run.device
+        streaming = self._streaming
+        context = self._run.context
+        device = self._run.device
         frames = streaming.blocks.first
         size = streaming.latent_size
 
@@ -228,7 +233,8 @@ class LongVideoSampler:
             NotFiniteError: a video is not finite (raised on all ranks).
             MegatronExtError: the files cannot be written (raised on all ranks).
         """
-        run, context = self._run, self._run.context
+        run = self._run
+        context = self._run.context
         timer = _Timer(progress if context.dp_rank == 0 else None)
         on_reporting_rank(lambda: open_folder(folder), f"Opening {folder}", context)
         writing = folder.with_name(f".{folder.name}.writing")
@@ -236,7 +242,8 @@ class LongVideoSampler:
         if ema is not None:
             say_share_of_start(run)
         weights = ema.swapped_in(run.chunks) if ema else nullcontext()
-        videos, fault = list[WrittenVideo](), None
+        videos = list[WrittenVideo]()
+        fault = None
         try:
             with run.parameter_gather.paused(), weights:
                 for numbers in self._batches():
@@ -269,7 +276,8 @@ class LongVideoSampler:
 
     def _batches(self) -> Iterator[list[int]]:
         """Yield batches of this replica's prompt numbers that begin and switch alike."""
-        context, size = self._run.context, self._sample.sample_batch_size
+        context = self._run.context
+        size = self._sample.sample_batch_size
         own = range(context.dp_rank, len(self._prompts), context.layout.data_parallel_size)
 
         def course(number: int) -> tuple[bool, tuple[int, ...]]:
@@ -281,7 +289,8 @@ class LongVideoSampler:
 
     def _sample_batch(self, numbers: list[int], writing: Path, timer: _Timer) -> list[WrittenVideo]:
         """Sample and write a batch of videos; return them on the rank that writes, else []."""
-        context, what = self._run.context, f"Writing into {writing}"
+        context = self._run.context
+        what = f"Writing into {writing}"
         writer: LongVideoWriter | None = None
 
         def open_files() -> LongVideoWriter:
@@ -313,7 +322,8 @@ class LongVideoSampler:
 
     def _blocks(self, numbers: Sequence[int]) -> Iterator[Tensor]:
         """Yield the blocks of a batch, ``[b, t, c, h, w]`` float32, made with a new cache."""
-        run, streaming = self._run, self._streaming
+        run = self._run
+        streaming = self._streaming
         height, width = streaming.latent_size
         (network,) = unwrap_model(run.chunks)
         frame_shape = network.sizes.channels, height, width
@@ -345,7 +355,8 @@ class _Timer:
     """Measures the throughput of a replica, and calls ``progress`` with it after each block."""
 
     def __init__(self, progress: Progress | None) -> None:
-        self._progress, self._start = progress, time.perf_counter()
+        self._progress = progress
+        self._start = time.perf_counter()
         self.throughput = Throughput()
 
     def count(self, videos: int, frames: int) -> None:

@@ -69,7 +69,8 @@ def noised_clip(
     Noise and timesteps depend only on the seed, on the clip's samples, number and exit step, and on
     ``purpose``, the network that is trained.
     """
-    latents, name = clip.latents.detach(), f"{purpose} chunk {clip.number}"
+    latents = clip.latents.detach()
+    name = f"{purpose} chunk {clip.number}"
     uniforms = decisions.uniforms(seed, clip.samples, f"{name} timestep")
     timesteps = schedule.score_timesteps(uniforms, clip.exit_step).to(latents.device)
     noise = decisions.noise(seed, clip.samples, latents.shape[1:], f"{name} noise", like=latents)
@@ -109,7 +110,8 @@ class Scores:
             entering: copy of ``x`` that the networks get, so that a hook on it receives only the
                 gradient through the networks; None gives them ``x`` itself.
         """
-        given, text = x if entering is None else entering, clip.text
+        given = x if entering is None else entering
+        text = clip.text
         fake = self.critic(x=given, timesteps=noised.timesteps, text=text)
         if self.guidance_scale == 1:
             real = unguided = self.teacher(x=given, timesteps=noised.timesteps, text=text)
@@ -151,7 +153,8 @@ def sid_direction(
         if whole_gradient is not None:
             entering.register_hook(whole_gradient)  # type: ignore[no-untyped-call]
         clean = scores.clean(clip, noised, x, entering)
-        scale, alpha = scores.guidance_scale, scores.sid_alpha
+        scale = scores.guidance_scale
+        alpha = scores.sid_alpha
         losses = sid_losses(latents, **clean, scale=scale, alpha=alpha)
         # Not torch.autograd.grad: recomputed blocks may refuse to be asked for one input.
         torch.where(clip.mask, losses, 0.0).sum().backward()  # type: ignore[no-untyped-call]
@@ -184,9 +187,11 @@ def generator_losses(
     `sid_direction`.
     """
     for step in clip.blocks:
-        frames, latents = clip.frames_of(step), generator.clean(step)
+        frames = clip.frames_of(step)
+        latents = generator.clean(step)
         own = None if losses is None else losses[:, frames]
-        given, mask = direction[:, frames], clip.mask[:, frames]
+        given = direction[:, frames]
+        mask = clip.mask[:, frames]
         yield dmd_loss(latents, direction=given, mask=mask, losses=own)
 
 
@@ -236,13 +241,15 @@ def sid_losses(
     mean|X - r| gets no gradient. The loss of a sample with r = X is 0.
     """
     real = _guided(conditional, unconditional, scale)
-    gap, x = real - fake.double(), latents.double()
+    gap = real - fake.double()
+    x = latents.double()
     return _by_frame(gap * (real - x - alpha * gap) / _distance(latents, real))
 
 
 def _guided(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
     """Return r, the clean latents that the teacher predicts with guidance, in float64."""
-    c, u = conditional.double(), unconditional.double()
+    c = conditional.double()
+    u = unconditional.double()
     return c + (scale - 1) * (c - u)
 
 
@@ -269,7 +276,8 @@ def dmd_loss(
         losses: loss of each frame, ``[b, t]``, if the loss is not L_G. Then ``losses`` give its
             value, and ``direction`` its gradient times the number of elements of a frame.
     """
-    x, d = latents.double(), direction.double()
+    x = latents.double()
+    d = direction.double()
     counts = mask[..., None, None, None]
     # X - stopgrad(X - D), without the rounding of the difference: its gradient is D to the bit.
     if losses is None:

@@ -101,7 +101,8 @@ def build_critic(
     config: RunConfig, context: ParallelContext, device: torch.device
 ) -> TrainedNetwork:
     """Build the critic, with its own optimizer and its own learning rate schedule."""
-    streaming, lr = config.section(StreamingConfig), config.optimizer.lr
+    streaming = config.section(StreamingConfig)
+    lr = config.optimizer.lr
     assert lr is not None
     ratio = CRITIC_LR if streaming.critic_lr is None else streaming.critic_lr / lr
     optimizer = dataclasses.replace(
@@ -113,7 +114,8 @@ def build_critic(
     bare = build_chunks(partial(build_network, role="critic"), own, transformer_config, context)
     chunks = wrap_chunks(bare, own, transformer_config, context, device)
     built = build_optimizer(own, chunks, context.pgs)
-    path, checkpoint = streaming.critic_checkpoint, config.checkpoint
+    path = streaming.critic_checkpoint
+    checkpoint = config.checkpoint
     load_weights(checkpoint, context, path, chunks, built, section=CRITIC)
     base = FrozenBase.of_run(config.lora, config.training.seed)
     if base is not None and path is not None:

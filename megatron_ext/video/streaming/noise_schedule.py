@@ -49,7 +49,8 @@ class NoiseSchedule:
         table = self._timesteps.to(timesteps.device)
         t = timesteps.double()
         above = torch.searchsorted(table, t.contiguous()).clamp(1, len(table) - 1)
-        low, high = table[above - 1], table[above]
+        low = table[above - 1]
+        high = table[above]
         return torch.where(t - low < high - t, low, high) / NUM_TIMESTEPS
 
     def context_sigma(self, *, recached: bool = False) -> float:
@@ -59,7 +60,8 @@ class NoiseSchedule:
         gives 0.5% at timestep 0. Frames ``recached`` at a prompt switch then have level 0, as in
         LongLive. Without the flag all past frames have one level, which is 0 at timestep 0.
         """
-        noise, from_table = self.streaming.context_noise, self.streaming.context_noise_from_table
+        noise = self.streaming.context_noise
+        from_table = self.streaming.context_noise_from_table
         is_clean = recached if from_table else noise == 0
         return 0.0 if is_clean else float(self.sigma(torch.tensor(noise)))
 
@@ -75,8 +77,10 @@ class NoiseSchedule:
             exit_step: denoising step, counted from 0, at which all blocks of the clip end; None if
                 blocks may end at different steps, in which case they set no bounds.
         """
-        streaming, exits = self.streaming, self.denoising_timesteps
-        low, high = 0, NUM_TIMESTEPS
+        streaming = self.streaming
+        exits = self.denoising_timesteps
+        low = 0
+        high = NUM_TIMESTEPS
         if exit_step is not None:
             if streaming.ts_schedule and exit_step < len(exits) - 1:
                 low = self._step(exits[exit_step + 1])

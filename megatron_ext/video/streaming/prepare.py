@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 def prepare_streaming(config: RunConfig) -> tuple[RunConfig, None]:
     """Check prompts and lengths; return the completed configuration and None (no assets)."""
-    streaming, sample = config.section(StreamingConfig), config.section(SampleConfig)
+    streaming = config.section(StreamingConfig)
+    sample = config.section(SampleConfig)
     check_weights("--critic-checkpoint", streaming.critic_checkpoint)
     check_weights("--teacher-checkpoint", streaming.teacher_checkpoint)
     rows = read_training_prompts(streaming)
@@ -56,7 +57,8 @@ def prepare_streaming(config: RunConfig) -> tuple[RunConfig, None]:
 
 def streaming_inputs(config: RunConfig) -> list[Callable[[], Any]]:
     """Return checks of weights, prompts and encoders of a streaming run; see `Task.inputs`."""
-    streaming, encoder = config.section(StreamingConfig), config.section(TextEncoderConfig)
+    streaming = config.section(StreamingConfig)
+    encoder = config.section(TextEncoderConfig)
     return [
         partial(check_weights, "--critic-checkpoint", streaming.critic_checkpoint),
         partial(check_weights, "--teacher-checkpoint", streaming.teacher_checkpoint),
@@ -77,7 +79,8 @@ def sized(config: RunConfig) -> RunConfig:
     )
     _check_latents(streaming, config.section(CodecConfig), samples=samples)
     _check_layout(streaming, config.parallel)
-    length, described = clip_tokens(streaming), streaming.described(config.model)
+    length = clip_tokens(streaming)
+    described = streaming.described(config.model)
     model = dataclasses.replace(
         described, padded_vocab_size=None, seq_length=length, max_position_embeddings=length
     )
@@ -173,12 +176,14 @@ def _check_layout(streaming: StreamingConfig, parallel: ParallelConfig) -> None:
     exchanges are checked here if the teacher has the layout of the run.
     """
     found = list[str]()
-    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    tp = parallel.tensor_model_parallel_size
+    cp = parallel.context_parallel_size
     roles: list[Role] = ["generator", "critic"]
     if teacher_sizes(streaming, parallel) is None:
         roles.append("teacher")
     for role in roles:
-        name, sizes = getattr(streaming, f"{role}_size"), streaming.sizes(role)
+        name = getattr(streaming, f"{role}_size")
+        sizes = streaming.sizes(role)
         if name is None:
             continue  # as the generator
         for what, number in (("heads", sizes.num_heads), ("feed-forward rows", sizes.ffn_size)):
@@ -193,7 +198,8 @@ def _check_layout(streaming: StreamingConfig, parallel: ParallelConfig) -> None:
                 f"{name}`, which tensor x context parallel size ({tp * cp}) does not divide; use "
                 "all_gather."
             )
-    ranks, tokens = cp * (tp if parallel.sequence_parallel else 1), _frame_tokens(streaming)
+    ranks = cp * (tp if parallel.sequence_parallel else 1)
+    tokens = _frame_tokens(streaming)
     if tokens % ranks:
         found.append(
             f"`--latent-size` ({_words(streaming.latent_size)}) gives a frame {tokens} tokens, "

@@ -197,7 +197,8 @@ def _prompt(row: dict[str, Any], source: Path) -> VideoPrompt:
 def _switch(entry: Any) -> Switch:
     if not isinstance(entry, dict) or entry.keys() != {"frame", "text"}:
         raise ValueError(f"a switch must have `frame` and `text`, but is {entry!r}")
-    frame, text = entry["frame"], entry["text"]
+    frame = entry["frame"]
+    text = entry["text"]
     if type(frame) is not int or not isinstance(text, str):
         raise TypeError(f"a switch needs an integer and a text, but is {entry!r}")
     return Switch(frame, text.strip())
@@ -325,9 +326,11 @@ class FilePrompts:
     """
 
     def __init__(self, config: RunConfig, context: ParallelContext, device: torch.device) -> None:
-        streaming, text = config.section(StreamingConfig), config.section(TextEncoderConfig)
+        streaming = config.section(StreamingConfig)
+        text = config.section(TextEncoderConfig)
         self._rows = read_training_prompts(streaming)
-        self._context, self._device = context, device
+        self._context = context
+        self._device = device
         self._seed = config.training.seed
         self._first_block = streaming.blocks.first
         self._latent = (streaming.sizes().channels, *streaming.latent_size)
@@ -348,7 +351,8 @@ class FilePrompts:
         rows = [self._row(sample) for sample in samples]
         second = [row.second_text for row in rows if row.second_text is not None]
         text = self.encode([row.text for row in rows] + second)
-        after, start = text[len(rows) :] if second else None, None
+        after = text[len(rows) :] if second else None
+        start = None
         if all(row.start is not None for row in rows):
             known = on_first_of_replica(
                 lambda: torch.cat([*map(self._given, rows)]), "Encoding given frames", self._context

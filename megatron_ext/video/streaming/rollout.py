@@ -113,7 +113,8 @@ class Generator:
         with torch.no_grad():
             for step in range(exit_step):
                 x0 = self.clean(ExitStep(x, timesteps[step], text, first_frame))
-                fresh, t = noise(first_frame, step + 1), timesteps[step + 1]
+                fresh = noise(first_frame, step + 1)
+                t = timesteps[step + 1]
                 x = self.schedule.add_noise(x0, fresh, _timesteps(t, x0))
         last = ExitStep(x, timesteps[exit_step], text, first_frame)
         with torch.set_grad_enabled(graph):
@@ -245,7 +246,8 @@ def generate_blocks(
     """
     window = generator.cache.window
     kept = -(-window.window // window.block)
-    newest, sinks = deque[Tensor](maxlen=kept), list[Tensor]()
+    newest = deque[Tensor](maxlen=kept)
+    sinks = list[Tensor]()
     last_step = len(generator.schedule.denoising_timesteps) - 1
     generator.cache.reset()
     text = texts[0]

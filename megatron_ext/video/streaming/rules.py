@@ -59,11 +59,14 @@ def check_options(streaming: StreamingConfig) -> None:
     Raises:
         ConfigError: a rule is broken; the error names only the first broken rule.
     """
-    low, high, size = streaming.min_new_frames, streaming.max_new_frames, streaming.chunk_frames
+    low = streaming.min_new_frames
+    high = streaming.max_new_frames
+    size = streaming.chunk_frames
     lengths = streaming.sequence_lengths
     block = streaming.frame_block
     layout = streaming.blocks
-    steps, longlive = streaming.denoising_steps, "the defaults are those of LongLive"
+    steps = streaming.denoising_steps
+    longlive = "the defaults are those of LongLive"
     falls = bool(steps) and all(x > y for x, y in zip(steps, steps[1:], strict=False))
     blocks = f"a positive multiple of block ({block})"
     chunks = blocks
@@ -104,13 +107,15 @@ def sample_errors(
     """Return a sentence for each fault in the flags of sampled videos."""
     found = []
     blocks = streaming.blocks
-    length, texts = own.sample_latent_frames, sample.sample_texts or ()
+    length = own.sample_latent_frames
+    texts = sample.sample_texts or ()
     if length is not None and (length < 1 or not blocks.begins(length)):
         found.append(
             f"`--sample-latent-frames` ({length}) must be {blocks.rule}, since blocks are "
             "denoised together."
         )
-    second, switch = own.sample_second_texts, own.sample_switch_frame
+    second = own.sample_second_texts
+    switch = own.sample_switch_frame
     if switch is not None and second is None:
         found.append(
             f"`--sample-switch-frame` ({switch}) needs `--sample-second-texts`; give the "
@@ -159,10 +164,12 @@ def teacher_sizes(streaming: StreamingConfig, parallel: ParallelConfig) -> Teach
 
 def teacher_errors(streaming: StreamingConfig, parallel: ParallelConfig) -> list[str]:
     """Return a sentence for each reason why the teacher cannot have its layout."""
-    tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    tensor = parallel.tensor_model_parallel_size
+    context = parallel.context_parallel_size
     if min(tensor, context) < 1 or parallel.world_size % (tensor * context):
         return []
-    own, sizes = teacher_sizes(streaming, parallel), streaming.sizes("teacher")
+    own = teacher_sizes(streaming, parallel)
+    sizes = streaming.sizes("teacher")
     found = [] if own is None else _rank_errors(own, parallel)
     stages = streaming.teacher_pipeline_model_parallel_size
     if stages > sizes.num_blocks:
@@ -192,8 +199,10 @@ def teacher_errors(streaming: StreamingConfig, parallel: ParallelConfig) -> list
 def _rank_errors(own: TeacherSizes, parallel: ParallelConfig) -> list[str]:
     """Return a list of one error if the teacher's copies do not fit ranks and replicas, else []."""
     world = parallel.world_size
-    tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    replica, counts = tensor * context, range(1, world + 1)
+    tensor = parallel.tensor_model_parallel_size
+    context = parallel.context_parallel_size
+    replica = tensor * context
+    counts = range(1, world + 1)
     fitting = [n for n in counts if world % n == 0 and (replica % n == 0 or n % replica == 0)]
     if own.ranks in fitting:
         return []

@@ -127,8 +127,11 @@ class StreamingSequence:
         like: Tensor,
         first_frame: FirstFrame | None = None,
     ) -> None:
-        self.streaming, self.generator, self.replica = streaming, generator, replica
-        self.prompts, self.first_frame = prompts, first_frame
+        self.streaming = streaming
+        self.generator = generator
+        self.replica = replica
+        self.prompts = prompts
+        self.first_frame = first_frame
         self.like = like.new_empty(replica.batch, 0, *like.shape[2:])
         self.state: SequenceState | None = None
         self.first = 0, 0
@@ -137,7 +140,8 @@ class StreamingSequence:
     @property
     def coming(self) -> tuple[int, int]:
         """Return the numbers of the next sequence and of its first sample in the run."""
-        s, replica = self.state, self.replica
+        s = self.state
+        replica = self.replica
         if s is None:
             return self.first
         return s.sequence + 1, s.consumed_samples + replica.batch * replica.dp_size
@@ -212,7 +216,9 @@ class StreamingSequence:
         return noise
 
     def _advance(self, *, trains: bool) -> StreamClip:
-        streaming, s, size = self.streaming, self._state, self.streaming.chunk_frames
+        streaming = self.streaming
+        s = self._state
+        size = self.streaming.chunk_frames
         start = s.current_length
         growth = size - start
         if s.chunk:
@@ -283,12 +289,14 @@ class StreamingSequence:
             steps=len(self.generator.schedule.denoising_timesteps),
         )
         noise = self._noise()
-        made, trained = list[Tensor](), list[ExitStep]()
+        made = list[Tensor]()
+        trained = list[ExitStep]()
         for frame, exit_step in zip(frames, exits, strict=True):
             if self._state.switches_before(frame + 1):
                 self._switch(frame, made)
             trains = frame >= first_trained
-            text, graph = self._state.text, trains and not streaming.two_phase
+            text = self._state.text
+            graph = trains and not streaming.two_phase
             x0, step = self.generator.generate(frame, text, noise, exit_step=exit_step, graph=graph)
             made.append(x0)
             if trains and streaming.two_phase:
@@ -315,7 +323,8 @@ class StreamingSequence:
             self._encode_anew(s.previous, s.current_length, keep_sink=False)
 
     def _encode_anew(self, known: Tensor, length: int, *, keep_sink: bool) -> None:
-        s, frames = self._state, self.streaming.recache_frames
+        s = self._state
+        frames = self.streaming.recache_frames
         history = History(known, length, s.first_frames(known, length, self._num_sinks))
         self.generator.encode_anew(
             history, s.text, self._noise(), frames=frames, keep_sink=keep_sink

@@ -97,7 +97,8 @@ class StreamingRunner(StepRunner):
         self, config: RunConfig, task: Task, context: ParallelContext, *model: Any
     ) -> None:
         super().__init__(config, task, context, *model)
-        optimizer, scheduler = self.optimizer, self.scheduler
+        optimizer = self.optimizer
+        scheduler = self.scheduler
         assert optimizer is not None and scheduler is not None
         self.streaming = streaming = config.section(StreamingConfig)
         self.schedule = NoiseSchedule(streaming)
@@ -133,7 +134,9 @@ class StreamingRunner(StepRunner):
         return -(-steps // self.streaming.generator_interval)
 
     def _sequence(self, prompts: FilePrompts) -> StreamingSequence:
-        streaming, training, layout = self.streaming, self.config.training, self.context.layout
+        streaming = self.streaming
+        training = self.config.training
+        layout = self.context.layout
         batch, _ = training.batch_sizes
         height, width = streaming.latent_size
         (model,) = unwrap_model(self.chunks)
@@ -221,7 +224,8 @@ class StreamingRunner(StepRunner):
         if self.streaming.distribution_loss == "sid":
             direction, losses = sid_direction(clip, noised, self.scores, self._whole_gradient)
         else:
-            direction, losses = generator_direction(clip, noised, self.scores), None
+            direction = generator_direction(clip, noised, self.scores)
+            losses = None
         if self.streaming.two_phase:
             yield from generator_losses(clip, direction, self.sequence.generator, losses)
         else:
@@ -229,7 +233,8 @@ class StreamingRunner(StepRunner):
 
     def _whole_gradient(self, gradient: Tensor) -> Tensor:
         """Combine the ranks' gradients of a network's input into that of the whole loss."""
-        groups, whole = self.context.pgs, gradient.contiguous().clone()
+        groups = self.context.pgs
+        whole = gradient.contiguous().clone()
         if self.transformer_config.sequence_parallel:
             torch.distributed.all_reduce(whole, group=groups.tp)
         if groups.cp.size() > 1:
@@ -242,7 +247,8 @@ class StreamingRunner(StepRunner):
     def _result(
         self, reports: dict[Pass, list[Report]], updates: dict[Pass, UpdateResult]
     ) -> StepResult:
-        losses, counts = dict[str, Tensor](), dict[str, Tensor]()
+        losses = dict[str, Tensor]()
+        counts = dict[str, Tensor]()
         for kind, entries in reports.items():
             totals = reduce_reports(entries, self.context)
             losses |= {name: mean_of(total) for name, total in totals.items()}

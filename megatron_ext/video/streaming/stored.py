@@ -69,7 +69,9 @@ class StreamingState:
         context: ParallelContext,
         config: RunConfig,
     ) -> None:
-        self._critic, self._sequence, self._context = critic, sequence, context
+        self._critic = critic
+        self._sequence = sequence
+        self._context = context
         self._sequence_flags, self._cache_flags = _settings(config)
         self._left_out: list[str] = []
         self.steps = 0
@@ -122,7 +124,8 @@ class StreamingState:
 
     def load(self, loaded: dict[str, Any], *, with_optimizer: bool, notes: list[str]) -> None:
         """Restore critic, sequence and progress; ``notes`` gets sentences on what is left out."""
-        critic, progress = self._critic, loaded[PROGRESS]
+        critic = self._critic
+        progress = loaded[PROGRESS]
         notes += self._left_out
         if critic.base is not None:
             put_back_base(loaded[CRITIC], critic.chunks)

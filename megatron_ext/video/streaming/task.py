@@ -35,7 +35,8 @@ def sampler_of(run: Run) -> Callable[[Path], None]:
     """Return a function that samples the run's long videos into a folder, between steps."""
     runner = run.runner
     assert isinstance(runner, StreamingRunner)
-    prompts, work = runner.sequence.prompts, runner.work
+    prompts = runner.sequence.prompts
+    work = runner.work
     assert isinstance(prompts, FilePrompts)
     # A VAE is large, so the one that encodes first frames is used again.
     codec = partial(build_codec, run.config.section(CodecConfig), run.device)

@@ -53,7 +53,8 @@ def build_teacher(
     own = _config_of(config, sizes)
     if sizes is None:
         return _network(own, build_transformer_config(own), context, device)
-    run, minutes = context.layout, config.parallel.distributed_timeout_minutes
+    run = context.layout
+    minutes = config.parallel.distributed_timeout_minutes
     # Consecutive ranks form a group, so the data-parallel rank of the teacher varies slowest.
     layout = Layout(run.world_size, sizes.tensor, sizes.pipeline, use_tp_pp_dp_mapping=True)
     lies = secondary_groups(layout, timeout_minutes=minutes, recorder=context.recorder)
@@ -127,7 +128,9 @@ class ParallelTeacher(torch.nn.Module):
         super().__init__()
         self.network = network
         self._engine = forward_engine([network], transformer_config, context)
-        self._context, self._peers, self._num_replicas = context, peers, num_replicas
+        self._context = context
+        self._peers = peers
+        self._num_replicas = num_replicas
 
     @property
     def _model(self) -> Any:
@@ -160,7 +163,8 @@ class ParallelTeacher(torch.nn.Module):
 
     def _predicted(self, rows: tuple[Tensor, ...], num_microbatches: int) -> Tensor:
         """Return the flow for rows (latents, timesteps, texts, each ``[n, ...]``) on all ranks."""
-        x, staged = rows[0], self._context.layout.pipeline_model_parallel_size > 1
+        x = rows[0]
+        staged = self._context.layout.pipeline_model_parallel_size > 1
         # With pipeline stages each sample is a micro-batch.
         parts = [part.chunk(x.size(0) if staged else num_microbatches) for part in rows]
         names = "x", "timesteps", "text"

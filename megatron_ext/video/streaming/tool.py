@@ -66,7 +66,8 @@ def _base_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
     Raises:
         CheckpointError: the weights are gone, or are given for a checkpoint without adapters.
     """
-    load, elsewhere = given["load"], given.get("pretrained_checkpoint")
+    load = given["load"]
+    elsewhere = given.get("pretrained_checkpoint")
     base = FrozenBase.under(Path(load), given.get("ckpt_step"))
     if base is None:
         if elsewhere is not None:
@@ -97,8 +98,10 @@ def prepare_sampling(config: RunConfig) -> tuple[RunConfig, None]:
 
 def sample_at_once(run: Run) -> None:
     """Sample the videos of the run; print the progress, and the throughput at the end."""
-    config, device = run.config, run.device
-    streaming, text = config.section(StreamingConfig), config.section(TextEncoderConfig)
+    config = run.config
+    device = run.device
+    streaming = config.section(StreamingConfig)
+    text = config.section(TextEncoderConfig)
     folder = config.section(SampleConfig).sample_dir
     assert folder is not None and streaming.text_features is not None
     shape = text.text_length, streaming.text_features
@@ -109,7 +112,8 @@ def sample_at_once(run: Run) -> None:
         return encode_captions(captions, build, shape, run.context, device)
 
     codec = partial(build_codec, config.section(CodecConfig), device)
-    sampler, printed_at = LongVideoSampler(run, encode, codec), -math.inf
+    sampler = LongVideoSampler(run, encode, codec)
+    printed_at = -math.inf
 
     def progress(seen: Throughput) -> None:
         nonlocal printed_at

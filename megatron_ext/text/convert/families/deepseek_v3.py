@@ -95,10 +95,12 @@ def read_experts(settings: Settings, ranking: int) -> Fields:
     Args:
         ranking: number of a group's best scores whose sum ranks it.
     """
-    dense, layers = settings["first_k_dense_replace"] or 0, settings["num_hidden_layers"]
+    dense = settings["first_k_dense_replace"] or 0
+    layers = settings["num_hidden_layers"]
     holds = [int(layer >= dense) for layer in range(layers)]
     shared = settings["n_shared_experts"] or 0
-    groups, chosen = settings["n_group"] or 1, settings["topk_group"] or 1
+    groups = settings["n_group"] or 1
+    chosen = settings["topk_group"] or 1
     usual = groups == 1 or settings["num_experts_per_tok"] // chosen == ranking
     scale = float(settings["routed_scaling_factor"] or 1.0)
     return {

@@ -39,7 +39,8 @@ def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
 
 
 def weights(model: ModelConfig, moe: MoEConfig, vocab_size: int) -> Table:
-    theirs, ours = f"{llama.LAYER}.mlp.experts", "mlp.experts.experts"
+    theirs = f"{llama.LAYER}.mlp.experts"
+    ours = "mlp.experts.experts"
     layer: dict[str, Parts] = {
         **llama.norms(),
         **llama.attention(model),

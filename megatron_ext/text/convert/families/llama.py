@@ -129,7 +129,8 @@ def read_window(settings: Settings) -> Fields:
     transformers' window counts the tokens that a query sees, with its own; ours counts those to the
     left of it.
     """
-    window, kinds = settings["sliding_window"], settings["layer_types"]
+    window = settings["sliding_window"]
+    kinds = settings["layer_types"]
     has = [int(kind == "sliding_attention") for kind in kinds or ["sliding_attention"]]
     if not window or window >= settings["max_position_embeddings"] or not any(has):
         return {}
@@ -155,7 +156,8 @@ def listed(layers: Iterable[int]) -> str:
 
 def outer(vocab_size: int, *, prefix: str = "model.") -> dict[str, Parts]:
     """Return the parts of the embedding, the final norm and the output layer."""
-    embedding, head = Part(f"{prefix}embed_tokens.weight", vocab_size), "lm_head.weight"
+    embedding = Part(f"{prefix}embed_tokens.weight", vocab_size)
+    head = "lm_head.weight"
     return {
         "embedding.word_embeddings.weight": (embedding,),
         "decoder.final_layernorm.weight": whole(f"{prefix}norm.weight"),

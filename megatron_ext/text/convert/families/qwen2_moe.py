@@ -17,7 +17,8 @@ SAME = llama.SAME | {
 
 def read_experts(settings: Settings) -> Fields:
     """Return the fields of the router and of the layers that hold experts."""
-    step, dense = settings["decoder_sparse_step"] or 1, settings["mlp_only_layers"] or []
+    step = settings["decoder_sparse_step"] or 1
+    dense = settings["mlp_only_layers"] or []
     layers = range(settings["num_hidden_layers"])
     holds = [int(x not in dense and (x + 1) % step == 0) for x in layers]
     freq = "1" if all(holds) else llama.listed(holds)

@@ -130,7 +130,8 @@ class Stream(Part):
 
     def __init__(self, plan: Blueprint) -> None:
         super().__init__(plan)
-        h, m = plan.sizes.hidden_size, plan.sizes.mlp_size
+        h = plan.sizes.hidden_size
+        m = plan.sizes.mlp_size
         self.modulation = Modulation(plan.config, 6, zero=plan.options.adaln_zero)
         self.linear_qkv = ColumnPiece(plan, h, 3 * h, bias=plan.sizes.qkv_bias)
         self.linear_qkv.fused_parts = (plan.sizes.head_dim,) * 3
@@ -151,7 +152,8 @@ class DoubleBlock(Part):
 
     def __init__(self, plan: Blueprint) -> None:
         super().__init__(plan)
-        self.txt, self.img = Stream(plan), Stream(plan)
+        self.txt = Stream(plan)
+        self.img = Stream(plan)
         self.attention = JointAttention(plan)
 
     def forward(self, hidden: Tensor, vec: Tensor, table: Table, tokens: LocalTokens) -> Tensor:
@@ -214,7 +216,8 @@ class SingleBlock(Part):
 
     def __init__(self, plan: Blueprint) -> None:
         super().__init__(plan)
-        h, m = plan.sizes.hidden_size, plan.sizes.mlp_size
+        h = plan.sizes.hidden_size
+        m = plan.sizes.mlp_size
         self.modulation = Modulation(plan.config, 3, zero=plan.options.adaln_zero)
         self.linear_qkv = ColumnPiece(plan, h, 3 * h, bias=plan.sizes.qkv_bias)
         self.linear_qkv.fused_parts = (plan.sizes.head_dim,) * 3

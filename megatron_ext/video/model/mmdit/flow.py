@@ -63,7 +63,8 @@ class MMDiTBatchBuilder(FlowBatchBuilder):
         inputs: dict[str, Tensor | None] = {"img_ids": ids, "txt_ids": txt_ids}
         if not self._context.is_first_stage:
             return inputs
-        mmdit, text = self._config.section(MMDiTConfig), self.text_of(batch, randomness)
+        mmdit = self._config.section(MMDiTConfig)
+        text = self.text_of(batch, randomness)
         sizes = mmdit.sizes(self._config.model)
         inputs |= {"img": pack(x_t, self._patch), "timesteps": times}
         inputs |= {"txt": text.sequence, "y_vec": text.pooled}
@@ -78,7 +79,8 @@ class MMDiTBatchBuilder(FlowBatchBuilder):
 
 def _references(batch: VideoBatch, modes: Sequence[int], config: ConditionConfig) -> Tensor:
     """Return latents ``[b, c, t, h, w]`` with each clip's reference frames, and zeros elsewhere."""
-    placed, latents = [], batch.latents
+    placed = []
+    latents = batch.latents
     for row, mode in enumerate(modes):
         pieces = []
         for section in sections(MODES[mode], latents.size(2), config):
@@ -96,7 +98,8 @@ def _references(batch: VideoBatch, modes: Sequence[int], config: ConditionConfig
 class MMDiTFlow(FlowNetwork):
     """A run's MMDiT, which predicts the velocity of the rank's image tokens."""
 
-    builder, chunk = MMDiTBatchBuilder, MMDiT
+    builder = MMDiTBatchBuilder
+    chunk = MMDiT
 
     @property
     def sizes(self) -> MMDiTSizes:
@@ -132,7 +135,8 @@ class MMDiTFlow(FlowNetwork):
         """
         references = self.config.section(ConditionConfig).modes != ("t2v",)
         mmdit = dataclasses.replace(self.config.section(MMDiTConfig), cond_embed=references)
-        sizes, parallel = mmdit.sizes(self.config.model), self.config.parallel
+        sizes = mmdit.sizes(self.config.model)
+        parallel = self.config.parallel
         stage_blocks(sizes, num_stages(parallel), mmdit.double_block_cost)
         shared = parallel.tensor_model_parallel_size * parallel.context_parallel_size
         if parallel.cp_comm_type[0] == "a2a" and sizes.num_heads % shared:
@@ -160,8 +164,10 @@ class MMDiTFlow(FlowNetwork):
     @property
     def options(self) -> MMDiTOptions:
         """Return the options that the flags set; a recomputation flag of None means all blocks."""
-        mmdit, sizes = self.config.section(MMDiTConfig), self.sizes
-        double, single = mmdit.recompute_double_blocks, mmdit.recompute_single_blocks
+        mmdit = self.config.section(MMDiTConfig)
+        sizes = self.sizes
+        double = mmdit.recompute_double_blocks
+        single = mmdit.recompute_single_blocks
         return MMDiTOptions(
             adaln_zero=mmdit.adaln_zero,
             recompute_double_blocks=sizes.num_double_blocks if double is None else double,
@@ -173,7 +179,8 @@ class MMDiTFlow(FlowNetwork):
     def sampled(
         self, engine: PipelineEngine, chunks: Sequence[torch.nn.Module], context: ParallelContext
     ) -> ParallelVelocity:
-        sizes, mmdit = self.sizes, self.config.section(MMDiTConfig)
+        sizes = self.sizes
+        mmdit = self.config.section(MMDiTConfig)
         guidance = mmdit.guidance if sizes.guidance_embed else None
         return ParallelVelocity(
             engine, chunks, context, patch_size=sizes.patch_size, guidance=guidance

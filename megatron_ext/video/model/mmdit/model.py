@@ -44,7 +44,8 @@ def check_inputs(
         DataError: a required input is missing, or an input's shape or type does not fit.
     """
     for name, switch in SWITCHES.items():
-        taken, tensor = getattr(sizes, switch), given[name]
+        taken = getattr(sizes, switch)
+        tensor = given[name]
         if taken and tensor is None and is_first_stage:
             raise ConfigError(
                 f"`{name}` is missing, but the model was built with `{switch}`; give it."
@@ -65,9 +66,12 @@ def check_inputs(
             raise DataError(
                 f"`{name}` has the shape {list(tensor.shape)}, but must be [batch, tokens, 3]."
             )
-    image, text = given["img_ids"], given["txt_ids"]
+    image = given["img_ids"]
+    text = given["txt_ids"]
     assert image is not None and text is not None
-    batch, num_image, num_text = image.size(0), image.size(1), text.size(1)
+    batch = image.size(0)
+    num_image = image.size(1)
+    num_text = text.size(1)
     shapes = {
         "img": (batch, num_image, sizes.token_width),
         "img_ids": (batch, num_image, 3),
@@ -119,7 +123,8 @@ class Embedding(Part):
 
     def __init__(self, plan: Blueprint) -> None:
         super().__init__(plan)
-        sizes, h = plan.sizes, plan.sizes.hidden_size
+        sizes = plan.sizes
+        h = plan.sizes.hidden_size
         self.img_in = torch.nn.Linear(sizes.token_width, h)
         self.txt_in = torch.nn.Linear(sizes.text_width, h)
         self.time_in = VectorEmbedder(TIMESTEP_WIDTH, h)
@@ -153,7 +158,8 @@ class MMDiT(VideoChunk):
         super().__init__(plan, stage, num_stages)
         self.embedding = Embedding(plan) if self.pre_process else None
         first_single = plan.sizes.num_double_blocks
-        self.double_blocks, self.single_blocks = Blocks(), Blocks()
+        self.double_blocks = Blocks()
+        self.single_blocks = Blocks()
         for number in stage_blocks(plan.sizes, num_stages, plan.options.double_block_cost)[stage]:
             if number < first_single:
                 self.double_blocks[str(number)] = DoubleBlock(plan)
@@ -223,7 +229,8 @@ class MMDiT(VideoChunk):
             hidden, vec = self.embedding(given, tokens.part)
         else:
             assert self.entering is not None
-            hidden, vec = self.entering[:-1], self.entering[-1]
+            hidden = self.entering[:-1]
+            vec = self.entering[-1]
         ids = torch.cat((txt_ids, img_ids), dim=1)[:, tokens.cp_slice.start : tokens.cp_slice.end]
         sizes = self.sizes
         table = rotary_table(ids, sizes.axes_dim, sizes.head_dim, sizes.rope_theta)

@@ -156,7 +156,8 @@ def _split(
     # No -1: a rank may hold no text, and nothing tells the sizes of an empty view.
     heads = qkv.view(*qkv.shape[:-1], qkv.size(-1) // (3 * d), 3, d)
     query, key, value = heads.unbind(-2)
-    query, key = norm(query, q_weight, None, spec), norm(key, k_weight, None, spec)
+    query = norm(query, q_weight, None, spec)
+    key = norm(key, k_weight, None, spec)
     return query.to(value.dtype), key.to(value.dtype), value
 
 

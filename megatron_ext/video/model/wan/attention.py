@@ -126,7 +126,8 @@ class FrameAttention:
     """
 
     def __init__(self, cp_group: ProcessGroup, *, trades_heads: bool) -> None:
-        self.cp_group, self.trades_heads = cp_group, trades_heads
+        self.cp_group = cp_group
+        self.trades_heads = trades_heads
 
     def exchange(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Trade all heads of the rank's tokens for some heads of all tokens, with ``trades_heads``.
@@ -136,7 +137,8 @@ class FrameAttention:
         """
         if not self.trades_heads:
             return query, key, value
-        t, cp = query.size(0), self.cp_group.size()
+        t = query.size(0)
+        cp = self.cp_group.size()
         stacked = torch.stack((query, key, value), dim=4).flatten(0, 1)
         traded = frames_first(heads_to_sequence(stacked, self.cp_group, zigzag=False), cp, t)
         query, key, value = traded.unbind(4)
@@ -167,7 +169,8 @@ class FrameAttention:
         before = torch.cat([k for k, _ in past]), torch.cat([v for _, v in past])
         if collects and torch.is_grad_enabled():
             # Apart, so that the backward pass sums the gradients of the new frames alone.
-            new, collects = self._collected(new), False
+            new = self._collected(new)
+            collects = False
             with torch.no_grad():
                 before = self._collected(before)
         both = torch.cat((before[0], new[0])), torch.cat((before[1], new[1]))
@@ -237,7 +240,8 @@ class VideoDiTOptions:
 
 def window_of(flags: WanConfig) -> FrameWindow:
     """Return a causal network's `FrameWindow`; raise ConfigError if it is too small."""
-    block, sink = flags.frame_block, flags.sink_frames
+    block = flags.frame_block
+    sink = flags.sink_frames
     if flags.window_frames - sink < block:
         raise ConfigError(
             f"`--window-frames` ({flags.window_frames}) must be at least `--sink-frames` + "
@@ -257,7 +261,8 @@ def wan_options(
     flags: WanConfig, parallel: ParallelConfig, *, causal: bool = True
 ) -> VideoDiTOptions:
     """Return the `VideoDiTOptions` that the flags set; raise ConfigError if one is out of range."""
-    window, attends = window_of(flags) if causal else None, parallel.cp_comm_type[0]
+    window = window_of(flags) if causal else None
+    attends = parallel.cp_comm_type[0]
     return VideoDiTOptions(window, flags.zero_head, flags.recompute_blocks, attends)
 
 

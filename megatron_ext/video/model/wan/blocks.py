@@ -107,7 +107,8 @@ class Embedder(Part):
 
     def __init__(self, plan: Blueprint) -> None:
         super().__init__(plan)
-        sizes, h = plan.sizes, plan.sizes.hidden_size
+        sizes = plan.sizes
+        h = plan.sizes.hidden_size
         self.patch_size = sizes.patch_size
         self.patch_in = torch.nn.Linear(sizes.token_width, h)
         self.text_in = torch.nn.Linear(sizes.text_width, h)
@@ -170,7 +171,8 @@ class SelfAttention(Part):
         super().__init__(plan)
         h = plan.config.hidden_size
         self.linear_qkv = column(plan, h, h, projections=3)
-        self.q_norm, self.k_norm = FullWidthRMSNorm(plan), FullWidthRMSNorm(plan)
+        self.q_norm = FullWidthRMSNorm(plan)
+        self.k_norm = FullWidthRMSNorm(plan)
         self.linear_proj = row(plan, h, h)
         self.attention = FrameAttention(plan.groups.cp, trades_heads=trades_heads(plan))
 
@@ -187,7 +189,8 @@ class SelfAttention(Part):
 
     def _heads(self, fused: Tensor, bias: Tensor, run: Run) -> tuple[Tensor, Tensor, Tensor]:
         """Return normed, rotated queries and keys, and values, ``[t, m, b, heads, d]`` each."""
-        config, total = self.config, None
+        config = self.config
+        total = None
         if self.tp_group.size() > 1:
             total = summed(squares_of_heads(fused, bias, config.kv_channels), self.tp_group)
         sizes = (config.kv_channels, config.hidden_size, config.layernorm_epsilon)
@@ -203,7 +206,8 @@ class CrossAttention(Part):
         h = plan.config.hidden_size
         self.linear_q = column(plan, h, h)
         self.linear_kv = column(plan, h, h, projections=2, whole_input=True)
-        self.q_norm, self.k_norm = FullWidthRMSNorm(plan), FullWidthRMSNorm(plan)
+        self.q_norm = FullWidthRMSNorm(plan)
+        self.k_norm = FullWidthRMSNorm(plan)
         self.linear_proj = row(plan, h, h)
 
     def forward(self, x: Tensor, text: Tensor, number: int, run: Run) -> WithBias:
@@ -233,8 +237,10 @@ class Block(Part):
 
     def __init__(self, plan: Blueprint, number: int) -> None:
         super().__init__(plan)
-        self.number, config = number, plan.config
-        h, ffn = config.hidden_size, config.ffn_hidden_size
+        self.number = number
+        config = plan.config
+        h = config.hidden_size
+        ffn = config.ffn_hidden_size
         self.modulation = ModulationTable(config, 6)
         self.self_attention = SelfAttention(plan)
         self.cross_norm = LayerNorm(h, config.layernorm_epsilon, zero_centered=False)

@@ -68,7 +68,9 @@ class KVCache:
                 f"({window.window}) + chunk ({chunk_frames}) - block ({window.block}), or the "
                 f"first block of a chunk cannot be run again at its end; use {needed}."
             )
-        self.window, self.shape, self.capacity_frames = window, shape, capacity_frames
+        self.window = window
+        self.shape = shape
+        self.capacity_frames = capacity_frames
         size = (capacity_frames, shape.tokens, shape.batch, shape.num_heads, shape.head_dim)
         self.keys, self.values = (
             [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.num_blocks)]
@@ -161,7 +163,8 @@ class KVCache:
 
     def slices(self, block: int, frames: Iterable[int]) -> list[KeyValue]:
         """Return a block's keys and values of each frame, as views ``[1, tokens, b, heads, d]``."""
-        keys, values = self.keys[block], self.values[block]
+        keys = self.keys[block]
+        values = self.values[block]
         slots = [self.slot_of(f) for f in frames]
         return [(keys[s : s + 1], values[s : s + 1]) for s in slots]
 
@@ -204,7 +207,8 @@ class KVCache:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`; raise CheckpointError if its shapes differ."""
-        own, given = [*self.keys, *self.values], [*state["keys"], *state["values"]]
+        own = [*self.keys, *self.values]
+        given = [*state["keys"], *state["values"]]
         if [x.shape for x in own] != [x.shape for x in given]:
             raise CheckpointError(
                 f"the stored cache holds {len(given) // 2} blocks of {list(given[0].shape)}, but "
@@ -215,7 +219,8 @@ class KVCache:
             mine.copy_(theirs)
         self._writes += 1
         self._held = {frame: (slot, self._writes) for frame, slot in state["slots"].items()}
-        self._absent_before, self.end = state["absent_before"], state["end"]
+        self._absent_before = state["absent_before"]
+        self.end = state["end"]
         self.memo.load_state_dict(state["memo"])
 
 
@@ -227,7 +232,9 @@ class CachePass:
 
     def __init__(self, cache: KVCache, first_frame: int, num_frames: int, *, updates: bool) -> None:
         self.past = cache.past_of(first_frame, num_frames)
-        self._cache, self._first_frame, self._open = cache, first_frame, updates
+        self._cache = cache
+        self._first_frame = first_frame
+        self._open = updates
         self._stamps = cache.stamps_of(self.past)
         self._new: dict[int, KeyValue] = {}
 
@@ -322,7 +329,8 @@ class TextMemo:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore text, keys and values from the result of `state_dict`."""
         self.clear()
-        self.text, self.key_values = state["text"], dict(state["key_values"])
+        self.text = state["text"]
+        self.key_values = dict(state["key_values"])
 
 
 def _version(text: Tensor) -> int:

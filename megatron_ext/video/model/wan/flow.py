@@ -60,7 +60,8 @@ class WanBatchBuilder(FlowBatchBuilder):
 
     def _own(self, whole: FlowTargets, num_text: int) -> FlowTargets:
         """Return all targets; a token has its weight on one context-parallel rank, 0 on others."""
-        times, num_tokens = whole.times, whole.weights.size(1)
+        times = whole.times
+        num_tokens = whole.weights.size(1)
         if times.dim() == 2:
             times = times.repeat_interleave(num_tokens // times.size(1), dim=1)
         cp = self._context.pgs.cp
@@ -109,7 +110,8 @@ class VideoDiTVelocity(ParallelVelocity):
 class WanFlow(FlowNetwork):
     """A run's Wan network, which predicts the velocity of whole latents."""
 
-    builder, chunk = WanBatchBuilder, VideoDiT
+    builder = WanBatchBuilder
+    chunk = VideoDiT
 
     @property
     def _dit(self) -> VideoDiTConfig:
@@ -131,7 +133,8 @@ class WanFlow(FlowNetwork):
 
     def checked(self) -> RunConfig:
         """Return the configuration unchanged; raise ConfigError if ranks cannot split the model."""
-        sizes, parallel = self.sizes, self.config.parallel
+        sizes = self.sizes
+        parallel = self.config.parallel
         stage_blocks(sizes.num_blocks, num_stages(parallel))
         shared = parallel.tensor_model_parallel_size
         if self.options.cp_comm_type == "a2a":
@@ -162,7 +165,8 @@ class WanFlow(FlowNetwork):
             )
 
     def flops(self, sequence: Geometry) -> float:
-        frames, window = sequence.shape[1], self.options.window
+        frames = sequence.shape[1]
+        window = self.options.window
         return flops_of_frames(
             self.sizes, window, num_text=sequence.num_text, num_frames=frames,
             tokens_per_frame=sequence.num_image // frames,

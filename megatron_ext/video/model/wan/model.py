@@ -96,7 +96,8 @@ class VideoDiT(VideoChunk):
             )
         chunk = window.block if chunk_frames is None else chunk_frames
         capacity = window.capacity_for(chunk) if capacity_frames is None else capacity_frames
-        weight, shape = next(self.parameters()), self._cache_shape(batch_size, height, width)
+        weight = next(self.parameters())
+        shape = self._cache_shape(batch_size, height, width)
         return KVCache(
             window, shape, capacity_frames=capacity, chunk_frames=chunk, dtype=weight.dtype,
             device=weight.device,
@@ -143,7 +144,8 @@ class VideoDiT(VideoChunk):
             text = text[:, :0] if cache.memo.begin(text) else text
             known = cache.memo.key_values
         hidden, given = self._enter(x, _per_frame(timesteps), text, tokens)
-        ids, num_frames = positions(tokens, hidden.device), x.size(1)
+        ids = positions(tokens, hidden.device)
+        num_frames = x.size(1)
         table = frame_rotary_table(ids, self.sizes.axes_dim, self.sizes.rope_theta, hidden.dtype)
         if self.options.window is None:
             plan = AttentionPlan.bidirectional(num_frames)
@@ -284,7 +286,8 @@ def _checked_sinks(
     cache: KVCache, first_frame: int, sink_latents: Tensor | None, keep_sink: bool
 ) -> int:
     """Check `recache`'s arguments; return how many frames ``sink_latents`` needs to have."""
-    window, num_sinks = cache.window, min(cache.window.sink, first_frame)
+    window = cache.window
+    num_sinks = min(cache.window.sink, first_frame)
     if keep_sink and first_frame < window.sink:
         raise ConfigError(
             f"`keep_sink` keeps frames 0 to {window.sink - 1}, but `latents` begin at frame "
