@@ -42,7 +42,7 @@ def audit(flags: list[str]) -> int:
     rank = os.environ.get("RANK", "")
     if rank.isdecimal() and int(rank) > 0:
         return 0
-    from megatron_ext.inspect.audit.report import main as tool
+    from megatron_ext.extras.audit.report import main as tool
 
     print(
         "> These flags are audited as those of Megatron-LM; what this program does instead is in "

@@ -25,11 +25,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from megatron_ext.device import select
-from megatron_ext.inspect.chaos.campaign import Campaign
-from megatron_ext.inspect.chaos.goodput import plot_goodput, simulated
-from megatron_ext.inspect.chaos.outcome import Result
-from megatron_ext.inspect.chaos.plan import TWELVE, draw, draw_by_time
-from megatron_ext.inspect.chaos.table import problems, summary
+from megatron_ext.extras.chaos.campaign import Campaign
+from megatron_ext.extras.chaos.goodput import plot_goodput, simulated
+from megatron_ext.extras.chaos.outcome import Result
+from megatron_ext.extras.chaos.plan import TWELVE, draw, draw_by_time
+from megatron_ext.extras.chaos.table import problems, summary
 from megatron_ext.inspect.layouts import NamedLayout, parse_layout, split_layouts
 from megatron_ext.text.task import TEXT
 from megatron_ext.train.main import silence_known_warnings

@@ -29,8 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from megatron_ext.faults.events import read_events
-from megatron_ext.faults.host import generation
+from megatron_ext.disk.events import read_events
+from megatron_ext.disk.host_folder import generation
 from megatron_ext.text.task import GPT
 from megatron_ext.train.callbacks.callback import Callback
 from megatron_ext.train.main import main as train

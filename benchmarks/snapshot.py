@@ -22,13 +22,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from megatron_ext.checkpoint.memory import Machines, MemoryCheckpoints
 from megatron_ext.config.parser import parse_args
 from megatron_ext.device import select
+from megatron_ext.extras.resilience.memory import Machines, MemoryCheckpoints
+from megatron_ext.extras.resilience.snapshots import Snapshots
 from megatron_ext.parallel.context import init_groups, seed_everything
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.text.task import GPT, TEXT
-from megatron_ext.train.callbacks.snapshots import Snapshots
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.main import preflight
 from megatron_ext.train.setup import build_run

@@ -35,13 +35,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_ext.config.parser import parse_args
 from megatron_ext.device import select
-from megatron_ext.faults.board import Board, Word
-from megatron_ext.faults.flight import write_flight
-from megatron_ext.faults.host import shared_host_folder
-from megatron_ext.faults.recorder import Action, Recorder
-from megatron_ext.faults.watcher import SECONDS_BETWEEN_MEASUREMENTS
+from megatron_ext.disk.host_folder import shared_host_folder
+from megatron_ext.extras.resilience.flight import write_flight
+from megatron_ext.extras.resilience.watcher import SECONDS_BETWEEN_MEASUREMENTS
+from megatron_ext.parallel.board import Board, Word
 from megatron_ext.parallel.context import ParallelContext, init_groups, seed_everything
 from megatron_ext.parallel.grid import Layout
+from megatron_ext.parallel.recorder import Action, Recorder
 from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.train.loop import train
 from megatron_ext.train.main import preflight

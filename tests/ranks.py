@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from megatron_ext.device import Device, select
-from megatron_ext.inspect.audit.reproduced import layout_of
+from megatron_ext.extras.audit.reproduced import layout_of
 from megatron_ext.parallel.context import ParallelContext, init_groups, seed_everything
 from megatron_ext.parallel.grid import Layout
 

@@ -26,7 +26,7 @@ from megatron_ext.errors import end_on_interrupt, run_program
 if __name__ == "__main__":
     end_on_interrupt()
 
-from megatron_ext.inspect.audit.report import main
+from megatron_ext.extras.audit.report import main
 
 if __name__ == "__main__":
     run_program(partial(main, description=__doc__ or ""))

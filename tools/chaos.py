@@ -44,11 +44,11 @@ from rich.console import Console
 from megatron_ext.config.flags import COUNT, WEIGHT
 from megatron_ext.device import select
 from megatron_ext.errors import ConfigError
-from megatron_ext.inspect.chaos.campaign import Campaign
-from megatron_ext.inspect.chaos.goodput import plot_goodput
-from megatron_ext.inspect.chaos.outcome import Result
-from megatron_ext.inspect.chaos.plan import draw, draw_by_time, own_layout, parse_kinds
-from megatron_ext.inspect.chaos.table import as_rows, outcomes, problems
+from megatron_ext.extras.chaos.campaign import Campaign
+from megatron_ext.extras.chaos.goodput import plot_goodput
+from megatron_ext.extras.chaos.outcome import Result
+from megatron_ext.extras.chaos.plan import draw, draw_by_time, own_layout, parse_kinds
+from megatron_ext.extras.chaos.table import as_rows, outcomes, problems
 from megatron_ext.inspect.layouts import NamedLayout, split_layouts
 from megatron_ext.text.task import TEXT
 from megatron_ext.train.main import silence_known_warnings

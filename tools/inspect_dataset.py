@@ -24,6 +24,9 @@ if __name__ == "__main__":
 from megatron_ext.config.flags import COUNT
 from megatron_ext.data.indexed import plain_prefix
 from megatron_ext.errors import ConfigError, MegatronExtError
+from megatron_ext.extras.quality.measure import QualityOptions, measure
+from megatron_ext.extras.quality.page import write_quality_page
+from megatron_ext.extras.quality.results import check_output, lines, write_duplicates, write_json
 from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.data.inspect import (
     digest_path,
@@ -33,9 +36,6 @@ from megatron_ext.text.data.inspect import (
     write_digests,
 )
 from megatron_ext.text.preprocess.options import add_tokenizer_flags, tokenizer_config
-from megatron_ext.text.quality.measure import QualityOptions, measure
-from megatron_ext.text.quality.page import write_quality_page
-from megatron_ext.text.quality.results import check_output, lines, write_duplicates, write_json
 from megatron_ext.text.sft.store import is_part_of_store
 from megatron_ext.text.tokenizers import build_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer

@@ -25,7 +25,7 @@ from megatron_ext.errors import end_on_interrupt, run_program
 if __name__ == "__main__":
     end_on_interrupt()
 
-from megatron_ext.text.data import ledger_tool
+from megatron_ext.extras.ledger import tool as ledger_tool
 
 
 def main(argv: Sequence[str]) -> int:

@@ -24,8 +24,8 @@ if __name__ == "__main__":
     end_on_interrupt()
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.train.reporting.page import REPORT_FILE, write_report
-from megatron_ext.train.reporting.run_folder import read_run_folder
+from megatron_ext.extras.report.page import REPORT_FILE, write_report
+from megatron_ext.extras.report.run_folder import read_run_folder
 
 
 def main(argv: Sequence[str]) -> int:

@@ -34,9 +34,9 @@ from megatron_ext.checkpoint import publish, storage
 from megatron_ext.checkpoint.files import MANIFEST, Files, folder_of, read_manifest
 from megatron_ext.checkpoint.snapshot import SnapshotFile
 from megatron_ext.config.output import CheckpointConfig
+from megatron_ext.disk.bus import tell_bus_errors
 from megatron_ext.disk.writing import write_bytes, write_text
 from megatron_ext.errors import CheckpointError, leave_signals_to
-from megatron_ext.faults.bus import tell_bus_errors
 
 logger = logging.getLogger(__name__)
 

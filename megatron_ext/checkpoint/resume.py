@@ -13,8 +13,6 @@ from typing import Any
 from megatron_ext.checkpoint import storage
 from megatron_ext.checkpoint.compatibility import check_changes
 from megatron_ext.checkpoint.manager import CheckpointManager
-from megatron_ext.checkpoint.memory import PROGRESS, RUN_CONFIG, VALUES, MemoryCheckpoints
-from megatron_ext.checkpoint.recovery import HeldSnapshot, Recovery, told
 from megatron_ext.checkpoint.run_record import goes_on, may_be_restarted, own_checkpoints
 from megatron_ext.checkpoint.state import LoadedCheckpoint
 from megatron_ext.checkpoint.stored import (
@@ -25,9 +23,11 @@ from megatron_ext.checkpoint.stored import (
     find,
 )
 from megatron_ext.config.run import RunConfig
+from megatron_ext.disk.events import append_event
+from megatron_ext.disk.host_folder import generation
 from megatron_ext.errors import CheckpointError
-from megatron_ext.faults.events import append_event
-from megatron_ext.faults.host import generation
+from megatron_ext.extras.resilience.memory import PROGRESS, RUN_CONFIG, VALUES, MemoryCheckpoints
+from megatron_ext.extras.resilience.recovery import HeldSnapshot, Recovery, told
 from megatron_ext.parallel.collectives import from_all_ranks, on_first_rank
 from megatron_ext.parallel.context import ParallelContext
 

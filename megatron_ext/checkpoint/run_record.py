@@ -15,8 +15,8 @@ from typing import Any
 from megatron_ext.checkpoint import files
 from megatron_ext.checkpoint.files import published, standing_folder_of
 from megatron_ext.config.fault_tolerance import FaultToleranceConfig
+from megatron_ext.disk.host_folder import generation, restarts_by_torchrun
 from megatron_ext.disk.reading import UnreadableFile, read_json_object
-from megatron_ext.faults.host import generation, restarts_by_torchrun
 
 RUN_VARIABLE = "MEGATRON_EXT_RUN_ID"
 """Environment variable with the name that a launcher gives to a run and its restarts."""

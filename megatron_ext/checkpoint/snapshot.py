@@ -37,10 +37,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from megatron_ext import limits
+from megatron_ext.disk.bus import remember_size
 from megatron_ext.disk.reading import UnreadableFile, parse_json
 from megatron_ext.disk.writing import open_descriptor
 from megatron_ext.errors import CheckpointError
-from megatron_ext.faults.bus import remember_size
 
 _HEADER_BYTES = 4096
 _START = "<II"

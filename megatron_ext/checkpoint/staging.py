@@ -21,8 +21,8 @@ from megatron_ext.checkpoint.remote import RemoteFolder, remote_of
 from megatron_ext.checkpoint.stored import passes_over_damaged
 from megatron_ext.config.output import CheckpointConfig, split_address, staging_folder
 from megatron_ext.config.run import RunConfig
+from megatron_ext.disk.host_folder import generation
 from megatron_ext.errors import CheckpointError, held_signals, leave_signals_to
-from megatron_ext.faults.host import generation
 
 T = TypeVar("T")
 

@@ -15,9 +15,9 @@ from megatron_ext.checkpoint import files
 from megatron_ext.checkpoint.files import TRACKER, Files, published, standing_folder_of
 from megatron_ext.checkpoint.unpickling import holds_common_state
 from megatron_ext.config.output import CheckpointConfig
+from megatron_ext.disk.host_folder import generation
 from megatron_ext.disk.reading import UnreadableFile, is_count, kind_of, read_json_object, shortened
 from megatron_ext.errors import CheckpointError
-from megatron_ext.faults.host import generation
 
 RUN_CONFIG = "run_config.json"
 PROGRESS = "progress.json"

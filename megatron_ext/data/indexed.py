@@ -26,9 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ext import limits
+from megatron_ext.disk.bus import remember_size
 from megatron_ext.disk.reading import UnreadableFile, open_regular
 from megatron_ext.errors import DataError
-from megatron_ext.faults.bus import remember_size
 
 if TYPE_CHECKING:
     from tqdm import tqdm

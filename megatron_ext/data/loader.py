@@ -24,8 +24,8 @@ from megatron_ext.data.samplers import (
     StepSampler,
 )
 from megatron_ext.data.workers import worker_context
+from megatron_ext.disk.bus import cut_file, worker_setup
 from megatron_ext.errors import DataError, MachineFault, MegatronExtError
-from megatron_ext.faults.bus import cut_file, worker_setup
 from megatron_ext.parallel.context import ParallelContext, mtp_rank
 
 

@@ -22,8 +22,8 @@ import numpy as np
 
 from megatron_ext.data.indexed import Array, Index, bin_path, path_of_tokens, read_index, readable
 from megatron_ext.data.permutation import Ints
+from megatron_ext.disk.bus import cut_in_use, remember_size
 from megatron_ext.errors import DataError
-from megatron_ext.faults.bus import cut_in_use, remember_size
 
 _SLOW = 20e-6
 """Seconds for a range that tell a read from a disk."""

@@ -22,8 +22,8 @@ from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.rules.parallel import mtp_stage
 from megatron_ext.device import Device, destroy_graphs
 from megatron_ext.errors import ConfigError
-from megatron_ext.faults.recorder import Recorder
 from megatron_ext.parallel.grid import Layout, Placement, groups_of
+from megatron_ext.parallel.recorder import Recorder
 
 
 @dataclass(frozen=True)

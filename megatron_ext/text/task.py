@@ -11,6 +11,7 @@ from megatron_ext.config.model import ModelConfig, padded_size
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
+from megatron_ext.extras.ledger.recording import DataLedger
 from megatron_ext.text.config import (
     NEEDS,
     SECTIONS,
@@ -34,7 +35,6 @@ from megatron_ext.text.data import gpt, splits
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.gpt import build_gpt_datasets, check_gpt_data
 from megatron_ext.text.data.plan import dataset_checks, history_of, plan_run
-from megatron_ext.text.data.recording import DataLedger
 from megatron_ext.text.data.splits import build_direct, prepare_direct, text_source
 from megatron_ext.text.data.storage import StorageNotes
 from megatron_ext.text.evaluation.config import TaskEvaluationConfig

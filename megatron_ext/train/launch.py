@@ -23,6 +23,14 @@ import torch
 
 from megatron_ext import limits
 from megatron_ext.device import Device
+from megatron_ext.disk.host_folder import (
+    host_folder,
+    is_under_torchrun,
+    leave_exit_code,
+    leave_host_folder,
+    restarts_by_torchrun,
+    shared_host_folder,
+)
 from megatron_ext.errors import (
     EXIT_CODE_INTERRUPTED,
     EXIT_CODE_NOT_SAVED,
@@ -34,15 +42,10 @@ from megatron_ext.errors import (
     parent_at_start,
     release_signals,
 )
-from megatron_ext.faults.host import (
-    host_folder,
-    is_under_torchrun,
-    leave_exit_code,
-    leave_host_folder,
-    restarts_by_torchrun,
-    shared_host_folder,
-)
-from megatron_ext.faults.watcher import open_watcher
+from megatron_ext.extras.resilience.fault_supervisor import TellingSupervisor
+from megatron_ext.extras.resilience.generation import follow_earlier_process
+from megatron_ext.extras.resilience.restarts import RestartPolicy, supervise
+from megatron_ext.extras.resilience.watcher import open_watcher
 from megatron_ext.parallel.context import NoAnswer, contact_fault
 from megatron_ext.train.exit_codes import (
     EXIT_CODE_LOST_CONTACT,
@@ -53,9 +56,6 @@ from megatron_ext.train.exit_codes import (
     EXIT_CODE_USER_ERROR,
 )
 from megatron_ext.train.exit_signal import ExitSignal
-from megatron_ext.train.fault_supervisor import TellingSupervisor
-from megatron_ext.train.generation import follow_earlier_process
-from megatron_ext.train.restarts import RestartPolicy, supervise
 from megatron_ext.train.supervisor import SignalForwarder
 
 SECONDS_FOR_RANK_0 = 20.0

@@ -12,6 +12,11 @@ import torch
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from torch import Tensor
 
+from megatron_ext.extras.resilience.generation import RestartReport
+from megatron_ext.extras.resilience.rerun import Rerun
+from megatron_ext.extras.resilience.resting_state import RestingState
+from megatron_ext.extras.resilience.snapshots import Snapshots
+from megatron_ext.extras.resilience.spikes import Spikes
 from megatron_ext.train.batch_size import StepStats
 from megatron_ext.train.callbacks.callback import (
     Callback,
@@ -24,11 +29,6 @@ from megatron_ext.train.callbacks.callback import (
 from megatron_ext.train.callbacks.evaluation import EarlyStopping, Evaluation
 from megatron_ext.train.callbacks.invariants import Invariants
 from megatron_ext.train.callbacks.non_finite import NonFinite
-from megatron_ext.train.callbacks.rerun import Rerun
-from megatron_ext.train.callbacks.resting_state import RestingState
-from megatron_ext.train.callbacks.snapshots import Snapshots
-from megatron_ext.train.callbacks.spikes import Spikes
-from megatron_ext.train.generation import RestartReport
 from megatron_ext.train.reporting.records import IterationRecord
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult

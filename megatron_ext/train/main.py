@@ -23,31 +23,31 @@ from megatron_ext.config.parser import Elsewhere, ParsedArgs, all_errors, parse_
 from megatron_ext.config.run import Program, RunConfig
 from megatron_ext.data.indexed import write_error
 from megatron_ext.device import Device, keep_launch_order, select
+from megatron_ext.disk.bus import tell_bus_errors
 from megatron_ext.errors import (
     EXIT_CODE_INTERRUPTED,
     ConfigError,
     MegatronExtError,
     say_to_stderr,
 )
-from megatron_ext.faults import inject
-from megatron_ext.faults.bus import tell_bus_errors
-from megatron_ext.faults.recorder import open_recorder
+from megatron_ext.extras.chaos import inject
+from megatron_ext.extras.report.time_rows import Launch, launch_of, reported_end
+from megatron_ext.extras.resilience.elastic import elastic_sizes
+from megatron_ext.extras.resilience.hang_guard import hang_guard
+from megatron_ext.extras.resilience.restarts import RestartPolicy, restart_notes
 from megatron_ext.layers.compiled import compile_alike, compile_nothing
 from megatron_ext.layers.transformer_config import check_core
 from megatron_ext.losses.custom import load_loss
 from megatron_ext.parallel.context import embedding_ranks, init_groups, seed_everything
 from megatron_ext.parallel.grid import Layout
+from megatron_ext.parallel.recorder import open_recorder
 from megatron_ext.planning.memory import check_host_memory
 from megatron_ext.train.callbacks.evaluation import evaluate_at_end
-from megatron_ext.train.elastic import elastic_sizes
 from megatron_ext.train.exit_signal import ExitSignal, loss_at_end
-from megatron_ext.train.hang_guard import hang_guard
 from megatron_ext.train.launch import check_launcher, launch, refuse
 from megatron_ext.train.loop import train
 from megatron_ext.train.reporting.build import build_reporters
 from megatron_ext.train.reporting.start import start_lines
-from megatron_ext.train.reporting.time_rows import Launch, launch_of, reported_end
-from megatron_ext.train.restarts import RestartPolicy, restart_notes
 from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run
 from megatron_ext.train.task import Preflight, Task, TaskChoice, check_own_flags

@@ -19,19 +19,19 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from megatron_ext.checkpoint.manager import CheckpointManager
-from megatron_ext.checkpoint.memory import MemoryCheckpoints
 from megatron_ext.checkpoint.publish import BestCheckpoint
 from megatron_ext.config.batch_size import BatchSize
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.data.loader import BatchSource
 from megatron_ext.device import HostCopy, to_device
-from megatron_ext.faults.host import is_under_torchrun
+from megatron_ext.disk.host_folder import is_under_torchrun
+from megatron_ext.extras.resilience.elastic import is_asked_to_resize
+from megatron_ext.extras.resilience.memory import MemoryCheckpoints
 from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.optim.update import ParameterGather
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.batch_size import Progress
-from megatron_ext.train.elastic import is_asked_to_resize
 from megatron_ext.train.exit_signal import ExitSignal
 from megatron_ext.train.reporting.build import Reporters
 from megatron_ext.train.saves import Saves

@@ -6,8 +6,8 @@ import time
 from typing import Protocol
 
 from megatron_ext.checkpoint.background import BackgroundSaves
+from megatron_ext.disk.events import append_event
 from megatron_ext.errors import CheckpointError
-from megatron_ext.faults.events import append_event
 
 
 class Write(Protocol):

@@ -22,7 +22,8 @@ from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.loader import BatchSource, reads_dataset
 from megatron_ext.device.gpus import peak_flops
-from megatron_ext.faults.host import host_folder
+from megatron_ext.disk.host_folder import host_folder
+from megatron_ext.extras.resilience.snapshots import snapshot_stores
 from megatron_ext.layers.chunks import build_chunks, wrap_chunks
 from megatron_ext.layers.sdpa import use_flash_3
 from megatron_ext.layers.transformer_config import build_transformer_config
@@ -33,7 +34,6 @@ from megatron_ext.optim.schedule import build_scheduler
 from megatron_ext.optim.update import ParameterGather
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.batch_size import Progress, split_sizes
-from megatron_ext.train.callbacks.snapshots import snapshot_stores
 from megatron_ext.train.exit_signal import ExitSignal
 from megatron_ext.train.reporting.start import implementation_line, parameters_line
 from megatron_ext.train.run import Run, StopRequests, count_parameters

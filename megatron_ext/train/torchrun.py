@@ -26,9 +26,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import get_args_parser
 from torch.distributed.run import main as torchrun
 
+from megatron_ext.disk.host_folder import exit_codes_left, shared_host_folder
 from megatron_ext.disk.writing import write_text
 from megatron_ext.errors import EXIT_CODE_NOT_SAVED, STOP_SIGNALS, ignore_stop_signals
-from megatron_ext.faults.host import exit_codes_left, shared_host_folder
 from megatron_ext.train.exit_codes import (
     EXIT_CODE_RESIZED,
     EXIT_CODE_SIGNAL,

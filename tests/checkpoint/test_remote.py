@@ -27,9 +27,9 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.text.task import TEXT
 from megatron_ext.train.main import main
 from megatron_ext.train.reporting.files import read_metrics
-from tests.checkpoint.faulty_runs import same_end
 from tests.checkpoint.test_background import same_content
 from tests.checkpoint.tiny import build, load, manager, save
+from tests.extras.resilience.faulty_runs import same_end
 from tests.ranks import on_ranks, ranks
 from tests.training_runs import SMALL, training_rows
 

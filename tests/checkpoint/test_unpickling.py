@@ -219,8 +219,8 @@ def test_nothing_else_in_the_package_unpickles() -> None:
         "checkpoint/helper.py",
         "checkpoint/snapshot.py",
         "checkpoint/unpickling.py",
-        "faults/flight.py",
-        "inspect/audit/reproduced.py",
+        "extras/resilience/flight.py",
+        "extras/audit/reproduced.py",
         "text/preprocess/ray_tasks.py",
         "disk/reading.py",
     }

@@ -23,8 +23,8 @@ from typing import IO, Any
 
 import torch
 
-from megatron_ext.faults import host
-from megatron_ext.faults.postmortem import Drawings
+from megatron_ext.disk import host_folder as host
+from megatron_ext.extras.resilience.postmortem import Drawings
 from megatron_ext.train.reporting import files as plot
 from megatron_ext.train.reporting.files import read_metrics
 from megatron_ext.train.reporting.start import STARTED

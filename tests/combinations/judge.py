@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.faults.inject import as_variable, record_file
+from megatron_ext.extras.chaos.inject import as_variable, record_file
 from tests.checkpoint.tiny import whole_tensors
 from tests.combinations import kills
 from tests.combinations.draw import Case, has

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.checkpoint.run_record import RECORD
-from megatron_ext.faults.events import EVENTS_FILE, read_events
-from megatron_ext.faults.inject import Fault, record_file
-from megatron_ext.inspect.chaos.plan import MOMENTS
+from megatron_ext.disk.events import EVENTS_FILE, read_events
+from megatron_ext.extras.chaos.inject import Fault, record_file
+from megatron_ext.extras.chaos.plan import MOMENTS
 from tests.combinations.draw import has
 
 _START = "start"

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.faults import events, host, inject
-from megatron_ext.inspect.chaos.plan import MOMENTS
+from megatron_ext.disk import events
+from megatron_ext.disk import host_folder as host
+from megatron_ext.extras.chaos import inject
+from megatron_ext.extras.chaos.plan import MOMENTS
 from megatron_ext.train.reporting.start import STARTED
 from tests.combinations import kills, layouts, programs
 from tests.combinations.draw import Case, Draws

@@ -17,10 +17,10 @@ from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import engine_sections, named
 from megatron_ext.config.sections import described, withheld_notes
 from megatron_ext.errors import CheckpointError, DataError
+from megatron_ext.extras.ledger.ledger import Ledger
+from megatron_ext.extras.ledger.step_record import RecordWriter
+from megatron_ext.extras.ledger.tool import Texts
 from megatron_ext.text.config import TokenizerConfig
-from megatron_ext.text.data.ledger import Ledger
-from megatron_ext.text.data.ledger_tool import Texts
-from megatron_ext.text.data.step_record import RecordWriter
 from megatron_ext.text.evaluation.tool import EVALUATION
 from megatron_ext.text.generation.tool import GENERATION, generate_text
 from megatron_ext.text.task import GPT, TEXT

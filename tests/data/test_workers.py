@@ -10,8 +10,8 @@ from contextlib import nullcontext
 import torch
 from torch.utils.data import DataLoader
 from megatron_ext.data.workers import worker_context
-from megatron_ext.faults.bus import worker_setup
-from megatron_ext.faults.host import shared_host_folder
+from megatron_ext.disk.bus import worker_setup
+from megatron_ext.disk.host_folder import shared_host_folder
 
 loader = DataLoader(
     torch.arange(64),

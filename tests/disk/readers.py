@@ -38,16 +38,19 @@ from megatron_ext.config.rules.transformer_engine import read_overlap_settings
 from megatron_ext.data.indexed import check_cached_indices, check_indexed_dataset
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.data.order import check_recorded
-from megatron_ext.faults.events import read_events
-from megatron_ext.inspect.audit.recipe import read_recipe
+from megatron_ext.disk.events import read_events
+from megatron_ext.extras.audit.recipe import read_recipe
+from megatron_ext.extras.ledger.ledger import Ledger
+from megatron_ext.extras.ledger.step_record import RecordWriter, StepRecord
+from megatron_ext.extras.report.page import write_report
+from megatron_ext.extras.report.run_folder import read_run_folder
+from megatron_ext.extras.resilience.elastic import WANTED_NODES, wanted_nodes
 from megatron_ext.planning.hardware import gpu_named
 from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.convert.config import read_model
 from megatron_ext.text.data.blend import read_blend
 from megatron_ext.text.data.config import DataConfig
-from megatron_ext.text.data.ledger import Ledger
 from megatron_ext.text.data.schedule import read_schedule
-from megatron_ext.text.data.step_record import RecordWriter, StepRecord
 from megatron_ext.text.generation.config import GenerationConfig
 from megatron_ext.text.generation.requests import read_prompts
 from megatron_ext.text.preprocess.encode import BadLine, parse_line
@@ -62,10 +65,7 @@ from megatron_ext.text.preprocess.parts import (
 from megatron_ext.text.sft.store import SftStore
 from megatron_ext.text.task import GPT
 from megatron_ext.text.tokenizers import build_tokenizer
-from megatron_ext.train.elastic import WANTED_NODES, wanted_nodes
 from megatron_ext.train.reporting.files import MetricsFile, read_metrics
-from megatron_ext.train.reporting.page import write_report
-from megatron_ext.train.reporting.run_folder import read_run_folder
 from megatron_ext.video.convert.config import read_json as read_wan
 from megatron_ext.video.convert.config import understand as understand_wan
 from megatron_ext.video.data.clips import read_list
@@ -73,8 +73,8 @@ from megatron_ext.video.data.manifest import read_manifest as read_video_manifes
 from megatron_ext.video.data.register import read_register
 from megatron_ext.video.data.text_encoders import read_settings as read_encoder_settings
 from megatron_ext.video.sampling.requests import read_lines, read_row
+from tests.extras.report.made_runs import faulty_run
 from tests.text.tiny import hf_folder
-from tests.train.reporting.made_runs import faulty_run
 from tests.training_runs import SMALL, TINY, mock_data
 from tests.video.data.test_shards import MANIFEST as VIDEO_MANIFEST
 

@@ -9,7 +9,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_ext import core
-from megatron_ext.inspect.audit.reproduce_router import (
+from megatron_ext.extras.audit.reproduce_router import (
     COEFFICIENT,
     auxiliary_flags,
     auxiliary_loss,

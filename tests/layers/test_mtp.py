@@ -14,7 +14,7 @@ from megatron_ext.data.batch import (
     slice_for_context_parallel,
     with_mtp_targets,
 )
-from megatron_ext.inspect.audit import reproduce_mtp as stock
+from megatron_ext.extras.audit import reproduce_mtp as stock
 from megatron_ext.layers.auxiliary_loss import MTPTargets, mean_of_means_weights, per_token_weights
 from megatron_ext.layers.chunks import build_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config

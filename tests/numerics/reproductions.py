@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import megatron.core
 import pytest
 
-from megatron_ext.inspect.audit.reproduced import Reproduced, Reproduction
+from megatron_ext.extras.audit.reproduced import Reproduced, Reproduction
 
 RELEASE = ".".join(megatron.core.__version__.split(".")[:2])
 """The release of the installed megatron-core, such as ``0.16``."""

@@ -16,7 +16,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.data.indexed import optimal_dtype
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.inspect.audit import reproduce_data as data
+from megatron_ext.extras.audit import reproduce_data as data
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.data import gpt

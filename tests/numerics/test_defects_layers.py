@@ -20,9 +20,9 @@ from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_func
 from torch import Tensor
 
 from megatron_ext.core import moe_submodules
-from megatron_ext.inspect.audit import reproduce_layers
-from megatron_ext.inspect.audit import reproduce_router as stock
-from megatron_ext.inspect.audit.reproduce_router import (
+from megatron_ext.extras.audit import reproduce_layers
+from megatron_ext.extras.audit import reproduce_router as stock
+from megatron_ext.extras.audit.reproduce_router import (
     LENGTH,
     SEQUENCES,
     auxiliary_flags,

@@ -9,8 +9,8 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.inspect.audit import reproduce_losses as losses
-from megatron_ext.inspect.audit.reproduce_losses import logits_and_labels, train_step
+from megatron_ext.extras.audit import reproduce_losses as losses
+from megatron_ext.extras.audit.reproduce_losses import logits_and_labels, train_step
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.losses.contract import checked, pair
 from megatron_ext.parallel.context import ParallelContext

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import Batch
-from megatron_ext.inspect.audit import reproduce_mtp as stock
-from megatron_ext.inspect.audit import reproduce_stages as stages
-from megatron_ext.inspect.audit.reproduced import Reproduced
+from megatron_ext.extras.audit import reproduce_mtp as stock
+from megatron_ext.extras.audit import reproduce_stages as stages
+from megatron_ext.extras.audit.reproduced import Reproduced
 from megatron_ext.losses.contract import StepCounts
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.step import gpt_forward_step

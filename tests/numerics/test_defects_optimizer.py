@@ -7,7 +7,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
-from megatron_ext.inspect.audit import reproduce_optimizer as stock
+from megatron_ext.extras.audit import reproduce_optimizer as stock
 from megatron_ext.optim.update import parts_of, update_parameters
 from megatron_ext.parallel.context import ParallelContext
 from tests.numerics.reproductions import check_ratio

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_ext.inspect.audit import reproduce_losses as losses
-from megatron_ext.inspect.audit import reproduce_schedules as schedules
+from megatron_ext.extras.audit import reproduce_losses as losses
+from megatron_ext.extras.audit import reproduce_schedules as schedules
 from megatron_ext.layers.transformer_config import build_transformer_config
 from tests.numerics.reproductions import RELEASE, check_ratio
 from tests.training_runs import TINY, config_of, errors_of, mock_data

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.device import cuda_shim
-from megatron_ext.faults.recorder import Recorder
 from megatron_ext.parallel.grid import Placement
+from megatron_ext.parallel.recorder import Recorder
 from megatron_ext.schedules.communication import Channels
 from megatron_ext.schedules.plan import Action, Kind, Plan
 from tests.schedules.test_plan import changed, first_two

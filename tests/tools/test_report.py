@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.reporting.made_runs import faulty_run
+from tests.extras.report.made_runs import faulty_run
 from tools.report import main
 
 

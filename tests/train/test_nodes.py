@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.faults.events import read_events
+from megatron_ext.disk.events import read_events
 from megatron_ext.train.reporting.files import read_metrics
 from tests.train.nodes import Nodes, steps_done, until
 from tests.training_runs import SAME_WEIGHTS, Rows, mock_data, train_steps, training_rows

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.checkpoint.files import published
-from megatron_ext.faults.events import read_events
+from megatron_ext.disk.events import read_events
 from megatron_ext.train.run import Run
 from tests.checkpoint.tiny import whole_tensors
 from tests.training_runs import SMALL, train_on_ranks, train_steps, training_rows, without

@@ -23,6 +23,7 @@ from megatron_ext.config.training import LossConfig, TrainingConfig
 from megatron_ext.data.samplers import Ints
 from megatron_ext.device import select
 from megatron_ext.errors import ConfigError
+from megatron_ext.extras.report.page import style_sheet, write_page
 from megatron_ext.inspect.preview.collect import collect
 from megatron_ext.inspect.preview.rows import Document, Row, Step, documents_of
 from megatron_ext.inspect.preview.summary import (
@@ -52,7 +53,6 @@ from megatron_ext.text.sft.dataset import report_conversations
 from megatron_ext.text.task import separator_warnings
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.main import preflight, silence_known_warnings, stored_config
-from megatron_ext.train.reporting.page import style_sheet, write_page
 from megatron_ext.train.task import Task, TaskChoice
 
 EVERY = 64

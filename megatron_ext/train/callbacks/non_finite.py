@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_ext import core
 from megatron_ext.config.fault_tolerance import VALIDATE
-from megatron_ext.faults.events import append_event
+from megatron_ext.disk.events import append_event
 from megatron_ext.optim.shards import shards_of
 from megatron_ext.optim.update import UpdateResult, parts_of
 from megatron_ext.parallel.context import ParallelContext
@@ -45,7 +45,7 @@ def announce(run: Run, kind: str, sentence: str, **facts: Any) -> None:
     """Print a sentence on the reporting rank, and append an event to the save folder.
 
     All ranks that know the same facts call this. ``kind`` and ``facts`` are those of
-    `faults.events`.
+    `disk.events`.
     """
     run.reporters.say(sentence)
     if run.context.is_reporting_rank:

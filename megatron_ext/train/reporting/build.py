@@ -22,12 +22,12 @@ from megatron_ext.config.output import LoggingConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.disk.writing import open_to_append
 from megatron_ext.errors import ConfigError, say_to_stderr
+from megatron_ext.extras.report.goodput import FINISHED
+from megatron_ext.extras.report.time_rows import Launch, TimeRows
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.reporting.files import LinePrinter, LossPlot, MetricsFile
-from megatron_ext.train.reporting.goodput import FINISHED
 from megatron_ext.train.reporting.records import EvaluationRecord, IterationRecord, Reporter
 from megatron_ext.train.reporting.start import write_configuration
-from megatron_ext.train.reporting.time_rows import Launch, TimeRows
 
 
 def iteration_scalars(record: IterationRecord, config: LoggingConfig) -> dict[str, float]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.disk.reading import is_count, lines_of, row_of
 from megatron_ext.disk.writing import cleared, open_to_append, write_text
-from megatron_ext.train.reporting.goodput import OF_TIME, is_launch
+from megatron_ext.extras.report.goodput import OF_TIME, is_launch
 from megatron_ext.train.reporting.records import AVERAGED, EvaluationRecord, IterationRecord
 
 if TYPE_CHECKING:

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from megatron_ext.data.indexed import bin_path, idx_path, read_index
 from megatron_ext.data.indexed_writer import IndexedWriter
+from megatron_ext.disk.bus import cut_in_use
 from megatron_ext.disk.reading import UnreadableFile, read_json_object, shortened
 from megatron_ext.disk.writing import open_new
 from megatron_ext.errors import DataError
-from megatron_ext.faults.bus import cut_in_use
 from megatron_ext.video.data.encode import VideoSample
 
 FORMAT = 1

@@ -13,9 +13,9 @@ import pytest
 
 from megatron_ext.checkpoint.files import TRACKER
 from megatron_ext.errors import ConfigError
+from megatron_ext.extras.ledger.counts import uses
+from megatron_ext.extras.ledger.ledger import Ledger
 from megatron_ext.inspect.preview.collect import collect
-from megatron_ext.text.data.ledger import Ledger
-from megatron_ext.text.data.ledger_counts import uses
 from megatron_ext.train.reporting.files import read_metrics
 from tests.training_runs import (
     NULL,

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_ext.extras.ledger.counts import check_of
+from megatron_ext.extras.ledger.ledger import Ledger
 from megatron_ext.inspect.preview.collect import collect
 from megatron_ext.inspect.preview.rows import documents_of
-from megatron_ext.text.data.ledger import Ledger
-from megatron_ext.text.data.ledger_counts import check_of
 from tests.training_runs import NULL, SAME_WEIGHTS, documents, prepared, train_steps, without
 
 WORDS = [

@@ -17,11 +17,11 @@ import torch
 from megatron_ext.data import requests
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.errors import DataError
+from megatron_ext.extras.ledger.ledger import Ledger
 from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.data import storage
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.direct import DirectDataset
-from megatron_ext.text.data.ledger import Ledger
 from megatron_ext.text.data.plan import plan_run
 from megatron_ext.text.data.splits import marks_of
 from megatron_ext.text.data.storage import note_of, store_of

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.extras.resilience.spikes import Spikes
 from megatron_ext.optim.builder import choose_kernels
 from megatron_ext.train.callbacks.non_finite import NonFinite, NotFinite, describe, places
-from megatron_ext.train.callbacks.spikes import Spikes
 from megatron_ext.train.loop import IntervalMetrics, take_step
 from megatron_ext.train.run import Run
+from tests.extras.resilience.silent_faults import FLAGS, NO_DROPOUT, Spoiler, run_with
 from tests.host_syncs import READ, host_syncs
 from tests.ranks import ParallelContext, layout_of, ranks
 from tests.runs_from_inside import build
-from tests.train.callbacks.silent_faults import FLAGS, NO_DROPOUT, Spoiler, run_with
 
 
 def test_ranks_are_told_with_the_positions_that_they_share() -> None:

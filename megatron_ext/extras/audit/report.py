@@ -1,0 +1,229 @@
+"""Judges flags by the rules of all defects, and prints findings, lists and reproductions."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import importlib.metadata
+import json
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megatron_ext.errors import ConfigError, MegatronExtError
+from megatron_ext.extras.audit.defect import RELEASES, Defect
+from megatron_ext.extras.audit.defects_model import MODEL
+from megatron_ext.extras.audit.defects_rest import REST
+from megatron_ext.extras.audit.defects_step import STEP
+from megatron_ext.extras.audit.flags import Flags, Undecided
+from megatron_ext.extras.audit.recipe import read_recipe
+
+DEFECTS: tuple[Defect, ...] = (*MODEL, *STEP, *REST)
+"""All defects in the order of their numbers."""
+
+PROGRAM = "pretrain_gpt.py"
+"""The program of Megatron-LM that flags are for if none is named."""
+
+FILES = "data layers losses mtp optimizer router schedules stages".split()
+"""Endings of the files beside this one that reproduce defects."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A defect that flags hit.
+
+    Attributes:
+        flags: the flags that decided.
+        depends: a condition that no flag says; empty for a finding that counts.
+    """
+
+    number: str
+    what: str
+    state: str
+    error: str
+    advice: str
+    flags: tuple[str, ...]
+    depends: str = ""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The findings on flags, and sentences about what could not be judged."""
+
+    core: str
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def certain(self) -> list[Finding]:
+        """The findings that count: those that hang on flags alone."""
+        return [finding for finding in self.findings if not finding.depends]
+
+
+def release_of(core: str | None) -> tuple[str, str]:
+    """Return a version of megatron-core, by default the installed one, and its minor release.
+
+    Raises:
+        ConfigError: the version is unknown, or none is installed.
+    """
+    try:
+        version = core or importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError("megatron-core is not installed; name a version with --core.") from None
+    minor = ".".join(version.split(".")[:2])
+    if minor not in RELEASES:
+        raise ConfigError(f"--core ({version}) must be a version of {', '.join(RELEASES)}.")
+    return version, minor
+
+
+def audit(words: Sequence[str], core: str | None = None, program: str = PROGRAM) -> Audit:
+    """Judge the flags of a training program of Megatron-LM.
+
+    Args:
+        words: the words after the name of the program.
+        core: a version of megatron-core, by default the installed one.
+
+    Raises:
+        ConfigError: the version of megatron-core is unknown.
+    """
+    version, minor = release_of(core)
+    findings: list[Finding] = []
+    notes: list[str] = []
+    for defect in DEFECTS:
+        state = defect.state(minor)
+        for rule in defect.rules if state.kind != "fixed" else ():
+            if rule.only and minor not in rule.only.split():
+                continue
+            flags = Flags(words, program)
+            try:
+                if not rule.hit(flags):
+                    continue
+                size = rule.size(flags)
+            except Undecided as reason:
+                notes.append(f"{defect.number} is not judged: {reason}")
+                continue
+            finding = Finding(
+                number=defect.number,
+                what=defect.affected,
+                state=state.kind,
+                error=size,
+                advice=rule.advice,
+                flags=tuple(dict.fromkeys(flags.used)),
+                depends=rule.depends,
+            )
+            findings.append(finding)
+            break
+    if Flags(words, program).has("--use-checkpoint-args", "--yaml-cfg", "--config"):
+        notes.append("Flags that come from a checkpoint or from a YAML file are not audited.")
+    return Audit(version, tuple(findings), tuple(dict.fromkeys(notes)))
+
+
+def show(console: Console, result: Audit) -> None:
+    """Print the findings as a table, then what depends on more than flags, then notes."""
+    certain = result.certain
+    head = f"megatron-core {result.core}: "
+    head += f"{len(certain)} known defect(s) on these flags" if certain else "no known defect"
+    console.print(head, highlight=False)
+    if certain:
+        table = Table("defect", "what is wrong, by how much", "what to do", "flags")
+        for x in certain:
+            cells = x.number, f"{x.what}: {x.error}", x.advice, "\n".join(x.flags)
+            table.add_row(*map(escape, cells), end_section=True)
+        console.print(table)
+    for x in result.findings:
+        if x.depends:
+            text = f"{x.number} only if {x.depends}: {x.error} {x.advice}"
+            console.print(text, highlight=False, markup=False)
+    for note in result.notes:
+        console.print(f"note: {note}", highlight=False, markup=False)
+
+
+def show_list(console: Console) -> None:
+    """Print all defects with their states."""
+    table = Table("defect", "affected", *RELEASES, "flags")
+    for x in DEFECTS:
+        judged = "judged by flags" if x.rules else "no flag hits it"
+        cells = x.number, x.affected, *(x.state(y).kind for y in RELEASES), judged
+        table.add_row(*map(escape, cells))
+    console.print(table)
+
+
+def reproduce(number: str) -> str:
+    """Run a defect on the installed megatron-core; return stock, right, ratio and what it was.
+
+    Raises:
+        ConfigError: the defect is unknown, or has no reproduction.
+    """
+    if number not in [x.number for x in DEFECTS]:
+        raise ConfigError(f"--reproduce ({number}) is no defect; use D1 to {DEFECTS[-1].number}.")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    warnings.simplefilter("ignore")
+    # Figures are then the same on machines that have them.
+    for name in ("transformer_engine", "apex"):
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+    for file in FILES:
+        module = importlib.import_module(f"megatron_ext.extras.audit.reproduce_{file}")
+        if number in module.REPRODUCTIONS:
+            found = module.REPRODUCTIONS[number]()
+            return (
+                f"{number} stock {found.stock:.6g} right {found.right:.6g} "
+                f"ratio {found.ratio:.6g}: {found.what}"
+            )
+    raise ConfigError(f"--reproduce ({number}) has no reproduction.")
+
+
+def main(argv: Sequence[str], description: str = "") -> int:
+    """Carry out the tool; return 0 for clean, 1 for findings, 2 for errors."""
+    own = list(argv[: argv.index("--")]) if "--" in argv else list(argv)
+    words = list(argv[len(own) + 1 :])
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipe", nargs="?", type=Path, help="recipe of a functional test in YAML")
+    parser.add_argument("--core", metavar="VERSION", help="version of megatron-core (installed)")
+    parser.add_argument("--list", action="store_true", help="list all defects with their states")
+    parser.add_argument("--reproduce", metavar="D2", help="run a defect on the installed core")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    args = parser.parse_args(own)
+    try:
+        return _carry_out(args, words)
+    except MegatronExtError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _carry_out(args: argparse.Namespace, words: list[str]) -> int:
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    if args.list:
+        show_list(console)
+        return 0
+    if args.reproduce:
+        print(reproduce(args.reproduce.upper()))
+        return 0
+    if args.recipe is not None and args.recipe.suffix not in (".yaml", ".yml"):
+        raise ConfigError(
+            f"`recipe` ({args.recipe}) must be a YAML file, as launch scripts are not read; to "
+            "audit a script, put this package's pretrain_gpt.py in the place of its training "
+            "program, add `--audit` to the flags and run it, or give the flags after `--`."
+        )
+    if (args.recipe is None) == (not words):
+        raise ConfigError("Give either flags of a training program after `--`, or a recipe.")
+    if args.recipe is not None:
+        words = read_recipe(args.recipe)
+    program = PROGRAM
+    if words and words[0].endswith(".py"):
+        program = words.pop(0)
+    result = audit(words, args.core, program)
+    if args.json:
+        print(json.dumps(dataclasses.asdict(result), indent=1, ensure_ascii=False))
+    else:
+        show(console, result)
+    return 1 if result.certain else 0

@@ -1,0 +1,213 @@
+"""Reproductions of defects in megatron-core's datasets: D29 to D33."""
+
+from __future__ import annotations
+
+import math
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.datasets import helpers
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
+
+from megatron_ext.extras.audit.reproduced import Reproduced, Reproductions, on_ranks
+from megatron_ext.parallel.context import ParallelContext
+
+SEQUENCE_LENGTH = 8
+DOCUMENT_LENGTH = 5
+PATIENCE = 2.0
+"""Seconds after which a dataset that is still being built counts as endless; it takes 1 ms."""
+
+
+class EndlessError(Exception):
+    """An error that ends what runs past `PATIENCE`."""
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Raise an `EndlessError` if the block, in the main thread, takes longer.
+
+    Raises:
+        EndlessError: the time is up.
+    """
+
+    def stop(_signal: int, _frame: object) -> None:
+        raise EndlessError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def write_documents(prefix: Path, documents: int, dtype: type = np.uint16) -> None:
+    """Write documents of five tokens, ``0 1 2 3 4``, ``5 6 7 8 9`` and so on up to 79."""
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for document in (torch.arange(documents * DOCUMENT_LENGTH) % 80).view(documents, -1):
+        builder.add_document(document, [DOCUMENT_LENGTH])
+    builder.finalize(f"{prefix}.idx")
+
+
+def tokenizer_of(vocabulary: int) -> Any:
+    """Return megatron-core's tokenizer without words, of so many ids.
+
+    One release counts the end of a document in the argument, another beside it.
+    """
+    made = (NullTokenizer(size) for size in (vocabulary, vocabulary - 1))
+    return next(tokenizer for tokenizer in made if tokenizer.vocab_size == vocabulary)
+
+
+def dataset_config(
+    prefix: Path, vocabulary: int = 90, split: str = "99,1,0", **changes: Any
+) -> GPTDatasetConfig:
+    """Return a dataset configuration of megatron-core, with a cache beside the data."""
+    return GPTDatasetConfig(
+        random_seed=1234,
+        sequence_length=SEQUENCE_LENGTH,
+        blend=([str(prefix)], None),
+        split=split,
+        path_to_cache=str(prefix.parent / "cache"),
+        tokenizer=tokenizer_of(vocabulary),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        **changes,
+    )
+
+
+def build_train_split(config: GPTDatasetConfig, *samples: int) -> GPTDataset:
+    """Build datasets as Megatron-LM does, and return that of the training split."""
+    train, *_ = BlendedMegatronDatasetBuilder(GPTDataset, samples, lambda: True, config).build()
+    return train
+
+
+def in_folder(measure: Callable[[Path], Any], _context: ParallelContext) -> Any:
+    """Return what a measurement finds that needs an empty folder."""
+    with tempfile.TemporaryDirectory() as name:
+        return measure(Path(name))
+
+
+def measured(measure: Callable[[Path], Any]) -> Any:
+    """Return what a measurement finds on one rank, in a folder of its own."""
+    return on_ranks(partial(in_folder, measure))[0]
+
+
+def _empty_split(folder: Path) -> tuple[float, str]:
+    prefix = folder / "docs"
+    write_documents(prefix, 20)
+    try:
+        with at_most(PATIENCE):
+            # One hundredth of 20 documents is none of them.
+            build_train_split(dataset_config(prefix), 4, 4, 0)
+    except EndlessError:
+        return math.nan, f"still counted epochs of no tokens after {PATIENCE:.0f} s"
+    except Exception as error:
+        return 0.0, f"was refused: {error}"
+    return 0.0, "was given"
+
+
+def d29() -> Reproduced:
+    """Return the samples of a split that has no document."""
+    stock, outcome = measured(_empty_split)
+    what = f"samples of a validation split that --split 99,1,0 leaves empty: it {outcome}"
+    return Reproduced(stock, 0.0, what)
+
+
+def _stale_cache(folder: Path) -> float:
+    prefix = folder / "docs"
+    for documents in (20, 40):
+        write_documents(prefix, documents)
+        train = build_train_split(dataset_config(prefix, split="1,0,0"), 6, 0, 0)
+    assert train[0]["tokens"].numel() == SEQUENCE_LENGTH  # the index may be read only then
+    return float(max(train.document_index))
+
+
+def d30() -> Reproduced:
+    """Return the last document that a cached index names after the files have been replaced."""
+    stock = measured(_stale_cache)
+    what = (
+        "number of the last document in the sample index of 40 documents, whose files have "
+        "replaced those of 20 documents for which the cache was made"
+    )
+    return Reproduced(stock, 39.0, what)
+
+
+def _first_document(folder: Path) -> list[int]:
+    prefix = folder / "docs"
+    # Megatron-LM's tools/preprocess_data.py takes 4 bytes from a vocabulary of 65,500 on.
+    write_documents(prefix, 20, np.int32)
+    config = dataset_config(prefix, 65_500, sequences_per_dataset={str(prefix): (20, 21)})
+    # What is read is a view of the file, which the data set closes when it goes.
+    low = GPTDataset.build_low_level_dataset(str(prefix), config)
+    return [int(x) for x in low[0]]
+
+
+def d31() -> Reproduced:
+    """Return the sum of the ids ``0 1 2 3 4`` as ``--per-dataset-sequences-path`` reads them."""
+    read = measured(_first_document)
+    shown = " ".join(map(str, read))
+    what = (
+        "sum of the ids 0 1 2 3 4 of a document of a vocabulary of 65,500, which "
+        f"--per-dataset-sequences-path reads as {shown}"
+    )
+    return Reproduced(float(sum(read)), float(sum(range(DOCUMENT_LENGTH))), what)
+
+
+def _modes(folder: Path) -> tuple[float, list[str]]:
+    """Write two sequences in default modes, then in given ones, and read the modes back."""
+    modes = math.nan
+    raised = []
+    for name, given in (("default", {}), ("given", {"modes": [0, 0]})):
+        builder = IndexedDatasetBuilder(str(folder / f"{name}.bin"), multimodal=True)
+        try:
+            builder.add_document(torch.arange(4), [2, 2], **given)
+        except TypeError as error:
+            raised.append(f"writing {name} modes raises TypeError: {error}")
+            builder.data_file.close()
+            continue
+        builder.finalize(str(folder / f"{name}.idx"))
+        dataset = IndexedDataset(str(folder / name), multimodal=True)
+        try:
+            modes = float(len(dataset.sequence_modes))
+        except ValueError as error:
+            raised.append(f"reading all modes raises ValueError: {error}")
+    return (math.nan if raised else modes), raised
+
+
+def d32() -> Reproduced:
+    """Return the number of modes of a multimodal dataset of two sequences in default modes."""
+    stock, raised = measured(_modes)
+    what = "number of modes of a multimodal dataset of 2 sequences in default modes"
+    return Reproduced(stock, 2.0, "; ".join([what, *raised]))
+
+
+def counted_samples(tokens: int, *, drop_last: bool) -> int:
+    """Return the samples that megatron-core counts in one document of so many tokens."""
+    sizes = np.asarray([tokens], np.int32)
+    order = np.zeros(1, np.int32)
+    index = helpers.build_sample_idx(sizes, order, SEQUENCE_LENGTH, 1, tokens, drop_last, 1)
+    return len(index) - 1
+
+
+def d33() -> Reproduced:
+    """Return the number of sequences in 2^24 + 2 tokens, the last of which is partial."""
+    tokens = 2**24 + 2
+    (stock,) = on_ranks(lambda _context: counted_samples(tokens, drop_last=False))
+    what = f"sequences of 8 in {tokens} tokens with --no-drop-last-partial-validation-sequence"
+    return Reproduced(float(stock), float(math.ceil((tokens - 1) / SEQUENCE_LENGTH)), what)
+
+
+REPRODUCTIONS: Reproductions = {"D29": d29, "D30": d30, "D31": d31, "D32": d32, "D33": d33}

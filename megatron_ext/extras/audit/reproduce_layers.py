@@ -1,0 +1,308 @@
+"""Reproductions of defects in layers of megatron-core: D34 to D37, D42."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_ext.extras.audit.reproduced import Reproduced, Reproductions, on_ranks
+from megatron_ext.extras.audit.stock_gpt import sequences, stock_gpt
+from megatron_ext.parallel.context import ParallelContext
+
+HIDDEN = 8
+TOKENS = 6
+"""Tokens that each expert of a rank gets."""
+ENDLESS = 12
+"""Forward passes of a layer in one step after which it counts as recomputed for ever."""
+
+
+def _refusals(context: ParallelContext) -> list[str]:
+    """Return what megatron-core's attention and norm say against the parallel sizes of a rank."""
+    sizes = {"context_parallel_size": context.pgs.cp.size()}
+    sizes["tensor_model_parallel_size"] = context.pgs.tp.size()
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=4,
+        sequence_parallel=context.pgs.tp.size() > 1,
+        **sizes,
+    )
+    refused = []
+    try:
+        DotProductAttention(config, 1, AttnMaskType.causal, "self", pg_collection=context.pgs)
+    except AssertionError as error:
+        refused.append(f"AssertionError: {error}")
+    try:
+        WrappedTorchNorm(config, 16)
+    except AssertionError as error:
+        refused.append(f"AssertionError: {error}")
+    return refused
+
+
+def d34() -> Reproduced:
+    """Return the layers, of attention under CP 2 and a norm under SP, that can be built."""
+    attention = on_ranks(_refusals, cp=2)[0]
+    norm = on_ranks(_refusals, tp=2)[0]
+    refused = [*attention, *norm]
+    what = (
+        "layers without Transformer Engine that can be built, of attention with "
+        f"--context-parallel-size 2 and a norm with --sequence-parallel: {'; '.join(refused)}"
+    )
+    return Reproduced(math.nan if refused else 2.0, 2.0, what)
+
+
+def _inputs(rank: int) -> Tensor:
+    """Return the hidden states ``[2 x TOKENS, h]`` of the two experts of a rank."""
+    generator = torch.Generator().manual_seed(7 + rank)
+    return torch.randn(2 * TOKENS, HIDDEN, generator=generator)
+
+
+def _fill(experts: SequentialMLP, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in experts.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+
+
+def _plain_gradients(experts: SequentialMLP, inputs: list[Tensor]) -> dict[str, Tensor]:
+    """Return the gradients of the sum of squared outputs, by plain torch in double precision."""
+    weights = {name: p.detach().double().requires_grad_() for name, p in experts.named_parameters()}
+    total = torch.zeros((), dtype=torch.float64)
+    for part in inputs:
+        for number, tokens in enumerate(part.double().chunk(2)):
+            place = f"local_experts.{number}.linear_"
+            inner = F.linear(tokens, weights[f"{place}fc1.weight"], weights.get(f"{place}fc1.bias"))
+            fc2 = weights[f"{place}fc2.weight"], weights.get(f"{place}fc2.bias")
+            total = total + F.linear(F.gelu(inner), *fc2).square().sum()
+    gradients = torch.autograd.grad(total, list(weights.values()))
+    return dict(zip(weights, gradients, strict=True))
+
+
+def expert_gradients(
+    context: ParallelContext, name: str, copies: bool
+) -> tuple[float, float, float]:
+    """Return the norm of a gradient of experts, the right one, and the relative error.
+
+    Each rank holds two experts and has tokens of its own for each of them. The gradients pass
+    through megatron-core's data-parallel wrapper and ``finalize_model_grads``, as in a run.
+
+    Args:
+        name: the kind of parameter, such as ``fc1.weight``.
+        copies: whether all ranks hold the same experts, so that gradients add up.
+    """
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        ffn_hidden_size=HIDDEN,
+        moe_ffn_hidden_size=HIDDEN,
+        num_moe_experts=2 * context.pgs.ep.size(),
+        add_bias_linear=name.endswith("bias"),
+        tensor_model_parallel_size=context.pgs.tp.size(),
+        sequence_parallel=True,
+        expert_tensor_parallel_size=1,
+        expert_model_parallel_size=context.pgs.ep.size(),
+        calculate_per_token_loss=True,
+    )
+    submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    experts = SequentialMLP(2, config, submodules, pg_collection=context.pgs)
+    _fill(experts, seed=0 if copies else context.rank)
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), experts)
+    counts = torch.tensor([TOKENS, TOKENS])
+    output, _ = model(_inputs(context.rank), counts, torch.ones(2 * TOKENS))
+    output.square().sum().backward()
+    finalize_model_grads([model], torch.tensor([1], dtype=torch.int))
+    ranks = range(context.layout.world_size) if copies else [context.rank]
+    right = _plain_gradients(experts, [_inputs(rank) for rank in ranks])
+    kind = [n for n, _ in experts.named_parameters() if n.endswith(name)]
+    mine = torch.cat([experts.get_parameter(n).main_grad.double().flatten() for n in kind])
+    truth = torch.cat([right[n].flatten() for n in kind])
+    return float(mine.norm()), float(truth.norm()), float((mine - truth).norm() / truth.norm())
+
+
+def d35() -> Reproduced:
+    """Return the gradient of experts that both of two tensor-parallel ranks hold whole."""
+    measure = partial(expert_gradients, name="fc1.weight", copies=True)
+    stock, right, error = on_ranks(measure, tp=2, etp=1)[0]
+    what = (
+        "norm of the gradients of experts with --tensor-model-parallel-size 2 "
+        "--sequence-parallel --expert-tensor-parallel-size 1 --expert-model-parallel-size 1; the "
+        f"gradients are {error:.2g} of the right ones off"
+    )
+    return Reproduced(stock, right, what)
+
+
+def d36() -> Reproduced:
+    """Return the gradient of a bias of experts on two tensor-parallel ranks with other experts."""
+    measure = partial(expert_gradients, name="fc2.bias", copies=False)
+    stock, right, error = on_ranks(measure, tp=2, ep=2, etp=1)[0]
+    what = (
+        "norm of the gradients of the second biases of experts with --tensor-model-parallel-size "
+        "2 --sequence-parallel --expert-model-parallel-size 2; the gradients are "
+        f"{error:.2g} of the right ones off"
+    )
+    return Reproduced(stock, right, what)
+
+
+class CompressedQuery(torch.nn.Module):
+    """The way of the compressed query through multi-latent attention.
+
+    Stands in for megatron-core's MLASelfAttention, which 0.16 cannot build without Transformer
+    Engine. Its parts are megatron-core's and have the names that they have there.
+    """
+
+    def __init__(self, config: TransformerConfig, weight: Tensor, tp: ProcessGroup) -> None:
+        super().__init__()
+        self.q_layernorm = WrappedTorchNorm(config, weight.shape[1])
+        self.linear_q_up_proj = ColumnParallelLinear(
+            weight.shape[1],
+            weight.shape[0],
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            gather_output=False,
+            tp_group=tp,
+        )
+        self.linear_q_up_proj.weight.data.copy_(weight.chunk(tp.size())[tp.rank()])
+
+    def forward(self, compressed: Tensor) -> Tensor:
+        """Return this rank's part of the queries ``[tokens, n * dk / tp]``."""
+        queries: Tensor = self.linear_q_up_proj(self.q_layernorm(compressed))[0]
+        return queries
+
+
+def _query_norm(context: ParallelContext) -> tuple[float, float]:
+    """Return the norm of the gradient of ``q_layernorm`` after ``finalize_model_grads``.
+
+    Returns:
+        megatron-core's, and that of plain torch in double precision on the whole weight.
+    """
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        qk_layernorm=True,
+        tensor_model_parallel_size=context.pgs.tp.size(),
+        use_cpu_initialization=True,
+        calculate_per_token_loss=True,
+    )
+    generator = torch.Generator().manual_seed(5)
+    compressed = torch.randn(TOKENS, HIDDEN, generator=generator)
+    weight = torch.randn(2 * HIDDEN, HIDDEN, generator=generator)
+    layer = CompressedQuery(config, weight, context.pgs.tp)
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), layer)
+    model(compressed).square().sum().backward()
+    finalize_model_grads([model], torch.tensor([1], dtype=torch.int))
+    scale = torch.ones(HIDDEN, dtype=torch.float64, requires_grad=True)
+    normed = F.layer_norm(compressed.double(), (HIDDEN,), scale, eps=config.layernorm_epsilon)
+    (right,) = torch.autograd.grad(F.linear(normed, weight.double()).square().sum(), scale)
+    return float(layer.q_layernorm.weight.main_grad.norm()), float(right.norm())
+
+
+def d42() -> Reproduced:
+    """Return the gradient of the norm of compressed queries on two tensor-parallel ranks."""
+    stock, right = on_ranks(_query_norm, tp=2)[0]
+    what = (
+        "norm of the gradient of q_layernorm of multi-latent attention with --q-lora-rank "
+        "--qk-layernorm --tensor-model-parallel-size 2"
+    )
+    return Reproduced(stock, right, what)
+
+
+class EndlessError(Exception):
+    """An error that ends a recomputation that would never end."""
+
+
+def _step(context: ParallelContext, **options: Any) -> tuple[float, float, str]:
+    """Do one step of megatron-core's GPTModel.
+
+    Returns:
+        The norm of all gradients, the forward passes of the last MLP, both NaN after an error, and
+        a clause about the error.
+    """
+    torch.manual_seed(1)  # from which megatron-core draws the weights on a CPU
+    model = stock_gpt(context, **options)
+    passes = 0
+
+    def count(*_inputs: Any) -> None:
+        nonlocal passes
+        passes += 1
+        if passes >= ENDLESS:
+            raise EndlessError(f"{ENDLESS} passes and no end")
+
+    model.decoder.layers[-1].mlp.register_forward_pre_hook(count)
+    tokens, labels, positions = sequences(2)
+    try:
+        model(tokens, positions, None, labels=labels).sum().backward()
+    except (EndlessError, IndexError, AssertionError, RuntimeError) as error:
+        return math.nan, math.nan, f"{type(error).__name__}: {error}"
+    norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+    return float(norm), float(passes), ""
+
+
+SELECTIVE: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+PIECES: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 2,
+}
+
+
+def _recomputed(context: ParallelContext) -> tuple[float, list[str]]:
+    """Return the forward passes of a recomputed MLP, and clauses about what goes wrong."""
+    clauses = []
+    models: dict[str, dict[str, Any]] = {
+        "3 layers": {"num_layers": 3},
+        "multi-token prediction": {"mtp_num_layers": 1},
+    }
+    for name, options in models.items():
+        right, _, _ = _step(context, **options)
+        norm, _, error = _step(context, **options, **PIECES)
+        if not abs(norm / right - 1) <= 1e-5:
+            clauses.append(f"{name} in pieces of two: {error or f'a norm of {norm}, not {right}'}")
+    # The last, since autograd does nothing more on a rank after an error in a nested backward pass.
+    _, passes, error = _step(context, **SELECTIVE, add_bias_linear=True)
+    if error:
+        clauses.append(f"--recompute-modules mlp ends with {error}")
+    return passes, clauses
+
+
+def d37() -> Reproduced:
+    """Return the forward passes of an MLP with biases that is recomputed."""
+    ((stock, clauses),) = on_ranks(_recomputed)
+    what = "forward passes of an MLP with biases in a step with recomputation"
+    return Reproduced(stock, 2.0, "; ".join([what, *clauses]))
+
+
+def _distributed(context: ParallelContext) -> tuple[float, float, str]:
+    """Return the norm of all gradients with recomputed depths, with their inputs cut and whole."""
+    depths = {**PIECES, "recompute_num_layers": 1, "mtp_num_layers": 1}
+    right, _, _ = _step(context, **depths)
+    stock, _, error = _step(context, **depths, distribute_saved_activations=True)
+    return stock, right, error
+
+
+REPRODUCTIONS: Reproductions = {
+    "D34": d34,
+    "D35": d35,
+    "D36": d36,
+    "D37": d37,
+    "D42": d42,
+}

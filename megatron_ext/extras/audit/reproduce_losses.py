@@ -1,0 +1,272 @@
+"""Reproductions of defects in megatron-core's losses and their division by tokens: D17 to D24."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import distributed
+from megatron.core.enums import ModelType
+from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+from megatron.core.pipeline_parallel.hybrid_cp_schedule import (
+    hybrid_context_parallel_forward_backward,
+)
+from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megatron_ext.extras.audit.reproduced import Reproduced, Reproductions, on_ranks
+from megatron_ext.parallel.context import ParallelContext
+
+MICROBATCHES = 4
+VOCABULARY = 64
+FACTOR = 2.0
+Loss = Callable[[Tensor], tuple[Any, ...]]
+
+
+class Scale(MegatronModule):  # type: ignore[misc]
+    """The factor 2 times ``[1, 2, 3]``, so that the factor's gradient is a sum of the positions."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config=config)
+        self.weight = torch.nn.Parameter(torch.tensor(FACTOR))
+        self.model_type = ModelType.encoder_or_decoder
+
+    def set_input_tensor(self, _tensor: Tensor | None) -> None:
+        """Ignore the input; a single stage takes none."""
+
+    def forward(self) -> Tensor:
+        """Return three numbers."""
+        return self.weight * torch.tensor([1.0, 2.0, 3.0])
+
+
+def _tiny(**changes: Any) -> TransformerConfig:
+    return TransformerConfig(num_layers=1, hidden_size=2, num_attention_heads=1, **changes)
+
+
+def train_step(loss: Loss, *, per_token: bool) -> tuple[float, list[Any]]:
+    """Do one step of megatron-core's schedule with `Scale` and a loss of its output ``[3]``.
+
+    Returns:
+        The factor's gradient after the division by tokens, and the loss's report of each of the
+        `MICROBATCHES` micro-batches.
+    """
+    transformer_config = _tiny(calculate_per_token_loss=per_token)
+    transformer_config.finalize_model_grads_func = distributed.finalize_model_grads
+    model = distributed.DistributedDataParallel(
+        transformer_config, distributed.DistributedDataParallelConfig(), Scale(transformer_config)
+    )
+
+    def forward_step(_data: Iterator[Any], chunk: torch.nn.Module) -> tuple[Tensor, Loss]:
+        return chunk(), loss
+
+    reports = forward_backward_no_pipelining(
+        forward_step_func=forward_step,
+        data_iterator=iter(()),
+        model=model,
+        num_microbatches=MICROBATCHES,
+        seq_length=3,
+        micro_batch_size=1,
+    )
+    return float(model.module.weight.main_grad), reports
+
+
+def weighted_loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return a sum over targets whose weights add up to 2.5."""
+    return output.sum(), torch.tensor(2.5), {}
+
+
+def mean_loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return a mean, in the form of two values that counts no targets."""
+    return output.mean(), {}
+
+
+def logging_loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return a sum over three targets, and the same sum to be logged."""
+    total = output.sum()
+    return total, torch.tensor(3), {"lm loss": total.detach()}
+
+
+def _fractional_count(_context: ParallelContext) -> tuple[float, str]:
+    try:
+        return train_step(weighted_loss, per_token=True)[0], "was divided by the weights"
+    except RuntimeError as error:
+        return math.nan, f"raised RuntimeError: {error}"
+
+
+def d17() -> Reproduced:
+    """Return the gradient of a loss per token whose targets weigh 2.5 in each micro-batch."""
+    ((stock, outcome),) = on_ranks(_fractional_count)
+    what = f"gradient per token of a loss whose count of targets is the fraction 2.5: it {outcome}"
+    return Reproduced(stock, sum((1.0, 2.0, 3.0)) / 2.5, what)
+
+
+def _logged(_context: ParallelContext) -> float:
+    return float(train_step(logging_loss, per_token=False)[1][0]["lm loss"])
+
+
+def d18() -> Reproduced:
+    """Return what is logged of a sum that is also the loss."""
+    (stock,) = on_ranks(_logged)
+    what = (
+        "logged loss of a micro-batch whose detached sum over 3 targets is also the loss, which "
+        f"the schedule divides in place by the targets and by {MICROBATCHES} micro-batches"
+    )
+    return Reproduced(stock, FACTOR * sum((1.0, 2.0, 3.0)), what)
+
+
+def _uncounted(_context: ParallelContext) -> float:
+    return train_step(mean_loss, per_token=True)[0]
+
+
+def d19() -> Reproduced:
+    """Return the gradient of a loss of two values, per token, on two context-parallel ranks."""
+    stock = on_ranks(_uncounted, cp=2)[0]
+    replicated = on_ranks(_uncounted, dp=2)[0]
+    what = (
+        "gradient with --calculate-per-token-loss of a loss that returns two values, so no count, "
+        f"with --context-parallel-size 2; on 2 data-parallel ranks it is {replicated:.4g}"
+    )
+    return Reproduced(stock, sum((1.0, 2.0, 3.0)) / 3, what)
+
+
+def _hybrid_context_parallel(_context: ParallelContext) -> float:
+    transformer_config = _tiny()
+    chunk = Scale(transformer_config)
+
+    def forward_step(data: Iterator[Any], model: torch.nn.Module) -> tuple[Tensor, Loss]:
+        next(data)
+        return model(), mean_loss
+
+    given = {
+        "forward_step_func": forward_step,
+        # One sample, and the samples of each rank in each group that runs without a barrier.
+        "data_iterator": iter([([{}], [[[0]]])]),
+        "model": chunk,
+        "num_microbatches": 1,
+        "forward_data_store": [],
+        "config": transformer_config,
+        "collect_non_loss_data": False,
+        "forward_only": False,
+        "no_sync_func": nullcontext,
+        "total_num_tokens": 0,
+        "check_first_val_step": lambda *_: False,
+        "model_type": ModelType.encoder_or_decoder,
+    }
+    names = inspect.signature(hybrid_context_parallel_forward_backward).parameters
+    hybrid_context_parallel_forward_backward(**{name: given.get(name) for name in names})
+    assert chunk.weight.grad is not None
+    return float(chunk.weight.grad)
+
+
+def d20() -> Reproduced:
+    """Return the gradient of a mean under the schedule of hybrid context parallelism."""
+    (stock,) = on_ranks(_hybrid_context_parallel)
+    what = "gradient of the mean loss of a sample under the schedule of --hybrid-context-parallel"
+    return Reproduced(stock, sum((1.0, 2.0, 3.0)) / 3, what)
+
+
+def logits_and_labels() -> tuple[Tensor, Tensor]:
+    """Return logits ``[16, 2, v]`` in fp32 and labels ``[16, 2]``."""
+    generator = torch.Generator().manual_seed(4)
+    logits = 3 * torch.randn(16, 2, VOCABULARY, generator=generator)
+    return logits, torch.randint(0, VOCABULARY, (16, 2), generator=generator)
+
+
+def logit_gradients(loss: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the gradients ``[16, 2, v]`` of a loss, and those of torch's in double precision."""
+    logits, labels = logits_and_labels()
+    exact = logits.double().requires_grad_()
+    F.cross_entropy(exact.view(-1, VOCABULARY), labels.view(-1), reduction="sum").backward()  # type: ignore[no-untyped-call]
+    mine = logits.clone().requires_grad_()
+    # The loss writes into what it is given, and a leaf may not be written into.
+    loss(mine * 1.0, labels).sum().backward()  # type: ignore[no-untyped-call]
+    assert mine.grad is not None and exact.grad is not None
+    return mine.grad.double(), exact.grad
+
+
+def farthest(mine: Tensor, right: Tensor) -> tuple[float, float]:
+    """Return the entry of ``mine`` that is farthest from that of ``right``, and the latter."""
+    worst = int((mine - right).abs().argmax())
+    return float(mine.flatten()[worst]), float(right.flatten()[worst])
+
+
+def _fused_gradient(context: ParallelContext) -> tuple[float, float, float]:
+    group = context.pgs.tp
+    fused, right = logit_gradients(lambda x, y: fused_vocab_parallel_cross_entropy(x, y, group))
+    unfused, _ = logit_gradients(vocab_parallel_cross_entropy)
+    return *farthest(fused, right), float((unfused - right).abs().max() / right.abs().max())
+
+
+def d22() -> Reproduced:
+    """Return the gradient of one logit in fp32 with the fused cross-entropy."""
+    ((stock, right, unfused),) = on_ranks(_fused_gradient)
+    what = (
+        "gradient, in fp32, of the logit that is farthest off with --cross-entropy-loss-fusion; "
+        f"without it the largest error is {unfused:.0e} of the largest gradient"
+    )
+    return Reproduced(stock, right, what)
+
+
+def _logit_after_the_loss(_context: ParallelContext) -> tuple[float, float]:
+    logits, labels = logits_and_labels()
+    given = logits.clone()
+    vocab_parallel_cross_entropy(given, labels)
+    return farthest(given, logits)
+
+
+def d23() -> Reproduced:
+    """Return a logit in fp32 as the unfused cross-entropy leaves it."""
+    ((stock, right),) = on_ranks(_logit_after_the_loss)
+    what = "logit in fp32, read after the unfused cross-entropy, which leaves the softmax in place"
+    return Reproduced(stock, right, what)
+
+
+def smoothed_loss(context: ParallelContext, smoothing: float) -> tuple[float, float]:
+    """Return the loss with smoothed labels that is farthest off, and the right one.
+
+    The vocabulary is cut over the tensor-parallel ranks. The right one is torch's in double
+    precision.
+    """
+    full, labels = logits_and_labels()
+    part = full.chunk(context.pgs.tp.size(), dim=-1)[context.pgs.tp.rank()].clone()
+    mine = vocab_parallel_cross_entropy(part, labels, smoothing)
+    # megatron-core spreads the smoothing over the other words, torch over all of them.
+    exact = F.cross_entropy(
+        full.double().view(-1, VOCABULARY),
+        labels.view(-1),
+        reduction="none",
+        label_smoothing=smoothing * VOCABULARY / (VOCABULARY - 1),
+    )
+    return farthest(mine.view(-1).double(), exact)
+
+
+def d24() -> Reproduced:
+    """Return the loss of one target with smoothed labels on two tensor-parallel ranks."""
+    smoothed = partial(smoothed_loss, smoothing=0.1)
+    stock, right = on_ranks(smoothed, tp=2)[0]
+    ((alone, exact),) = on_ranks(smoothed)
+    what = (
+        "loss of the target that is farthest off with --label-smoothing 0.1 and "
+        f"--tensor-model-parallel-size 2; on one rank the error is {abs(alone / exact - 1):.0e}"
+    )
+    return Reproduced(stock, right, what)
+
+
+REPRODUCTIONS: Reproductions = {
+    "D17": d17,
+    "D18": d18,
+    "D19": d19,
+    "D20": d20,
+    "D22": d22,
+    "D23": d23,
+    "D24": d24,
+}

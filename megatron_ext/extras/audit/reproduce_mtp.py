@@ -1,0 +1,329 @@
+"""Reproduces the defects of megatron-core's multi-token prediction on one stage: D4, D5, D9 to D14.
+
+A depth's targets are weighed by megatron-core's model and schedule. How much a target weighs is
+read from the gradient of its logits, which is the weight times ``softmax - one-hot``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper, roll_tensor
+from torch import Tensor
+
+from megatron_ext.extras.audit.reproduced import Reproduced, Reproductions, on_ranks
+from megatron_ext.extras.audit.stock_gpt import LENGTH, sequences, stock_gpt
+from megatron_ext.parallel.context import ParallelContext
+
+RAGGED = (20, 3, 29, 9)
+"""Numbers of targets of four sequences; the rest of each is masked."""
+
+
+def _mask(targets: tuple[int, ...]) -> Tensor:
+    """Return a mask ``[sequences, LENGTH]`` with so many targets at the start of each sequence."""
+    return (torch.arange(LENGTH) < torch.tensor(targets).unsqueeze(1)).float()
+
+
+def _one_further(values: Tensor) -> Tensor:
+    """Return ``[b, s]`` shifted by one position to the left; the last position becomes 0."""
+    return F.pad(values[:, 1:], (0, 1))
+
+
+def gradient_norm(module: torch.nn.Module) -> float:
+    """Return the L2 norm of all gradients of a module."""
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    return float(torch.stack([gradient.norm() for gradient in gradients]).norm())
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of megatron-core with one depth of multi-token prediction.
+
+    Attributes:
+        losses, weights: of the depth's targets ``[sequences, LENGTH]``: their losses by plain
+            cross-entropy, and the weight that each has in the gradient.
+        logged: the depth's loss in megatron-core's log.
+        gradient: norm of the depth's gradient.
+    """
+
+    losses: Tensor
+    weights: Tensor
+    logged: float
+    gradient: float
+
+
+def mtp_step(
+    context: ParallelContext,
+    targets: tuple[int, ...],
+    *,
+    micro_batch: int = 1,
+    per_token: bool = True,
+) -> Step:
+    """Take one step of megatron-core's model and schedule without the division by all targets."""
+    model = stock_gpt(context, mtp_num_layers=1, calculate_per_token_loss=per_token)
+    tokens, labels, positions = sequences(len(targets))
+    mask = _mask(targets)
+    further = _one_further(labels)
+    seen: list[tuple[Tensor, list[Tensor]]] = []
+
+    def keep(_layer: Any, _inputs: Any, output: tuple[Tensor, Any]) -> None:
+        gradient: list[Tensor] = []
+        output[0].register_hook(gradient.append)  # type: ignore[no-untyped-call]
+        # A copy, as megatron-core's cross-entropy writes into the logits.
+        seen.append((output[0].detach().clone(), gradient))
+
+    def forward_step(data: Iterator[slice], chunk: Any) -> tuple[Tensor, Any]:
+        rows = next(data)
+        words = {"labels": labels[rows], "loss_mask": mask[rows].clone()}
+        output = chunk(tokens[rows], positions[rows], None, **words)
+        total = (output * mask[rows]).sum()
+        count = mask[rows].sum().int()
+        return output, lambda _output: (total, count, {})
+
+    model.output_layer.register_forward_hook(keep)
+    starts = range(0, len(targets), micro_batch)
+    forward_backward_no_pipelining(
+        forward_step_func=forward_step,
+        data_iterator=iter([slice(start, start + micro_batch) for start in starts]),
+        model=model,
+        num_microbatches=len(starts),
+        seq_length=LENGTH,
+        micro_batch_size=micro_batch,
+    )
+    log: dict[str, Tensor] = {}
+    MTPLossLoggingHelper.track_mtp_metrics(1 / len(starts), 1, None, total_loss_dict=log)
+    # Of each micro-batch, the output layer gets the depth first and the model's own states last.
+    logits = torch.cat([kept for kept, _ in seen[::2]], dim=1).transpose(0, 1)
+    gradients = torch.cat([gradient[0] for _, gradient in seen[::2]], dim=1).transpose(0, 1)
+    slope = logits.softmax(-1) - F.one_hot(further, logits.size(-1))
+    losses = F.cross_entropy(logits.flatten(0, 1).double(), further.flatten(), reduction="none")
+    return Step(
+        losses=losses.view_as(further),
+        weights=(gradients * slope).sum(-1) / slope.square().sum(-1),
+        logged=float(log["mtp_1 loss"]),
+        gradient=gradient_norm(model.mtp),
+    )
+
+
+def _on_one_rank(targets: tuple[int, ...], **options: Any) -> Step:
+    return on_ranks(partial(mtp_step, targets=targets, **options))[0]
+
+
+def no_targets() -> Reproduced:
+    """Measure D4: the gradient of a depth in a step whose targets are all masked."""
+    means = _on_one_rank((0,), per_token=False)
+    return Reproduced(
+        means.gradient,
+        0.0,
+        "Norm of the gradient of a depth of multi-token prediction in a step without targets, with "
+        f"the mean of means (its logged loss is {means.logged:g}, and "
+        f"{_on_one_rank((0,)).logged:g} per token, instead of 0).",
+    )
+
+
+def weight_of_a_target(targets: tuple[int, ...], *rows: int) -> list[float]:
+    """Return the weight of the depth's first target of each sequence ``rows``, over the right one.
+
+    The right weight is the scaling factor, 0.1, over the depth's targets of the whole step; the
+    step's gradient is divided by the targets of the main loss. Each sequence is a micro-batch.
+    """
+    step = _on_one_rank(targets)
+    right = 0.1 / sum(max(count - 1, 0) for count in targets)
+    return [float(step.weights[row, 0]) / sum(targets) / right for row in rows]
+
+
+def weight_of_a_depth() -> Reproduced:
+    """Measure D5: the weight of a target of a depth in the objective per token."""
+    short = min(RAGGED)
+    long = max(RAGGED)
+    weights = weight_of_a_target(RAGGED, RAGGED.index(short), RAGGED.index(long))
+    (full,) = weight_of_a_target((LENGTH,) * len(RAGGED), 0)
+    return Reproduced(
+        weights[0],
+        1.0,
+        f"Weight of a target of the first depth in the sequence with {short} of {sum(RAGGED)} "
+        "targets, one sequence in a micro-batch, as a multiple of the right one (in the sequence "
+        f"with {long} targets {weights[1]:.4f}, with no target masked {full:.4f}).",
+    )
+
+
+def logged_loss() -> Reproduced:
+    """Measure D14: the logged loss of a depth in micro-batches of unequal numbers of targets."""
+    step = _on_one_rank(RAGGED)
+    whole = _on_one_rank(RAGGED, micro_batch=len(RAGGED))
+    kept = _one_further(_mask(RAGGED))
+    return Reproduced(
+        step.logged,
+        float((step.losses * kept).sum() / kept.sum()),
+        f"Logged loss of the first depth with one of {len(RAGGED)} ragged sequences in a "
+        f"micro-batch (with all of them in one {whole.logged:.4f}).",
+    )
+
+
+def _cumulative(*lengths: int) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def _shifted_padding(_context: ParallelContext) -> float:
+    lengths = _cumulative(5, 6)
+    padded = _cumulative(8, 8)
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=lengths,
+        cu_seqlens_kv=lengths,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+    )
+    mask = torch.cat([torch.arange(8) < 5, torch.arange(8) < 6]).float().unsqueeze(0)
+    return float(roll_tensor(mask, packed_seq_params=packed)[1])
+
+
+def padded_packing() -> Reproduced:
+    """Measure D9: the targets of a depth in packed samples with padding."""
+    return Reproduced(
+        on_ranks(_shifted_padding)[0],
+        (5 - 1) + (6 - 1),
+        "Targets of the first depth in two packed samples of 5 and 6 tokens, each padded to 8.",
+    )
+
+
+def _shifted_short(context: ParallelContext) -> tuple[float, str]:
+    lengths = _cumulative(2, 14)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=lengths, cu_seqlens_kv=lengths)
+    try:
+        # Each rank holds half of each sample: 1 and 7 positions.
+        count = roll_tensor(torch.ones(1, 8), cp_group=context.pgs.cp, packed_seq_params=packed)[1]
+    except IndexError as error:
+        return math.nan, f": IndexError ({error})"
+    return float(count), ""
+
+
+def short_packing() -> Reproduced:
+    """Measure D10: the targets of a depth with a packed sample shorter than the ranks' chunks."""
+    found = on_ranks(_shifted_short, cp=2)
+    return Reproduced(
+        sum(count for count, _ in found),
+        (2 - 1) + (14 - 1),
+        "Targets of the first depth in two packed samples of 2 and 14 tokens at context-parallel "
+        f"size 2{found[0][1]}.",
+    )
+
+
+class _Attention(torch.nn.Module):
+    """The causal core of attention over packed samples, which megatron-core's own refuses.
+
+    Samples see those before them, which is of no matter here.
+    """
+
+    def __init__(self, **_options: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_mask: Any, **_o: Any) -> Tensor:
+        heads = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return mixed.transpose(0, 1).flatten(1)
+
+
+def _recomputed(context: ParallelContext, recompute: bool) -> tuple[float, str]:
+    options: dict[str, Any] = {"mtp_num_layers": 1}
+    if recompute:
+        options |= {"recompute_granularity": "full", "recompute_method": "uniform"}
+        options["recompute_num_layers"] = 1
+    model = stock_gpt(context, positions="none", attention=_Attention, **options)
+    lengths = _cumulative(LENGTH // 2, LENGTH // 2)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=lengths, cu_seqlens_kv=lengths)
+    tokens, labels, positions = sequences(1)
+    try:
+        losses = model(tokens, positions, None, labels=labels, packed_seq_params=packed)
+    except TypeError as error:
+        return math.nan, f": TypeError ({error})"
+    losses.sum().backward()
+    return gradient_norm(model.mtp), ""
+
+
+def recomputed_packing() -> Reproduced:
+    """Measure D11: the gradient of a depth with full recomputation and packed samples."""
+    stock, error = on_ranks(partial(_recomputed, recompute=True))[0]
+    return Reproduced(
+        stock,
+        on_ranks(partial(_recomputed, recompute=False))[0][0],
+        "Norm of the gradient of a depth with packed samples and full recomputation; right is the "
+        f"one without recomputation{error}.",
+    )
+
+
+def _logits_without_labels(context: ParallelContext) -> tuple[float, float, str]:
+    model = stock_gpt(context, mtp_num_layers=1).eval()
+    states: list[Tensor] = []
+    model.decoder.register_forward_hook(lambda *called: states.append(called[-1].detach()))
+    tokens, _, positions = sequences(1)
+    with torch.no_grad():
+        try:
+            stock = float(model(tokens, positions, None).norm())
+            error = ""
+        except AttributeError as caught:
+            stock = math.nan
+            error = f": AttributeError ({caught})"
+    return stock, float((states[0] @ model.output_layer.weight.T).norm()), error
+
+
+def no_labels() -> Reproduced:
+    """Measure D12: the logits of a model with a depth that is given no labels."""
+    stock, right, error = on_ranks(_logits_without_labels)[0]
+    what = "Norm of the logits of a model with multi-token prediction that is given no labels"
+    return Reproduced(stock, right, f"{what}{error}.")
+
+
+PADDED = 12
+"""Tokens of padding at the end of a sequence of `LENGTH`."""
+
+
+def _routed(context: ParallelContext) -> list[float]:
+    """Return how many tokens each router counts as no padding, that of the depth last."""
+    model = stock_gpt(context, mtp_num_layers=1, num_moe_experts=4, moe_router_topk=2)
+    counts: list[float] = []
+
+    def count(_router: Any, inputs: tuple[Any, ...], words: dict[str, Any]) -> None:
+        mask = words.get("padding_mask", inputs[1] if len(inputs) > 1 else None)
+        counts.append(float(inputs[0].shape[:-1].numel() if mask is None else (~mask).sum()))
+
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            module.register_forward_pre_hook(count, with_kwargs=True)
+    tokens, labels, positions = sequences(1)
+    padding = (torch.arange(LENGTH) >= LENGTH - PADDED).unsqueeze(0)
+    model(tokens, positions, None, labels=labels, loss_mask=~padding * 1.0, padding_mask=padding)
+    return counts
+
+
+def padding_of_a_depth() -> Reproduced:
+    """Measure D13: the tokens that the router of a depth counts, where a sequence is padded."""
+    counts = on_ranks(_routed)[0]
+    right = LENGTH - PADDED
+    return Reproduced(
+        counts[-1],
+        right - 1,
+        f"Tokens that the router of a depth counts in a sequence of {LENGTH} that ends with "
+        f"{PADDED} of padding, shifted by one (the routers of the decoder count {counts[0]:g}).",
+    )
+
+
+REPRODUCTIONS: Reproductions = {
+    "D4": no_targets,
+    "D5": weight_of_a_depth,
+    "D9": padded_packing,
+    "D10": short_packing,
+    "D11": recomputed_packing,
+    "D12": no_labels,
+    "D13": padding_of_a_depth,
+    "D14": logged_loss,
+}

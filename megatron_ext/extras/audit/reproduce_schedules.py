@@ -1,0 +1,138 @@
+"""Reproduces the defects of megatron-core's interleaved pipeline schedule: D15 and D16.
+
+Four stages, two on each of two ranks, multiply what enters by a number each, so that the gradient
+of each number is a product of plain factors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_with_interleaving
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megatron_ext.extras.audit.reproduced import Reproduced, Reproductions, on_ranks
+from megatron_ext.parallel.context import ParallelContext
+
+LENGTH, BATCH, WIDTH, MICROBATCHES = 64, 2, 32, 8
+FACTORS = (0.5, 1.25, 1.5, 0.75)
+STEPS = 8
+"""Number of steps of D16: which of them loses its race is chance, most do."""
+
+
+class Factor(MegatronModule):  # type: ignore[misc]
+    """One stage: the input ``[s, b, h]`` times a number; the first stage makes its own input."""
+
+    def __init__(self, config: TransformerConfig, stage: int) -> None:
+        super().__init__(config=config)
+        self.stage = stage
+        self.model_type = ModelType.encoder_or_decoder
+        self.vp_stage: int | None = stage // 2
+        self.weight = torch.nn.Parameter(torch.tensor(FACTORS[stage]))
+        self.entering: Tensor | None = None
+
+    def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
+        """Take what the stage before sent."""
+        self.entering = tensors[0]
+
+    def forward(self, microbatch: int) -> Tensor:
+        """Return the output of this stage ``[s, b, h]``."""
+        if self.stage == 0:
+            return torch.full((LENGTH, BATCH, WIDTH), float(microbatch + 1)) * self.weight
+        assert self.entering is not None
+        return self.entering * self.weight
+
+
+def _gradients(context: ParallelContext, **messages: bool) -> list[float]:
+    """Return the gradients of this rank's stages after one step of megatron-core's schedule."""
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=WIDTH,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.float32,
+        calculate_per_token_loss=True,
+        **messages,
+    )
+    chunks = [Factor(config, 2 * index + context.pp_rank) for index in range(2)]
+
+    def step(data: Iterator[int], chunk: Factor) -> tuple[Tensor, Any]:
+        return chunk(next(data)), lambda output: (output.sum(), torch.tensor(1), {})
+
+    forward_backward_pipelining_with_interleaving(
+        forward_step_func=step,
+        data_iterator=[iter(range(MICROBATCHES)) for _ in chunks],
+        model=chunks,
+        num_microbatches=MICROBATCHES,
+        seq_length=LENGTH,
+        micro_batch_size=BATCH,
+    )
+    return [math.nan if x.weight.grad is None else float(x.weight.grad) for x in chunks]
+
+
+def _steps(context: ParallelContext, count: int, messages: dict[str, bool]) -> list[list[float]]:
+    return [_gradients(context, **messages) for _ in range(count)]
+
+
+def _worst(what: str, *, steps: int, **messages: bool) -> Reproduced:
+    """Return the gradient that is furthest from its right value, of all stages and steps."""
+    ranks = on_ranks(partial(_steps, count=steps, messages=messages), pp=2, vpp=2)
+    inputs = LENGTH * BATCH * WIDTH * sum(range(1, MICROBATCHES + 1))
+    found = [
+        (gradient, inputs * math.prod(FACTORS) / FACTORS[2 * index + rank])
+        for rank, all_steps in enumerate(ranks)
+        for gradients in all_steps
+        for index, gradient in enumerate(gradients)
+    ]
+
+    def error(pair: tuple[float, float]) -> float:
+        return math.inf if math.isnan(pair[0]) else abs(pair[0] / pair[1] - 1)
+
+    stock, right = max(found, key=error)
+    wrong = sum(error(pair) > 1e-6 for pair in found)
+    return Reproduced(stock, right, f"{what} ({wrong} of {len(found)} gradients are wrong).")
+
+
+def batched_messages() -> Reproduced:
+    """Measure D15: the gradients with batched messages between two interleaved stages."""
+    return _worst(
+        "Worst gradient of a chain of four virtual chunks on two stages with batched messages",
+        steps=1,
+        batch_p2p_comm=True,
+        overlap_p2p_comm=False,
+        deallocate_pipeline_outputs=False,
+    )
+
+
+def deallocated_outputs() -> Reproduced:
+    """Measure D16: the gradients with overlapped messages and deallocated outputs."""
+    return _worst(
+        "Worst gradient of a chain of four virtual chunks on two stages with overlapped messages "
+        f"and deallocated outputs, in {STEPS} steps",
+        steps=STEPS,
+        batch_p2p_comm=False,
+        overlap_p2p_comm=True,
+        deallocate_pipeline_outputs=True,
+    )
+
+
+def neither() -> Reproduced:
+    """Measure the same chain with overlapped messages alone, which is right."""
+    return _worst(
+        "Worst gradient of a chain of four virtual chunks on two stages with overlapped messages",
+        steps=STEPS,
+        batch_p2p_comm=False,
+        overlap_p2p_comm=True,
+        deallocate_pipeline_outputs=False,
+    )
+
+
+REPRODUCTIONS: Reproductions = {"D15": batched_messages, "D16": deallocated_outputs}

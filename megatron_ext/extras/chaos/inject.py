@@ -1,0 +1,226 @@
+"""Injects faults into a running rank, to test how the run survives them; no flag leads here.
+
+``tools/chaos.py`` and tests set the environment variable MEGATRON_EXT_FAULTS. It holds JSON: a list
+of faults, or ``{"folder": ..., "faults": [...]}``. With a folder each fault happens once in all
+restarts together; a file there says when, where and what it struck, and another one lists the steps
+that each rank has begun. Without the variable nothing happens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from megatron_ext.disk.host_folder import generation, host_folder
+from megatron_ext.disk.writing import open_to_append, write_text
+from megatron_ext.extras.chaos.strikes import FROM_ANY_THREAD, STRIKES, Target, watch_fsync
+from megatron_ext.parallel.recorder import Recorder
+
+VARIABLE = "MEGATRON_EXT_FAULTS"
+SLOW = "slow rank"
+KINDS = (*STRIKES, SLOW)
+_SECONDS_OF_A_SLOW_PASS = 0.05
+_COMPUTED = {"F": "forward", "B": "backward", "W": "backward"}
+"""Kinds of actions by letter, and the words for them at their end."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault to inject, and where.
+
+    Attributes:
+        kind: one of `KINDS`.
+        iteration: the step that it happens in, counted from 1; later, if ``at`` comes later.
+        rank: the rank that it strikes; None lets ``seed`` choose.
+        at: name of an event of the recorder, such as "data", "update" or "save", or an action of
+            the schedule, such as "forward" (of any micro-batch), "forward of micro-batch 1" or
+            "end of backward"; "start" is before the model is built, when ``iteration`` is 0.
+        seconds: time from that event to the fault.
+        generation: number of restarts before it; None for any.
+        amount: strength; for a slow rank the seconds added to each forward pass.
+        steps: number of steps that a rank stays slow, or a disk full.
+    """
+
+    kind: str
+    iteration: int
+    rank: int | None = None
+    at: str = "step"
+    seconds: float = 0.0
+    generation: int | None = 0
+    seed: int = 0
+    amount: float | None = None
+    steps: int = 3
+
+
+def as_variable(faults: Sequence[Fault], folder: Path | None = None) -> dict[str, str]:
+    """Return the environment variable that lets the ranks of a run have these faults."""
+    listed = [dataclasses.asdict(fault) for fault in faults]
+    given = listed if folder is None else {"folder": str(folder), "faults": listed}
+    return {VARIABLE: json.dumps(given)}
+
+
+def name_of_event(name: str, detail: Any) -> str:
+    """Return how a fault names an event: that of an action with its micro-batch, others as is."""
+    kind = getattr(detail, "kind", None)
+    microbatch = getattr(detail, "microbatch", None)
+    if kind is None or microbatch is None:
+        return f"end of {_COMPUTED.get(name, name)}" if detail == "end" else name
+    word = "backward" if kind.name in ("INPUT", "WEIGHT") else kind.name.lower().replace("_", " ")
+    return f"{word} of micro-batch {microbatch}"
+
+
+class Injector:
+    """Listens to the events of one rank, and lets the faults meant for it happen.
+
+    Attributes:
+        chunks: the model chunks of this rank, once they are built.
+    """
+
+    def __init__(
+        self,
+        faults: Sequence[Fault],
+        *,
+        rank: int,
+        world_size: int,
+        generation: int = 0,
+        folder: Path | None = None,
+        save: Path | None = None,
+        host: Path | None = None,
+    ) -> None:
+        self.chunks: Sequence[torch.nn.Module] = ()
+        self._rank = rank
+        self._generation = generation
+        self._folder = folder
+        self._save = save
+        self._host = host
+        self._waiting = [
+            (index, fault)
+            for index, fault in enumerate(faults)
+            if rank == _rank_of(fault, world_size)
+            and fault.generation in (None, generation)
+            and not (folder is not None and record_file(folder, index).exists())
+        ]
+        self._due: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], None]] = []
+        self._undo_at = 0
+        self._fsync_fails = watch_fsync()
+        self._slow_until, self._delay = 0, 0.0
+
+    def __call__(self, name: str, iteration: int, detail: Any = None) -> None:
+        """Take one event of the recorder."""
+        if name == "step":
+            self._begin_step(iteration)
+        due, self._due = self._due, []
+        for strike in due:
+            strike()
+        if not self._waiting and iteration >= self._slow_until:
+            return
+        event = name_of_event(name, detail)
+        if iteration < self._slow_until and event.startswith("forward of"):
+            time.sleep(self._delay)
+        for entry in list(self._waiting):
+            fault = entry[1]
+            fits = event == fault.at or event.startswith(f"{fault.at} of micro-batch")
+            if fits and iteration >= fault.iteration:
+                self._waiting.remove(entry)
+                self._start(*entry, iteration, event)
+
+    def _begin_step(self, iteration: int) -> None:
+        if self._undo and iteration >= self._undo_at:
+            undo, self._undo = self._undo, []
+            for action in undo:
+                action()
+        if self._folder is not None:
+            row = {"time": time.time(), "generation": self._generation, "iteration": iteration}
+            with open_to_append(steps_file(self._folder, self._rank)) as file:
+                file.write(json.dumps(row) + "\n")
+
+    def _start(self, index: int, fault: Fault, iteration: int, event: str) -> None:
+        strike = partial(self._strike, index, fault, iteration, event)
+        if not fault.seconds:
+            strike()
+            return
+        now = strike if fault.kind in FROM_ANY_THREAD else lambda: self._due.append(strike)
+        timer = threading.Timer(fault.seconds, now)
+        timer.daemon = True
+        timer.start()
+
+    def _strike(self, index: int, fault: Fault, iteration: int, event: str) -> None:
+        def note(text: str) -> None:
+            if self._folder is None:
+                return
+            row = {"kind": fault.kind, "time": time.time(), "rank": self._rank, "event": event}
+            row |= {"iteration": iteration, "generation": self._generation, "what": text}
+            path = record_file(self._folder, index)
+            aside = path.with_suffix(".tmp")
+            write_text(aside, json.dumps(row))
+            os.replace(aside, path)
+
+        if fault.kind == SLOW:
+            self._slow_until = iteration + fault.steps
+            self._delay = fault.amount or _SECONDS_OF_A_SLOW_PASS
+            note(f"{self._delay:g} s in each forward pass of {fault.steps} steps")
+            return
+        self._undo_at = iteration + fault.steps
+        target = Target(
+            note=note,
+            random=Random(fault.seed),
+            save=self._save,
+            host=self._host,
+            chunks=self.chunks,
+            fsync_fails=self._fsync_fails,
+            undo=self._undo,
+        )
+        STRIKES[fault.kind](target)
+
+
+def arm(recorder: Recorder, save: str | None) -> Injector | None:
+    """Let faults happen at the events of this rank, if the environment asks for any.
+
+    Returns the listener that has been added to the recorder; None, and nothing is done, if there
+    are no faults. Processes that the rank forks later can be struck with it.
+    """
+    if VARIABLE not in os.environ:
+        return None
+    given = json.loads(os.environ[VARIABLE])
+    folder = None
+    if isinstance(given, dict):
+        folder = Path(given["folder"])
+        given = given["faults"]
+    injector = Injector(
+        [Fault(**row) for row in given],
+        rank=int(os.environ.get("RANK", "0")),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        generation=generation(),
+        folder=folder,
+        save=None if save is None else Path(save),
+        host=host_folder(),
+    )
+    recorder.listeners.append(injector)
+    injector("start", 0)
+    return injector
+
+
+def _rank_of(fault: Fault, world_size: int) -> int:
+    return fault.rank if fault.rank is not None else Random(fault.seed).randrange(world_size)
+
+
+def record_file(folder: Path, index: int) -> Path:
+    """Return the file that tells of the fault at ``index`` in the list, once it happens."""
+    return folder / f"fault_{index:03d}.json"
+
+
+def steps_file(folder: Path, rank: int) -> Path:
+    """Return the file with a line for each step that a rank has begun."""
+    return folder / f"steps_{rank:03d}.txt"

@@ -1,0 +1,273 @@
+"""Tells for each injected fault whether the run saw it, named it rightly, and lost nothing by it.
+
+The truth comes from outside of what is judged: from the records that the injected faults leave,
+from the steps that each rank has begun, and from an undisturbed run with the same flags.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megatron_ext.checkpoint.files import folder_of, read_tracker
+from megatron_ext.checkpoint.unpickling import read_tensors, stored_entries
+from megatron_ext.disk.events import read_events
+from megatron_ext.disk.reading import read_json_object, rows_of
+from megatron_ext.extras.chaos.inject import SLOW, Fault, record_file
+from megatron_ext.extras.chaos.plan import Case
+from megatron_ext.extras.chaos.run import Ended
+from megatron_ext.train.reporting.files import read_metrics
+
+Row = dict[str, Any]
+TOLD: dict[str, tuple[str, tuple[str, ...]]] = {
+    "SIGKILL": ("fault", ("SIGKILL",)),
+    "SIGSTOP": ("fault", ("hang", "stopped")),
+    "SIGSEGV": ("fault", ("SIGSEGV",)),
+    "exception": ("fault", ("exception",)),
+    "memory": ("fault", ("memory",)),
+    "memory kill": ("fault", ("memory",)),
+    "lost socket": ("fault", ("lost contact",)),
+    "corrupt checkpoint": ("fault", ("SIGKILL",)),
+    "slow rank": ("slow_rank", ()),
+    "full disk": ("save_failed", ()),
+    "failed fsync": ("save_failed", ()),
+    "NaN gradient": ("non_finite", ()),
+    "bit flip": ("mismatch", ()),
+}
+"""The kind of event that tells of each kind of fault, and words of which its cause has one."""
+NAMES_NO_RANK = {"full disk", "failed fsync", "lost socket"}
+"""Faults whose rank is not asked for: a lost connection has two ends, a save fails as a whole."""
+RESTARTS = {kind for kind, (event, _) in TOLD.items() if event == "fault"}
+"""Faults after which the run must restart."""
+SECONDS_UNTIL_SLOWNESS_IS_TOLD = 50.0
+"""Time after which a rank that stays slow must have been told: the ranks' times are measured every
+15 seconds, and a rank must be slow in two measurements in a row."""
+
+
+@dataclass(frozen=True)
+class Truth:
+    """An undisturbed run: digests of its last checkpoint, its reported steps, and its times."""
+
+    digests: dict[str, str]
+    rows: dict[int, Row]
+    step_seconds: float
+    seconds: float
+    save_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of one fault; see the columns of `table.outcomes`.
+
+    Attributes:
+        where: rank, step and event that were struck; None if the fault did not happen.
+        told: cause and rank that the run told; None if it told nothing.
+        problems: what is wrong, as sentences; empty if the fault was survived as it must be.
+    """
+
+    fault: Fault
+    where: str | None = None
+    told: str | None = None
+    seen_after: float | None = None
+    resumed_after: float | None = None
+    steps_lost: int | None = None
+    restored_from: str | None = None
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of a run with faults.
+
+    Attributes:
+        different: name of the first tensor of the last checkpoint that differs from the truth's.
+        problems: what is wrong with the run as a whole.
+        seconds: time from the begin of the first step to the end of the run.
+    """
+
+    case: Case
+    ended: Ended
+    outcomes: tuple[Outcome, ...]
+    different: str | None
+    problems: tuple[str, ...] = ()
+    folder: Path | None = None
+    seconds: float = 0.0
+
+    @property
+    def weights_equal(self) -> bool:
+        """Tell whether the run has ended well with the weights of the undisturbed run."""
+        return self.ended.code == 0 and self.different is None
+
+    @property
+    def survived(self) -> bool:
+        """Tell whether nothing is wrong with the run and with any of its faults."""
+        return not self.problems and not any(outcome.problems for outcome in self.outcomes)
+
+
+def digests(save: Path) -> dict[str, str]:
+    """Return a digest of each tensor of the newest checkpoint, by name; {} without one."""
+    iteration = read_tracker(save)
+    if iteration is None:
+        return {}
+    path = folder_of(save, iteration)
+    entries = stored_entries(path).items()
+    names = sorted(name for name, entry in entries if isinstance(entry, TensorStorageMetadata))
+    found = {f"iteration {iteration}": ""}
+    with warnings.catch_warnings():
+        # torch tells that it reads in one process.
+        warnings.simplefilter("ignore")
+        tensors = read_tensors(path, names)
+    for name, tensor in tensors.items():
+        content = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        found[name] = hashlib.blake2b(content, digest_size=16).hexdigest()
+    return found
+
+
+def steps_of(save: Path) -> dict[int, Row]:
+    """Return the last row of each training step of a run's metrics."""
+    rows = read_metrics(save / "metrics.jsonl")
+    return {row["iteration"]: row for row in rows if row["kind"] == "train"}
+
+
+def judge(
+    case: Case, ended: Ended, save: Path, records: Path, truth: Truth, *, most_lost: int = 1
+) -> Result:
+    """Compare what a run with faults told and reached with what was done to it.
+
+    ``most_lost`` are the steps that a fault may cost where a copy of the state is in memory.
+    """
+    struck = [_read(record_file(records, index)) for index in range(len(case.faults))]
+    events = read_events(save)
+    begun = _begun(records)
+    times = sorted(row["time"] for row in struck if row)
+    outcomes = []
+    for fault, row in zip(case.faults, struck, strict=True):
+        if row is None:
+            outcomes.append(Outcome(fault, problems=("it did not happen",)))
+            continue
+        until = min((time for time in times if time > row["time"]), default=float("inf"))
+        later = [event for event in events if row["time"] <= event["time"]]
+        outcomes.append(_outcome(fault, row, later, begun, until, most_lost))
+    problems = _problems(ended)
+    different = None
+    if ended.code == 0:
+        found = digests(save)
+        names = sorted(found.keys() | truth.digests.keys())
+        different = next((n for n in names if found.get(n) != truth.digests.get(n)), None)
+        if different is not None:
+            problems.append(f"`{different}` differs from the undisturbed run's")
+        problems += _other_losses(steps_of(save), truth.rows)
+    seconds = ended.at - begun[0]["time"] if begun else 0.0
+    return Result(case, ended, tuple(outcomes), different, tuple(problems), save.parent, seconds)
+
+
+def _outcome(
+    fault: Fault,
+    row: Row,
+    events: Sequence[Row],
+    begun: list[Row],
+    until: float,
+    most_lost: int,
+) -> Outcome:
+    kind, causes = TOLD[fault.kind]
+    mine = [event for event in events if event["time"] < until]
+    telling = next((event for event in mine if event["kind"] == kind), None)
+    # Another fault may come before the restart is over.
+    restart = next((event for event in events if event["kind"] == "restart"), None)
+    problems = []
+    told = seen = None
+    if telling is None:
+        if fault.kind != SLOW or _slow_for(fault, row, begun) > SECONDS_UNTIL_SLOWNESS_IS_TOLD:
+            problems.append("it was not told")
+    else:
+        seen = telling["time"] - row["time"]
+        cause = telling.get("cause", kind)
+        rank = telling.get("rank")
+        told = str(cause) if rank is None else f"{cause} of rank {rank}"
+        right = not causes or any(word in str(cause) for word in causes)
+        right &= fault.kind in NAMES_NO_RANK or rank == row["rank"]
+        if not right:
+            problems.append(f"it was told as {told}")
+    if fault.kind == "corrupt checkpoint" and not _any(mine, "checkpoint_refused"):
+        problems.append("the damaged checkpoint was not told")
+    lost, resumed = _steps_lost(row, begun, until)
+    restored = None if restart is None else restart.get("restored_from")
+    if restart is not None:
+        if fault.kind != "corrupt checkpoint" and (lost or 0) > most_lost:
+            problems.append(f"{lost} steps were lost")
+    elif fault.kind in RESTARTS:
+        problems.append("no restart was told")
+    where = f"rank {row['rank']}, step {row['iteration']}, {row['event']}"
+    where += f" + {fault.seconds:.2f} s" if fault.seconds else ""
+    return Outcome(fault, where, told, seen, resumed, lost, restored, tuple(problems))
+
+
+def _slow_for(fault: Fault, row: Row, begun: Sequence[Row]) -> float:
+    """Return for how many seconds a rank has been slow."""
+    end = fault.iteration + fault.steps
+    slow = [s["time"] for s in begun if s["time"] >= row["time"] and s["iteration"] <= end]
+    return max(slow, default=0.0) - float(row["time"])
+
+
+def _any(events: Sequence[Row], kind: str) -> bool:
+    return any(event["kind"] == kind for event in events)
+
+
+def _steps_lost(row: Row, begun: Sequence[Row], until: float) -> tuple[int | None, float | None]:
+    """Return the complete steps done again after a fault, and the seconds to the next new step.
+
+    A step is complete when some rank has begun the next one. The next new step is over when a step
+    begins that none had begun before the fault.
+    """
+    before = [step for step in begun if step["time"] <= row["time"]]
+    after = [step for step in begun if row["time"] < step["time"] < until]
+    again = [step for step in after if step["generation"] > row["generation"]]
+    if not before or not again:
+        return None, None
+    reached = max(step["iteration"] for step in before)
+    in_this = [s for s in after if s["generation"] == row["generation"]]
+    reached = max([reached, *(step["iteration"] for step in in_this)])
+    first = min(step["iteration"] for step in again)
+    new = [step["time"] for step in again if step["iteration"] > reached]
+    return reached - first, min(new) - row["time"] if new else None
+
+
+def _begun(records: Path) -> list[Row]:
+    rows = list[Row]()
+    for path in records.glob("steps_*.txt"):
+        rows += rows_of(path, lambda row: "time" in row)
+    return sorted(rows, key=lambda row: float(row["time"]))
+
+
+def _read(path: Path) -> Row | None:
+    return read_json_object(path) if path.is_file() else None
+
+
+def _problems(ended: Ended) -> list[str]:
+    problems = []
+    if ended.code is None:
+        problems.append(f"the run hung and was ended after {ended.seconds:.0f} s")
+    elif ended.code != 0:
+        problems.append(f"the run ended with exit code {ended.code}")
+    if ended.left:
+        problems.append(f"{len(ended.left)} processes were left behind")
+    return problems
+
+
+def _other_losses(mine: dict[int, Row], truth: dict[int, Row]) -> list[str]:
+    """Return a sentence about the first step whose loss or norm is not the undisturbed run's."""
+    for iteration, want in sorted(truth.items()):
+        row = mine.get(iteration)
+        if row is None:
+            return [f"metrics.jsonl has no row of step {iteration}"]
+        for name in ("lm loss", "grad_norm"):
+            if name in want and row.get(name) != want[name]:
+                return [f"the {name} of step {iteration} is {row.get(name)}, not {want[name]}"]
+    return []

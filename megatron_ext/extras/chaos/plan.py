@@ -1,0 +1,255 @@
+"""Draws where the faults of a run happen, and completes the flags of the run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from megatron_ext.config.parser import read_words
+from megatron_ext.config.run import Program
+from megatron_ext.errors import ConfigError
+from megatron_ext.extras.chaos.inject import KINDS, SLOW, Fault
+from megatron_ext.extras.chaos.strikes import has_small_memory_limit
+from megatron_ext.inspect.layouts import NamedLayout
+
+TWELVE = (
+    "SIGKILL", "SIGSTOP", "SIGSEGV", "exception", "slow rank", "memory", "full disk",
+    "NaN gradient", "corrupt checkpoint", "bit flip", "failed fsync", "lost socket",
+)  # fmt: skip
+"""The faults that a run can have everywhere; "memory kill" needs a control group with a limit. A
+failed save is told some steps later, so no damaged checkpoint comes directly after one."""
+ENDING = {"SIGKILL", "SIGSTOP", "SIGSEGV", "exception", "memory", "memory kill", "lost socket"}
+"""Faults that end or stop a rank, whatever it does, so that it may be struck at any moment."""
+MOMENTS = ("step", "data", "forward", "backward", "reduce", "update")
+_FIXED = {
+    "full disk": "save",
+    "failed fsync": "save",
+    "NaN gradient": "end of backward",
+    "bit flip": "step",
+    SLOW: "step",
+    "corrupt checkpoint": "forward",
+}
+FIRST = 6
+"""The first step with a fault; before it the mean time of a step gets known, and a save is made."""
+APART = 5
+"""Number of steps between two faults of a run."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of ``steps`` steps with faults, in the order in which they come."""
+
+    layout: NamedLayout
+    seed: int
+    faults: tuple[Fault, ...]
+    steps: int
+
+
+def parse_kinds(text: str) -> list[str]:
+    """Parse comma-separated kinds of faults; "all" is every kind that needs no control group.
+
+    Raises:
+        ConfigError: a kind is not known.
+    """
+    kinds = list[str]()
+    by_name = {kind.lower(): kind for kind in KINDS}
+    for word in text.split(","):
+        if word.strip() == "all":
+            kinds += TWELVE
+        elif word.strip().lower() in by_name:
+            kinds.append(by_name[word.strip().lower()])
+        else:
+            raise ConfigError(
+                f"`--faults` has `{word.strip()}`, which is no fault; name some of "
+                f"{', '.join(KINDS)}, or all."
+            )
+    return kinds
+
+
+def draw(
+    kinds: Sequence[str], layout: NamedLayout, seed: int, *, step_seconds: float = 0.0
+) -> Case:
+    """Draw rank and moment of each fault; the same arguments give the same case.
+
+    With ``step_seconds``, the time of a step, half of the faults that end a rank happen at any time
+    within a step, and the others at the beginning of a phase of it.
+    """
+    random = Random(f"{layout.name} {seed} {','.join(kinds)}")
+    faults = []
+    for index, kind in enumerate(kinds):
+        at = _FIXED.get(kind, "step")
+        seconds = 0.0
+        if kind in ENDING:
+            at = random.choice(MOMENTS)
+            if step_seconds and random.random() < 0.5:
+                at = "step"
+                seconds = random.uniform(0.0, step_seconds)
+        faults.append(
+            Fault(
+                kind=kind,
+                iteration=FIRST + index * APART,
+                rank=random.randrange(layout.ranks),
+                at=at,
+                seconds=seconds,
+                steps=APART,
+                generation=None,
+                seed=random.randrange(1 << 30),
+            )
+        )
+    return Case(layout, seed, tuple(faults), FIRST + len(kinds) * APART)
+
+
+def draw_by_time(
+    kinds: Sequence[str],
+    layout: NamedLayout,
+    seed: int,
+    minutes: float,
+    per_minute: float,
+    *,
+    step_seconds: float,
+) -> Case:
+    """Draw faults that come by chance, ``per_minute`` on average, in a run of ``minutes``.
+
+    Those that come close together are moved apart, so that each can be told.
+    """
+    random = Random(f"{layout.name} {seed} by time")
+    clock = 0.0
+    kinds_and_times = []
+    while (clock := clock + random.expovariate(per_minute / 60.0)) < 60.0 * minutes:
+        kinds_and_times.append((random.choice(kinds), clock))
+    drawn = draw([kind for kind, _ in kinds_and_times], layout, seed, step_seconds=step_seconds)
+    faults = list[Fault]()
+    after = FIRST
+    for fault, (_, time) in zip(drawn.faults, kinds_and_times, strict=True):
+        iteration = max(after, round(time / step_seconds))
+        faults.append(dataclasses.replace(fault, iteration=iteration))
+        after = iteration + APART
+    return Case(layout, seed, tuple(faults), round(60.0 * minutes / step_seconds))
+
+
+def own_layout(words: Sequence[str], program: Program) -> NamedLayout:
+    """Return the layout that the user's flags ask for, which adds no flags of its own."""
+    asked = read_words(words, program).values.get("parallel", {})
+    return NamedLayout("as given", int(asked.get("nproc_per_node") or 1), ())
+
+
+DEFAULTS = {
+    "--save-interval": "4",
+    "--keep-last": "3",
+    "--peer-checkpoint-interval": "1",
+    "--rerun-mode": "validate_results",
+    "--check-state-interval": "1",
+    "--async-save": "",
+}
+"""Flags of a run with faults that the user has not given."""
+
+
+def completed(
+    program: Program, words: Sequence[str], case: Case, save: Path, *, bare: bool = False
+) -> tuple[list[str], list[str]]:
+    """Return the flags of a case's run, and those of them that were added to the user's.
+
+    With ``bare`` nothing is added that guards the run.
+    """
+    asked = read_words(words, program).values
+    given = {name for section in asked.values() for name in section}
+    wanted = {"--log-interval": "1", "--train-iters": str(case.steps)}
+    if not bare:
+        wanted |= {**DEFAULTS, "--max-restarts": str(2 * len(case.faults) + 4)}
+    added = []
+    for flag, value in wanted.items():
+        if flag[2:].replace("-", "_") not in given:
+            added += [flag, value] if value else [flag]
+    fixed = ["--nproc-per-node", str(case.layout.ranks), "--save", str(save)]
+    return [*words, *case.layout.flags, *added, *fixed], [*added, *fixed]
+
+
+def check_possible(program: Program, words: Sequence[str], case: Case) -> None:
+    """Raise a ConfigError with a sentence for each fault that cannot happen in a case's run.
+
+    Args:
+        words: the completed flags of the run.
+    """
+    given = read_words(words, program).values
+    values = {name: value for section in given.values() for name, value in section.items()}
+    errors = [text for fault in case.faults for text in _obstacles(fault, values, case)]
+    ending = sum(fault.kind in (*ENDING, "corrupt checkpoint") for fault in case.faults)
+    restarts = _integer(values, "max_restarts")
+    if restarts is not None and restarts < ending:
+        errors.append(
+            f"`--max-restarts` ({restarts}) is less than the {ending} faults that end a rank, so "
+            "the later ones could not happen; give more, or leave the flag out."
+        )
+    if errors:
+        raise ConfigError(list(dict.fromkeys(errors)))
+
+
+def _obstacles(fault: Fault, values: Mapping[str, Any], case: Case) -> Iterator[str]:
+    """Yield why a fault cannot happen in a run with the flags ``values``, as sentences."""
+    name = f"The fault `{fault.kind}` at step {fault.iteration}"
+    last, flag = _last_step(values, case)
+    if fault.iteration > last:
+        yield (
+            f"{name} comes after the last step of the run, {last} (`{flag}`); give a run of "
+            f"{case.steps} steps or more, or leave the flag out."
+        )
+        return
+    if fault.rank is not None and fault.rank >= case.layout.ranks:
+        yield (
+            f"{name} strikes rank {fault.rank}, but layout {case.layout.name} has "
+            f"{case.layout.ranks} ranks, counted from 0; name another rank."
+        )
+    every = _integer(values, "save_interval") or last + 1
+    if fault.at == "save" and -(-fault.iteration // every) * every > last:
+        yield (
+            f"{name} strikes a save, but `--save-interval` ({every}) brings none from there to the "
+            f"last step, {last}; give a smaller one, or leave the flag out."
+        )
+    if fault.kind == "corrupt checkpoint" and every >= fault.iteration:
+        yield (
+            f"{name} damages a checkpoint, but `--save-interval` ({every}) brings none before it; "
+            "give a smaller one, or leave the flag out."
+        )
+    if fault.kind == "lost socket" and case.layout.ranks == 1:
+        yield f"{name} cuts a connection, but one rank has none; give a layout of several ranks."
+    if fault.kind == "memory kill" and not has_small_memory_limit():
+        yield (
+            f"{name} needs a control group whose limit of memory is at most half of the machine's "
+            'memory; set one (memory.max), or use the fault "memory".'
+        )
+    events = (*MOMENTS, "save", "start", "evaluate", "end of backward")
+    if fault.at not in events and " of micro-batch " not in fault.at:
+        yield f"{name} waits for `{fault.at}`, which never comes; use {', '.join(events)}."
+    evaluations = _integer(values, "eval_interval") or 1000
+    if fault.at == "evaluate" and -(-fault.iteration // evaluations) * evaluations > last:
+        yield (
+            f"{name} strikes an evaluation, but `--eval-interval` ({evaluations}) brings none from "
+            f"there to the last step, {last}; give a smaller one."
+        )
+
+
+def _last_step(values: Mapping[str, Any], case: Case) -> tuple[int, str]:
+    """Return the last step of a run, and the flag that says so."""
+    ends = {"--train-iters": _integer(values, "train_iters") or case.steps}
+    if values.get("skip_train"):
+        ends["--skip-train"] = 0
+    samples = _integer(values, "train_samples")
+    batch = _integer(values, "global_batch_size")
+    if samples is not None:
+        del ends["--train-iters"]
+        if batch is not None:
+            ends["--train-samples"] = samples // batch
+    leaves = _integer(values, "exit_interval")
+    if leaves is not None:
+        ends["--exit-interval"] = leaves
+    flag = min(ends, key=lambda name: ends[name], default="--train-iters")
+    return ends.get(flag, case.steps), flag
+
+
+def _integer(values: Mapping[str, Any], name: str) -> int | None:
+    value = values.get(name)
+    return None if value is None else int(value)

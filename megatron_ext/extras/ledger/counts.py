@@ -1,0 +1,230 @@
+"""Counts of a run's ledger: samples and epochs by source and stage, and what two runs share."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from megatron_ext.data.order import SampleOrder
+from megatron_ext.data.packed_order import PackedOrder
+from megatron_ext.data.windows import Phase
+from megatron_ext.errors import ConfigError
+from megatron_ext.extras.ledger.ledger import Ledger
+from megatron_ext.extras.ledger.step_record import History, Steps
+
+Range = tuple[int, int]
+
+
+@dataclass
+class Use:
+    """The samples that a run took of a source in a stage.
+
+    Attributes:
+        tokens: tokens of the split of the source.
+        counted: samples in steps that count in the weights.
+        others: samples in other steps, by reason.
+    """
+
+    stage: int
+    seq_length: int
+    source: str
+    tokens: int
+    counted: int = 0
+    others: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    @property
+    def epochs(self) -> float:
+        return self.counted * self.seq_length / self.tokens
+
+
+def uses(ledger: Ledger) -> list[Use]:
+    """Return what a run took of each source by stage, in the steps whose order is known.
+
+    A stage begins where the mixture or the length of samples changes; `Use.stage` is its first
+    sample.
+    """
+    found: dict[tuple[int, int, str, str], Use] = {}
+    for each in ledger.steps(with_lost=True):
+        if each.order is None:
+            continue
+        order = ledger.order_of(each)
+        for taken in order.taken(each.sample, each.stop):
+            stage = order.stages[taken.stage]
+            source = order.sources[taken.source]
+            name = ledger.name_of(source)
+            weights = str([str(w) for w in stage.weights.values()])
+            key = stage.start, stage.seq_length, weights, name
+            new = Use(stage.start, stage.seq_length, name, source.tokens)
+            use = found.setdefault(key, new)
+            if each.reason is None:
+                use.counted += taken.end - taken.first
+            else:
+                use.others[each.reason] += taken.end - taken.first
+    return sorted(found.values(), key=lambda use: use.stage)
+
+
+Same = tuple[int, int, int]
+"""Key and tokens of a source, and how many such sources stand before it in the order: the same
+wherever its data lies."""
+Key = tuple[Same, int, bool, Phase]
+"""A source, the tokens of a window, whether documents are packed, and a phase.
+
+Equal keys number the same samples.
+"""
+Samples = dict[Key, list[Range]]
+"""Samples by key as ranges, which may overlap."""
+
+
+def samples_of(ledger: Ledger, steps: Iterable[Steps]) -> Samples:
+    """Return the samples of each source that some steps took."""
+    found: Samples = defaultdict(list)
+    for each in steps:
+        order = ledger.order_of(each)
+        sources = _same(order)
+        packed = isinstance(order, PackedOrder)
+        for taken in order.taken(each.sample, each.stop):
+            key = sources[taken.source], order.window, packed, taken.phase
+            found[key].append((taken.first, taken.end))
+    return found
+
+
+def _same(order: SampleOrder) -> list[Same]:
+    """Return what tells the sources of an order apart, also those that share name and length."""
+    kinds = [(source.key, source.tokens) for source in order.sources]
+    return [(*kind, kinds[:at].count(kind)) for at, kind in enumerate(kinds)]
+
+
+def _names(ledgers: Iterable[Ledger]) -> dict[Same, str]:
+    """Return the prefix of each source, as the last of some ledgers that has read it tells."""
+    found: dict[Same, str] = {}
+    for ledger in ledgers:
+        for each in ledger.history.steps:
+            if each.order is not None:
+                order = ledger.order_of(each)
+                names = map(ledger.name_of, order.sources)
+                found |= zip(_same(order), names, strict=True)
+    return found
+
+
+def merged(ranges: Iterable[Range]) -> list[Range]:
+    """Return disjoint ranges in order that cover the same numbers."""
+    found = list[Range]()
+    for begin, end in sorted(ranges):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin, end))
+    return found
+
+
+def size(ranges: Iterable[Range]) -> int:
+    return sum(end - begin for begin, end in ranges)
+
+
+def shared(first: Iterable[Range], second: Iterable[Range]) -> int:
+    """Return the count of numbers in both of two sets of ranges."""
+    one = merged(first)
+    two = merged(second)
+    return size(one) + size(two) - size(merged([*one, *two]))
+
+
+def holes(ranges: Iterable[Range]) -> int:
+    """Return the count of numbers from 0 to the last one that no range has."""
+    found = [(0, 0), *merged(ranges)]
+    return sum(after[0] - before[1] for before, after in pairwise(found))
+
+
+def check_of(ledger: Ledger) -> tuple[int, int]:
+    """Return how many samples the steps of a run took more than once, and how many they missed.
+
+    A sample that comes again in another epoch of its source counts as another one. Steps that
+    count and steps that were left out are both looked at; steps that a restart lost are not.
+    """
+    steps = [each for each in ledger.history.steps if each.order is not None]
+    found = samples_of(ledger, steps).values()
+    repeated = sum(size(ranges) - size(merged(ranges)) for ranges in found)
+    known = len(steps) == len(ledger.history.steps)
+    return repeated, sum(map(holes, found)) if known else 0
+
+
+@dataclass
+class Compared:
+    """The samples of one source in a run and in another that goes on from it, or branches off.
+
+    Attributes:
+        before: samples up to the step where the other begins.
+        first, second: samples of each run after that.
+        both: samples of both after that.
+        repeated: samples before that the second took again.
+        lost: samples that neither ``before`` nor the second took, though it took later ones.
+    """
+
+    source: str
+    before: int = 0
+    first: int = 0
+    second: int = 0
+    both: int = 0
+    repeated: int = 0
+    lost: int = 0
+
+
+def compare(first: Ledger, second: Ledger) -> tuple[int, list[Compared]]:
+    """Compare a run with another that goes on from it in another folder, or with a branch.
+
+    Return the step after which the two go their own ways, and the samples by source.
+
+    Raises:
+        ConfigError: one of them packs documents, or changes the length of samples at other places,
+            so that their samples cannot be matched, or the order of some steps is not known.
+    """
+    branch = max(first.record.own_start, second.record.own_start)
+    before, one, two = (
+        samples_of(ledger, _between(ledger.history, low, high))
+        for ledger, low, high in ((first, 0, branch), (first, branch, None), (second, branch, None))
+    )
+    names = _names((second, first))
+    _check_phases(before, one, two, names)
+    found: dict[Same, Compared] = {}
+    for key in dict.fromkeys([*before, *one, *two]):
+        a, b, c = (part.get(key, []) for part in (before, one, two))
+        row = found.setdefault(key[0], Compared(names[key[0]]))
+        row.before += size(a)
+        row.first += size(b)
+        row.second += size(c)
+        row.both += shared(b, c)
+        row.repeated += shared(a, c)
+        row.lost += holes([*a, *c]) if c else 0
+    return branch, sorted(found.values(), key=lambda row: row.source)
+
+
+def _between(history: History, low: int, high: int | None) -> list[Steps]:
+    """Return the steps after ``low`` up to ``high``, the end if None."""
+    found = []
+    for each in history.steps:
+        first = max(each.iteration, low) + 1
+        last = min(each.done, high or each.done)
+        if first > last or high == 0:
+            continue
+        if each.batch is None and (first, last) != (each.iteration + 1, each.done):
+            raise ConfigError(
+                f"Steps {each.iteration + 1} to {each.done} are recorded only as a whole, so that "
+                f"the runs cannot be compared after step {low or high}."
+            )
+        found.append(each.between(first, last, each.reason))
+    return found
+
+
+def _check_phases(before: Samples, one: Samples, two: Samples, names: Mapping[Same, str]) -> None:
+    """Raise a ConfigError if a source has samples of other lengths in each of two runs."""
+    for last in {names[key[0]].rpartition("/")[2] for key in one}:
+        own, other = (
+            {key for key in part if names[key[0]].rpartition("/")[2] == last} for part in (one, two)
+        )
+        if other and own - other - before.keys() and other - own - before.keys():
+            raise ConfigError(
+                f"The samples of {last} cannot be matched, since both runs read it in an order of "
+                "their own (seed, tokens, packing or length of samples); compare their `--export`s "
+                "instead."
+            )

@@ -1,0 +1,222 @@
+"""Figures of documents: lengths, frequencies of tokens, special tokens, characters, languages."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from megatron_ext.data.indexed import Array
+from megatron_ext.data.permutation import Ints
+from megatron_ext.extras.quality.documents import Documents
+from megatron_ext.text.data.inspect import length_bin, length_counts
+from megatron_ext.text.tokenizers.base import NO_TOKEN, Tokenizer
+
+MAX_ID = 1 << 22
+"""Ids from here on, and negative ones, are counted together."""
+_HEAD = 20
+_TEXT_TOKENS = 10_000
+_LANGUAGE_CHARACTERS = 2_000
+_LEAST_LETTERS = 20
+_LEAST_CONFIDENCE = 0.7
+MANY = 0.01
+"""Share of control and replacement characters from which a document has many."""
+# Unicode's category Cc without tab, line feed and carriage return, and the sign of bytes that are
+# no text.
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufffd]")
+UNCLEAR, TOO_SHORT = "unclear", "too short"
+
+
+def length_bins(lengths: Ints) -> list[tuple[int, int, int]]:
+    """Return first length, last length and number of documents of the bins 0, 1, 2-3, 4-7, …"""
+    counts = length_counts(lengths)
+    used = np.flatnonzero(counts).tolist()
+    bins = range(used[0], used[-1] + 1) if used else range(0)
+    return [(*length_bin(number), int(counts[number])) for number in bins]
+
+
+class TokenCounts:
+    """How often each id occurs, up to `MAX_ID`."""
+
+    def __init__(self) -> None:
+        self.counts: Ints = np.zeros(0, dtype=np.int64)
+        self.outside = 0
+
+    def add(self, tokens: Array) -> None:
+        inside = tokens
+        if tokens.dtype.itemsize > 2 or tokens.dtype.kind != "u":
+            inside = tokens[(tokens >= 0) & (tokens < MAX_ID)]
+            self.outside += len(tokens) - len(inside)
+        found = np.bincount(inside)
+        if len(found) > len(self.counts):
+            found[: len(self.counts)] += self.counts
+            self.counts = found
+        else:
+            self.counts[: len(found)] += found
+
+
+@dataclass
+class Frequency:
+    """How often one token occurs; its text where there is a tokenizer."""
+
+    token: int
+    count: int
+    share: float
+    text: str | None = None
+
+
+@dataclass
+class Tokens:
+    """Figures of the tokens of documents.
+
+    Attributes:
+        distinct: number of different ids.
+        vocabulary: number of ids of the tokenizer; None without one.
+        outside: tokens whose ids the tokenizer lacks or, without one, that are too large to count.
+        head: the most frequent tokens.
+        special: the special tokens that occur; None without a tokenizer.
+    """
+
+    distinct: int
+    vocabulary: int | None
+    outside: int
+    head: list[Frequency]
+    special: list[Frequency] | None
+
+
+def token_figures(counted: TokenCounts, tokenizer: Tokenizer | None) -> Tokens:
+    """Return the figures of counted tokens; special tokens are those of the tokenizer."""
+    counts = counted.counts
+    total = int(counts.sum()) + counted.outside
+    used = np.flatnonzero(counts)
+    size = MAX_ID if tokenizer is None else tokenizer.vocab_size
+
+    def frequency(token: int) -> Frequency:
+        text = None
+        if tokenizer is not None and token < size:
+            text = tokenizer.detokenize([token], skip_special_tokens=False)
+        return Frequency(token, int(counts[token]), int(counts[token]) / total, text)
+
+    in_order = used[np.argsort(-counts[used], kind="stable")]
+    special = None
+    if tokenizer is not None:
+        known = in_order[in_order < size].tolist()
+        special = [frequency(token) for token in known if is_special(tokenizer, token)]
+    return Tokens(
+        distinct=len(used),
+        vocabulary=None if tokenizer is None else size,
+        outside=counted.outside + int(counts[size:].sum()),
+        head=[frequency(token) for token in in_order[:_HEAD].tolist()],
+        special=special,
+    )
+
+
+def is_special(tokenizer: Tokenizer, token: int) -> bool:
+    """Return whether an id has a text only where special tokens are shown, or ends documents."""
+    named = (tokenizer.eos, tokenizer.eod, tokenizer.bos, tokenizer.pad)
+    if token in named and token != NO_TOKEN:
+        return True
+    hidden = tokenizer.detokenize([token], skip_special_tokens=True)
+    return hidden == "" != tokenizer.detokenize([token], skip_special_tokens=False)
+
+
+@dataclass
+class Odd:
+    """A document with many control or replacement characters."""
+
+    position: int
+    share: float
+    text: str
+
+
+@dataclass
+class Texts:
+    """Figures of the texts of a sample of documents.
+
+    Attributes:
+        documents: number of documents in the sample.
+        characters: number of characters read, up to those of 10,000 tokens of a document.
+        control: how many of them are control or replacement characters.
+        odd: number of documents with at least 1 in 100 of them.
+        worst: those with the largest share.
+        languages: documents by language; None where the library is not installed.
+    """
+
+    documents: int
+    characters: int = 0
+    control: int = 0
+    odd: int = 0
+    worst: list[Odd] = field(default_factory=list)
+    languages: dict[str, int] | None = None
+
+
+def text_figures(documents: Documents, tokenizer: Tokenizer, count: int) -> Texts:
+    """Decode ``count`` documents, and look at their characters and languages."""
+    some = documents.some(np.arange(len(documents)), count, "texts")
+    found = Texts(len(some))
+    classify = language_classifier()
+    languages = Counter[str]()
+    odd = list[Odd]()
+    for position in tqdm(
+        some.tolist(), desc="Decoding texts", delay=1.0, leave=False, disable=None
+    ):
+        text = text_of_document(documents, tokenizer, position, _TEXT_TOKENS)
+        controls = len(_CONTROL.findall(text))
+        found.characters += len(text)
+        found.control += controls
+        if text and controls >= MANY * len(text):
+            odd.append(Odd(position, controls / len(text), text[:200]))
+        if classify is not None and text:
+            languages[classify(text)] += 1
+    found.odd = len(odd)
+    found.worst = sorted(odd, key=lambda each: (-each.share, each.position))[:10]
+    found.languages = None if classify is None else dict(languages.most_common())
+    return found
+
+
+def text_of_document(
+    documents: Documents, tokenizer: Tokenizer, position: int, max_tokens: int
+) -> str:
+    """Return the text of the first tokens of a document, without special tokens."""
+    ids = documents.read(position, max_tokens)
+    return decoded(tokenizer, ids, is_cut=len(ids) == max_tokens)
+
+
+def decoded(tokenizer: Tokenizer, ids: Array, *, is_cut: bool = False) -> str:
+    """Return the text of ids, without those that the tokenizer lacks and special tokens."""
+    known = ids[(ids >= 0) & (ids < tokenizer.vocab_size)].tolist()
+    text = tokenizer.detokenize(known, skip_special_tokens=True)
+    # The cut may lie inside a character.
+    return text.rstrip("\ufffd") if is_cut else text
+
+
+def language_classifier() -> Callable[[str], str] | None:
+    """Return a function from texts to codes of ISO 639-1; None if py3langid is not installed."""
+    try:
+        import py3langid  # noqa: F401
+    except ImportError:
+        return None
+    identifier = _language_model()
+
+    def classify(text: str) -> str:
+        start = text[:_LANGUAGE_CHARACTERS]
+        if sum(map(str.isalpha, start)) < _LEAST_LETTERS:
+            return TOO_SHORT
+        language, confidence = identifier.classify(start)
+        return str(language) if confidence >= _LEAST_CONFIDENCE else UNCLEAR
+
+    return classify
+
+
+@cache
+def _language_model() -> Any:
+    """Load the model that py3langid brings, which takes a second."""
+    from py3langid import langid
+
+    return langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)

@@ -1,0 +1,155 @@
+"""The longest spans of tokens that occur more than once, found by a suffix array.
+
+Such spans are what is left when whole documents are unique: licences, menus, quoted articles
+(Lee et al. 2022, "Deduplicating Training Data Makes Language Models Better", section 4.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megatron_ext.data.indexed import Array
+from megatron_ext.data.permutation import Ints
+from megatron_ext.extras.quality.documents import Documents
+
+LONG = 50
+"""Tokens of a span whose repetition is counted, the length that Lee et al. use."""
+_SHOWN = 20
+_PLACES = 1000
+"""Most places of one span that are counted."""
+
+
+@dataclass
+class Span:
+    """A span of tokens with the places where it occurs: position of a document, token in it."""
+
+    tokens: Array
+    places: list[tuple[int, int]]
+
+
+@dataclass
+class RepeatedSpans:
+    """Repeated spans that were found in a sample of documents.
+
+    Attributes:
+        documents: number of documents in the sample.
+        tokens: number of tokens in it.
+        repeated: tokens that lie in a span of at least `LONG` tokens that occurs elsewhere too.
+        longest: the longest spans, none of which begins inside a longer one.
+    """
+
+    documents: int
+    tokens: int
+    repeated: int = 0
+    longest: list[Span] = field(default_factory=list)
+
+
+def suffix_library() -> Any | None:
+    """Return the library of suffix arrays, pydivsufsort; None if it is not installed."""
+    try:
+        import pydivsufsort
+    except ImportError:
+        return None
+    return pydivsufsort
+
+
+def repeated_spans(
+    documents: Documents, candidates: Ints, lengths: Ints, max_tokens: int
+) -> RepeatedSpans:
+    """Search documents for repeated spans within documents; needs the library.
+
+    Args:
+        candidates: positions of the documents, no two of them the same.
+        lengths: tokens of all documents.
+        max_tokens: the bound of the sample. Documents are taken, by the seed, up to it.
+    """
+    some = candidates[lengths[candidates] > 0]
+    mean = lengths[some].mean() if len(some) else 1.0
+    # A few more than the mean asks for, of which those are read that fit.
+    some = documents.some(some, int(max_tokens / mean) + 1, "spans")
+    some = some[np.cumsum(lengths[some]) <= max_tokens] if len(some) else some
+    if not len(some):
+        return RepeatedSpans(0, 0)
+    text, starts = _joined(documents, some, lengths)
+    return _search(text, starts, some)
+
+
+def _joined(documents: Documents, some: Ints, lengths: Ints) -> tuple[Array, Ints]:
+    """Return documents in one array, each followed by a number that occurs once, and their starts.
+
+    Since no separator is repeated, no repeated span crosses the end of a document.
+    """
+    starts = np.concatenate([[0], np.cumsum(lengths[some] + 1)])
+    text = np.empty(int(starts[-1]), dtype=np.int64)
+    for block in documents.blocks("Reading the sample", some):
+        for place, tokens in block:
+            text[starts[place] : starts[place] + len(tokens)] = tokens
+    ends = starts[1:] - 1
+    text[ends] = text[0]
+    text[ends] = text.max() + 1 + np.arange(len(ends))
+    return text, starts
+
+
+def _search(text: Array, starts: Ints, some: Ints) -> RepeatedSpans:
+    library = suffix_library()
+    assert library is not None
+    order: Array = library.divsufsort(text)
+    # Length of the common beginning of each suffix and the next one in the order.
+    common: Array = library.kasai(text, order)
+    if len(common) == len(order):
+        common = common[:-1]
+    found = RepeatedSpans(len(some), len(text) - len(some))
+    found.repeated = _covered(order, common, len(text))
+    for length, at in _longest(text, order, common):
+        documents = np.searchsorted(starts, at, side="right") - 1
+        places = [
+            (int(some[d]), int(p - starts[d])) for d, p in zip(documents, at.tolist(), strict=True)
+        ]
+        found.longest.append(Span(text[at[0] : at[0] + length], places))
+    return found
+
+
+def _covered(order: Array, common: Array, size: int) -> int:
+    """Return how many tokens lie in a span of at least `LONG` tokens that occurs elsewhere."""
+    reach = np.zeros(size, dtype=np.int64)
+    reach[order[:-1]] = common
+    reach[order[1:]] = np.maximum(reach[order[1:]], common)
+    starts = np.flatnonzero(reach >= LONG)
+    changes = np.zeros(size + 1, dtype=np.int64)
+    np.add.at(changes, starts, 1)
+    np.add.at(changes, starts + reach[starts], -1)
+    return int((np.cumsum(changes)[:-1] > 0).sum())
+
+
+def _longest(text: Array, order: Array, common: Array) -> list[tuple[int, Ints]]:
+    """Return length and places of the longest repeated spans; none begins inside a longer one."""
+    one = order[:-1].astype(np.int64)
+    other = order[1:].astype(np.int64)
+    # A pair whose spans have the same token before them is part of a longer pair.
+    is_first = (one == 0) | (other == 0) | (text[one - 1] != text[other - 1])
+    pairs = np.flatnonzero(is_first & (common > 1))
+    pairs = pairs[np.argsort(-common[pairs].astype(np.int64), kind="stable")]
+    taken = np.zeros(len(text), dtype=np.bool_)
+    found: list[tuple[int, Ints]] = []
+    for pair in pairs[: 1000 * _SHOWN].tolist():
+        if taken[order[pair]] or taken[order[pair + 1]]:
+            continue
+        length = int(common[pair])
+        low = pair
+        high = pair + 1
+        while low > 0 and common[low - 1] >= length and high - low < _PLACES:
+            low -= 1
+        while high < len(common) and common[high] >= length and high - low < _PLACES:
+            high += 1
+        at = np.sort(order[low : high + 1].astype(np.int64))
+        if taken[at].any():
+            continue
+        for place in at.tolist():
+            taken[place : place + length] = True
+        found.append((length, at))
+        if len(found) == _SHOWN:
+            break
+    return found

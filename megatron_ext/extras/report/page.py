@@ -1,0 +1,245 @@
+"""Writes report.html: one page on a run that opens from disk and needs nothing else.
+
+All strings come from files that may be of strangers; jinja2 escapes each of them.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from markupsafe import Markup
+
+from megatron_ext.disk.writing import write_text
+from megatron_ext.extras.report import charts
+from megatron_ext.extras.report.charts import Curve, Mark
+from megatron_ext.extras.report.goodput import (
+    CATEGORIES,
+    PRODUCTIVE,
+    Goodput,
+    account,
+    number,
+    show_seconds,
+)
+from megatron_ext.extras.report.run_folder import RunFolder, time_of
+from megatron_ext.extras.report.summary import (
+    is_finite,
+    losses_of,
+    main_loss,
+    state_of,
+    summary,
+    tiles,
+)
+from megatron_ext.extras.report.tables import (
+    FaultStory,
+    checkpoint_table,
+    data_lines,
+    environment_table,
+    fault_stories,
+    fault_table,
+    integer_of,
+    moment,
+    noticed_table,
+    pictures,
+    settings_tables,
+    text_of,
+)
+from megatron_ext.train.reporting.files import SMOOTHED_FROM, smoothed
+
+REPORT_FILE = "report.html"
+MAX_MARKS = 60
+"""Most faults and events that are marked on a curve."""
+EXPLANATION = (
+    "Seconds are wall time, and means over the ranks of the machine that reports. Goodput is "
+    "computing, communication and pipeline bubbles of steps that were kept; a step that was done "
+    "again after a fault counts as lost, and so does the time until a fault was seen. On a GPU, "
+    "which computes behind the host, the parts of a step are the host's."
+)
+
+
+@cache
+def style_sheet() -> str:
+    """Return the style sheet that the pages of this package share."""
+    return Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+
+
+def write_report(run: RunFolder, output: Path | None = None) -> Goodput:
+    """Write the page on a run, by default into its folder, and return the account of its time.
+
+    An OSError is raised if the page cannot be written.
+    """
+    path = output or run.path / REPORT_FILE
+    goodput = account(run.rows, run.events)
+    write_page(path, render(run, goodput, now=time.time(), beside=path.parent))
+    return goodput
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page, whole or not at all; an OSError is raised if it cannot be written."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        write_text(temporary, text, errors="replace")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def page_of(package: str, template: str, /, **facts: object) -> str:
+    """Return a page whose template extends `layout.html`, the look of all pages of reports.
+
+    The file ``template`` lies in ``package``, which is one of ours, and may take macros from
+    `macros.html`. No other file is read. Each string of ``facts`` is escaped.
+    """
+    # Imported here, since only a page needs it.
+    from jinja2 import DictLoader, StrictUndefined
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    places = {"layout.html": __package__, "macros.html": __package__, template: package}
+    templates = {
+        file: importlib.resources.files(place).joinpath(file).read_text(encoding="utf-8")
+        for file, place in places.items()
+    }
+    environment = ImmutableSandboxedEnvironment(
+        loader=DictLoader(templates),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(template).render(style=Markup(style_sheet()), **facts)
+
+
+def render(folder: RunFolder, goodput: Goodput, *, now: float, beside: Path) -> str:
+    """Return the page on a run at the time ``now``; its links start at the folder ``beside``."""
+    stories = fault_stories(folder)
+    state = state_of(folder, now)
+    noticed = noticed_table(folder)
+    return page_of(
+        __package__,
+        "report.html",
+        name=text_of(folder.path.resolve().name or str(folder.path), 200),
+        path=text_of(str(folder.path.resolve()), 1000),
+        written=moment(now),
+        state=state,
+        sentences=summary(folder, goodput, stories, state),
+        tiles=tiles(folder, goodput, stories),
+        charts=curves(folder, stories),
+        goodput=goodput,
+        shares=shares(goodput),
+        categories=list(CATEGORIES),
+        explanation=EXPLANATION,
+        width=charts.WIDTH,
+        height=charts.HEIGHT,
+        bar=charts.share_bar(goodput.seconds),
+        time_chart=charts.time_chart(goodput, _fault_marks(stories, by_time=True)),
+        faults=fault_table(stories),
+        pictures=pictures(stories),
+        # The dot keeps a folder's name from being read as the scheme of an address.
+        root=f"./{quote(os.path.relpath(folder.path, beside))}",
+        checkpoints=checkpoint_table(folder),
+        noticed=noticed,
+        data=data_lines(folder),
+        settings=settings_tables(folder),
+        environment=environment_table(folder),
+        problems=folder.problems,
+    )
+
+
+def shares(goodput: Goodput) -> list[tuple[str, str, str, str, bool]]:
+    """Return for each category its class, words, seconds, share, and whether it is goodput."""
+    wall = goodput.wall or 1.0
+    return [
+        (name, label, show_seconds(value), f"{value / wall:.1%}", name in PRODUCTIVE)
+        for name, label in CATEGORIES.items()
+        if (value := goodput.seconds[name]) > 0
+    ]
+
+
+def curves(folder: RunFolder, stories: Sequence[FaultStory]) -> list[Markup]:
+    """Draw loss, gradient norm, learning rate and speed over the iterations, with marks."""
+    train = folder.of_kind("train")
+    evaluations = folder.of_kind("evaluation")
+    if not train:
+        return []
+    steps = [row["iteration"] for row in train]
+    x_range = min(0, *steps), max(*steps, 1)
+    marks = _marks(folder, stories, x_range[1])
+    name = main_loss(train)
+    losses = list[Curve]()
+    for other in dict.fromkeys(n for row in train[-50:] for n in losses_of(row)) or [name]:
+        if other is not None:
+            first = other == name
+            losses += _loss_curves(other, steps, _values(train, other), smooth=first)
+    splits = dict.fromkeys(text_of(row.get("split"), 60) for row in evaluations)
+    for index, split in enumerate(splits):
+        style = "evaluated" if index == 0 else "evaluated-too"
+        mine = [row for row in evaluations if text_of(row.get("split"), 60) == split]
+        at = [row["iteration"] for row in mine]
+        values = _values(mine, name or "")
+        losses.append(Curve(split, at, values, f"{style} line"))
+        losses.append(Curve("", at, values, f"{style} dots"))
+    found = [charts.line_chart("Loss", losses, marks, x_range=x_range)]
+    for title, key, style in (
+        ("Gradient norm", "grad_norm", "norm line"),
+        ("Learning rate", "learning_rate", "rate line"),
+        ("Tokens per second", "tokens_per_second", "speed line"),
+    ):
+        curve = Curve(title.lower(), steps, _values(train, key), style)
+        found.append(charts.line_chart(title, [curve], marks, x_range=x_range, from_zero=True))
+    return [chart for chart in found if chart is not None]
+
+
+def _loss_curves(
+    name: str, steps: Sequence[int], values: list[float], *, smooth: bool
+) -> list[Curve]:
+    shown = text_of(name, 60)
+    if not smooth:
+        return [Curve(shown, steps, values, "other-loss line")]
+    if len(values) < SMOOTHED_FROM:
+        return [Curve(shown, steps, values, "loss line")]
+    raw = Curve(f"{shown}, raw", steps, values, "raw line")
+    return [raw, Curve(f"{shown}, smoothed", steps, smoothed(values), "loss line")]
+
+
+def _values(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    """Return the values of a name, NaN where a row has none."""
+    found = []
+    for row in rows:
+        value = row.get(name)
+        if type(value) is float:
+            found.append(value)
+        else:
+            found.append(number(value) if is_finite(value) else math.nan)
+    return found
+
+
+def _fault_marks(stories: Sequence[FaultStory], *, by_time: bool = False) -> list[Mark]:
+    """Return the marks of the newest faults, at their iterations or at their times."""
+    found = []
+    for story in stories[-MAX_MARKS:]:
+        at = time_of(story.fault) if by_time else integer_of(story.fault, "iteration")
+        if at is not None:
+            found.append(Mark(at, "fault", f"{story.number}. {story.headline}", story.target))
+    return found
+
+
+def _marks(folder: RunFolder, stories: Sequence[FaultStory], last: float) -> list[Mark]:
+    """Return the marks of faults and of spikes and the like, those within the curves."""
+    found = _fault_marks(stories)
+    for event in folder.events_of("spike", "non_finite", "mismatch")[-MAX_MARKS:]:
+        at = integer_of(event, "iteration")
+        if at is not None:
+            word = text_of(event["kind"], 20).replace("_", " ")
+            found.append(Mark(at, "spike", f"{word} at iteration {at}", "noticed"))
+    resumed = [row["iteration"] for row in folder.of_kind("resumed")]
+    told = {integer_of(story.restart or {}, "restored_iteration") for story in stories}
+    for at in [at for at in resumed if at not in told][-MAX_MARKS:]:
+        found.append(Mark(at, "resumed", f"resumed at iteration {at}", "faults"))
+    return [mark for mark in found if 0 <= mark.x <= last]

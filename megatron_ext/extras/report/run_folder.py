@@ -1,0 +1,205 @@
+"""Reads what a run has left in its save folder, also while it runs, damaged, or of strangers.
+
+Nothing here trusts a file: a line that is no JSON object is counted and left out, a link that leads
+out of the folder is not followed, and a value of another type than expected is passed over.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.checkpoint.files import (
+    published,
+    read_manifest,
+    read_tracker,
+    size_fault,
+    standing_folder_of,
+)
+from megatron_ext.disk.events import EVENTS_FILE
+from megatron_ext.disk.reading import (
+    UnreadableFile,
+    is_count,
+    lines_of,
+    read_bytes,
+    read_yaml,
+    row_of,
+)
+from megatron_ext.errors import MegatronExtError
+from megatron_ext.extras.report.goodput import LAUNCHED, launch_time, number
+from megatron_ext.extras.resilience.picture import PICTURE, REPORT
+from megatron_ext.train.reporting.files import CONFIGURATION_FILE, METRICS_FILE, with_numbers
+
+Row = dict[str, Any]
+MAX_CHECKPOINTS = 200
+"""Number of the newest checkpoints whose files are looked at."""
+_POST_MORTEM = re.compile(r"postmortem_(\d{1,9})$")
+_MAX_PICTURE = 1 << 20
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A checkpoint in the folder; ``fault`` says what is wrong with its files, if anything.
+
+    ``size`` is in bytes, and ``saved`` in seconds since the epoch, None if it is not known.
+    """
+
+    iteration: int
+    size: int
+    fault: str | None
+    saved: float | None
+
+
+@dataclass(frozen=True)
+class PostMortem:
+    """A folder with the account of one fault; ``picture`` holds an SVG, if there is a small one."""
+
+    number: int
+    name: str
+    picture: bytes | None
+    text: str
+
+
+@dataclass
+class RunFolder:
+    """The files of a run.
+
+    Attributes:
+        rows: rows of metrics.jsonl, in order.
+        events: faults, restarts, saves and the like, in order of time.
+        settings: the configuration file, by section and field; {} if it cannot be read.
+        tracked: the iteration that the tracker names as the newest whole checkpoint.
+        problems: sentences on files that are damaged.
+    """
+
+    path: Path
+    rows: list[Row] = field(default_factory=list)
+    events: list[Row] = field(default_factory=list)
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    checkpoints: list[StoredCheckpoint] = field(default_factory=list)
+    post_mortems: list[PostMortem] = field(default_factory=list)
+    tracked: int | None = None
+    problems: list[str] = field(default_factory=list)
+
+    def of_kind(self, kind: str) -> list[Row]:
+        return [row for row in self.rows if row["kind"] == kind]
+
+    @property
+    def start_facts(self) -> Row:
+        """Return what the ranks told at their last start; a restart tells only what changes."""
+        facts: Row = {}
+        for row in self.of_kind(LAUNCHED):
+            facts = row if "host" in row else facts | row
+        return facts
+
+    def events_of(self, *kinds: str) -> list[Row]:
+        return [event for event in self.events if event["kind"] in kinds]
+
+
+def read_run_folder(path: Path) -> RunFolder:
+    """Read a save folder; what is missing or damaged is left out, and told in ``problems``."""
+    found = RunFolder(path)
+    rows = _read_lines(path / METRICS_FILE, found.problems)
+    found.rows = [row for row in rows if is_count(row.get("iteration"))]
+    starts = (t for t in map(launch_time, found.rows) if math.isfinite(t))
+    began = min(starts, default=0.0)
+    events = _read_lines(path / EVENTS_FILE, found.problems)
+    # Those of an earlier run in the same folder are not of this run.
+    mine = (event for event in events if time_of(event) > began - 1.0)
+    found.events = sorted(mine, key=time_of)
+    found.settings = _read_settings(path / CONFIGURATION_FILE, found.problems)
+    found.checkpoints = list(_checkpoints(path, found.problems))
+    try:
+        found.tracked = read_tracker(path)
+    except (MegatronExtError, OSError) as error:
+        found.problems.append(str(error))
+    found.post_mortems = list(_post_mortems(path))
+    return found
+
+
+def _read_lines(path: Path, problems: list[str]) -> list[Row]:
+    """Return the JSON objects with a ``kind`` in a file, and tell of its other lines."""
+    rows = list[Row]()
+    damaged = 0
+    try:
+        for line in lines_of(path):
+            row = row_of(line)
+            if row is not None and isinstance(row.get("kind"), str):
+                rows.append(with_numbers(row))
+            else:
+                damaged += line is None or bool(line.strip())
+    except UnreadableFile as error:
+        if not error.missing:
+            problems.append(f"{path.name} cannot be read ({error.reason}).")
+    if damaged:
+        problems.append(f"{damaged} lines of {path.name} are damaged and left out.")
+    return rows
+
+
+def time_of(event: Row) -> float:
+    """Return when an event happened, in seconds since the epoch; 0.0 if it does not tell."""
+    try:
+        return number(event["time"])
+    except (KeyError, ValueError):
+        return 0.0
+
+
+def _read_settings(path: Path, problems: list[str]) -> dict[str, dict[str, Any]]:
+    try:
+        found = read_yaml(path)
+    except UnreadableFile as error:
+        if not error.missing:
+            problems.append(f"{path.name} cannot be read ({error.reason}).")
+        return {}
+    sections = found if isinstance(found, dict) else {}
+    return {str(name): v for name, v in sections.items() if isinstance(v, dict)}
+
+
+def _checkpoints(root: Path, problems: list[str]) -> Iterable[StoredCheckpoint]:
+    try:
+        iterations = published(root)[-MAX_CHECKPOINTS:]
+    except OSError as error:
+        problems.append(f"The checkpoints cannot be listed ({error.strerror}).")
+        return
+    for iteration in iterations:
+        folder = standing_folder_of(root, iteration)
+        size = 0
+        fault = None
+        saved = None
+        try:
+            saved = folder.stat().st_mtime
+            size = sum(x.lstat().st_size for x in folder.iterdir() if x.is_file())
+            manifest = read_manifest(folder)
+            fault = None if manifest is None else size_fault(folder, manifest)
+        except (MegatronExtError, OSError) as error:
+            fault = str(error)
+        yield StoredCheckpoint(iteration, size, fault, saved)
+
+
+def _post_mortems(root: Path) -> Iterable[PostMortem]:
+    """Yield the post-mortems of a folder in their order, without following links out of it."""
+    try:
+        found = [(m, entry) for entry in root.iterdir() if (m := _POST_MORTEM.match(entry.name))]
+    except OSError:
+        return
+    for match, folder in sorted(found, key=lambda pair: int(pair[0][1])):
+        if folder.is_symlink() or not folder.is_dir():
+            continue
+        content = _plain_bytes(folder / PICTURE, _MAX_PICTURE)
+        if content is not None and not content.lstrip().startswith((b"<?xml", b"<svg")):
+            content = None
+        text = _plain_bytes(folder / REPORT, 1 << 16) or b""
+        shown = text.decode("utf-8", errors="replace")
+        yield PostMortem(int(match[1]), folder.name, content, shown)
+
+
+def _plain_bytes(path: Path, limit: int) -> bytes | None:
+    """Return the content of a regular file that is no link and no larger than ``limit``."""
+    try:
+        return None if path.is_symlink() else read_bytes(path, limit)
+    except (OSError, UnreadableFile):
+        return None

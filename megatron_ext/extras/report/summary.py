@@ -1,0 +1,206 @@
+"""Says in plain sentences what ran, how far it came, how it ended, and whose fault it was."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ext.extras.report.charts import show
+from megatron_ext.extras.report.goodput import (
+    ENDED,
+    FINISHED,
+    OF_TIME,
+    Goodput,
+    number,
+    show_seconds,
+)
+from megatron_ext.extras.report.run_folder import RunFolder, time_of
+from megatron_ext.extras.report.tables import (
+    FaultStory,
+    integer_of,
+    moment,
+    newest_whole,
+    text_of,
+)
+
+_SECONDS_OF_SILENCE = 120.0
+"""Time without a row or an event after which a run counts as dead."""
+
+
+FINISHED_WORD = "finished"
+"""The word of a run that came to its end."""
+
+
+@dataclass(frozen=True)
+class State:
+    """How a run stands: a word, a sentence, and ``kind``, which is good, busy, warn or bad."""
+
+    kind: str
+    word: str
+    sentence: str
+
+
+def state_of(folder: RunFolder, now: float) -> State:
+    """Return how a run stands at the time ``now``, as far as its files tell."""
+    timed = [row for row in folder.rows if row["kind"] in OF_TIME]
+    if not timed and not folder.rows:
+        return State("warn", "no data", "The folder holds no metrics of a run.")
+    last = timed[-1] if timed else {}
+    if last.get("kind") == ENDED:
+        # The launcher tells the exit code, and the reporting rank, if it lives, the reason.
+        started = max((i for i, row in enumerate(timed) if row["kind"] != ENDED), default=-1)
+        ends = timed[started + 1 :]
+        code = next((c for row in ends[::-1] if (c := integer_of(row, "exit_code"))), 0)
+        reason = next((row["reason"] for row in ends[::-1] if "reason" in row), None)
+        if reason is None or (code and reason == FINISHED):
+            return State("bad", "failed", f"The run failed with exit code {code}.")
+        if reason == FINISHED:
+            return State("good", FINISHED_WORD, "The run came to its end.")
+        text = f"The run stopped before its last step, as it was asked to ({text_of(reason, 200)})."
+        return State("good", "stopped", text)
+    seen = max([_moment_of(last), *map(time_of, folder.events[-1:])])
+    if not timed:
+        sentence = "An older version wrote these files, which do not tell how the run ended."
+        return State("warn", "unknown", sentence)
+    if now - seen < _SECONDS_OF_SILENCE:
+        return State("busy", "running", "The run was running when this page was written.")
+    sentence = f"No row tells how the run ended; its last sign of life is of {moment(seen)} UTC."
+    return State("warn", "no end", sentence)
+
+
+def _moment_of(row: Mapping[str, Any]) -> float:
+    for name in ("to", "time"):
+        with contextlib.suppress(KeyError, ValueError):
+            return number(row[name])
+    return 0.0
+
+
+def main_loss(train: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the name of a run's first loss, by which the others are named too."""
+    return next((name for row in train for name in losses_of(row)), None)
+
+
+def losses_of(row: Mapping[str, Any]) -> list[str]:
+    # `train/loss` repeats another loss under a common name.
+    return [name for name in row if name.endswith("loss") and "/" not in name]
+
+
+def summary(
+    folder: RunFolder, goodput: Goodput, stories: Sequence[FaultStory], state: State
+) -> list[str]:
+    """Return sentences that say what ran, how far it came, how it ended, and whose fault it was."""
+    train = folder.of_kind("train")
+    found = [*_what_ran(folder), state.sentence]
+    if train:
+        last = train[-1]
+        steps = _planned(folder)
+        of = "" if steps is None else f" of {steps:,}"
+        samples = integer_of(last, "consumed_samples")
+        used = "" if samples is None else f" with {samples:,} samples"
+        wall = f" in {show_seconds(goodput.wall)}" if goodput.wall else ""
+        reached = f"iteration {last['iteration']:,}"
+        if state.word == FINISHED_WORD and steps is not None and last["iteration"] < steps:
+            # The last steps are fewer than those between two rows.
+            found.append(f"It reached iteration {steps:,}{of}{wall}; the last row is of {reached}.")
+        else:
+            found.append(f"It reached {reached}{of}{used}{wall}.")
+        name = main_loss(train)
+        values = [row[name] for row in train if is_finite(row.get(name))] if name else []
+        if name and values:
+            text = f"The {text_of(name, 60)} went from {show(values[0])} to {show(values[-1])}"
+            found.append(text + _validation(folder, name) + ".")
+    if stories:
+        found += _faults_told(stories)
+    elif goodput.launches:
+        found.append("No fault was seen.")
+    newest = newest_whole(folder)
+    if newest is not None:
+        found.append(f"The newest whole checkpoint is of iteration {newest:,}.")
+    if goodput.wall:
+        text = goodput.sentence()
+        found.append(f"{text[0].upper()}{text[1:]}.")
+    return found
+
+
+def _what_ran(folder: RunFolder) -> list[str]:
+    parallel, model = (folder.settings.get(name) or {} for name in ("parallel", "model"))
+    launched = folder.start_facts
+    size = integer_of(launched, "world_size") or integer_of(parallel, "world_size")
+    if size is None:
+        return []
+    names = {
+        "tensor": "tensor_model_parallel_size",
+        "pipeline": "pipeline_model_parallel_size",
+        "context": "context_parallel_size",
+    }
+    sizes = {word: integer_of(parallel, name) or 1 for word, name in names.items()}
+    sizes["data"] = max(1, size // math.prod(sizes.values()))
+    layout = " × ".join(f"{word} {count}" for word, count in sizes.items())
+    where = f" on {text_of(launched['host'], 100)}" if "host" in launched else ""
+    ranks = "1 rank" if size == 1 else f"{size} ranks ({layout})"
+    layers, hidden = (integer_of(model, name) for name in ("num_layers", "hidden_size"))
+    trained = "" if layers is None else f" trained a model of {layers} layers, hidden size {hidden}"
+    return [f"{ranks}{where}{trained or ' trained'}."]
+
+
+def _planned(folder: RunFolder) -> int | None:
+    told = integer_of(folder.start_facts, "num_iterations")
+    return told or integer_of(folder.settings.get("training") or {}, "train_iters")
+
+
+def _validation(folder: RunFolder, name: str) -> str:
+    rows = [r for r in folder.of_kind("evaluation") if is_finite(r.get(name))]
+    if not rows:
+        return ""
+    split = text_of(rows[-1].get("split"), 60)
+    return f", {split} {show(rows[-1][name])} at iteration {rows[-1]['iteration']:,}"
+
+
+def _faults_told(stories: Sequence[FaultStory]) -> list[str]:
+    """Return sentences on the number of faults, how they ended, and the last three of them."""
+    survived = sum(story.restart is not None for story in stories)
+    lost = sum(integer_of(story.restart or {}, "steps_lost") or 0 for story in stories)
+    if len(stories) == 1:
+        head = "1 fault was seen" + (" and survived" if survived else ", and not survived")
+    else:
+        many = {0: "none", len(stories): "all"}.get(survived, str(survived))
+        head = f"{len(stories)} faults were seen, {many} of them survived"
+    steps = "1 step was" if lost == 1 else f"{lost} steps were"
+    told = "; ".join(story.headline for story in stories[-3:])
+    which = "the last ones: " if len(stories) > 3 else ""
+    return [f"{head}; {steps} done again ({which}{told})."]
+
+
+def is_finite(value: object) -> bool:
+    try:
+        number(value)
+    except ValueError:
+        return False
+    return True
+
+
+def tiles(
+    folder: RunFolder, goodput: Goodput, stories: Sequence[FaultStory]
+) -> list[tuple[str, str]]:
+    """Return the figures that stand at the top of the page, each with its name."""
+    train = folder.of_kind("train")
+    found = []
+    if train:
+        last = train[-1]
+        found.append(("iteration", f"{last['iteration']:,}"))
+        name = main_loss(train)
+        if name is not None and is_finite(last.get(name)):
+            found.append((text_of(name, 40), show(last[name])))
+        speeds = [r["tokens_per_second"] for r in train if is_finite(r.get("tokens_per_second"))]
+        if speeds:
+            found.append(("tokens/s, median", show(round(sorted(speeds)[len(speeds) // 2]))))
+    if goodput.wall:
+        found += [("goodput", f"{goodput.share:.1%}"), ("wall time", show_seconds(goodput.wall))]
+    found.append(("faults", str(len(stories))))
+    if folder.checkpoints:
+        newest = newest_whole(folder)
+        found.append(("newest checkpoint", "none whole" if newest is None else f"{newest:,}"))
+    return found

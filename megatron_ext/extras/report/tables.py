@@ -1,0 +1,381 @@
+"""The tables of a run's report: faults, checkpoints, other events, settings and environment."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+from megatron_ext.config.flags import changed_fields, default_of, flags_of
+from megatron_ext.config.run import RunConfig, engine_sections
+from megatron_ext.extras.report.charts import show
+from megatron_ext.extras.report.goodput import (
+    LAUNCHED,
+    TIME,
+    is_launch,
+    launch_time,
+    number,
+    show_seconds,
+)
+from megatron_ext.extras.report.run_folder import PostMortem, Row, RunFolder, time_of
+from megatron_ext.train.reporting.files import METRICS_FILE
+
+MAX_ROWS = 300
+"""Most rows of a table; the newest are shown."""
+MAX_DATA_LINES = 100
+"""Most sentences on the data of a run."""
+_MAX_TEXT = 600
+NOTHING = "–"
+FAULT, RESTART, SAVED = "fault", "restart", "saved"
+_NOT_ENVIRONMENT = {
+    "kind",
+    "iteration",
+    "launched_at",
+    "time",
+    "num_iterations",
+    "settings",
+    "data",
+}
+"""Entries of a launch's row that the table of the environment leaves out."""
+NOTICED = {
+    "spike": "spike",
+    "non_finite": "not finite",
+    "mismatch": "mismatch",
+    "slow_rank": "slow rank",
+    "save_failed": "failed save",
+    "checkpoint_refused": "refused checkpoint",
+}
+"""Kinds of events that are neither faults nor saves, with their words."""
+
+
+@dataclass
+class Table:
+    """A table of texts.
+
+    Attributes:
+        columns: headings; those in ``numeric`` are aligned to the right.
+        ids: the anchors of the rows, where other parts of the page lead to them.
+        note: a sentence below the table.
+    """
+
+    columns: Sequence[str]
+    rows: list[Sequence[str]] = field(default_factory=list)
+    numeric: frozenset[str] = frozenset()
+    ids: list[str] = field(default_factory=list)
+    note: str = ""
+
+    def shortened(self) -> Table:
+        """Return the table with at most `MAX_ROWS` rows, and a note if some are missing."""
+        if len(self.rows) <= MAX_ROWS:
+            return self
+        note = f"{self.note} The newest {MAX_ROWS} of {len(self.rows)} are shown.".strip()
+        rows = self.rows[-MAX_ROWS:]
+        ids = self.ids[-MAX_ROWS:]
+        return dataclasses.replace(self, rows=rows, ids=ids, note=note)
+
+
+def text_of(value: object, limit: int = _MAX_TEXT) -> str:
+    """Return a value of a file as a short text on one line, without control characters."""
+    if value is None:
+        return NOTHING
+    if isinstance(value, float):
+        text = show(value)
+    elif isinstance(value, Mapping):
+        text = ", ".join(f"{k}: {text_of(v, 80)}" for k, v in list(value.items())[:40])
+    elif isinstance(value, (list, tuple)):
+        text = ", ".join(text_of(item, 80) for item in list(value)[:40])
+    else:
+        text = str(value)[: 4 * limit]
+    text = "".join(c if c.isprintable() else " " for c in text)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def seconds_of(value: object) -> str:
+    """Return a number of seconds for people; a dash if the value is no number."""
+    try:
+        return show_seconds(number(value))
+    except ValueError:
+        return NOTHING
+
+
+def moment(value: object) -> str:
+    """Return seconds since the epoch as a time in UTC; a dash if they are none."""
+    try:
+        when = datetime.fromtimestamp(number(value), timezone.utc)
+    except (ValueError, OverflowError, OSError):
+        return NOTHING
+    return f"{when:%Y-%m-%d %H:%M:%S}"
+
+
+def integer_of(row: Mapping[str, Any], name: str) -> int | None:
+    try:
+        return int(number(row.get(name)))
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True)
+class FaultStory:
+    """A fault with the restart that followed and its post-mortem, where there are such."""
+
+    number: int
+    fault: Row
+    restart: Row | None
+    post_mortem: PostMortem | None
+
+    @property
+    def target(self) -> str:
+        """Return the id of the row that tells this fault."""
+        return f"fault-{self.number}"
+
+    @property
+    def headline(self) -> str:
+        """Return what happened, such as "rank 2: SIGKILL at iteration 31"."""
+        rank, iteration = (integer_of(self.fault, name) for name in ("rank", "iteration"))
+        who = "a rank" if rank is None else f"rank {rank}"
+        where = "" if iteration is None else f" at iteration {iteration}"
+        return f"{who}: {text_of(self.fault.get('cause') or 'fault', 60)}{where}"
+
+
+def fault_stories(folder: RunFolder) -> list[FaultStory]:
+    """Join each fault with its restart, the first one after it, and with its post-mortem."""
+    faults = folder.events_of(FAULT)
+    restarts = folder.events_of(RESTART)
+    by_name = {p.name: p for p in folder.post_mortems}
+    in_order = folder.post_mortems if len(folder.post_mortems) == len(faults) else []
+    stories = []
+    for index, fault in enumerate(faults):
+        told = next((r for r in restarts if time_of(r) >= time_of(fault)), None)
+        named_one = by_name.get(str(fault.get("postmortem")))
+        post_mortem = named_one or (in_order[index] if in_order else None)
+        restart = told or _restart_of_rows(folder, fault)
+        stories.append(FaultStory(index + 1, fault, restart, post_mortem))
+    return stories
+
+
+def _restart_of_rows(folder: RunFolder, fault: Row) -> Row | None:
+    """Return the restart after a fault as the rows of metrics tell it; None if there was none."""
+    at = time_of(fault)
+    rows = folder.of_kind(LAUNCHED)
+    started = next((r for r in rows if time_of(r) >= at and integer_of(r, "generation")), None)
+    if started is None:
+        return None
+    restored = started["iteration"]
+    iteration = integer_of(fault, "iteration")
+    found: Row = {"restored_iteration": restored}
+    if iteration is not None:
+        found["steps_lost"] = max(0, iteration - restored)
+    steps = (r for r in folder.of_kind(TIME) if r.get("generation") == started["generation"])
+    first = next((r for r in steps if is_launch(r, launch_time(started))), {})
+    with contextlib.suppress(KeyError, ValueError):
+        found["seconds"] = number(first["to"]) - at
+    return found
+
+
+def fault_table(stories: Sequence[FaultStory]) -> Table:
+    """Return a row for each fault: what, where, when it was seen, and what it cost."""
+    columns = (
+        "#", "time (UTC)", "iteration", "rank", "cause", "where", "seen after", "went on from",
+        "steps lost", "first new step after",
+    )  # fmt: skip
+    numeric = frozenset({"#", "iteration", "rank", "seen after", "steps lost", columns[-1]})
+    table = Table(columns, numeric=numeric)
+    for story in stories:
+        fault = story.fault
+        restart = story.restart or {}
+        source = restart.get("restored_from")
+        restored = NOTHING
+        if "restored_iteration" in restart:
+            restored = f"iteration {text_of(restart['restored_iteration'])}"
+            restored += "" if source is None else f" ({text_of(source)})"
+        table.ids.append(story.target)
+        table.rows.append(
+            (
+                str(story.number),
+                moment(fault.get("time")),
+                text_of(fault.get("iteration")),
+                text_of(fault.get("rank")),
+                text_of(fault.get("cause")),
+                text_of(fault.get("where")),
+                seconds_of(fault.get("seen_after")),
+                restored,
+                text_of(restart.get("steps_lost")),
+                seconds_of(restart.get("seconds")),
+            )
+        )
+    return table.shortened()
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A post-mortem as the page shows it; ``data`` is the address of an embedded SVG, or empty."""
+
+    title: str
+    folder: str
+    data: str
+    text: str
+
+
+def pictures(
+    stories: Sequence[FaultStory], limit: int = 10, max_bytes: int = 1_000_000
+) -> list[Picture]:
+    """Return the newest post-mortems, with their pictures as long as these fit into the page."""
+    found = list[Picture]()
+    left = max_bytes
+    for story in [s for s in stories if s.post_mortem is not None][-limit:]:
+        entry = story.post_mortem
+        assert entry is not None
+        data = ""
+        if entry.picture is not None and len(entry.picture) <= left:
+            left -= len(entry.picture)
+            data = f"data:image/svg+xml;base64,{base64.b64encode(entry.picture).decode()}"
+        title = f"{story.number}. {story.headline}"
+        found.append(Picture(title, entry.name, data, entry.text[:20_000]))
+    return found
+
+
+def checkpoint_table(folder: RunFolder) -> Table:
+    """Return a row for each checkpoint in the folder or told by an event."""
+    columns = ("iteration", "saved (UTC)", "size", "written in", "steps waited", "how", "state")
+    numeric = frozenset({"iteration", "size", "written in", "steps waited"})
+    saves = {integer_of(e, "iteration"): e for e in folder.events_of(SAVED)}
+    stored = {c.iteration: c for c in folder.checkpoints}
+    newest = newest_whole(folder)
+    table = Table(columns, numeric=numeric)
+    for iteration in sorted({*stored, *(i for i in saves if i is not None)}):
+        save = saves.get(iteration, {})
+        found = stored.get(iteration)
+        asynchronous = save.get("asynchronous")
+        how = NOTHING if asynchronous is None else "synchronous"
+        how = "asynchronous" if asynchronous is True else how
+        state = "removed"
+        if found is not None:
+            state = f"damaged: {text_of(found.fault)}" if found.fault else "whole"
+            state = "whole, the newest" if iteration == newest else state
+        size = NOTHING if found is None else show_bytes(found.size)
+        saved = save.get("time", None if found is None else found.saved)
+        times = moment(saved), seconds_of(save.get("seconds"))
+        stall = seconds_of(save.get("stall"))
+        table.rows.append((str(iteration), times[0], size, times[1], stall, how, state))
+    return table.shortened()
+
+
+def newest_whole(folder: RunFolder) -> int | None:
+    """Return the iteration of the newest checkpoint whose files are all there, if there is one."""
+    return max((c.iteration for c in folder.checkpoints if c.fault is None), default=None)
+
+
+def show_bytes(size: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.3g} TB"
+
+
+def noticed_table(folder: RunFolder) -> Table:
+    """Return a row for each event that is neither a fault nor a save: spikes, slow ranks, …"""
+    columns = ("time (UTC)", "iteration", "what", "facts")
+    table = Table(columns, numeric=frozenset({"iteration"}))
+    for event in folder.events_of(*NOTICED):
+        facts = "; ".join(
+            f"{text_of(name, 40).replace('_', ' ')}: {text_of(value, 300)}"
+            for name, value in list(event.items())[:30]
+            if name not in ("time", "kind", "iteration")
+        )
+        row = moment(event.get("time")), text_of(event.get("iteration")), NOTICED[event["kind"]]
+        table.ids.append(f"noticed-{len(table.rows) + 1}")
+        table.rows.append((*row, text_of(facts)))
+    return table.shortened()
+
+
+def changed_settings(config: RunConfig) -> dict[str, list[list[str]]]:
+    """Return by section the flag, value and default of each setting that is not at its default.
+
+    A run keeps this with its metrics, as only it knows the sections that its program adds.
+    """
+    return {
+        name: [
+            [f"--{field.replace('_', '-')}", *map(_setting, pair)]
+            for field in changed_fields(section)
+            if (pair := (getattr(section, field), default_of(section, field)))
+        ]
+        for name, section in config.by_name().items()
+        if changed_fields(section)
+    }
+
+
+def settings_tables(folder: RunFolder) -> list[tuple[str, Table]]:
+    """Return by section the settings that differ from their defaults.
+
+    They are those that the run has told, else those of its configuration file, where only the
+    sections that every program has are known.
+    """
+    told = folder.start_facts.get("settings")
+    if not isinstance(told, Mapping):
+        told = {name: _from_file(name, values) for name, values in folder.settings.items()}
+    found = []
+    for section, entries in told.items():
+        table = Table(("setting", "value", "default"))
+        for entry in entries if isinstance(entries, list) else []:
+            if isinstance(entry, (list, tuple)) and len(entry) == 3:
+                table.rows.append([text_of(cell) for cell in entry])
+        if table.rows:
+            found.append((text_of(section, 60), table))
+    return found
+
+
+def _from_file(section: str, values: Mapping[str, Any]) -> list[Sequence[str]]:
+    """Return settings of a configuration file that differ from the defaults of this version."""
+    kind = engine_sections().get(section)
+    if kind is None:
+        return [(str(name), _setting(value), "not known here") for name, value in values.items()]
+    flags = {flag.field: flag for flag in flags_of("", kind)}
+    fields = {field.name for field in dataclasses.fields(kind)}
+    found = list[Sequence[str]]()
+    for name, value in values.items():
+        if name not in fields:
+            found.append((str(name), _setting(value), "not a setting of this version"))
+        elif name in flags and value != _as_in_a_file(flags[name].default):
+            found.append((flags[name].positive[0], _setting(value), _setting(flags[name].default)))
+    return found
+
+
+def _as_in_a_file(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _setting(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "none" if value is None else text_of(value)
+
+
+def data_lines(folder: RunFolder) -> list[str]:
+    """Return the sentences on what a run read of its data, and on what it did not use."""
+    told = folder.start_facts.get("data")
+    lines = [text_of(line, 1000) for line in told] if isinstance(told, list) else []
+    more = len(lines) - MAX_DATA_LINES
+    if more > 0:
+        lines[MAX_DATA_LINES:] = [f"… and {more} more, in {METRICS_FILE}"]
+    return lines
+
+
+def environment_table(folder: RunFolder) -> Table:
+    """Return what the ranks have told of their machine and their packages when they started."""
+    table = Table(("what", "value"))
+    for name, fact in folder.start_facts.items():
+        if name in _NOT_ENVIRONMENT:
+            continue
+        words = fact if isinstance(fact, Mapping) else {name: fact}
+        table.rows += [
+            (text_of(key, 60).replace("_", " "), text_of(value, 4000))
+            for key, value in words.items()
+        ]
+    return table

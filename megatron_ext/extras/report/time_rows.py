@@ -1,0 +1,287 @@
+"""Writes what a run's time is spent on to metrics.jsonl, and what its ranks started with.
+
+The ranks of a machine write their seconds to a board in shared memory, which the reporting rank
+reads when it reports. So the account costs no communication, and no device waits for it. With
+several machines it holds the ranks of the reporting machine, which has the last pipeline stages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ext import limits
+from megatron_ext.config.run import RunConfig
+from megatron_ext.disk.host_folder import generation, host_folder, is_under_torchrun
+from megatron_ext.disk.writing import open_to_append
+from megatron_ext.errors import say_to_stderr
+from megatron_ext.extras.report.goodput import ENDED, LAUNCHED, PREFIX, TIME, is_launch
+from megatron_ext.extras.resilience.process import ticks_at_start
+from megatron_ext.parallel.board import START, Board
+from megatron_ext.parallel.recorder import Recorder
+from megatron_ext.train.reporting.files import METRICS_FILE, as_json
+
+_PACKAGES = ("megatron-ext", "megatron-core", "torch", "transformer-engine", "triton", "numpy")
+_SECONDS_FOR_GIT = 1.0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One start of a run by its launcher, from which all restarts come.
+
+    Attributes:
+        started: when the launcher started, in seconds since the epoch.
+        ends_itself: whether the launcher is a process of this package, which writes the report
+            when all ranks have ended; otherwise the reporting rank does.
+        data_lines: what the run reads of its data and what it does not use (`Task.data_lines`).
+    """
+
+    started: float
+    ends_itself: bool
+    data_lines: Sequence[str] = ()
+
+
+def launch_of(argv: Sequence[str]) -> Launch:
+    """Return the launch to which this process belongs; ``argv`` are its program's arguments.
+
+    A process that is the program itself counts from its start, with all imports. Under torchrun
+    the launcher is torchrun's agent, the parent.
+    """
+    is_rank = "RANK" in os.environ
+    if is_rank and is_under_torchrun():
+        return Launch(_start_of(os.getppid()), ends_itself=False)
+    is_program = list(argv) == sys.argv[1:]
+    started = _start_of(os.getpid()) if is_program else time.time()
+    return Launch(started, ends_itself=not is_rank)
+
+
+def _start_of(pid: int) -> float:
+    """Return when a process started, in seconds since the epoch; now, if the system hides it."""
+    ticks = ticks_at_start(pid)
+    if ticks is None:
+        return time.time()
+    since_boot = ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
+
+
+class TimeRows:
+    """Adds a row of kind "time" for each report: the seconds of each phase since the last one.
+
+    Each value is a mean over the ranks of this machine, or of this rank alone without a board.
+    """
+
+    def __init__(self, folder: Path, recorder: Recorder, launch: Launch, resumed_at: int) -> None:
+        self._path = folder / METRICS_FILE
+        self._recorder = recorder
+        self.launch = launch
+        self._iteration = resumed_at
+        self._seconds: dict[int, Mapping[str, float]] = {}
+        self._generation = generation()
+        own = sum(recorder.seconds.values())
+        now = time.time()
+        # Restarted ranks count from their own start; the time before is that of the fault.
+        self._from = now - own if self._generation else min(launch.started, now - own)
+        self._before_ranks = now - own - self._from
+        self._board = _board()
+        recorder.listeners.append(self._on_event)
+
+    def _on_event(self, name: str, _iteration: int, _detail: Any) -> None:
+        """Write the time of the start when the first step begins."""
+        if name == "step":
+            others = [one for one in self._recorder.listeners if one != self._on_event]
+            self._recorder.listeners = others
+            self.write(self._iteration)
+
+    def write(self, iteration: int) -> None:
+        """Write the seconds since the last row; ``iteration`` is the last step that was done."""
+        seconds = self._since_last_row()
+        now = time.time()
+        seconds[START] = seconds.get(START, 0.0) + self._before_ranks
+        row = {
+            "kind": TIME,
+            "iteration": iteration,
+            "before": self._iteration,
+            "from": round(self._from, 3),
+            "to": round(now, 3),
+            "launched_at": self.launch.started,
+            "generation": self._generation,
+        }
+        row |= {f"{PREFIX}{k}": round(v, 6) for k, v in seconds.items() if v > 0}
+        self._from = now
+        self._before_ranks = 0.0
+        self._iteration = iteration
+        append_row(self._path, row)
+
+    def _since_last_row(self) -> dict[str, float]:
+        """Return by phase the mean of the seconds since the last call over the ranks known here."""
+        before, self._seconds = self._seconds, self._read()
+        mean: dict[str, float] = {}
+        for rank, seconds in self._seconds.items():
+            known = before.get(rank, {})
+            for name, value in seconds.items():
+                spent = (value - known.get(name, 0.0)) / len(self._seconds)
+                mean[name] = mean.get(name, 0.0) + spent
+        return mean
+
+    def _read(self) -> dict[int, Mapping[str, float]]:
+        """Return the seconds of each rank by phase, up to now."""
+        records = [] if self._board is None else self._board.read(num_events=1)
+        found: dict[int, Mapping[str, float]] = {}
+        now = time.monotonic()
+        for record in records:
+            if record.generation == self._generation and not record.ended:
+                seconds = dict(record.seconds)
+                # What the board does not have yet belongs to the phase that the rank is in.
+                rest = max(0.0, now - record.started - sum(seconds.values()))
+                seconds[record.phase] = seconds.get(record.phase, 0.0) + rest
+                found[record.rank] = seconds
+        return found or {0: self._recorder.seconds}
+
+    def launched(self, config: RunConfig, num_iterations: int) -> None:
+        """Write the row that tells with which settings, machine and packages the ranks start."""
+        row: dict[str, Any] = {"kind": LAUNCHED, "iteration": self._iteration, "time": time.time()}
+        row |= {"launched_at": self.launch.started, "generation": self._generation}
+        row |= {"world_size": config.parallel.world_size, "num_iterations": num_iterations}
+        if self._generation == 0:
+            from megatron_ext.extras.report.tables import changed_settings
+
+            row |= {**environment(config.device), "settings": changed_settings(config)}
+            row |= {"data": list(self.launch.data_lines)}
+        append_row(self._path, row)
+
+    def finish(self, reason: str) -> None:
+        """Write the last row, why the run ended without a fault, and maybe the report."""
+        self.write(self._recorder.iteration or self._iteration)
+        reports = not self.launch.ends_itself
+        ended = _ended_row(self._iteration, self.launch, reason=reason, reported=reports)
+        append_row(self._path, ended)
+        if reports:
+            _say(end_launch(self._path.parent, self.launch))
+
+
+def _board() -> Board | None:
+    """Return the board of this machine's ranks; None if they have none, or it cannot be opened."""
+    host = host_folder()
+    try:
+        return None if host is None else Board.of_machine(host)
+    except OSError:
+        return None
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Return facts about machine, program and packages, for people who ask later what ran."""
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    facts: dict[str, Any] = {
+        "host": socket.gethostname(),
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
+        "device": device,
+        "command": shlex.join(sys.orig_argv),
+        "folder": os.getcwd(),
+        "versions": versions,
+    }
+    if device == "cuda":
+        count = torch.cuda.device_count()
+        facts["gpus"] = f"{count} × {torch.cuda.get_device_name()} in this machine"
+        facts["versions"]["cuda"] = torch.version.cuda
+    commit = _commit()
+    return facts if commit is None else {**facts, "commit": commit}
+
+
+def _commit() -> str | None:
+    """Return the git commit of the working folder; None if it has none, or git is not here."""
+    try:
+        found = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS_FOR_GIT,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() or None
+
+
+def _ended_row(iteration: int, launch: Launch, **facts: Any) -> dict[str, Any]:
+    row = {"kind": ENDED, "iteration": iteration, "time": round(time.time(), 3)}
+    return {**row, "launched_at": launch.started, **facts}
+
+
+def append_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Append one row to metrics.jsonl with a single write; the file may be open elsewhere too."""
+    with open_to_append(path, "ab", buffering=0) as file:
+        file.write(as_json(row).encode())
+
+
+def end_launch(folder: Path, launch: Launch, exit_code: int | None = None) -> str | None:
+    """Write the report of a launch that is over; return goodput and the report's path in words.
+
+    A launcher calls this after its ranks have ended, however they did, and gives its exit code.
+    Returns None if no rank came as far as to write metrics, or if the report cannot be written,
+    which is a warning, since no run may fail by its report.
+    """
+    # Only a run that is saved has a report.
+    from megatron_ext.extras.report.page import REPORT_FILE, write_report
+    from megatron_ext.extras.report.run_folder import read_run_folder
+
+    try:
+        run = read_run_folder(folder)
+        mine = [row for row in run.rows if is_launch(row, launch.started)]
+        if not any(row["kind"] == LAUNCHED for row in mine):
+            return None
+        if exit_code == 0 and any(row.get("reported") is True for row in mine):
+            return None
+        if exit_code is not None:
+            iteration = max(row["iteration"] for row in mine)
+            ended = _ended_row(iteration, launch, exit_code=exit_code)
+            run.rows.append(ended)
+            with contextlib.suppress(OSError):  # The disk may be full, which ended the run.
+                append_row(folder / METRICS_FILE, ended)
+        goodput = write_report(run)
+        return f"{goodput.sentence()}; the report is {folder / REPORT_FILE}"
+    except Exception as error:
+        why = limits.cause(error, folder) if isinstance(error, OSError) else repr(error)
+        say_to_stderr(f"warning: {folder / REPORT_FILE} cannot be written ({why}).")
+        return None
+
+
+@dataclass
+class End:
+    """The end of a launch: the exit code of the program, which is 1 if it raises an error."""
+
+    exit_code: int = 1
+
+
+@contextlib.contextmanager
+def reported_end(save: str | None, launch: Launch) -> Iterator[End]:
+    """Write the report of a run when this context ends, in the launcher and if the run saves."""
+    end = End()
+    try:
+        yield end
+    finally:
+        if save is not None and launch.ends_itself:
+            _say(end_launch(Path(save), launch, end.exit_code))
+
+
+def _say(sentence: str | None) -> None:
+    if sentence is not None:
+        print(f"> {sentence}", flush=True)

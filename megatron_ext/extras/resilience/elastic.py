@@ -1,0 +1,123 @@
+"""The numbers of ranks with which a run may go on, and how it is asked to change between them.
+
+The global batch, the order of the data and so the losses do not depend on the number of replicas,
+as long as they divide the batch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megatron_ext.config.run import RunConfig
+from megatron_ext.disk.host_folder import host_folder, is_under_torchrun
+from megatron_ext.disk.reading import UnreadableFile, read_text
+from megatron_ext.disk.writing import write_text
+from megatron_ext.errors import ConfigError
+
+WANTED_NODES = "elastic_nodes"
+"""File in the save folder in which an operator writes how many nodes a run should have."""
+_RESIZE = "resize"
+"""File in the host folder that asks the ranks to save and to end, for another number of them."""
+
+
+def elastic_sizes(config: RunConfig, configure: Callable[[int], RunConfig]) -> tuple[int, ...]:
+    """Return the numbers of ranks with which a run may go on, largest first.
+
+    Without ``--elastic-min-nodes`` this is the present number only. A number in between that the
+    flags do not go with, for instance as its replicas do not divide the global batch, is left out
+    if this program starts the ranks. Under torchrun, which decides the number, it is refused.
+
+    Args:
+        configure: returns the configuration for a number of ranks, or raises a ConfigError.
+
+    Raises:
+        ConfigError: the smallest number, or under torchrun any, does not go with the flags.
+    """
+    size = config.parallel.world_size
+    fewest = config.fault_tolerance.elastic_min_nodes
+    if fewest is None:
+        return (size,)
+    each = ranks_of_a_node(config)
+    nodes = size // ranks_of_a_node(config)
+    if fewest > nodes:
+        raise ConfigError(
+            f"`--elastic-min-nodes` ({fewest}) must be at most the number of nodes ({nodes}), each "
+            f"of {each} ranks; use {nodes}, or start more."
+        )
+    sizes = [size]
+    for number in range(nodes - 1, fewest - 1, -1):
+        faults = list(_faults(config, configure, number * each))
+        if not faults:
+            sizes.append(number * each)
+        elif number == fewest or is_under_torchrun():
+            told = f"`--elastic-min-nodes` ({fewest}) lets the run go on with {number} nodes"
+            raise ConfigError(
+                [f"{told} ({number * each} ranks), but: {text.rstrip('.')}." for text in faults]
+            )
+    return tuple(sizes)
+
+
+def ranks_of_a_node(config: RunConfig) -> int:
+    """Return the ranks that come and go together: a node's under torchrun, else a replica's."""
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return int(os.environ["LOCAL_WORLD_SIZE"])
+    return config.parallel.world_size // config.parallel.data_parallel_size
+
+
+def _faults(
+    config: RunConfig, configure: Callable[[int], RunConfig], world_size: int
+) -> Iterator[str]:
+    """Yield a sentence for each reason why the run cannot go on with a number of ranks."""
+    try:
+        other = configure(world_size)
+    except ConfigError as error:
+        yield from error.messages
+        return
+    before = _batches(config)
+    after = _batches(other)
+    if before != after:
+        yield (
+            f"its steps would have {_listed(after)} samples instead of {_listed(before)}; give "
+            "`--global-batch-size` a number that all numbers of replicas divide"
+        )
+
+
+def _batches(config: RunConfig) -> list[int]:
+    """Return, ascending, the numbers of samples that the steps of a run may have."""
+    replicas = config.parallel.data_parallel_size
+    micro = config.training.batch_sizes[0]
+    return [count * micro * replicas for count in config.training.microbatch_counts(replicas)]
+
+
+def _listed(sizes: list[int]) -> str:
+    return ", ".join(map(str, sizes))
+
+
+def wanted_nodes(save: str) -> tuple[int, int] | None:
+    """Return the number in `WANTED_NODES`, and when it was written; None without a number.
+
+    The time is in nanoseconds, so that a number that is written again counts again.
+    """
+    path = Path(save) / WANTED_NODES
+    try:
+        return int(read_text(path, limit=1000)), path.stat().st_mtime_ns
+    except (OSError, ValueError, UnreadableFile):
+        return None
+
+
+def ask_to_resize(folder: Path) -> None:
+    """Ask the ranks of this machine to save at the next step boundary and to end."""
+    write_text(folder / _RESIZE, "")
+
+
+def forget_resize(folder: Path) -> None:
+    """Take the request of `ask_to_resize` back, once the ranks have ended."""
+    (folder / _RESIZE).unlink(missing_ok=True)
+
+
+def is_asked_to_resize() -> bool:
+    """Return whether the launcher has asked the ranks to save and to end."""
+    folder = host_folder()
+    return folder is not None and (folder / _RESIZE).exists()

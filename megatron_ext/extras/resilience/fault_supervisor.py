@@ -1,0 +1,329 @@
+"""Watches the forked ranks of a run, sees faults, and tells of them.
+
+A run that goes on after faults kills all ranks at once, as they are to be forked anew. Any other
+run ends as it would unwatched; its hangs are told but not ended, as a debugger may hold a rank.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from megatron_ext.disk.events import append_event
+from megatron_ext.errors import EXIT_CODE_INTERRUPTED, EXIT_CODE_NOT_SAVED
+from megatron_ext.extras.resilience.postmortem import Case, Drawings, write_postmortem
+from megatron_ext.extras.resilience.watch import Fault as Kind
+from megatron_ext.extras.resilience.watch import Verdict
+from megatron_ext.extras.resilience.watcher import Watcher
+from megatron_ext.train.exit_codes import (
+    EXIT_CODE_NO_ANSWER,
+    EXIT_CODE_RESIZED,
+    EXIT_CODE_SIGNAL,
+    EXIT_CODE_USER_ERROR,
+    FOLLOWS,
+    cause_of,
+    code_of,
+)
+from megatron_ext.train.supervisor import GRACE_SECONDS, SignalForwarder, Supervisor, say
+
+_SECONDS_BETWEEN_LOOKS = 0.1
+"""Time between looks at the board, of which one takes about 0.1 ms."""
+_SECONDS_FOR_EVIDENCE = 0.3
+"""Longest time for which ranks are asked what they do before they are killed."""
+_PATIENCE_AFTER_A_HANG = 2.0
+"""How many times as long as a silence that ended by itself the next one must last to be told."""
+_LASTING = (
+    0,
+    EXIT_CODE_USER_ERROR,
+    EXIT_CODE_INTERRUPTED,
+    EXIT_CODE_NOT_SAVED,
+    EXIT_CODE_SIGNAL,
+)
+"""Statuses of a rank that ended on purpose, or that would end in the same way again."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The end of a run's ranks that nobody asked for, or a hang.
+
+    Attributes:
+        rank: the rank that failed first.
+        cause: such as "SIGKILL", "exception" or "hang".
+        iteration: the newest step that any rank was in; None if it is not known.
+        where: what the rank did last, as text.
+        seen_after: most seconds that it can have taken to see the fault.
+        time: when the fault was seen, in seconds of CLOCK_MONOTONIC.
+    """
+
+    rank: int
+    cause: str
+    time: float
+    iteration: int | None = None
+    where: str | None = None
+    seen_after: float | None = None
+
+
+def append_fault(
+    save: str | None, fault: Fault, *, generation: int, postmortem: Path | None
+) -> None:
+    """Add a fault to the list in the save folder, with the name of its post-mortem's folder."""
+    append_event(
+        save,
+        "fault",
+        rank=fault.rank,
+        cause=fault.cause,
+        where=fault.where,
+        iteration=fault.iteration,
+        generation=generation,
+        postmortem=None if postmortem is None else postmortem.name,
+        seen_after=fault.seen_after,
+    )
+
+
+class FaultSupervisor(Supervisor):
+    """Waits for the ranks of one generation, and tells of faults: as post-mortem and as event.
+
+    Attributes:
+        fault: what ended or holds the ranks; None if they ended on purpose, or in a way that would
+            repeat.
+        postmortem: the folder of its post-mortem; None if there is none.
+    """
+
+    def __init__(
+        self,
+        forwarder: SignalForwarder,
+        timeout_minutes: float,
+        *,
+        watcher: Watcher | None,
+        save: str | None,
+        generation: int = 0,
+    ) -> None:
+        super().__init__(forwarder, timeout_minutes)
+        self._watcher = watcher
+        self._save = save
+        self._generation = generation
+        self._pids: dict[int, int] = {}
+        self._polled = self._watched = time.monotonic()
+        self._contact_lost: int | None = None
+        self.fault: Fault | None = None
+        self.postmortem: Path | None = None
+
+    def wait(self) -> int:
+        """Wait for all ranks, and return the exit code as `Supervisor.wait` does."""
+        self._pids = {rank: pid for pid, rank in self._children.items()}
+        code = super().wait()
+        lost = self._contact_lost
+        ends = self.fault is not None or self._asked
+        if code in FOLLOWS and lost is not None and not ends:
+            self._note(Verdict(Kind.DEAD, (lost,), 0.0), cause_of(code))
+        return code
+
+    @property
+    def _asked(self) -> bool:
+        """Return whether the launcher has been asked to end."""
+        return self._forwarder.asked is not None
+
+    def _reap(self) -> bool:
+        found = super()._reap()
+        self._polled = time.monotonic()
+        return found
+
+    def _look(self, now: float) -> None:
+        super()._look(now)
+        ends = self._kill_at is not None or self._code != 0
+        if self._watcher is None or ends or now < self._watched + _SECONDS_BETWEEN_LOOKS:
+            return
+        self._watched = now
+        hangs = [v for v in self._watcher.look(self._pids) if v.fault is Kind.HANG]
+        if hangs and self.fault is None:  # an end of a process is seen with its cause, by `_reap`
+            self._hangs(hangs[0])
+        elif not hangs:
+            self._watcher.tell_slow_ranks(self._save, self._pids)
+
+    def _hangs(self, verdict: Verdict) -> None:
+        """Act on a hang."""
+        raise NotImplementedError
+
+    def _stays_stopped(self, rank: int) -> None:
+        if self.fault is None:
+            self._note(Verdict(Kind.HANG, (rank,), 60 * self._timeout_minutes), "hang")
+        super()._stays_stopped(rank)
+
+    def _ended(self, rank: int, status: int) -> None:
+        if status in FOLLOWS and self._contact_lost is None:
+            self._contact_lost = rank
+        super()._ended(rank, status)
+
+    def _failed(self, rank: int, status: int) -> None:
+        if status not in _LASTING and not self._asked and -status not in self._forwarder.received:
+            self._note(Verdict(Kind.DEAD, (rank,), 0.0), cause_of(status))
+        super()._failed(rank, status)
+
+    def _note(self, verdict: Verdict, cause: str) -> Case | None:
+        """Keep what is known about a fault that has just been seen, and write it down."""
+        now = time.monotonic()
+        seen_after = now - self._polled if verdict.fault is Kind.DEAD else verdict.silent
+        rank = min(verdict.ranks, default=-1)
+        iteration = None
+        where = None
+        case = None
+        if self._watcher is not None:
+            if cause == signal.SIGKILL.name and self._watcher.killed_for_memory():
+                cause = "memory"
+            try:
+                case = self._watcher.investigate(
+                    verdict, cause=cause, pids=self._pids, seconds=_SECONDS_FOR_EVIDENCE
+                )
+                rank = min(case.blame.ranks, default=rank)
+                iteration = max((record.iteration for record in case.board), default=None)
+                where = case.where(rank)
+                self.postmortem = self._write(case)
+            except Exception as error:  # the launcher must not depend on what can be told
+                print(f"note: the post-mortem is not whole ({error!r})", flush=True)
+        self.fault = Fault(rank, cause, now, iteration, where, round(seen_after, 4))
+        append_fault(
+            self._save, self.fault, generation=self._generation, postmortem=self.postmortem
+        )
+        return case
+
+    def _write(self, case: Case) -> Path | None:
+        """Write the post-mortem of a fault, and return its folder if there is one."""
+        return write_postmortem(case, self._save)
+
+    def _end_all(self, grace: float = GRACE_SECONDS) -> None:
+        if self._code == EXIT_CODE_NO_ANSWER and self.fault is None and not self._asked:
+            self._note(Verdict(Kind.HANG, (), 60 * self._timeout_minutes), "hang")
+        self._end_ranks(grace)
+
+    def _end_ranks(self, grace: float) -> None:
+        """End all ranks, of whose fault all is noted."""
+        super()._end_all(grace)
+
+
+class TellingSupervisor(FaultSupervisor):
+    """Waits for ranks that are not started again; what ends them, and when, stays as it is."""
+
+    _patience = 0.0
+    _hung: Case | None = None
+
+    @cached_property
+    def _drawings(self) -> Drawings:
+        return Drawings()
+
+    def wait(self) -> int:
+        """Wait for all ranks and for the pictures, and return the exit code."""
+        code = super().wait()
+        if self.fault is not None and self._hung is None:
+            self._tell_end(self.fault, code)
+        self._drawings.wait()
+        return code
+
+    def _look(self, now: float) -> None:
+        super()._look(now)
+        if self._hung is not None and self._kill_at is None and self._code == 0:
+            self._see_whether_it_goes_on(self._hung)
+
+    def _hangs(self, verdict: Verdict) -> None:
+        """Tell a hang once; after one that ended by itself, only one that is much longer."""
+        if verdict.silent < self._patience:
+            return
+        self._hung = case = self._note(verdict, "hang")
+        if case is None or self.postmortem is None:
+            return
+        self._drawings.start(self.postmortem)
+        text = (
+            f"{case.sentence.rstrip('.')}; ranks wait for each other for "
+            f"`--distributed-timeout-minutes` ({self._timeout_minutes:g}) at most; post-mortem: "
+            f"{self.postmortem}"
+        )
+        print(text, file=sys.stderr, flush=True)
+
+    def _see_whether_it_goes_on(self, case: Case) -> None:
+        """Tell that a rank which hung goes on, if it does."""
+        assert self._watcher is not None
+        for record in self._watcher.board.read(1):
+            before = case.record(record.rank)
+            first = record.rank in case.blame.ranks or not case.blame.ranks
+            if before is None or not first or record.last_time <= case.now:
+                continue
+            silence = record.last_time - before.last_time
+            say(record.rank, f"goes on, after {silence:.1f} s")
+            self._patience = _PATIENCE_AFTER_A_HANG * silence
+            self._hung = self.fault = self.postmortem = None
+            return
+
+    def _failed(self, rank: int, status: int) -> None:
+        self._hung = self.postmortem = None
+        super()._failed(rank, status)
+
+    def _tell_end(self, fault: Fault, code: int) -> None:
+        """Print a line about a fault that has ended the run, if there is more to say."""
+        parts = []
+        if (fault.cause, code) == ("memory", code_of(-signal.SIGKILL)):
+            parts.append(f"the kernel has killed rank {fault.rank} for want of memory")
+        if self.postmortem is not None:
+            self._drawings.start(self.postmortem)
+            parts.append(f"post-mortem: {self.postmortem}")
+        if parts:
+            print("; ".join(parts), file=sys.stderr, flush=True)
+
+    def _write(self, case: Case) -> Path | None:
+        """Without a save folder, write the post-mortem of a hang only."""
+        if self._save is None and case.cause != "hang":
+            return None
+        return write_postmortem(case, self._save)
+
+
+class RestartSupervisor(FaultSupervisor):
+    """Waits for the ranks of a generation that others follow; after a fault it kills all at once.
+
+    Args:
+        look_for_wish: called now and then, to look whether another number of ranks is wanted.
+    """
+
+    seconds_for_the_cause = 0.2
+
+    def __init__(
+        self,
+        forwarder: SignalForwarder,
+        timeout_minutes: float,
+        *,
+        watcher: Watcher | None,
+        save: str | None,
+        generation: int,
+        look_for_wish: Callable[[], None],
+    ) -> None:
+        super().__init__(
+            forwarder, timeout_minutes, watcher=watcher, save=save, generation=generation
+        )
+        self._look_for_wish = look_for_wish
+
+    def _hangs(self, verdict: Verdict) -> None:
+        """End a hang."""
+        self._code = EXIT_CODE_NO_ANSWER
+        self._note(verdict, "hang")
+        self._end_all()
+
+    def _find_stopped(self, now: float) -> None:
+        super()._find_stopped(now)
+        self._look_for_wish()
+
+    def _failed(self, rank: int, status: int) -> None:
+        if status == EXIT_CODE_RESIZED:
+            # The others have been asked too, and are about to end in the same way.
+            self._code = status
+            return
+        super()._failed(rank, status)
+
+    def _end_ranks(self, grace: float) -> None:
+        """Kill all ranks at once if they are to be started again, else end them as usual."""
+        if self.fault is None:
+            super()._end_ranks(GRACE_SECONDS)
+            return
+        self._kill_at = time.monotonic()
+        self._forwarder.send(signal.SIGKILL)

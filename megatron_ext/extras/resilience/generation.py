@@ -1,0 +1,63 @@
+"""Tells a process how often its run has been restarted, and lists the restart of this process."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from megatron_ext.disk.events import append_event
+from megatron_ext.disk.host_folder import GENERATION_VARIABLE, generation, host_folder
+from megatron_ext.parallel.board import BOARD, Board
+from megatron_ext.train.callbacks.callback import Callback
+
+FAULT_TIME_VARIABLE = "MEGATRON_EXT_FAULT_TIME"
+"""Environment variable with the time at which the fault before this restart was seen."""
+FAULT_STEP_VARIABLE = "MEGATRON_EXT_FAULT_STEP"
+"""Environment variable with the step in which the ranks were when that fault came."""
+
+
+def follow_earlier_process() -> None:
+    """Count this process as a restart if torchrun's agent has started one in its place before.
+
+    torchrun's own count leaves out restarts because of a node that comes or goes. The slot of this
+    rank on the board tells of the earlier process. All local ranks have to call it before they
+    write to the board.
+    """
+    folder = host_folder()
+    if folder is None or not (folder / BOARD).exists():
+        return
+    own = int(os.environ.get("LOCAL_RANK", "0"))
+    earlier = Board.of_machine(folder).read_slot(own, num_events=1)
+    if earlier is None or earlier.pid == os.getpid():
+        return
+    os.environ[GENERATION_VARIABLE] = str(max(generation(), earlier.generation + 1))
+    os.environ[FAULT_TIME_VARIABLE] = repr(earlier.last_time)
+    os.environ[FAULT_STEP_VARIABLE] = str(earlier.iteration)
+
+
+class RestartReport(Callback):
+    """Adds a restart to the list of faults when its first step begins."""
+
+    _is_told = False
+
+    def before_step(self) -> None:
+        if self._is_told:
+            return
+        self._is_told = True
+        run = self.run
+        fault_time = os.environ.get(FAULT_TIME_VARIABLE)
+        if run.context.rank != 0 or generation() == 0 or fault_time is None:
+            return
+        restored = run.progress.iteration
+        append_event(
+            run.config.checkpoint.save,
+            "restart",
+            rank=0,
+            generation=generation(),
+            iteration=restored + 1,
+            restored_iteration=restored,
+            restored_from=run.restored_from,
+            steps_lost=max(0, int(os.environ.get(FAULT_STEP_VARIABLE, "0")) - restored),
+            world_size=run.context.layout.world_size,
+            seconds=round(time.monotonic() - float(fault_time), 4),
+        )

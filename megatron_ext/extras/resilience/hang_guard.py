@@ -1,0 +1,126 @@
+"""Tells hangs and slow ranks where torchrun has started the ranks, and ends hangs if it restarts.
+
+torchrun's agent sees only processes that have ended, so a thread of each rank looks at the board of
+its machine. Of those that can, the lowest rank writes the post-mortem and, if torchrun starts ranks
+again, kills those that stopped first.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from megatron_ext.config.run import RunConfig
+from megatron_ext.disk.host_folder import (
+    generation,
+    host_folder,
+    is_under_torchrun,
+    restarts_by_torchrun,
+)
+from megatron_ext.extras.resilience.fault_supervisor import Fault, append_fault
+from megatron_ext.extras.resilience.postmortem import start_drawing, write_postmortem
+from megatron_ext.extras.resilience.watch import Fault as Kind
+from megatron_ext.extras.resilience.watch import Verdict
+from megatron_ext.extras.resilience.watchdog import watchdog
+from megatron_ext.extras.resilience.watcher import Watcher, open_watcher
+from megatron_ext.parallel.board import Slot, Word
+from megatron_ext.train.exit_codes import EXIT_CODE_NO_ANSWER
+
+_SECONDS_BETWEEN_LOOKS = 0.25
+_SECONDS_OF_A_SIGN = 2.0
+"""Time without a look after which the thread of a rank counts as unable."""
+
+
+@contextmanager
+def hang_guard(config: RunConfig, rank: int) -> Iterator[None]:
+    """Let a watcher ask this rank what it does; if torchrun has started it, be one as well."""
+    folder = host_folder()
+    with watchdog(folder, rank), _watching(config, folder):
+        yield
+
+
+@contextmanager
+def _watching(config: RunConfig, folder: Path | None) -> Iterator[None]:
+    """Watch the ranks of this machine in a thread, if torchrun has started them."""
+    minutes = config.parallel.distributed_timeout_minutes
+    size = os.environ.get("LOCAL_WORLD_SIZE")
+    watcher = open_watcher(folder, int(size or 1), minutes) if is_under_torchrun() else None
+    if watcher is None:
+        yield
+        return
+    over = threading.Event()
+    guard = _Guard(watcher, config.checkpoint.save, over)
+    thread = threading.Thread(target=guard.run, name="hang guard", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+class _Guard:
+    """The work of the thread: looks, and acts if it is this rank's turn."""
+
+    def __init__(self, watcher: Watcher, save: str | None, over: threading.Event) -> None:
+        self._watcher = watcher
+        self._save = save
+        self._over = over
+        self._place = int(os.environ.get("LOCAL_RANK", "0"))
+        self._slot: Slot = watcher.board.slot(self._place)
+        self._ends_hangs = restarts_by_torchrun() > 0
+
+    def run(self) -> None:
+        """Look until the run is over on this rank; tell slow ranks, and one hang."""
+        told = False
+        while not self._over.wait(_SECONDS_BETWEEN_LOOKS):
+            # Also after a hang has been told, as another rank would tell it again otherwise.
+            self._slot.set(Word.LOOKED, time.monotonic_ns())
+            hangs = [v for v in self._watcher.look() if v.fault is Kind.HANG]
+            if told or not self._is_my_turn():
+                continue
+            if hangs:
+                told = self._tell(hangs[0])
+            else:
+                self._watcher.tell_slow_ranks(self._save)
+
+    def _is_my_turn(self) -> bool:
+        """Return whether no lower rank of this machine looks at the board."""
+        since = time.monotonic() - _SECONDS_OF_A_SIGN
+        lower = (self._watcher.board.read_slot(place, 1) for place in range(self._place))
+        return not any(record is not None and record.looked > since for record in lower)
+
+    def _tell(self, hang: Verdict) -> bool:
+        """Tell of the ranks of this machine that stopped first; return whether there are any.
+
+        They are killed if torchrun then starts the ranks again.
+        """
+        case = self._watcher.investigate(hang)
+        culprits = [record for record in case.board if record.rank in case.blame.ranks]
+        if not culprits:
+            return False
+        folder = write_postmortem(case, self._save)
+        first = culprits[0]
+        fault = Fault(
+            first.rank,
+            "hang",
+            case.now,
+            iteration=max(record.iteration for record in case.board),
+            where=case.where(first.rank),
+            seen_after=round(hang.silent, 4),
+        )
+        append_fault(self._save, fault, generation=generation(), postmortem=folder)
+        print(f"> {case.sentence}", flush=True)
+        if folder is not None:
+            start_drawing(folder)
+        for record in culprits if self._ends_hangs else ():
+            if record.pid == os.getpid():
+                os._exit(EXIT_CODE_NO_ANSWER)
+            with suppress(ProcessLookupError):
+                os.kill(record.pid, signal.SIGKILL)
+        return True

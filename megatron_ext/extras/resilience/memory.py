@@ -1,0 +1,255 @@
+"""Checkpoints in the memory or on a disk of each machine, from which a run goes on after a fault.
+
+Each rank keeps its two newest snapshots, and its neighbour may hold copies of them (`peers`). What
+a restarted run goes on from is decided in `recovery`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from megatron_ext.checkpoint.snapshot import Content, Snapshot, SnapshotFile, content_of
+from megatron_ext.checkpoint.state import values_of
+from megatron_ext.errors import CheckpointError
+from megatron_ext.extras.resilience.peers import (
+    CopyOnMachine,
+    CopyOverGroup,
+    CopyThread,
+    distance,
+    held_files,
+    own_files,
+)
+from megatron_ext.parallel.collectives import from_all_ranks, gather_or_raise
+from megatron_ext.parallel.context import ParallelContext
+
+VALUES, SHARDED, PROGRESS, RUN_CONFIG = "values", "sharded", "progress", "run_config"
+"""The keys of what a snapshot holds."""
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The machine of each rank, by a name that its ranks share, and a group for their host memory.
+
+    Attributes:
+        names: by rank, the machine's name; two folders of snapshots count as two machines.
+        group: all ranks, over host memory.
+    """
+
+    names: list[str]
+    rank: int
+    group: ProcessGroup
+
+    @classmethod
+    def of(cls, folder: Path, context: ParallelContext) -> Machines:
+        """Find out which ranks see one folder of snapshots; all ranks call this together."""
+        folder.mkdir(parents=True, exist_ok=True)
+        found = folder.stat()
+        name = f"{socket.gethostname()}:{found.st_dev}:{found.st_ino}"
+        names = from_all_ranks(name, None)
+        group: ProcessGroup = torch.distributed.new_group(backend="gloo")
+        return cls(names, context.rank, group)
+
+    @property
+    def own(self) -> str:
+        """Return the name of this rank's machine."""
+        return self.names[self.rank]
+
+    @property
+    def several(self) -> bool:
+        """Return whether the ranks are on different machines."""
+        return len(set(self.names)) > 1
+
+    def ranks_on(self, name: str) -> list[int]:
+        """Return the ranks on a machine, in ascending order."""
+        return [rank for rank, other in enumerate(self.names) if other == name]
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this rank is the first of its machine."""
+        return self.ranks_on(self.own)[0] == self.rank
+
+
+class MemoryCheckpoints:
+    """Takes this rank's snapshots, and has them copied to its neighbour.
+
+    Attributes:
+        is_behind: whether the snapshots in the folder are of another layout, since the run has come
+            back with another number of replicas.
+
+    Args:
+        folder: where all ranks of this machine keep their snapshots.
+        interval: number of steps between two snapshots.
+        neighbours: whether neighbours hold copies; a single rank has no neighbour.
+        stays: whether the snapshots stay when the run ends.
+        left: whether the folder holds snapshots that a killed run with this save folder has left.
+        earlier: folders of other runs, from whose snapshots this run may go on when it starts.
+        over_group: send copies over a process group even on one machine.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        interval: int,
+        machines: Machines,
+        context: ParallelContext,
+        *,
+        neighbours: bool = False,
+        stays: bool = False,
+        left: bool = False,
+        earlier: Collection[Path] = (),
+        over_group: bool = False,
+    ) -> None:
+        self.folder = folder
+        self.interval = interval
+        self.machines = machines
+        self.left = left
+        self.stays = stays
+        self._neighbours = neighbours and context.layout.world_size > 1
+        self._layout = dataclasses.asdict(context.layout)
+        self._rank = context.rank
+        self._earlier = earlier
+        self._over_group = over_group or machines.several
+        self.is_behind = False
+        self._own = own_files(folder, context.rank)
+        self._thread: CopyThread | None = None
+
+    @property
+    def num_copies(self) -> int:
+        """Return how many snapshots a rank keeps, with those of its neighbour."""
+        return 4 if self._neighbours else 2
+
+    def prepare(self, *state: dict[str, Any]) -> int:
+        """Reserve the memory of all snapshots, and return its bytes on this machine.
+
+        The arguments are those of `take` without the iteration.
+
+        All ranks call this together. If a machine has no room, all raise a CheckpointError.
+        """
+        content = _content(*state)
+        sizes = from_all_ranks(content.num_bytes + len(content.skeleton), None)
+        here = self.machines.ranks_on(self.machines.own)
+        held = self._rank
+        step = distance(self.machines.names)
+        if self._over_group:
+            held = (self._rank - step) % len(sizes)
+        needed = self.num_copies * sum(sizes[rank] for rank in here)
+        files = os.statvfs(self.folder)
+        free = files.f_bavail * files.f_frsize + self._bytes_on_disk()
+
+        def reserve() -> None:
+            if needed > free:
+                raise CheckpointError(
+                    f"{self.folder} has room for {free / 2**30:.2f} GiB, but {self.num_copies} "
+                    f"snapshots of each of {len(here)} ranks need {needed / 2**30:.2f} GiB; free "
+                    "some space there, or leave out `--peer-checkpoint-interval` and "
+                    "`--non-persistent-save-interval`."
+                )
+            self._own.reserve(sizes[self._rank])
+            if self._neighbours:
+                held_files(self.folder, held).reserve(sizes[held])
+
+        gather_or_raise(reserve, f"no room for snapshots in {self.folder}")
+        return needed
+
+    def _bytes_on_disk(self) -> int:
+        """Return the bytes that snapshots of an earlier start have already reserved."""
+        return sum(path.stat().st_size for path in self._paths())
+
+    def take(
+        self,
+        iteration: int,
+        state: dict[str, Any],
+        progress: dict[str, Any],
+        run_config: dict[str, Any],
+    ) -> Snapshot:
+        """Take a snapshot of ``state``, whose tensors may change as soon as this returns.
+
+        Its copy for the neighbour is made meanwhile. Only if the copy of the last but one snapshot
+        is not complete, this waits for it.
+        """
+        if self._neighbours and self._thread is None:
+            self._thread = CopyThread(self._copy())
+        file = self._own.turn()
+        if self._thread is not None:
+            self._thread.wait(file)
+        facts = {"rank": self._rank, "layout": self._layout}
+        snapshot = file.write(iteration, _content(state, progress, run_config), facts)
+        if self._thread is not None:
+            self._thread.start(snapshot)
+        return snapshot
+
+    def _copy(self) -> Callable[[Snapshot], None]:
+        if self._over_group:
+            step = distance(self.machines.names)
+            return CopyOverGroup(self.folder, self.machines.group, step)
+        return CopyOnMachine(self.folder, self._rank)
+
+    def discard_others(self, iteration: int) -> None:
+        """Discard snapshots of later iterations or of other layouts; all ranks call this together.
+
+        A restarted run would else go on from a later iteration of an earlier run in the folder, or
+        take one for whole of which some ranks' snapshots are from before a fault.
+        """
+        self.is_behind = False
+        torch.distributed.barrier(group=self.machines.group)
+        for path in self._paths() if self.machines.is_first else ():
+            if int(path.stem.rpartition("_")[2]) >= len(self.machines.names):
+                path.unlink(missing_ok=True)  # No rank of this layout would write it again.
+                continue
+            found = SnapshotFile(path).read()
+            if found is not None and not self._is_of(found, iteration):
+                SnapshotFile(path).discard()
+        torch.distributed.barrier(group=self.machines.group)
+
+    def _is_of(self, found: Snapshot, iteration: int) -> bool:
+        return found.iteration <= iteration and found.facts.get("layout") == self._layout
+
+    def listed(self, *, with_earlier: bool = False) -> list[tuple[Path, Snapshot]]:
+        """Return the whole snapshots on this machine, also those of other runs if asked."""
+        paths = self._paths()
+        for folder in self._earlier if with_earlier else ():
+            paths += _paths_in(folder)
+        found = [(path, SnapshotFile(path).read()) for path in paths]
+        return [(path, snapshot) for path, snapshot in found if snapshot is not None]
+
+    def _paths(self) -> list[Path]:
+        return _paths_in(self.folder)
+
+    def wait(self) -> None:
+        """Wait until the copies of this rank's snapshots are complete."""
+        for file in self._own.files if self._thread is not None else ():
+            assert self._thread is not None
+            self._thread.wait(file)
+
+    def close(self) -> None:
+        """Complete the copies; all ranks call this together after the last step."""
+        if self._thread is not None:
+            self._thread.close()
+            self._thread = None
+
+    def remove(self) -> None:
+        """Remove the snapshots on all machines, unless they stay; all ranks call this together."""
+        torch.distributed.barrier(group=self.machines.group)
+        for path in self._paths() if self.machines.is_first and not self.stays else ():
+            path.unlink(missing_ok=True)
+
+
+def _paths_in(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*_*.[01]"))
+
+
+def _content(
+    state: dict[str, Any], progress: dict[str, Any], run_config: dict[str, Any]
+) -> Content:
+    """Return a state as values for the same layout and sharded for others; they share tensors."""
+    facts = {PROGRESS: progress, RUN_CONFIG: run_config}
+    return content_of({VALUES: values_of(state), SHARDED: state, **facts})

@@ -1,0 +1,235 @@
+"""Decides from which snapshots a restarted run goes on, and brings them to the ranks.
+
+All ranks agree on the newest iteration of which a machine holds a whole and intact snapshot of each
+rank: its own, or its neighbour's copy. In the layout that took them, each rank reads its snapshot,
+which is sent to its machine if it is not there. For another number of replicas the snapshots
+become a temporary checkpoint, which is loaded like any other.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+
+from megatron_ext.checkpoint import publish, storage
+from megatron_ext.checkpoint.snapshot import Snapshot, SnapshotFile
+from megatron_ext.checkpoint.state import common_state
+from megatron_ext.checkpoint.stored import CheckpointRef
+from megatron_ext.extras.resilience.memory import PROGRESS, RUN_CONFIG, SHARDED, MemoryCheckpoints
+from megatron_ext.extras.resilience.peers import PIECE, own_files, pieces_of
+from megatron_ext.parallel.collectives import from_all_ranks, on_first_rank
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.parallel.grid import Layout
+
+_OF_REPLICAS = ("world_size", "context_parallel_size")
+"""Sizes of a layout that may differ from those of the snapshots."""
+_TEMPORARY = "resharded"
+
+
+@dataclass(frozen=True)
+class HeldSnapshot:
+    """A whole snapshot on some machine, as its header describes it.
+
+    Attributes:
+        rank: the rank whose state it is, in ``layout``.
+        is_copy: whether a neighbour holds it.
+    """
+
+    machine: str
+    path: str
+    rank: int
+    iteration: int
+    layout: Layout
+    is_copy: bool
+
+
+def same_weights(first: Layout, second: Layout) -> bool:
+    """Return whether two layouts differ in their numbers of replicas only."""
+    names = [name for name in Layout.__dataclass_fields__ if name not in _OF_REPLICAS]
+    return all(getattr(first, name) == getattr(second, name) for name in names)
+
+
+def choose(
+    found: Iterable[HeldSnapshot], layout: Layout, machines: Sequence[str], newer_than: int
+) -> list[HeldSnapshot] | None:
+    """Return the snapshots of all ranks of the newest iteration that has them all, by rank.
+
+    A rank prefers its own snapshot to its neighbour's copy, and a machine of its own to others.
+
+    Args:
+        layout: the layout that goes on; a snapshot of the same layout is preferred.
+        machines: by rank of ``layout``, the machine's name.
+        newer_than: iterations up to this one are not worth the return.
+    """
+    sets: dict[tuple[int, bool, Layout], dict[int, list[HeldSnapshot]]] = {}
+    for held in found:
+        if held.iteration > newer_than and same_weights(held.layout, layout):
+            key = held.iteration, held.layout == layout, held.layout
+            sets.setdefault(key, {}).setdefault(held.rank, []).append(held)
+    for key in sorted(sets, key=lambda key: key[:2], reverse=True):
+        _, same, old = key
+        by_rank = sets[key]
+        if len(by_rank) < old.world_size:
+            continue
+
+        def cost(held: HeldSnapshot, same: bool = same) -> tuple[bool, bool]:
+            return same and machines[held.rank] != held.machine, held.is_copy
+
+        return [min(by_rank[rank], key=cost) for rank in range(old.world_size)]
+    return None
+
+
+def reader_of(held: HeldSnapshot, layout: Layout, machines: Sequence[str]) -> int:
+    """Return the rank that reads a snapshot: one on its machine, the same one if possible."""
+    if held.layout == layout and machines[held.rank] == held.machine:
+        return held.rank
+    there = [rank for rank, name in enumerate(machines) if name == held.machine]
+    return there[held.rank % len(there)]
+
+
+class Recovery:
+    """Finds the snapshots of a run, and gives each rank the state to go on from.
+
+    All ranks call each method together.
+    """
+
+    def __init__(self, memory: MemoryCheckpoints, context: ParallelContext) -> None:
+        self.memory = memory
+        self._folder = memory.folder
+        self._machines = memory.machines
+        self._layout = context.layout
+        self._rank = context.rank
+
+    def newest(self, newer_than: int, *, with_earlier: bool = False) -> list[HeldSnapshot] | None:
+        """Return the snapshots of all ranks to go on from; None if there are none worth it.
+
+        Those that fail their checksum are told and removed. ``with_earlier`` is as for
+        `MemoryCheckpoints.listed`.
+        """
+        names = self._machines.names
+        parts = from_all_ranks(self._listed(with_earlier), None)
+        found = [held for part in parts for held in part]
+        while (chosen := choose(found, self._layout, names, newer_than)) is not None:
+            damaged = self._damaged(chosen)
+            if not damaged:
+                return chosen
+            found = [held for held in found if held not in damaged]
+        return None
+
+    def _listed(self, with_earlier: bool) -> list[HeldSnapshot]:
+        """Return the snapshots on this machine, on its first rank only."""
+        listed = list[HeldSnapshot]()
+        found = self.memory.listed(with_earlier=with_earlier) if self._machines.is_first else ()
+        for path, snapshot in found:
+            facts = snapshot.facts
+            is_copy = path.name.startswith("held")
+            # Another version of this program may have written other facts.
+            with suppress(KeyError, TypeError):
+                where = self._machines.own, str(path), int(facts["rank"]), snapshot.iteration
+                listed.append(HeldSnapshot(*where, Layout(**facts["layout"]), is_copy))
+        return listed
+
+    def _mine(self, chosen: Collection[HeldSnapshot]) -> list[HeldSnapshot]:
+        names = self._machines.names
+        return [held for held in chosen if reader_of(held, self._layout, names) == self._rank]
+
+    def _damaged(self, chosen: Collection[HeldSnapshot]) -> set[HeldSnapshot]:
+        """Return the snapshots whose bytes have changed; their readers say so, and remove them."""
+        damaged = set()
+        for held in self._mine(chosen):
+            snapshot = SnapshotFile(Path(held.path)).read()
+            if snapshot is None or not snapshot.is_intact():
+                damaged.add(held)
+                told = f"{held.path} does not match its checksum, so it is left out"
+                print(f"[rank {self._rank}] {told}", file=sys.stderr, flush=True)
+                Path(held.path).unlink(missing_ok=True)
+        return set[HeldSnapshot]().union(*from_all_ranks(damaged, None))
+
+    def fetch(self, chosen: Sequence[HeldSnapshot]) -> Snapshot:
+        """Return this rank's snapshot among those of the same layout, sent from where it is."""
+        names = self._machines.names
+        own = None
+        for rank, held in enumerate(chosen):
+            reader = reader_of(held, self._layout, names)
+            if self._rank == reader:
+                snapshot = SnapshotFile(Path(held.path)).read()
+                assert snapshot is not None
+                if reader == rank:
+                    own = snapshot
+                else:
+                    self._send(snapshot, rank)
+            elif self._rank == rank:
+                own = self._receive(reader)
+        assert own is not None
+        return own
+
+    def _send(self, snapshot: Snapshot, rank: int) -> None:
+        group = self._machines.group
+        raw = snapshot.raw
+        torch.distributed.send(torch.tensor([raw.numel()]), group=group, group_dst=rank)
+        for _, piece in pieces_of(raw):
+            torch.distributed.send(piece, group=group, group_dst=rank)
+
+    def _receive(self, rank: int) -> Snapshot | None:
+        group = self._machines.group
+        size = torch.zeros(1, dtype=torch.int64)
+        torch.distributed.recv(size, group=group, group_src=rank)
+        number = int(size)
+        buffer = torch.empty(min(PIECE, number), dtype=torch.uint8)
+
+        def pieces() -> Iterable[tuple[int, torch.Tensor]]:
+            for start in range(0, number, PIECE):
+                piece = buffer[: min(PIECE, number - start)]
+                torch.distributed.recv(piece, group=group, group_src=rank)
+                yield start, piece
+
+        return own_files(self._folder, self._rank).turn().write_raw(number, pieces())
+
+    def publish(self, chosen: Sequence[HeldSnapshot], save: str | None) -> CheckpointRef:
+        """Write the snapshots of another number of replicas as a temporary checkpoint.
+
+        It lies in the folder of snapshots, or in ``save`` with several machines.
+        """
+        iteration = chosen[0].iteration
+        root = Path(save or ".") if self._machines.several else self._folder
+        root = root / _TEMPORARY
+        states = dict[int, Any]()
+        for held in self._mine(chosen):
+            snapshot = SnapshotFile(Path(held.path)).read()
+            assert snapshot is not None
+            states[held.rank] = snapshot.state(to_pickle=True)
+        parts = {rank: extract_sharded_base(state[SHARDED]) for rank, state in states.items()}
+        sharded = {str(rank): part for rank, (part, _) in parts.items()}
+        first = None
+        if 0 in states:
+            first = parts[0][1], states[0][PROGRESS], states[0][RUN_CONFIG]
+        common, *facts = next(x for x in from_all_ranks(first, None) if x is not None)
+        common |= common_state(iteration, *facts)
+        what = f"{root} cannot be written"
+        on_first_rank(lambda: publish.prepare(root, iteration), what)
+        temporary = publish.temporary_folder_of(root, iteration)
+        strategy = storage.InProcessSaveStrategy(storage.file_writer)
+        storage.write_state({**sharded, **common}, temporary, strategy)
+        files = storage.describe_written(temporary, *facts)
+        on_first_rank(lambda: publish.publish(root, iteration, files), what)
+        return CheckpointRef(root, iteration, weights_only=False)
+
+    @staticmethod
+    def remove_temporary(found: CheckpointRef) -> None:
+        """Remove the checkpoint of `publish` after it has been loaded; all ranks call this."""
+        torch.distributed.barrier()  # The others may still read its counters.
+        if torch.distributed.get_rank() == 0:
+            shutil.rmtree(found.root, ignore_errors=True)
+
+
+def told(chosen: Sequence[HeldSnapshot]) -> str:
+    """Return from what a run goes on: "memory", or "peer" if a rank needs its neighbour's copy."""
+    return "peer" if any(held.is_copy for held in chosen) else "memory"

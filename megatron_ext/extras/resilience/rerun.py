@@ -1,0 +1,225 @@
+"""Computes steps again to tell faults of machines from properties of data and model.
+
+``--rerun-mode`` follows Megatron-LM's rerun state machine. A step whose result is refused is
+computed once more from the same state: if the second result is good, the fault was transient, and
+the run goes on with the same bits as an undisturbed one. With ``--rerun-interval`` good steps are
+compared too. A machine that computes the same wrong bits twice is not found, nor is a fault that
+several kernels without a fixed order of additions hide; ``--deterministic-mode`` excludes those.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.config.fault_tolerance import DISABLED, VALIDATE
+from megatron_ext.extras.resilience.replay import Outcome, StepStart, digest_of_reports, digests
+from megatron_ext.losses.contract import Report
+from megatron_ext.optim.update import UpdateResult
+from megatron_ext.train.callbacks.callback import Callback, due
+from megatron_ext.train.callbacks.invariants import named_parameters
+from megatron_ext.train.callbacks.non_finite import announce, describe, not_finite_here, places
+from megatron_ext.train.run import Run
+from megatron_ext.train.step import Compute, Update
+
+_SAME_NORM = 1e-6
+"""Relative difference of gradient norms below which replicas agree."""
+
+Found = dict[int, list[str]]
+"""Names of what differs between two computations, by rank."""
+
+
+class Rerun(Callback):
+    """Puts itself around the steps of a run, as ``--rerun-mode`` and ``--rerun-interval`` say."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        flags = run.config.fault_tolerance
+        runner = run.runner
+        self._validates = flags.rerun_mode == VALIDATE
+        self._interval = flags.rerun_interval
+        self._own = torch.zeros(0, dtype=torch.int64)
+        self._least_norm = torch.zeros(())
+        if flags.rerun_mode == DISABLED:
+            return
+        self._named = named_parameters(runner.trained_chunks)
+        self._names = [name for name, _ in self._named]
+        runner.guard = self._step
+        if self._validates:
+            runner.approvals.append(self._replicas_agree)
+        optimizer = run.config.optimizer
+        if not optimizer.overlap_grad_reduce and not optimizer.shards_gradients:
+            self._watch_reduction()
+
+    @property
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.main_grad for _, parameter in self._named]  # type: ignore[attr-defined]
+
+    def _watch_reduction(self) -> None:
+        """Note the digests of this rank's own gradients just before they are reduced."""
+        transformer_config: Any = self.run.runner.transformer_config
+        finalize = transformer_config.finalize_model_grads_func
+
+        def noted(*arguments: Any, **options: Any) -> Any:
+            self._own = digests(self._gradients)
+            return finalize(*arguments, **options)
+
+        transformer_config.finalize_model_grads_func = noted
+
+    def _outcome(self, reports: Sequence[Report]) -> Outcome:
+        return Outcome(self._own, digests(self._gradients), digest_of_reports(reports))
+
+    def _replicas_agree(self, _reports: Sequence[Report], norm: Tensor) -> Tensor:
+        """Return whether the norm is finite and the same on all ranks, bool ``[]``."""
+        known = torch.where(norm.isfinite(), norm, math.inf)
+        extremes = torch.stack([known, -known])
+        torch.distributed.all_reduce(extremes, op=torch.distributed.ReduceOp.MAX)
+        largest = extremes[0]
+        least = -extremes[1]
+        self._least_norm = least
+        return largest.isfinite() & (largest - least <= _SAME_NORM * largest)
+
+    def _step(self, compute: Compute, update: Update) -> tuple[list[Report], UpdateResult]:
+        """Take one step; see `StepRunner.guard`. On a GPU it waits for the update's outcome."""
+        run = self.run
+        iteration = self.run.progress.iteration + 1
+        compares = due(iteration, self._interval)
+        if not self._validates and not compares:
+            reports = compute()
+            return reports, update(reports)
+        assert run.optimizer is not None
+        runner = run.runner
+        start = StepStart(run.chunks, run.optimizer, runner.amax_histories, run.context)
+        reports = compute()
+        if compares:
+            reports = self._compare(compute, reports, start, iteration)
+        # The loss scaler of fp16 changes the gradients in the update.
+        scaled = self._outcome(reports) if self._validates and run.config.precision.fp16 else None
+        result = update(reports)
+        if not self._validates or result.applied or self._overflowed():
+            return reports, result
+        here = not_finite_here(run, [report[name] for report in reports for name in report])
+        found = [each for each in self._gathered(here) if each.found]
+        facts = describe(found, result.grad_norm, run.context)
+        first = scaled or self._outcome(reports)
+        start.restore()
+        reports = compute()
+        second = self._outcome(reports)
+        again = update(reports)
+        self._judge(self._differing(first, second), result, again, facts, iteration)
+        return reports, again
+
+    def _overflowed(self) -> bool:
+        """Return whether fp16's loss scale was too large on all ranks, as it is now and then."""
+        return self.run.config.precision.fp16 and math.isinf(float(self._least_norm))
+
+    def _judge(
+        self,
+        differing: Found,
+        refused: UpdateResult,
+        again: UpdateResult,
+        facts: dict[str, Any],
+        iteration: int,
+    ) -> None:
+        """Announce what a second computation tells about a result that was refused.
+
+        ``facts`` are those of `describe` about the first one.
+        """
+        run = self.run
+        finite = math.isfinite(refused.grad_norm) and facts["cause"] == "norm"
+        sentence = facts.pop("sentence")
+        if finite:
+            sentence = f"its gradient norm is {refused.grad_norm:.6g}"
+            facts = {"ranks": [], "parameter": None, "cause": "refused"}
+        if differing:
+            facts["ranks"] = suspects = sorted(differing)
+            facts["parameter"] = differing[suspects[0]][0]
+            where = f"on {places(suspects, run.context)}, first `{facts['parameter']}`"
+            good = "the second result is good and is used: the fault was transient"
+            verdict = "transient" if again.applied else "unstable"
+            told = f"computed again, it differs {where}; "
+            told += good if again.applied else "the second result is refused as well"
+        else:
+            verdict = "reproduced"
+            told = "computed again, it is the same: a property of the data or of the model"
+            if again.applied:
+                verdict, told = "transient", "computed again, it is the same but is not refused"
+        if finite and verdict == "reproduced":
+            return  # a spike, which is announced as such
+        kind = "mismatch" if finite else "non_finite"
+        state = "was refused" if finite else "is not finite"
+        sentence = f"iteration {iteration} {state}: {sentence}; {told}"
+        announce(run, kind, sentence, iteration=iteration, verdict=verdict, **facts)
+
+    def _compare(
+        self, compute: Compute, reports: list[Report], start: StepStart, iteration: int
+    ) -> list[Report]:
+        """Compute a step again, and announce bits that differ; return the reports to go on with.
+
+        With validate_results a third computation decides which of the two was wrong; it is what
+        the run goes on with.
+        """
+        first = self._outcome(reports)
+        start.restore()
+        reports = compute()
+        second = self._outcome(reports)
+        differing = self._differing(first, second)
+        total = len(self._names)
+        begin = f"iteration {iteration} was computed twice"
+        if not differing:
+            if not self._validates:
+                self.run.reporters.say(f"{begin}: all gradients are the same")
+            return reports
+        suspects = sorted(differing)
+        parameter = differing[suspects[0]][0]
+        worst = max(len(names) for names in differing.values())
+        where = f"on {places(suspects, self.run.context)}, first `{parameter}`"
+        sentence = f"{begin} with different results: up to {worst} of {total} gradients {where}"
+        verdict = "different"
+        if self._validates:
+            start.restore()
+            reports = compute()
+            verdict, told = self._decided(first, second, self._outcome(reports))
+            sentence = f"{sentence}; {told}"
+        facts = {"ranks": suspects, "parameter": parameter, "verdict": verdict}
+        announce(self.run, "mismatch", sentence, iteration=iteration, **facts)
+        return reports
+
+    def _decided(self, first: Outcome, second: Outcome, third: Outcome) -> tuple[str, str]:
+        """Return which of two different computations was wrong, in a word and in words."""
+        if not self._differing(second, third):
+            return "first", "a third computation equals the second, so the first was wrong"
+        if not self._differing(first, third):
+            return "second", "a third computation equals the first, so the second was wrong"
+        return "nondeterministic", (
+            "a third computation differs from both: kernels that are not deterministic (give "
+            "`--deterministic-mode`), or a faulty device"
+        )
+
+    def _differing(self, one: Outcome, other: Outcome) -> Found:
+        """Return what differs between two outcomes, by rank; all ranks call this together.
+
+        Ranks whose gradients differ only after the reduction are left out, unless there are no
+        others: they have got the difference from another rank.
+        """
+        here = one.differing(other, self._names)
+        any_rank = torch.tensor(int(any(here)), device=self.run.device)
+        torch.distributed.all_reduce(any_rank, op=torch.distributed.ReduceOp.MAX)
+        if not bool(any_rank):
+            return {}
+        own, reduced = (dict(enumerate(lists)) for lists in zip(*self._gathered(here), strict=True))
+        return _filled(own) or _filled(reduced)
+
+    def _gathered(self, value: Any) -> list[Any]:
+        """Return the values of all ranks."""
+        values = [None] * self.run.context.layout.world_size
+        torch.distributed.all_gather_object(values, value)
+        return values
+
+
+def _filled(found: Found) -> Found:
+    return {rank: names for rank, names in found.items() if names}

@@ -1,0 +1,302 @@
+"""Starts the forked ranks of one machine again after a fault, as often as it makes sense.
+
+All ranks are ended and forked anew. A fork costs milliseconds, as this process has imported all
+that a rank needs; ranks that stayed would have to break their waits and to build their groups
+again, which takes as long.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ext.checkpoint.run_record import RUN_VARIABLE, may_be_restarted
+from megatron_ext.config.run import RunConfig
+from megatron_ext.disk.host_folder import GENERATION_VARIABLE, host_folder
+from megatron_ext.errors import MegatronExtError
+from megatron_ext.extras.resilience.elastic import (
+    ask_to_resize,
+    forget_resize,
+    ranks_of_a_node,
+    wanted_nodes,
+)
+from megatron_ext.extras.resilience.fault_supervisor import Fault, RestartSupervisor
+from megatron_ext.extras.resilience.generation import FAULT_STEP_VARIABLE, FAULT_TIME_VARIABLE
+from megatron_ext.extras.resilience.postmortem import Drawings
+from megatron_ext.extras.resilience.watcher import open_watcher
+from megatron_ext.train.exit_codes import (
+    EXIT_CODE_COMES_BACK,
+    EXIT_CODE_RESIZED,
+    EXIT_CODE_USER_ERROR,
+)
+from megatron_ext.train.exit_signal import ExitSignal
+from megatron_ext.train.supervisor import SignalForwarder
+
+Main = Callable[[], "int | None"]
+Fork = Callable[[Main, int, SignalForwarder, Mapping[str, str]], AbstractContextManager[None]]
+"""A function of main, number of ranks, forwarder and environment that forks ranks when entered."""
+
+_OF_TORCHRUN = "TORCHELASTIC_MAX_RESTARTS"
+RESTARTS_WITHOUT_PROGRESS = 2
+"""Restarts in a row, because of one cause at one step, after which the next such fault is final."""
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """How often ranks are started again, and what they run.
+
+    Attributes:
+        save: the folder of the run, which keeps the list of faults; None for no list.
+        world_sizes: numbers of ranks that may run, largest first; the run begins with the first.
+        ranks_of_a_node: ranks that come and go together.
+        main_of: returns the program of the ranks for a number of ranks; it may raise a
+            MegatronExtError.
+    """
+
+    max_restarts: int
+    save: str | None
+    world_sizes: Sequence[int]
+    ranks_of_a_node: int
+    main_of: Callable[[int], Main]
+
+    @classmethod
+    def of_run(
+        cls, config: RunConfig, world_sizes: Sequence[int], main_of: Callable[[int], Main]
+    ) -> RestartPolicy | None:
+        """Return the policy that the flags ask for; None if the first fault ends the run."""
+        faults = config.fault_tolerance
+        if not faults.max_restarts and not faults.is_elastic:
+            return None
+        save = config.checkpoint.save
+        each = ranks_of_a_node(config)
+        return cls(faults.max_restarts, save, world_sizes, each, main_of)
+
+    @property
+    def is_elastic(self) -> bool:
+        """Return whether the run may go on with another number of ranks."""
+        return len(self.world_sizes) > 1
+
+    def wish(self) -> tuple[int, int] | None:
+        """Return how many ranks an operator wants, and when that was written; None for no wish.
+
+        The ranks are the most that fit into the wanted nodes, or else the fewest that may run.
+        """
+        found = wanted_nodes(self.save) if self.is_elastic and self.save else None
+        if found is None:
+            return None
+        most = found[0] * self.ranks_of_a_node
+        fitting = (size for size in self.world_sizes if size <= most)
+        return next(fitting, self.world_sizes[-1]), found[1]
+
+    def smaller_size(self, size: int) -> int | None:
+        """Return the next smaller number of ranks; None if there is none."""
+        return next((other for other in self.world_sizes if other < size), None)
+
+
+def restart_notes(config: RunConfig) -> list[str]:
+    """Return notes on flags of restarts that have no effect as this run is started.
+
+    torchrun restarts ranks by a flag of its own, and snapshots in memory end with the run.
+    """
+    asked = config.fault_tolerance.max_restarts
+    by_torchrun = os.environ.get(_OF_TORCHRUN)
+    if asked and by_torchrun == "0":
+        return [
+            f"`--max-restarts` ({asked}) has no effect under torchrun, which starts ranks again "
+            f"itself; give `--max-restarts {asked}` to torchrun."
+        ]
+    if may_be_restarted(config.fault_tolerance):
+        return []
+    saving = config.checkpoint
+    where = "" if by_torchrun is None else " to torchrun"
+    given = {"--peer-checkpoint-interval": saving.peer_checkpoint_interval}
+    if saving.non_persistent_ckpt_type == "in_memory":
+        given["--non-persistent-save-interval"] = saving.non_persistent_save_interval
+    return [
+        f"`{name}` ({steps}) keeps states in memory that only a restarted run reads, but nothing "
+        f"restarts this one; give `--max-restarts`{where}, or leave it out."
+        for name, steps in given.items()
+        if steps is not None
+    ]
+
+
+class History:
+    """The faults of a run so far, which tell whether another restart makes sense."""
+
+    def __init__(self, max_restarts: int) -> None:
+        self._max_restarts = max_restarts
+        self._last: tuple[str, int | None] | None = None
+        self._repeated = 0
+        self.restarts = 0
+
+    def add(self, fault: Fault) -> None:
+        """Count a fault; it repeats the last one if it came at the same step from the same cause.
+
+        A fault whose step is not known repeats none.
+        """
+        known = (fault.cause, fault.iteration)
+        repeats = known == self._last and fault.iteration is not None
+        self._repeated = self._repeated + 1 if repeats else 0
+        self._last = known
+
+    @property
+    def comes_back(self) -> bool:
+        """Return whether the last fault has come again after each of the last few restarts."""
+        return self._repeated >= RESTARTS_WITHOUT_PROGRESS
+
+    @property
+    def exhausted(self) -> bool:
+        """Return whether all restarts are used up."""
+        return self.restarts >= self._max_restarts
+
+    def forget_repeats(self) -> None:
+        """Give the next restart a chance of its own, since it differs from those before."""
+        self._repeated = 0
+
+
+def supervise(
+    fork: Fork,
+    policy: RestartPolicy,
+    *,
+    timeout_minutes: float,
+    exit_signal: ExitSignal | None = None,
+) -> int:
+    """Fork ranks, fork them again after faults, and return the exit code of the run.
+
+    The exit code is 0, that of the rank that failed last, or `EXIT_CODE_COMES_BACK` if restarts
+    bring no progress.
+    """
+    with SignalForwarder(exit_signal) as forwarder:
+        launcher = _Launcher(fork, policy, forwarder, host_folder(), timeout_minutes)
+        return forwarder.code(launcher.run())
+
+
+class _Launcher:
+    """Forks the generations of a run, one after the other."""
+
+    def __init__(
+        self,
+        fork: Fork,
+        policy: RestartPolicy,
+        forwarder: SignalForwarder,
+        folder: Path | None,
+        timeout_minutes: float,
+    ) -> None:
+        self._fork = fork
+        self._policy = policy
+        self._forwarder = forwarder
+        self._folder = folder
+        self._timeout_minutes = timeout_minutes
+        self._size = self._wanted = policy.world_sizes[0]
+        self._last_wish = policy.wish()  # of an earlier run, and so of no meaning
+        self._watcher = open_watcher(folder, self._size, timeout_minutes)
+        self._drawings = Drawings()
+        self._history = History(policy.max_restarts)
+        self._generation = 0
+        self._environment = {RUN_VARIABLE: f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"}
+
+    def run(self) -> int:
+        """Run generations until one ends on purpose or no other makes sense; return its code."""
+        try:
+            return self._run()
+        finally:
+            self._drawings.wait()
+
+    def _run(self) -> int:
+        while True:
+            try:
+                main = self._policy.main_of(self._size)
+            except MegatronExtError as error:
+                print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
+                return EXIT_CODE_USER_ERROR
+            self._environment[GENERATION_VARIABLE] = str(self._generation)
+            watch = RestartSupervisor(
+                self._forwarder,
+                self._timeout_minutes,
+                watcher=self._watcher,
+                save=self._policy.save,
+                generation=self._generation,
+                look_for_wish=self._look_for_wish,
+            )
+            if self._forwarder.asked is not None:
+                return self._forwarder.code_of(-self._forwarder.asked)
+            with self._fork(main, self._size, self._forwarder, self._environment):
+                if self._forwarder.asked is not None:  # just before there were ranks
+                    self._forwarder.send(self._forwarder.asked)
+                code = watch.wait()
+            if watch.fault is not None:
+                code = self._follow(watch.fault, code, watch.postmortem)
+            elif code == EXIT_CODE_RESIZED:
+                self._resize()
+            if code not in (_GO_ON, EXIT_CODE_RESIZED):
+                return code
+            self._generation += 1
+
+    def _follow(self, fault: Fault, code: int, postmortem: Path | None) -> int:
+        """Count a fault; return `_GO_ON` if the run goes on, else the exit code of its end."""
+        self._drawings.start(postmortem)
+        history = self._history
+        policy = self._policy
+        if self._forwarder.asked is not None:
+            return self._forwarder.code_of(-self._forwarder.asked)
+        history.add(fault)
+        told = f"rank {fault.rank} has failed ({fault.cause})"
+        if fault.iteration:
+            told = f"rank {fault.rank} has failed at iteration {fault.iteration} ({fault.cause})"
+        smaller = policy.smaller_size(self._size) if history.comes_back else None
+        if history.exhausted:
+            _say(
+                f"{told}; the run ends, for it has been started again as often as "
+                f"`--max-restarts` ({policy.max_restarts}) allows"
+            )
+            return code
+        if history.comes_back and smaller is None:
+            _say(
+                f"{told}, as before each of the last {RESTARTS_WITHOUT_PROGRESS} restarts: it is "
+                "not transient, so the run ends"
+            )
+            return EXIT_CODE_COMES_BACK
+        history.restarts += 1
+        told += f"; restart {history.restarts} of {policy.max_restarts}"
+        if smaller is not None:
+            self._size = smaller
+            history.forget_repeats()
+            told += f", with {smaller} ranks, for {RESTARTS_WITHOUT_PROGRESS} have not helped"
+        _say(told)
+        self._environment[FAULT_TIME_VARIABLE] = repr(fault.time)
+        self._environment[FAULT_STEP_VARIABLE] = str(fault.iteration or 0)
+        return _GO_ON
+
+    def _look_for_wish(self) -> None:
+        """Ask the ranks to end at a step boundary if an operator wants another number of nodes."""
+        wish = self._policy.wish()
+        if wish is None or wish == self._last_wish or self._folder is None:
+            return
+        self._last_wish = wish
+        self._wanted = wish[0]
+        if self._wanted == self._size:
+            return
+        self._environment[FAULT_TIME_VARIABLE] = repr(time.monotonic())
+        self._environment[FAULT_STEP_VARIABLE] = "0"
+        ask_to_resize(self._folder)
+
+    def _resize(self) -> None:
+        """Take the number of ranks that an operator wants."""
+        assert self._folder is not None
+        forget_resize(self._folder)
+        _say(f"going on with {self._wanted} instead of {self._size} ranks, as asked")
+        self._size = self._wanted
+
+
+_GO_ON = -1
+"""Stands for the exit code of a run that goes on."""
+
+
+def _say(text: str) -> None:
+    print(f"> {text}", flush=True)

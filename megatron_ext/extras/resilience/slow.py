@@ -1,0 +1,151 @@
+"""Slow ranks, found by the spread of the time that each rank computes, not of what it waits for.
+
+A collective begins for all when its last rank comes: before that, a rank waits. Messages are waited
+for in phase "bubble". What is left of a step is a rank's own time. It is compared with that of the
+ranks with equal work, those at the same place of their pipeline. A rank without such a twin is
+compared with itself before, relative to how all others have changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from megatron_ext.extras.resilience.flight import Flight
+from megatron_ext.parallel.board import EventKind, RankRecord
+
+COMPUTES = frozenset({"forward", "backward", "reduce", "update"})
+"""Phases whose time counts, apart from waiting. Only some ranks read data or write logs."""
+_LEAST_STEPS = 3
+
+Span = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """A rank that computes longer than others.
+
+    Attributes:
+        seconds: its own time of a step.
+        usual: that of the ranks to which it is compared, or its own before.
+    """
+
+    rank: int
+    seconds: float
+    usual: float
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} is slow: it computes {1e3 * self.seconds:.1f} ms of a step, where "
+            f"{1e3 * self.usual:.1f} ms are usual; look at its processor, clock and neighbours"
+        )
+
+
+def own_times(
+    board: Sequence[RankRecord], flights: Mapping[int, Flight]
+) -> dict[int, float] | None:
+    """Return each rank's own seconds of a mean step; None if too little is known of a rank.
+
+    The times are taken from the last whole steps that the records of all ranks hold or, where a
+    step is longer than these, from the time that all hold.
+    """
+    step = max((record.mean_step for record in board), default=0.0)
+    if not step or any(not r.events or not flights.get(r.rank) for r in board):
+        return None
+    first = max(*(r.events[0].time for r in board), *(f[0].created for f in flights.values()))
+    last = min(*(r.last_time for r in board), *(f[-1].created for f in flights.values()))
+    begins = [{e.time for e in r.events if e.kind is EventKind.STEP} for r in board]
+    whole = [sorted(at for at in times if first < at < last) for times in begins]
+    if min(map(len, whole)) > _LEAST_STEPS:
+        first = max(times[0] for times in whole)
+        last = min(times[-1] for times in whole)
+    if last <= first:
+        return None
+    arrivals: dict[tuple[str, int], float] = {}
+    for flight in flights.values():
+        for entry in flight:
+            key = entry.group, entry.number
+            arrivals[key] = max(arrivals.get(key, 0.0), entry.created)
+    found = {}
+    for record in board:
+        computes = _computing(record, (first, last))
+        waits = [(e.created, arrivals[e.group, e.number]) for e in flights[record.rank]]
+        own = sum(end - start for start, end in computes) - _overlap(computes, waits)
+        found[record.rank] = own / (last - first) * step
+    return found
+
+
+def _computing(record: RankRecord, span: Span) -> list[Span]:
+    """Return the times within ``span`` in which a rank was in a phase that counts."""
+    return [
+        (event.time, after.time)
+        for event, after in pairwise(record.events)
+        if event.phase in COMPUTES and span[0] <= event.time and after.time <= span[1]
+    ]
+
+
+def _overlap(spans: Sequence[Span], waits: Sequence[Span]) -> float:
+    """Return how much of ``spans``, sorted and apart, lies in ``waits``, which may overlap."""
+    total, reached = 0.0, 0.0
+    merged: list[Span] = []
+    for start, end in sorted(waits):
+        start = max(start, reached)
+        if end > start:
+            merged.append((start, end))
+            reached = end
+    index = 0
+    for start, end in spans:
+        while index < len(merged) and merged[index][1] <= start:
+            index += 1
+        at = index
+        while at < len(merged) and merged[at][0] < end:
+            total += min(end, merged[at][1]) - max(start, merged[at][0])
+            at += 1
+    return total
+
+
+class SlowRanks:
+    """Judges own times that are measured again and again, and names each slow rank once.
+
+    Args:
+        twin_factor: how many times as long as its twins a slow rank computes.
+        self_factor: how many times as long as before a slow rank without twins computes.
+        times: measurements in a row that must agree.
+    """
+
+    def __init__(self, twin_factor: float = 1.3, self_factor: float = 1.5, times: int = 2) -> None:
+        self._factors = (twin_factor, self_factor)
+        self._times = times
+        self._seen: dict[int, int] = {}
+        self._named: set[int] = set()
+        self._before: dict[int, float] = {}
+
+    def judge(self, own: Mapping[int, float], places: Mapping[int, int]) -> list[SlowRank]:
+        """Return the ranks that prove slow by these times; ``places`` are those in the pipeline."""
+        found = []
+        for rank, seconds in own.items():
+            usual = self._usual(rank, own, places)
+            self._seen[rank] = self._seen.get(rank, 0) + 1 if usual else 0
+            if usual and self._seen[rank] >= self._times and rank not in self._named:
+                self._named.add(rank)
+                found.append(SlowRank(rank, seconds, usual))
+        for rank, seconds in own.items():
+            if not self._seen[rank]:
+                self._before[rank] = min(seconds, self._before.get(rank, seconds))
+        return found
+
+    def _usual(
+        self, rank: int, own: Mapping[int, float], places: Mapping[int, int]
+    ) -> float | None:
+        """Return the usual time if ``rank`` is slow by it, else None."""
+        twins = [own[r] for r in own if r != rank and places[r] == places[rank]]
+        if twins:
+            usual = median(twins)
+            return usual if own[rank] > self._factors[0] * usual else None
+        if rank not in self._before:
+            return None
+        others = [own[r] / self._before[r] for r in own if r != rank and r in self._before]
+        usual = self._before[rank] * max(1.0, median(others)) if others else self._before[rank]
+        return usual if own[rank] > self._factors[1] * usual else None

@@ -1,0 +1,136 @@
+"""Takes the snapshots that are due between steps, from where a restarted run goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.config.output import CheckpointConfig
+from megatron_ext.disk.host_folder import SNAPSHOTS, TAKEN_OVER
+from megatron_ext.errors import CheckpointError
+from megatron_ext.extras.resilience.memory import Machines, MemoryCheckpoints
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.train.callbacks.callback import due
+from megatron_ext.train.run import Run
+
+
+def snapshot_stores(
+    config: CheckpointConfig, context: ParallelContext, host_folder: Path | None
+) -> list[MemoryCheckpoints]:
+    """Return the places where a run keeps snapshots; all ranks call this together.
+
+    Raises:
+        CheckpointError: snapshots are asked for, but there is no folder in memory.
+    """
+    stores = []
+    # A run that saves elsewhere than it loads from is another one than that which was killed.
+    same = config.load is None or os.path.realpath(config.load) == os.path.realpath(
+        config.save or ""
+    )
+    left = same and host_folder is not None and (host_folder / TAKEN_OVER).exists()
+
+    def add(folder: Path, interval: int, **kind: Any) -> None:
+        machines = Machines.of(folder, context)
+        stores.append(MemoryCheckpoints(folder, interval, machines, context, **kind))
+
+    def in_memory(name: str, flag: str) -> Path:
+        if host_folder is None:
+            raise CheckpointError(
+                f"`{flag}` needs a folder in memory, but neither /dev/shm nor the temporary folder "
+                "can be written; leave it out, or make one writable."
+            )
+        return host_folder / name
+
+    if config.peer_checkpoint_interval is not None:
+        folder = in_memory(SNAPSHOTS[0], "--peer-checkpoint-interval")
+        add(folder, config.peer_checkpoint_interval, neighbours=True, left=left)
+    interval = config.non_persistent_save_interval
+    if interval is not None and config.non_persistent_ckpt_type == "in_memory":
+        folder = in_memory(SNAPSHOTS[1], "--non-persistent-ckpt-type in_memory")
+        add(folder, interval, left=left)
+    if interval is not None and config.non_persistent_local_ckpt_dir is not None:
+        root = Path(config.non_persistent_local_ckpt_dir)
+        folder = _folder_of_run(root, config.save or config.load or "")
+        earlier = {_folder_of_run(root, config.load)} - {folder} if config.load else set()
+        add(folder, interval, stays=True, earlier=earlier)
+    return stores
+
+
+def _folder_of_run(root: Path, checkpoints: str) -> Path:
+    """Return where a run keeps its snapshots, by the folder of its checkpoints.
+
+    So runs that share ``root`` keep apart, and a later run finds those of an earlier one.
+    """
+    path = os.path.realpath(checkpoints)
+    digest = hashlib.blake2b(path.encode(), digest_size=8).hexdigest()
+    return root / f"{os.path.basename(path)}_{digest}"
+
+
+class Snapshots:
+    """The snapshots of a run; all ranks call each method together.
+
+    Args:
+        settle: waits for the last update, and counts it.
+    """
+
+    def __init__(self, run: Run, settle: Callable[[], None]) -> None:
+        self._run = run
+        self._settle = settle
+
+    def start(self) -> None:
+        """Reserve the memory of all snapshots, and print how much; called before the first step.
+
+        A run that has come back with another number of replicas takes its first snapshots now, in
+        the place of those that it comes from. Snapshots of later steps are discarded: they are of
+        another run, or some ranks lack them.
+        """
+        for store in self._run.stores:
+            state = self.state()
+            num_bytes = store.prepare(*state)
+            if self._run.context.rank == 0:
+                print(
+                    f"> snapshots after every {store.interval} steps: {store.num_copies} for each "
+                    f"rank, {num_bytes / 2**20:.1f} MiB on this machine, in {store.folder}",
+                    flush=True,
+                )
+            if store.is_behind:
+                store.take(self._run.progress.iteration, *state)
+                store.wait()
+            store.discard_others(self._run.progress.iteration)
+
+    def take_if_due(self) -> None:
+        """Take the snapshots that are due after this step."""
+        iteration = self._run.progress.iteration
+        stores = [store for store in self._run.stores if due(iteration, store.interval)]
+        if stores:
+            self._settle()
+            with self._run.context.recorder.phase("save"):
+                state = self.state()
+                for store in stores:
+                    store.take(iteration, *state)
+
+    def end(self) -> None:
+        """Complete the copies; called after the last step.
+
+        The snapshots are there until the run's last checkpoint is written.
+        """
+        for store in self._run.stores:
+            store.close()
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """Return the state, the counters and the configuration to keep, as they are now."""
+        run = self._run
+        assert run.optimizer is not None
+        with run.parameter_gather.paused():
+            state = run.checkpoints.state_in_memory(
+                model=run.chunks,
+                optimizer=run.optimizer,
+                scheduler=run.scheduler,
+                run_config=run.config_values,
+                ema=run.ema,
+                extra_state=run.runner.extra_state,
+            )
+        return state, run.progress.to_dict(), run.config_values

@@ -1,0 +1,195 @@
+"""Finds steps whose loss or gradient norm leaps up, and leaves them out if asked to.
+
+A value is a spike if it lies above the median of the last values by more than a number of their
+standard deviations. 1.4826 times the median absolute deviation estimates one, whatever spikes are
+among the values (Rousseeuw and Croux, "Alternatives to the Median Absolute Deviation", 1993). To go
+back to a state before a spike, and on with later samples, is PaLM's remedy (arXiv:2204.02311, 5.1).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_ext.device import HostCopy
+from megatron_ext.extras.resilience.rewind import Rewind
+from megatron_ext.losses.contract import Report
+from megatron_ext.train.callbacks.callback import Callback
+from megatron_ext.train.callbacks.non_finite import announce
+from megatron_ext.train.run import Run
+from megatron_ext.train.step import StepResult
+from megatron_ext.train.step_losses import mean_of, reduce_reports
+
+FLOORS = {"loss": 0.02, "grad_norm": 0.1}
+"""Least standard deviations, relative to the median, of the two values of a step."""
+_NORMAL = 1.4826
+"""Standard deviation of a normal distribution in median absolute deviations."""
+
+
+def limit(values: Sequence[float], factor: float, floor: float) -> float:
+    """Return the number above which a new value is a spike; infinity without values.
+
+    Args:
+        factor: standard deviations between the median and the limit.
+        floor: least standard deviation, relative to the median.
+    """
+    if not values:
+        return math.inf
+    median = statistics.median(values)
+    deviation = statistics.median(abs(value - median) for value in values)
+    return median + factor * max(_NORMAL * deviation, floor * abs(median))
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A step with a leap: its values and their limits, by name; those above the limit leaped."""
+
+    values: dict[str, float]
+    limits: dict[str, float]
+
+    @property
+    def leaped(self) -> list[str]:
+        return [name for name, value in self.values.items() if value > self.limits[name]]
+
+    def __str__(self) -> str:
+        return " and ".join(
+            f"its {name.replace('grad_norm', 'gradient norm')} is {self.values[name]:.6g}, above "
+            f"{self.limits[name]:.6g}"
+            for name in self.leaped
+        )
+
+
+class Spikes(Callback):
+    """Tells spikes, and with ``--on-spike`` skip or rewind does not apply their update.
+
+    After that, rewind goes back to the newest checkpoint (`rewind`) and leaves out the samples of
+    all steps since, which have led to the spike, and of the spike itself.
+
+    The last values are part of the saved progress, so that a resumed run decides alike. All values
+    are remembered, also those of spikes: a level that stays high becomes normal after half of
+    ``--spike-window`` steps. On a GPU, log reads the values of a step during the next one, and skip
+    and rewind wait for them in each step.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        flags = run.config.fault_tolerance
+        self._action = flags.on_spike
+        self._window = flags.spike_window
+        self._factor = flags.spike_factor
+        self._first_sample = 0
+        self._read: list[float] | None = None
+        self._pending: tuple[int, int, int, HostCopy] | None = None
+        self._rewind: Rewind | None = None
+        self._goes_back = False
+        if self._action in ("skip", "rewind"):
+            run.runner.approvals.append(self._approve)
+
+    def on_train_start(self) -> None:
+        if self._action == "rewind":
+            self._rewind = Rewind(self.run)
+
+    def before_step(self) -> None:
+        self._first_sample = self.run.progress.consumed_train_samples
+        self._read = None
+
+    def _approve(self, reports: Sequence[Report], norm: Tensor) -> Tensor:
+        """Return whether the step is no spike, bool ``[]``."""
+        totals = list(reduce_reports(reports, self.run.context).values())
+        self._read = self._shared(mean_of(totals[0]) if totals else None, norm).read()
+        spike = self._found(self._read)
+        return torch.full((), spike is None, dtype=torch.bool, device=norm.device)
+
+    def _shared(self, loss: Tensor | None, norm: Tensor) -> HostCopy:
+        """Return loss and gradient norm of a step on every rank; only the last stage has the loss.
+
+        All ranks call this together.
+        """
+        context = self.run.context
+        values = torch.stack([norm if loss is None else loss.to(norm), norm])
+        if context.pgs.pp.size() > 1:
+            last = context.last_stage_rank
+            torch.distributed.broadcast(values, group=context.pgs.pp, group_src=last)
+        return HostCopy(values)
+
+    def _found(self, read: Sequence[float]) -> Spike | None:
+        """Return the spike in a step's values; None if there is none, or too few values before."""
+        recent = self.run.progress.recent_values
+        if len(recent) < self._window // 2 or not all(map(math.isfinite, read)):
+            return None
+        series = dict(zip(FLOORS, zip(*recent, strict=True), strict=True))
+        limits = {name: limit(series[name], self._factor, FLOORS[name]) for name in FLOORS}
+        spike = Spike(dict(zip(FLOORS, read, strict=True)), limits)
+        return spike if spike.leaped else None
+
+    def after_update(self, result: StepResult) -> None:
+        if self._action is None:
+            return
+        progress = self.run.progress
+        here = progress.iteration, self._first_sample, progress.consumed_train_samples
+        if self._read is not None:
+            self._judge(*here, self._read)
+            return
+        self._judge_pending()
+        loss = next(iter(result.losses.values()), None)
+        self._pending = (*here, self._shared(loss, result.update.norm))
+        if self.run.runner.settled:
+            self._judge_pending()
+
+    def after_step(self) -> None:
+        goes_back, self._goes_back = self._goes_back, False
+        if not goes_back or self._rewind is None:
+            return
+        run = self.run
+        iteration = run.progress.iteration
+        restored = self._rewind.go_back()
+        if restored is None:
+            run.reporters.say(f"iteration {iteration}: there is no checkpoint to go back to yet")
+            return
+        run.progress.skipped_iterations += iteration - 1 - restored
+        run.rewinds.append((iteration, restored))
+        announce(
+            run, "rewind",
+            f"iteration {iteration}: the state is that of iteration {restored} again, and the run "
+            f"goes on with sample {run.progress.consumed_train_samples}",
+            iteration=iteration, restored_iteration=restored,
+        )  # fmt: skip
+
+    def on_train_end(self) -> None:
+        self._judge_pending()
+
+    def _judge_pending(self) -> None:
+        """Judge the step whose values were not read yet; they have arrived by now."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._judge(*pending[:3], pending[3].read())
+
+    def _judge(self, iteration: int, first: int, end: int, read: list[float]) -> None:
+        """Announce a spike in the samples from ``first`` to before ``end``; remember the values."""
+        spike = self._found(read)
+        recent = self.run.progress.recent_values
+        if all(map(math.isfinite, read)):
+            recent.append(read)
+            del recent[: -self._window]
+        if spike is None:
+            return
+        self._goes_back = True
+        sentence = f"iteration {iteration}, samples {first} to {end - 1}: {spike}"
+        applied = self._action == "log"
+        announce(
+            self.run,
+            "spike",
+            sentence if applied else f"{sentence}; its update is not applied",
+            iteration=iteration,
+            first_sample=first,
+            last_sample=end - 1,
+            leaped=spike.leaped,
+            action=self._action,
+            limits=spike.limits,
+            **spike.values,
+        )

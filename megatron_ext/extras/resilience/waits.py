@@ -1,0 +1,209 @@
+"""Who waits for whom in a run that hangs, and which rank stopped first.
+
+A rank that waits for nobody has stopped by itself. Where ranks wait for each other in a circle, one
+of them has left out a collective or a message: its list of this step is no beginning of its list of
+the step before.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from megatron_ext.extras.resilience.flight import Collective, Flight
+from megatron_ext.extras.resilience.process import GONE, ProcessState
+from megatron_ext.extras.resilience.watchdog import Evidence
+from megatron_ext.parallel.board import Event, EventKind, RankRecord
+
+_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
+_WHOLE = re.compile(r" in <module>$|^  \.\.\.$", re.MULTILINE)
+"""The end of a main thread's stack; faulthandler cuts a deep one off with dots."""
+_WAIT = "wait: "
+_SENT_BY = {"receive input": ("send output", -1), "receive gradient": ("send gradient", 1)}
+"""For each receive, the kind of its send, and the stage of the send relative to its own."""
+_WAITS_IN = ("torch/distributed/", "torch\\distributed\\")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a Python stack."""
+
+    file: str
+    line: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.name}"
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A rank waits for others: in a collective, or for a message.
+
+    Attributes:
+        on: ranks that have not come to it; empty if all have, or nothing is known about them.
+        what: collective or message.
+        passed: whether the ranks in ``on`` have gone on past it, so that waiting is in vain.
+    """
+
+    rank: int
+    on: tuple[int, ...]
+    what: str
+    passed: bool = False
+
+
+@dataclass(frozen=True)
+class Blame:
+    """The ranks that stopped first, why, and what each other rank waits for.
+
+    Attributes:
+        reason: why they are named: a clause that follows "rank 3 ".
+    """
+
+    ranks: tuple[int, ...]
+    reason: str
+    waits: tuple[Wait, ...]
+
+
+def main_stack(stack: str) -> list[Frame]:
+    """Return the main thread's stack, innermost frame first, of what faulthandler has written."""
+    threads = re.split(r"\n(?=(?:Current thread|Thread) 0x)", stack)
+    # A process without time may not have written more than a helper thread's stack yet.
+    main = next((text for text in reversed(threads) if _WHOLE.search(text)), "")
+    return [Frame(f["file"], int(f["line"]), f["name"]) for f in _FRAME.finditer(main)]
+
+
+def blame(
+    board: Sequence[RankRecord],
+    evidence: Mapping[int, Evidence],
+    states: Mapping[int, ProcessState],
+) -> Blame:
+    """Return which ranks stopped first; the ranks are empty if nothing tells them."""
+    records = {record.rank: record for record in board if not record.ended}
+    flights = {rank: told.flight for rank, told in evidence.items() if told.flight is not None}
+    waits = []
+    for record in records.values():
+        if _awaits(record, states):
+            wait = _message(record, records) or _collective(record, records, evidence, flights)
+            if wait is not None:
+                waits.append(wait)
+    ranks, reason = _first(records, states, waits, flights)
+    return Blame(ranks, reason, tuple(waits))
+
+
+def _awaits(record: RankRecord, states: Mapping[int, ProcessState]) -> bool:
+    """Return whether the process is able to wait: it lives and is not stopped."""
+    state = states.get(record.pid, ProcessState())
+    return state != GONE and not state.stopped
+
+
+def _message(record: RankRecord, records: Mapping[int, RankRecord]) -> Wait | None:
+    """Return the message of the pipeline that a rank waits for, None if it does not."""
+    last = record.last
+    if last is None or last.kind is not EventKind.BEGIN or not last.name.startswith(_WAIT):
+        return None
+    kind = last.name.removeprefix(_WAIT)
+    what = f"{kind} of micro-batch {last.microbatch}, stage {last.stage}"
+    peer = records.get(last.peer)
+    passed = False
+    if peer is not None and kind in _SENT_BY:
+        sent, offset = _SENT_BY[kind]
+        key = EventKind.END, sent, last.microbatch, last.stage + offset
+        passed = key in _messages(peer, last.iteration)
+    return Wait(record.rank, (last.peer,), what, passed)
+
+
+def _messages(record: RankRecord, iteration: int) -> set[tuple[EventKind, str, int, int]]:
+    """Return the actions of a step that a rank has ended."""
+    begun = [e for e in record.events if e.iteration == iteration and e.microbatch >= 0]
+    return {(EventKind.END, e.name, e.microbatch, e.stage) for e in begun if e is not record.last}
+
+
+def _collective(
+    record: RankRecord,
+    records: Mapping[int, RankRecord],
+    evidence: Mapping[int, Evidence],
+    flights: Mapping[int, Flight],
+) -> Wait | None:
+    """Return the collective that a rank waits for, None if it does not."""
+    pending = [entry for entry in flights.get(record.rank, ()) if not entry.over]
+    if not pending or not _stands_in_wait(main_stack(evidence[record.rank].stack)):
+        return None
+    latest = pending[-1]
+    missing = tuple(rank for rank in latest.ranks if not _arrived(latest, flights.get(rank)))
+    ahead = tuple(r for r in missing if r in records and records[r].iteration > record.iteration)
+    return Wait(record.rank, ahead or missing, str(latest), passed=bool(ahead))
+
+
+def _stands_in_wait(stack: Sequence[Frame]) -> bool:
+    """Return whether the innermost lines of a stack wait for other ranks; True if not known."""
+    if not stack:
+        return True
+    code = linecache.getline(stack[0].file, stack[0].line)
+    return any(place in stack[0].file for place in _WAITS_IN) or ".wait(" in code
+
+
+def _arrived(collective: Collective, flight: Flight | None) -> bool:
+    """Return whether a rank with these collectives has called ``collective`` too."""
+    numbers = [entry.number for entry in flight or () if entry.group == collective.group]
+    return bool(numbers) and max(numbers) >= collective.number
+
+
+def _first(
+    records: Mapping[int, RankRecord],
+    states: Mapping[int, ProcessState],
+    waits: Sequence[Wait],
+    flights: Mapping[int, Flight],
+) -> tuple[tuple[int, ...], str]:
+    """Return the ranks that stopped first and why, by the surest sign that there is."""
+    of = {record.rank: states.get(record.pid, ProcessState()) for record in records.values()}
+    if dead := [rank for rank in records if of[rank] == GONE]:
+        return _earliest(dead, records), "has ended"
+    if stopped := tuple(rank for rank in records if of[rank].stopped):
+        return stopped, "is stopped by a signal"
+    if passed := sorted({rank for wait in waits for rank in wait.on if wait.passed}):
+        return tuple(passed), "has gone on past what others wait for"
+    waiting = {wait.rank: wait for wait in waits}
+    awaited = {rank for wait in waits for rank in wait.on}
+    if idle := [rank for rank in records if rank not in waiting]:
+        named = [rank for rank in idle if rank in awaited] or idle
+        return _earliest(named, records), "waits for no other rank"
+    if elsewhere := sorted(awaited - records.keys()):
+        return tuple(elsewhere), "is on another machine, and is waited for"
+    deviating = [r for r in records if _deviates(records[r], flights.get(r, ()))]
+    if 0 < len(deviating) < len(records):
+        return tuple(deviating), "has left out what it did in the step before"
+    return _earliest(list(records), records), "wrote its last event before the others, which wait"
+
+
+def _earliest(ranks: Sequence[int], records: Mapping[int, RankRecord]) -> tuple[int, ...]:
+    return (min(ranks, key=lambda rank: records[rank].last_time),) if ranks else ()
+
+
+def _deviates(record: RankRecord, flight: Flight) -> bool:
+    """Return whether a rank's list of this step is no beginning of its list of the step before."""
+    begins = [event.time for event in record.events if event.kind is EventKind.STEP][-2:]
+    if len(begins) < 2:
+        return False
+    events = [e for e in record.events if e.kind is EventKind.BEGIN]
+    lists = (
+        _two_steps([(e.time, _signature(e)) for e in events], begins),
+        _two_steps([(c.created, f"{c.group} {c.name} {c.shape}") for c in flight], begins),
+    )
+    return any(now != before[: len(now)] for before, now in lists)
+
+
+def _two_steps(
+    entries: Sequence[tuple[float, str]], begins: Sequence[float]
+) -> tuple[list[str], list[str]]:
+    """Return the entries of the last step and those of this step."""
+    spans = pairwise((*begins, float("inf")))
+    last, this = ([name for at, name in entries if start <= at < end] for start, end in spans)
+    return last, this
+
+
+def _signature(event: Event) -> str:
+    return f"{event.name} {event.microbatch} {event.stage} {event.peer}"

@@ -1,0 +1,102 @@
+"""Looks at a board and says which ranks are dead or hang; a pure function of what was seen.
+
+A run hangs if no rank has written an event for as long as two steps take, and no sooner than a
+floor. Phases that have no usual length, such as a save, have a limit of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from megatron_ext.extras.resilience.process import GONE, ProcessState
+from megatron_ext.parallel.board import BOUNDLESS, RankRecord
+
+
+class Fault(Enum):
+    """Kinds of faults of a rank."""
+
+    DEAD = "dead"
+    HANG = "hang"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a run may be silent.
+
+    Attributes:
+        floor: seconds of silence that are never called a hang, unless a rank is stopped.
+        steps: step times of silence that are called a hang.
+        busy: factor of this limit while a rank computes or reads data, as its step may only be a
+            long one, and its storage only slow.
+        boundless: seconds of silence in phases without a usual length.
+    """
+
+    floor: float = 5.0
+    steps: float = 2.0
+    busy: float = 5.0
+    boundless: float = 600.0
+
+
+USUAL = Limits()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A fault that a watcher has seen.
+
+    Attributes:
+        ranks: ranks that have ended or are stopped by a signal. For any other hang this is empty,
+            until `waits.blame` has found the rank by what the processes tell.
+        silent: seconds since the last event of these ranks, or of all ranks.
+    """
+
+    fault: Fault
+    ranks: tuple[int, ...]
+    silent: float
+
+
+def verdicts(
+    board: Sequence[RankRecord],
+    now: float,
+    states: Mapping[int, ProcessState],
+    limits: Limits = USUAL,
+    busy: bool = False,
+) -> list[Verdict]:
+    """Return the faults that a board shows at time ``now`` of CLOCK_MONOTONIC.
+
+    Args:
+        board: records of the ranks of this machine.
+        states: states of the ranks' processes by process id; one that is missing is not judged.
+        busy: whether any rank has used the processor for most of the silence.
+    """
+    running = [record for record in board if not record.ended]
+    dead = [record for record in running if states.get(record.pid, ProcessState()) == GONE]
+    found = [Verdict(Fault.DEAD, (each.rank,), now - each.last_time) for each in dead]
+    waiting = [record for record in running if record not in dead]
+    if dead or not waiting:
+        return found
+    silent = now - max(record.last_time for record in waiting)
+    stopped = [record for record in waiting if states.get(record.pid, ProcessState()).stopped]
+    if silent > limit_of(waiting, stopped, limits, busy=busy):
+        ranks = tuple(record.rank for record in stopped)
+        found.append(Verdict(Fault.HANG, ranks, silent))
+    return found
+
+
+def limit_of(
+    running: Sequence[RankRecord], stopped: Sequence[RankRecord], limits: Limits, *, busy: bool
+) -> float:
+    """Return after how many seconds of silence the ranks hang.
+
+    For a stopped rank it does not matter in which phase the others wait.
+    """
+    usual = max((record.mean_step for record in running), default=0.0)
+    limit = max(limits.floor, limits.steps * usual)
+    if stopped:
+        return limit
+    if any(record.phase in BOUNDLESS or record.steps < 2 for record in running):
+        return max(limits.boundless, limit)
+    reads = any(record.phase == "data" for record in running)
+    return limit * limits.busy if busy or reads else limit

@@ -1,0 +1,171 @@
+"""The watchdog of a rank: a thread that answers requests of watchers while the rank itself hangs.
+
+It sleeps in the operating system until someone writes to its pipe in the host folder, and costs
+nothing until then. A Python stack needs no thread: a signal makes faulthandler write it, also while
+a call into a library holds the interpreter. It is the main thread's only, which stands still while
+it runs the handler; to read the frames of a thread that goes on can end the process. A stopped
+process answers neither.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ext.disk.writing import open_new, open_to_append
+from megatron_ext.extras.resilience.flight import Flight, read_flight, write_flight
+
+STACK_SIGNAL = signal.SIGXFSZ
+"""The signal for stacks: the kernel sends it at a limit of file sizes only; Python ignores it."""
+_ASK, _END = b"?", b"."
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A rank's own account: collectives and stacks; None or "" without an answer."""
+
+    flight: Flight | None = None
+    stack: str = ""
+    crash: str = ""
+
+    @staticmethod
+    def of_crash(folder: Path, rank: int) -> Evidence:
+        """Return what a process that cannot be asked any more may have left: its last stacks."""
+        return Evidence(crash=_text(_crash(folder, rank)))
+
+
+@contextmanager
+def watchdog(folder: Path | None, rank: int) -> Iterator[None]:
+    """Let this process write stacks and collectives to ``folder`` when a watcher asks for them.
+
+    Stacks of a crash, such as a segmentation fault, are written without a request.
+    """
+    if folder is None:
+        yield
+        return
+    _flight(folder, rank).unlink(missing_ok=True)
+    pipe = _pipe(folder, rank)
+    printed = faulthandler.is_enabled()
+    with suppress(FileExistsError):
+        os.mkfifo(pipe, 0o600)
+    # Open for writing too, so that a read waits although no watcher has opened the pipe.
+    descriptor = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)
+    thread = threading.Thread(target=_answer, args=(descriptor, folder, rank), daemon=True)
+    # Appended to, as a watcher empties the file before it asks.
+    with open_to_append(_stack(folder, rank)) as stacks, open_new(_crash(folder, rank)) as crash:
+        faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=False, chain=False)
+        faulthandler.enable(file=crash, all_threads=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            faulthandler.unregister(STACK_SIGNAL)
+            faulthandler.enable() if printed else faulthandler.disable()
+            os.write(descriptor, _END)
+            thread.join()
+            os.close(descriptor)
+
+
+def _answer(descriptor: int, folder: Path, rank: int) -> None:
+    while _END not in os.read(descriptor, 64):
+        with suppress(Exception):  # a watcher does without, and the run must not fail
+            write_flight(_flight(folder, rank))
+
+
+def collect(folder: Path, pids: dict[int, int], seconds: float = 0.5) -> dict[int, Evidence]:
+    """Ask ranks for stacks and collectives, and return what has come by rank.
+
+    ``pids`` are the process ids by rank. The call waits up to ``seconds`` for the answers, and
+    less if all have come. A rank that has ended may have left the stacks of its crash.
+    """
+    asked = {rank: pid for rank, pid in pids.items() if _ask(folder, rank, pid)}
+    end = time.monotonic() + seconds
+    before = dict[int, int]()
+    while time.monotonic() < end:
+        time.sleep(0.01)
+        sizes = {rank: _size(_stack(folder, rank)) for rank in asked}
+        # The stacks are whole when they have stopped growing.
+        written = sizes == before and all(sizes.values())
+        if written and all(_flight(folder, rank).exists() for rank in asked):
+            break
+        before = sizes
+    return {
+        rank: Evidence(
+            read_flight(_flight(folder, rank)) if rank in asked else None,
+            _text(_stack(folder, rank)) if rank in asked else "",
+            _text(_crash(folder, rank)),
+        )
+        for rank in pids
+    }
+
+
+def ask_flights(folder: Path, ranks: Iterable[int], seconds: float = 0.5) -> dict[int, Flight]:
+    """Ask ranks for their collectives only, which does not disturb them; return them by rank."""
+    asked = [rank for rank in ranks if _request(folder, rank)]
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not all(_flight(folder, r).exists() for r in asked):
+        time.sleep(0.005)
+    found = {rank: read_flight(_flight(folder, rank)) for rank in asked}
+    return {rank: flight for rank, flight in found.items() if flight is not None}
+
+
+def _ask(folder: Path, rank: int, pid: int) -> bool:
+    """Ask a rank for its stacks and collectives; return whether the request could be sent."""
+    if not _request(folder, rank):
+        return False
+    try:
+        os.truncate(_stack(folder, rank), 0)
+        os.kill(pid, STACK_SIGNAL)
+    except OSError:
+        return False
+    return True
+
+
+def _request(folder: Path, rank: int) -> bool:
+    _flight(folder, rank).unlink(missing_ok=True)
+    try:
+        descriptor = os.open(_pipe(folder, rank), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False  # nobody reads: the rank has no watchdog, or has ended
+    try:
+        os.write(descriptor, _ASK)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _size(path: Path) -> int:
+    with suppress(OSError):
+        return path.stat().st_size
+    return 0
+
+
+def _text(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
+def _pipe(folder: Path, rank: int) -> Path:
+    return folder / f"requests_{rank}"
+
+
+def _flight(folder: Path, rank: int) -> Path:
+    return folder / f"flight_{rank}"
+
+
+def _stack(folder: Path, rank: int) -> Path:
+    return folder / f"stacks_{rank}.txt"
+
+
+def _crash(folder: Path, rank: int) -> Path:
+    return folder / f"crash_{rank}.txt"

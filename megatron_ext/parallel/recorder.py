@@ -1,0 +1,286 @@
+"""The recorder of a rank: phases, actions and steps as they happen, and the time of each phase.
+
+It costs about a microsecond for each event. Only the main thread of a rank calls it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from megatron_ext.disk.host_folder import generation, host_folder
+from megatron_ext.parallel.board import (
+    BOUNDLESS,
+    MAX_NAMES,
+    OTHER,
+    PHASES,
+    START,
+    Board,
+    EventKind,
+    Slot,
+    Word,
+)
+
+Listener = Callable[[str, int, Any], None]
+"""A function of ``(name, iteration, detail)``, called at each event after it has been recorded.
+
+``detail`` is "begin" or "end" for a phase, the action for an action, None for a step or a mark.
+"""
+_WHOLE = frozenset({PHASES.index("save"), PHASES.index("evaluate")})
+"""Phases to which the time of the phases within them counts."""
+_NO_DETAIL = (-1, -1, -1)
+_PHASE_OF = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
+"""Phases of actions by their kind; all other actions are messages."""
+
+
+class _Kind(Protocol):
+    @property
+    def value(self) -> str: ...
+
+
+class Action(Protocol):
+    """An action of a plan: a computation, a send or a receive of a pipeline rank."""
+
+    @property
+    def kind(self) -> _Kind: ...
+    @property
+    def microbatch(self) -> int: ...
+    @property
+    def stage(self) -> int: ...
+
+
+class Recorder:
+    """Records what a rank does, on its slot of the board if it has one.
+
+    Attributes:
+        iteration: step that the rank is in, 0 before the first.
+        listeners: functions that are called at each event.
+    """
+
+    def __init__(self, slot: Slot | None = None) -> None:
+        self.iteration = 0
+        self.listeners: list[Listener] = []
+        self._slot = slot
+        self._ids: dict[str, int] = {}
+        self._phases: dict[str, _Phase] = {}
+        self._nanoseconds = [0] * MAX_NAMES
+        self._since = self._step_began = time.monotonic_ns()
+        self._boundless_at_step = self._steps = self._mean_step = 0
+        if slot is not None:
+            slot.clear()
+        for name in PHASES:
+            self._id(name)
+        self._charged = [self._ids[START]]
+        self._scope = _ActionScope(self)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds spent in each phase so far, without those of phases within it.
+
+        Phases within "save" and "evaluate" count to these. The sum is the time since the start.
+        """
+        self._charge(time.monotonic_ns())
+        names = {number: name for name, number in self._ids.items()}
+        return {names[i]: ns / 1e9 for i, ns in enumerate(self._nanoseconds) if ns}
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Return a context in which time counts to phase ``name``; phases may be nested."""
+        found = self._phases.get(name)
+        if found is None:
+            found = self._phases[name] = _Phase(self, name, self._id(name))
+        return found
+
+    def action(self, action: Action, peer: int | None = None) -> AbstractContextManager[None]:
+        """Return a context for an action of the plan, in the phase that belongs to its kind.
+
+        ``peer`` is the global rank at the other end of a message. Actions are not nested.
+        """
+        self._scope.action = action
+        self._scope.peer = -1 if peer is None else peer
+        return self._scope
+
+    def waiting(
+        self, kind: str, microbatch: int, stage: int, peer: int
+    ) -> AbstractContextManager[None]:
+        """Return a context in which the rank waits for the end of a message, in phase "bubble".
+
+        ``kind`` is the kind of the action that has started the message, ``peer`` a global rank.
+        """
+        return _Waiting(self, kind, (microbatch, stage, peer))
+
+    def step(self, iteration: int) -> None:
+        """Record that step ``iteration`` begins."""
+        now = time.monotonic_ns()
+        self._charge(now)
+        if self._charged[0] != 0:
+            self._charged[0] = self._ids[OTHER]
+        boundless = sum(self._nanoseconds[self._ids[name]] for name in BOUNDLESS)
+        if self._steps:
+            took = now - self._step_began - (boundless - self._boundless_at_step)
+            self._mean_step += (took - self._mean_step) // min(self._steps, 16)
+        self._step_began = now
+        self._boundless_at_step = boundless
+        self._steps += 1
+        self.iteration = iteration
+        if self._slot is not None:
+            self._slot.set(Word.STEP_TIME, self._mean_step)
+            self._slot.set(Word.STEPS, self._steps)
+            self._slot.set(Word.ITERATION, iteration)
+        self._event(EventKind.STEP, "step", now, _NO_DETAIL, None)
+
+    def mark(self, name: str) -> None:
+        """Record that something has happened, which has no length."""
+        self._event(EventKind.MARK, name, time.monotonic_ns(), _NO_DETAIL, None)
+
+    def place(self, rank: int, world_size: int, pipeline_rank: int) -> None:
+        """Write on the board which rank this is."""
+        if self._slot is not None:
+            self._slot.set(Word.RANK, rank)
+            self._slot.set(Word.WORLD_SIZE, world_size)
+            self._slot.set(Word.PIPELINE_RANK, pipeline_rank)
+
+    def close(self) -> None:
+        """Write on the board that the run is over on this rank."""
+        if self._slot is not None:
+            self.mark("end")
+            self._slot.set(Word.ENDED, 1)
+
+    def _id(self, name: str) -> int:
+        """Return the number of a name, which is new or known; names beyond the room share one."""
+        found = self._ids.get(name)
+        if found is None:
+            found = self._ids[name] = min(len(self._ids), MAX_NAMES - 1)
+            if self._slot is not None:
+                self._slot.name(found, name if found < MAX_NAMES - 1 else "...")
+        return found
+
+    def _charge(self, now: int) -> None:
+        """Add the time since the last change to the phase that it belongs to."""
+        charged = self._charged[-1]
+        self._nanoseconds[charged] += now - self._since
+        self._since = now
+        if self._slot is not None:
+            self._slot.write_seconds(charged, self._nanoseconds[charged] / 1e9)
+
+    def _enter(self, phase: int, name: str, about: tuple[int, int, int], detail: Any) -> None:
+        """Begin a phase, and record it under ``name``."""
+        now = time.monotonic_ns()
+        self._charge(now)
+        outer = self._charged[-1]
+        self._charged.append(outer if outer in _WHOLE else phase)
+        try:
+            self._event(EventKind.BEGIN, name, now, about, detail)
+        except BaseException as error:
+            # A listener has failed, so that no context has been entered that would end the phase.
+            self._leave(name, type(error))
+            raise
+
+    def _leave(self, name: str, error: type[BaseException] | None) -> None:
+        """End the innermost phase; a first ``error`` is marked while the phase is still known."""
+        now = time.monotonic_ns()
+        if error is not None:
+            self._event(EventKind.MARK, error.__name__, now, _NO_DETAIL, None)
+        self._charge(now)
+        self._charged.pop()
+        self._event(EventKind.END, name, now, _NO_DETAIL, "end")
+
+    def _event(
+        self, kind: EventKind, name: str, now: int, about: tuple[int, int, int], detail: Any
+    ) -> None:
+        if self._slot is not None:
+            code = self._id(name) << 2 | kind
+            self._slot.write(now, self.iteration, code, self._charged[-1], about)
+        for listener in self.listeners:
+            listener(name, self.iteration, detail)
+
+
+class _Phase(AbstractContextManager[None]):
+    """The context of one phase, which has no state of its own."""
+
+    __slots__ = ("_name", "_number", "_recorder")
+
+    def __init__(self, recorder: Recorder, name: str, number: int) -> None:
+        self._recorder = recorder
+        self._name = name
+        self._number = number
+
+    def __enter__(self) -> None:
+        self._recorder._enter(self._number, self._name, _NO_DETAIL, "begin")
+
+    def __exit__(
+        self, error: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
+        self._recorder._leave(self._name, error)
+
+
+class _ActionScope(AbstractContextManager[None]):
+    """The context of the action that `Recorder.action` has named last."""
+
+    __slots__ = ("_name", "_recorder", "action", "peer")
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._name = ""
+        self.action: Action
+        self.peer = -1
+
+    def __enter__(self) -> None:
+        action = self.action
+        recorder = self._recorder
+        self._name = name = action.kind.value
+        phase = recorder._ids[_PHASE_OF.get(name, "bubble")]
+        recorder._enter(phase, name, (action.microbatch, action.stage, self.peer), action)
+
+    def __exit__(
+        self, error: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
+        self._recorder._leave(self._name, error)
+
+
+class _Waiting(AbstractContextManager[None]):
+    """The context of one wait for a message."""
+
+    __slots__ = ("_about", "_kind", "_recorder")
+
+    def __init__(self, recorder: Recorder, kind: str, about: tuple[int, int, int]) -> None:
+        self._recorder = recorder
+        self._kind = f"wait: {kind}"
+        self._about = about
+
+    def __enter__(self) -> None:
+        recorder = self._recorder
+        recorder._enter(recorder._ids["bubble"], self._kind, self._about, "begin")
+
+    def __exit__(
+        self, error: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
+        self._recorder._leave(self._kind, error)
+
+
+def open_recorder(folder: Path | None = None) -> Recorder:
+    """Return a recorder that writes to this rank's slot of the board in the host folder.
+
+    Without a host folder, or where its memory is not enough, the recorder has no slot.
+    """
+    folder = folder or host_folder()
+    if folder is None:
+        return Recorder()
+    place = int(os.environ.get("LOCAL_RANK", "0"))
+    try:
+        slot = Board.of_machine(folder).slot(place)
+    except OSError as error:
+        if place == 0:
+            print(f"note: no heartbeats, for the board cannot be made ({error})", flush=True)
+        return Recorder()
+    recorder = Recorder(slot)
+    slot.set(Word.STARTED, time.monotonic_ns())
+    slot.set(Word.GENERATION, generation())
+    recorder.place(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), 0)
+    # The process id comes last: a slot without one is free.
+    slot.set(Word.PID, os.getpid())
+    return recorder
