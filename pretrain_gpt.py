@@ -14,6 +14,7 @@ from megatron_ext.errors import end_on_interrupt, run_program
 if __name__ == "__main__":
     end_on_interrupt()
 
+from megatron_ext.extras import run_tool
 from megatron_ext.text.task import TEXT
 from megatron_ext.train.main import main
 
@@ -42,14 +43,13 @@ def audit(flags: list[str]) -> int:
     rank = os.environ.get("RANK", "")
     if rank.isdecimal() and int(rank) > 0:
         return 0
-    from megatron_ext.extras.audit.report import main as tool
-
     print(
         "> These flags are audited as those of Megatron-LM; what this program does instead is in "
         "docs/numerics.md.",
         flush=True,
     )
-    return tool(["--", "pretrain_gpt.py", *flags])
+    words = ["--", "pretrain_gpt.py", *flags]
+    return run_tool("audit", "report", words, description=str(__doc__))
 
 
 if __name__ == "__main__":

@@ -25,12 +25,17 @@ from tests.combinations.options import every_flag
 
 PACKAGE = Path(__file__).parent.parent / "megatron_ext"
 ENGINE = (
-    "train planning checkpoint schedules optim losses layers data parallel faults device config "
-    "core disk errors limits"
+    "train planning checkpoint schedules optim losses layers data parallel device config core "
+    "disk errors limits"
 ).split()
 """Folders and files of the engine; each imports only those to its right."""
-TENANTS: dict[str, set[str]] = {"text": set(), "video": set(), "inspect": {"text", "video"}}
-"""Folders above the engine, with the other tenants that they may import."""
+TENANTS: dict[str, set[str]] = {
+    "text": set(),
+    "video": set(),
+    "inspect": {"text", "video"},
+    "extras": {"text", "video", "inspect"},
+}
+"""Folders above the engine, with the others of them that they may import."""
 
 
 TENANT_WORDS = re.compile(
@@ -66,8 +71,21 @@ def test_imports_point_one_way() -> None:
             allowed = set(ENGINE[ENGINE.index(own) :])
         else:
             continue
+        # The table of the add-ons, which imports none of them.
+        allowed.add("extras")
         wrong += [f"{path.relative_to(PACKAGE)} imports {x}" for x in _imports(path) - allowed]
     assert not wrong
+
+
+def test_no_add_on_is_imported_by_name() -> None:
+    wrong = []
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).parts
+        own = parts[1] if parts[0] == "extras" else None
+        for name in re.findall(r"megatron_ext\.extras\.(\w+)", path.read_text(encoding="utf-8")):
+            if name != own:
+                wrong.append(f"{'/'.join(parts)} names {name}")
+    assert wrong == []
 
 
 def _modules() -> dict[str, ast.Module]:

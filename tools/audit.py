@@ -26,7 +26,9 @@ from megatron_ext.errors import end_on_interrupt, run_program
 if __name__ == "__main__":
     end_on_interrupt()
 
-from megatron_ext.extras.audit.report import main
+from megatron_ext.extras import run_tool
+
+main = partial(run_tool, "audit", "report", description=str(__doc__))
 
 if __name__ == "__main__":
-    run_program(partial(main, description=__doc__ or ""))
+    run_program(main)

@@ -12,10 +12,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ext import limits
+from megatron_ext import extras, limits
 from megatron_ext.errors import end_on_interrupt, run_program
 
 if __name__ == "__main__":
@@ -24,9 +25,6 @@ if __name__ == "__main__":
 from megatron_ext.config.flags import COUNT
 from megatron_ext.data.indexed import plain_prefix
 from megatron_ext.errors import ConfigError, MegatronExtError
-from megatron_ext.extras.quality.measure import QualityOptions, measure
-from megatron_ext.extras.quality.page import write_quality_page
-from megatron_ext.extras.quality.results import check_output, lines, write_duplicates, write_json
 from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.data.inspect import (
     digest_path,
@@ -191,7 +189,7 @@ def _add_quality_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON")
 
 
-def _quality_options(args: argparse.Namespace) -> QualityOptions | None:
+def _quality_options(args: argparse.Namespace) -> Any:
     """Return what to measure, None if no flag asks for it; raise a ConfigError for a wrong flag."""
     names = "near_duplicates", "sample_documents", "text_documents", "span_tokens"
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
@@ -199,34 +197,40 @@ def _quality_options(args: argparse.Namespace) -> QualityOptions | None:
     if not (args.quality or given or any(outputs.values())):
         return None
     for flag, path in outputs.items():
-        check_output(flag, path)
+        _quality("results").check_output(flag, path)
     if "text_documents" in given and args.tokenizer_type is None:
         raise ConfigError(
             f"`--text-documents` ({args.text_documents}) are decoded by a tokenizer; give "
             "`--tokenizer-type` too."
         )
-    return QualityOptions(**given, seed=args.seed)
+    return _quality("measure").QualityOptions(**given, seed=args.seed)
+
+
+def _quality(module: str) -> Any:
+    """Return a module of the add-on that measures quality."""
+    return extras.needed("quality", module, "--quality")
 
 
 def _tell_quality(
     prefixes: Sequence[str],
     tokenizer: Tokenizer | None,
-    options: QualityOptions,
+    options: Any,
     args: argparse.Namespace,
 ) -> None:
     """Print the quality of datasets, and write the files that flags ask for."""
-    quality, documents = measure(prefixes, tokenizer, options)
-    print("\n".join(lines(quality)))
+    results = _quality("results")
+    quality, documents = _quality("measure").measure(prefixes, tokenizer, options)
+    print("\n".join(results.lines(quality)))
     path: Path | None = None
     try:
         for path in filter(None, (args.duplicates_out, args.json, args.html)):
             path.parent.mkdir(parents=True, exist_ok=True)
             if path is args.duplicates_out:
-                write_duplicates(quality, documents, path)
+                results.write_duplicates(quality, documents, path)
             elif path is args.json:
-                write_json(quality, path)
+                results.write_json(quality, path)
             else:
-                write_quality_page(quality, path)
+                _quality("page").write_quality_page(quality, path)
             print(f"written    {path}")
     except OSError as error:
         raise ConfigError(

@@ -15,7 +15,7 @@ answered; 2: bad flags, or a question that the record cannot answer.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -25,13 +25,9 @@ from megatron_ext.errors import end_on_interrupt, run_program
 if __name__ == "__main__":
     end_on_interrupt()
 
-from megatron_ext.extras.ledger import tool as ledger_tool
+from megatron_ext.extras import run_tool
 
-
-def main(argv: Sequence[str]) -> int:
-    """Answer the question that the flags ask; return the exit code."""
-    return ledger_tool.main(argv, str(__doc__))
-
+main = partial(run_tool, "ledger", "tool", description=str(__doc__))
 
 if __name__ == "__main__":
     run_program(main)

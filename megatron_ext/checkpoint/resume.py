@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_ext.checkpoint import storage
 from megatron_ext.checkpoint.compatibility import check_changes
@@ -26,10 +26,51 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.disk.events import append_event
 from megatron_ext.disk.host_folder import generation
 from megatron_ext.errors import CheckpointError
-from megatron_ext.extras.resilience.memory import PROGRESS, RUN_CONFIG, VALUES, MemoryCheckpoints
-from megatron_ext.extras.resilience.recovery import HeldSnapshot, Recovery, told
 from megatron_ext.parallel.collectives import from_all_ranks, on_first_rank
 from megatron_ext.parallel.context import ParallelContext
+
+
+class SnapshotStore(Protocol):
+    """A place where a run keeps snapshots of its state.
+
+    Attributes:
+        stays: whether the snapshots stay when the run ends.
+        left: whether a killed run with the same save folder has left its snapshots there.
+        is_behind: whether its snapshots are of another number of replicas.
+    """
+
+    stays: bool
+    left: bool
+    is_behind: bool
+
+    def remove(self) -> None:
+        """Remove the snapshots at the end of a run, unless they stay."""
+
+
+class SnapshotRecovery(Protocol):
+    """Finds the snapshots of a store, as the add-on ``resilience`` does in `recovery.Recovery`.
+
+    All ranks call each method together.
+    """
+
+    @property
+    def memory(self) -> SnapshotStore:
+        """Return the store."""
+
+    def newest(self, newer_than: int, *, with_earlier: bool = False) -> Any:
+        """Return the newest snapshots of all ranks; None if none are ``newer_than`` this."""
+
+    def source(self, chosen: Any) -> str:
+        """Return from where chosen snapshots come, in a word."""
+
+    def state_of(self, chosen: Any) -> tuple[Any, Any, Any, Path]:
+        """Return this rank's values, counters, configuration and folder in chosen snapshots."""
+
+    def publish(self, chosen: Any, save: str | None) -> CheckpointRef:
+        """Write snapshots of another layout as a temporary checkpoint."""
+
+    def remove_temporary(self, found: CheckpointRef) -> None:
+        """Remove the checkpoint of `publish`."""
 
 
 class Resume:
@@ -58,23 +99,23 @@ class Resume:
         self.saved_at = 0
 
     def load(
-        self, stores: Sequence[MemoryCheckpoints], **parts: Any
+        self, recoveries: Sequence[SnapshotRecovery], **parts: Any
     ) -> tuple[LoadedCheckpoint | None, str]:
         """Load the newest state; return what was loaded, and from where.
 
         That is "memory", "peer" (a rank needed its neighbour's copy), "checkpoint" or "start".
 
         Args:
-            stores: the places of snapshots, of which a run that starts uses those that stay or
-                that a killed run has left.
+            recoveries: find snapshots, of which a run that starts uses those that stay or that a
+                killed run has left.
             parts: model, optimizer and so on, as for `CheckpointManager.load`.
         """
         found = self._find()
         while True:
-            best = self._newest_snapshots(stores, found)
+            best = self._newest_snapshots(recoveries, found)
             if best is not None:
                 self.saved_at = 0 if found is None or found.weights_only else found.iteration
-                return self._from_snapshots(*best, parts), told(best[1])
+                return self._from_snapshots(*best, parts), best[0].source(best[1])
             if found is None:
                 return None, "start"
             if self._is_intact(found):
@@ -85,17 +126,17 @@ class Resume:
             found = self._find()
 
     def _newest_snapshots(
-        self, stores: Sequence[MemoryCheckpoints], found: CheckpointRef | None
-    ) -> tuple[Recovery, list[HeldSnapshot]] | None:
+        self, recoveries: Sequence[SnapshotRecovery], found: CheckpointRef | None
+    ) -> tuple[SnapshotRecovery, Any] | None:
         """Return the newest snapshots of all ranks if they are at least as new as a checkpoint."""
         best = None
         newer_than = -1
         if found is not None and not found.weights_only:
             newer_than = found.iteration - 1
-        for store in stores:
+        for recovery in recoveries:
+            store = recovery.memory
             continues = (store.stays or store.left) and self._continues(found)
             if self._again or continues:
-                recovery = Recovery(store, self._context)
                 chosen = recovery.newest(newer_than, with_earlier=continues)
                 if chosen is not None:
                     newer_than = chosen[0].iteration
@@ -172,7 +213,7 @@ class Resume:
             )
 
     def _from_snapshots(
-        self, recovery: Recovery, chosen: list[HeldSnapshot], parts: dict[str, Any]
+        self, recovery: SnapshotRecovery, chosen: Any, parts: dict[str, Any]
     ) -> LoadedCheckpoint | None:
         if chosen[0].layout != self._context.layout:
             found = recovery.publish(chosen, self._config.save)
@@ -181,12 +222,9 @@ class Resume:
             recovery.remove_temporary(found)
             recovery.memory.is_behind = True
             return loaded
-        snapshot = recovery.fetch(chosen)
-        state = snapshot.state()
-        path = snapshot.path.parent
-        stored = state[RUN_CONFIG]
+        values, progress, stored, path = recovery.state_of(chosen)
         notes = check_changes(
             path, self._run_config, stored, weights_only=False, with_optimizer=True
         )
-        notes += self._checkpoints.restore(state[VALUES], **parts)
-        return LoadedCheckpoint(snapshot.iteration, state[PROGRESS], stored, path, notes)
+        notes += self._checkpoints.restore(values, **parts)
+        return LoadedCheckpoint(chosen[0].iteration, progress, stored, path, notes)

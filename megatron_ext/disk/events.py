@@ -18,6 +18,8 @@ from megatron_ext.disk.reading import rows_of
 from megatron_ext.disk.writing import open_descriptor
 
 EVENTS_FILE = "faults.jsonl"
+REPORT, TIMELINE, PICTURE = "report.txt", "timeline.json", "picture.svg"
+"""Names of the files in the folder of a post-mortem."""
 
 
 def append_event(folder: str | Path | None, kind: str, **facts: Any) -> None:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.disk.writing import open_descriptor, write_text
-from megatron_ext.extras.resilience.process import ticks_at_start
 
 FOLDER_VARIABLE = "MEGATRON_EXT_HOST_FOLDER"
 GENERATION_VARIABLE = "MEGATRON_EXT_GENERATION"
@@ -31,6 +30,8 @@ _SAVE = "save_folder"
 """The file that names the save folder of the run."""
 SNAPSHOTS = ("snapshots", "non_persistent")
 """The folders of memory checkpoints within a host folder."""
+RESIZE = "resize"
+"""The file that asks the ranks to save and to end, for another number of them."""
 TAKEN_OVER = "taken_over"
 """The file that says that the memory checkpoints are those of an earlier run."""
 _SECONDS_FOR_DYING_RANKS = 2.0
@@ -51,6 +52,12 @@ def generation() -> int:
     return int(given or 0)
 
 
+def is_asked_to_resize() -> bool:
+    """Return whether the launcher has asked the ranks to save and to end."""
+    folder = host_folder()
+    return folder is not None and (folder / RESIZE).exists()
+
+
 def is_under_torchrun() -> bool:
     """Return whether torchrun has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
@@ -59,6 +66,19 @@ def is_under_torchrun() -> bool:
 def restarts_by_torchrun() -> int:
     """Return how often torchrun starts ranks that fail again; 0 without torchrun."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+
+
+def ticks_at_start(pid: int) -> int | None:
+    """Return when a process began, in ticks of the kernel's clock; None if the system hides it.
+
+    psutil gives the time of day, which changes with the clock and is exact to a second only.
+    """
+    try:
+        # The 22nd field; the 2nd, in brackets, may contain spaces.
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return int(text.rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 @contextmanager

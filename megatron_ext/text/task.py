@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_ext import extras
 from megatron_ext.config.model import ModelConfig, padded_size
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.extras.ledger.recording import DataLedger
 from megatron_ext.text.config import (
     NEEDS,
     SECTIONS,
@@ -44,6 +44,8 @@ from megatron_ext.text.model.gpt import build_gpt_chunk
 from megatron_ext.text.step import gpt_forward_step, prepare_batches, text_step_stats
 from megatron_ext.text.tokenizers import build_tokenizer, check_files
 from megatron_ext.text.tokenizers.base import Tokenizer
+from megatron_ext.train.callbacks.callback import Callback
+from megatron_ext.train.run import Run
 from megatron_ext.train.task import Datasets, Task, TaskChoice, later
 
 
@@ -177,6 +179,15 @@ def tokenizer_lines(config: RunConfig, assets: Any) -> list[str]:
     return assets.notes() if isinstance(assets, Tokenizer) else []
 
 
+def data_ledger(run: Run) -> Callback | None:
+    """Return what records which samples a run in the direct order reads: the add-on ``ledger``."""
+    if run.config.checkpoint.save is None or not run.progress.data_order:
+        return None
+    ledger = extras.part("ledger", "recording")
+    built: Callback | None = None if ledger is None else ledger.DataLedger(run)
+    return built
+
+
 GPT = Task(
     sections=(*SECTIONS, HuggingFaceConfig),
     needs=NEEDS,
@@ -196,7 +207,7 @@ GPT = Task(
     chunk_sections={build_gpt_chunk: (HybridConfig,)},
     prepare_batches=prepare_batches,
     step_stats=text_step_stats,
-    callbacks=(DataLedger, TaskScores, HuggingFaceFolders, StorageNotes),
+    callbacks=(data_ledger, TaskScores, HuggingFaceFolders, StorageNotes),
     cost=GPT_COST,
     perplexity=True,
 )

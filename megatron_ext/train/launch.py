@@ -15,8 +15,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,12 +25,12 @@ import torch
 from megatron_ext import limits
 from megatron_ext.device import Device
 from megatron_ext.disk.host_folder import (
-    host_folder,
     is_under_torchrun,
     leave_exit_code,
     leave_host_folder,
     restarts_by_torchrun,
     shared_host_folder,
+    ticks_at_start,
 )
 from megatron_ext.errors import (
     EXIT_CODE_INTERRUPTED,
@@ -42,10 +43,6 @@ from megatron_ext.errors import (
     parent_at_start,
     release_signals,
 )
-from megatron_ext.extras.resilience.fault_supervisor import TellingSupervisor
-from megatron_ext.extras.resilience.generation import follow_earlier_process
-from megatron_ext.extras.resilience.restarts import RestartPolicy, supervise
-from megatron_ext.extras.resilience.watcher import open_watcher
 from megatron_ext.parallel.context import NoAnswer, contact_fault
 from megatron_ext.train.exit_codes import (
     EXIT_CODE_LOST_CONTACT,
@@ -56,6 +53,7 @@ from megatron_ext.train.exit_codes import (
     EXIT_CODE_USER_ERROR,
 )
 from megatron_ext.train.exit_signal import ExitSignal
+from megatron_ext.train.supervision import Supervision, supervision_of_ranks
 from megatron_ext.train.supervisor import SignalForwarder
 
 SECONDS_FOR_RANK_0 = 20.0
@@ -80,6 +78,52 @@ def _tell_nothing(_code: int) -> None:
 
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 """Numbers that a launcher such as torchrun gives to each of its processes."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One start of a run by its launcher, from which all restarts come.
+
+    Attributes:
+        started: when the launcher started, in seconds since the epoch.
+        ends_itself: whether the launcher is a process of this package, which writes the report
+            when all ranks have ended; otherwise the reporting rank does.
+        data_lines: what the run reads of its data and what it does not use (`Task.data_lines`).
+    """
+
+    started: float
+    ends_itself: bool
+    data_lines: Sequence[str] = ()
+
+
+def launch_of(argv: Sequence[str]) -> Launch:
+    """Return the launch to which this process belongs; ``argv`` are its program's arguments.
+
+    A process that is the program itself counts from its start, with all imports. Under torchrun
+    the launcher is torchrun's agent, the parent.
+    """
+    is_rank = "RANK" in os.environ
+    if is_rank and is_under_torchrun():
+        return Launch(_start_of(os.getppid()), ends_itself=False)
+    is_program = list(argv) == sys.argv[1:]
+    started = _start_of(os.getpid()) if is_program else time.time()
+    return Launch(started, ends_itself=not is_rank)
+
+
+def _start_of(pid: int) -> float:
+    """Return when a process started, in seconds since the epoch; now, if the system hides it."""
+    ticks = ticks_at_start(pid)
+    if ticks is None:
+        return time.time()
+    since_boot = ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
+
+
+@dataclass
+class End:
+    """The end of a launch: the exit code of the program, which is 1 if it raises an error."""
+
+    exit_code: int = 1
 
 
 def check_launcher() -> None:
@@ -187,7 +231,8 @@ def launch(
     nproc_per_node: int,
     device: Device,
     timeout_minutes: float = 10,
-    policy: RestartPolicy | None = None,
+    supervision: Supervision | None = None,
+    main_of: Callable[[int], Main] | None = None,
     save: str | None = None,
     exit_signal: ExitSignal | None = None,
     tell: Tell | None = None,
@@ -195,23 +240,34 @@ def launch(
     """Run ``main`` on every rank of this machine, and return the first failed rank's exit code.
 
     Starts ``nproc_per_node`` ranks unless torchrun has started them already, and starts them again
-    after a fault as ``policy`` says. Faults are told in the folder ``save``. After ``exit_signal``
-    the ranks save and end.
+    after a fault as ``supervision`` says, with ``main_of`` for the number of ranks. Faults are told
+    in the folder ``save``. After ``exit_signal`` the ranks save and end.
     """
+    supervision = supervision or supervision_of_ranks()
+    main_of = main_of or (lambda world_size: main)
     exit_signal = exit_signal or ExitSignal(None)
     tell = tell or _tell_nothing
     with shared_host_folder(save):
         if "RANK" in os.environ:
-            elastic = policy is not None and policy.is_elastic
-            return _run_started_rank(main, exit_signal, tell, elastic=elastic)
+            return _run_started_rank(main, exit_signal, tell, supervision)
         code = _run_ranks(
-            main, nproc_per_node, device, timeout_minutes, policy, save, exit_signal, tell
+            main,
+            nproc_per_node,
+            device,
+            timeout_minutes,
+            supervision,
+            main_of,
+            save,
+            exit_signal,
+            tell,
         )
         tell(code)
         return code
 
 
-def _run_started_rank(main: Main, exit_signal: ExitSignal, tell: Tell, *, elastic: bool) -> int:
+def _run_started_rank(
+    main: Main, exit_signal: ExitSignal, tell: Tell, supervision: Supervision
+) -> int:
     """Run the rank that torchrun, or a launcher like it, has started as this process.
 
     The process ends here unless the exit code is 0.
@@ -220,7 +276,7 @@ def _run_started_rank(main: Main, exit_signal: ExitSignal, tell: Tell, *, elasti
     if is_under_torchrun():
         # The agent may be ended by a signal that it does not pass on.
         end_with_parent(agent, exit_signal.number or signal.SIGKILL)
-        follow_earlier_process()
+        supervision.follow_earlier_process()
         if exit_signal.number is not None:
             # Its agent waits for a limited time until it has saved.
             leave_exit_code(EXIT_CODE_NOT_SAVED)
@@ -234,7 +290,7 @@ def _run_started_rank(main: Main, exit_signal: ExitSignal, tell: Tell, *, elasti
         tell(code)
         if code != EXIT_CODE_RESIZED:
             leave_host_folder()
-        if code == EXIT_CODE_SIGNAL and restarts_by_torchrun() and not elastic:
+        if code == EXIT_CODE_SIGNAL and restarts_by_torchrun() and not supervision.is_elastic:
             # torchrun starts ranks again that end with any code, unless it is asked to end itself.
             # An elastic run gets the same signal whenever its number of nodes changes.
             with suppress(ProcessLookupError):
@@ -248,26 +304,30 @@ def _run_ranks(
     nproc_per_node: int,
     device: Device,
     timeout_minutes: float,
-    policy: RestartPolicy | None,
+    supervision: Supervision,
+    main_of: Callable[[int], Main],
     save: str | None,
     exit_signal: ExitSignal,
     tell: Tell,
 ) -> int:
     """Start the ranks of this machine as `launch` does, and return the exit code."""
-    if device.kind == "cuda" and (nproc_per_node > 1 or policy is not None):
+    restarts = supervision.max_restarts
+    if device.kind == "cuda" and (nproc_per_node > 1 or restarts is not None):
         from megatron_ext.train.torchrun import run_torchrun
 
         options = ["--standalone", f"--nproc-per-node={nproc_per_node}"]
-        if policy is not None:
-            options.append(f"--max-restarts={policy.max_restarts}")
+        if restarts is not None:
+            options.append(f"--max-restarts={restarts}")
         if exit_signal.number is not None:
             # The time to save; torchrun's own is 30 seconds.
             options.append(f"--shutdown-timeout={round(60 * timeout_minutes)}")
         if exit_signal.came:
             return EXIT_CODE_NOT_SAVED
         return run_torchrun([*options, *sys.argv])
-    if policy is not None:
-        return supervise(_forked, policy, timeout_minutes=timeout_minutes, exit_signal=exit_signal)
+    if restarts is not None:
+        return supervision.run(
+            _forked, main_of, timeout_minutes=timeout_minutes, exit_signal=exit_signal
+        )
     if nproc_per_node > 1:
         return fork_ranks(
             main,
@@ -275,6 +335,7 @@ def _run_ranks(
             timeout_minutes=timeout_minutes,
             save=save,
             exit_signal=exit_signal,
+            supervision=supervision,
         )
     ours = _environment(0, 1)
     before = {name: os.environ[name] for name in ours if name in os.environ}
@@ -325,15 +386,17 @@ def fork_ranks(
     timeout_minutes: float = 10,
     save: str | None = None,
     exit_signal: ExitSignal | None = None,
+    supervision: Supervision | None = None,
 ) -> int:
     """Fork ranks, run ``main`` on each, and return the first failed rank's exit code, or 0.
 
     Where the ranks have a host folder they are watched, and faults are told in the folder ``save``.
     """
-    watcher = open_watcher(host_folder(), world_size, timeout_minutes)
-    with SignalForwarder(exit_signal) as forwarder, _forked(main, world_size, forwarder, {}):
-        supervisor = TellingSupervisor(forwarder, timeout_minutes, watcher=watcher, save=save)
-        return forwarder.code(supervisor.wait())
+    supervision = supervision or supervision_of_ranks()
+    with SignalForwarder(exit_signal) as forwarder:
+        supervisor = supervision.supervisor(world_size, forwarder, timeout_minutes, save)
+        with _forked(main, world_size, forwarder, {}):
+            return forwarder.code(supervisor.wait())
 
 
 @contextmanager

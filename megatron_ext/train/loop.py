@@ -12,11 +12,6 @@ import torch
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from torch import Tensor
 
-from megatron_ext.extras.resilience.generation import RestartReport
-from megatron_ext.extras.resilience.rerun import Rerun
-from megatron_ext.extras.resilience.resting_state import RestingState
-from megatron_ext.extras.resilience.snapshots import Snapshots
-from megatron_ext.extras.resilience.spikes import Spikes
 from megatron_ext.train.batch_size import StepStats
 from megatron_ext.train.callbacks.callback import (
     Callback,
@@ -33,6 +28,7 @@ from megatron_ext.train.reporting.records import IterationRecord
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult
 from megatron_ext.train.step_losses import means_of
+from megatron_ext.train.supervision import supervision_of
 
 
 def train(run: Run) -> int | None:
@@ -51,13 +47,12 @@ def train(run: Run) -> int | None:
         run.reporters.say(f"nothing to do at iteration {run.progress.iteration} ({reason})")
         save(is_last=True)
         return 0
-    callbacks: list[Callback] = [RestartReport(run), WeightAverage(run), StepProfiler(run)]
-    callbacks += [Invariants(run), NonFinite(run), Rerun(run), Spikes(run), RestingState(run)]
+    callbacks: list[Callback] = [WeightAverage(run), StepProfiler(run)]
+    callbacks += [Invariants(run), NonFinite(run)]
+    callbacks += supervision_of(run.config).callbacks(run, metrics.settle)
     callbacks.append(Evaluation(run, callbacks))
-    callbacks += [build(run) for build in run.task.callbacks]
+    callbacks += [built for build in run.task.callbacks if (built := build(run)) is not None]
     callbacks += [GarbageCollection(run), StopConditions(run), early_stopping]
-    snapshots = Snapshots(run, metrics.settle)
-    snapshots.start()
     for callback in callbacks:
         callback.on_train_start()
     if _has_lost_a_save(run):
@@ -81,7 +76,8 @@ def train(run: Run) -> int | None:
             callback.decide(decision)
         if run.saves.must_repeat() or decision.save or decision.stop is not None:
             save(decision.superseded)
-        snapshots.take_if_due()
+        for callback in callbacks:
+            callback.after_save()
         metrics.pause(time.perf_counter() - started)
     if decision.stop is not None:
         run.reporters.reason = decision.stop
@@ -89,7 +85,6 @@ def train(run: Run) -> int | None:
     for callback in callbacks:
         callback.on_train_end()
     save(is_last=True)
-    snapshots.end()
     return None if decision.stop is None else decision.exit_code
 
 

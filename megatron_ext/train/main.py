@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron_ext import extras
 from megatron_ext.checkpoint.background import Helper, ending
 from megatron_ext.checkpoint.compatibility import check_resume
 from megatron_ext.checkpoint.files import root_of
@@ -30,26 +31,22 @@ from megatron_ext.errors import (
     MegatronExtError,
     say_to_stderr,
 )
-from megatron_ext.extras.chaos import inject
-from megatron_ext.extras.report.time_rows import Launch, launch_of, reported_end
-from megatron_ext.extras.resilience.elastic import elastic_sizes
-from megatron_ext.extras.resilience.hang_guard import hang_guard
-from megatron_ext.extras.resilience.restarts import RestartPolicy, restart_notes
 from megatron_ext.layers.compiled import compile_alike, compile_nothing
 from megatron_ext.layers.transformer_config import check_core
 from megatron_ext.losses.custom import load_loss
 from megatron_ext.parallel.context import embedding_ranks, init_groups, seed_everything
 from megatron_ext.parallel.grid import Layout
-from megatron_ext.parallel.recorder import open_recorder
+from megatron_ext.parallel.recorder import Recorder, open_recorder
 from megatron_ext.planning.memory import check_host_memory
 from megatron_ext.train.callbacks.evaluation import evaluate_at_end
 from megatron_ext.train.exit_signal import ExitSignal, loss_at_end
-from megatron_ext.train.launch import check_launcher, launch, refuse
+from megatron_ext.train.launch import Launch, check_launcher, launch, launch_of, refuse
 from megatron_ext.train.loop import train
-from megatron_ext.train.reporting.build import build_reporters
+from megatron_ext.train.reporting.build import build_reporters, reported_end
 from megatron_ext.train.reporting.start import start_lines
 from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run
+from megatron_ext.train.supervision import check_add_ons, supervision_of
 from megatron_ext.train.task import Preflight, Task, TaskChoice, check_own_flags
 
 EVERYWHERE = (
@@ -95,6 +92,8 @@ def silence_known_warnings(device: str) -> None:
         logging.getLogger(name).addFilter(silenced)
 
 
+INJECTED = "MEGATRON_EXT_FAULTS"
+"""The environment variable by which the add-on ``chaos`` injects faults; no flag leads there."""
 Work = Callable[[Run], "int | None"]
 
 
@@ -140,12 +139,14 @@ def main(
         device = select(parsed.config.parallel.distributed_backend)
         task = parsed.task
         check_own_flags(task, parsed.config)
+        check_add_ons(parsed.config)
         staged = stage(parsed.config, is_first=first)
         config, assets = preflight(parsed.config, task.preflight)
         configure = partial(_resized, config, task, parse)
+        supervision = supervision_of(config)
         silence_known_warnings(device.kind)
         loading = load_notes(config.checkpoint)
-        every = (*notes, *parsed.notes, *restart_notes(config), *staged, *loading)
+        every = (*notes, *parsed.notes, *supervision.notes(), *staged, *loading)
         for note in every if first else ():
             print(f"> {note}", flush=True)
         if config.planning.dry_run:
@@ -153,7 +154,7 @@ def main(
 
             return int(first and not print_plan(config, task.cost))
         check_core(config)
-        sizes = elastic_sizes(config, configure)
+        supervision.prepare(configure)
         check_host_memory(config, task.cost)
         if first:
             check_save_folder(config.checkpoint.save)
@@ -192,9 +193,8 @@ def main(
             nproc_per_node=config.parallel.nproc_per_node,
             device=device,
             timeout_minutes=config.parallel.distributed_timeout_minutes,
-            policy=RestartPolicy.of_run(
-                config, sizes, lambda size: partial(program_of, task, configure(size))
-            ),
+            supervision=supervision,
+            main_of=lambda size: partial(program_of, task, configure(size)),
             save=config.checkpoint.save,
             exit_signal=exit_signal,
             tell=tell,
@@ -281,7 +281,7 @@ def pretrain(
     """
     exit_signal = exit_signal or ExitSignal.of_run(config.training)
     recorder = open_recorder()
-    injector = inject.arm(recorder, config.checkpoint.save)
+    injector = _injector(recorder, config)
     # The helper is forked before this process has threads, process groups or a GPU.
     helper = Helper() if config.checkpoint.async_save else None
     torch_device = device.activate(int(os.environ.get("LOCAL_RANK", "0")))
@@ -304,7 +304,8 @@ def pretrain(
             # These ranks hold the same hidden states, and the same gradients of norms.
             compile_alike()
         save = config.checkpoint.save
-        with hang_guard(config, context.rank), hold_save_folder(save, context), ending(helper):
+        guard = supervision_of(config).guard(context.rank)
+        with guard, hold_save_folder(save, context), ending(helper):
             tell_bus_errors()
             # A time limit is one of the whole job, with all its restarts.
             started = None if launched is None else launched.started
@@ -343,6 +344,14 @@ def pretrain(
         raise
     finally:
         context.destroy()
+
+
+def _injector(recorder: Recorder, config: RunConfig) -> Any:
+    """Return what injects faults into this rank, as tests and tools/chaos.py ask; else None."""
+    if INJECTED not in os.environ:
+        return None
+    chaos = extras.needed("chaos", "inject", INJECTED)
+    return chaos.arm(recorder, config.checkpoint.save)
 
 
 def check_folders(logs: LoggingConfig, checkpoint: CheckpointConfig) -> None:

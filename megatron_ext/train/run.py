@@ -25,9 +25,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.data.loader import BatchSource
 from megatron_ext.device import HostCopy, to_device
-from megatron_ext.disk.host_folder import is_under_torchrun
-from megatron_ext.extras.resilience.elastic import is_asked_to_resize
-from megatron_ext.extras.resilience.memory import MemoryCheckpoints
+from megatron_ext.disk.host_folder import is_asked_to_resize, is_under_torchrun
 from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.optim.update import ParameterGather
 from megatron_ext.parallel.context import ParallelContext
@@ -45,7 +43,7 @@ class StopRequests:
     Args:
         started: when the run began, in seconds since 1970.
         elastic: whether the run may be asked to go on with another number of replicas. torchrun
-            asks by SIGTERM, and the launcher of forked ranks as `elastic.is_asked_to_resize` tells.
+            asks by SIGTERM, and the launcher of forked ranks by a file (`is_asked_to_resize`).
         exit_signal: the exit signal as the program has watched it so far; by default from now on.
     """
 
@@ -99,7 +97,7 @@ class Run:
     """The state of a training run on one rank: model, optimizer, data, progress and so on.
 
     Attributes:
-        stores: the places where the run keeps snapshots.
+        stores: the places where the run keeps snapshots; see `supervision.Supervision.stores`.
         restored_from: where its state comes from: "start", "checkpoint", "memory" or "peer".
         rewinds: each return to an earlier state since the run started, as the iteration after which
             it happened and the iteration whose state it is.
@@ -129,7 +127,7 @@ class Run:
     reporters: Reporters = field(default_factory=lambda: Reporters([]))
     peak_flops: float | None = None
     saves: Saves = field(default_factory=lambda: Saves(None, 0))
-    stores: list[MemoryCheckpoints] = field(default_factory=list)
+    stores: Sequence[Any] = field(default_factory=list)
     restored_from: str = "start"
     rewinds: list[tuple[int, int]] = field(default_factory=list)
     saved_at: int = 0

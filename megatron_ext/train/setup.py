@@ -22,8 +22,6 @@ from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.loader import BatchSource, reads_dataset
 from megatron_ext.device.gpus import peak_flops
-from megatron_ext.disk.host_folder import host_folder
-from megatron_ext.extras.resilience.snapshots import snapshot_stores
 from megatron_ext.layers.chunks import build_chunks, wrap_chunks
 from megatron_ext.layers.sdpa import use_flash_3
 from megatron_ext.layers.transformer_config import build_transformer_config
@@ -39,6 +37,7 @@ from megatron_ext.train.reporting.start import implementation_line, parameters_l
 from megatron_ext.train.run import Run, StopRequests, count_parameters
 from megatron_ext.train.saves import Saves
 from megatron_ext.train.step import StepRunner
+from megatron_ext.train.supervision import supervision_of
 from megatron_ext.train.task import Datasets, Task
 
 
@@ -76,10 +75,12 @@ def build_run(
     checkpoints, saves = _checkpoints(config, context, device, helper)
     make_runner = task.step_runner or StepRunner
     runner = make_runner(config, task, context, transformer_config, chunks, optimizer, scheduler)
-    stores = snapshot_stores(config.checkpoint, context, host_folder()) if trains else []
+    supervision = supervision_of(config)
+    stores = supervision.stores(context) if trains else []
     parts = {"model": chunks, "optimizer": optimizer, "scheduler": scheduler, "ema": ema}
     resume = Resume(checkpoints, config, context)
-    loaded, source = resume.load(stores, **parts, extra_state=runner.extra_state)
+    recoveries = supervision.recoveries(stores, context)
+    loaded, source = resume.load(recoveries, **parts, extra_state=runner.extra_state)
     if loaded is not None:
         _continue_schedules(runner, config, loaded, context)
     if loaded is None and task.initial_weights is not None:

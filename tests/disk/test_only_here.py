@@ -80,7 +80,7 @@ READS = {
     ("data/block_cache.py", "read_text"): PROC,
     ("extras/chaos/run.py", "read_text"): PROC,
     ("train/exit_codes.py", "read_text"): "exit codes that processes of this job have left",
-    ("extras/report/page.py", "read_text"): "a file of this package",
+    ("inspect/pages/page.py", "read_text"): "a file of this package",
     ("inspect/cores.py", "read_text"): "a file of this package",
     ("extras/chaos/campaign.py", "read_text"): "the log of a run that the tool has started",
     ("extras/audit/reproduced.py", "read_bytes"): TEMPORARY,

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_ext import extras
 from megatron_ext.config.parser import read_words
 from megatron_ext.disk.events import read_events
 from megatron_ext.errors import ConfigError
@@ -16,7 +17,6 @@ from megatron_ext.extras.chaos.inject import as_variable
 from megatron_ext.extras.chaos.outcome import Result, Row, Truth, digests, judge, steps_of
 from megatron_ext.extras.chaos.plan import Case, check_possible, completed
 from megatron_ext.extras.chaos.run import run_program
-from megatron_ext.extras.report.goodput import account
 from megatron_ext.inspect.layouts import NamedLayout
 from megatron_ext.train.reporting.files import read_metrics
 from megatron_ext.train.task import Task, TaskChoice
@@ -105,6 +105,7 @@ class Campaign:
         """Return the goodput that a long run with faults has had, and its rate of faults."""
         assert result.folder is not None
         save = result.folder / "save"
+        account = extras.needed("report", "goodput", "--faults-per-hour").account
         goodput = account(read_metrics(save / "metrics.jsonl"), read_events(save))
         return Point(len(result.case.faults) / (goodput.wall / 3600.0), goodput.share)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from megatron_ext.extras.quality.measure import Duplicates, Excerpt, Quality
 from megatron_ext.extras.quality.results import duplicates_sentence, percent
 from megatron_ext.extras.quality.spans import LONG
-from megatron_ext.extras.report.charts import column_chart
-from megatron_ext.extras.report.page import page_of, write_page
-from megatron_ext.extras.report.tables import Table, moment, text_of
+from megatron_ext.inspect.pages.charts import column_chart
+from megatron_ext.inspect.pages.page import page_of, write_page
+from megatron_ext.inspect.pages.table import Table, moment, text_of
 
 Bars = list[tuple[str, str, float, str]]
 """Rows of a table with bars: a word, a number, the length of the bar in percent, a note."""

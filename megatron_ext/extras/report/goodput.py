@@ -20,14 +20,17 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
+from megatron_ext.train.reporting.files import (
+    ENDED,
+    SAME_LAUNCH,
+    TIME,
+    is_launch,
+    number,
+)
+
 Row = Mapping[str, Any]
 Seconds = dict[str, float]
 
-TIME, LAUNCHED, ENDED = "time", "launched", "ended"
-"""Kinds of rows: the seconds of an interval; a start of the ranks; the end of a launch."""
-OF_TIME = (TIME, LAUNCHED, ENDED)
-FINISHED = "finished"
-"""Reason of a launch that has done all steps of its run."""
 PREFIX = "seconds/"
 """Begins the names of the phases in a row of kind "time"."""
 
@@ -48,36 +51,6 @@ PRODUCTIVE = ("computing", "reduce", "bubble")
 _OF_PHASES = {"forward": "computing", "backward": "computing", "update": "computing"}
 _OUTSIDE_STEPS = ("start", "save", "restart")
 """Categories that a step which is done again does not lose a second time."""
-_SAME_LAUNCH = 1.0
-"""Seconds by which two ranks may disagree about the start of their launcher."""
-
-
-def number(value: object) -> float:
-    """Return a finite number of a file as a float; raise a ValueError for anything else."""
-    if type(value) is float and math.isfinite(value):
-        return value
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{value!r} is no number")
-    try:
-        found = float(value)
-    except OverflowError:
-        found = math.inf
-    if not math.isfinite(found):
-        raise ValueError(f"{found} is not finite")
-    return found
-
-
-def launch_time(row: Row) -> float:
-    """Return when the launch that wrote a row started; NaN if the row does not tell."""
-    try:
-        return number(row.get("launched_at"))
-    except ValueError:
-        return math.nan
-
-
-def is_launch(row: Row, started: float) -> bool:
-    """Return whether a row belongs to the launch that started at this time."""
-    return abs(launch_time(row) - started) <= _SAME_LAUNCH
 
 
 @dataclass(frozen=True)
@@ -205,13 +178,13 @@ def account(rows: Sequence[Row], events: Sequence[Row] = ()) -> Goodput:
     faults = sorted(_faults(events), key=lambda fault: fault.time)
     goodput = Goodput()
     starts = sorted({row.launched_at for row in times})
-    launches = [s for i, s in enumerate(starts) if not i or s - starts[i - 1] > _SAME_LAUNCH]
+    launches = [s for i, s in enumerate(starts) if not i or s - starts[i - 1] > SAME_LAUNCH]
     for index, launched_at in enumerate(launches):
         limit = launches[index + 1] if index + 1 < len(launches) else math.inf
         chosen = [
             (row, keep)
             for row, keep in zip(times, kept, strict=True)
-            if launched_at <= row.launched_at <= launched_at + _SAME_LAUNCH
+            if launched_at <= row.launched_at <= launched_at + SAME_LAUNCH
         ]
         mine = [fault for fault in faults if launched_at <= fault.time < limit]
         last = max(row.end for row, _ in chosen)

@@ -5,27 +5,21 @@ All strings come from files that may be of strangers; jinja2 escapes each of the
 
 from __future__ import annotations
 
-import importlib.resources
 import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from markupsafe import Markup
 
-from megatron_ext.disk.writing import write_text
-from megatron_ext.extras.report import charts
-from megatron_ext.extras.report.charts import Curve, Mark
 from megatron_ext.extras.report.goodput import (
     CATEGORIES,
     PRODUCTIVE,
     Goodput,
     account,
-    number,
     show_seconds,
 )
 from megatron_ext.extras.report.run_folder import RunFolder, time_of
@@ -44,14 +38,16 @@ from megatron_ext.extras.report.tables import (
     environment_table,
     fault_stories,
     fault_table,
-    integer_of,
-    moment,
     noticed_table,
     pictures,
     settings_tables,
-    text_of,
 )
-from megatron_ext.train.reporting.files import SMOOTHED_FROM, smoothed
+from megatron_ext.extras.report.time_charts import share_bar, time_chart
+from megatron_ext.inspect.pages import charts
+from megatron_ext.inspect.pages.charts import Curve, Mark
+from megatron_ext.inspect.pages.page import page_of, write_page
+from megatron_ext.inspect.pages.table import integer_of, moment, text_of
+from megatron_ext.train.reporting.files import SMOOTHED_FROM, number, smoothed
 
 REPORT_FILE = "report.html"
 MAX_MARKS = 60
@@ -64,12 +60,6 @@ EXPLANATION = (
 )
 
 
-@cache
-def style_sheet() -> str:
-    """Return the style sheet that the pages of this package share."""
-    return Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-
-
 def write_report(run: RunFolder, output: Path | None = None) -> Goodput:
     """Write the page on a run, by default into its folder, and return the account of its time.
 
@@ -79,41 +69,6 @@ def write_report(run: RunFolder, output: Path | None = None) -> Goodput:
     goodput = account(run.rows, run.events)
     write_page(path, render(run, goodput, now=time.time(), beside=path.parent))
     return goodput
-
-
-def write_page(path: Path, text: str) -> None:
-    """Write a page, whole or not at all; an OSError is raised if it cannot be written."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        write_text(temporary, text, errors="replace")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def page_of(package: str, template: str, /, **facts: object) -> str:
-    """Return a page whose template extends `layout.html`, the look of all pages of reports.
-
-    The file ``template`` lies in ``package``, which is one of ours, and may take macros from
-    `macros.html`. No other file is read. Each string of ``facts`` is escaped.
-    """
-    # Imported here, since only a page needs it.
-    from jinja2 import DictLoader, StrictUndefined
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    places = {"layout.html": __package__, "macros.html": __package__, template: package}
-    templates = {
-        file: importlib.resources.files(place).joinpath(file).read_text(encoding="utf-8")
-        for file, place in places.items()
-    }
-    environment = ImmutableSandboxedEnvironment(
-        loader=DictLoader(templates),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template(template).render(style=Markup(style_sheet()), **facts)
 
 
 def render(folder: RunFolder, goodput: Goodput, *, now: float, beside: Path) -> str:
@@ -137,8 +92,8 @@ def render(folder: RunFolder, goodput: Goodput, *, now: float, beside: Path) -> 
         explanation=EXPLANATION,
         width=charts.WIDTH,
         height=charts.HEIGHT,
-        bar=charts.share_bar(goodput.seconds),
-        time_chart=charts.time_chart(goodput, _fault_marks(stories, by_time=True)),
+        bar=share_bar(goodput.seconds),
+        time_chart=time_chart(goodput, _fault_marks(stories, by_time=True)),
         faults=fault_table(stories),
         pictures=pictures(stories),
         # The dot keeps a folder's name from being read as the scheme of an address.

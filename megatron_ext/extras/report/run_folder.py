@@ -20,7 +20,7 @@ from megatron_ext.checkpoint.files import (
     size_fault,
     standing_folder_of,
 )
-from megatron_ext.disk.events import EVENTS_FILE
+from megatron_ext.disk.events import EVENTS_FILE, PICTURE, REPORT
 from megatron_ext.disk.reading import (
     UnreadableFile,
     is_count,
@@ -30,9 +30,14 @@ from megatron_ext.disk.reading import (
     row_of,
 )
 from megatron_ext.errors import MegatronExtError
-from megatron_ext.extras.report.goodput import LAUNCHED, launch_time, number
-from megatron_ext.extras.resilience.picture import PICTURE, REPORT
-from megatron_ext.train.reporting.files import CONFIGURATION_FILE, METRICS_FILE, with_numbers
+from megatron_ext.train.reporting.files import (
+    CONFIGURATION_FILE,
+    LAUNCHED,
+    METRICS_FILE,
+    launch_time,
+    number,
+    with_numbers,
+)
 
 Row = dict[str, Any]
 MAX_CHECKPOINTS = 200

@@ -8,23 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ext.extras.report.charts import show
-from megatron_ext.extras.report.goodput import (
-    ENDED,
-    FINISHED,
-    OF_TIME,
-    Goodput,
-    number,
-    show_seconds,
-)
+from megatron_ext.extras.report.goodput import Goodput, show_seconds
 from megatron_ext.extras.report.run_folder import RunFolder, time_of
-from megatron_ext.extras.report.tables import (
-    FaultStory,
-    integer_of,
-    moment,
-    newest_whole,
-    text_of,
-)
+from megatron_ext.extras.report.tables import FaultStory, newest_whole
+from megatron_ext.inspect.pages.charts import show
+from megatron_ext.inspect.pages.table import integer_of, moment, text_of
+from megatron_ext.train.reporting.files import ENDED, OF_TIME, number
+from megatron_ext.train.reporting.records import FINISHED
 
 _SECONDS_OF_SILENCE = 120.0
 """Time without a row or an event after which a run counts as dead."""

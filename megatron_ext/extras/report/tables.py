@@ -6,30 +6,25 @@ import base64
 import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext.config.flags import changed_fields, default_of, flags_of
 from megatron_ext.config.run import RunConfig, engine_sections
-from megatron_ext.extras.report.charts import show
-from megatron_ext.extras.report.goodput import (
+from megatron_ext.extras.report.goodput import show_seconds
+from megatron_ext.extras.report.run_folder import PostMortem, Row, RunFolder, time_of
+from megatron_ext.inspect.pages.table import NOTHING, Table, integer_of, moment, text_of
+from megatron_ext.train.reporting.files import (
     LAUNCHED,
+    METRICS_FILE,
     TIME,
     is_launch,
     launch_time,
     number,
-    show_seconds,
 )
-from megatron_ext.extras.report.run_folder import PostMortem, Row, RunFolder, time_of
-from megatron_ext.train.reporting.files import METRICS_FILE
 
-MAX_ROWS = 300
-"""Most rows of a table; the newest are shown."""
 MAX_DATA_LINES = 100
 """Most sentences on the data of a run."""
-_MAX_TEXT = 600
-NOTHING = "–"
 FAULT, RESTART, SAVED = "fault", "restart", "saved"
 _NOT_ENVIRONMENT = {
     "kind",
@@ -52,70 +47,12 @@ NOTICED = {
 """Kinds of events that are neither faults nor saves, with their words."""
 
 
-@dataclass
-class Table:
-    """A table of texts.
-
-    Attributes:
-        columns: headings; those in ``numeric`` are aligned to the right.
-        ids: the anchors of the rows, where other parts of the page lead to them.
-        note: a sentence below the table.
-    """
-
-    columns: Sequence[str]
-    rows: list[Sequence[str]] = field(default_factory=list)
-    numeric: frozenset[str] = frozenset()
-    ids: list[str] = field(default_factory=list)
-    note: str = ""
-
-    def shortened(self) -> Table:
-        """Return the table with at most `MAX_ROWS` rows, and a note if some are missing."""
-        if len(self.rows) <= MAX_ROWS:
-            return self
-        note = f"{self.note} The newest {MAX_ROWS} of {len(self.rows)} are shown.".strip()
-        rows = self.rows[-MAX_ROWS:]
-        ids = self.ids[-MAX_ROWS:]
-        return dataclasses.replace(self, rows=rows, ids=ids, note=note)
-
-
-def text_of(value: object, limit: int = _MAX_TEXT) -> str:
-    """Return a value of a file as a short text on one line, without control characters."""
-    if value is None:
-        return NOTHING
-    if isinstance(value, float):
-        text = show(value)
-    elif isinstance(value, Mapping):
-        text = ", ".join(f"{k}: {text_of(v, 80)}" for k, v in list(value.items())[:40])
-    elif isinstance(value, (list, tuple)):
-        text = ", ".join(text_of(item, 80) for item in list(value)[:40])
-    else:
-        text = str(value)[: 4 * limit]
-    text = "".join(c if c.isprintable() else " " for c in text)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
 def seconds_of(value: object) -> str:
     """Return a number of seconds for people; a dash if the value is no number."""
     try:
         return show_seconds(number(value))
     except ValueError:
         return NOTHING
-
-
-def moment(value: object) -> str:
-    """Return seconds since the epoch as a time in UTC; a dash if they are none."""
-    try:
-        when = datetime.fromtimestamp(number(value), timezone.utc)
-    except (ValueError, OverflowError, OSError):
-        return NOTHING
-    return f"{when:%Y-%m-%d %H:%M:%S}"
-
-
-def integer_of(row: Mapping[str, Any], name: str) -> int | None:
-    try:
-        return int(number(row.get(name)))
-    except ValueError:
-        return None
 
 
 @dataclass(frozen=True)

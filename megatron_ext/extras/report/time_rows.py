@@ -16,8 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,56 +24,24 @@ import torch
 
 from megatron_ext import limits
 from megatron_ext.config.run import RunConfig
-from megatron_ext.disk.host_folder import generation, host_folder, is_under_torchrun
+from megatron_ext.disk.host_folder import generation, host_folder
 from megatron_ext.disk.writing import open_to_append
 from megatron_ext.errors import say_to_stderr
-from megatron_ext.extras.report.goodput import ENDED, LAUNCHED, PREFIX, TIME, is_launch
-from megatron_ext.extras.resilience.process import ticks_at_start
+from megatron_ext.extras.report.goodput import PREFIX
 from megatron_ext.parallel.board import START, Board
 from megatron_ext.parallel.recorder import Recorder
-from megatron_ext.train.reporting.files import METRICS_FILE, as_json
+from megatron_ext.train.launch import End, Launch
+from megatron_ext.train.reporting.files import (
+    ENDED,
+    LAUNCHED,
+    METRICS_FILE,
+    TIME,
+    as_json,
+    is_launch,
+)
 
 _PACKAGES = ("megatron-ext", "megatron-core", "torch", "transformer-engine", "triton", "numpy")
 _SECONDS_FOR_GIT = 1.0
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One start of a run by its launcher, from which all restarts come.
-
-    Attributes:
-        started: when the launcher started, in seconds since the epoch.
-        ends_itself: whether the launcher is a process of this package, which writes the report
-            when all ranks have ended; otherwise the reporting rank does.
-        data_lines: what the run reads of its data and what it does not use (`Task.data_lines`).
-    """
-
-    started: float
-    ends_itself: bool
-    data_lines: Sequence[str] = ()
-
-
-def launch_of(argv: Sequence[str]) -> Launch:
-    """Return the launch to which this process belongs; ``argv`` are its program's arguments.
-
-    A process that is the program itself counts from its start, with all imports. Under torchrun
-    the launcher is torchrun's agent, the parent.
-    """
-    is_rank = "RANK" in os.environ
-    if is_rank and is_under_torchrun():
-        return Launch(_start_of(os.getppid()), ends_itself=False)
-    is_program = list(argv) == sys.argv[1:]
-    started = _start_of(os.getpid()) if is_program else time.time()
-    return Launch(started, ends_itself=not is_rank)
-
-
-def _start_of(pid: int) -> float:
-    """Return when a process started, in seconds since the epoch; now, if the system hides it."""
-    ticks = ticks_at_start(pid)
-    if ticks is None:
-        return time.time()
-    since_boot = ticks / os.sysconf("SC_CLK_TCK")
-    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
 
 
 class TimeRows:
@@ -262,13 +229,6 @@ def end_launch(folder: Path, launch: Launch, exit_code: int | None = None) -> st
         why = limits.cause(error, folder) if isinstance(error, OSError) else repr(error)
         say_to_stderr(f"warning: {folder / REPORT_FILE} cannot be written ({why}).")
         return None
-
-
-@dataclass
-class End:
-    """The end of a launch: the exit code of the program, which is 1 if it raises an error."""
-
-    exit_code: int = 1
 
 
 @contextlib.contextmanager

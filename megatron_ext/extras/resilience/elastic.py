@@ -11,15 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron_ext.config.run import RunConfig
-from megatron_ext.disk.host_folder import host_folder, is_under_torchrun
+from megatron_ext.disk.host_folder import RESIZE, is_under_torchrun
 from megatron_ext.disk.reading import UnreadableFile, read_text
 from megatron_ext.disk.writing import write_text
 from megatron_ext.errors import ConfigError
 
 WANTED_NODES = "elastic_nodes"
 """File in the save folder in which an operator writes how many nodes a run should have."""
-_RESIZE = "resize"
-"""File in the host folder that asks the ranks to save and to end, for another number of them."""
 
 
 def elastic_sizes(config: RunConfig, configure: Callable[[int], RunConfig]) -> tuple[int, ...]:
@@ -109,15 +107,9 @@ def wanted_nodes(save: str) -> tuple[int, int] | None:
 
 def ask_to_resize(folder: Path) -> None:
     """Ask the ranks of this machine to save at the next step boundary and to end."""
-    write_text(folder / _RESIZE, "")
+    write_text(folder / RESIZE, "")
 
 
 def forget_resize(folder: Path) -> None:
     """Take the request of `ask_to_resize` back, once the ranks have ended."""
-    (folder / _RESIZE).unlink(missing_ok=True)
-
-
-def is_asked_to_resize() -> bool:
-    """Return whether the launcher has asked the ranks to save and to end."""
-    folder = host_folder()
-    return folder is not None and (folder / _RESIZE).exists()
+    (folder / RESIZE).unlink(missing_ok=True)

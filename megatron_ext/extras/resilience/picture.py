@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.disk.events import PICTURE, TIMELINE
 from megatron_ext.disk.reading import read_json_object
 from megatron_ext.disk.writing import cleared
 
-REPORT, TIMELINE, PICTURE = "report.txt", "timeline.json", "picture.svg"
-"""Names of the files of a post-mortem."""
 COLOURS = {
     "data": "#b07aa1",
     "forward": "#4e79a7",

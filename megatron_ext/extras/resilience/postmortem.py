@@ -15,8 +15,8 @@ from itertools import count
 from pathlib import Path
 
 import megatron_ext
+from megatron_ext.disk.events import REPORT, TIMELINE
 from megatron_ext.disk.writing import write_text
-from megatron_ext.extras.resilience.picture import REPORT, TIMELINE
 from megatron_ext.extras.resilience.process import GONE, ProcessState, gibibytes
 from megatron_ext.extras.resilience.waits import Blame, Frame, Wait, main_stack
 from megatron_ext.extras.resilience.watchdog import Evidence

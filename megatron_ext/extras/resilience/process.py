@@ -51,19 +51,6 @@ def _state(pid: int) -> ProcessState:
         return ProcessState()
 
 
-def ticks_at_start(pid: int) -> int | None:
-    """Return when a process began, in ticks of the kernel's clock; None if the system hides it.
-
-    psutil gives the time of day, which changes with the clock and is exact to a second only.
-    """
-    try:
-        # The 22nd field; the 2nd, in brackets, may contain spaces.
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        return int(text.rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return None
-
-
 class MemoryKills:
     """Tells whether the kernel has killed a process for want of memory since the last question.
 

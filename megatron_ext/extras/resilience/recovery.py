@@ -23,7 +23,13 @@ from megatron_ext.checkpoint import publish, storage
 from megatron_ext.checkpoint.snapshot import Snapshot, SnapshotFile
 from megatron_ext.checkpoint.state import common_state
 from megatron_ext.checkpoint.stored import CheckpointRef
-from megatron_ext.extras.resilience.memory import PROGRESS, RUN_CONFIG, SHARDED, MemoryCheckpoints
+from megatron_ext.extras.resilience.memory import (
+    PROGRESS,
+    RUN_CONFIG,
+    SHARDED,
+    VALUES,
+    MemoryCheckpoints,
+)
 from megatron_ext.extras.resilience.peers import PIECE, own_files, pieces_of
 from megatron_ext.parallel.collectives import from_all_ranks, on_first_rank
 from megatron_ext.parallel.context import ParallelContext
@@ -171,6 +177,17 @@ class Recovery:
         assert own is not None
         return own
 
+    def state_of(self, chosen: Sequence[HeldSnapshot]) -> tuple[Any, Any, Any, Path]:
+        """Return this rank's values, counters, configuration and folder in chosen snapshots."""
+        snapshot = self.fetch(chosen)
+        state = snapshot.state()
+        return state[VALUES], state[PROGRESS], state[RUN_CONFIG], snapshot.path.parent
+
+    @staticmethod
+    def source(chosen: Sequence[HeldSnapshot]) -> str:
+        """Return "peer" if a rank goes on from its neighbour's copy, else "memory"."""
+        return "peer" if any(held.is_copy for held in chosen) else "memory"
+
     def _send(self, snapshot: Snapshot, rank: int) -> None:
         group = self._machines.group
         raw = snapshot.raw
@@ -228,8 +245,3 @@ class Recovery:
         torch.distributed.barrier()  # The others may still read its counters.
         if torch.distributed.get_rank() == 0:
             shutil.rmtree(found.root, ignore_errors=True)
-
-
-def told(chosen: Sequence[HeldSnapshot]) -> str:
-    """Return from what a run goes on: "memory", or "peer" if a rank needs its neighbour's copy."""
-    return "peer" if any(held.is_copy for held in chosen) else "memory"

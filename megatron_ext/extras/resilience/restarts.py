@@ -68,11 +68,9 @@ class RestartPolicy:
     @classmethod
     def of_run(
         cls, config: RunConfig, world_sizes: Sequence[int], main_of: Callable[[int], Main]
-    ) -> RestartPolicy | None:
-        """Return the policy that the flags ask for; None if the first fault ends the run."""
+    ) -> RestartPolicy:
+        """Return the policy that the flags ask for."""
         faults = config.fault_tolerance
-        if not faults.max_restarts and not faults.is_elastic:
-            return None
         save = config.checkpoint.save
         each = ranks_of_a_node(config)
         return cls(faults.max_restarts, save, world_sizes, each, main_of)

@@ -13,7 +13,7 @@ from megatron_ext.disk.host_folder import SNAPSHOTS, TAKEN_OVER
 from megatron_ext.errors import CheckpointError
 from megatron_ext.extras.resilience.memory import Machines, MemoryCheckpoints
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.train.callbacks.callback import due
+from megatron_ext.train.callbacks.callback import Callback, due
 from megatron_ext.train.run import Run
 
 
@@ -69,7 +69,7 @@ def _folder_of_run(root: Path, checkpoints: str) -> Path:
     return root / f"{os.path.basename(path)}_{digest}"
 
 
-class Snapshots:
+class Snapshots(Callback):
     """The snapshots of a run; all ranks call each method together.
 
     Args:
@@ -77,52 +77,52 @@ class Snapshots:
     """
 
     def __init__(self, run: Run, settle: Callable[[], None]) -> None:
-        self._run = run
+        super().__init__(run)
         self._settle = settle
 
-    def start(self) -> None:
+    def on_train_start(self) -> None:
         """Reserve the memory of all snapshots, and print how much; called before the first step.
 
         A run that has come back with another number of replicas takes its first snapshots now, in
         the place of those that it comes from. Snapshots of later steps are discarded: they are of
         another run, or some ranks lack them.
         """
-        for store in self._run.stores:
+        for store in self.run.stores:
             state = self.state()
             num_bytes = store.prepare(*state)
-            if self._run.context.rank == 0:
+            if self.run.context.rank == 0:
                 print(
                     f"> snapshots after every {store.interval} steps: {store.num_copies} for each "
                     f"rank, {num_bytes / 2**20:.1f} MiB on this machine, in {store.folder}",
                     flush=True,
                 )
             if store.is_behind:
-                store.take(self._run.progress.iteration, *state)
+                store.take(self.run.progress.iteration, *state)
                 store.wait()
-            store.discard_others(self._run.progress.iteration)
+            store.discard_others(self.run.progress.iteration)
 
-    def take_if_due(self) -> None:
+    def after_save(self) -> None:
         """Take the snapshots that are due after this step."""
-        iteration = self._run.progress.iteration
-        stores = [store for store in self._run.stores if due(iteration, store.interval)]
+        iteration = self.run.progress.iteration
+        stores = [store for store in self.run.stores if due(iteration, store.interval)]
         if stores:
             self._settle()
-            with self._run.context.recorder.phase("save"):
+            with self.run.context.recorder.phase("save"):
                 state = self.state()
                 for store in stores:
                     store.take(iteration, *state)
 
-    def end(self) -> None:
+    def on_train_end(self) -> None:
         """Complete the copies; called after the last step.
 
         The snapshots are there until the run's last checkpoint is written.
         """
-        for store in self._run.stores:
+        for store in self.run.stores:
             store.close()
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Return the state, the counters and the configuration to keep, as they are now."""
-        run = self._run
+        run = self.run
         assert run.optimizer is not None
         with run.parameter_gather.paused():
             state = run.checkpoints.state_in_memory(

@@ -23,7 +23,7 @@ from megatron_ext.config.training import LossConfig, TrainingConfig
 from megatron_ext.data.samplers import Ints
 from megatron_ext.device import select
 from megatron_ext.errors import ConfigError
-from megatron_ext.extras.report.page import style_sheet, write_page
+from megatron_ext.inspect.pages.page import style_sheet, write_page
 from megatron_ext.inspect.preview.collect import collect
 from megatron_ext.inspect.preview.rows import Document, Row, Step, documents_of
 from megatron_ext.inspect.preview.summary import (

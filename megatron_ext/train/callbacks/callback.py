@@ -66,6 +66,9 @@ class Callback:
     def decide(self, decision: Decision) -> None:
         """Run after all `after_step` calls; may request a checkpoint or an end in ``decision``."""
 
+    def after_save(self) -> None:
+        """Run at the end of a step, after its checkpoint if it has one."""
+
     def on_train_end(self) -> None:
         """Run once after the last step, also if the run ends early."""
 

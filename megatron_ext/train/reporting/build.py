@@ -13,20 +13,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from megatron_ext import limits
+from megatron_ext import extras, limits
 from megatron_ext.config.output import LoggingConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.disk.writing import open_to_append
 from megatron_ext.errors import ConfigError, say_to_stderr
-from megatron_ext.extras.report.goodput import FINISHED
-from megatron_ext.extras.report.time_rows import Launch, TimeRows
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.train.launch import End, Launch
 from megatron_ext.train.reporting.files import LinePrinter, LossPlot, MetricsFile
-from megatron_ext.train.reporting.records import EvaluationRecord, IterationRecord, Reporter
+from megatron_ext.train.reporting.records import (
+    FINISHED,
+    EvaluationRecord,
+    IterationRecord,
+    Reporter,
+)
 from megatron_ext.train.reporting.start import write_configuration
 
 
@@ -151,6 +155,35 @@ def _follows_steps(sink: Reporter) -> bool:
     return getattr(sink, "follows_steps", False)
 
 
+class TimeAccount(Protocol):
+    """Accounts for the time of a run between its records, as the add-on ``report`` does."""
+
+    def launched(self, config: RunConfig, num_iterations: int) -> None:
+        """Write with which settings, machine and packages the ranks start."""
+
+    def write(self, iteration: int) -> None:
+        """Write what the time since the last call was spent on, up to a step."""
+
+    def finish(self, reason: str) -> None:
+        """Write the last of it, and why the run has ended without a fault."""
+
+
+def _report_of(save: str | None) -> Any:
+    """Return the add-on that accounts for the time of a run that saves; None without it."""
+    return None if save is None else extras.part("report", "time_rows")
+
+
+@contextmanager
+def reported_end(save: str | None, launch: Launch) -> Iterator[End]:
+    """Let the add-on ``report`` write its page when this context ends, if the run saves."""
+    report = _report_of(save)
+    if report is None:
+        yield End()
+    else:
+        with report.reported_end(save, launch) as end:
+            yield end
+
+
 class Reporters:
     """All reporters (sinks) of a run; a context manager that closes them on exit.
 
@@ -159,7 +192,7 @@ class Reporters:
         reason: why the run ends, if it ends without an error.
     """
 
-    def __init__(self, sinks: list[Reporter], time_rows: TimeRows | None = None) -> None:
+    def __init__(self, sinks: list[Reporter], time_rows: TimeAccount | None = None) -> None:
         self.sinks = sinks
         self.time_rows = time_rows
         self.reason = FINISHED
@@ -189,7 +222,7 @@ class Reporters:
                 sink.on_evaluation(record)
 
     @contextmanager
-    def _going_on(self, sink: Reporter | TimeRows) -> Iterator[None]:
+    def _going_on(self, sink: Reporter | TimeAccount) -> Iterator[None]:
         """Swallow an OSError of a sink, such as a full disk, with one warning for each sink."""
         try:
             yield
@@ -271,14 +304,15 @@ def build_reporters(
     sinks: list[Reporter] = [
         LinePrinter(on_gpu=on_gpu, num_iterations=num_iterations, iteration=resumed_at, bar=bar)
     ]
-    time_rows = None
+    time_rows: TimeAccount | None = None
     try:
         if save is not None:
             write_configuration(config.to_yaml(), Path(save))
             launched_at = math.inf if launched is None else launched.started
             metrics = MetricsFile(Path(save), resumed_at, launched_at)
-            if launched is not None:
-                time_rows = TimeRows(Path(save), context.recorder, launched, resumed_at)
+            report = _report_of(save)
+            if launched is not None and report is not None:
+                time_rows = report.TimeRows(Path(save), context.recorder, launched, resumed_at)
                 time_rows.launched(config, num_iterations)
             sinks += [metrics, LossPlot(metrics.path, f"loss of {Path(save)}")]
         if save is not None and logs.log_progress:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.disk.reading import is_count, lines_of, row_of
 from megatron_ext.disk.writing import cleared, open_to_append, write_text
-from megatron_ext.extras.report.goodput import OF_TIME, is_launch
 from megatron_ext.train.reporting.records import AVERAGED, EvaluationRecord, IterationRecord
 
 if TYPE_CHECKING:
@@ -25,6 +24,11 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.jsonl"
 CONFIGURATION_FILE = "config.yaml"
+TIME, LAUNCHED, ENDED = "time", "launched", "ended"
+"""Kinds of rows: the seconds of an interval; a start of the ranks; the end of a launch."""
+OF_TIME = (TIME, LAUNCHED, ENDED)
+SAME_LAUNCH = 1.0
+"""Seconds by which two ranks may disagree about the start of their launcher."""
 
 
 def iteration_line(record: IterationRecord, now: datetime, *, on_gpu: bool) -> str:
@@ -140,6 +144,34 @@ def as_json(row: Mapping[str, Any]) -> str:
     numbers = {name: value for name, value in row.items() if isinstance(value, float)}
     words = {k: json.dumps(v) for k, v in numbers.items() if not math.isfinite(v)}
     return json.dumps({**row, **words}, allow_nan=False) + "\n"
+
+
+def number(value: object) -> float:
+    """Return a finite number of a file as a float; raise a ValueError for anything else."""
+    if type(value) is float and math.isfinite(value):
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{value!r} is no number")
+    try:
+        found = float(value)
+    except OverflowError:
+        found = math.inf
+    if not math.isfinite(found):
+        raise ValueError(f"{found} is not finite")
+    return found
+
+
+def launch_time(row: Mapping[str, Any]) -> float:
+    """Return when the launch that wrote a row started; NaN if the row does not tell."""
+    try:
+        return number(row.get("launched_at"))
+    except ValueError:
+        return math.nan
+
+
+def is_launch(row: Mapping[str, Any], started: float) -> bool:
+    """Return whether a row belongs to the launch that started at this time."""
+    return abs(launch_time(row) - started) <= SAME_LAUNCH
 
 
 class MetricsFile:

@@ -91,6 +91,8 @@ class IterationRecord:
         return None if self.peak_flops is None else self.tflops_per_device * 1e12 / self.peak_flops
 
 
+FINISHED = "finished"
+"""Reason of a run that has done all its steps."""
 AVERAGED = " ema"
 """Suffix of the name of a split that was evaluated with the averaged weights."""
 LANGUAGE_LOSS = "lm loss"

@@ -11,11 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ext.extras.report import charts, page
-from megatron_ext.extras.report.charts import Axis, Curve, decimated, show
+from megatron_ext.extras.report import page
 from megatron_ext.extras.report.goodput import CATEGORIES
-from megatron_ext.extras.report.page import style_sheet, write_report
+from megatron_ext.extras.report.page import write_report
 from megatron_ext.extras.report.run_folder import read_run_folder
+from megatron_ext.inspect.pages import charts
+from megatron_ext.inspect.pages.charts import Axis, Curve, decimated, show
+from megatron_ext.inspect.pages.page import page_of, style_sheet
 from tests.extras.report.made_runs import (
     BEGAN,
     faulty_run,
@@ -278,8 +280,8 @@ def test_text_and_colours_stand_out_in_both_themes(theme: int) -> None:
 
 
 def test_every_category_and_variable_has_its_style() -> None:
-    parts = [Path(page.__file__).with_name(n).read_text() for n in ("layout.html", "report.html")]
-    text = "".join(parts) + style_sheet()
+    layout = Path(charts.__file__).with_name("layout.html").read_text()
+    text = layout + Path(page.__file__).with_name("report.html").read_text() + style_sheet()
     used = set(re.findall(r"var\(--([\w-]+)\)", text))
     defined = set(re.findall(r"--([\w-]+):", text))
     assert used <= defined
@@ -293,7 +295,7 @@ def test_pages_take_no_template_from_other_folders(
     monkeypatch.setattr(Path, "with_name", lambda self, name: tmp_path / name)
     monkeypatch.setattr(Path, "parent", property(lambda self: tmp_path))
     with pytest.raises(FileNotFoundError):
-        page.page_of("megatron_ext.train.reporting", "page.html")
+        page_of("megatron_ext.extras.report", "page.html")
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "faults.jsonl", "config.yaml"])

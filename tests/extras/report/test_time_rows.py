@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from megatron_ext.extras.chaos import inject
-from megatron_ext.extras.report import time_rows
 from megatron_ext.extras.report.goodput import account
 from megatron_ext.extras.report.page import write_report
 from megatron_ext.extras.report.run_folder import read_run_folder
-from megatron_ext.extras.report.time_rows import Launch, TimeRows, launch_of, reported_end
+from megatron_ext.extras.report.time_rows import TimeRows, reported_end
 from megatron_ext.parallel.recorder import Recorder, open_recorder
+from megatron_ext.train import launch as train_launch
+from megatron_ext.train.launch import Launch, launch_of
 from megatron_ext.train.reporting.build import Reporters
 from megatron_ext.train.reporting.files import MetricsFile, read_metrics
 from tests.extras.report.made_runs import launched_row, time_row, write_lines
@@ -78,7 +79,7 @@ def test_a_launch_begins_with_the_process_that_is_the_program() -> None:
     """The start of a process is read from the kernel, where imports are not over yet."""
     code = (
         "import time; time.sleep(1); import sys; "
-        "from megatron_ext.extras.report.time_rows import launch_of; "
+        "from megatron_ext.train.launch import launch_of; "
         "print(launch_of(sys.argv[1:]).started, launch_of(['other']).started)"
     )
     began = time.time()
@@ -94,7 +95,7 @@ def test_a_launch_of_torchrun_begins_with_its_agent(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     launched = launch_of(["--word"])
     assert launched.started < time.time() and not launched.ends_itself
-    monkeypatch.setattr(time_rows, "_start_of", lambda pid: float(pid))
+    monkeypatch.setattr(train_launch, "_start_of", lambda pid: float(pid))
     assert launch_of([]).started == os.getppid()
 
 

@@ -31,14 +31,18 @@ import os, sys, time
 from pathlib import Path
 from megatron_ext.device import Device
 from megatron_ext.train.launch import launch
-from megatron_ext.extras.resilience.restarts import RestartPolicy
+from megatron_ext.config.run import RunConfig
+from megatron_ext.extras.resilience.supervision import Resilience
 def main():
     path = Path(sys.argv[1]) / str(os.getpid())
     path.write_text(os.environ["MEGATRON_EXT_HOST_FOLDER"])
     time.sleep(0.05)
     os.kill(os.getpid(), 9) if os.environ["RANK"] == "1" else time.sleep(60)
-policy = RestartPolicy(10_000, None, (2,), 1, lambda size: main)
-sys.exit(launch(main, nproc_per_node=2, device=Device("cpu", "gloo"), policy=policy))
+flags = {"fault_tolerance": {"max_restarts": 10_000}, "parallel": {"nproc_per_node": 2}}
+supervision = Resilience(RunConfig.from_dict(flags, ()))
+supervision.prepare(lambda size: supervision.config)
+cpu = Device("cpu", "gloo")
+sys.exit(launch(main, nproc_per_node=2, device=cpu, supervision=supervision))
 """
 
 

@@ -10,19 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 
-from markupsafe import Markup, escape
-
-from megatron_ext.extras.report.goodput import CATEGORIES, Goodput
+from markupsafe import Markup
 
 WIDTH, HEIGHT = 1000, 300
 MAX_POINTS = 800
 """Most points that a curve keeps; of each bucket the lowest and the highest value are kept."""
-_UNITS = (("seconds", 1.0), ("minutes", 60.0), ("hours", 3600.0))
-BINS = 80
-"""Number of columns in the chart of where time went."""
 
 
 @dataclass(frozen=True)
@@ -167,9 +161,9 @@ def line_chart(
         grid=_grid(y),
         crossed=crossed,
         drawn=drawn,
-        flags=_flags(marks, x),
-        y_labels=_labels("y", y),
-        x_labels=_labels("x", x),
+        flags=flag_links(marks, x),
+        y_labels=tick_labels("y", y),
+        x_labels=tick_labels("x", x),
     )
 
 
@@ -223,7 +217,7 @@ def _legend(curves: Sequence[Curve]) -> Markup:
     return Markup('<span class="keys">{}</span>').format(entries)
 
 
-def _flags(marks: Sequence[Mark], x: Axis) -> Markup:
+def flag_links(marks: Sequence[Mark], x: Axis) -> Markup:
     """Return links that stand above the marks of a chart, and lead to their rows in a table."""
     return Markup("").join(
         Markup(
@@ -233,7 +227,7 @@ def _flags(marks: Sequence[Mark], x: Axis) -> Markup:
     )
 
 
-def _labels(which: str, axis: Axis) -> Markup:
+def tick_labels(which: str, axis: Axis) -> Markup:
     side = "left" if which == "x" else "bottom"
     return Markup("").join(
         Markup('<span class="tick {}" style="{}:{:.2f}%">{}</span>').format(
@@ -275,98 +269,10 @@ def column_chart(
         '<figure class="chart"><figcaption><span class="name">{}</span></figcaption>'
         '<div class="plot"><svg viewBox="0 0 {} {}" preserveAspectRatio="none" role="img" '
         'aria-label="{}"><desc>{}</desc>{}{}</svg>{}{}</div></figure>'
-    ).format(title, WIDTH, HEIGHT, title, text, _grid(y), drawn, _labels("y", y), labels)
+    ).format(title, WIDTH, HEIGHT, title, text, _grid(y), drawn, tick_labels("y", y), labels)
 
 
 def _grid(y: Axis) -> Markup:
     """Draw a line across the chart at each tick."""
     heights = (HEIGHT * (1 - y.at(tick)) for tick in y.ticks)
     return Markup("").join(_svg_line(0, height, WIDTH, height, "grid") for height in heights)
-
-
-def share_bar(seconds: dict[str, float]) -> Markup:
-    """Draw one bar whose parts are the categories of the seconds in the order of `CATEGORIES`."""
-    total = sum(seconds.values()) or 1.0
-    parts = Markup("").join(
-        Markup('<i class="c-{}" style="width:{:.3f}%" title="{}"></i>').format(
-            name, 100 * seconds[name] / total, f"{label}: {seconds[name] / total:.1%}"
-        )
-        for name, label in CATEGORIES.items()
-        if seconds.get(name, 0.0) > 0
-    )
-    text = "; ".join(
-        f"{label} {seconds[name] / total:.1%}"
-        for name, label in CATEGORIES.items()
-        if seconds.get(name, 0.0) > 0
-    )
-    return Markup('<div class="bar" role="img" aria-label="{}">{}</div>').format(text, parts)
-
-
-def time_chart(goodput: Goodput, marks: Sequence[Mark] = ()) -> Markup | None:
-    """Draw what the time was spent on over the run, as stacked columns of equal wall time.
-
-    The marks stand at moments in seconds since the epoch. Time between launches takes no room.
-    """
-    wall = goodput.wall
-    if wall <= 0:
-        return None
-    unit, length = next((u, n) for u, n in _UNITS if wall < 120 * n or u == "hours")
-    x = Axis(0.0, wall / length, Axis.over(0.0, wall / length, count=6).ticks)
-    placed = [replace(mark, x=_elapsed(goodput, mark.x) / length) for mark in marks]
-    return Markup(
-        '<figure class="chart"><figcaption><span class="name">Share in percent over wall time '
-        'in {}</span></figcaption><div class="plot"><svg viewBox="0 0 {} {}" '
-        'preserveAspectRatio="none" role="img" aria-label="{}"><desc>{}</desc>{}</svg>{}{}{}</div>'
-        "</figure>"
-    ).format(
-        unit,
-        WIDTH,
-        HEIGHT,
-        "What the time was spent on over the run; the table has the sums.",
-        "Each column is a stretch of wall time, divided by what it was spent on.",
-        Markup("").join(_stacked(_columns(goodput))),
-        _flags(placed, x),
-        _labels("y", Axis(0.0, 100.0, (0.0, 50.0, 100.0))),
-        _labels("x", x),
-    )
-
-
-def _columns(goodput: Goodput) -> list[dict[str, float]]:
-    """Return the seconds by category in each of `BINS` equal parts of the wall time."""
-    columns = [dict.fromkeys(CATEGORIES, 0.0) for _ in range(BINS)]
-    width = goodput.wall / BINS
-    for interval in goodput.intervals:
-        first = _elapsed(goodput, interval.start) / width
-        last = _elapsed(goodput, interval.end) / width
-        for index in range(int(first), min(BINS, math.ceil(last))):
-            part = max(0.0, min(last, index + 1) - max(first, index)) / max(last - first, 1e-12)
-            for name, value in interval.seconds.items():
-                columns[index][name] += part * value
-    return columns
-
-
-def _elapsed(goodput: Goodput, moment: float) -> float:
-    """Return the wall time that a run had taken at a moment."""
-    return sum(min(max(moment - a, 0.0), b - a) for a, b in goodput.launches)
-
-
-def _stacked(columns: Sequence[dict[str, float]]) -> Iterator[Markup]:
-    """Yield one path for each category: the stretches of columns that it fills."""
-    floors = [0.0] * len(columns)
-    edges = [WIDTH * i / len(columns) for i in range(len(columns) + 1)]
-    for name, label in CATEGORIES.items():
-        path = ""
-        for index, ((left, right), column) in enumerate(zip(pairwise(edges), columns, strict=True)):
-            total = sum(column.values())
-            if total <= 0 or column[name] <= 0:
-                continue
-            low = floors[index]
-            high = floors[index] + column[name] / total
-            floors[index] = high
-            top = HEIGHT * (1 - high)
-            bottom = HEIGHT * (1 - low)
-            path += f"M{left:.1f} {bottom:.1f}V{top:.1f}H{right:.1f}V{bottom:.1f}Z"
-        if path:
-            yield Markup('<path class="c-{}" d="{}"><title>{}</title></path>').format(
-                name, path, escape(label)
-            )

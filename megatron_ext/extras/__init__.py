@@ -1,0 +1,64 @@
+"""Add-ons: folders that plug into the sockets of the engine, and that a run can do without.
+
+The flags of an add-on are known without it, and its code is imported when one of them is given.
+Nothing outside of an add-on imports it by name: `part` and `needed` find it. After ``rm -r`` of its
+folder everything else works as before, and its flags are answered with one sentence.
+
+The sockets are sections of flags (`config.sections`), callbacks between steps
+(`train.callbacks.callback`), reporters of records (`train.reporting.records`), and the supervision
+around the ranks (`train.supervision`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import ConfigError, say_to_stderr
+
+
+def is_there(name: str) -> bool:
+    """Return whether the folder of an add-on exists."""
+    # A folder that holds nothing but Python's caches is none.
+    return any(Path(__file__).with_name(name).glob("*.py"))
+
+
+def part(name: str, module: str) -> Any:
+    """Return a module of an add-on, which is imported now; None if its folder is not there."""
+    return import_module(f"{__name__}.{name}.{module}") if is_there(name) else None
+
+
+def needed(name: str, module: str, flag: str) -> Any:
+    """Return a module of an add-on for which ``flag`` asks.
+
+    Raises:
+        ConfigError: its folder is not there.
+    """
+    found = part(name, module)
+    if found is None:
+        raise ConfigError(missing(name, flag))
+    return found
+
+
+def missing(name: str, flag: str) -> str:
+    """Return the sentence for a flag of an add-on whose folder is not there."""
+    return (
+        f"`{flag}` needs the add-on {name}, but the folder megatron_ext/extras/{name} is not "
+        "there; put it back, or leave the flag out."
+    )
+
+
+def run_tool(name: str, module: str, argv: Sequence[str], *, description: str) -> int:
+    """Run the program in a module of an add-on; return its exit code, 2 if its folder is not there.
+
+    ``description`` is the text of the program's help.
+    """
+    try:
+        main = needed(name, module, f"tools/{name}.py").main
+    except ConfigError as error:
+        say_to_stderr(f"error: {error}")
+        return 2
+    code: int = main(argv, description)
+    return code

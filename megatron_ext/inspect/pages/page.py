@@ -1,0 +1,53 @@
+"""Writes pages that open from disk and need nothing else; jinja2 escapes each string of facts."""
+
+from __future__ import annotations
+
+import importlib.resources
+import os
+from functools import cache
+from pathlib import Path
+
+from markupsafe import Markup
+
+from megatron_ext.disk.writing import write_text
+
+
+@cache
+def style_sheet() -> str:
+    """Return the style sheet that the pages of this package share."""
+    return Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page, whole or not at all; an OSError is raised if it cannot be written."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        write_text(temporary, text, errors="replace")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def page_of(package: str, template: str, /, **facts: object) -> str:
+    """Return a page whose template extends `layout.html`, the look of all pages of reports.
+
+    The file ``template`` lies in ``package``, which is one of ours, and may take macros from
+    `macros.html`. No other file is read. Each string of ``facts`` is escaped.
+    """
+    # Imported here, since only a page needs it.
+    from jinja2 import DictLoader, StrictUndefined
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    places = {"layout.html": __package__, "macros.html": __package__, template: package}
+    templates = {
+        file: importlib.resources.files(place).joinpath(file).read_text(encoding="utf-8")
+        for file, place in places.items()
+    }
+    environment = ImmutableSandboxedEnvironment(
+        loader=DictLoader(templates),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(template).render(style=Markup(style_sheet()), **facts)
