@@ -153,6 +153,12 @@ class CheckpointConfig(UsersOwn):
     addresses: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """By flag, the address of object storage whose staging folder has taken its place."""
 
+    @property
+    def is_used(self) -> bool:
+        """Return whether the run reads or writes checkpoints."""
+        folders = self.save, self.load, self.pretrained_checkpoint, self.resume_mode
+        return any(folder is not None for folder in folders)
+
     def resolved(self, *, may_restart: bool = False) -> CheckpointConfig:
         """Return a copy with the task's usual interval if ``--save`` comes without an interval.
 

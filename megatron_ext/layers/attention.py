@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,6 @@ from torch.nn.attention.bias import causal_lower_right
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers import masks, sdpa
-from megatron_ext.layers.causal_parts import attend_in_parts, prefers_parts
 from megatron_ext.layers.context_parallel import (
     gather_sequence,
     heads_to_sequence,
@@ -30,8 +29,10 @@ from megatron_ext.layers.context_parallel import (
     slices_of,
 )
 from megatron_ext.layers.dropout import attention_dropout
-from megatron_ext.layers.kv_cache import LayerCache
 from megatron_ext.layers.masks import Span, is_dense
+
+if TYPE_CHECKING:
+    from megatron_ext.layers.kv_cache import LayerCache
 
 GATHER = ("p2p", "all_gather")
 """Values of ``--cp-comm-type`` for which the torch layers gather keys and values at once."""
@@ -266,6 +267,8 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
             return self._attend_eagerly(query, key, value, mask, at)
         bias: Any = None if mask is None else ~mask
         if bias is None and self.causal and q.size(2) != k.size(2):
+            from megatron_ext.layers.causal_parts import attend_in_parts, prefers_parts
+
             if prefers_parts(q, k, v, dropout, self.backend):
                 return attend_in_parts(q, k, v, self.softmax_scale).permute(2, 0, 1, 3)
             bias = causal_lower_right(q.size(2), k.size(2))

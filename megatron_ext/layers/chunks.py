@@ -16,10 +16,7 @@ from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.config.precision import TE_IMPL, Fp8Config, PrecisionConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.layers.fp8.attach import attach_fp8
-from megatron_ext.layers.gradient_shards import ShardedGradients
 from megatron_ext.layers.initialization import initialize_by_name, mark_methods, unmark_methods
-from megatron_ext.layers.lora import attach_adapters
 from megatron_ext.layers.moe import mark_experts
 from megatron_ext.parallel.context import ParallelContext
 
@@ -63,10 +60,14 @@ def build_chunks(
         # What a rank draws later must not depend on which modules it builds.
         torch.set_rng_state(random_state)
     if config.lora.lora_rank is not None:
+        from megatron_ext.layers.lora import attach_adapters
+
         attach_adapters(chunks, config.lora, config.training.seed)
         # The bias of the experts' scores belongs to the frozen model.
         transformer_config.moe_router_bias_update_rate = 0.0
     if config.fp8.fp8_format is not None and config.model.transformer_impl != TE_IMPL:
+        from megatron_ext.layers.fp8.attach import attach_fp8
+
         attach_fp8(
             chunks, config.fp8, context.pgs, num_layers=config.model.num_layers,
             on_gpu=config.device == "cuda", varies=config.model.blocks_dealt_by_cost,
@@ -188,6 +189,8 @@ def wrap_chunks(
     ddp_config = _ddp_config(*sections, context, num_parameters)
     wrap: Any = DistributedDataParallel
     if config.optimizer.shards_gradients:
+        from megatron_ext.layers.gradient_shards import ShardedGradients
+
         size = bucket_size(config.optimizer, num_parameters, context.pgs.dp_cp.size())
         overlap = config.optimizer.overlap_grad_reduce
         wrap = partial(ShardedGradients, bucket_size=size, overlap=overlap)

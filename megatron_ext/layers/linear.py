@@ -20,7 +20,6 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_ext.layers.fp8.linear import fp8_linear
 from megatron_ext.layers.weight_gradients import (
     LinearCall,
     accumulate,
@@ -183,6 +182,8 @@ class _ParallelLinear:
         groups = {x: kwargs[x] for x in ("tp_group", "sequence_parallel", "allreduce_dgrad")}
         call = LinearCall(weight, queue, in_place, scaling=self.fp8, **groups)
         if self.fp8 is not None:
+            from megatron_ext.layers.fp8.linear import fp8_linear
+
             return fp8_linear(input, weight, kwargs["bias"], call)
         # A deferred gradient is hidden from autograd.
         seen = weight if queue is None else weight.detach()

@@ -35,7 +35,6 @@ from megatron_ext.config.moe import layers_with_experts
 from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.attention import DotProductAttention
-from megatron_ext.layers.latent_attention import LatentAttention
 from megatron_ext.layers.linear import (
     BiasedColumnParallelLinear,
     BiasedRowParallelLinear,
@@ -148,6 +147,8 @@ def _attention(transformer_config: TransformerConfig) -> tuple[ModuleSpec, dict[
             f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_"
             for x in ("q", "kv")
         }
+        from megatron_ext.layers.latent_attention import LatentAttention
+
         return ModuleSpec(module=LatentAttention, params=causal, submodules=modules), names
     modules = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import tensor_parallel
@@ -31,9 +31,6 @@ from megatron_ext.core import numbered_after_the_decoder
 from megatron_ext.layers import pointwise
 from megatron_ext.layers.compiled import compiles
 from megatron_ext.layers.dropout import BiasDropoutAdd, HiddenDropout
-from megatron_ext.layers.experts import group_experts
-from megatron_ext.layers.fp8.activation import joined
-from megatron_ext.layers.graphs import LayerGraphs
 from megatron_ext.layers.moe import AlltoAllDispatcher
 from megatron_ext.layers.pointwise import (
     LayerNorm,
@@ -44,6 +41,9 @@ from megatron_ext.layers.pointwise import (
     weights_of,
 )
 from megatron_ext.layers.rotary import LayerRotary
+
+if TYPE_CHECKING:
+    from megatron_ext.layers.graphs import LayerGraphs
 
 WithBias = tuple[Tensor, Tensor | None]
 Table = tuple[Tensor, Tensor]
@@ -194,8 +194,12 @@ class MLP(core.MLP):  # type: ignore[misc]
         gated = self.config.gated_linear_unit
         limits = pointwise.limits_of(self.config)
         plain = bias is None and scale is None and limits == pointwise.NO_LIMITS
-        layers = self.linear_fc1, self.linear_fc2
-        with joined(*layers, wide, name, gated) if plain else nullcontext(False) as joins:
+        joining: Any = nullcontext(False)
+        if plain and getattr(self.linear_fc2, "fp8", None) is not None:
+            from megatron_ext.layers.fp8.activation import joined
+
+            joining = joined(self.linear_fc1, self.linear_fc2, wide, name, gated)
+        with joining as joins:
             narrow = wide if joins else pointwise.activated(wide, bias, scale, name, gated, *limits)
             output, output_bias = self.linear_fc2(narrow)
         if scale is not None and output_bias is not None:
@@ -291,6 +295,8 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
             self._normalize_outputs()
         mlp = self.mlp
         if self.is_moe_layer and getattr(self.config, "groups_experts", False):
+            from megatron_ext.layers.experts import group_experts
+
             group_experts(mlp)
         if self.is_moe_layer and type(mlp.token_dispatcher) is MoEAlltoAllTokenDispatcher:
             local = mlp.num_local_experts, mlp.local_expert_indices

@@ -14,9 +14,11 @@ With c = 0 this is `torch.nn.functional.cross_entropy(label_smoothing=e)`. A blo
 collectives in the forward pass, none in the backward pass, and no synchronization with the GPU.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,9 +27,7 @@ from torch.distributed import ProcessGroup
 from megatron_ext.data.batch import Batch
 from megatron_ext.errors import DataError
 from megatron_ext.layers.auxiliary_loss import MTPTargets, OutputHead, attach
-from megatron_ext.losses.blockwise_loss import blockwise_loss
 from megatron_ext.losses.contract import Report, mtp_report, number_of_targets, pair
-from megatron_ext.losses.custom import TokenLoss
 from megatron_ext.losses.logit_blocks import (
     Gradients,
     Head,
@@ -36,6 +36,9 @@ from megatron_ext.losses.logit_blocks import (
     logit_blocks,
     weighted_sum,
 )
+
+if TYPE_CHECKING:
+    from megatron_ext.losses.custom import TokenLoss
 
 
 def weighted_linear_cross_entropy(
@@ -180,6 +183,8 @@ def hidden_states_loss(
         ignored = cross_entropy.get("ignore_index", -100)
         rows = head.weight.shape[0] * (1 if head.tp_group is None else head.tp_group.size())
         check_labels(batch.labels, weights, ignored, rows)
+        from megatron_ext.losses.blockwise_loss import blockwise_loss
+
         losses, total, extra = blockwise_loss(
             custom.token_losses,
             hidden,

@@ -21,8 +21,6 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.layers.compiled import compiles
 from megatron_ext.layers.transformer_config import params_dtype
 from megatron_ext.optim.adam import ADAMS, FusedAdam, Kernel, start_state
-from megatron_ext.optim.matrices import Matrix, matrices_of
-from megatron_ext.optim.muon import Muon
 from megatron_ext.optim.shards import shards_of
 from megatron_ext.optim.update import parts_of
 
@@ -59,7 +57,11 @@ def build_optimizer(
             MOMENTS[config.optimizer.exp_avg_sq_dtype],
         )
         weight = next(weight for chunk in chunks for weight in chunk.parameters())
-        kind = Muon if uses_muon else FusedAdam
+        kind: type[FusedAdam] = FusedAdam
+        if uses_muon:
+            from megatron_ext.optim.muon import Muon
+
+            kind = Muon
         take_torchs_adam(optimizer, moments, kernel_for(weight), kind)
     if uses_muon:
         _give_matrices(optimizer, chunks, groups, config.optimizer)
@@ -107,6 +109,9 @@ def _give_matrices(
     flags: OptimizerConfig,
 ) -> None:
     """Tell each `Muon` of an optimizer which of its weights are matrices."""
+    from megatron_ext.optim.matrices import Matrix, matrices_of
+    from megatron_ext.optim.muon import Muon
+
     matrices: dict[Parameter, Matrix] = {}
     for chunk in chunks:
         matrices |= matrices_of(chunk, groups, split_qkv=flags.muon_split_qkv)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device.host import this_host
 from megatron_ext.errors import ConfigError
-from megatron_ext.planning.hardware import size
 from megatron_ext.planning.network import Case, Network, TaskCost
 from megatron_ext.planning.stages import LayerBytes, Stage
 from megatron_ext.planning.state import State, Weight, rank_state
@@ -146,6 +145,8 @@ def check_host_memory(config: RunConfig, cost: TaskCost | None) -> None:
     needed = _host_memory(config, cost, here)
     available = this_host().memory
     if needed > available:
+        from megatron_ext.planning.hardware import size
+
         raise ConfigError(
             f"The run needs at least {size(needed)} on this machine for {here} rank(s), but "
             f"it has {size(available)}; make the model or the micro-batch smaller, use "
@@ -162,6 +163,8 @@ def _host_memory(config: RunConfig, cost: TaskCost, ranks: int) -> int:
 
 def _what_would_fit(config: RunConfig, cost: TaskCost, ranks: int, available: int) -> str:
     """Return the end of a sentence that names flags with which the lower bound fits."""
+    from megatron_ext.planning.hardware import size
+
     given, _ = config.training.batch_sizes
     smaller = [each for each in range(given - 1, 0, -1) if given % each == 0]
     full = "`--recompute-granularity full --recompute-method uniform --recompute-num-layers 1`"

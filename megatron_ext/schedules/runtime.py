@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.pipeline_parallel.schedules import (
@@ -24,7 +24,6 @@ from torch import Tensor
 from megatron_ext.config.precision import CudaGraphConfig
 from megatron_ext.core import backward_step
 from megatron_ext.errors import ConfigError
-from megatron_ext.layers.graphs import ChunkGraphs
 from megatron_ext.layers.transformer_layer import TransformerLayer
 from megatron_ext.layers.weight_gradients import zero_untouched
 from megatron_ext.parallel.context import ParallelContext
@@ -32,6 +31,9 @@ from megatron_ext.parallel.grid import Placement
 from megatron_ext.schedules.communication import Channels, GradientSync, Shape
 from megatron_ext.schedules.orders import build_plan
 from megatron_ext.schedules.plan import Action, Kind, Plan
+
+if TYPE_CHECKING:
+    from megatron_ext.layers.graphs import ChunkGraphs
 
 
 def token_scale(num_tokens: Tensor, context: ParallelContext) -> Tensor:
@@ -86,6 +88,8 @@ def step_graphs(
                 "`--cuda-graph-impl` (local) records the TransformerLayers of a model's `decoder`, "
                 "which this model does not have; leave it out."
             )
+        from megatron_ext.layers.graphs import ChunkGraphs
+
         graphs.append(ChunkGraphs(list(layers), flags.cuda_graph_warmup_steps))
     return graphs
 

@@ -11,6 +11,7 @@ from megatron_ext import extras
 from megatron_ext.config.model import ModelConfig, padded_size
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.run import RunConfig
+from megatron_ext.data.loader import BatchSource, build_source
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.config import (
     NEEDS,
@@ -31,12 +32,10 @@ from megatron_ext.text.convert.training import (
     resolve_folder,
 )
 from megatron_ext.text.cost.network import GPT_COST
-from megatron_ext.text.data import gpt, splits
+from megatron_ext.text.data import gpt
+from megatron_ext.text.data.blend import source_options
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.gpt import build_gpt_datasets, check_gpt_data
-from megatron_ext.text.data.plan import dataset_checks, history_of, plan_run
-from megatron_ext.text.data.splits import build_direct, prepare_direct, text_source
-from megatron_ext.text.data.storage import StorageNotes
 from megatron_ext.text.evaluation.config import TaskEvaluationConfig
 from megatron_ext.text.evaluation.scores import TaskScores, check_training
 from megatron_ext.text.hybrid import HybridConfig
@@ -47,6 +46,9 @@ from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.callbacks.callback import Callback
 from megatron_ext.train.run import Run
 from megatron_ext.train.task import Datasets, Task, TaskChoice, later
+
+DIRECT = "megatron_ext.text.data.splits"
+"""The module of the direct order of samples, which is imported by runs in that order alone."""
 
 
 def training_rules(given: RunConfig, run: RunConfig) -> list[str]:
@@ -84,6 +86,7 @@ def tokenizer_inputs(config: RunConfig) -> list[Callable[[], Any]]:
 
 def gpt_inputs(config: RunConfig) -> list[Callable[[], Any]]:
     """Return checks of the tokenizer's files and of each indexed dataset; see `Task.inputs`."""
+    dataset_checks = later("megatron_ext.text.data.plan:dataset_checks")
     return [*tokenizer_inputs(config), *dataset_checks(config)]
 
 
@@ -102,7 +105,7 @@ def prepare_gpt(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
     """Check the indexed datasets; return the completed configuration and the tokenizer."""
     config, tokenizer = with_tokenizer(config)
     if is_direct(config):
-        config = prepare_direct(config, tokenizer)
+        config = later(f"{DIRECT}:prepare_direct")(config, tokenizer)
     else:
         check_gpt_data(config, tokenizer)
     check_training(config)
@@ -117,8 +120,8 @@ def is_direct(config: RunConfig) -> bool:
 def separator_warnings(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
     """Return sentences on ends of documents that a pretraining run does not see, or not train."""
     if is_direct(config):
-        plan = plan_run(config, *history_of(config))
-        return splits.separator_warnings(config, tokenizer, plan)
+        warnings: list[str] = later(f"{DIRECT}:separator_warnings")(config, tokenizer)
+        return warnings
     return gpt.separator_warnings(config, tokenizer)
 
 
@@ -130,8 +133,28 @@ def build_datasets(
 ) -> Datasets:
     """Build the splits in the order that ``--data-order`` names; see `Task.datasets`."""
     if is_direct(config):
-        return build_direct(config, tokenizer)
+        datasets: Datasets = later(f"{DIRECT}:build_direct")(config, tokenizer)
+        return datasets
     return build_gpt_datasets(config, tokenizer, sizes, is_built_on_rank)
+
+
+def text_source(
+    run: Run, dataset: Any, assets: Tokenizer, consumed_samples: int, full_epoch: bool
+) -> BatchSource:
+    """Return the batches of one split, grouped by step; see `Task.source`."""
+    if is_direct(run.config):
+        dataset = later(f"{DIRECT}:goes_on")(run, dataset)
+    parts = run.config, run.context, run.device
+    options = source_options(run.config.section(DataConfig), assets.eod)
+    return build_source(dataset, *parts, consumed_samples, full_epoch, **options)
+
+
+def storage_notes(run: Run) -> Callback | None:
+    """Return what tells of requests to object storage, from which the direct order alone reads."""
+    if not is_direct(run.config):
+        return None
+    built: Callback = later("megatron_ext.text.data.storage:StorageNotes")(run)
+    return built
 
 
 def padded_to_ranks(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> ModelConfig:
@@ -207,7 +230,7 @@ GPT = Task(
     chunk_sections={build_gpt_chunk: (HybridConfig,)},
     prepare_batches=prepare_batches,
     step_stats=text_step_stats,
-    callbacks=(data_ledger, TaskScores, HuggingFaceFolders, StorageNotes),
+    callbacks=(data_ledger, TaskScores, HuggingFaceFolders, storage_notes),
     cost=GPT_COST,
     perplexity=True,
 )

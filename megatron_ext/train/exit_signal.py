@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from megatron_ext.checkpoint.files import read_tracker
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.errors import (
@@ -102,6 +101,9 @@ def loss_at_end(code: int, config: RunConfig) -> str | None:
             f"{ending}: nothing has been saved, as `--save` is not given; give it and {flags}, and "
             f"{sender} saves a checkpoint before the run ends."
         )
+
+    from megatron_ext.checkpoint.files import read_tracker
+
     iteration = read_tracker(Path(save))
     lost = f"nothing has been saved in `--save` ({save})"
     if iteration is not None:

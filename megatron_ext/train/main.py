@@ -7,18 +7,13 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
 from megatron_ext import extras
-from megatron_ext.checkpoint.background import Helper, ending
-from megatron_ext.checkpoint.compatibility import check_resume
-from megatron_ext.checkpoint.files import root_of
-from megatron_ext.checkpoint.publish import check_save_folder, hold_save_folder
-from megatron_ext.checkpoint.staging import copy_records, fetched, stage
-from megatron_ext.checkpoint.stored import check_start, find, load_notes, read_run_config
 from megatron_ext.config.output import CheckpointConfig, LoggingConfig
 from megatron_ext.config.parser import Elsewhere, ParsedArgs, all_errors, parse_args, read_words
 from megatron_ext.config.run import Program, RunConfig
@@ -47,7 +42,7 @@ from megatron_ext.train.reporting.start import start_lines
 from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run
 from megatron_ext.train.supervision import check_add_ons, supervision_of
-from megatron_ext.train.task import Preflight, Task, TaskChoice, check_own_flags
+from megatron_ext.train.task import Preflight, Task, TaskChoice, check_own_flags, later
 
 EVERYWHERE = (
     # megatron-core deprecates its own default of a field.
@@ -94,6 +89,22 @@ def silence_known_warnings(device: str) -> None:
 
 INJECTED = "MEGATRON_EXT_FAULTS"
 """The environment variable by which the add-on ``chaos`` injects faults; no flag leads there."""
+# A run that neither saves nor loads imports nothing of checkpoints.
+_CHECKPOINT = "megatron_ext.checkpoint"
+check_resume = later(f"{_CHECKPOINT}.compatibility:check_resume")
+check_save_folder = later(f"{_CHECKPOINT}.publish:check_save_folder")
+check_start = later(f"{_CHECKPOINT}.stored:check_start")
+copy_records = later(f"{_CHECKPOINT}.staging:copy_records")
+ending = later(f"{_CHECKPOINT}.background:ending")
+fetched = later(f"{_CHECKPOINT}.staging:fetched")
+find = later(f"{_CHECKPOINT}.stored:find")
+hold_save_folder = later(f"{_CHECKPOINT}.publish:hold_save_folder")
+load_notes = later(f"{_CHECKPOINT}.stored:load_notes")
+read_run_config = later(f"{_CHECKPOINT}.stored:read_run_config")
+root_of = later(f"{_CHECKPOINT}.files:root_of")
+stage = later(f"{_CHECKPOINT}.staging:stage")
+start_helper = later(f"{_CHECKPOINT}.background:Helper")
+
 Work = Callable[[Run], "int | None"]
 
 
@@ -140,12 +151,12 @@ def main(
         task = parsed.task
         check_own_flags(task, parsed.config)
         check_add_ons(parsed.config)
-        staged = stage(parsed.config, is_first=first)
+        staged = stage(parsed.config, is_first=first) if parsed.config.checkpoint.addresses else []
         config, assets = preflight(parsed.config, task.preflight)
         configure = partial(_resized, config, task, parse)
         supervision = supervision_of(config)
         silence_known_warnings(device.kind)
-        loading = load_notes(config.checkpoint)
+        loading = load_notes(config.checkpoint) if config.checkpoint.load is not None else []
         every = (*notes, *parsed.notes, *supervision.notes(), *staged, *loading)
         for note in every if first else ():
             print(f"> {note}", flush=True)
@@ -156,7 +167,7 @@ def main(
         check_core(config)
         supervision.prepare(configure)
         check_host_memory(config, task.cost)
-        if first:
+        if first and config.checkpoint.save is not None:
             check_save_folder(config.checkpoint.save)
         if work is None:
             # Any rank may be the one that reports.
@@ -199,7 +210,8 @@ def main(
             exit_signal=exit_signal,
             tell=tell,
         )
-    copy_records(config.checkpoint, is_first=first)
+    if config.checkpoint.addresses:
+        copy_records(config.checkpoint, is_first=first)
     return end.exit_code
 
 
@@ -231,13 +243,14 @@ def stored_config(argv: Sequence[str], program: Program) -> dict[str, Any] | Non
     asked = read_words(argv, program).values.get("checkpoint", {})
     if not asked.get("use_checkpoint_args"):
         return None
+    of_checkpoint: Callable[..., dict[str, Any]] = read_run_config
     if asked.get("load"):
         step = asked.get("ckpt_step")
-        return read_run_config(fetched("--load", asked["load"], step), step)
+        return of_checkpoint(fetched("--load", asked["load"], step), step)
     pretrained = asked.get("pretrained_checkpoint")
     if pretrained is None:
         return None
-    return read_run_config(*root_of(fetched("--pretrained-checkpoint", pretrained)))
+    return of_checkpoint(*root_of(fetched("--pretrained-checkpoint", pretrained)))
 
 
 def splits_layers(argv: Sequence[str], program: Program, stored: Mapping[str, Any] | None) -> bool:
@@ -283,7 +296,7 @@ def pretrain(
     recorder = open_recorder()
     injector = _injector(recorder, config)
     # The helper is forked before this process has threads, process groups or a GPU.
-    helper = Helper() if config.checkpoint.async_save else None
+    helper = start_helper() if config.checkpoint.async_save else None
     torch_device = device.activate(int(os.environ.get("LOCAL_RANK", "0")))
     context = init_groups(
         Layout.from_config(config.parallel),
@@ -305,7 +318,8 @@ def pretrain(
             compile_alike()
         save = config.checkpoint.save
         guard = supervision_of(config).guard(context.rank)
-        with guard, hold_save_folder(save, context), ending(helper):
+        held = nullcontext() if save is None else hold_save_folder(save, context)
+        with guard, held, nullcontext() if helper is None else ending(helper):
             tell_bus_errors()
             # A time limit is one of the whole job, with all its restarts.
             started = None if launched is None else launched.started
@@ -398,7 +412,7 @@ def input_errors(task: Task, config: RunConfig) -> list[str]:
     """
     checks: list[Callable[[], Any]] = []
     checkpoint = config.checkpoint.resolved()
-    if not checkpoint.addresses:
+    if checkpoint.is_used and not checkpoint.addresses:
         checks.append(partial(find, checkpoint))
     checks += [*_check_loss(config), *task.inputs(config)]
     return [sentence for error in _run_all(checks)[1] for sentence in error.messages]
@@ -420,8 +434,10 @@ def preflight(config: RunConfig, check_data: Preflight) -> tuple[RunConfig, Any]
     if not config.planning.dry_run:
         checks.append(partial(check_folders, config.logging, config.checkpoint))
     initializes = config.model.perform_initialization
-    checks.append(partial(check_start, config.checkpoint, initializes=initializes))
+    if config.checkpoint.is_used or not initializes:
+        checks.append(partial(check_start, config.checkpoint, initializes=initializes))
     checks += [*_check_loss(config), partial(check_data, config)]
     config, assets = _all_of(checks)[-1]
-    check_resume(config)
+    if config.checkpoint.is_used:
+        check_resume(config)
     return config, assets

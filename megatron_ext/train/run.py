@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -18,15 +18,12 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
-from megatron_ext.checkpoint.manager import CheckpointManager
-from megatron_ext.checkpoint.publish import BestCheckpoint
 from megatron_ext.config.batch_size import BatchSize
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.data.loader import BatchSource
 from megatron_ext.device import HostCopy, to_device
 from megatron_ext.disk.host_folder import is_asked_to_resize, is_under_torchrun
-from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.optim.update import ParameterGather
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.batch_size import Progress
@@ -35,6 +32,11 @@ from megatron_ext.train.reporting.build import Reporters
 from megatron_ext.train.saves import Saves
 from megatron_ext.train.step import StepRunner
 from megatron_ext.train.task import Task
+
+if TYPE_CHECKING:
+    from megatron_ext.checkpoint.manager import CheckpointManager
+    from megatron_ext.checkpoint.publish import BestCheckpoint
+    from megatron_ext.optim.ema import ShardedEMA
 
 
 class StopRequests:
@@ -101,6 +103,7 @@ class Run:
         restored_from: where its state comes from: "start", "checkpoint", "memory" or "peer".
         rewinds: each return to an earlier state since the run started, as the iteration after which
             it happened and the iteration whose state it is.
+        checkpoints: None if the run neither saves nor loads.
         saved_at: iteration of the newest save, or of the checkpoint that the run has found.
         best_before: the best checkpoints before the one that is saved next, if that is a new best.
     """
@@ -116,7 +119,7 @@ class Run:
     scheduler: OptimizerParamScheduler | None
     runner: StepRunner
     parameter_gather: ParameterGather
-    checkpoints: CheckpointManager
+    checkpoints: CheckpointManager | None
     progress: Progress
     stop_requests: StopRequests
     train_source: BatchSource = field(default_factory=lambda: BatchSource(None, None))
@@ -191,7 +194,7 @@ class Run:
 
     def save_now(self, superseded: Collection[int] = (), *, waits: bool) -> None:
         """Save a checkpoint, or raise a CheckpointError; with ``waits`` wait for its files."""
-        assert self.optimizer is not None
+        assert self.optimizer is not None and self.checkpoints is not None
         with self.context.recorder.phase("save"), self.parameter_gather.paused():
             self.checkpoints.save(
                 self.progress.iteration,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from megatron_ext.checkpoint.background import BackgroundSaves
 from megatron_ext.disk.events import append_event
 from megatron_ext.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from megatron_ext.checkpoint.background import BackgroundSaves
 
 
 class Write(Protocol):

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
-from megatron_ext.checkpoint.adapters import FrozenBase
-from megatron_ext.checkpoint.background import BackgroundSaves, Helper
-from megatron_ext.checkpoint.manager import CheckpointManager
-from megatron_ext.checkpoint.resume import Resume
 from megatron_ext.checkpoint.run_record import may_be_restarted
-from megatron_ext.checkpoint.state import LoadedCheckpoint
 from megatron_ext.config.batch_size import BatchSize, number_of_iterations
 from megatron_ext.config.optimizer import EmaConfig
 from megatron_ext.config.precision import TE_IMPL
@@ -39,6 +34,11 @@ from megatron_ext.train.saves import Saves
 from megatron_ext.train.step import StepRunner
 from megatron_ext.train.supervision import supervision_of
 from megatron_ext.train.task import Datasets, Task
+
+if TYPE_CHECKING:
+    from megatron_ext.checkpoint.background import BackgroundSaves, Helper
+    from megatron_ext.checkpoint.manager import CheckpointManager
+    from megatron_ext.checkpoint.state import LoadedCheckpoint
 
 
 def build_run(
@@ -72,15 +72,23 @@ def build_run(
         scheduler = build_scheduler(config, optimizer)
     _tell_sizes(config, context, chunks, optimizer)
     ema = _average(config.ema, chunks, optimizer, trains=trains)
-    checkpoints, saves = _checkpoints(config, context, device, helper)
+    background = _background(config, context, device, helper)
     make_runner = task.step_runner or StepRunner
     runner = make_runner(config, task, context, transformer_config, chunks, optimizer, scheduler)
     supervision = supervision_of(config)
     stores = supervision.stores(context) if trains else []
     parts = {"model": chunks, "optimizer": optimizer, "scheduler": scheduler, "ema": ema}
-    resume = Resume(checkpoints, config, context)
-    recoveries = supervision.recoveries(stores, context)
-    loaded, source = resume.load(recoveries, **parts, extra_state=runner.extra_state)
+    checkpoints = None
+    loaded: LoadedCheckpoint | None = None
+    source, saved_at = "start", 0
+    if config.checkpoint.is_used or stores:
+        from megatron_ext.checkpoint.resume import Resume
+
+        checkpoints = _checkpoints(config, context, background)
+        resume = Resume(checkpoints, config, context)
+        recoveries = supervision.recoveries(stores, context)
+        loaded, source = resume.load(recoveries, **parts, extra_state=runner.extra_state)
+        saved_at = resume.saved_at
     if loaded is not None:
         _continue_schedules(runner, config, loaded, context)
     if loaded is None and task.initial_weights is not None:
@@ -109,10 +117,10 @@ def build_run(
             config.training, started, config.fault_tolerance.is_elastic, exit_signal
         ),
         peak_flops=_peak_flops(device),
-        saves=saves,
+        saves=_saves(config, context, background),
         stores=stores,
         restored_from=source,
-        saved_at=resume.saved_at,
+        saved_at=saved_at,
     )
     # Data loaders that start draw a number from torch's generator. A run that starts draws it too,
     # as Megatron-LM does; a run that goes on has drawn it before it saved its state.
@@ -156,22 +164,36 @@ def _peak_flops(device: torch.device) -> float | None:
     return peak_flops(torch.cuda.get_device_name(device) if device.type == "cuda" else None)
 
 
+def _background(
+    config: RunConfig, context: ParallelContext, device: torch.device, helper: Helper | None
+) -> BackgroundSaves | None:
+    """Return what saves while training goes on, if ``--async-save`` has started a helper."""
+    if helper is None:
+        return None
+    from megatron_ext.checkpoint.background import BackgroundSaves
+
+    limit = 60 * config.parallel.distributed_timeout_minutes
+    return BackgroundSaves(config.checkpoint, context, device, helper, seconds=limit)
+
+
 def _checkpoints(
-    config: RunConfig,
-    context: ParallelContext,
-    device: torch.device,
-    helper: Helper | None,
-) -> tuple[CheckpointManager, Saves]:
-    """Return what saves and loads checkpoints, and what tells how the saves end."""
-    settings = config.checkpoint
-    background = None
-    if helper is not None:
-        limit = 60 * config.parallel.distributed_timeout_minutes
-        background = BackgroundSaves(settings, context, device, helper, seconds=limit)
-    tolerant = settings.async_save or may_be_restarted(config.fault_tolerance)
-    saves = Saves(settings.save, context.rank, background=background, tolerant=tolerant)
+    config: RunConfig, context: ParallelContext, background: BackgroundSaves | None
+) -> CheckpointManager:
+    """Return what saves and loads checkpoints, whose code a run without them does not import."""
+    from megatron_ext.checkpoint.adapters import FrozenBase
+    from megatron_ext.checkpoint.manager import CheckpointManager
+
     frozen = FrozenBase.of_run(config.lora, config.training.seed)
-    return CheckpointManager(settings, context, frozen, background=background), saves
+    return CheckpointManager(config.checkpoint, context, frozen, background=background)
+
+
+def _saves(
+    config: RunConfig, context: ParallelContext, background: BackgroundSaves | None
+) -> Saves:
+    """Return what tells how the saves of a run end."""
+    tolerant = config.checkpoint.async_save or may_be_restarted(config.fault_tolerance)
+    save = config.checkpoint.save
+    return Saves(save, context.rank, background=background, tolerant=tolerant)
 
 
 def _follow_new_weights(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
@@ -17,7 +17,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_ext.checkpoint.state import ExtraState
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import Batch
 from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
@@ -33,6 +32,9 @@ from megatron_ext.schedules.communication import Shape
 from megatron_ext.schedules.runtime import PipelineEngine, step_graphs
 from megatron_ext.train.step_losses import mean_of, reduce_reports, take_auxiliary_losses
 from megatron_ext.train.task import Task
+
+if TYPE_CHECKING:
+    from megatron_ext.checkpoint.state import ExtraState
 
 
 @dataclass(frozen=True)

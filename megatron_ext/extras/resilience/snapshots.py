@@ -123,7 +123,7 @@ class Snapshots(Callback):
     def state(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Return the state, the counters and the configuration to keep, as they are now."""
         run = self.run
-        assert run.optimizer is not None
+        assert run.optimizer is not None and run.checkpoints is not None
         with run.parameter_gather.paused():
             state = run.checkpoints.state_in_memory(
                 model=run.chunks,

@@ -16,12 +16,11 @@ from torch.utils.data import Dataset
 from megatron_ext.config.batch_size import BatchSize, number_of_iterations
 from megatron_ext.config.rules.parallel import share_errors
 from megatron_ext.config.run import RunConfig
-from megatron_ext.data.loader import BatchSource, build_source
 from megatron_ext.data.mixture import shares
 from megatron_ext.data.order import SampleOrder, Stage
 from megatron_ext.data.packed_order import PackedOrder
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.text.data.blend import SPLITS, read_blend, source_options
+from megatron_ext.text.data.blend import SPLITS, read_blend
 from megatron_ext.text.data.config import DataConfig, FimConfig
 from megatron_ext.text.data.direct import DirectDataset, EveryWindow, Marks
 from megatron_ext.text.data.fim import FillInTheMiddle
@@ -83,8 +82,14 @@ def prepare_direct(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     return config
 
 
-def separator_warnings(config: RunConfig, tokenizer: Tokenizer, plan: RunPlan) -> list[str]:
-    """Return sentences on ends of documents that a run in the direct order does not see."""
+def separator_warnings(
+    config: RunConfig, tokenizer: Tokenizer, plan: RunPlan | None = None
+) -> list[str]:
+    """Return sentences on ends of documents that a run in the direct order does not see.
+
+    ``plan`` is that of the run, which is made if it is None.
+    """
+    plan = plan_run(config, *history_of(config)) if plan is None else plan
     data = config.section(DataConfig)
     padding = marks_of(config, tokenizer).pad
     sentences = []
@@ -249,8 +254,10 @@ def build_direct(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
     return Datasets(train, *build_held_out(config, tokenizer))
 
 
-def goes_on(run: Run, dataset: DirectDataset) -> DirectDataset:
-    """Return the training split with the order of the run so far, which progress keeps."""
+def goes_on(run: Run, dataset: Any) -> Any:
+    """Return a split; the training split with the order of the run so far, of its progress."""
+    if not isinstance(dataset, DirectDataset) or not dataset.is_training:
+        return dataset
     progress = run.progress
     consumed = progress.consumed_train_samples
     history = progress.data_order
@@ -266,14 +273,3 @@ def goes_on(run: Run, dataset: DirectDataset) -> DirectDataset:
             print(f"> the mixture changes at sample {consumed}: {shown}", flush=True)
     progress.data_order = plan.to_dict()
     return DirectDataset(plan.order, plan.spans, dataset.marks, plan.total, dataset.fim)
-
-
-def text_source(
-    run: Run, dataset: Any, assets: Tokenizer, consumed_samples: int, full_epoch: bool
-) -> BatchSource:
-    """Return the batches of one split, grouped by step; see `Task.source`."""
-    if isinstance(dataset, DirectDataset) and dataset.is_training:
-        dataset = goes_on(run, dataset)
-    parts = run.config, run.context, run.device
-    options = source_options(run.config.section(DataConfig), assets.eod)
-    return build_source(dataset, *parts, consumed_samples, full_epoch, **options)

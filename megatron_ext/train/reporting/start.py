@@ -19,7 +19,6 @@ from megatron_ext.config.rules.transformer_engine import found_version
 from megatron_ext.config.run import RunConfig
 from megatron_ext.disk.writing import write_text
 from megatron_ext.layers.sdpa import flash_3_in_use
-from megatron_ext.optim.muon import Muon
 from megatron_ext.train.reporting.files import CONFIGURATION_FILE
 
 STARTED = "> starting"
@@ -150,7 +149,7 @@ def _optimizer(optimizer: MegatronOptimizer | None) -> str:
     inner = next((part.optimizer for part in parts if part.optimizer is not None), None)
     if inner is None:
         return "none on this rank"
-    muon = "Muon and " if isinstance(inner, Muon) else ""
+    muon = "Muon and " if hasattr(inner, "matrices") else ""
     if getattr(inner, "make_kernel", None) is not None:
         return f"{muon}Triton AdamW"
     roots = {kind: kind.__module__.split(".")[0] for kind in type(inner).__mro__}
