@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from megatron_ext.checkpoint import helper, publish
+from megatron_ext.checkpoint.best import BestCheckpoint
 from megatron_ext.checkpoint.helper import FAILED, PUBLISHED, TIDIED, WRITTEN, Job, Report
 from megatron_ext.checkpoint.prepared import PreparedSave, SavePreparer
 from megatron_ext.checkpoint.snapshot import SnapshotFile, content_of
@@ -198,7 +199,7 @@ class BackgroundSaves:
         state: Callable[[], dict[str, Any]],
         progress: dict[str, Any],
         run_config: dict[str, Any],
-        best: tuple[publish.BestCheckpoint, ...],
+        best: tuple[BestCheckpoint, ...],
         superseded: tuple[int, ...],
     ) -> None:
         """Copy the run's state to host memory and let the helpers write it; all ranks call this.
@@ -290,7 +291,7 @@ class BackgroundSaves:
         self,
         iteration: int,
         slot: SnapshotFile,
-        best: tuple[publish.BestCheckpoint, ...],
+        best: tuple[BestCheckpoint, ...],
         superseded: tuple[int, ...],
     ) -> None:
         self._count = self._count + 1

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.utils._pytree import tree_map_only
 
 from megatron_ext.checkpoint import publish, storage
+from megatron_ext.checkpoint.best import BestCheckpoint
 from megatron_ext.checkpoint.files import MANIFEST, Files, folder_of, read_manifest
 from megatron_ext.checkpoint.snapshot import SnapshotFile
 from megatron_ext.config.output import CheckpointConfig
@@ -67,7 +68,7 @@ class Job:
     root: str
     seconds: float
     config: CheckpointConfig
-    best: tuple[publish.BestCheckpoint, ...] = ()
+    best: tuple[BestCheckpoint, ...] = ()
     superseded: tuple[int, ...] = ()
 
     @property

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from megatron_ext.checkpoint import adapters, compatibility, publish, storage
 from megatron_ext.checkpoint import state as run_state
 from megatron_ext.checkpoint.background import BackgroundSaves
+from megatron_ext.checkpoint.best import BestCheckpoint
 from megatron_ext.checkpoint.compatibility import check_changes
 from megatron_ext.checkpoint.files import folder_of
 from megatron_ext.checkpoint.optimizer_state import has_main_weights, is_distributed
@@ -75,7 +76,7 @@ class CheckpointManager:
         scheduler: OptimizerParamScheduler | None = None,
         ema: ShardedEMA | None = None,
         extra_state: ExtraState | None = None,
-        best: Sequence[publish.BestCheckpoint] = (),
+        best: Sequence[BestCheckpoint] = (),
         superseded: Collection[int] = (),
         waits: bool = False,
     ) -> Path:

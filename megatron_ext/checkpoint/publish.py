@@ -15,11 +15,11 @@ import socket
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext import limits
 from megatron_ext.checkpoint import files
+from megatron_ext.checkpoint.best import BestCheckpoint
 from megatron_ext.checkpoint.files import folder_of, published
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.disk.writing import lock_path, open_descriptor, remove
@@ -159,28 +159,6 @@ def remove_old(
             remove(aside)
         except OSError as error:
             logger.warning("The old checkpoint %s could not be removed: %s.", folder, error)
-
-
-@dataclass(frozen=True)
-class BestCheckpoint:
-    """A checkpoint with one of the lowest validation losses.
-
-    Attributes:
-        regular: whether it was saved for another reason too, such as ``--save-interval``.
-    """
-
-    iteration: int
-    loss: float
-    regular: bool
-
-
-def with_candidate(
-    best: Sequence[BestCheckpoint], new: BestCheckpoint, keep: int
-) -> tuple[list[BestCheckpoint], list[BestCheckpoint]]:
-    """Rank ``best`` and ``new`` by loss; return the ``keep`` lowest, and the rest of ``best``."""
-    others = [entry for entry in best if entry.iteration != new.iteration]
-    ranked = sorted([*others, new], key=lambda entry: entry.loss)
-    return ranked[:keep], [entry for entry in ranked[keep:] if entry is not new]
 
 
 def write_best(root: Path, best: BestCheckpoint) -> None:

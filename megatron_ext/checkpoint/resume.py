@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from megatron_ext.checkpoint import storage
 from megatron_ext.checkpoint.compatibility import check_changes
 from megatron_ext.checkpoint.manager import CheckpointManager
-from megatron_ext.checkpoint.run_record import goes_on, may_be_restarted, own_checkpoints
+from megatron_ext.checkpoint.run_record import goes_on, own_checkpoints
 from megatron_ext.checkpoint.state import LoadedCheckpoint
 from megatron_ext.checkpoint.stored import (
     CheckpointRef,
@@ -93,7 +93,7 @@ class Resume:
         # A machine that has joined later was not restarted itself.
         self._generation = max(from_all_ranks(generation(), None))
         self._again = goes_on(config.fault_tolerance, self._generation)
-        self._passes_over = self._again or may_be_restarted(config.fault_tolerance)
+        self._passes_over = self._again or config.fault_tolerance.may_be_restarted
         self._damaged: Damaged = {}
         self._own: CheckpointRef | None = None
         self.saved_at = 0

@@ -15,7 +15,6 @@ from typing import Any
 from megatron_ext.checkpoint import files
 from megatron_ext.checkpoint.files import published, standing_folder_of
 from megatron_ext.config.fault_tolerance import FaultToleranceConfig
-from megatron_ext.disk.host_folder import generation, restarts_by_torchrun
 from megatron_ext.disk.reading import UnreadableFile, read_json_object
 
 RUN_VARIABLE = "MEGATRON_EXT_RUN_ID"
@@ -28,12 +27,6 @@ _ANY = "none"
 def run_id() -> str:
     """Return the name that this run keeps over its restarts, which need not be its own alone."""
     return os.environ.get(RUN_VARIABLE) or os.environ.get("TORCHELASTIC_RUN_ID", _ANY)
-
-
-def may_be_restarted(config: FaultToleranceConfig) -> bool:
-    """Return whether a launcher may start the ranks of this run again, or has done so."""
-    by_torchrun = restarts_by_torchrun()
-    return bool(config.max_restarts or by_torchrun or config.is_elastic or generation())
 
 
 def goes_on(config: FaultToleranceConfig, restarts: int) -> bool:

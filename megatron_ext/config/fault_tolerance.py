@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_ext.config.flags import COUNT, FACTOR, NATURAL, SIZE, Range, UsersOwn, flag
+from megatron_ext.disk.host_folder import generation, restarts_by_torchrun
 
 DISABLED, VALIDATE, STATS = "disabled", "validate_results", "report_stats"
 """The values of ``--rerun-mode``, which are Megatron-LM's."""
@@ -77,6 +78,12 @@ class FaultToleranceConfig(UsersOwn):
     def is_elastic(self) -> bool:
         """Return whether the run may go on with another number of nodes."""
         return self.elastic_min_nodes is not None
+
+    @property
+    def may_be_restarted(self) -> bool:
+        """Return whether a launcher may start the ranks of this run again, or has done so."""
+        by_torchrun = restarts_by_torchrun()
+        return bool(self.max_restarts or by_torchrun or self.is_elastic or generation())
 
     def errors(self, save: str | None, *, whole: bool, kept: str | None) -> Iterator[str]:
         """Yield a sentence for each fault in these flags.

@@ -1,8 +1,10 @@
 """The forward step of GPT pretraining and fine-tuning, its loss, and its operation count."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.utils import unwrap_model
@@ -25,12 +27,14 @@ from megatron_ext.losses.contract import (
     share_of_step,
     weighted_token_loss,
 )
-from megatron_ext.losses.custom import TokenLoss, load_loss
 from megatron_ext.losses.linear_cross_entropy import hidden_states_loss
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.cost.flops import flops_per_sample
 from megatron_ext.train.batch_size import StepStats
 from megatron_ext.train.run import Run
+
+if TYPE_CHECKING:
+    from megatron_ext.losses.custom import TokenLoss
 
 
 def mtp_targets(
@@ -52,7 +56,11 @@ def mtp_targets(
 
 def custom_loss(config: LossConfig) -> TokenLoss[Any] | None:
     """Return the custom loss that ``--loss`` names; None without that flag."""
-    return None if config.loss is None else load_loss(config.loss, tuple(config.loss_args))
+    if config.loss is None:
+        return None
+    from megatron_ext.losses.custom import load_loss
+
+    return load_loss(config.loss, tuple(config.loss_args))
 
 
 def prepare_batches(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from megatron_ext.checkpoint.publish import BestCheckpoint
+from megatron_ext.checkpoint.best import BestCheckpoint
 from megatron_ext.config.batch_size import number_of_iterations, samples_after
 from megatron_ext.config.training import TrainingConfig
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -54,7 +55,9 @@ from megatron_ext.train.exit_codes import (
 )
 from megatron_ext.train.exit_signal import ExitSignal
 from megatron_ext.train.supervision import Supervision, supervision_of_ranks
-from megatron_ext.train.supervisor import SignalForwarder
+
+if TYPE_CHECKING:
+    from megatron_ext.train.supervisor import SignalForwarder
 
 SECONDS_FOR_RANK_0 = 20.0
 """Time for rank 0 to print an error of the flags; its exit then ends the other ranks."""
@@ -393,6 +396,8 @@ def fork_ranks(
     Where the ranks have a host folder they are watched, and faults are told in the folder ``save``.
     """
     supervision = supervision or supervision_of_ranks()
+    from megatron_ext.train.supervisor import SignalForwarder
+
     with SignalForwarder(exit_signal) as forwarder:
         supervisor = supervision.supervisor(world_size, forwarder, timeout_minutes, save)
         with _forked(main, world_size, forwarder, {}):

@@ -28,7 +28,6 @@ from megatron_ext.errors import (
 )
 from megatron_ext.layers.compiled import compile_alike, compile_nothing
 from megatron_ext.layers.transformer_config import check_core
-from megatron_ext.losses.custom import load_loss
 from megatron_ext.parallel.context import embedding_ranks, init_groups, seed_everything
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.parallel.recorder import Recorder, open_recorder
@@ -421,7 +420,11 @@ def input_errors(task: Task, config: RunConfig) -> list[str]:
 def _check_loss(config: RunConfig) -> list[Callable[[], Any]]:
     """Return a check of the user's loss, if there is one."""
     loss = config.loss
-    return [] if loss.loss is None else [partial(load_loss, loss.loss, tuple(loss.loss_args))]
+    if loss.loss is None:
+        return []
+    from megatron_ext.losses.custom import load_loss
+
+    return [partial(load_loss, loss.loss, tuple(loss.loss_args))]
 
 
 def preflight(config: RunConfig, check_data: Preflight) -> tuple[RunConfig, Any]:

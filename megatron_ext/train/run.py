@@ -34,8 +34,8 @@ from megatron_ext.train.step import StepRunner
 from megatron_ext.train.task import Task
 
 if TYPE_CHECKING:
+    from megatron_ext.checkpoint.best import BestCheckpoint
     from megatron_ext.checkpoint.manager import CheckpointManager
-    from megatron_ext.checkpoint.publish import BestCheckpoint
     from megatron_ext.optim.ema import ShardedEMA
 
 

@@ -10,7 +10,6 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
-from megatron_ext.checkpoint.run_record import may_be_restarted
 from megatron_ext.config.batch_size import BatchSize, number_of_iterations
 from megatron_ext.config.optimizer import EmaConfig
 from megatron_ext.config.precision import TE_IMPL
@@ -22,7 +21,6 @@ from megatron_ext.layers.sdpa import use_flash_3
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.layers.transformer_engine import prepare_transformer_engine
 from megatron_ext.optim.builder import build_optimizer
-from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.optim.schedule import build_scheduler
 from megatron_ext.optim.update import ParameterGather
 from megatron_ext.parallel.context import ParallelContext
@@ -39,6 +37,7 @@ if TYPE_CHECKING:
     from megatron_ext.checkpoint.background import BackgroundSaves, Helper
     from megatron_ext.checkpoint.manager import CheckpointManager
     from megatron_ext.checkpoint.state import LoadedCheckpoint
+    from megatron_ext.optim.ema import ShardedEMA
 
 
 def build_run(
@@ -151,6 +150,8 @@ def _average(
 ) -> ShardedEMA | None:
     if not config.keeps_average(trains=trains):
         return None
+    from megatron_ext.optim.ema import ShardedEMA
+
     return ShardedEMA(
         chunks,
         optimizer,
@@ -191,7 +192,7 @@ def _saves(
     config: RunConfig, context: ParallelContext, background: BackgroundSaves | None
 ) -> Saves:
     """Return what tells how the saves of a run end."""
-    tolerant = config.checkpoint.async_save or may_be_restarted(config.fault_tolerance)
+    tolerant = config.checkpoint.async_save or config.fault_tolerance.may_be_restarted
     save = config.checkpoint.save
     return Saves(save, context.rank, background=background, tolerant=tolerant)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext import extras
 from megatron_ext.config.flags import changed
@@ -18,7 +18,9 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.exit_signal import ExitSignal
-from megatron_ext.train.supervisor import SignalForwarder, Supervisor
+
+if TYPE_CHECKING:
+    from megatron_ext.train.supervisor import SignalForwarder, Supervisor
 
 RESILIENCE = "resilience"
 """The add-on that fills this socket."""
@@ -80,6 +82,8 @@ class Supervision:
         self, world_size: int, forwarder: SignalForwarder, timeout_minutes: float, save: str | None
     ) -> Supervisor:
         """Return what waits for ranks that are about to be forked, and tells faults in ``save``."""
+        from megatron_ext.train.supervisor import Supervisor
+
         return Supervisor(forwarder, timeout_minutes)
 
     def follow_earlier_process(self) -> None:

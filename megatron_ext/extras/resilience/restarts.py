@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ext.checkpoint.run_record import RUN_VARIABLE, may_be_restarted
+from megatron_ext.checkpoint.run_record import RUN_VARIABLE
 from megatron_ext.config.run import RunConfig
 from megatron_ext.disk.host_folder import GENERATION_VARIABLE, host_folder
 from megatron_ext.errors import MegatronExtError
@@ -109,7 +109,7 @@ def restart_notes(config: RunConfig) -> list[str]:
             f"`--max-restarts` ({asked}) has no effect under torchrun, which starts ranks again "
             f"itself; give `--max-restarts {asked}` to torchrun."
         ]
-    if may_be_restarted(config.fault_tolerance):
+    if config.fault_tolerance.may_be_restarted:
         return []
     saving = config.checkpoint
     where = "" if by_torchrun is None else " to torchrun"

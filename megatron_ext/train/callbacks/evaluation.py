@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron_ext.checkpoint.publish import BestCheckpoint, with_candidate
+from megatron_ext.checkpoint.best import BestCheckpoint, with_candidate
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.loader import BatchSource
 from megatron_ext.errors import DataError

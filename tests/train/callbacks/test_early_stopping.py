@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.checkpoint.best import BestCheckpoint, with_candidate
 from megatron_ext.checkpoint.files import published
-from megatron_ext.checkpoint.publish import BEST_TRACKER, BestCheckpoint, expired, with_candidate
+from megatron_ext.checkpoint.publish import BEST_TRACKER, expired
 from megatron_ext.train.callbacks import evaluation
 from megatron_ext.train.callbacks.evaluation import mean_validation_loss
 from tests.training_runs import (
