@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_ext.checkpoint import files, publish, storage
+from megatron_ext.checkpoint.best import BestCheckpoint
 from megatron_ext.checkpoint.files import MANIFEST, TRACKER, Files, folder_of, published
 from megatron_ext.checkpoint.stored import candidates, passes_over_damaged
 from megatron_ext.config.output import CheckpointConfig, split_address, staging_folder
@@ -211,7 +212,7 @@ class RemoteFolder:
         self,
         iteration: int,
         config: CheckpointConfig,
-        best: Sequence[publish.BestCheckpoint],
+        best: Sequence[BestCheckpoint],
         superseded: Collection[int],
     ) -> None:
         """Let the tracker name a checkpoint, copy the records, and remove old checkpoints there.

@@ -16,6 +16,7 @@ import torch
 
 from megatron_ext.checkpoint import background, helper, storage
 from megatron_ext.checkpoint.background import BackgroundSaves, Helper
+from megatron_ext.checkpoint.best import BestCheckpoint
 from megatron_ext.checkpoint.files import TRACKER, folder_of, published
 from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.checkpoint.stored import choose
@@ -237,7 +238,7 @@ def test_a_full_disk_after_publication_is_told_as_such(
     tiny = build(context)
     save(manager(context, tmp_path), tiny, 2, context)
     config = CheckpointConfig(save=str(tmp_path), keep_last=1)
-    best = (helper.publish.BestCheckpoint(2, 1.0, True),)
+    best = (BestCheckpoint(2, 1.0, True),)
     helper._tidy(helper.Job(1, 2, 0, 1, "none", str(tmp_path), 1.0, config, best))
     assert "The checkpoint of iteration 2 is saved, but" in caplog.text
 
