@@ -196,7 +196,12 @@ GPT = Task(
     chunk_sections={build_gpt_chunk: (HybridConfig,)},
     prepare_batches=prepare_batches,
     step_stats=text_step_stats,
-    callbacks=(DataLedger, TaskScores, HuggingFaceFolders, StorageNotes),
+    callbacks=(
+        DataLedger.of_run,
+        TaskScores.of_run,
+        HuggingFaceFolders.of_run,
+        StorageNotes.of_run,
+    ),
     cost=GPT_COST,
     perplexity=True,
 )

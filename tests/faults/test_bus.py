@@ -225,7 +225,7 @@ class Garbage:
     def __init__(self, path: Path, error: Exception | None) -> None:
         self.path, self.error = path, error
 
-    def next_step(self, _number: int) -> list[Any]:
+    def next_step(self, _number: int, _seq_length: int | None = None) -> list[Any]:
         os.truncate(self.path, SIZE - 1)
         if self.error is not None:
             raise self.error

@@ -21,6 +21,7 @@ from megatron_ext.optim.builder import choose_kernels, kernel_for, take_torchs_a
 from megatron_ext.optim.update import decides_on_device, parts_of
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.run import Run
+from megatron_ext.train.step import StepInputs
 from tests.host_syncs import HostSyncs
 from tests.ranks import on_ranks
 from tests.runs_from_inside import build
@@ -119,7 +120,8 @@ def _step(run: Run, gradients: list[torch.Tensor], *, bad: bool) -> torch.Tensor
     run.runner.observer = look
     number = run.batch_size.num_microbatches
     samples = run.batch_size.global_batch_size
-    result = run.runner.train(run.train_source.next_step(number), number, 0, samples)
+    inputs = StepInputs(run.train_source.next_step(number), number)
+    result = run.runner.train(inputs, samples)
     assert result.update.applied != bad
     return torch.cat([weight.detach().flatten() for weight in trained])
 
