@@ -25,7 +25,7 @@ from megatron_ext.data.samplers import (
 )
 from megatron_ext.data.workers import worker_context
 from megatron_ext.errors import DataError, MachineFault, MegatronExtError
-from megatron_ext.faults.bus import cut_file, worker_setup
+from megatron_ext.faults.bus import cut_file, mapped_sizes, worker_setup
 from megatron_ext.parallel.context import ParallelContext, mtp_rank
 
 
@@ -115,7 +115,7 @@ class BatchSource:
             if (cut := cut_file()) is not None:
                 raise cut from None
             raise
-        if (cut := cut_file(self._coming)) is not None:
+        if mapped_sizes and (cut := cut_file(self._coming)) is not None:
             raise cut
         return batches
 

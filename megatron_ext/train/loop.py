@@ -212,7 +212,7 @@ class Sums:
         self.tokens += stats.tokens
         self.flops += stats.flops
         for name, loss in result.losses.items():
-            counted = torch.stack([loss, (result.counts[name] > 0).to(loss)])
+            counted = torch.stack([loss, (result.counts[name] > 0).type_as(loss)])
             counted = torch.where(result.update.flag, counted, 0.0)
             self.losses[name] = self.losses.get(name, torch.zeros_like(counted)) + counted
 
@@ -372,5 +372,5 @@ class IntervalMetrics:
             peak_flops=run.peak_flops,
             memory=memory_of(run.device),
             epoch=run.progress.epoch,
-            failed_saves=run.saves.num_failed,
+            failed_saves=0 if run.config.checkpoint.save is None else run.saves.num_failed,
         )

@@ -264,8 +264,8 @@ def test_torch_updates_where_nothing_is_compiled(
     backend: str | None, has_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a C compiler, or with ``--no-compile``, no kernel of Triton is chosen."""
-    monkeypatch.setattr(compiled._compiler, "backend", backend)
-    monkeypatch.setattr(compiled._compiler, "checked", True)
+    monkeypatch.setattr(compiled.compiler, "backend", backend)
+    monkeypatch.setattr(compiled.compiler, "checked", True)
     with FakeTensorMode():
         weight = torch.empty(4, device="cuda")
     assert (kernel_for(weight) is not None) == has_kernel
