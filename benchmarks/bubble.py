@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -78,7 +77,7 @@ class StubStage(torch.nn.Module):
         return result
 
 
-def forward_step(_: Iterator[Any] | None, model: torch.nn.Module) -> tuple[Tensor, Any]:
+def forward_step(_batch: Any, model: torch.nn.Module, _counts: Any) -> tuple[Tensor, Any]:
     """Return the stub's output; the loss is its sum."""
     return model(), lambda output: (output.sum(), torch.tensor(1, dtype=torch.int), {})
 
@@ -108,7 +107,7 @@ def measure(
     for _ in range(repeats):
         torch.distributed.barrier()
         start = time.perf_counter()
-        engine.run(forward_step, [None] * len(chunks), num_microbatches, SHAPE)
+        engine.run(forward_step, None, num_microbatches, SHAPE)
         taken = torch.tensor(time.perf_counter() - start)
         torch.distributed.all_reduce(taken, op=torch.distributed.ReduceOp.MAX)
         best = min(best, float(taken))

@@ -27,6 +27,7 @@ from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.main import preflight
 from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run
+from megatron_ext.train.step import StepInputs
 from megatron_ext.train.task import Task
 
 __all__ = [
@@ -226,7 +227,8 @@ def loss_of_step(run: Run) -> float:
     micro, batch = run.config.training.batch_sizes
     number = batch // micro
     batches = run.train_source.next_step(number)
-    result = run.runner.train(batches, number, run.progress.consumed_train_samples, batch)
+    inputs = StepInputs(batches, number, run.progress.consumed_train_samples)
+    result = run.runner.train(inputs, batch)
     return float(next(iter(result.losses.values())))
 
 

@@ -26,6 +26,7 @@ from megatron_ext.data.batch import Batch
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.task import GPT
 from megatron_ext.train.run import Run
+from megatron_ext.train.step import StepInputs
 
 LEARNING_RATE = 1e-5
 CLIP = 1.0
@@ -206,7 +207,9 @@ def ours(sizes: Llama, place: Place) -> Peer:
     def step(tokens: Tensor, labels: Tensor) -> Tensor:
         positions = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
         weights = torch.ones(labels.shape, device=labels.device)
-        result = run.runner.train([Batch(tokens, labels, weights, positions)], 1, 0, place.batch)
+        result = run.runner.train(
+            StepInputs([Batch(tokens, labels, weights, positions)], 1), place.batch
+        )
         return next(iter(result.losses.values()))
 
     return Peer(step, parameters_of(run))

@@ -13,6 +13,7 @@ from megatron_ext.train.callbacks.callback import WeightAverage
 from megatron_ext.train.loop import IntervalMetrics
 from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run
+from megatron_ext.train.step import StepInputs
 from tests.training_runs import prepared
 
 
@@ -42,7 +43,9 @@ def one_step(run: Run, metrics: IntervalMetrics, batches: list[Batch] | None = N
     if batches is None:
         batches = run.train_source.next_step(number)
     samples = run.batch_size.global_batch_size
-    result = run.runner.train(batches, number, run.progress.consumed_train_samples, samples)
+    inputs = StepInputs(batches, number, run.progress.consumed_train_samples)
+    result = run.runner.train(inputs, samples)
     run.progress.advance(stats, None)
     metrics.add(result, stats)
-    WeightAverage(run).after_update(result)
+    if run.ema is not None:
+        WeightAverage(run).after_update(result)

@@ -11,9 +11,12 @@ class BatchSize:
     Attributes:
         samples_per_microbatch: the micro-batch size times the data-parallel size.
         num_microbatches: the micro-batches of the current step on each data-parallel rank.
+        global_batch_size: the samples of the current step on all ranks.
+        changes: whether the size changes during the run.
     """
 
     num_microbatches = 0
+    global_batch_size = 0
 
     def __init__(
         self, training: TrainingConfig, seq_length: int | None, data_parallel_size: int
@@ -31,6 +34,7 @@ class BatchSize:
             self._ramp_end = self._steps[-1][0] - 1
         elif self._ramp is not None:
             self._ramp_end = self._ramp[2]
+        self.changes = self._ramp_end >= 0
         self.update(0)
 
     def update(self, consumed_samples: int) -> bool:
@@ -39,6 +43,7 @@ class BatchSize:
         number = self._training.microbatches(self._size_at(consumed_samples), self._replicas)
         assert number is not None, "the flags were checked before"
         self.num_microbatches = number
+        self.global_batch_size = number * self.samples_per_microbatch
         return number != before
 
     def _size_at(self, consumed_samples: int) -> int:
@@ -55,11 +60,6 @@ class BatchSize:
     def is_final(self, consumed_samples: int) -> bool:
         """Return whether the batch size has reached its last value."""
         return consumed_samples > self._ramp_end
-
-    @property
-    def global_batch_size(self) -> int:
-        """Return the samples of the current step on all ranks."""
-        return self.num_microbatches * self.samples_per_microbatch
 
 
 def number_of_iterations(

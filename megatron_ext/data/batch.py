@@ -158,7 +158,7 @@ class StepLoader:
         samples: iterator over collated samples with ``tokens``, ``labels``, ``position_ids``
             (``[b, s]`` int64) and ``loss_mask`` (``[b, s]`` float32); None on tensor-parallel ranks
             other than the first, which receive by broadcast.
-        shape: ``(micro_batch_size, seq_length)``.
+        shape: ``(micro_batch_size, seq_length)``, unless a step gives another length.
         mask_documents_at: end-of-document id; neither attention nor multi-token prediction
             crosses it, or leaves a packed document. With None no token ends a document.
         documents_by_position: a document begins wherever a position id is 0; this setting
@@ -181,13 +181,13 @@ class StepLoader:
     def __post_init__(self) -> None:
         self._keys = ("tokens", "labels", "position_ids", "sample_ids")[: 3 + self.with_sample_ids]
 
-    def next_step(self, num_microbatches: int) -> list[Batch]:
-        """Return the micro-batches of the next step, in order.
+    def next_step(self, num_microbatches: int, seq_length: int | None = None) -> list[Batch]:
+        """Return the micro-batches of the next step, in order, with samples of ``seq_length``.
 
         Raises:
             StopIteration: the data has ended.
         """
-        ids, masks = self._receive(num_microbatches)
+        ids, masks = self._receive(num_microbatches, seq_length or self.shape[1])
         batches = []
         for stacked, mask in zip(ids.unbind(0), masks.unbind(0), strict=True):
             named = dict(zip(self._keys, stacked.unbind(0), strict=True))
@@ -212,7 +212,7 @@ class StepLoader:
             batches.append(slice_for_context_parallel(batch, self.context.pgs.cp))
         return batches
 
-    def _receive(self, num_microbatches: int) -> tuple[Tensor, Tensor]:
+    def _receive(self, num_microbatches: int, seq_length: int) -> tuple[Tensor, Tensor]:
         """Return m micro-batches: ids of k keys ``[m, k, b, s]``, loss masks ``[m, b, s]``."""
         if self.samples is not None:
             parts = list[Tensor]()
@@ -225,9 +225,11 @@ class StepLoader:
             ids = to_device(torch.stack(parts), self.device)
             masks = to_device(torch.stack(own).float(), self.device)
         else:
-            shape = (num_microbatches, len(self._keys), *self.shape)
-            ids = torch.empty(shape, dtype=torch.int64, device=self.device)
-            masks = torch.empty((num_microbatches, *self.shape), device=self.device)
+            shape = (self.shape[0], seq_length)
+            ids = torch.empty(
+                (num_microbatches, len(self._keys), *shape), dtype=torch.int64, device=self.device
+            )
+            masks = torch.empty((num_microbatches, *shape), device=self.device)
         group = self.context.pgs.tp
         if group.size() > 1:
             for tensor in (ids, masks):
@@ -264,7 +266,7 @@ class MappingLoader:
     context: ParallelContext
     device: torch.device
 
-    def next_step(self, num_microbatches: int) -> list[Sample]:
+    def next_step(self, num_microbatches: int, _seq_length: int | None = None) -> list[Sample]:
         """Return the micro-batches of the next step; raise StopIteration if the data has ended."""
         drawn: list[Any] = [None] * num_microbatches
         if self.samples is not None:

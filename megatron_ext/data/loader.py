@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from megatron_ext.data.samplers import (
     StepSampler,
 )
 from megatron_ext.data.workers import worker_context
-from megatron_ext.disk.bus import cut_file, worker_setup
+from megatron_ext.disk.bus import cut_file, mapped_sizes, worker_setup
 from megatron_ext.errors import DataError, MachineFault, MegatronExtError
 from megatron_ext.parallel.context import ParallelContext, mtp_rank
 
@@ -43,6 +43,18 @@ def reads_dataset(model: ModelConfig, parallel: ParallelConfig, context: Paralle
     return stage_reads_data(model, parallel, context) and context.tp_rank == 0
 
 
+class Loader(Protocol):
+    """The micro-batches of one split on this rank, drawn step by step."""
+
+    def next_step(self, num_microbatches: int, seq_length: int | None = None) -> list[Any]:
+        """Return a step's micro-batches, with samples of ``seq_length`` if it is given.
+
+        Raises:
+            StopIteration: the data has ended.
+        """
+        ...
+
+
 class BatchSource:
     """The micro-batches of one split on this rank, grouped by step.
 
@@ -59,7 +71,7 @@ class BatchSource:
 
     def __init__(
         self,
-        loader: StepLoader | MappingLoader | None,
+        loader: Loader | None,
         num_samples: int | None,
         plan: StepPlan | None = None,
         first_step: int = 0,
@@ -78,13 +90,10 @@ class BatchSource:
         """Return the next step's number of micro-batches; ``usual`` if there is no `StepPlan`."""
         return usual if self.plan is None else self.plan.num_microbatches(self._coming)
 
-    def expect(self, seq_length: int) -> None:
-        """Tell the length of the samples of the next steps, where it changes during the run."""
-        if isinstance(self.loader, StepLoader):
-            self.loader.shape = self.loader.shape[0], seq_length
-
-    def next_step(self, num_microbatches: int) -> list[Any] | None:
+    def next_step(self, num_microbatches: int, seq_length: int | None = None) -> list[Any] | None:
         """Return the micro-batches of the next step; None on stages that read no data.
+
+        ``seq_length`` is the length of this step's samples, where it changes during the run.
 
         Raises:
             DataError: the data has ended, a file of it was cut, or the dataset raised a DataError.
@@ -93,7 +102,7 @@ class BatchSource:
         if self.loader is None:
             return None
         try:
-            batches = self.loader.next_step(num_microbatches)
+            batches = self.loader.next_step(num_microbatches, seq_length)
         except StopIteration:
             raise DataError(
                 f"The data ended in the middle of a step (the split holds {self.num_samples} "
@@ -106,7 +115,7 @@ class BatchSource:
             if (cut := cut_file()) is not None:
                 raise cut from None
             raise
-        if (cut := cut_file(self._coming)) is not None:
+        if mapped_sizes and (cut := cut_file(self._coming)) is not None:
             raise cut
         return batches
 

@@ -40,7 +40,7 @@ _DELETED = " (deleted)"
 _LATER = signal.SIGRTMIN + 5 if sys.platform == "linux" else signal.SIGINT
 """The signal that lets Python raise the error after the interrupted instruction."""
 
-_sizes: dict[str, int] = {}
+mapped_sizes: dict[str, int] = {}
 """By path, the size in bytes that a mapped file had when it was checked."""
 _inodes: dict[str, tuple[int, int]] = {}
 """By path, the process that checked it and the number of the very file then; another one may have
@@ -69,7 +69,7 @@ def remember_size(path: str | os.PathLike[str], size: int) -> None:
     real = os.path.realpath(path)
     with suppress(OSError):
         _inodes[real] = os.getpid(), os.stat(real).st_ino
-        _sizes[real] = size
+        mapped_sizes[real] = size
 
 
 def cut_file(number: int | None = None) -> DataError | None:
@@ -81,7 +81,7 @@ def cut_file(number: int | None = None) -> DataError | None:
     Args:
         number: look at one file alone, in turn for rising numbers; by default at all.
     """
-    paths = list(_sizes)
+    paths = list(mapped_sizes)
     if number is not None and paths:
         paths = [paths[number % len(paths)]]
     host = host_folder()
@@ -90,8 +90,8 @@ def cut_file(number: int | None = None) -> DataError | None:
             continue
         with suppress(OSError):
             known = os.stat(path)
-            if (os.getpid(), known.st_ino) == _inodes[path] and known.st_size < _sizes[path]:
-                return DataError(cut_in_use(path, known.st_size, _sizes.pop(path)))
+            if (os.getpid(), known.st_ino) == _inodes[path] and known.st_size < mapped_sizes[path]:
+                return DataError(cut_in_use(path, known.st_size, mapped_sizes.pop(path)))
     return None
 
 
@@ -141,7 +141,7 @@ def _fault_at(mapped: _Mapped, address: int) -> MegatronExtError:
     if size is not None and size <= place:
         # A mapping ends with the page that its file ended in.
         least = mapped.offset + mapped.end - mapped.begin - mmap.PAGESIZE
-        had = _sizes.get(os.path.realpath(path), f"more than {least}")
+        had = mapped_sizes.get(os.path.realpath(path), f"more than {least}")
         host = host_folder()
         is_of_run = host is not None and Path(path).is_relative_to(host)
         kind = MachineFault if is_of_run else DataError

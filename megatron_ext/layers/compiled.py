@@ -37,8 +37,13 @@ MAX_VARIANTS = 64
 
 
 @dataclass
-class _Compiler:
-    """The settings of compilation; with the backend None everything runs eagerly."""
+class Compiler:
+    """The settings of compilation; with the backend None everything runs eagerly.
+
+    Attributes:
+        on_cpu: whether functions of CPU tensors are compiled too. Otherwise a layer on a CPU need
+            not ask `compiles` whether to take its compiled path.
+    """
 
     backend: Backend | None = "inductor"
     alike: bool = False
@@ -47,12 +52,12 @@ class _Compiler:
     checked: bool = False
 
 
-_compiler = _Compiler()
+compiler = Compiler()
 
 
 def compile_nothing() -> None:
     """Turn `torch.compile` off for this process, for all code (``--no-compile``)."""
-    _compiler.backend = None
+    compiler.backend = None
     torch.compiler.set_stance("force_eager")
 
 
@@ -63,7 +68,7 @@ def compile_alike() -> None:
     on this rank's GPU, and the order of a sum depends on the block size. Versions of torch without
     this option try one size for the reductions of norms.
     """
-    _compiler.alike = hasattr(torch._inductor.config, "deterministic")
+    compiler.alike = hasattr(torch._inductor.config, "deterministic")
 
 
 @contextmanager
@@ -72,13 +77,13 @@ def compiled_on_cpu(backend: Backend = "aot_eager", *, strict: bool = True) -> I
 
     ``strict`` raises the compiler's errors instead of falling back to eager.
     """
-    before = dict(vars(_compiler))
-    vars(_compiler).update(backend=backend, on_cpu=True, strict=strict, checked=True)
+    before = dict(vars(compiler))
+    vars(compiler).update(backend=backend, on_cpu=True, strict=strict, checked=True)
     try:
         with torch.compiler.set_stance("default"):
             yield
     finally:
-        vars(_compiler).update(before)
+        vars(compiler).update(before)
 
 
 def compiles(x: Tensor) -> bool:
@@ -86,19 +91,19 @@ def compiles(x: Tensor) -> bool:
 
     The tensor must not be empty, and a compiler must be available for its device.
     """
-    if _compiler.backend is None or not (x.is_cuda or _compiler.on_cpu):
+    if compiler.backend is None or not (x.is_cuda or compiler.on_cpu):
         return False
-    if not _compiler.checked:
-        _compiler.checked = True
+    if not compiler.checked:
+        compiler.checked = True
         missing = _missing()
         if missing is not None:
-            _compiler.backend = None
+            compiler.backend = None
             logger.warning(
                 "`torch.compile` needs %s; without it the pointwise parts of the model run kernel "
                 "by kernel.",
                 missing,
             )
-    return _compiler.backend is not None and x.numel() > 0
+    return compiler.backend is not None and x.numel() > 0
 
 
 def _missing() -> str | None:
@@ -198,14 +203,14 @@ class Compiled(Generic[R]):
             _signature(arg if isinstance(arg, Tensor) else self._kind_of(arg), self._by_shape)
             for arg in (*args, *kwargs.values())
         ]
-        key = (_compiler.backend, _compiler.alike, torch.is_grad_enabled(), *given)
+        key = (compiler.backend, compiler.alike, torch.is_grad_enabled(), *given)
         variant = self._variants.get(key)
         if variant is None:
             variant = self._variants[key] = self._compile()
         try:
             return variant(*args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            if _compiler.strict:
+            if compiler.strict:
                 raise
             cause = getattr(error, "inner_exception", error)
             reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
@@ -234,13 +239,13 @@ class Compiled(Generic[R]):
                     count,
                 )
             return function
-        assert isinstance(function, types.FunctionType) and _compiler.backend is not None
+        assert isinstance(function, types.FunctionType) and compiler.backend is not None
         name = f"{function.__name__}_{count}"
         bound = (function.__defaults__, function.__closure__)
         code = function.__code__.replace(co_name=name)
         copy = types.FunctionType(code, function.__globals__, name, *bound)
-        backend = _compiler.backend
-        alike = _compiler.alike and backend == "inductor"
+        backend = compiler.backend
+        alike = compiler.alike and backend == "inductor"
         options: dict[str, Any] | None = {"deterministic": True} if alike else None
         made: Callable[..., R] = torch.compile(
             copy, backend=backend, fullgraph=True, options=options

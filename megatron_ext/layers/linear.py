@@ -319,14 +319,15 @@ class WordEmbedding(tensor_parallel.VocabParallelEmbedding):  # type: ignore[mis
         With ``reduce_scatter_embeddings`` they are ``[s/tp, b, h]``.
         """
         multiplier = getattr(self.config, "embedding_multiplier", 1.0)
-        found = self._looked_up(input_)
+        adds = getattr(self.config, "adds_in_place", False) and hasattr(self.weight, "main_grad")
+        if adds and self.weight.requires_grad and torch.is_grad_enabled():
+            found = self._added_in_place(input_)
+        else:
+            found = super().forward(input_)
         return found if multiplier == 1.0 else found * multiplier
 
-    def _looked_up(self, input_: Tensor) -> Tensor:
-        """Return the embeddings, as `forward` does, without their factor."""
-        adds = getattr(self.config, "adds_in_place", False) and hasattr(self.weight, "main_grad")
-        if not (adds and self.weight.requires_grad and torch.is_grad_enabled()):
-            return super().forward(input_)  # type: ignore[no-any-return]
+    def _added_in_place(self, input_: Tensor) -> Tensor:
+        """Return the embeddings, whose gradient goes to ``main_grad``, without their factor."""
         if self.tp_group.size() == 1:
             found: Tensor = _Rows.apply(input_, self.weight)  # type: ignore[no-untyped-call]
         else:

@@ -19,6 +19,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.layers import compiled as compilation
 from megatron_ext.layers.compiled import FusedResidual, compiled
 
 NormSpec = tuple[str, float, bool]
@@ -76,8 +77,10 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> Tens
         bias = None if bias is None else bias.to(x.dtype)
     gain = weight + 1 if zero_centered else weight
     if kind == "RMSNorm":
-        return F.rms_norm(x, gain.shape, gain, eps).to(dtype)
-    return F.layer_norm(x, gain.shape, gain, bias, eps).to(dtype)
+        y = F.rms_norm(x, gain.shape, gain, eps)
+    else:
+        y = F.layer_norm(x, gain.shape, gain, bias, eps)
+    return y if y.dtype == dtype else y.to(dtype)
 
 
 normed = compiled(norm)
@@ -345,7 +348,8 @@ class _GainNorm:
         bias = getattr(self, "bias", None)
         if x is None:
             return self.weight, bias
-        return (normed if self.compiled else norm)(x, self.weight, bias, spec_of(self))
+        fuses = self.compiled and (x.is_cuda or compilation.compiler.on_cpu)
+        return (normed if fuses else norm)(x, self.weight, bias, spec_of(self))
 
 
 class LayerNorm(_GainNorm, torch.nn.LayerNorm):

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_ext.core import numbered_after_the_decoder
-from megatron_ext.layers import pointwise
+from megatron_ext.layers import compiled, pointwise
 from megatron_ext.layers.compiled import compiles
 from megatron_ext.layers.dropout import BiasDropoutAdd, HiddenDropout
 from megatron_ext.layers.moe import AlltoAllDispatcher
@@ -113,7 +113,8 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
         """Return whether the fused `queries_keys_values` can compute queries, keys and values."""
         config = self.config
         return (
-            fusions_of(config).rotary
+            (x.is_cuda or compiled.compiler.on_cpu)
+            and fusions_of(config).rotary
             and compiles(x)
             # megatron-core gathers fewer groups than tensor-parallel ranks.
             and config.num_query_groups >= self.world_size
@@ -180,7 +181,8 @@ class MLP(core.MLP):  # type: ignore[misc]
 
         The input is ``[s, b, h]``, or an expert's ``[tokens, h]`` with a scale ``[tokens]``.
         """
-        if fusions_of(self.config).activation and compiles(hidden_states):
+        may_compile = hidden_states.is_cuda or compiled.compiler.on_cpu
+        if may_compile and fusions_of(self.config).activation and compiles(hidden_states):
             output, bias = self._fused(hidden_states, per_token_scale)
         else:
             output, bias = super().forward(hidden_states, per_token_scale, **kwargs)
@@ -234,7 +236,7 @@ def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
 
     def function(x_with_bias: WithBias, residual: Tensor, probability: float) -> Tensor:
         x, bias = x_with_bias
-        if fused and compiles(x):
+        if fused and (x.is_cuda or compiled.compiler.on_cpu) and compiles(x):
             return pointwise.bias_dropout_add(x, bias, residual, probability, training)
         if residual.dtype != x.dtype:
             return pointwise.added(x, bias, residual, probability, training)
@@ -353,6 +355,8 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
 
     def _fuses(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
         """Return whether the fused forward pass supports this call and configuration."""
+        if not (x.is_cuda or compiled.compiler.on_cpu):
+            return False
         known = ("attention_mask", "rotary_pos_emb", "padding_mask", "context_mask")
         asked = any(value is not None for name, value in kwargs.items() if name not in known)
         return (

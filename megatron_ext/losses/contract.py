@@ -1,7 +1,7 @@
 """The loss contract: a loss returns ``(sum, count, report)`` and leaves division to the step.
 
 megatron-core's schedules also accept two values or a fractional count, with which they crash or
-silently compute wrong gradients. `checked` refuses both when the loss is called.
+silently compute wrong gradients. `call_loss` refuses both.
 `weighted_token_loss` makes a loss that obeys the contract from per-token losses.
 """
 
@@ -44,36 +44,40 @@ def pair(total: Tensor, count: Tensor) -> Tensor:
     return torch.stack([total.detach().float().clone(), count.detach().float().clone()])
 
 
+def call_loss(loss: LossFunction, output: Tensor, *, non_loss_data: bool = False) -> Any:
+    """Return sum, count and report of a loss, or with ``non_loss_data`` the data it collects.
+
+    Raises:
+        ConfigError: the loss breaks the contract; the error names it.
+    """
+    if non_loss_data:
+        return non_loss_data_of(loss, output)
+    result = loss(output)
+    if not isinstance(result, tuple) or len(result) != 3:
+        size = len(result) if isinstance(result, tuple) else 1
+        raise ConfigError(
+            f"The loss `{_name(loss)}` returned {size} value(s), but a loss must return three: "
+            "(sum, count, report); return the sum over tokens and let the step divide."
+        )
+    total, count, report = result
+    if not isinstance(count, Tensor) or count.is_floating_point():
+        raise ConfigError(
+            f"The loss `{_name(loss)}` returned a count of type "
+            f"{getattr(count, 'dtype', type(count))}, but the count must be an "
+            "integer tensor; put fractional weights into the sum."
+        )
+    for key, value in report.items():
+        if value.numel() != 2:
+            raise ConfigError(
+                f"The loss `{_name(loss)}` reports `{key}` with {value.numel()} value(s), but "
+                "an entry must be [sum, count]; use `losses.contract.pair`."
+            )
+    return total, count, {key: value.detach().clone() for key, value in report.items()}
+
+
 def checked(loss: LossFunction) -> LossFunction:
-    """Wrap a loss function; raise a ConfigError that names the loss if it breaks the contract."""
-
-    @functools.wraps(loss)
-    def wrapper(output: Tensor, non_loss_data: bool = False) -> Any:
-        if non_loss_data:
-            return non_loss_data_of(loss, output)
-        result = loss(output)
-        if not isinstance(result, tuple) or len(result) != 3:
-            size = len(result) if isinstance(result, tuple) else 1
-            raise ConfigError(
-                f"The loss `{_name(loss)}` returned {size} value(s), but a loss must return three: "
-                "(sum, count, report); return the sum over tokens and let the step divide."
-            )
-        total, count, report = result
-        if not isinstance(count, Tensor) or count.is_floating_point():
-            raise ConfigError(
-                f"The loss `{_name(loss)}` returned a count of type "
-                f"{getattr(count, 'dtype', type(count))}, but the count must be an "
-                "integer tensor; put fractional weights into the sum."
-            )
-        for key, value in report.items():
-            if value.numel() != 2:
-                raise ConfigError(
-                    f"The loss `{_name(loss)}` reports `{key}` with {value.numel()} value(s), but "
-                    "an entry must be [sum, count]; use `losses.contract.pair`."
-                )
-        return total, count, {key: value.detach().clone() for key, value in report.items()}
-
-    return wrapper
+    """Return a loss function for megatron-core, which calls ``loss`` by `call_loss`."""
+    return functools.partial(call_loss, loss)
 
 
 def non_loss_data_of(loss: LossFunction, output: Tensor) -> Any:

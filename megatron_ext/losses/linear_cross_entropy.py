@@ -74,7 +74,7 @@ def weighted_linear_cross_entropy(
         block_size: tokens C of a block; None chooses an eighth of the tokens, at most 1024. The
             logits take C * v/tp * 4 bytes; for a 16-bit head a 16-bit copy takes half as much
             again. If a GPU keeps the logits in 16 bits, they take C * v/tp * 2 bytes, and None
-            chooses a larger C (`vocabulary.fused_rows`).
+            chooses a larger C (`logit_blocks.fused_rows`).
         ignore_index: label of tokens whose loss and gradient are exactly 0.
         label_smoothing: share of the target probability spread over the whole vocabulary.
         z_loss_coefficient: c of the term ``c * lse^2`` in each token's loss.
@@ -156,8 +156,9 @@ def hidden_states_loss(
         custom: a user's own loss instead of cross-entropy; the MTP depths keep cross-entropy.
         block_size, cross_entropy: options of `weighted_linear_cross_entropy`.
     """
-    # megatron-core's wrappers of 16-bit models return float32.
-    hidden = hidden.to(head.weight.dtype)
+    if hidden.dtype != head.weight.dtype:
+        # megatron-core's wrappers of 16-bit models return float32.
+        hidden = hidden.to(head.weight.dtype)
     weights = batch.loss_weights
     layout: dict[str, Any] = {
         "tp_group": head.tp_group,

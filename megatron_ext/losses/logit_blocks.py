@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.layers import compiled
 from megatron_ext.layers.compiled import compiles
 from megatron_ext.layers.weight_gradients import (
     adds_in_float32,
@@ -22,12 +23,31 @@ from megatron_ext.layers.weight_gradients import (
     writable,
 )
 from megatron_ext.losses.vocabulary import (
-    default_rows,
-    fused_rows,
     limit_,
     statistics,
     to_gradient_,
 )
+
+MAX_ROWS = 1024
+MIN_FUSED_ROWS = 4096
+
+
+def default_rows(num_tokens: int) -> int:
+    """Return the number of tokens in a float32 block: an eighth of all, at most `MAX_ROWS`."""
+    return min(-(-num_tokens // 8), MAX_ROWS)
+
+
+def fused_rows(num_tokens: int, hidden_size: int) -> int:
+    """Return the number C of tokens in a block on a GPU, where its logits stay in 16 bits.
+
+    C is 2 h, but at least `MIN_FUSED_ROWS` and at most half of all tokens.
+
+    Adding a block's part to the weight's float32 gradient takes 2 C h v operations and moves
+    8 h v bytes: C / 4 operations per byte. An H200 does about 200 operations in the time that it
+    moves one byte. At C = 2 h the logits of a block take no more memory than that gradient; for h
+    below 2048 they take 8192 v bytes, which are 1.05 GB for 128,256 entries.
+    """
+    return min(-(-num_tokens // 2), max(2 * hidden_size, MIN_FUSED_ROWS))
 
 
 @dataclass(frozen=True)
@@ -148,7 +168,7 @@ def logit_blocks(
     labels = flat(labels)
     num_tokens = hidden.shape[0]
     vocabulary = weight.shape[0]
-    fused = compiles(hidden)
+    fused = (hidden.is_cuda or compiled.compiler.on_cpu) and compiles(hidden)
     rows = head.rows(num_tokens, hidden.shape[1] if fused else None)
     kind = hidden.dtype if fused else torch.float32
     buffer = hidden.new_empty((rows, vocabulary), dtype=kind)
@@ -303,7 +323,7 @@ class Gradients:
         """Add the gradients of a block whose logits `differentiate` has overwritten."""
         tokens = block.hidden
         total = self.weight
-        gradient = block.logits.to(tokens.dtype)
+        gradient = _cast(block.logits, tokens.dtype)
         if self.hidden is not None:
             torch.mm(gradient, weight, out=self.hidden[block.span])
         if self.bias is not None:
@@ -315,7 +335,12 @@ class Gradients:
             self._is_empty = False
             torch.addmm(total, gradient.t(), tokens, out_dtype=total.dtype, beta=beta, out=total)
         else:
-            total.addmm_(block.logits.t().to(total.dtype), tokens.to(total.dtype))
+            total.addmm_(_cast(block.logits.t(), total.dtype), _cast(tokens, total.dtype))
+
+
+def _cast(tensor: Tensor, kind: torch.dtype) -> Tensor:
+    """Return a tensor in another dtype, itself if it has it already."""
+    return tensor if tensor.dtype == kind else tensor.to(kind)
 
 
 def _scaled_to(kind: torch.dtype, tensor: Tensor, scale: Tensor) -> Tensor:
@@ -379,7 +404,7 @@ class _WeightedSum(torch.autograd.Function):
     def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> Any:
         scale = grad_total * ctx.largest
         of_hidden, of_weight, of_bias = ctx.gradients.take(scale)
-        of_bias = None if of_bias is None else of_bias.to(ctx.weight_dtype)
+        of_bias = None if of_bias is None else _cast(of_bias, ctx.weight_dtype)
         if of_weight is not None and ctx.parameter is not None:
             total = writable(ctx.main_grad)
             if takes_overwrite(ctx.parameter):

@@ -179,25 +179,3 @@ def to_gradient_(
     if softcap is not None:
         gradient = gradient * (1 - (logits.float() / softcap).square())
     logits.copy_(gradient)
-
-
-MAX_ROWS = 1024
-MIN_FUSED_ROWS = 4096
-
-
-def default_rows(num_tokens: int) -> int:
-    """Return the number of tokens in a float32 block: an eighth of all, at most `MAX_ROWS`."""
-    return min(-(-num_tokens // 8), MAX_ROWS)
-
-
-def fused_rows(num_tokens: int, hidden_size: int) -> int:
-    """Return the number C of tokens in a block on a GPU, where its logits stay in 16 bits.
-
-    C is 2 h, but at least `MIN_FUSED_ROWS` and at most half of all tokens.
-
-    Adding a block's part to the weight's float32 gradient takes 2 C h v operations and moves
-    8 h v bytes: C / 4 operations per byte. An H200 does about 200 operations in the time that it
-    moves one byte. At C = 2 h the logits of a block take no more memory than that gradient; for h
-    below 2048 they take 8192 v bytes, which are 1.05 GB for 128,256 entries.
-    """
-    return min(-(-num_tokens // 2), max(2 * hidden_size, MIN_FUSED_ROWS))

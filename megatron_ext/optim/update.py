@@ -44,7 +44,7 @@ class UpdateResult:
         self.flag = flag
         self.norm = norm
         self.zeros = zeros
-        numbers = [flag.to(norm), norm, *([] if zeros is None else [zeros])]
+        numbers = [flag.type_as(norm), norm, *([] if zeros is None else [zeros])]
         self._copy = HostCopy(torch.stack(numbers))
 
     @cached_property
@@ -274,7 +274,7 @@ def _sum_of_squares(sizes: Tensor) -> Tensor:
     if sizes.is_cuda:
         total: Tensor = torch.linalg.vector_norm(sizes)
         return total.double().square()
-    return sum(sizes.unbind(0), torch.zeros((), dtype=torch.float64))
+    return sum(sizes.unbind(0), sizes.new_zeros((), dtype=torch.float64))
 
 
 def _square(grad: torch.Tensor, piece: int = 1024) -> torch.Tensor:

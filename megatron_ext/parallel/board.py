@@ -133,14 +133,19 @@ class RankRecord:
 
 
 class Slot:
-    """The slot of one rank, as the rank itself writes it."""
+    """The slot of one rank, as the rank itself writes it.
+
+    Attributes:
+        seconds: the sum of seconds of each phase, by the number of its name.
+    """
 
     def __init__(self, memory: mmap.mmap, index: int) -> None:
         self._memory = memory
         self._offset = index * SLOT_BYTES
         part = memoryview(memory)[self._offset : self._offset + SLOT_BYTES]
         self._words = part.cast("q")
-        self._doubles = part.cast("d")
+        # A rank writes the sums of seconds by phase here, at each event, without a call.
+        self.seconds = part.cast("d")[_SECONDS_AT // 8 : _SECONDS_AT // 8 + MAX_NAMES]
         self._ring = self._offset + _RING_AT
         self._count = 0
 
@@ -169,10 +174,6 @@ class Slot:
             *detail, count + 1,
         )  # fmt: skip
         self._count = self._words[5] = count + 1  # Word.COUNT, without the cost of its name
-
-    def write_seconds(self, phase: int, seconds: float) -> None:
-        """Set the sum of seconds of a phase."""
-        self._doubles[64 + phase] = seconds  # _SECONDS_AT in words
 
 
 class Board:

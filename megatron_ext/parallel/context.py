@@ -50,33 +50,33 @@ class ParallelContext:
         """Return the ranks of this rank's pipeline, in the order of their stages."""
         return torch.distributed.get_process_group_ranks(self.pgs.pp)
 
-    @property
+    @cached_property
     def placement(self) -> Placement:
         """Return the mapping of stages to pipeline ranks and chunks."""
         return self.layout.placement
 
-    @property
+    @cached_property
     def last_stage_rank(self) -> int:
         """Return the pipeline rank that holds the last stage, where the loss is computed."""
         return self.placement.rank_of(self.placement.num_stages - 1)
 
-    @property
+    @cached_property
     def is_first_stage(self) -> bool:
         """Tell whether this rank holds the first stage, with the embedding."""
         return self.pp_rank == self.placement.rank_of(0)
 
-    @property
+    @cached_property
     def is_last_stage(self) -> bool:
         """Tell whether this rank holds the last stage, with the loss."""
         return self.pp_rank == self.last_stage_rank
 
-    @property
+    @cached_property
     def reporting_rank(self) -> int:
         """Return the rank that prints and logs: the highest one that holds the last stage."""
         ranks = range(self.layout.world_size)
         return max(r for r in ranks if self.layout.position(r)["pp"] == self.last_stage_rank)
 
-    @property
+    @cached_property
     def is_reporting_rank(self) -> bool:
         """Tell whether this rank is the one that prints and logs for the run."""
         return self.rank == self.reporting_rank

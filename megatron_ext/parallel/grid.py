@@ -8,6 +8,7 @@ grid over the same ranks, with expert-tensor, expert, expert-data and pipeline p
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import product
 from math import prod
 
@@ -116,7 +117,7 @@ class Layout:
         shared = {x.name: getattr(parallel, x.name) for x in fields(cls) if x.name != "v_shape"}
         return cls(**shared, v_shape=parallel.pipeline_schedule == "zb-v")
 
-    @property
+    @cached_property
     def placement(self) -> Placement:
         """Return the mapping of stages to pipeline ranks and chunks."""
         return Placement(

@@ -165,7 +165,7 @@ class Recorder:
         self._nanoseconds[charged] += now - self._since
         self._since = now
         if self._slot is not None:
-            self._slot.write_seconds(charged, self._nanoseconds[charged] / 1e9)
+            self._slot.seconds[charged] = self._nanoseconds[charged] / 1e9
 
     def _enter(self, phase: int, name: str, about: tuple[int, int, int], detail: Any) -> None:
         """Begin a phase, and record it under ``name``."""

@@ -40,19 +40,23 @@ def collect_outputs(
         before: called with the index of a micro-batch before each of its chunks runs.
     """
 
-    def forward_step(batches: Any, chunk: torch.nn.Module) -> tuple[Tensor, Any]:
-        def unchanged(output: Tensor, *, non_loss_data: bool) -> Tensor:
-            assert non_loss_data
-            return output
-
-        index, arguments = next(batches)
+    def forward_step(
+        batch: tuple[int, Mapping[str, Any]], chunk: torch.nn.Module, _counts: None
+    ) -> tuple[Tensor, Any]:
+        index, arguments = batch
         before(index)
-        return chunk(**arguments), unchanged
+        return chunk(**arguments), _unchanged
 
-    iterators = [enumerate(inputs) for _ in engine.chunks]
+    batches = list(enumerate(inputs))
     return engine.run(
-        forward_step, iterators, len(inputs), shape, forward_only=True, collect_non_loss_data=True
+        forward_step, batches, len(inputs), shape, forward_only=True, collect_non_loss_data=True
     )
+
+
+def _unchanged(output: Tensor, *, non_loss_data: bool) -> Tensor:
+    """Return the output of the last stage itself, in place of a loss."""
+    assert non_loss_data
+    return output
 
 
 @contextmanager

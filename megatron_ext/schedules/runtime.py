@@ -1,4 +1,4 @@
-"""Runs one rank's list of actions by megatron-core's ``forward_step`` and ``backward_step``.
+"""Runs one rank's list of actions: forward and backward passes, and messages between the ranks.
 
 With ``--cuda-graph-impl local``, the first step runs without CUDA graphs and notes the arguments of
 the layers. The graphs are recorded before the second step, while all gradients are zero.
@@ -6,8 +6,9 @@ the layers. The graphs are recorded before the second step, while all gradients 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,17 +16,20 @@ from megatron.core.pipeline_parallel.schedules import (
     clear_embedding_activation_buffer,
     deallocate_output_tensor,
     finish_embedding_wgrad_compute,
-    forward_step,
+    forward_step_calc_loss,
+    set_current_microbatch,
 )
 from megatron.core.transformer import TransformerConfig
-from megatron.core.utils import unwrap_model
+from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from torch import Tensor
 
 from megatron_ext.config.precision import CudaGraphConfig
 from megatron_ext.core import backward_step
 from megatron_ext.errors import ConfigError
+from megatron_ext.layers.gradient_shards import ShardedGradients
 from megatron_ext.layers.transformer_layer import TransformerLayer
 from megatron_ext.layers.weight_gradients import zero_untouched
+from megatron_ext.losses.contract import LossFunction, StepCounts, checked
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Placement
 from megatron_ext.schedules.communication import Channels, GradientSync, Shape
@@ -34,20 +38,6 @@ from megatron_ext.schedules.plan import Action, Kind, Plan
 
 if TYPE_CHECKING:
     from megatron_ext.layers.graphs import ChunkGraphs
-
-
-def token_scale(num_tokens: Tensor, context: ParallelContext) -> Tensor:
-    """Return 1 over the number of tokens on all data- and context-parallel ranks, float32 ``[]``.
-
-    The summed gradients of a step are multiplied by it. Unlike in megatron-core's
-    ``finalize_model_grads``, the host does not wait for the device to check that the number is
-    positive. ``num_tokens``, int ``[]``, is this rank's number of tokens; only the last stage's
-    value is used, and it is overwritten.
-    """
-    last = context.last_stage_rank
-    torch.distributed.broadcast(num_tokens, group=context.pgs.pp, group_src=last)
-    torch.distributed.all_reduce(num_tokens, group=context.pgs.dp_cp)
-    return torch.where(num_tokens > 0, 1.0 / num_tokens, 1.0)
 
 
 def records_graphs(flags: CudaGraphConfig, device: str) -> bool:
@@ -94,7 +84,18 @@ def step_graphs(
     return graphs
 
 
-ForwardStep = Callable[[Any, torch.nn.Module], tuple[Any, Any]]
+ForwardStep = Callable[[Any, torch.nn.Module, "StepCounts | None"], tuple[Tensor, LossFunction]]
+"""Runs a chunk on a micro-batch: ``(batch, chunk, counts)`` to the output and the loss function."""
+
+Masks = Callable[[int], AbstractContextManager[None]]
+"""Returns the context in which the micro-batch of an index draws its dropout masks."""
+
+
+@cache
+def places_of(placement: Placement) -> list[tuple[int, int]]:
+    """Return the pipeline rank of each stage, and its index among the chunks of that rank."""
+    stages = range(placement.num_stages)
+    return [(placement.rank_of(stage), placement.chunk_of(stage)) for stage in stages]
 
 
 class PipelineEngine:
@@ -108,11 +109,10 @@ class PipelineEngine:
         graphs: CUDA graphs of each chunk's layers; empty to run without graphs.
 
     Attributes:
-        gradient_scale: what the gradients of the last step are still to be multiplied by, float32
-            ``[]``; None if nothing.
+        num_targets: targets of the last step that this rank's losses have counted, integer ``[]``.
     """
 
-    gradient_scale: Tensor | None = None
+    num_targets: Tensor
 
     def __init__(
         self,
@@ -130,6 +130,7 @@ class PipelineEngine:
         self.graphs = graphs
         self.transformer_config = transformer_config
         self.context = context
+        self.device = torch.cuda.current_device()
 
     def plan(self, num_microbatches: int, *, forward_only: bool) -> Plan:
         """Return the plan of one step, which has the actions of all pipeline ranks."""
@@ -145,69 +146,82 @@ class PipelineEngine:
     def run(
         self,
         forward_step: ForwardStep,
-        data_iterators: Sequence[Iterator[Any] | None],
+        batches: Sequence[Any] | None,
         num_microbatches: int,
         shape: Shape,
         *,
+        counts: StepCounts | None = None,
+        masks: Masks | None = None,
         forward_only: bool = False,
         collect_non_loss_data: bool = False,
         force_all_reduce: bool = False,
-        scale_gradients: bool = True,
     ) -> list[Any]:
-        """Run one step and, unless ``forward_only``, finalize the gradients.
+        """Run one step and, unless ``forward_only``, reduce the gradients over the replicas.
+
+        The gradients are those of the sum of the losses over all targets. If the loss is a mean
+        over the step's targets, they are still to be divided by the sum of `num_targets`.
 
         Args:
-            forward_step: maps ``(data_iterator, model)`` to the output and the loss function, as
-                megatron-core's schedules take it.
-            data_iterators: one for each chunk.
+            batches: the micro-batches; None on stages that read no data.
             shape: shape of this rank's messages, ``[s, b, h]``, or of each micro-batch's; see
                 `Channels`.
+            counts: handed to ``forward_step``.
+            masks: see `Masks`; None leaves dropout to the state of the random generators.
             collect_non_loss_data: call the loss function with ``non_loss_data=True``.
             force_all_reduce: give every data-parallel rank all reduced gradients.
-            scale_gradients: divide the gradients by the number of tokens, if the loss is a mean
-                over them. Otherwise the update is to apply `gradient_scale`.
 
         Returns:
             The loss function's report of each micro-batch; empty on ranks without the last stage.
         """
         plan = self.plan(num_microbatches, forward_only=forward_only)
-        step = _Step(self, plan, forward_step, data_iterators, shape)
-        step.trains = not forward_only
+        step = _Step(self, plan, shape, trains=not forward_only)
+        step.forward_step = forward_step
+        step.batches = batches
+        step.counts = counts
+        step.masks = masks
         step.collect_non_loss_data = collect_non_loss_data
         transformer_config = self.transformer_config
         on_last = self.context.is_last_stage
         finalizes = transformer_config.finalize_model_grads_func is not None and not forward_only
         if self.graphs and not forward_only:
             self._prepare_graphs(most_in_flight(step.actions, plan.placement))
-        embedding = self.gradient_scale = None
+        embedding = None
         if finalizes:
             embedding = clear_embedding_activation_buffer(transformer_config, self.chunks, on_last)
-        step.run()
+        recorder = self.context.recorder
+        if step.sync is not None:
+            step.sync.start()
+        for action in step.actions:
+            peer = None if action.peer is None else self.context.pipeline_ranks[action.peer]
+            with recorder.action(action, peer):
+                if action.kind is Kind.FORWARD:
+                    step.forward(action)
+                elif action.kind is Kind.WEIGHT:
+                    step.weight(action)
+                elif action.kind in (Kind.BACKWARD, Kind.INPUT):
+                    step.backward(action)
+                else:
+                    step.communicate(action)
+        if step.channels is not None:
+            step.channels.finish()
+        if step.sync is not None:
+            with recorder.phase("reduce"):
+                step.sync.finish()
+        self.num_targets = step.num_targets
         if finalizes:
             finish_embedding_wgrad_compute(
                 transformer_config, embedding, on_last, self.context.pgs.tp
             )
-            with self.context.recorder.phase("reduce"):
-                self._finalize(step.num_tokens, force_all_reduce, scale_gradients)
+            with recorder.phase("reduce"):
+                for chunk in self.chunks:
+                    zero_untouched(chunk)
+                transformer_config.finalize_model_grads_func(
+                    self.chunks,
+                    None,
+                    pg_collection=self.context.pgs,
+                    force_all_reduce=force_all_reduce,
+                )
         return step.reports
-
-    def _finalize(self, num_tokens: Tensor, force_all_reduce: bool, scale_gradients: bool) -> None:
-        """Reduce the gradients over all ranks that share parameters, and scale them."""
-        for chunk in self.chunks:
-            zero_untouched(chunk)
-        self.transformer_config.finalize_model_grads_func(
-            self.chunks, None, pg_collection=self.context.pgs, force_all_reduce=force_all_reduce
-        )
-        if self.transformer_config.calculate_per_token_loss:
-            self._scale(token_scale(num_tokens, self.context), now=scale_gradients)
-
-    def _scale(self, scale: Tensor, *, now: bool) -> None:
-        """Multiply all gradients by a scalar, or leave that to the update."""
-        if not now:
-            self.gradient_scale = scale
-            return
-        for chunk in self.chunks:
-            chunk.scale_gradients(scale)  # type: ignore[operator]
 
     def _prepare_graphs(self, in_flight: Sequence[int]) -> None:
         """Record the CUDA graphs that are missing; use a chunk's graphs only if they suffice.
@@ -221,101 +235,69 @@ class PipelineEngine:
 
 
 class _Step:
-    """The execution of one rank's actions in one step."""
+    """One rank's work in one step: its micro-batches, and the tensors between its actions."""
 
-    trains: bool
+    forward_step: ForwardStep
+    batches: Sequence[Any] | None
+    counts: StepCounts | None
+    masks: Masks | None
     collect_non_loss_data: bool
 
-    def __init__(
-        self,
-        engine: PipelineEngine,
-        plan: Plan,
-        forward_step_func: ForwardStep,
-        data_iterators: Sequence[Iterator[Any] | None],
-        shape: Shape,
-    ) -> None:
+    def __init__(self, engine: PipelineEngine, plan: Plan, shape: Shape, *, trains: bool) -> None:
         self.plan = plan
-        self.placement = plan.placement
+        self.trains = trains
+        self.places = places_of(plan.placement)
+        self.last_stage = len(self.places) - 1
         self.chunks = engine.chunks
         self.context = engine.context
         self.transformer_config = config = engine.transformer_config
-        self.forward_step_func = forward_step_func
-        self.data_iterators = data_iterators
         self.actions = plan.ranks[engine.context.pp_rank]
-        self.channels = Channels(config, engine.context, plan, shape)
-        self.sync = GradientSync(engine.chunks, config, self.actions, plan.placement)
+        self.channels: Channels | None = None
+        if self.last_stage > 0:
+            self.channels = Channels(config, engine.context, plan, shape)
+        self.sync: GradientSync | None = None
+        overlaps = config.no_sync_func or config.grad_sync_func or config.param_sync_func
+        if trains and (overlaps or isinstance(engine.chunks[0], ShardedGradients)):
+            self.sync = GradientSync(engine.chunks, config, self.actions, plan.placement)
         self.deferred: Any = getattr(config, "weight_gradients", None)
         self.inputs: dict[tuple[int, int], Tensor | None] = {}
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.gradients: dict[tuple[int, int], Tensor] = {}
         self.reports: list[Any] = []
-        self.num_tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
-
-    def run(self) -> None:
-        """Run all actions in order, then wait for the last messages."""
-        if self.trains:
-            self.sync.start()
-        recorder = self.context.recorder
-        ranks = self.context.pipeline_ranks
-        for action in self.actions:
-            with recorder.action(action, None if action.peer is None else ranks[action.peer]):
-                self.perform(action)
-        self.channels.finish()
-        if self.trains:
-            with recorder.phase("reduce"):
-                self.sync.finish()
-
-    def perform(self, action: Action) -> None:
-        """Run one action: a computation, or the start of a send or a receive."""
-        if action.kind is Kind.FORWARD:
-            self.forward(action)
-        elif action.kind is Kind.WEIGHT:
-            self.deferred.compute((action.microbatch, action.stage))
-            self.sync.computed(action)
-        elif action.kind in (Kind.BACKWARD, Kind.INPUT):
-            self.backward(action)
-        else:
-            self.communicate(action)
-
-    def communicate(self, action: Action) -> None:
-        """Start the send or the receive that ``action`` describes."""
-        key = action.microbatch, action.stage
-        assert action.peer is not None
-        if action.kind is Kind.SEND_OUTPUT:
-            output = self.outputs[key] if self.trains else self.outputs.pop(key)
-            self.channels.send(action, output)
-            deallocate_output_tensor(output, self.transformer_config.deallocate_pipeline_outputs)
-        elif action.kind is Kind.SEND_GRADIENT:
-            self.channels.send(action, self.gradients.pop(key))
-        else:
-            self.channels.receive(action)
+        self.num_targets = torch.zeros([], dtype=torch.int, device=engine.device)
 
     def forward(self, action: Action) -> None:
-        """Run the forward pass of one micro-batch through one chunk."""
+        """Run one micro-batch through one chunk, and on the last stage through the loss."""
         key = action.microbatch, action.stage
-        chunk_index = self.placement.chunk_of(action.stage)
+        index = self.places[action.stage][1]
+        chunk = self.chunks[index]
         entering = self._input(action)
-        if self.trains:
-            self.sync.before_forward(chunk_index)
-        output, num_tokens = forward_step(
-            self.forward_step_func,
-            self.data_iterators[chunk_index],
-            self.chunks[chunk_index],
-            self.plan.num_microbatches,
-            entering,
-            self.reports,
+        if self.sync is not None:
+            self.sync.before_forward(index)
+        if action.microbatch == 0 and hasattr(chunk, "set_is_first_microbatch"):
+            chunk.set_is_first_microbatch()
+        set_current_microbatch(chunk, action.microbatch)
+        get_attr_wrapped_model(chunk, "set_input_tensor")([entering])
+        batch = None if self.batches is None else self.batches[action.microbatch]
+        with nullcontext() if self.masks is None else self.masks(action.microbatch):
+            output, loss = self.forward_step(batch, chunk, self.counts)
+        # It divides the loss unless that is left to the step, and scales auxiliary losses.
+        output, num_targets = forward_step_calc_loss(
+            chunk,
+            output,
+            checked(loss),
             self.transformer_config,
-            cp_group_size=self.context.pgs.cp.size(),
-            collect_non_loss_data=self.collect_non_loss_data,
-            is_first_microbatch=action.microbatch == 0,
-            current_microbatch=action.microbatch,
-            vp_stage=chunk_index if len(self.chunks) > 1 else None,
-            is_last_stage=action.stage == self.placement.num_stages - 1,
+            index if len(self.chunks) > 1 else None,
+            self.collect_non_loss_data,
+            self.plan.num_microbatches,
+            self.reports,
+            self.context.pgs.cp.size(),
+            action.stage == self.last_stage,
         )
-        self.num_tokens += num_tokens
+        self.num_targets += num_targets
         if self.trains:
             self.inputs[key] = entering
-        if self.trains or action.stage < self.placement.num_stages - 1:
+        if self.trains or action.stage < self.last_stage:
             self.outputs[key] = output
 
     def _input(self, action: Action) -> Tensor | None:
@@ -323,7 +305,8 @@ class _Step:
         if action.stage == 0:
             return None
         before = action.microbatch, action.stage - 1
-        if self.placement.rank_of(action.stage - 1) != self.context.pp_rank:
+        if self.places[action.stage - 1][0] != self.context.pp_rank:
+            assert self.channels is not None
             entering = self.channels.take(Kind.RECEIVE_INPUT, action)
         else:
             output = self.outputs[before] if self.trains else self.outputs.pop(before)
@@ -335,12 +318,14 @@ class _Step:
         """Run a micro-batch's backward pass in a chunk; `Kind.INPUT` defers weight gradients."""
         key = action.microbatch, action.stage
         gradient = None
-        if action.stage < self.placement.num_stages - 1:
-            if self.placement.rank_of(action.stage + 1) != self.context.pp_rank:
+        if action.stage < self.last_stage:
+            if self.places[action.stage + 1][0] != self.context.pp_rank:
+                assert self.channels is not None
                 gradient = self.channels.take(Kind.RECEIVE_GRADIENT, action)
             else:
                 gradient = self.gradients.pop((action.microbatch, action.stage + 1))
-        self.sync.before_backward(action)
+        if self.sync is not None:
+            self.sync.before_backward(action)
         with self.deferred.collect(key) if action.kind is Kind.INPUT else nullcontext():
             given = backward_step(
                 self.inputs.pop(key),
@@ -350,4 +335,24 @@ class _Step:
             )
         if action.stage > 0:
             self.gradients[key] = given
-        self.sync.computed(action)
+        if self.sync is not None:
+            self.sync.computed(action)
+
+    def weight(self, action: Action) -> None:
+        """Compute the weight gradients that a `Kind.INPUT` has deferred."""
+        self.deferred.compute((action.microbatch, action.stage))
+        if self.sync is not None:
+            self.sync.computed(action)
+
+    def communicate(self, action: Action) -> None:
+        """Start the send or the receive that ``action`` describes."""
+        key = action.microbatch, action.stage
+        assert action.peer is not None and self.channels is not None
+        if action.kind is Kind.SEND_OUTPUT:
+            output = self.outputs[key] if self.trains else self.outputs.pop(key)
+            self.channels.send(action, output)
+            deallocate_output_tensor(output, self.transformer_config.deallocate_pipeline_outputs)
+        elif action.kind is Kind.SEND_GRADIENT:
+            self.channels.send(action, self.gradients.pop(key))
+        else:
+            self.channels.receive(action)

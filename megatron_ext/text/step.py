@@ -136,10 +136,13 @@ def gpt_forward_step(
 
 def text_step_stats(run: Run, num_microbatches: int) -> StepStats:
     """Return a step's samples (the global batch size), and the tokens and FLOPs of its rows."""
-    rows = run.rows_of(num_microbatches)
-    model = replace(run.config.model, seq_length=run.seq_length)
+    rows = num_microbatches * run.batch_size.samples_per_microbatch
+    length = run.seq_length
+    if length not in run.flops_of_samples:
+        model = replace(run.config.model, seq_length=length)
+        run.flops_of_samples[length] = flops_per_sample(model, run.config.moe)
     return StepStats(
         samples=run.batch_size.global_batch_size,
-        tokens=rows * (model.seq_length or 0),
-        flops=rows * flops_per_sample(model, run.config.moe),
+        tokens=rows * (length or 0),
+        flops=rows * run.flops_of_samples[length],
     )

@@ -153,7 +153,7 @@ def storage_notes(run: Run) -> Callback | None:
     """Return what tells of requests to object storage, from which the direct order alone reads."""
     if not is_direct(run.config):
         return None
-    built: Callback = later("megatron_ext.text.data.storage:StorageNotes")(run)
+    built: Callback | None = later("megatron_ext.text.data.storage:storage_notes")(run)
     return built
 
 
@@ -207,7 +207,7 @@ def data_ledger(run: Run) -> Callback | None:
     if run.config.checkpoint.save is None or not run.progress.data_order:
         return None
     ledger = extras.part("ledger", "recording")
-    built: Callback | None = None if ledger is None else ledger.DataLedger(run)
+    built: Callback | None = None if ledger is None else ledger.DataLedger.of_run(run)
     return built
 
 
@@ -230,7 +230,7 @@ GPT = Task(
     chunk_sections={build_gpt_chunk: (HybridConfig,)},
     prepare_batches=prepare_batches,
     step_stats=text_step_stats,
-    callbacks=(data_ledger, TaskScores, HuggingFaceFolders, storage_notes),
+    callbacks=(data_ledger, TaskScores.of_run, HuggingFaceFolders.of_run, storage_notes),
     cost=GPT_COST,
     perplexity=True,
 )

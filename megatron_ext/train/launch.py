@@ -176,44 +176,59 @@ def _tell_torchrun(message: str) -> None:
         Path(path).write_text(text, encoding="utf-8")
 
 
-def run_rank(main: Main) -> int:
-    """Run one rank; a failure is printed with the rank's number and becomes an exit code.
+class RankEnd:
+    """How a rank ends: its exit code, 0 as long as nothing else is known."""
+
+    code = 0
+
+
+@contextmanager
+def rank_end() -> Iterator[RankEnd]:
+    """Yield the end of the rank that runs in the block; a failure is printed with its number.
 
     A MegatronExtError, or an error caused by the failure of another rank, is printed as a sentence.
     Any other error is printed with its traceback. If all ranks raise the same MegatronExtError,
     rank 0 prints it first, and its exit ends the others. An interruption is not printed, as it
     comes to all ranks and to their launcher.
     """
+    end = RankEnd()
     try:
-        return main() or 0
+        yield end
+        return
     except MegatronExtError as error:
         message = str(error)
-        code = EXIT_CODE_USER_ERROR
-        code = 1 if isinstance(error, MachineFault) else code
+        end.code = 1 if isinstance(error, MachineFault) else EXIT_CODE_USER_ERROR
         if os.environ.get("RANK", "0") != "0":
             time.sleep(_SECONDS_FOR_RANK_0_OF_A_RUN)
     except KeyboardInterrupt:
         _tell_torchrun("interrupted")
-        return EXIT_CODE_INTERRUPTED
+        end.code = EXIT_CODE_INTERRUPTED
+        return
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0):
-            return 0
+            return
         fault = contact_fault(error)
         message = limits.sentence(error) or traceback.format_exc()
-        code = 1
+        end.code = 1
         if _lacks_memory(error):
             message = f"{message.rstrip()}\n{_WITHOUT_MEMORY}"
-            code = EXIT_CODE_NO_MEMORY
+            end.code = EXIT_CODE_NO_MEMORY
         if fault is not None:
             message = fault.value
             timed_out = fault is NoAnswer.TIMEOUT
-            code = EXIT_CODE_NO_ANSWER if timed_out else EXIT_CODE_LOST_CONTACT
+            end.code = EXIT_CODE_NO_ANSWER if timed_out else EXIT_CODE_LOST_CONTACT
     # One write keeps the text in one piece, as other ranks print too.
     text = f"[rank {os.environ.get('RANK', '0')}] {message}"
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
     _tell_torchrun(text)
-    return code
+
+
+def run_rank(main: Main) -> int:
+    """Run one rank, and return its exit code; see `rank_end`."""
+    with rank_end() as end:
+        end.code = main() or 0
+    return end.code
 
 
 def _lacks_memory(error: BaseException) -> bool:
@@ -247,23 +262,27 @@ def launch(
     in the folder ``save``. After ``exit_signal`` the ranks save and end.
     """
     supervision = supervision or supervision_of_ranks()
-    main_of = main_of or (lambda world_size: main)
     exit_signal = exit_signal or ExitSignal(None)
     tell = tell or _tell_nothing
     with shared_host_folder(save):
         if "RANK" in os.environ:
             return _run_started_rank(main, exit_signal, tell, supervision)
-        code = _run_ranks(
-            main,
-            nproc_per_node,
-            device,
-            timeout_minutes,
-            supervision,
-            main_of,
-            save,
-            exit_signal,
-            tell,
-        )
+        if nproc_per_node == 1 and supervision.max_restarts is None:
+            exit_signal.end_by_sigterm(tell)
+            with _only_rank() as end:
+                end.code = main() or 0
+            code = end.code
+        else:
+            code = _start_ranks(
+                main,
+                nproc_per_node,
+                device,
+                timeout_minutes,
+                supervision,
+                main_of or (lambda world_size: main),
+                save,
+                exit_signal,
+            )
         tell(code)
         return code
 
@@ -302,7 +321,23 @@ def _run_started_rank(
     return code
 
 
-def _run_ranks(
+@contextmanager
+def _only_rank() -> Iterator[RankEnd]:
+    """Let this process be the only rank of a run inside the block; see `rank_end`."""
+    ours = _environment(0, 1)
+    before = {name: os.environ[name] for name in ours if name in os.environ}
+    os.environ.update(ours)
+    try:
+        with rank_end() as end:
+            yield end
+    finally:
+        # The process must not look started by torchrun any more.
+        for name in ours:
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def _start_ranks(
     main: Main,
     nproc_per_node: int,
     device: Device,
@@ -311,11 +346,10 @@ def _run_ranks(
     main_of: Callable[[int], Main],
     save: str | None,
     exit_signal: ExitSignal,
-    tell: Tell,
 ) -> int:
-    """Start the ranks of this machine as `launch` does, and return the exit code."""
+    """Start several ranks, or one that is started again after a fault; return the exit code."""
     restarts = supervision.max_restarts
-    if device.kind == "cuda" and (nproc_per_node > 1 or restarts is not None):
+    if device.kind == "cuda":
         from megatron_ext.train.torchrun import run_torchrun
 
         options = ["--standalone", f"--nproc-per-node={nproc_per_node}"]
@@ -331,26 +365,14 @@ def _run_ranks(
         return supervision.run(
             _forked, main_of, timeout_minutes=timeout_minutes, exit_signal=exit_signal
         )
-    if nproc_per_node > 1:
-        return fork_ranks(
-            main,
-            nproc_per_node,
-            timeout_minutes=timeout_minutes,
-            save=save,
-            exit_signal=exit_signal,
-            supervision=supervision,
-        )
-    ours = _environment(0, 1)
-    before = {name: os.environ[name] for name in ours if name in os.environ}
-    os.environ.update(ours)
-    exit_signal.end_by_sigterm(tell)
-    try:
-        return run_rank(main)
-    finally:
-        # The process must not look started by torchrun any more.
-        for name in ours:
-            del os.environ[name]
-        os.environ.update(before)
+    return fork_ranks(
+        main,
+        nproc_per_node,
+        timeout_minutes=timeout_minutes,
+        save=save,
+        exit_signal=exit_signal,
+        supervision=supervision,
+    )
 
 
 def _environment(rank: int, world_size: int) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,17 +17,17 @@ from megatron_ext.train.callbacks.callback import (
     Callback,
     Decision,
     GarbageCollection,
+    SaveWatch,
     StepProfiler,
     StopConditions,
     WeightAverage,
+    overridden,
 )
 from megatron_ext.train.callbacks.evaluation import EarlyStopping, Evaluation
-from megatron_ext.train.callbacks.invariants import Invariants
 from megatron_ext.train.callbacks.non_finite import NonFinite
 from megatron_ext.train.reporting.records import IterationRecord
 from megatron_ext.train.run import Run
-from megatron_ext.train.step import StepResult
-from megatron_ext.train.step_losses import means_of
+from megatron_ext.train.step import StepInputs, StepResult, means_of
 from megatron_ext.train.supervision import supervision_of
 
 
@@ -47,37 +47,39 @@ def train(run: Run) -> int | None:
         run.reporters.say(f"nothing to do at iteration {run.progress.iteration} ({reason})")
         save(is_last=True)
         return 0
-    callbacks: list[Callback] = [WeightAverage(run), StepProfiler(run)]
-    callbacks += [Invariants(run), NonFinite(run)]
-    callbacks += supervision_of(run.config).callbacks(run, metrics.settle)
-    callbacks.append(Evaluation(run, callbacks))
-    callbacks += [built for build in run.task.callbacks if (built := build(run)) is not None]
-    callbacks += [GarbageCollection(run), StopConditions(run), early_stopping]
+    callbacks = callbacks_of(run, early_stopping, metrics.settle)
+    before_step = overridden(callbacks, "before_step")
+    after_update = overridden(callbacks, "after_update")
+    after_step = overridden(callbacks, "after_step")
+    decide = overridden(callbacks, "decide")
+    after_save = overridden(callbacks, "after_save")
     for callback in callbacks:
         callback.on_train_start()
     if _has_lost_a_save(run):
         save()
     decision = Decision()
     while run.progress.iteration < run.num_iterations and decision.stop is None:
-        if run.batch_size.update(run.progress.consumed_train_samples):
+        consumed = run.progress.consumed_train_samples
+        if run.batch_size.changes and run.batch_size.update(consumed):
             save()
-        for callback in callbacks:
-            callback.before_step()
-        result = take_step(run, metrics)
-        for callback in callbacks:
-            callback.after_update(result)
+        for call in before_step:
+            call()
+        inputs, stats = next_inputs(run)
+        result = run.runner.train(inputs, run.batch_size.global_batch_size)
+        count_step(run, metrics, result, stats)
+        for call in after_update:
+            call(result)
         metrics.report_if_due()
         started = time.perf_counter()
-        for callback in callbacks:
-            callback.after_step()
-        run.saves.look()
+        for call in after_step:
+            call()
         decision = Decision()
-        for callback in callbacks:
-            callback.decide(decision)
-        if run.saves.must_repeat() or decision.save or decision.stop is not None:
+        for call in decide:
+            call(decision)
+        if decision.save or decision.stop is not None:
             save(decision.superseded)
-        for callback in callbacks:
-            callback.after_save()
+        for call in after_save:
+            call()
         metrics.pause(time.perf_counter() - started)
     if decision.stop is not None:
         run.reporters.reason = decision.stop
@@ -88,33 +90,72 @@ def train(run: Run) -> int | None:
     return None if decision.stop is None else decision.exit_code
 
 
+def callbacks_of(
+    run: Run, early_stopping: EarlyStopping, settle: Callable[[], None]
+) -> list[Callback]:
+    """Return the callbacks of a run in their order: those that its flags and its task need.
+
+    ``settle`` waits for the last update, and counts it.
+    """
+    training = run.config.training
+    callbacks: list[Callback] = []
+    if run.ema is not None:
+        callbacks.append(WeightAverage(run))
+    if training.profile and run.context.rank in training.profile_ranks:
+        callbacks.append(StepProfiler(run))
+    if training.check_invariants is not None:
+        from megatron_ext.train.callbacks.invariants import Invariants
+
+        callbacks.append(Invariants(run))
+    if NonFinite.tells(run.config):
+        callbacks.append(NonFinite(run))
+    callbacks += supervision_of(run.config).callbacks(run, settle)
+    if training.evaluates:
+        callbacks.append(Evaluation(run, callbacks))
+    callbacks += [built for build in run.task.callbacks if (built := build(run)) is not None]
+    if training.manual_gc:
+        callbacks.append(GarbageCollection(run))
+    if StopConditions.apply(run):
+        callbacks.append(StopConditions(run))
+    if training.evaluates:
+        callbacks.append(early_stopping)
+    if run.config.checkpoint.save is not None:
+        # The last one, for whether a checkpoint is the best depends on whether it is saved anyway.
+        callbacks.append(SaveWatch(run))
+    return callbacks
+
+
 def _has_lost_a_save(run: Run) -> bool:
     """Return whether a run goes on from snapshots after a fault that has ended a save under way."""
     interval = run.config.checkpoint.save_interval
     return interval is not None and run.saved_at // interval < run.progress.iteration // interval
 
 
-def take_step(run: Run, metrics: IntervalMetrics) -> StepResult:
-    """Train one step, count it in the progress and ``metrics``, and return its result."""
+def next_inputs(run: Run) -> tuple[StepInputs, StepStats]:
+    """Return the micro-batches of the next step on this rank, and what the step will have done."""
     recorder = run.context.recorder
     recorder.step(run.progress.iteration + 1)
-    with recorder.phase("data"):
-        num_microbatches = run.train_source.num_microbatches(run.batch_size.num_microbatches)
-        stats = run.task.step_stats(run, num_microbatches)
-        run.runner.seq_length = run.seq_length
-        if run.train_source.seq_length_of is not None and run.seq_length is not None:
-            run.train_source.expect(run.seq_length)
-        batches = run.train_source.next_step(num_microbatches)
+    source = run.train_source
     consumed = run.progress.consumed_train_samples
-    num_samples = run.batch_size.global_batch_size
-    result = run.runner.train(batches, num_microbatches, consumed, num_samples)
+    with recorder.phase("data"):
+        if source.seq_length_of is not None:
+            run.seq_length = source.seq_length_of(consumed)
+        num_microbatches = run.batch_size.num_microbatches
+        if source.plan is not None:
+            num_microbatches = source.num_microbatches(num_microbatches)
+        stats = run.task.step_stats(run, num_microbatches)
+        batches = source.next_step(num_microbatches, run.seq_length)
+    return StepInputs(batches, num_microbatches, consumed, run.seq_length), stats
+
+
+def count_step(run: Run, metrics: IntervalMetrics, result: StepResult, stats: StepStats) -> None:
+    """Count a step that has been trained, in the progress of the run and in ``metrics``."""
     if result.flops is not None:
         stats = replace(stats, flops=result.flops)
     run.parameter_gather.switch_on()
     plan = run.train_source.plan
     run.progress.advance(stats, None if plan is None else plan.steps_per_epoch)
     metrics.add(result, stats)
-    return result
 
 
 def memory_of(device: torch.device) -> dict[str, float]:
@@ -156,7 +197,7 @@ class Sums:
         self.tokens += stats.tokens
         self.flops += stats.flops
         for name, loss in result.losses.items():
-            counted = torch.stack([loss, (result.counts[name] > 0).to(loss)])
+            counted = torch.stack([loss, (result.counts[name] > 0).type_as(loss)])
             counted = torch.where(result.update.flag, counted, 0.0)
             self.losses[name] = self.losses.get(name, torch.zeros_like(counted)) + counted
 
@@ -316,5 +357,5 @@ class IntervalMetrics:
             peak_flops=run.peak_flops,
             memory=memory_of(run.device),
             epoch=run.progress.epoch,
-            failed_saves=run.saves.num_failed,
+            failed_saves=0 if run.config.checkpoint.save is None else run.saves.num_failed,
         )

@@ -263,14 +263,6 @@ def splits_layers(argv: Sequence[str], program: Program, stored: Mapping[str, An
     return any((sizes.get(name) or 1) != 1 for name in names)
 
 
-def train_and_evaluate(run: Run) -> int | None:
-    """Train and evaluate as the flags say; return the exit code if training ends early, or None."""
-    code = None if run.config.training.skip_train else train(run)
-    if code is None and run.config.training.evaluates:
-        evaluate_at_end(run)
-    return code
-
-
 def pretrain(
     task: Task,
     config: RunConfig,
@@ -287,7 +279,7 @@ def pretrain(
     Args:
         assets: what `Task.preflight` returned.
         prepare: called with the `Run` before it starts, for example to attach an observer.
-        work: called with the `Run` in place of `train_and_evaluate`.
+        work: called with the `Run` in place of training and evaluation.
         launched: the start of the run, since which it accounts for its time; None for no account.
         exit_signal: the exit signal as the program watches it; None to watch it from now on.
     """
@@ -346,12 +338,17 @@ def pretrain(
             with reporters as run.reporters:
                 if prepare is not None:
                     prepare(run)
-                code = (work or train_and_evaluate)(run) or 0
+                if work is not None:
+                    code = work(run)
+                else:
+                    code = None if config.training.skip_train else train(run)
+                    if code is None and config.training.evaluates:
+                        evaluate_at_end(run)
                 run.finish_saves()
             for store in run.stores:
                 store.remove()
         recorder.close()
-        return code
+        return code or 0
     except BaseException:
         context.abort()
         raise

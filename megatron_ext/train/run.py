@@ -47,6 +47,9 @@ class StopRequests:
         elastic: whether the run may be asked to go on with another number of replicas. torchrun
             asks by SIGTERM, and the launcher of forked ranks by a file (`is_asked_to_resize`).
         exit_signal: the exit signal as the program has watched it so far; by default from now on.
+
+    Attributes:
+        watches: whether a flag asks for any of this.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class StopRequests:
         self._ended_by_torchrun = False
         self._before: HostCopy | None = None
         self._elastic = elastic
-        self._watches = training.exit_signal_handler or elastic or self._end is not None
+        self.watches = training.exit_signal_handler or elastic or self._end is not None
         if elastic and is_under_torchrun() and self._exit_signal.number != signal.SIGTERM:
             signal.signal(signal.SIGTERM, self._on_end_by_torchrun)
 
@@ -76,7 +79,7 @@ class StopRequests:
         a stop. With ``late``, the default on a GPU, it returns the previous call's result without
         waiting.
         """
-        if not self._watches:
+        if not self.watches:
             return None
         resize = self._elastic and (self._ended_by_torchrun or is_asked_to_resize())
         over = self._end is not None and time.time() > self._end
@@ -105,6 +108,10 @@ class Run:
             it happened and the iteration whose state it is.
         checkpoints: None if the run neither saves nor loads.
         saved_at: iteration of the newest save, or of the checkpoint that the run has found.
+        seq_length: tokens of a sample in the next training step; None if the task has no such
+            length.
+        flops_of_samples: operations of a training step on one sample, by its length, as far as
+            steps have asked for them.
         best_before: the best checkpoints before the one that is saved next, if that is a new best.
     """
 
@@ -134,6 +141,8 @@ class Run:
     restored_from: str = "start"
     rewinds: list[tuple[int, int]] = field(default_factory=list)
     saved_at: int = 0
+    seq_length: int | None = None
+    flops_of_samples: dict[int | None, float] = field(default_factory=dict)
     best_before: list[BestCheckpoint] | None = None
     _best_if_failed: list[BestCheckpoint] | None = None
 
@@ -141,17 +150,6 @@ class Run:
     def evaluation_batch_size(self) -> int:
         """Return the number of samples in an evaluation step: the last global batch size."""
         return self.config.training.batch_sizes[1]
-
-    @property
-    def seq_length(self) -> int | None:
-        """Return the tokens of a sample in the next training step."""
-        seq_length_of = self.train_source.seq_length_of
-        if seq_length_of is None:
-            return self.config.model.seq_length
-        return seq_length_of(self.progress.consumed_train_samples)
-
-    def rows_of(self, num_microbatches: int) -> int:
-        return num_microbatches * self.batch_size.samples_per_microbatch
 
     def evaluation_samples(self, source: BatchSource) -> int:
         """Return the number of samples in an evaluation of a split; all ranks call it together."""

@@ -120,6 +120,7 @@ def build_run(
         stores=stores,
         restored_from=source,
         saved_at=saved_at,
+        seq_length=config.model.seq_length,
     )
     # Data loaders that start draw a number from torch's generator. A run that starts draws it too,
     # as Megatron-LM does; a run that goes on has drawn it before it saved its state.

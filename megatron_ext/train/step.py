@@ -1,9 +1,12 @@
-"""One training or evaluation step, from batches to losses and a parameter update."""
+"""One training or evaluation step, from batches to losses and a parameter update.
+
+`StepRunner.train` is a step from end to end; `StepRunner.compute_gradients` and `StepRunner.update`
+are its two halves.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,20 +20,22 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from megatron_ext import core
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import Batch
 from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
 from megatron_ext.layers.dropout import microbatch_masks
 from megatron_ext.layers.fp8.linear import AmaxHistories, KeptWeights
 from megatron_ext.layers.gradient_shards import whole_gradients
+from megatron_ext.layers.specs import expert_pattern
+from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.layers.weight_gradients import StepGradients
 from megatron_ext.losses.contract import LossFunction, Report, StepCounts, checked
 from megatron_ext.optim.schedule import Schedule
 from megatron_ext.optim.update import UpdateResult, all_decide_on_device, update_parameters
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.schedules.communication import Shape
-from megatron_ext.schedules.runtime import PipelineEngine, step_graphs
-from megatron_ext.train.step_losses import mean_of, reduce_reports, take_auxiliary_losses
+from megatron_ext.schedules.runtime import Masks, PipelineEngine, step_graphs
 from megatron_ext.train.task import Task
 
 if TYPE_CHECKING:
@@ -56,26 +61,57 @@ class StepResult:
     flops: float | None = None
 
 
-Approval = Callable[[Sequence[Report], Tensor], Tensor]
-Compute = Callable[[], list[Report]]
-Update = Callable[[Sequence[Report]], UpdateResult]
-Guard = Callable[[Compute, Update], tuple[list[Report], UpdateResult]]
+@dataclass(frozen=True)
+class StepInputs:
+    """The micro-batches of a training step.
+
+    Attributes:
+        batches: micro-batches of this rank; None on stages that read no data.
+        num_microbatches: micro-batches of each data-parallel rank.
+        consumed_samples: samples of all earlier steps, for ``--deterministic-dropout``.
+        seq_length: tokens of a sample; None for ``--seq-length``.
+    """
+
+    batches: Sequence[Any] | None
+    num_microbatches: int
+    consumed_samples: int = 0
+    seq_length: int | None = None
+
+
+@dataclass(frozen=True)
+class StepLosses:
+    """The losses of the passes of a training step, whose gradients are computed.
+
+    Attributes:
+        reports: ``[sum, count]`` by loss of each micro-batch of this rank; empty before the last
+            stage.
+        totals: their sums over micro-batches, data- and context-parallel ranks.
+        gradient_scale: what the gradients are still to be multiplied by, float32 ``[]``; None if
+            nothing.
+    """
+
+    reports: list[Report]
+    totals: dict[str, Tensor]
+    gradient_scale: Tensor | None = None
+
+
+Approval = Callable[[Mapping[str, Tensor], Tensor], Tensor]
+Guard = Callable[[StepInputs], tuple[StepLosses, UpdateResult]]
 
 
 class StepRunner:
     """Runs the pipeline schedule over this rank's chunks, and updates the parameters.
 
     Attributes:
-        seq_length: tokens of a sample in the next step, None if the task has no such length.
         engine: runs the pipeline; None if megatron-core's own schedule does.
         observer: called before the update, when each data-parallel rank has all reduced gradients.
         check_zeroed: called with the chunks after their gradients have been set to zero.
         scales_in_update: whether the update divides the gradients by the step's targets, unless an
             observer is to see them divided.
-        approvals: each called before an update, on all ranks together, with this rank's reports and
+        approvals: each called before an update, on all ranks together, with `StepLosses.totals` and
             the gradient norm ``[]``; returns whether the update may be applied, bool ``[]``.
-        guard: called with two functions in place of the plain step: the first computes gradients
-            and returns reports, the second updates; it returns the reports and the update.
+        guard: called with the inputs of a step in place of `zero_gradients`, `compute_gradients`
+            and `update`; it calls these, and returns what the last two returned.
         extra_state: state that a checkpoint holds besides the run's model; None for none.
     """
 
@@ -100,6 +136,9 @@ class StepRunner:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.device = next(p for chunk in chunks for p in chunk.parameters()).device
+        self._forward_step = None
+        if task.forward_step is not None:
+            self._forward_step = partial(task.forward_step, config)
         self._auxiliary: AuxiliaryScale = transformer_config.auxiliary_scale
         self._has_auxiliary_losses = (
             transformer_config.num_moe_experts is not None or task.auxiliary_losses
@@ -116,8 +155,10 @@ class StepRunner:
                 schedule, chunks, transformer_config, context, group_size=group_size, graphs=graphs
             )
         self._gradients = StepGradients(chunks)
+        # The kernels of CUDA graphs always add, and so do products to gradients that are sharded.
+        graphs = self.engine is None or self.engine.graphs
+        self._overwrites = not (graphs or config.optimizer.shards_gradients)
         self._micro_batch_size = config.training.batch_sizes[0]
-        self.seq_length = config.model.seq_length
         self._unsettled: list[tuple[UpdateResult, OptimizerParamScheduler, int]] = []
         self.observer: Callable[[], None] | None = None
         self.approvals: list[Approval] = []
@@ -154,80 +195,193 @@ class StepRunner:
         if flags.overlap_param_gather and flags.align_param_gather:
             told.param_sync_func = _one_or_list([c.start_param_sync for c in self.chunks])
 
-    def forward_backward(
+    def train(self, inputs: StepInputs, num_samples: int) -> StepResult:
+        """Compute the gradients over a global batch, and update the parameters once.
+
+        ``num_samples``, the samples of this step, advances the learning-rate schedule.
+        """
+        assert self.scheduler is not None
+        if self.guard is None:
+            self.zero_gradients()
+            step = self.compute_gradients(inputs)
+            update = self.update(step)
+        else:
+            step, update = self.guard(inputs)
+        self._follow(update, self.scheduler, num_samples)
+        losses = {name: mean_of(total) for name, total in step.totals.items()}
+        counts = {name: total[1] for name, total in step.totals.items()}
+        if self.transformer_config.num_moe_experts is not None:
+            routers = take_auxiliary_losses(
+                self.transformer_config, self.context, inputs.num_microbatches
+            )
+            losses |= routers
+            counts |= {name: torch.ones_like(loss) for name, loss in routers.items()}
+        return StepResult(losses, counts, update, update)
+
+    def zero_gradients(self) -> None:
+        """Set all gradients to zero, or let the first product of a step overwrite them."""
+        assert self.optimizer is not None
+        self._gradients.start(overwrite=self._overwrites and self.check_zeroed is None)
+        self.optimizer.zero_grad()
+        if self.check_zeroed is not None:
+            self.check_zeroed(self.chunks)
+
+    def compute_gradients(self, inputs: StepInputs) -> StepLosses:
+        """Run all passes of a step, and reduce its gradients and losses over the ranks."""
+        num_microbatches = inputs.num_microbatches
+        batches = self._prepared(inputs.batches)
+        counts = self._count(batches, num_microbatches)
+        masks = self._masks(inputs.consumed_samples)
+        observed = self.observer is not None
+        with self._weights_kept():
+            if self.engine is not None:
+                assert self._forward_step is not None
+                reports = self.engine.run(
+                    self._forward_step,
+                    batches or [_NO_BATCH] * num_microbatches,
+                    num_microbatches,
+                    self._shape(batches, inputs.seq_length),
+                    counts=counts,
+                    masks=masks,
+                    force_all_reduce=observed,
+                )
+            else:
+                reports = self._run_by_core(
+                    batches,
+                    num_microbatches,
+                    counts,
+                    masks,
+                    inputs.seq_length,
+                    force_all_reduce=observed,
+                    forward_only=False,
+                )
+        # megatron-core's own schedules have divided the gradients already.
+        divides = self.engine is not None and self.config.training.calculate_per_token_loss
+        num_targets = self.engine.num_targets if self.engine is not None and divides else None
+        with self.context.recorder.phase("reduce"):
+            totals, scale = reduce_step(reports, num_targets, self.context)
+            if scale is not None and (observed or not self.scales_in_update):
+                for chunk in self.chunks:
+                    chunk.scale_gradients(scale)
+                scale = None
+        if self.observer is not None:
+            with whole_gradients(self.chunks):
+                self.observer()
+        if self.amax_histories is not None:
+            self.amax_histories.advance()
+        return StepLosses(reports, totals, scale)
+
+    def update(self, step: StepLosses) -> UpdateResult:
+        """Apply the gradients, unless they are not finite or one of `approvals` is False."""
+        assert self.optimizer is not None
+        self._give_memory_back(2)
+        # The previous update is over, while the passes of this step still wait for the device.
+        self.settle()
+
+        def approve(norm: Tensor) -> Tensor:
+            return torch.stack([approval(step.totals, norm) for approval in self.approvals]).all()
+
+        with self.context.recorder.phase("update"):
+            update = update_parameters(
+                self.optimizer,
+                self.config.optimizer.clip_grad,
+                step.gradient_scale,
+                approve if self.approvals else None,
+            )
+        self._give_memory_back(1)
+        return update
+
+    def evaluate(
         self,
         batches: Sequence[Batch] | None,
         num_microbatches: int,
         *,
-        forward_only: bool,
-        consumed_samples: int = 0,
         collect_non_loss_data: bool = False,
-        scale_gradients: bool = True,
     ) -> list[Any]:
-        """Run the schedule over ``num_microbatches`` micro-batches on each data-parallel rank.
+        """Run the forward passes of a step, and return the report of each micro-batch.
 
-        Args:
-            batches: micro-batches of this rank; None on stages that read no data.
-            consumed_samples: samples of all earlier steps, for ``--deterministic-dropout``.
-            collect_non_loss_data: return data for `Task.process_non_loss_data` instead of reports.
-            scale_gradients: see `PipelineEngine.run`; without an engine it must be True.
-
-        Returns one report, ``[sum, count]`` by loss, per micro-batch; none before the last stage.
+        On the last stage it is ``[sum, count]`` by loss, or with ``collect_non_loss_data`` data for
+        `Task.process_non_loss_data`; before the last stage the list is empty.
         """
-        prepare = self.task.prepare_batches
-        run_chunk = self.task.forward_step
-        assert run_chunk is not None
-        if prepare is not None and batches is not None and self.context.is_last_stage:
-            batches = prepare(self.config, batches, self.context)
-        counts = None if forward_only else self._count(batches, num_microbatches)
-        masks = self._masks(consumed_samples)
+        batches = self._prepared(batches)
+        masks = self._masks(0)
+        if self.engine is None:
+            return self._run_by_core(
+                batches,
+                num_microbatches,
+                None,
+                masks,
+                None,
+                forward_only=True,
+                collect_non_loss_data=collect_non_loss_data,
+            )
+        assert self._forward_step is not None
+        return self.engine.run(
+            self._forward_step,
+            batches or [_NO_BATCH] * num_microbatches,
+            num_microbatches,
+            self._shape(batches, None),
+            masks=masks,
+            forward_only=True,
+            collect_non_loss_data=collect_non_loss_data,
+        )
+
+    def _run_by_core(
+        self,
+        batches: Sequence[Batch] | None,
+        num_microbatches: int,
+        counts: StepCounts | None,
+        masks: Masks | None,
+        seq_length: int | None,
+        **options: bool,
+    ) -> list[Any]:
+        """Run a step by megatron-core's own schedule; see `PipelineEngine.run`."""
 
         def forward_step(
-            iterator: Iterator[Batch] | None, chunk: torch.nn.Module
+            iterator: Iterator[tuple[int, Batch]], chunk: torch.nn.Module
         ) -> tuple[Tensor, LossFunction]:
-            batch = next(iterator) if iterator is not None else _NO_BATCH
-            with masks(chunk):
-                output, loss = run_chunk(self.config, batch, chunk, counts)
+            microbatch, batch = next(iterator)
+            assert self._forward_step is not None
+            with nullcontext() if masks is None else masks(microbatch):
+                output, loss = self._forward_step(batch, chunk, counts)
             return output, checked(loss)
 
-        iterators = [None if batches is None else iter(batches) for _ in self.chunks]
-        wishes = {"forward_only": forward_only, "collect_non_loss_data": collect_non_loss_data}
-        wishes["force_all_reduce"] = self.observer is not None
-        if self.engine is not None:
-            shape = self._shape(batches)
-            wishes["scale_gradients"] = scale_gradients
-            return self.engine.run(forward_step, iterators, num_microbatches, shape, **wishes)
+        length = seq_length or self.config.model.seq_length
+        given = list(enumerate(batches or [_NO_BATCH] * num_microbatches))
         with self.context.recorder.phase("forward"):
             reports: list[Any] = get_forward_backward_func()(
                 forward_step_func=forward_step,
-                data_iterator=_one_or_list(iterators),
+                data_iterator=_one_or_list([iter(given) for _ in self.chunks]),
                 model=_one_or_list(self.chunks),
                 num_microbatches=num_microbatches,
-                seq_length=self.seq_length,
+                seq_length=length,
                 micro_batch_size=self._micro_batch_size,
-                decoder_seq_length=self.seq_length,
-                **wishes,
+                decoder_seq_length=length,
+                **options,
             )
         return reports
 
-    def _masks(
-        self, consumed_samples: int
-    ) -> Callable[[torch.nn.Module], AbstractContextManager[None]]:
-        """Return a function that gives a chunk the dropout context of its next micro-batch."""
+    def _prepared(self, batches: Sequence[Batch] | None) -> Sequence[Batch] | None:
+        """Return the batches with what the task adds to them on the last stage."""
+        prepare = self.task.prepare_batches
+        if prepare is None or batches is None or not self.context.is_last_stage:
+            return batches
+        return prepare(self.config, batches, self.context)
+
+    def _masks(self, consumed_samples: int) -> Masks | None:
+        """Return the dropout contexts of ``--deterministic-dropout``; None without it."""
         if not self.config.model.deterministic_dropout:
-            return lambda chunk: nullcontext()
-        seen: Counter[torch.nn.Module] = Counter()
+            return None
         size = self._micro_batch_size
         replicas = self.context.pgs.dp.size()
 
-        def masks(chunk: torch.nn.Module) -> AbstractContextManager[None]:
-            number = seen[chunk] * replicas + self.context.dp_rank
-            seen[chunk] += 1
+        def masks(microbatch: int) -> AbstractContextManager[None]:
+            number = microbatch * replicas + self.context.dp_rank
             return microbatch_masks(self.config.training.seed, consumed_samples + number * size)
 
         return masks
 
-    def _shape(self, batches: Sequence[Any] | None) -> Shape:
+    def _shape(self, batches: Sequence[Any] | None, seq_length: int | None) -> Shape:
         """Return the shape ``[s, b, h]`` of the tensors that this rank sends to the next stage.
 
         If the task says the shape, micro-batches may differ, and it is a list of one for each.
@@ -236,7 +390,7 @@ class StepRunner:
             assert batches is not None
             shape_of = self.task.boundary_shape
             return [shape_of(batch, self.chunks[0]) for batch in batches]
-        length = self.seq_length
+        length = seq_length or self.config.model.seq_length
         assert length is not None
         length //= self.context.pgs.cp.size()
         if self.transformer_config.sequence_parallel:
@@ -262,78 +416,6 @@ class StepRunner:
         replicas = self.context.layout.data_parallel_size
         self._auxiliary.value = main / (num_microbatches * replicas)
         return counts
-
-    def train(
-        self,
-        batches: Sequence[Batch] | None,
-        num_microbatches: int,
-        consumed_samples: int,
-        num_samples: int,
-    ) -> StepResult:
-        """Compute the gradients over a global batch, and update the parameters once.
-
-        ``num_samples``, the samples of this step, advances the learning-rate schedule. For the
-        other arguments see `forward_backward`.
-        """
-        assert self.scheduler is not None
-        compute = partial(self._compute, batches, num_microbatches, consumed_samples)
-        if self.guard is None:
-            reports = compute()
-            update = self._update(reports)
-        else:
-            reports, update = self.guard(compute, self._update)
-        self._follow(update, self.scheduler, num_samples)
-        totals = reduce_reports(reports, self.context)
-        losses = {name: mean_of(total) for name, total in totals.items()}
-        counts = {name: total[1] for name, total in totals.items()}
-        told = self.transformer_config
-        if told.num_moe_experts is not None:
-            auxiliary = take_auxiliary_losses(told, self.context, num_microbatches)
-            losses |= auxiliary
-            counts |= {name: torch.ones_like(loss) for name, loss in auxiliary.items()}
-        return StepResult(losses, counts, update, update)
-
-    def _compute(
-        self, batches: Sequence[Batch] | None, num_microbatches: int, consumed_samples: int
-    ) -> list[Report]:
-        """Compute the reduced gradients of a step, and return the reports of its losses."""
-        assert self.optimizer is not None
-        # The kernels of CUDA graphs always add, and so do products to gradients that are sharded.
-        adds = self.engine is None or self.engine.graphs or self.check_zeroed is not None
-        adds = adds or self.config.optimizer.shards_gradients
-        self._gradients.start(overwrite=not adds)
-        self.optimizer.zero_grad()
-        if self.check_zeroed is not None:
-            self.check_zeroed(self.chunks)
-        scales = self.observer is not None or not self.scales_in_update
-        with self._weights_kept():
-            reports = self.forward_backward(
-                batches, num_microbatches, forward_only=False, consumed_samples=consumed_samples,
-                scale_gradients=scales,
-            )  # fmt: skip
-        if self.observer is not None:
-            with whole_gradients(self.chunks):
-                self.observer()
-        if self.amax_histories is not None:
-            self.amax_histories.advance()
-        return reports
-
-    def _update(self, reports: Sequence[Report]) -> UpdateResult:
-        """Apply the gradients, unless they are not finite or one of `approvals` is False."""
-        assert self.optimizer is not None
-        self._give_memory_back(2)
-        # The previous update is over, while the passes of this step still wait for the device.
-        self.settle()
-        scale = self.engine.gradient_scale if self.engine is not None else None
-        approve = partial(self._approve, reports) if self.approvals else None
-        clip_grad = self.config.optimizer.clip_grad
-        with self.context.recorder.phase("update"):
-            update = update_parameters(self.optimizer, clip_grad, scale, approve)
-        self._give_memory_back(1)
-        return update
-
-    def _approve(self, reports: Sequence[Report], norm: Tensor) -> Tensor:
-        return torch.stack([approval(reports, norm) for approval in self.approvals]).all()
 
     def _follow(
         self, update: UpdateResult, scheduler: OptimizerParamScheduler, num_samples: int
@@ -382,3 +464,99 @@ def count_targets(batches: Sequence[Batch], context: ParallelContext) -> StepCou
     with context.recorder.phase("reduce"):
         torch.distributed.all_reduce(sums, group=context.pgs.dp_cp)
     return StepCounts(main=sums[0], weight=sums[1], mtp=sums[2:], num_microbatches=len(batches))
+
+
+def reduce_reports(reports: Sequence[Report], context: ParallelContext) -> dict[str, Tensor]:
+    """Sum each loss's ``[sum, count]`` over micro-batches, data- and context-parallel ranks."""
+    with context.recorder.phase("reduce"):
+        return reduce_step(reports, None, context)[0]
+
+
+def reduce_step(
+    reports: Sequence[Report], num_targets: Tensor | None, context: ParallelContext
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Return the sums of `reduce_reports`, and 1 over the number of targets, float32 ``[]``.
+
+    All ranks call this together, and one reduction sums losses and targets. ``num_targets``,
+    integer ``[]``, is what the losses of this rank have counted; only the last stage's value is
+    used. Without it the second result is None. The host does not wait for the device to check that
+    the number is positive, as it does in megatron-core's ``finalize_model_grads``.
+    """
+    keys = list(reports[0]) if reports else []
+    # In double precision: a count beyond 2^24 tokens is not exact in single.
+    entries = [torch.stack([report[key].view(2).double() for report in reports]) for key in keys]
+    numbers = [number for entry in entries for number in entry.sum(dim=0).unbind(0)]
+    if num_targets is not None:
+        numbers.append(num_targets.double())
+    if not numbers:
+        return {}, None
+    summed = torch.stack(numbers)
+    if reports:
+        torch.distributed.all_reduce(summed, group=context.pgs.dp_cp)
+    totals = dict(zip(keys, summed[: 2 * len(keys)].view(-1, 2).unbind(0), strict=True))
+    if num_targets is None:
+        return totals, None
+    targets = summed[-1]
+    if context.pgs.pp.size() > 1:
+        last = context.last_stage_rank
+        torch.distributed.broadcast(targets, group=context.pgs.pp, group_src=last)
+    return totals, torch.where(targets > 0, 1.0 / targets.float(), 1.0)
+
+
+def mean_of(entry: Tensor) -> Tensor:
+    """Divide the sum by the count of ``[sum, count]``; a count of 0 gives 0."""
+    return torch.where(entry[1] > 0, entry[0] / entry[1].clamp(min=1e-30), 0.0)
+
+
+def means_of(totals: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the mean of each loss from its ``[sum, count]``.
+
+    A loss without targets, for instance of a kind that no sample had, is left out. The first loss,
+    which is the run's loss, is always kept; without targets it is 0.
+    """
+    first = next(iter(totals), None)
+    # In double precision, as the sums of single steps may not be.
+    return {
+        name: float(mean_of(total.double()))
+        for name, total in totals.items()
+        if name == first or total[1] > 0
+    }
+
+
+NAMES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+"""Names under which Megatron-LM logs the losses of ``--moe-router-load-balancing-type``."""
+
+
+def take_auxiliary_losses(
+    transformer_config: StepTransformerConfig, context: ParallelContext, num_microbatches: int
+) -> dict[str, torch.Tensor]:
+    """Return the mean of each MoE router loss over layers and micro-batches; all ranks call this.
+
+    megatron-core's own reduction needs experts on every pipeline stage and a collective that Gloo
+    lacks. A load-balancing loss is the sum of its parts on the tensor- and context-parallel ranks;
+    the global one is summed over the replicas too. Each rank holds the whole z-loss.
+    """
+    logged = core.take_auxiliary_losses()
+    kinds = transformer_config.moe_router_load_balancing_type
+    given = [kinds] if isinstance(kinds, str) else kinds
+    names = [NAMES[kind] for kind in given if kind in NAMES]
+    names += ["z_loss"] if transformer_config.moe_z_loss_coeff is not None else []
+    device = torch.device("cuda", torch.cuda.current_device())
+    totals = torch.zeros(len(names), dtype=torch.float64, device=device)
+    for index, name in enumerate(names):
+        if name in logged:
+            totals[index] = logged[name].double().sum()
+    pattern = expert_pattern(transformer_config)
+    layers = sum(pattern) + (transformer_config.mtp_num_layers or 0) * pattern[-1]
+    # Replicas and whole copies are averaged by hand: Gloo has no average.
+    torch.distributed.all_reduce(totals)
+    replicas = context.layout.data_parallel_size
+    copies = {"z_loss": replicas * context.pgs.tp_cp.size(), NAMES["global_aux_loss"]: 1}
+    return {
+        name: total / (copies.get(name, replicas) * max(1, layers) * num_microbatches)
+        for name, total in zip(names, totals.unbind(0), strict=True)
+    }

@@ -95,8 +95,8 @@ class Task(TaskFlags):
         step_stats: ``(run, num_microbatches)`` to the `StepStats` of the next training step.
         boundary_shape: ``(batch, chunk)`` to the shape ``[s, b, h]`` of a micro-batch's activations
             between pipeline stages; None if the flags determine it.
-        callbacks: each ``(run)`` to a `callbacks.callback.Callback`, or to None where a run needs
-            none; called when training begins. Usually the classes themselves.
+        callbacks: each ``(run)`` to a `callbacks.callback.Callback`, called when training begins,
+            or to None if this run does not need it.
         sample_name: noun for samples in the log, such as "images"; None to log no sample rate.
         perplexity: whether the loss named "lm loss" is a cross-entropy, whose exponential
             evaluation reports too.

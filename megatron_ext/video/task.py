@@ -67,7 +67,7 @@ FLOW = Task(
     boundary_shape=mmdit_boundary_shape,
     forward_step=forward_step,
     step_stats=video_step_stats,
-    callbacks=(partial(SampleWhileTraining, build=ClipSampler),),
+    callbacks=(partial(SampleWhileTraining.of_run, build=ClipSampler),),
     cost=TaskCost(
         cases=cases,
         modes=("none", "full"),

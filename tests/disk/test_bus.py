@@ -198,7 +198,7 @@ def test_a_file_that_was_cut_within_its_last_page_is_named_though_it_reads_as_ze
     path, other = made(tmp_path / "docs.bin"), made(tmp_path / "moved.bin")
 
     def work() -> Any:
-        bus._sizes.clear()
+        bus.mapped_sizes.clear()
         mapped = np.memmap(path, np.uint8, "r")
         bus.remember_size(path, SIZE)
         bus.remember_size(other, SIZE)
@@ -225,7 +225,7 @@ class Garbage:
     def __init__(self, path: Path, error: Exception | None) -> None:
         self.path, self.error = path, error
 
-    def next_step(self, _number: int) -> list[Any]:
+    def next_step(self, _number: int, _seq_length: int | None = None) -> list[Any]:
         os.truncate(self.path, SIZE - 1)
         if self.error is not None:
             raise self.error
@@ -237,7 +237,7 @@ def test_garbage_out_of_a_cut_file_is_told_as_that(tmp_path: Path, error: Except
     path = made(tmp_path / "docs.idx")
 
     def work() -> Any:
-        bus._sizes.clear()
+        bus.mapped_sizes.clear()
         bus.remember_size(path, SIZE)
         return BatchSource(Garbage(path, error), None).next_step(1)  # type: ignore[arg-type]
 

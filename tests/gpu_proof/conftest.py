@@ -22,7 +22,7 @@ else:
     fake_graphs.install()
     compiler.install()
     fake_ranks.install()
-    compiled._compiler.strict = True
+    compiled.compiler.strict = True
 
     def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         """Print the table of each traced step."""

@@ -22,7 +22,7 @@ from megatron_ext.optim.builder import build_optimizer
 from megatron_ext.optim.schedule import build_scheduler
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.task import GPT
-from megatron_ext.train.step import StepRunner
+from megatron_ext.train.step import StepInputs, StepRunner
 from megatron_ext.train.task import Task
 from tests.gpu_proof.fake_cuda import DEVICE
 from tests.gpu_proof.fake_ranks import one_rank_of
@@ -107,7 +107,7 @@ class Step:
         )
         with trace:
             batches = loader.next_step(number)
-            self.runner.train(batches, number, 0, training.global_batch_size)  # type: ignore[arg-type]
+            self.runner.train(StepInputs(batches, number), training.global_batch_size)  # type: ignore[arg-type]
         return trace
 
 

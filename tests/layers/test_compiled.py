@@ -30,7 +30,7 @@ def failing(_graph: torch.fx.GraphModule, _example: Any) -> Any:
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilation, "_compiler", compilation._Compiler())
+    monkeypatch.setattr(compilation, "compiler", compilation.Compiler())
 
 
 def doubled() -> compilation.Compiled[Tensor]:

@@ -23,6 +23,7 @@ from megatron_ext.text.cost.network import GptNetwork
 from megatron_ext.text.task import GPT
 from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run
+from megatron_ext.train.step import StepInputs
 from tests.ranks import on_ranks, ranks
 from tests.training_runs import TINY, prepared
 
@@ -62,7 +63,8 @@ def _steps(run: Run, count: int, *, observes: bool = False) -> list[tuple[float,
         number = run.batch_size.num_microbatches
         batches = run.train_source.next_step(number)
         samples = run.batch_size.global_batch_size
-        result = run.runner.train(batches, number, run.progress.consumed_train_samples, samples)
+        inputs = StepInputs(batches, number, run.progress.consumed_train_samples)
+        result = run.runner.train(inputs, samples)
         run.parameter_gather.switch_on()
         with run.parameter_gather.paused():
             weights = _named(run, lambda parameter: parameter.detach())

@@ -17,6 +17,7 @@ from megatron_ext.layers.weight_gradients import (
     gradient_placeholder,
 )
 from megatron_ext.train.run import Run
+from megatron_ext.train.step import StepInputs
 from tests.ranks import ParallelContext, on_ranks
 from tests.runs_from_inside import build
 from tests.training_runs import TINY, config_of, mock_data
@@ -103,7 +104,7 @@ def _gradients(
             parameter.main_grad.fill_(math.nan)
     if gradients is not None:
         gradients.start(overwrite=True)
-    run.runner.forward_backward(batches, run.batch_size.num_microbatches, forward_only=False)
+    run.runner.compute_gradients(StepInputs(batches, run.batch_size.num_microbatches))
     return {
         f"{index}.{name}": parameter.main_grad.clone()
         for index, chunk in enumerate(run.chunks)

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_ext.layers.weight_gradients import StepGradients
 from megatron_ext.train.run import Run
+from megatron_ext.train.step import StepInputs
 from tests.ranks import ParallelContext, on_ranks
 from tests.runs_from_inside import build
 from tests.training_runs import TINY, mock_data
@@ -59,7 +60,7 @@ def gradients(
     names = dict(chunk.named_parameters())
     (weight,) = (p for name, p in names.items() if name.endswith("word_embeddings.weight"))
     with Sized(tuple(weight.shape)) as sized:
-        run.runner.forward_backward(batches, run.batch_size.num_microbatches, forward_only=False)
+        run.runner.compute_gradients(StepInputs(batches, run.batch_size.num_microbatches))
     return {name: p.main_grad.clone() for name, p in names.items()}, sized.found
 
 

@@ -16,7 +16,7 @@ from megatron_ext.extras.audit.reproduced import Reproduced
 from megatron_ext.losses.contract import StepCounts
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.step import gpt_forward_step
-from megatron_ext.train.step_losses import mean_of
+from megatron_ext.train.step import mean_of
 from tests.numerics.reproductions import check_ratio
 from tests.numerics.stock import (
     LENGTH,

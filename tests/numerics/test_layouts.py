@@ -16,7 +16,7 @@ from megatron_ext.text.task import GPT
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.main import pretrain
 from megatron_ext.train.run import Run
-from megatron_ext.train.step import StepResult
+from megatron_ext.train.step import StepInputs, StepResult
 from tests.training_runs import SAME_WEIGHTS, curve, mock_data, prepared
 from tools.parity import main
 
@@ -97,7 +97,7 @@ def train_masked(
                     assert bool(torch.isfinite(parameter.main_grad).all()), name  # type: ignore[attr-defined]
 
         run.runner.observer = gradients_are_numbers
-        result = run.runner.train(batches, count, 0, 16)
+        result = run.runner.train(StepInputs(batches, count), 16)
         for chunk in run.chunks:
             for name, parameter in chunk.named_parameters():
                 assert bool(torch.isfinite(parameter).all()), name
@@ -147,6 +147,6 @@ def test_a_run_goes_on_after_a_masked_step(tmp_path: Path) -> None:
     def train_again(run: Run, result: StepResult) -> None:
         learns_nothing(run, result)
         batches = run.train_source.next_step(run.batch_size.num_microbatches)
-        trains(run, run.runner.train(batches, run.batch_size.num_microbatches, 16, 16))
+        trains(run, run.runner.train(StepInputs(batches, run.batch_size.num_microbatches, 16), 16))
 
     train_masked("pp2", lambda run, i: True, train_again)

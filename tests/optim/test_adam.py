@@ -21,6 +21,7 @@ from megatron_ext.optim.builder import choose_kernels, kernel_for, take_torchs_a
 from megatron_ext.optim.update import decides_on_device, parts_of
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.run import Run
+from megatron_ext.train.step import StepInputs
 from tests.host_syncs import HostSyncs
 from tests.ranks import on_ranks
 from tests.runs_from_inside import build
@@ -119,7 +120,8 @@ def _step(run: Run, gradients: list[torch.Tensor], *, bad: bool) -> torch.Tensor
     run.runner.observer = look
     number = run.batch_size.num_microbatches
     samples = run.batch_size.global_batch_size
-    result = run.runner.train(run.train_source.next_step(number), number, 0, samples)
+    inputs = StepInputs(run.train_source.next_step(number), number)
+    result = run.runner.train(inputs, samples)
     assert result.update.applied != bad
     return torch.cat([weight.detach().flatten() for weight in trained])
 
@@ -262,8 +264,8 @@ def test_torch_updates_where_nothing_is_compiled(
     backend: str | None, has_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a C compiler, or with ``--no-compile``, no kernel of Triton is chosen."""
-    monkeypatch.setattr(compiled._compiler, "backend", backend)
-    monkeypatch.setattr(compiled._compiler, "checked", True)
+    monkeypatch.setattr(compiled.compiler, "backend", backend)
+    monkeypatch.setattr(compiled.compiler, "checked", True)
     with FakeTensorMode():
         weight = torch.empty(4, device="cuda")
     assert (kernel_for(weight) is not None) == has_kernel

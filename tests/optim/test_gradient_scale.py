@@ -1,6 +1,7 @@
 """Updates that divide the gradients by the step's targets, against gradients divided before."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from megatron_ext.optim.builder import choose_kernels
 from megatron_ext.optim.update import all_decide_on_device
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.run import Run
+from megatron_ext.train.step import StepInputs
 from tests.ranks import on_ranks
 from tests.runs_from_inside import build
 from tests.training_runs import SMALL
@@ -24,13 +26,19 @@ def _run(context: ParallelContext, words: str) -> Run:
     return run
 
 
-def _step(run: Run) -> tuple[float, list[torch.Tensor]]:
-    """Train a step; return the norm of the gradients, and the weights."""
+Trained = tuple[float, list[torch.Tensor], torch.Tensor | None]
+
+
+def _step(run: Run) -> Trained:
+    """Train a step; return the gradient norm, the weights, and what the update multiplies by."""
     number = run.batch_size.num_microbatches
     samples = run.batch_size.global_batch_size
-    result = run.runner.train(run.train_source.next_step(number), number, 0, samples)
+    inputs = StepInputs(run.train_source.next_step(number), number)
+    with mock.patch.object(run.runner, "update", wraps=run.runner.update) as update:
+        result = run.runner.train(inputs, samples)
     assert result.update.applied
-    return result.update.grad_norm, [p.detach() for c in run.chunks for p in c.parameters()]
+    weights = [p.detach() for c in run.chunks for p in c.parameters()]
+    return result.update.grad_norm, weights, update.call_args.args[0].gradient_scale
 
 
 def _compare(context: ParallelContext, words: str) -> None:
@@ -43,9 +51,10 @@ def _compare(context: ParallelContext, words: str) -> None:
     before.runner.observer = lambda: None  # Whoever looks at gradients sees them divided.
     half = "fp16" in words
     for _ in range(1 if half else 3):
-        (norm, weights), (found, others) = _step(before), _step(within)
-        assert before.runner.engine.gradient_scale is None  # type: ignore[union-attr]
-        assert within.runner.engine.gradient_scale < 0.1  # type: ignore[union-attr, operator]
+        norm, weights, nothing = _step(before)
+        found, others, scale = _step(within)
+        assert nothing is None
+        assert scale is not None and scale < 0.1
         assert math.isclose(found, norm, rel_tol=1e-6)
         for weight, other in zip(weights, others, strict=True):
             torch.testing.assert_close(other, weight, rtol=2**-10 if half else 1e-6, atol=2e-7)
@@ -72,8 +81,7 @@ def _looks(context: ParallelContext) -> None:
     hosts = build([*SMALL, *"--train-iters 4".split()], context)
     means = _run(context, "--no-calculate-per-token-loss --train-iters 4")
     for run in (hosts, means):
-        _step(run)
-        assert run.runner.engine.gradient_scale is None  # type: ignore[union-attr]
+        assert _step(run)[2] is None
     assert not hosts.runner.scales_in_update
 
 

@@ -20,6 +20,7 @@ from megatron_ext.optim.builder import choose_kernels, take_torchs_adam
 from megatron_ext.optim.update import parts_of
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.run import Run
+from megatron_ext.train.step import StepInputs
 from tests.ranks import on_ranks
 from tests.runs_from_inside import build
 from tests.training_runs import SMALL
@@ -116,7 +117,7 @@ def _step(run: Run) -> dict[str, float]:
     (batch,) = run.train_source.next_step(1)
     with _Traffic([*state, *gradients], gradients) as traffic:
         _Traffic.counting = traffic
-        run.runner.train([batch], 1, 0, 1)
+        run.runner.train(StepInputs([batch], 1), 1)
     weights = sum(gradient.numel() for gradient in gradients)
     return {kind: moved / weights for kind, moved in traffic.bytes.items()}
 
@@ -130,7 +131,8 @@ def _measure(context: ParallelContext) -> None:
         run.runner.scales_in_update = True
         number = run.batch_size.num_microbatches
         _Traffic.counting = _Traffic([], [])
-        run.runner.train(run.train_source.next_step(number), number, 0, 1)  # It makes the state.
+        inputs = StepInputs(run.train_source.next_step(number), number)
+        run.runner.train(inputs, 1)  # It makes the state.
     # What looks at gradients, as parity does, or at zeros keeps the longer way.
     before.runner.observer, before.runner.check_zeroed = (lambda: None), (lambda chunks: None)
     long, short = _step(before), _step(after)

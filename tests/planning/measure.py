@@ -146,7 +146,7 @@ def _work(folder: Path, run: Run) -> None:
             return lower_right(*args)
 
     attention.causal_lower_right = outside_of_modes
-    name = "_pass" if isinstance(runner, StreamingRunner) else "forward_backward"
+    name = "_pass" if isinstance(runner, StreamingRunner) else "compute_gradients"
     step = getattr(runner, name)
 
     def watched(*args: Any, **kwargs: Any) -> Any:

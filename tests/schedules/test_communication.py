@@ -93,8 +93,7 @@ def check_bytes(context: ParallelContext, schedule: str, num_microbatches: int) 
     engine, chunks = engine_of(schedule, context)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron_ext.schedules.runtime.Channels", Measured)
-        iterators = [iter(range(num_microbatches)) for _ in chunks]
-        engine.run(step, iterators, num_microbatches, (3, 1, 2))
+        engine.run(step, range(num_microbatches), num_microbatches, (3, 1, 2))
     message = torch.zeros(3, 1, 2).nbytes
     size = context.layout.pipeline_model_parallel_size
     assert message <= Measured.peak <= 2 * size * len(chunks) * message

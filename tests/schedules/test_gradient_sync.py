@@ -14,6 +14,7 @@ from megatron_ext.parallel.context import ParallelContext, seed_everything
 from megatron_ext.text.task import GPT
 from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run
+from megatron_ext.train.step import StepInputs
 from tests.ranks import ranks
 from tests.training_runs import TINY, mock_data, prepared
 
@@ -37,7 +38,8 @@ def _step(run: Run, mark: Callable[[str], None]) -> dict[str, Tensor]:
     batches = run.train_source.next_step(number)
     consumed = run.progress.consumed_train_samples
     mark("step")
-    run.runner.train(batches, number, consumed, run.batch_size.global_batch_size)
+    inputs = StepInputs(batches, number, consumed)
+    run.runner.train(inputs, run.batch_size.global_batch_size)
     run.parameter_gather.switch_on()
     with run.parameter_gather.paused():
         return {n: p.detach().clone() for c in run.chunks for n, p in c.named_parameters()}

@@ -1,7 +1,6 @@
 """The runtime against megatron-core's own functions and against plain torch arithmetic."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.layers.weight_gradients import DeferredWeightGradients
+from megatron_ext.losses.contract import pair
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.schedules.orders import SCHEDULES
@@ -164,11 +164,12 @@ def sum_loss(output: Tensor, non_loss_data: bool = False) -> Any:
     if non_loss_data:
         return output.detach().clone()
     total = output.sum()
-    return total, torch.tensor(output.numel(), dtype=torch.int), {"sum": total.detach().clone()}
+    count = torch.tensor(output.numel(), dtype=torch.int)
+    return total, count, {"sum": pair(total, count)}
 
 
-def step(iterator: Iterator[int] | None, model: Any) -> tuple[Tensor, Any]:
-    return model(next(iterator)), sum_loss
+def step(batch: int, model: Any, _counts: None) -> tuple[Tensor, Any]:
+    return model(batch), sum_loss
 
 
 def truth(num_stages: int, num_microbatches: int, length: int) -> tuple[list[float], list[float]]:
@@ -189,11 +190,10 @@ def check_step(
     context: ParallelContext, schedule: str, num_microbatches: int, length: int = 3
 ) -> None:
     engine, chunks = engine_of(schedule, context, length=length, variable_seq_lengths=length < 0)
-    iterators = [iter(range(num_microbatches)) for _ in chunks]
-    reports = engine.run(step, iterators, num_microbatches, (length, 1, 2))
+    reports = engine.run(step, range(num_microbatches), num_microbatches, (length, 1, 2))
     losses, gradients = truth(context.placement.num_stages, num_microbatches, length)
     if context.is_last_stage:
-        assert [float(report["sum"]) for report in reports] == pytest.approx(losses, rel=1e-5)
+        assert [float(report["sum"][0]) for report in reports] == pytest.approx(losses, rel=1e-5)
     else:
         assert reports == []
     for index, chunk in enumerate(chunks):
@@ -231,10 +231,9 @@ def test_lengths_may_vary_between_microbatches(schedule: str, chunks: int) -> No
 
 def check_forward_only(context: ParallelContext, schedule: str) -> None:
     engine, chunks = engine_of(schedule, context)
-    iterators = [iter(range(5)) for _ in chunks]
     with torch.no_grad():
         outputs = engine.run(
-            step, iterators, 5, (3, 1, 2), forward_only=True, collect_non_loss_data=True
+            step, range(5), 5, (3, 1, 2), forward_only=True, collect_non_loss_data=True
         )
     if context.is_last_stage:
         factor = math.prod(1.0 + 0.25 * s for s in range(context.placement.num_stages))
@@ -258,13 +257,12 @@ def test_d16_outputs_are_deallocated_and_messages_stay_whole(context: ParallelCo
     engine, chunks = engine_of("interleaved", context)
     kept: list[Tensor] = []
 
-    def keeping(iterator: Iterator[int] | None, model: Any) -> tuple[Tensor, Any]:
-        output, loss = step(iterator, model)
+    def keeping(batch: int, model: Any, counts: None) -> tuple[Tensor, Any]:
+        output, loss = step(batch, model, counts)
         kept.append(output)
         return output, loss
 
-    iterators = [iter(range(4)) for _ in chunks]
-    engine.run(keeping, iterators, 4, (3, 1, 2))
+    engine.run(keeping, range(4), 4, (3, 1, 2))
     sent = 4 * (len(chunks) - (1 if context.is_last_stage else 0))
     assert sum(output.numel() == 1 and output.dim() == 1 for output in kept) == sent
     check_step(context, "interleaved", 6)
@@ -279,7 +277,7 @@ def test_zb_h1_puts_weight_gradients_off(context: ParallelContext) -> None:
     collect, compute = queue.collect, queue.compute
     queue.collect = lambda key: (events.append(("I", key)), collect(key))[1]
     queue.compute = lambda key: (events.append(("W", key)), compute(key))[1]
-    engine.run(step, [iter(range(6))], 6, (3, 1, 2))
+    engine.run(step, range(6), 6, (3, 1, 2))
     assert [key for kind, key in events if kind == "W"] == [(i, context.pp_rank) for i in range(6)]
     late = events.index(("W", (0, context.pp_rank))) - events.index(("I", (0, context.pp_rank)))
     # Rank r is r micro-batches late.

@@ -230,8 +230,8 @@ def trained(words: Sequence[str], ranks: int, folder: Path) -> dict[int, list[li
     def prepare(run: Run) -> None:
         draw, steps = run.train_source.next_step, []
 
-        def keep(num_microbatches: int) -> list[Batch] | None:
-            batches = draw(num_microbatches)
+        def keep(num_microbatches: int, seq_length: int | None) -> list[Batch] | None:
+            batches = draw(num_microbatches, seq_length)
             steps.append(batches)
             torch.save(steps, folder / f"{run.context.dp_rank}.pt")
             return batches

@@ -14,6 +14,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from megatron_ext.data.batch import Batch
 from megatron_ext.layers.compiled import compiled_on_cpu
 from megatron_ext.train.run import Run
+from megatron_ext.train.step import StepInputs
 from tests.training_runs import TINY, check_refused, curve, mock_data, train, train_steps
 
 MOCK = " ".join([*TINY, *mock_data()])
@@ -165,7 +166,7 @@ def test_what_transformer_engines_layers_lack(words: str, sentence: str) -> None
 def gradient(run: Run, batches: list[Batch]) -> Tensor:
     for chunk in run.chunks:
         chunk.zero_grad_buffer()
-    run.runner.forward_backward(batches, len(batches), forward_only=False)
+    run.runner.compute_gradients(StepInputs(batches, len(batches)))
     return torch.cat([p.main_grad.flatten() for chunk in run.chunks for p in chunk.parameters()])
 
 

@@ -174,8 +174,8 @@ def test_the_schedule_starts_at_zero_and_ends_with_the_run(
 def digest_data(run: Run, folder: Path) -> None:
     inner, digests = run.train_source.next_step, list[str]()
 
-    def next_step(num_microbatches: int) -> Any:
-        batches = inner(num_microbatches)
+    def next_step(num_microbatches: int, seq_length: int | None) -> Any:
+        batches = inner(num_microbatches, seq_length)
         digest = hashlib.sha256()
         for batch in batches or ():
             digest.update(batch.tokens.numpy().tobytes())

@@ -117,8 +117,8 @@ def record_steps(run: Run, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     next_step = run.train_source.next_step
 
-    def recorded(num_microbatches: int) -> Any:
-        batches: Any = next_step(num_microbatches)
+    def recorded(num_microbatches: int, seq_length: int | None) -> Any:
+        batches: Any = next_step(num_microbatches, seq_length)
         targets = [{} if batch.targets is None else vars(batch.targets) for batch in batches]
         content = [{**batch.inputs, **own} for batch, own in zip(batches, targets, strict=True)]
         torch.save(content, folder / f"{run.progress.iteration + 1}.pt")

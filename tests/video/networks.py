@@ -1,7 +1,7 @@
 """One harness for the networks of video models: problems, steps on any layout, and the truth."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from megatron_ext.losses.contract import pair
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.schedules.runtime import PipelineEngine
+from megatron_ext.train.step import reduce_step
 from megatron_ext.video.model.chunk import VideoChunk
 
 Tensors = dict[str, Tensor]
@@ -130,7 +131,10 @@ def run_engine(
     engine = PipelineEngine(schedule, ddp, config, context)
     shape = chunks[0].boundary_shape(*problem.boundary_arguments(given[0]))
     step = partial(_forward_step, problem)
-    reports = engine.run(step, [iter(given) for _ in ddp], len(given), shape)
+    reports = engine.run(step, given, len(given), shape)
+    _, scale = reduce_step(reports, engine.num_targets, context)
+    for chunk in ddp if config.calculate_per_token_loss else ():
+        chunk.scale_gradients(scale)
     zero = torch.zeros(2, dtype=torch.float64)
     total = sum((report["loss"] for report in reports), zero)
     torch.distributed.all_reduce(total, group=context.pgs.dp_cp)
@@ -146,9 +150,8 @@ def wrapped(
     return [wrap(module=chunk) for chunk in chunks]
 
 
-def _forward_step(problem: Any, batches: Iterator[dict[str, Any]] | None, model: Any) -> Any:
-    assert batches is not None
-    return problem.forward(model, dict(next(batches)))
+def _forward_step(problem: Any, batch: dict[str, Any], model: Any, _counts: None) -> Any:
+    return problem.forward(model, dict(batch))
 
 
 def train_step(problem: Any, context: ParallelContext) -> Step:

@@ -76,8 +76,8 @@ def compare_draws(run: Run) -> None:
     """Check that tensor-parallel ranks are given the same times of clips, and replicas are not."""
     next_step = run.train_source.next_step
 
-    def compared(num_microbatches: int) -> Any:
-        batches: Any = next_step(num_microbatches)
+    def compared(num_microbatches: int, seq_length: int | None) -> Any:
+        batches: Any = next_step(num_microbatches, seq_length)
         times = torch.cat([batch.inputs["timesteps"] for batch in batches])
         everyone = [torch.empty_like(times) for _ in range(run.context.layout.world_size)]
         torch.distributed.all_gather(everyone, times)

@@ -34,10 +34,10 @@ def _record_and_die(run: Run, folder: Path) -> None:
     tiny.record_steps(run, folder)
     next_step = run.train_source.next_step
 
-    def dying(num_microbatches: int) -> Any:
+    def dying(num_microbatches: int, seq_length: int | None) -> Any:
         if run.progress.iteration + 1 == KILLED:
             os.kill(os.getpid(), signal.SIGKILL)
-        return next_step(num_microbatches)
+        return next_step(num_microbatches, seq_length)
 
     run.train_source.next_step = dying  # type: ignore[method-assign]
 

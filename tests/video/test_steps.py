@@ -156,8 +156,8 @@ def _check_types(run: Run) -> None:
     next_step, train = run.train_source.next_step, run.runner.train
     batches: list[Any] = []
 
-    def kept(num_microbatches: int) -> Any:
-        batches[:] = next_step(num_microbatches)
+    def kept(num_microbatches: int, seq_length: int | None) -> Any:
+        batches[:] = next_step(num_microbatches, seq_length)
         return batches
 
     def checked(*arguments: Any) -> Any:

@@ -32,6 +32,12 @@ class DataLedger(Callback):
     record that cannot be written ends without ending the run.
     """
 
+    @classmethod
+    def of_run(cls, run: Run) -> DataLedger | None:
+        """Return the callback of a run; None on ranks that write no record."""
+        writes = run.context.rank == 0 and run.config.checkpoint.save is not None
+        return cls(run) if writes and run.progress.data_order else None
+
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._writer: RecordWriter | None = None
@@ -40,9 +46,8 @@ class DataLedger(Callback):
 
     def on_train_start(self) -> None:
         run = self.run
-        save = self.run.config.checkpoint.save
-        if run.context.rank != 0 or save is None or not run.progress.data_order:
-            return
+        save = run.config.checkpoint.save
+        assert save is not None
         with self._writing():
             self._writer = RecordWriter(save)
             self._start(self._writer)

@@ -9,6 +9,7 @@ from megatron_ext.disk.events import append_event
 from megatron_ext.disk.host_folder import GENERATION_VARIABLE, generation, host_folder
 from megatron_ext.parallel.board import BOARD, Board
 from megatron_ext.train.callbacks.callback import Callback
+from megatron_ext.train.run import Run
 
 FAULT_TIME_VARIABLE = "MEGATRON_EXT_FAULT_TIME"
 """Environment variable with the time at which the fault before this restart was seen."""
@@ -40,14 +41,17 @@ class RestartReport(Callback):
 
     _is_told = False
 
+    @staticmethod
+    def is_due(run: Run) -> bool:
+        """Return whether this rank reports that its process is a restart after a fault."""
+        return run.context.rank == 0 and generation() > 0 and FAULT_TIME_VARIABLE in os.environ
+
     def before_step(self) -> None:
         if self._is_told:
             return
         self._is_told = True
         run = self.run
-        fault_time = os.environ.get(FAULT_TIME_VARIABLE)
-        if run.context.rank != 0 or generation() == 0 or fault_time is None:
-            return
+        fault_time = os.environ[FAULT_TIME_VARIABLE]
         restored = run.progress.iteration
         append_event(
             run.config.checkpoint.save,

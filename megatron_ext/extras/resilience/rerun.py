@@ -10,21 +10,20 @@ several kernels without a fixed order of additions hide; ``--deterministic-mode`
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_ext.config.fault_tolerance import DISABLED, VALIDATE
+from megatron_ext.config.fault_tolerance import VALIDATE
 from megatron_ext.extras.resilience.replay import Outcome, StepStart, digest_of_reports, digests
-from megatron_ext.losses.contract import Report
 from megatron_ext.optim.update import UpdateResult
 from megatron_ext.train.callbacks.callback import Callback, due
 from megatron_ext.train.callbacks.invariants import named_parameters
 from megatron_ext.train.callbacks.non_finite import announce, describe, not_finite_here, places
 from megatron_ext.train.run import Run
-from megatron_ext.train.step import Compute, Update
+from megatron_ext.train.step import StepInputs, StepLosses
 
 _SAME_NORM = 1e-6
 """Relative difference of gradient norms below which replicas agree."""
@@ -44,8 +43,6 @@ class Rerun(Callback):
         self._interval = flags.rerun_interval
         self._own = torch.zeros(0, dtype=torch.int64)
         self._least_norm = torch.zeros(())
-        if flags.rerun_mode == DISABLED:
-            return
         self._named = named_parameters(runner.trained_chunks)
         self._names = [name for name, _ in self._named]
         runner.guard = self._step
@@ -70,10 +67,10 @@ class Rerun(Callback):
 
         transformer_config.finalize_model_grads_func = noted
 
-    def _outcome(self, reports: Sequence[Report]) -> Outcome:
-        return Outcome(self._own, digests(self._gradients), digest_of_reports(reports))
+    def _outcome(self, step: StepLosses) -> Outcome:
+        return Outcome(self._own, digests(self._gradients), digest_of_reports(step.reports))
 
-    def _replicas_agree(self, _reports: Sequence[Report], norm: Tensor) -> Tensor:
+    def _replicas_agree(self, _totals: Mapping[str, Tensor], norm: Tensor) -> Tensor:
         """Return whether the norm is finite and the same on all ranks, bool ``[]``."""
         known = torch.where(norm.isfinite(), norm, math.inf)
         extremes = torch.stack([known, -known])
@@ -83,35 +80,39 @@ class Rerun(Callback):
         self._least_norm = least
         return largest.isfinite() & (largest - least <= _SAME_NORM * largest)
 
-    def _step(self, compute: Compute, update: Update) -> tuple[list[Report], UpdateResult]:
+    def _compute(self, inputs: StepInputs) -> StepLosses:
+        self.run.runner.zero_gradients()
+        return self.run.runner.compute_gradients(inputs)
+
+    def _step(self, inputs: StepInputs) -> tuple[StepLosses, UpdateResult]:
         """Take one step; see `StepRunner.guard`. On a GPU it waits for the update's outcome."""
         run = self.run
+        runner = run.runner
         iteration = self.run.progress.iteration + 1
         compares = due(iteration, self._interval)
         if not self._validates and not compares:
-            reports = compute()
-            return reports, update(reports)
+            step = self._compute(inputs)
+            return step, runner.update(step)
         assert run.optimizer is not None
-        runner = run.runner
         start = StepStart(run.chunks, run.optimizer, runner.amax_histories, run.context)
-        reports = compute()
+        step = self._compute(inputs)
         if compares:
-            reports = self._compare(compute, reports, start, iteration)
+            step = self._compare(inputs, step, start, iteration)
         # The loss scaler of fp16 changes the gradients in the update.
-        scaled = self._outcome(reports) if self._validates and run.config.precision.fp16 else None
-        result = update(reports)
+        scaled = self._outcome(step) if self._validates and run.config.precision.fp16 else None
+        result = runner.update(step)
         if not self._validates or result.applied or self._overflowed():
-            return reports, result
-        here = not_finite_here(run, [report[name] for report in reports for name in report])
+            return step, result
+        here = not_finite_here(run, [x[name] for x in step.reports for name in x])
         found = [each for each in self._gathered(here) if each.found]
         facts = describe(found, result.grad_norm, run.context)
-        first = scaled or self._outcome(reports)
+        first = scaled or self._outcome(step)
         start.restore()
-        reports = compute()
-        second = self._outcome(reports)
-        again = update(reports)
+        step = self._compute(inputs)
+        second = self._outcome(step)
+        again = runner.update(step)
         self._judge(self._differing(first, second), result, again, facts, iteration)
-        return reports, again
+        return step, again
 
     def _overflowed(self) -> bool:
         """Return whether fp16's loss scale was too large on all ranks, as it is now and then."""
@@ -156,24 +157,24 @@ class Rerun(Callback):
         announce(run, kind, sentence, iteration=iteration, verdict=verdict, **facts)
 
     def _compare(
-        self, compute: Compute, reports: list[Report], start: StepStart, iteration: int
-    ) -> list[Report]:
-        """Compute a step again, and announce bits that differ; return the reports to go on with.
+        self, inputs: StepInputs, step: StepLosses, start: StepStart, iteration: int
+    ) -> StepLosses:
+        """Compute a step again, and announce bits that differ; return the losses to go on with.
 
         With validate_results a third computation decides which of the two was wrong; it is what
         the run goes on with.
         """
-        first = self._outcome(reports)
+        first = self._outcome(step)
         start.restore()
-        reports = compute()
-        second = self._outcome(reports)
+        step = self._compute(inputs)
+        second = self._outcome(step)
         differing = self._differing(first, second)
         total = len(self._names)
         begin = f"iteration {iteration} was computed twice"
         if not differing:
             if not self._validates:
                 self.run.reporters.say(f"{begin}: all gradients are the same")
-            return reports
+            return step
         suspects = sorted(differing)
         parameter = differing[suspects[0]][0]
         worst = max(len(names) for names in differing.values())
@@ -182,12 +183,12 @@ class Rerun(Callback):
         verdict = "different"
         if self._validates:
             start.restore()
-            reports = compute()
-            verdict, told = self._decided(first, second, self._outcome(reports))
+            step = self._compute(inputs)
+            verdict, told = self._decided(first, second, self._outcome(step))
             sentence = f"{sentence}; {told}"
         facts = {"ranks": suspects, "parameter": parameter, "verdict": verdict}
         announce(self.run, "mismatch", sentence, iteration=iteration, **facts)
-        return reports
+        return step
 
     def _decided(self, first: Outcome, second: Outcome, third: Outcome) -> tuple[str, str]:
         """Return which of two different computations was wrong, in a word and in words."""

@@ -7,14 +7,13 @@ flipped bit of the memory is found before a wrong gradient is applied.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from megatron_ext.errors import MachineFault
 from megatron_ext.extras.resilience.replay import digests
-from megatron_ext.losses.contract import Report
 from megatron_ext.optim.shards import shards_of
 from megatron_ext.optim.update import parts_of
 from megatron_ext.train.callbacks.callback import Callback, due
@@ -33,8 +32,7 @@ class RestingState(Callback):
         super().__init__(run)
         self._interval = run.config.fault_tolerance.check_state_interval
         self._before: Tensor | None = None
-        if self._interval is not None:
-            run.runner.approvals.append(self._is_unchanged)
+        run.runner.approvals.append(self._is_unchanged)
 
     def before_step(self) -> None:
         if self._before is None:
@@ -50,7 +48,7 @@ class RestingState(Callback):
             with self.run.parameter_gather.paused():
                 self._before = digests([tensor for _, tensor in resting_tensors(self.run)])
 
-    def _is_unchanged(self, _reports: Sequence[Report], norm: Tensor) -> Tensor:
+    def _is_unchanged(self, _totals: Mapping[str, Tensor], norm: Tensor) -> Tensor:
         """Return True, bool ``[]``; raise a MachineFault on all ranks if a bit has changed."""
         unchanged = torch.ones((), dtype=torch.bool, device=norm.device)
         if self._before is None:

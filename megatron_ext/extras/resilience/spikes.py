@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +18,10 @@ from torch import Tensor
 
 from megatron_ext.device import HostCopy
 from megatron_ext.extras.resilience.rewind import Rewind
-from megatron_ext.losses.contract import Report
 from megatron_ext.train.callbacks.callback import Callback
 from megatron_ext.train.callbacks.non_finite import announce
 from megatron_ext.train.run import Run
-from megatron_ext.train.step import StepResult
-from megatron_ext.train.step_losses import mean_of, reduce_reports
+from megatron_ext.train.step import StepResult, mean_of
 
 FLOORS = {"loss": 0.02, "grad_norm": 0.1}
 """Least standard deviations, relative to the median, of the two values of a step."""
@@ -98,10 +96,10 @@ class Spikes(Callback):
         self._first_sample = self.run.progress.consumed_train_samples
         self._read = None
 
-    def _approve(self, reports: Sequence[Report], norm: Tensor) -> Tensor:
+    def _approve(self, totals: Mapping[str, Tensor], norm: Tensor) -> Tensor:
         """Return whether the step is no spike, bool ``[]``."""
-        totals = list(reduce_reports(reports, self.run.context).values())
-        self._read = self._shared(mean_of(totals[0]) if totals else None, norm).read()
+        first = next(iter(totals.values()), None)
+        self._read = self._shared(None if first is None else mean_of(first), norm).read()
         spike = self._found(self._read)
         return torch.full((), spike is None, dtype=torch.bool, device=norm.device)
 
@@ -128,8 +126,6 @@ class Spikes(Callback):
         return spike if spike.leaped else None
 
     def after_update(self, result: StepResult) -> None:
-        if self._action is None:
-            return
         progress = self.run.progress
         here = progress.iteration, self._first_sample, progress.consumed_train_samples
         if self._read is not None:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from megatron_ext.config.fault_tolerance import DISABLED
 from megatron_ext.config.run import RunConfig
-from megatron_ext.disk.host_folder import generation, host_folder
+from megatron_ext.disk.host_folder import host_folder
 from megatron_ext.extras.resilience.elastic import elastic_sizes
 from megatron_ext.extras.resilience.fault_supervisor import TellingSupervisor
 from megatron_ext.extras.resilience.generation import RestartReport, follow_earlier_process
@@ -88,7 +88,7 @@ class Resilience(Supervision):
     def callbacks(self, run: Run, settle: Callable[[], None]) -> list[Callback]:
         flags = run.config.fault_tolerance
         built: list[Callback] = []
-        if generation() > 0:
+        if RestartReport.is_due(run):
             built.append(RestartReport(run))
         if flags.rerun_mode != DISABLED:
             built.append(Rerun(run))

@@ -182,14 +182,21 @@ def load_initial_weights(
 class HuggingFaceFolders(Callback):
     """Writes the model to ``--save-hf`` at intervals and at the end, with adapters merged."""
 
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
+    @classmethod
+    def of_run(cls, run: Run) -> HuggingFaceFolders | None:
+        """Return the callback of a run; None without ``--save-hf``."""
         has = run.config.has(HuggingFaceConfig)
-        self._flags = run.config.section(HuggingFaceConfig) if has else HuggingFaceConfig()
+        folder = run.config.section(HuggingFaceConfig).save_hf if has else None
+        return None if folder is None else cls(run, folder)
+
+    def __init__(self, run: Run, folder: str) -> None:
+        super().__init__(run)
+        self._folder = Path(folder)
+        self._interval = run.config.section(HuggingFaceConfig).save_hf_interval
         self._written: int | None = None
 
     def after_step(self) -> None:
-        if due(self.run.progress.iteration, self._flags.save_hf_interval):
+        if due(self.run.progress.iteration, self._interval):
             self._write()
 
     def on_train_end(self) -> None:
@@ -197,11 +204,9 @@ class HuggingFaceFolders(Callback):
             self._write()
 
     def _write(self) -> None:
-        if self._flags.save_hf is None:
-            return
         run = self.run
         iteration = self.run.progress.iteration
-        target = Path(self._flags.save_hf) / f"iter_{iteration:07d}"
+        target = self._folder / f"iter_{iteration:07d}"
         with run.parameter_gather.paused():
             write_run(target, run.config, run.chunks, run.context)
         self._written = iteration

@@ -15,7 +15,7 @@ adapter (`layers.lora`) does.
 from dataclasses import dataclass
 
 from megatron_ext.config.run import RunConfig
-from megatron_ext.losses.vocabulary import default_rows, fused_rows
+from megatron_ext.losses.logit_blocks import default_rows, fused_rows
 from megatron_ext.planning.stages import (
     FP32,
     INT64,

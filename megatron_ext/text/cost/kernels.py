@@ -7,7 +7,7 @@ those of a traced layer.
 
 from dataclasses import dataclass
 
-from megatron_ext.losses.vocabulary import default_rows, fused_rows
+from megatron_ext.losses.logit_blocks import default_rows, fused_rows
 from megatron_ext.planning.kernels import Phase, Work, cast_of
 from megatron_ext.planning.network import microbatches
 from megatron_ext.planning.stages import FP32, Stage

@@ -1,5 +1,7 @@
 """Datasets of a run at addresses of object storage: their cache, and notes on their requests."""
 
+from __future__ import annotations
+
 import functools
 import time
 from pathlib import Path
@@ -43,20 +45,24 @@ def open_tokens(data: DataConfig, prefix: str, first: int, end: int | None) -> T
 class StorageNotes(Callback):
     """Tells how the requests to object storage went, of all ranks on the reporting rank's machine.
 
-    A run without addresses has no notes.
+    Args:
+        store: the store that the run reads from.
     """
 
-    def __init__(self, run: Run) -> None:
+    @classmethod
+    def of_run(cls, run: Run) -> StorageNotes | None:
+        """Return the callback of a run; None without addresses, and where nothing is printed."""
+        store = store_of(run.config.section(DataConfig))
+        return cls(run, store) if run.reporters.sinks and store.is_used else None
+
+    def __init__(self, run: Run, store: ObjectStore) -> None:
         super().__init__(run)
-        data = run.config.section(DataConfig)
-        store = store_of(data)
-        reports = bool(run.reporters.sinks) and store.is_used
-        self._store = store if reports else None
-        self._before = dict(self._store.counts()) if self._store is not None else {}
+        self._store = store
+        self._before = dict(store.counts())
         self._told = time.monotonic()
 
     def after_step(self) -> None:
-        if self._store is not None and time.monotonic() - self._told > INTERVAL:
+        if time.monotonic() - self._told > INTERVAL:
             self._tell()
 
     def on_train_end(self) -> None:
@@ -64,9 +70,8 @@ class StorageNotes(Callback):
 
     def _tell(self) -> None:
         self._told = time.monotonic()
-        if self._store is not None:
-            counts = {k: v - self._before[k] for k, v in self._store.counts().items()}
-            self.run.reporters.say(note_of(counts))
+        counts = {k: v - self._before[k] for k, v in self._store.counts().items()}
+        self.run.reporters.say(note_of(counts))
 
 
 def note_of(counts: dict[str, int]) -> str:
@@ -81,3 +86,8 @@ def note_of(counts: dict[str, int]) -> str:
         f"failed, {counts['given_up']:,} too slow, {counts['short']:,} cut short); readers waited "
         f"{counts['waited_us'] / 1e6:,.1f} s{full}"
     )
+
+
+def storage_notes(run: Run) -> StorageNotes | None:
+    """Return the notes of a run; None without addresses, and where nothing is printed."""
+    return StorageNotes.of_run(run)

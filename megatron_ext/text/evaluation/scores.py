@@ -109,14 +109,18 @@ def table(results: dict[str, Any]) -> list[str]:
 class TaskScores(Callback):
     """Scores the model on ``--eval-tasks`` every ``--eval-tasks-interval`` steps and at the end."""
 
+    @classmethod
+    def of_run(cls, run: Run) -> TaskScores | None:
+        """Return the callback of a run; None without ``--eval-tasks``."""
+        has = run.config.has(TaskEvaluationConfig)
+        return cls(run) if has and run.config.section(TaskEvaluationConfig).eval_tasks else None
+
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        has = run.config.has(TaskEvaluationConfig)
-        self._flags = run.config.section(TaskEvaluationConfig) if has else TaskEvaluationConfig()
-        if self._flags.eval_tasks:
-            from megatron_ext.text.generation.forward import PackedForward
+        from megatron_ext.text.generation.forward import PackedForward
 
-            PackedForward.of_run(run)  # refuses a model that it cannot run, before the first step
+        self._flags = run.config.section(TaskEvaluationConfig)
+        PackedForward.of_run(run)  # refuses a model that it cannot run, before the first step
         self._tokenizer: Tokenizer | None = None
         self._scored_at: int | None = None
 
@@ -126,7 +130,7 @@ class TaskScores(Callback):
 
     def on_train_end(self) -> None:
         ends = self.run.progress.iteration == self.run.num_iterations
-        if self._flags.eval_tasks and ends and self._scored_at != self.run.progress.iteration:
+        if ends and self._scored_at != self.run.progress.iteration:
             self._score()
 
     def _score(self) -> None:

@@ -88,7 +88,8 @@ class TextModel(LanguageModule):  # type: ignore[misc]
             sequence_len_offset=offset,
             padding_mask=padding_mask,
         )
-        if self.post_process or self.mtp_process:
+        at_end = self.post_process or self.mtp_process
+        if at_end and hidden.dtype != self.config.params_dtype:
             # A residual stream in float32 ends at the final norm, which an earlier stage may hold.
             hidden = hidden.to(self.config.params_dtype)
         has_depths = self._has_depths(mtp_targets)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,8 +38,9 @@ class Decision:
 class Callback:
     """An action between steps; a subclass overrides the methods that it needs.
 
-    All ranks call each method together. `loop.train` sets the order of the callbacks, and
-    `Task.callbacks` names those of a task.
+    All ranks call each method together, and only those that a subclass overrides are called.
+    `loop.callbacks_of` lists the callbacks of a run in their order, and `Task.callbacks` names
+    those of a task.
     """
 
     def __init__(self, run: Run) -> None:
@@ -78,13 +79,20 @@ def due(iteration: int, interval: int | None) -> bool:
     return interval is not None and interval > 0 and iteration % interval == 0
 
 
+def overridden(callbacks: Sequence[Callback], name: str) -> list[Callable[..., None]]:
+    """Return the method ``name`` of each callback that has one of its own."""
+    default = getattr(Callback, name)
+    return [getattr(each, name) for each in callbacks if getattr(type(each), name) is not default]
+
+
 class WeightAverage(Callback):
     """Updates averaged weights each step before ``--ema-start``, every few steps from then on."""
 
     def after_update(self, result: StepResult) -> None:
         run = self.run
         update = result.model_update
-        if run.ema is None or update is None:
+        assert run.ema is not None
+        if update is None:
             return
         progress = run.progress
         step = progress.iteration
@@ -100,25 +108,20 @@ class WeightAverage(Callback):
 
 
 class GarbageCollection(Callback):
-    """Collects garbage every ``--manual-gc-interval`` steps and around evaluations only.
-
-    Without ``--manual-gc`` it leaves Python's own collection alone.
-    """
+    """Collects garbage, with ``--manual-gc``, at its interval and around evaluations only."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         training = run.config.training
-        self._manual = training.manual_gc
         self._interval = training.manual_gc_interval
-        self._around_evaluations = training.manual_gc and training.manual_gc_eval
+        self._around_evaluations = training.manual_gc_eval
 
     def on_train_start(self) -> None:
-        if self._manual:
-            gc.disable()
-            gc.collect()
+        gc.disable()
+        gc.collect()
 
     def after_step(self) -> None:
-        if self._manual and due(self.run.progress.iteration, self._interval):
+        if due(self.run.progress.iteration, self._interval):
             gc.collect()
 
     def before_evaluation(self) -> None:
@@ -142,13 +145,12 @@ class StepProfiler(Callback):
         config = run.config
         rank = run.context.rank
         self._training = config.training
-        self._records = config.training.profile and rank in config.training.profile_ranks
         folder = config.logging.tensorboard_dir or config.checkpoint.save or "."
         self._path = Path(folder) / f"profile_rank{rank}.json"
         self._profiler: torch.profiler.profile | None = None
 
     def before_step(self) -> None:
-        if self._records and self.run.progress.iteration == self._training.profile_step_start:
+        if self.run.progress.iteration == self._training.profile_step_start:
             self._profiler = torch.profiler.profile(record_shapes=True)
             self._profiler.start()
 
@@ -171,6 +173,12 @@ EXIT_INTERVAL = "exit interval"
 class StopConditions(Callback):
     """Saves at ``--save-interval``; ends the run at a signal, time limit or ``--exit-interval``."""
 
+    @staticmethod
+    def apply(run: Run) -> bool:
+        """Return whether the flags of a run name any of these conditions."""
+        interval = run.config.checkpoint.save_interval or run.config.training.exit_interval
+        return bool(interval) or run.stop_requests.watches
+
     def decide(self, decision: Decision) -> None:
         run = self.run
         config = self.run.config
@@ -186,3 +194,13 @@ class StopConditions(Callback):
         elif due(run.progress.iteration, config.training.exit_interval):
             decision.stop = decision.stop or EXIT_INTERVAL
         decision.save |= due(run.progress.iteration, config.checkpoint.save_interval)
+
+
+class SaveWatch(Callback):
+    """Tells how saves in the background end, and repeats one that has failed."""
+
+    def after_step(self) -> None:
+        self.run.saves.look()
+
+    def decide(self, decision: Decision) -> None:
+        decision.save |= self.run.saves.must_repeat()

@@ -20,8 +20,7 @@ from megatron_ext.errors import DataError
 from megatron_ext.train.callbacks.callback import EXIT_INTERVAL, Callback, Decision, Losses, due
 from megatron_ext.train.reporting.records import AVERAGED, EvaluationRecord
 from megatron_ext.train.run import Run
-from megatron_ext.train.step import StepRunner
-from megatron_ext.train.step_losses import means_of, reduce_reports
+from megatron_ext.train.step import StepRunner, means_of, reduce_reports
 
 
 def check_validation(config: RunConfig, *, given: bool) -> None:
@@ -146,7 +145,7 @@ class Evaluation(Callback):
     def after_step(self) -> None:
         run = self.run
         training = self.run.config.training
-        if not (training.evaluates and due(run.progress.iteration, training.eval_interval)):
+        if not due(run.progress.iteration, training.eval_interval):
             return
         for callback in self._callbacks:
             callback.before_evaluation()
@@ -235,7 +234,6 @@ def evaluate(
     Returns:
         The losses by name ({} before the last pipeline stage), and collected data ([] if none).
     """
-    runner.seq_length = runner.config.model.seq_length
     for chunk in runner.chunks:
         chunk.eval()
     totals: dict[str, Tensor] = {}
@@ -247,15 +245,13 @@ def evaluate(
             for _ in bar:
                 count = source.num_microbatches(num_microbatches)
                 batches = source.next_step(count)
-                reports = runner.forward_backward(batches, count, forward_only=True)
+                reports = runner.evaluate(batches, count)
                 for key, entry in reduce_reports(reports, runner.context).items():
                     totals[key] = totals[key] + entry if key in totals else entry
             if collects and runner.task.non_loss_data is not None:
                 collected = runner.task.non_loss_data(runner.chunks)
             elif collects and num_steps > 0:
-                collected = runner.forward_backward(
-                    batches, count, forward_only=True, collect_non_loss_data=True
-                )
+                collected = runner.evaluate(batches, count, collect_non_loss_data=True)
     finally:
         for chunk in runner.chunks:
             chunk.train()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_ext import core
 from megatron_ext.config.fault_tolerance import VALIDATE
+from megatron_ext.config.run import RunConfig
 from megatron_ext.disk.events import append_event
 from megatron_ext.optim.shards import shards_of
 from megatron_ext.optim.update import UpdateResult, parts_of
@@ -110,23 +111,27 @@ def describe(found: Sequence[NotFinite], norm: float, context: ParallelContext) 
 
 
 class NonFinite(Callback):
-    """Tells where a skipped step was not finite, unless ``--rerun-mode`` tells it.
+    """Tells where a skipped step was not finite.
 
     Where the host decides on the update, as on a CPU, that is told in the step itself. Where the
     device decides, the host learns of it during the next step and reads the norm of each gradient,
-    which the device has kept. Under fp16, whose loss scale overflows now and then, nothing is told.
+    which the device has kept.
     """
+
+    @staticmethod
+    def tells(config: RunConfig) -> bool:
+        """Return whether a run tells it: ``--rerun-mode`` validate_results tells it by itself.
+
+        Under fp16, whose loss scale overflows now and then, nothing is told.
+        """
+        return config.fault_tolerance.rerun_mode != VALIDATE and not config.precision.fp16
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._names: list[list[str]] | None = None
         self._pending: tuple[int, StepResult] | None = None
-        self._active = run.config.fault_tolerance.rerun_mode != VALIDATE
-        self._active &= not run.config.precision.fp16
 
     def after_update(self, result: StepResult) -> None:
-        if not self._active:
-            return
         self._tell_late()
         iteration = self.run.progress.iteration
         if not self.run.runner.settled:

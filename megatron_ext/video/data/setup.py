@@ -456,7 +456,9 @@ class VideoSource(BatchSource):
         except (DataError, MachineFault) as error:
             raise without_traceback(error) from None
 
-    def next_step(self, num_microbatches: int) -> list[FlowMicrobatch]:
+    def next_step(
+        self, num_microbatches: int, seq_length: int | None = None
+    ) -> list[FlowMicrobatch]:
         """Return the micro-batches of the next step."""
         context = self._context
         planned = self.video_plan.microbatches(self._coming, context.dp_rank, self._consumed)

@@ -145,18 +145,25 @@ class ClipSampler:
 class SampleWhileTraining(Callback):
     """A callback that samples clips every ``--sample-interval`` steps.
 
-    ``build(run)`` returns a function that samples into a folder. Without an interval ``build`` is
-    not called, and nothing is sampled.
+    ``build(run)`` returns a function that samples into a folder.
     """
+
+    @classmethod
+    def of_run(
+        cls, run: Run, build: Callable[[Run], Callable[[Path], None]]
+    ) -> SampleWhileTraining | None:
+        """Return the callback of a run; None without an interval."""
+        interval = run.config.section(SampleConfig).sample_interval
+        return None if interval is None else cls(run, build)
 
     def __init__(self, run: Run, build: Callable[[Run], Callable[[Path], None]]) -> None:
         super().__init__(run)
         sample = run.config.section(SampleConfig)
         self._interval = sample.sample_interval
-        self._sample = None if self._interval is None else build(run)
+        self._sample = build(run)
         self._root = Path(sample.sample_dir or Path(run.config.checkpoint.save or ".") / "samples")
 
     def after_step(self) -> None:
         iteration = self.run.progress.iteration
-        if self._sample is not None and due(iteration, self._interval):
+        if due(iteration, self._interval):
             self._sample(self._root / f"iter_{iteration:07}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,7 @@ from megatron_ext.losses.contract import Report
 from megatron_ext.optim.schedule import Schedule
 from megatron_ext.optim.update import UpdateResult
 from megatron_ext.planning.network import FORWARD_AND_BACKWARD
-from megatron_ext.train.step import StepResult, StepRunner
-from megatron_ext.train.step_losses import mean_of, reduce_reports
+from megatron_ext.train.step import StepInputs, StepResult, StepRunner, mean_of, reduce_reports
 from megatron_ext.video.cost.flops import flops_of_pass
 from megatron_ext.video.model.wan.model import VideoDiT
 from megatron_ext.video.streaming.config import StreamingConfig
@@ -151,17 +150,12 @@ class StreamingRunner(StepRunner):
             first_frame=prompts.first_frame if streaming.encode_first_frame else None,
         )
 
-    def train(
-        self,
-        batches: Sequence[Any] | None,
-        num_microbatches: int,
-        consumed_samples: int,
-        num_samples: int,
-    ) -> StepResult:
-        """Train one step, on ``num_microbatches`` clips for each network that the step trains.
+    def train(self, inputs: StepInputs, num_samples: int) -> StepResult:
+        """Train one step, on a clip per micro-batch for each network that the step trains.
 
-        ``batches`` is None, since the sequence holds the prompts and counts its own samples.
+        ``inputs`` has no batches, since the sequence holds the prompts and counts its own samples.
         """
+        num_microbatches = inputs.num_microbatches
         kinds = passes(self.streaming, self.extra_state.steps, num_microbatches)
         trained = {kind: network for kind, network in self._networks.items() if kind in kinds}
         for network in trained.values():

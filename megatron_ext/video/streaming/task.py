@@ -70,8 +70,8 @@ def streaming_step_stats(run: Run, num_microbatches: int) -> StepStats:
     assert isinstance(runner, StreamingRunner)
     clips = len(passes(runner.streaming, runner.extra_state.steps, num_microbatches))
     return StepStats(
-        samples=run.rows_of(num_microbatches),
-        tokens=run.rows_of(1) * clips * clip_tokens(runner.streaming),
+        samples=num_microbatches * run.batch_size.samples_per_microbatch,
+        tokens=run.batch_size.samples_per_microbatch * clips * clip_tokens(runner.streaming),
         flops=0.0,
     )
 
@@ -87,7 +87,7 @@ STREAMING = Task(
     model_chunk=build_network,
     source=no_batches,
     step_stats=streaming_step_stats,
-    callbacks=(partial(SampleWhileTraining, build=sampler_of),),
+    callbacks=(partial(SampleWhileTraining.of_run, build=sampler_of),),
     sample_name="chunks",
     preflight=prepare_streaming,
     inputs=streaming_inputs,

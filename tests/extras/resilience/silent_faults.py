@@ -15,6 +15,7 @@ from megatron_ext.optim.update import parts_of
 from megatron_ext.text.task import GPT
 from megatron_ext.train.callbacks.callback import Callback
 from megatron_ext.train.run import Run
+from megatron_ext.train.step import StepInputs, StepLosses
 from tests.training_runs import SAME_WEIGHTS, Rows, mock_data, split, train_steps
 
 FLAGS = [
@@ -94,15 +95,14 @@ class Spoiler:
         named = [entry for chunk in run.chunks for entry in chunk.named_parameters()]
         parameter = next(p for key, p in named if self.name in key)
         parameter.register_hook(partial(self._spoiled, run))
-        passes = run.runner.forward_backward
+        compute = run.runner.compute_gradients
 
-        def counted(*arguments: Any, **options: Any) -> Any:
-            if not options["forward_only"]:
-                iteration = run.progress.iteration + 1
-                self._attempt[iteration] = self._attempt.get(iteration, -1) + 1
-            return passes(*arguments, **options)
+        def counted(inputs: StepInputs) -> StepLosses:
+            iteration = run.progress.iteration + 1
+            self._attempt[iteration] = self._attempt.get(iteration, -1) + 1
+            return compute(inputs)
 
-        run.runner.forward_backward = counted  # type: ignore[method-assign]
+        run.runner.compute_gradients = counted  # type: ignore[method-assign]
 
     def _spoiled(self, run: Run, gradient: torch.Tensor) -> torch.Tensor:
         iteration = run.progress.iteration + 1

@@ -15,6 +15,7 @@ from megatron_ext.extras.resilience.resting_state import resting_tensors
 from megatron_ext.text.task import GPT
 from megatron_ext.train.main import main
 from megatron_ext.train.run import Run
+from megatron_ext.train.step import StepInputs, StepLosses
 from tests.extras.resilience.silent_faults import FLAGS, FinalState, run_with, state_of
 from tests.training_runs import split, train_on_ranks
 
@@ -42,16 +43,16 @@ def _flips(where: str, rank: int) -> Callable[[Run], None]:
     """Return what flips a bit of a tensor during the fourth step, before its backward pass ends."""
 
     def prepare(run: Run) -> None:
-        passes = run.runner.forward_backward
+        compute = run.runner.compute_gradients
 
-        def flipping(*arguments, **options):  # type: ignore[no-untyped-def]
+        def flipping(inputs: StepInputs) -> StepLosses:
             if run.context.rank == rank and run.progress.iteration == 3:
                 named = resting_tensors(run)
                 tensor = next(x for name, x in named if where in name and x.numel() > 5)
                 _flip(tensor, 5, 3)
-            return passes(*arguments, **options)
+            return compute(inputs)
 
-        run.runner.forward_backward = flipping  # type: ignore[method-assign]
+        run.runner.compute_gradients = flipping  # type: ignore[method-assign]
 
     return prepare
 

@@ -61,12 +61,12 @@ class Without:
     def __call__(self, run: Run) -> None:
         next_step = run.train_source.next_step
 
-        def later(num_microbatches: int) -> Any:
+        def later(num_microbatches: int, seq_length: int | None) -> Any:
             self.number += 1
             while self.number in self.left_out:
-                next_step(num_microbatches)
+                next_step(num_microbatches, seq_length)
                 self.number += 1
-            return next_step(num_microbatches)
+            return next_step(num_microbatches, seq_length)
 
         run.train_source.next_step = later  # type: ignore[method-assign]
 

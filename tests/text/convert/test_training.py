@@ -59,8 +59,8 @@ def record(target: Path, run: Run) -> None:
     steps: list[list[tuple[Tensor, Tensor]]] = []
     following = run.train_source.next_step
 
-    def next_step(num_microbatches: int) -> Any:
-        batches = following(num_microbatches)
+    def next_step(num_microbatches: int, seq_length: int | None) -> Any:
+        batches = following(num_microbatches, seq_length)
         assert batches is not None
         steps.append([(batch.tokens.clone(), batch.labels.clone()) for batch in batches])
         torch.save(steps, target)

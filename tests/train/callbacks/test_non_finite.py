@@ -9,7 +9,7 @@ import pytest
 from megatron_ext.extras.resilience.spikes import Spikes
 from megatron_ext.optim.builder import choose_kernels
 from megatron_ext.train.callbacks.non_finite import NonFinite, NotFinite, describe, places
-from megatron_ext.train.loop import IntervalMetrics, take_step
+from megatron_ext.train.loop import IntervalMetrics, count_step, next_inputs
 from megatron_ext.train.run import Run
 from tests.extras.resilience.silent_faults import FLAGS, NO_DROPOUT, Spoiler, run_with
 from tests.host_syncs import READ, host_syncs
@@ -73,7 +73,9 @@ def test_looking_for_faults_makes_no_healthy_step_wait(context: ParallelContext)
     def step() -> None:
         for callback in callbacks:
             callback.before_step()
-        result = take_step(run, metrics)
+        inputs, stats = next_inputs(run)
+        result = run.runner.train(inputs, run.batch_size.global_batch_size)
+        count_step(run, metrics, result, stats)
         for callback in callbacks:
             callback.after_update(result)
 
