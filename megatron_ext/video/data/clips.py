@@ -181,13 +181,12 @@ def _text_of(clip: Path, name: str) -> Path | None:
 def _clips_of(archive: Path, unused: Counter[str]) -> Iterator[Clip]:
     """Yield the clips of a tar file; ``unused`` counts columns and members that nothing reads."""
     for member, row, others in archives.samples_in(archive):
+        if member is not None:
+            own = {name: value for name, value in row.items() if name not in lists.PATHS}
+            yield _clip({"path": str(member), **own}, archive, member.name, member)
+            unused.update(_unused({"path": str(member), **own}))
+            unused.update(name for name in row if name in lists.PATHS)
         unused.update(others)
-        if member is None:
-            continue
-        own = {name: value for name, value in row.items() if name not in lists.PATHS}
-        yield _clip({"path": str(member), **own}, archive, member.name, member)
-        unused.update(_unused({"path": str(member), **own}))
-        unused.update(name for name in row if name in lists.PATHS)
 
 
 def _clip(row: Any, source: Path, place: str, member: Member | None = None) -> Clip:
