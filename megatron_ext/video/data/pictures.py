@@ -47,7 +47,10 @@ def is_picture(path: ClipFile) -> bool:
     file = readable(path)
     with file if isinstance(file, io.RawIOBase) else open(file, "rb") as stream:
         head = stream.read(16)
-    if head.startswith((b"\xff\xd8\xff", b"\x89PNG")) or (head[:4], head[8:12]) == (b"RIFF", b"WEBP"):
+    if head.startswith((b"\xff\xd8\xff", b"\x89PNG")) or (head[:4], head[8:12]) == (
+        b"RIFF",
+        b"WEBP",
+    ):
         return path.suffix.lower() not in _VIDEO_SUFFIXES
     if head[4:12] in (b"ftypavif", b"ftypavis"):
         return bool(features.check("avif"))

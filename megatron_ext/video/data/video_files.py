@@ -74,9 +74,15 @@ def video_facts(path: ClipFile) -> VideoFacts:
         base = float(stream.time_base)
         rates = [Fraction(x) for x in (stream.base_rate, stream.average_rate) if x]
     with _opened(path) as (container, stream):
+        of_container = _HDR.get(stream.codec_context.color_trc)
         first = next(_decoded(container, stream), None)
         if first is None:
             raise ValueError("it has no frames")
+        if of_container is not None and stream.codec_context.color_trc not in _HDR:
+            raise ValueError(
+                f"it is HDR ({of_container}) by the tags of the file, which the frames lack, so "
+                "that it would look washed out; convert it to BT.709"
+            )
         if stream.codec_context.color_trc in _HDR:
             _Renderer(stream, first, (0, 0, 0))  # refuses what it cannot map
         height, width = _size(stream, first)
@@ -234,15 +240,20 @@ def _is_default(stream: Any) -> bool:
 
 def _decoded(container: Any, stream: Any) -> Iterator[Any]:
     """Yield the frames of a stream, with their transparency where they have one."""
-    decode = av.Packet.decode
     name = _ALPHA_DECODERS.get(stream.codec_context.name)
+    decoder: Any = None
     if name is not None and stream.metadata.get("alpha_mode") == "1":
         if name not in av.codecs_available:
             raise ValueError(
                 f"it is transparent, which needs FFmpeg's decoder {name}; install av from PyPI"
             )
         decoder = av.CodecContext.create(name, "r")
-        decode = lambda packet: decoder.decode(packet if packet.size else None)  # noqa: E731
+
+    def decode(packet: Any) -> Any:
+        if decoder is None:
+            return packet.decode()
+        return decoder.decode(packet if packet.size else None)
+
     frames = _decoded_by(decode, _packets(container, stream))
     yield from _in_order(frames) if _lacks_times(container) else frames
 
@@ -265,9 +276,7 @@ def _packets(container: Any, stream: Any) -> Iterator[Any]:
         yield packet
 
 
-def _decoded_by(
-    decode: Callable[[Any], Sequence[Any]], packets: Iterator[Any]
-) -> Iterator[Any]:
+def _decoded_by(decode: Callable[[Any], Sequence[Any]], packets: Iterator[Any]) -> Iterator[Any]:
     """Yield the frames of packets; those before the first frame may be of another beginning.
 
     A recorded broadcast begins anywhere, and players show it from the first whole frame on.

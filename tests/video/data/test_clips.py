@@ -254,7 +254,12 @@ def test_members_of_a_sample_may_lie_apart_and_be_links(tmp_path: Path) -> None:
     """As ``tar`` writes a folder: in no order, and equal files once."""
     archive = tmp_path / "0.tar"
     with tarfile.open(archive, "w") as tar:
-        files = {"1.wmv": b"a", "2.txt": "\ufeffa dog".encode(), "3.txt": b"a fox", "1.txt": b"a cat"}
+        files = {
+            "1.wmv": b"a",
+            "2.txt": "\ufeffa dog".encode(),
+            "3.txt": b"a fox",
+            "1.txt": b"a cat",
+        }
         links = {"2.mp4": (tarfile.LNKTYPE, "x/1.wmv"), "3.mp4": (tarfile.SYMTYPE, "2.mp4"),
                  "4.mp4": (tarfile.SYMTYPE, "4.mp4")}  # fmt: skip
         for name, content in files.items():

@@ -44,7 +44,7 @@ def test_frames_without_times_are_shown_in_their_order(tmp_path: Path) -> None:
     for first, interval in ((0, 1), (1, 2)):
         pixels = decode(clip, first, interval, 6, (32, 32))
         # A neighbouring frame differs by 0.06.
-        error = (pixels - as_pixels(made[first :: interval][:6])).abs().mean(dim=(0, 2, 3))
+        error = (pixels - as_pixels(made[first::interval][:6])).abs().mean(dim=(0, 2, 3))
         assert error.max() < 0.02
 
 
@@ -486,6 +486,23 @@ def test_hdr_that_this_ffmpeg_cannot_map_is_named(
     monkeypatch.setattr(video_files, "_TO_SCREEN", "no_such_option=1")
     with pytest.raises(DataError, match=r"it is HDR \(PQ\), which this version of av cannot map .*;"
                        r" install av 16 or later, or convert it to BT.709"):  # fmt: skip
+        probe(Clip(str(path), "x"))
+
+
+def test_hdr_that_only_the_container_tells_is_named(tmp_path: Path) -> None:
+    """Players show it as HDR, but decoders forget it."""
+    path = tmp_path / "a.mp4"
+    with av.open(str(path), "w", options={"movflags": "write_colr"}) as container:
+        stream = container.add_stream("libx264", rate=8)
+        stream.height, stream.width, stream.pix_fmt = 16, 32, "yuv420p"
+        for name in ("color_primaries", "color_trc", "colorspace"):
+            setattr(stream.codec_context, name, 1)
+        container.mux(stream.encode(av.VideoFrame(32, 16, "yuv420p")))
+        container.mux(stream.encode())
+    content = path.read_bytes()
+    box = content.index(b"colrnclx") + 8
+    path.write_bytes(content[:box] + b"\0\x09\0\x10\0\x09" + content[box + 6 :])
+    with pytest.raises(DataError, match=r"it is HDR \(PQ\) by the tags of the file, which the "):
         probe(Clip(str(path), "x"))
 
 
