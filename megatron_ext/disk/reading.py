@@ -104,13 +104,13 @@ def read_bytes(path: StrPath, limit: int = MAX_BYTES) -> bytes:
 
 
 def read_text(path: StrPath, limit: int = MAX_BYTES) -> str:
-    """Return the text of a regular file in UTF-8; see `read_bytes`."""
+    """Return the text of a regular file in UTF-8, without a byte-order mark; see `read_bytes`."""
     return _decoded(read_bytes(path, limit), path)
 
 
 def _decoded(content: bytes, path: StrPath) -> str:
     try:
-        return content.decode("utf-8")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UnreadableFile(path, f"it is not UTF-8 at byte {error.start + 1}") from None
 
@@ -139,7 +139,7 @@ def parse_json(text: str | bytes, source: StrPath, *, not_finite: bool = False) 
         UnreadableFile: the text is not JSON, names a key twice, or breaks a rule of this module.
     """
     if isinstance(text, bytes):
-        text = _decoded(text.removeprefix(b"\xef\xbb\xbf"), source)
+        text = _decoded(text, source)
     constant = None if not_finite else _refuse_constant
     # Punctuation within texts counts too: a bound, not a count.
     if sum(map(text.count, "[{,")) > MAX_JSON_VALUES:

@@ -16,7 +16,7 @@ from PIL import Image
 
 from megatron_ext.video.config.encoding import EncodeConfig
 from megatron_ext.video.data.clips import Clip
-from megatron_ext.video.data.encode import plan_clips, report, slow_clips
+from megatron_ext.video.data.encode import plan_clips, rate_report, report
 from megatron_ext.video.data.geometry import parse_plan
 from tests.intake.judge import Heard
 from tests.intake.leaves import Change
@@ -92,7 +92,7 @@ def hear(content: Any, folder: Path) -> Heard:
     planned, dropped = plan_clips(clips, PLAN, config)
     sample = encoder(config).sample(planned[0])
     trained = (sample.latents.numpy().tobytes(), sample.fps, sample.caption, sample.text.tolist())
-    return Heard(trained, "\n".join([*report(dropped, 1), *slow_clips(planned, config)]))
+    return Heard(trained, "\n".join([*report(dropped, 1), *rate_report(planned, config)]))
 
 
 def _shown(number: int, alpha: int = 255, hidden: tuple[int, ...] = (0, 0, 0)) -> np.ndarray:

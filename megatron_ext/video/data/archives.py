@@ -6,8 +6,9 @@ The members of a sample have one name and different endings: `0001.mp4`, `0001.t
 from __future__ import annotations
 
 import os
+import posixpath
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,35 +19,54 @@ from megatron_ext.video.data.pictures import IMAGE_SUFFIXES
 SUFFIX = ".tar"
 CLIP_SUFFIXES = IMAGE_SUFFIXES | {
     ".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".gif", ".ts", ".mpg", ".mpeg", ".ogv", ".flv",
+    ".wmv", ".asf", ".3gp", ".3g2", ".mts", ".m2ts", ".m2v", ".vob", ".ogg", ".h264", ".hevc",
+    ".avif", ".heic", ".heif", ".mjpeg",
 }  # fmt: skip
 """Endings of the members that are clips; others are no clips."""
+_MOST_LINKS = 8
+"""Links that lead to a file one after the other; more lead in a circle."""
 
 
-def samples_in(archive: Path) -> Iterator[tuple[Member, dict[str, Any], list[str]]]:
-    """Yield the clip of each sample, its row, and the names of its members that are not used.
+def samples_in(archive: Path) -> Iterator[tuple[Member | None, dict[str, Any], list[str]]]:
+    """Yield the clip of each sample, its row, and the endings of its members that are not used.
 
-    The row has the values of the `.json`, and as `text` the content of the `.txt`. Samples without
-    a clip are left out.
+    The row has the values of the `.json`, and as `text` the content of the `.txt`. The clip is None
+    for a sample without one. The members of a sample may lie anywhere in the file, since `tar`
+    writes a folder in no order.
 
     Raises:
         UnreadableFile: it is no tar file, is packed, or a `.json` holds no object.
     """
     try:
         with tarfile.open(archive, "r:") as tar:
-            members: list[tarfile.TarInfo] = []
-            for member in tar:
-                if not member.isfile():
-                    continue
-                if members and _stem(members[0].name) != _stem(member.name):
-                    yield from _sample(tar, archive, members)
-                    members = []
-                members.append(member)
-            if members:
-                yield from _sample(tar, archive, members)
+            members = {member.name: member for member in tar}
+            samples: dict[str, list[tuple[str, tarfile.TarInfo]]] = {}
+            for name, member in members.items():
+                file = _file_of(member, members)
+                if file is not None:
+                    samples.setdefault(_stem(name), []).append((name, file))
+            for of_sample in samples.values():
+                yield _sample(tar, archive, of_sample)
     except (tarfile.TarError, EOFError) as error:
         raise UnreadableFile(
             archive, f"it is no whole tar file ({error}); one packed with gzip must be unpacked"
         ) from None
+
+
+def _file_of(
+    member: tarfile.TarInfo, members: Mapping[str, tarfile.TarInfo]
+) -> tarfile.TarInfo | None:
+    """Return the file that a member is or links to; None for a folder or a link that leads out."""
+    for _ in range(_MOST_LINKS):
+        if member.isfile():
+            return member
+        name = member.linkname
+        if member.issym():
+            name = posixpath.normpath(posixpath.join(posixpath.dirname(member.name), name))
+        if not (member.issym() or member.islnk()) or name not in members:
+            return None
+        member = members[name]
+    return None
 
 
 def _stem(name: str) -> str:
@@ -56,32 +76,34 @@ def _stem(name: str) -> str:
 
 
 def _sample(
-    tar: tarfile.TarFile, archive: Path, members: list[tarfile.TarInfo]
-) -> Iterator[tuple[Member, dict[str, Any], list[str]]]:
+    tar: tarfile.TarFile, archive: Path, members: list[tuple[str, tarfile.TarInfo]]
+) -> tuple[Member | None, dict[str, Any], list[str]]:
+    """Return what `samples_in` yields for one sample, given the names and files of its members."""
     clip: Member | None = None
     row: dict[str, Any] = {}
     text = ""
     unused = []
-    for member in members:
-        ending = PurePosixPath(member.name).suffix.lower()
+    for name, member in members:
+        ending = PurePosixPath(name).suffix.lower()
         if ending in CLIP_SUFFIXES and clip is None:
             place = (member.offset_data, member.size, float(member.mtime))
-            clip = Member(os.fspath(archive), member.name, *place)
+            clip = Member(os.fspath(archive), name, *place)
         elif ending == ".txt" and not text:
             content = _content(tar, archive, member)
             try:
-                text = content.decode("utf-8").strip()
+                text = content.decode("utf-8-sig").strip()
             except UnicodeDecodeError:
-                raise UnreadableFile(archive, f"{member.name} is not UTF-8") from None
+                raise UnreadableFile(archive, f"{name} is not UTF-8") from None
         elif ending == ".json" and not row:
             row = parse_json(_content(tar, archive, member), archive, not_finite=True)
             if not isinstance(row, dict):
-                raise UnreadableFile(archive, f"{member.name} holds {shortened(row)}, no object")
+                raise UnreadableFile(archive, f"{name} holds {shortened(row)}, no object")
         else:
-            unused.append(ending)
-    if clip is not None:
-        # What stands in the .txt is the caption, as for clips in a folder.
-        yield clip, {**row, "text": text} if text else row, unused
+            unused.append(ending or name)
+    if clip is None:
+        unused = [PurePosixPath(name).suffix.lower() or name for name, _ in members]
+    # What stands in the .txt is the caption, as for clips in a folder.
+    return clip, {**row, "text": text} if text else row, unused
 
 
 def _content(tar: tarfile.TarFile, archive: Path, member: tarfile.TarInfo) -> bytes:

@@ -146,7 +146,7 @@ def _clips_in(folder: Path, read: set[Path], unused: Counter[str]) -> Iterator[C
     """
     read.add(folder.resolve())
     for path in sorted(folder.iterdir()):
-        if path.suffix == ".txt" or path.name.startswith("."):
+        if path.suffix.lower() == ".txt" or path.name.startswith("."):
             continue
         if path.suffix.lower() == archives.SUFFIX and path.is_file():
             yield from _clips_of(path, unused)
@@ -158,27 +158,35 @@ def _clips_in(folder: Path, read: set[Path], unused: Counter[str]) -> Iterator[C
 
 def _holds_frames(folder: Path) -> bool:
     """Return whether a folder's images are the frames of one clip."""
-    if folder.with_name(f"{folder.name}.txt").is_file():
+    if _text_of(folder, folder.name) is not None:
         return True
     names = [path for path in folder.iterdir() if not path.name.startswith(".")]
-    if any(path.suffix == ".txt" or path.is_dir() for path in names):
+    if any(path.suffix.lower() == ".txt" or path.is_dir() for path in names):
         return False
     return any(path.suffix.lower() in IMAGE_SUFFIXES for path in names)
 
 
 def _caption_beside(clip: Path) -> str:
     # A folder of images has no suffix, even where its name has a dot.
-    text = clip.with_name(f"{clip.name if clip.is_dir() else clip.stem}.txt")
-    return read_text(text).strip() if text.is_file() else ""
+    text = _text_of(clip, clip.name if clip.is_dir() else clip.stem)
+    return "" if text is None else read_text(text).strip()
+
+
+def _text_of(clip: Path, name: str) -> Path | None:
+    """Return the file beside a clip that has its caption, if there is one."""
+    texts = [clip.with_name(f"{name}{ending}") for ending in (".txt", ".TXT")]
+    return next((text for text in texts if text.is_file()), None)
 
 
 def _clips_of(archive: Path, unused: Counter[str]) -> Iterator[Clip]:
     """Yield the clips of a tar file; ``unused`` counts columns and members that nothing reads."""
     for member, row, others in archives.samples_in(archive):
-        own = {name: value for name, value in row.items() if name not in lists.PATHS}
-        yield _clip({"path": str(member), **own}, archive, member.name, member)
-        unused.update(_unused({"path": str(member), **own}))
-        unused.update([*(name for name in row if name in lists.PATHS), *others])
+        if member is not None:
+            own = {name: value for name, value in row.items() if name not in lists.PATHS}
+            yield _clip({"path": str(member), **own}, archive, member.name, member)
+            unused.update(_unused({"path": str(member), **own}))
+            unused.update(name for name in row if name in lists.PATHS)
+        unused.update(others)
 
 
 def _clip(row: Any, source: Path, place: str, member: Member | None = None) -> Clip:

@@ -27,9 +27,9 @@ from megatron_ext.video.data.encode import (
     VideoSample,
     check_codec,
     plan_clips,
+    rate_report,
     report,
     sample_rate,
-    slow_clips,
 )
 from megatron_ext.video.data.geometry import Bucket, BucketPlan
 from megatron_ext.video.data.manifest import (
@@ -316,7 +316,7 @@ def open_online(options: VideoPreprocessOptions, *, flag: str, tell: bool) -> On
 
     clips = read_list(options.input, say, flag=flag)
     planned, dropped = plan_clips(clips, options.plan, options.encode, workers=options.workers)
-    for line in [*report(dropped, len(clips)), *slow_clips(planned, options.encode)]:
+    for line in [*report(dropped, len(clips)), *rate_report(planned, options.encode)]:
         say(line)
     text_encoder = build_text_encoder(options.text_encoder)
     keys = row_keys(clips, list_folder(options.input))

@@ -355,13 +355,28 @@ def sample_rate(planned: PlannedClip, config: EncodeConfig) -> float:
     return subsampling(planned.shape.fps, config.fps_cap, config.video_fps)[1]
 
 
-def slow_clips(planned: Sequence[PlannedClip], config: EncodeConfig) -> list[str]:
-    """Return a line about clips whose frames are repeated to reach the frame rate, if any."""
+def rate_report(planned: Sequence[PlannedClip], config: EncodeConfig) -> list[str]:
+    """Return lines about clips that repeat frames, or go at another rate than their files say."""
+    lines = []
+    moving = [p for p in planned if p.bucket.num_frames > 1]
+    changed = [p for p in moving if abs(p.shape.speed - 1) > _SAME_SPEED]
+    if changed:
+        path = changed[0].clip.path
+        shape = changed[0].shape
+        lines.append(
+            f"{len(changed)} of {len(planned)} clips go at the `fps` of their row, not at that of "
+            f"their file, so faster or slower than a player shows them. First: {path}, with "
+            f"{shape.fps:.4g} instead of {shape.fps / shape.speed:.4g}."
+        )
     rate = config.video_fps
-    slow = [p for p in planned if rate and p.bucket.num_frames > 1 and p.shape.fps < 0.99 * rate]
-    if not slow:
-        return []
-    return [
-        f"{len(slow)} of {len(planned)} clips are slower than `--video-fps` ({rate:g}), so that "
-        f"frames repeat. First: {slow[0].clip.path}, with {slow[0].shape.fps:.4g}."
-    ]
+    slow = [p for p in moving if rate and p.shape.fps < 0.99 * rate]
+    if slow:
+        lines.append(
+            f"{len(slow)} of {len(planned)} clips are slower than `--video-fps` ({rate:g}), so "
+            f"that frames repeat. First: {slow[0].clip.path}, with {slow[0].shape.fps:.4g}."
+        )
+    return lines
+
+
+_SAME_SPEED = 0.01
+"""Share by which the rate of a row may miss that of its file: 30 often stands for 29.97."""

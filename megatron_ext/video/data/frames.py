@@ -37,7 +37,7 @@ def probe(clip: Clip) -> ClipShape:
             images = _images_of(path)
             height, width = pictures.picture_size(images[0])
             return ClipShape(len(images), height, width, clip.fps or FOLDER_FPS)
-        if path.suffix.lower() in IMAGE_SUFFIXES:
+        if pictures.is_picture(path):
             height, width = pictures.picture_size(path)
             if not pictures.is_animated(path):
                 return ClipShape(1, height, width, 0.0)
@@ -63,9 +63,11 @@ def scene_starts(clip: Clip, shape: ClipShape, threshold: float) -> list[float]:
     """
     path = clip.source
     is_folder = isinstance(path, Path) and path.is_dir()
-    if is_folder or path.suffix.lower() in IMAGE_SUFFIXES or shape.num_frames == 1:
+    if is_folder or shape.num_frames == 1:
         return [0.0]
     with _reading(path):
+        if pictures.is_picture(path):
+            return [0.0]
         times = video_files.scene_times(path, threshold)
     return [time * shape.fps / shape.speed for time in times]
 
@@ -170,7 +172,7 @@ def _frames(
     if isinstance(path, Path) and path.is_dir():
         for number, image in enumerate(_images_of(path)):
             yield number, 1.0, _Still(image, background)
-    elif path.suffix.lower() not in IMAGE_SUFFIXES:
+    elif not pictures.is_picture(path):
         # In frames of the file's own rate, so that another rate of the row changes no index.
         fps = shape.fps / shape.speed
         yield from video_files.video_frames(path, fps, background, min(places, default=0.0))

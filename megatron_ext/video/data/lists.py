@@ -58,7 +58,13 @@ def bad_row(source: Path, place: str, what: str) -> DataError:
 
 
 def check_columns(source: Path, columns: Sequence[str], where: str = "") -> None:
-    """Raise DataError if a table has no column of paths or none of captions."""
+    """Raise DataError if a table has no column of paths or of captions, or one of a name twice."""
+    for name in {*PATHS, *CAPTIONS, *SCORES, "fps"}:
+        if list(columns).count(name) > 1:
+            raise DataError(
+                f"{source} has the column `{name}` {list(columns).count(name)} times{where}; "
+                "rename all but one."
+            )
     if not (set(PATHS) & set(columns) and set(CAPTIONS) & set(columns)):
         raise DataError(
             f"{source} has the columns {', '.join(map(str, columns))}{where}, but needs {KNOWN}; "
@@ -92,17 +98,22 @@ def _table_rows(source: Path, delimiters: str) -> Iterator[tuple[str, Any]]:
         if not first.strip():
             return
         delimiter = _delimiter(source, first, delimiters)
-        reader = csv.DictReader(chain([first], stream), delimiter=delimiter)
+        # Without `strict`, a quote that is not closed takes the rows after it into its cell.
+        reader = csv.DictReader(chain([first], stream), delimiter=delimiter, strict=True)
+        begin = 1
         try:
             check_columns(source, reader.fieldnames or (), " in its first line")
+            begin = reader.line_num + 1
             for row in reader:
                 line = f"line {reader.line_num}"
                 if None in row:
                     extra = f"has {len(row[None])} cells more than the first line"
                     raise bad_row(source, line, extra)
                 yield line, row
+                begin = reader.line_num + 1
         except csv.Error as error:
-            raise bad_row(source, f"line {reader.line_num}", f"is no csv ({error})") from None
+            what = f"is no csv ({error}); a quote in a cell in quotes is written twice"
+            raise bad_row(source, f"line {begin}", what) from None
 
 
 def _delimiter(source: Path, first: str, delimiters: str) -> str:

@@ -49,10 +49,10 @@ from megatron_ext.video.data.encode import (
     PlannedClip,
     check_codec,
     plan_clips,
+    rate_report,
     reference_names,
     report,
     sample_rate,
-    slow_clips,
 )
 from megatron_ext.video.data.geometry import Drop, parse_plan
 from megatron_ext.video.data.manifest import (
@@ -125,7 +125,10 @@ def _preprocess(options: VideoPreprocessOptions, say: Say) -> None:
             [entry.key for entries in register.shards().values() for entry in entries],
         )
         kept = _publish(folder, manifest, register, samples, dropped)
-    for line in [*report(dropped, len(clips)), *slow_clips(list(planned.values()), options.encode)]:
+    for line in [
+        *report(dropped, len(clips)),
+        *rate_report(list(planned.values()), options.encode),
+    ]:
         say(line)
     seconds = time.monotonic() - start
     counts = f"{kept} clips in {len(register.shards())} shards, {len(dropped)} dropped"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -34,6 +34,8 @@ _PICTURES = ("attached_pic", "timed_thumbnails")
 """Dispositions of video streams that are no video, such as the cover of an album."""
 _ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
 """Decoders that read the transparency of a codec; FFmpeg's own ones leave it out."""
+_STILLS = ("heic", "heix", "heim", "heis", "mif1", "avif")
+"""Brands of files that hold a picture, and no video."""
 _HDR = {16: "PQ", 18: "HLG"}
 """Transfer functions, by their number in ITU-T H.273."""
 _HDR_FILTER = "scale"
@@ -62,18 +64,25 @@ def video_facts(path: ClipFile) -> VideoFacts:
     ValueError is raised for a file without video, and errors of FFmpeg for one that it cannot read.
     """
     with _opened(path) as (container, stream):
+        by_decoding = _lacks_times(container)
         timed = [
-            (packet.pts, packet.duration or 0)
-            for packet in container.demux(stream)
+            (packet.dts if by_decoding else packet.pts, packet.duration or 0)
+            for packet in _packets(container, stream)
             # Packets before the beginning of an edited mp4 give no frame.
             if packet.size > 0 and not packet.is_discard
         ]
         base = float(stream.time_base)
         rates = [Fraction(x) for x in (stream.base_rate, stream.average_rate) if x]
     with _opened(path) as (container, stream):
+        of_container = _HDR.get(stream.codec_context.color_trc)
         first = next(_decoded(container, stream), None)
         if first is None:
             raise ValueError("it has no frames")
+        if of_container is not None and stream.codec_context.color_trc not in _HDR:
+            raise ValueError(
+                f"it is HDR ({of_container}) by the tags of the file, which the frames lack, so "
+                "that it would look washed out; convert it to BT.709"
+            )
         if stream.codec_context.color_trc in _HDR:
             _Renderer(stream, first, (0, 0, 0))  # refuses what it cannot map
         height, width = _size(stream, first)
@@ -82,6 +91,8 @@ def video_facts(path: ClipFile) -> VideoFacts:
         # Streams without timestamps, such as raw H.264, have a rate only.
         fps = float(rates[-1]) if rates and len(timed) > 1 else 0.0
         return VideoFacts(len(timed), height, width, fps)
+    if by_decoding:
+        timed = _behind(timed, start)
     # Packets before the first frame that can be decoded give none, as after a cut in open groups.
     whole = sorted({pts: duration for pts, duration in timed if pts >= start}.items())
     if not whole:
@@ -154,6 +165,8 @@ _SEEK_AFTER = 4.0
 """Seconds from which on a video is sought, and not decoded from its beginning."""
 _SEEK_BEFORE = (1.0, 8.0)
 """Seconds before a frame that are aimed at, one after the other: broadcasts are found roughly."""
+_LATEST = Fraction(1, 2)
+"""Seconds by which decoding times may go back: cheap recorders write them out of order."""
 _FILTERED_BEFORE = 0.25
 """Seconds before a frame that are decoded at least, since filters look at frames before it."""
 
@@ -165,6 +178,9 @@ def _near(container: Any, stream: Any, seconds: float) -> Iterator[Any] | None:
     """
     first = next(_decoded(container, stream), None)
     if first is None or first.pts is None or not first.time_base:
+        return None
+    if _lacks_times(container) and stream.codec_context.has_b_frames:
+        # How far frames lag behind their packets may differ after a seek.
         return None
     latest = first.pts + (seconds - _FILTERED_BEFORE) / first.time_base
     for before in _SEEK_BEFORE:
@@ -188,7 +204,9 @@ class LazyFrame:
     frame: Any
 
     def picture(self) -> Picture:
-        """Return the pixels, ``[H, W, 3]`` as bytes."""
+        """Return the pixels, ``[H, W, 3]`` as bytes; ValueError is raised if some are lost."""
+        if self.frame.is_corrupt:
+            raise ValueError(f"its frame at {self.frame.time or 0:.2f} s is damaged")
         return self.renderer.picture(self.frame)
 
 
@@ -199,6 +217,11 @@ def _opened(path: ClipFile) -> Iterator[tuple[Any, Any]]:
     file = readable(path) if isinstance(path, Member) else f"file:{path}"
     with av.open(file) as container:
         videos = [x for x in container.streams.video if not _is_picture(x)]
+        if container.metadata.get("major_brand", "") in _STILLS and len(videos) > 1:
+            raise ValueError(
+                f"it is a picture of {len(videos)} parts, such as the tiles of a phone's HEIC, or "
+                "its transparency, which are not put together here; convert it to PNG or JPEG"
+            )
         if not videos:
             holds = "only sound" if container.streams.audio else "neither sound nor pictures"
             if container.streams.video:
@@ -218,16 +241,95 @@ def _is_default(stream: Any) -> bool:
 def _decoded(container: Any, stream: Any) -> Iterator[Any]:
     """Yield the frames of a stream, with their transparency where they have one."""
     name = _ALPHA_DECODERS.get(stream.codec_context.name)
-    if name is None or stream.metadata.get("alpha_mode") != "1":
-        yield from container.decode(stream)
-        return
-    if name not in av.codecs_available:
-        raise ValueError(
-            f"it is transparent, which needs FFmpeg's decoder {name}; install av from PyPI"
-        )
-    decoder = av.CodecContext.create(name, "r")
+    decoder: Any = None
+    if name is not None and stream.metadata.get("alpha_mode") == "1":
+        if name not in av.codecs_available:
+            raise ValueError(
+                f"it is transparent, which needs FFmpeg's decoder {name}; install av from PyPI"
+            )
+        decoder = av.CodecContext.create(name, "r")
+
+    def decode(packet: Any) -> Any:
+        if decoder is None:
+            return packet.decode()
+        return decoder.decode(packet if packet.size else None)
+
+    frames = _decoded_by(decode, _packets(container, stream))
+    yield from _in_order(frames) if _lacks_times(container) else frames
+
+
+def _packets(container: Any, stream: Any) -> Iterator[Any]:
+    """Yield the packets of a stream, and at its end an empty one.
+
+    ValueError is raised where files were joined without new timestamps: a player would show the
+    second one after the first, but by the timestamps they are shown at the same time.
+    """
+    last = None
     for packet in container.demux(stream):
-        yield from decoder.decode(packet if packet.size else None)
+        if None not in (last, packet.dts) and packet.dts < last - _LATEST / stream.time_base:
+            seconds = float((last - packet.dts) * stream.time_base)
+            raise ValueError(
+                f"its timestamps jump back by {seconds:.2f} s, as where files were joined; write "
+                "them anew with ffmpeg"
+            )
+        last = packet.dts if packet.dts is not None else last
+        yield packet
+
+
+def _decoded_by(decode: Callable[[Any], Sequence[Any]], packets: Iterator[Any]) -> Iterator[Any]:
+    """Yield the frames of packets; those before the first frame may be of another beginning.
+
+    A recorded broadcast begins anywhere, and players show it from the first whole frame on.
+    """
+    begun = False
+    first_error: Exception | None = None
+    for packet in packets:
+        if packet.size == 0 and packet.dts is not None:
+            # The frame before stays, as recorders of screens write it.
+            continue
+        try:
+            frames = decode(packet)
+        except av.InvalidDataError as error:
+            if begun:
+                raise
+            first_error = first_error or error
+            continue
+        begun = begun or bool(frames)
+        yield from frames
+    if first_error is not None and not begun:
+        raise first_error
+
+
+def _lacks_times(container: Any) -> bool:
+    """Return whether a format keeps no times of frames, only their number, as AVI does.
+
+    FFmpeg then guesses them, and wrongly for frames that are not stored in the order of showing.
+    """
+    return bool(container.format.name == "avi")
+
+
+def _in_order(frames: Iterator[Any]) -> Iterator[Any]:
+    """Yield frames that are timed by the packets after which they were decoded."""
+    last: int | None = None
+    for frame in frames:
+        if frame.dts is not None and (last is None or frame.dts > last):
+            frame.pts = frame.dts
+        elif last is not None:
+            frame.pts = last + max(1, getattr(frame, "duration", None) or 0)
+        last = frame.pts
+        yield frame
+
+
+def _behind(timed: list[tuple[int, int]], start: int) -> list[tuple[int, int]]:
+    """Return times and durations of frames, as `_in_order` has them, from those of their packets.
+
+    ``start`` is the time of the first frame; as many packets were read before it as frames follow
+    the last packet.
+    """
+    late = sum(time < start for time, _ in timed)
+    last, duration = timed[-1]
+    step = max(1, duration)
+    return timed[late:] + [(last + step * number, duration) for number in range(1, late + 1)]
 
 
 Step = tuple[str, str]

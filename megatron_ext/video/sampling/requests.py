@@ -174,7 +174,7 @@ def read_lines(source: Path, what: str) -> list[tuple[int, str]]:
         DataError: the file cannot be read, or has only blank lines; ``what`` names the file.
     """
     try:
-        lines = read_text(source).removeprefix("\ufeff").split("\n")
+        lines = read_text(source).split("\n")
     except UnreadableFile as error:
         raise DataError(
             f"{what} cannot be read ({error.reason}); give a text file with one prompt a line, or "

@@ -136,6 +136,17 @@ def test_columns_that_nothing_reads_are_named_with_their_rows(tmp_path: Path) ->
             r"line 2 has no path: it has text, but needs path, file_name or",
         ),
         ("l.csv", f'path,text\na,"{"x" * 200000}"\n', r"line \d is no csv \(field larger than"),
+        (
+            "l.csv",
+            'path,text\na,b\nc,"A cat\nd,A dog\n',
+            r"l.csv line 3 is no csv \(unexpected end of data\); a quote in a cell in quotes is",
+        ),
+        ("l.tsv", 'path\ttext\na\t"Hello" she said\n', r"l.tsv line 2 is no csv \("),
+        (
+            "l.csv",
+            "path,text,text\na,b,c\n",
+            r"l.csv has the column `text` 2 times in its first line; rename all but one",
+        ),
         ("l.csv", "", r"holds no clip"),
         ("l.csv", "path,text\n", r"holds no clip"),
     ],
@@ -225,7 +236,7 @@ def test_clips_in_tar_files_are_those_of_files(tmp_path: Path) -> None:
         (f"{archive}/x/b.c.gif", "beside", None),
         (f"{archive}/y/d.png", "", None),
     ]
-    names = "`crop` (1), `path` (1), `.cls` (1)"
+    names = "`crop` (1), `path` (1), `.cls` (1), `.txt` (1)"
     assert said == [
         f"Columns of {archive} that are not used, with the rows that have them: {names}."
     ]
@@ -237,6 +248,43 @@ def test_clips_in_tar_files_are_those_of_files(tmp_path: Path) -> None:
     (tmp_path / "0.txt").write_text("a caption of nothing")
     in_folder = [clip.path for clip in read_list(tmp_path)]
     assert [path for path in in_folder if path.startswith(f"{archive}/")] == [c.path for c in clips]
+
+
+def test_members_of_a_sample_may_lie_apart_and_be_links(tmp_path: Path) -> None:
+    """As ``tar`` writes a folder: in no order, and equal files once."""
+    archive = tmp_path / "0.tar"
+    with tarfile.open(archive, "w") as tar:
+        files = {
+            "1.wmv": b"a",
+            "2.txt": "\ufeffa dog".encode(),
+            "3.txt": b"a fox",
+            "1.txt": b"a cat",
+        }
+        links = {"2.mp4": (tarfile.LNKTYPE, "x/1.wmv"), "3.mp4": (tarfile.SYMTYPE, "2.mp4"),
+                 "4.mp4": (tarfile.SYMTYPE, "4.mp4")}  # fmt: skip
+        for name, content in files.items():
+            member = tarfile.TarInfo(f"x/{name}")
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+        for name, (kind, target) in links.items():
+            member = tarfile.TarInfo(f"x/{name}")
+            member.type = kind
+            member.linkname = target
+            tar.addfile(member)
+    clips = read_list(archive)
+    captions = {Path(clip.path).name: clip.caption for clip in clips}
+    assert captions == {"1.wmv": "a cat", "2.mp4": "a dog", "3.mp4": "a fox"}
+    contents = [clip.member.opened().readall() for clip in clips if clip.member is not None]
+    assert contents == [b"a", b"a", b"a"]
+
+
+def test_captions_of_windows_are_read(tmp_path: Path) -> None:
+    """With a byte-order mark, and with an ending in capitals."""
+    write(tmp_path / "a.mp4", "")
+    write(tmp_path / "a.txt", "\ufeffa cat")
+    write(tmp_path / "b.mp4", "")
+    write(tmp_path / "b.TXT", "a dog")
+    assert [clip.caption for clip in read_list(tmp_path)] == ["a cat", "a dog"]
 
 
 def test_bad_tar_files(tmp_path: Path) -> None:

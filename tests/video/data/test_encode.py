@@ -18,9 +18,9 @@ from megatron_ext.video.data.encode import (
     VideoSample,
     check_codec,
     plan_clips,
+    rate_report,
     reference_names,
     report,
-    slow_clips,
     worded,
 )
 from megatron_ext.video.data.frames import fit
@@ -158,10 +158,16 @@ def test_clips_slower_than_the_rate_are_named() -> None:
         return PlannedClip(0, Clip(f"{fps:g}.mp4", "x"), shape, bucket)
 
     clips = [planned_at(fps) for fps in (16, 15.99, 12.5, 8)]
-    assert slow_clips(clips, EncodeConfig()) == []
-    assert slow_clips(clips, EncodeConfig(video_fps=16)) == [
+    assert rate_report(clips, EncodeConfig()) == []
+    assert rate_report(clips, EncodeConfig(video_fps=16)) == [
         "2 of 4 clips are slower than `--video-fps` (16), so that frames repeat. First: 12.5.mp4, "
         "with 12.5."
+    ]
+    speeds = zip(clips, (1, 1.001, 2, 0.5), strict=True)
+    quick = [replace(clip, shape=replace(clip.shape, speed=speed)) for clip, speed in speeds]
+    assert rate_report(quick, EncodeConfig()) == [
+        "2 of 4 clips go at the `fps` of their row, not at that of their file, so faster or slower "
+        "than a player shows them. First: 12.5.mp4, with 12.5 instead of 6.25."
     ]
 
 

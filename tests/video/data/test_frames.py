@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.video.data import video_files
+from megatron_ext.video.data import pictures, video_files
 from megatron_ext.video.data.clips import Clip
 from megatron_ext.video.data.frames import decode, fit, probe
 from megatron_ext.video.data.geometry import ClipShape, available_frames, subsampling
@@ -34,6 +34,91 @@ def test_videos(tmp_path: Path, codec: str, kind: str) -> None:
     assert (pixels - as_pixels(made[[1, 4, 7, 10]])).abs().mean() < 0.02
     # A neighbouring frame differs by more than the compression does.
     assert (pixels - as_pixels(made[[0, 3, 6, 9]])).abs().mean() > 0.06
+
+
+def test_frames_without_times_are_shown_in_their_order(tmp_path: Path) -> None:
+    """AVI has no times of frames, and those that FFmpeg guesses put frames out of order."""
+    made = making.pictures(12)
+    clip = Clip(str(making.write_video(tmp_path / "a.avi", made)), "x")
+    assert probe(clip) == ClipShape(12, 32, 32, 8.0)
+    for first, interval in ((0, 1), (1, 2)):
+        pixels = decode(clip, first, interval, 6, (32, 32))
+        # A neighbouring frame differs by 0.06.
+        error = (pixels - as_pixels(made[first::interval][:6])).abs().mean(dim=(0, 2, 3))
+        assert error.max() < 0.02
+
+
+@pytest.mark.parametrize("kind", ["whole", "joined", "lossy", "begins anywhere"])
+def test_recordings_of_broadcasts_are_shown_or_named(tmp_path: Path, kind: str) -> None:
+    made = making.pictures(24, 32, 64)
+    made[:, :16] = np.random.default_rng(0).integers(0, 255, (24, 16, 64, 3))
+    path = tmp_path / "a.ts"
+    options = {"crf": "5", "g": "6", "bf": "0", "sc_threshold": "0"}
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=8, options=options)
+        stream.height, stream.width, stream.pix_fmt = 32, 64, "yuv420p"
+        for picture in made:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+    packets = [path.read_bytes()[at : at + 188] for at in range(0, path.stat().st_size, 188)]
+    clip = Clip(str(path), "x")
+    if kind == "joined":
+        path.write_bytes(b"".join(packets * 2))
+        with pytest.raises(DataError, match=r"timestamps jump back by 2.88 s, as where files were"):
+            probe(clip)
+        return
+    if kind == "lossy":
+        del packets[packets_before(packets, 8) + 2]
+        path.write_bytes(b"".join(packets))
+        with pytest.raises(DataError, match=r"a.ts cannot be read \("):
+            decode(clip, 0, 1, 24, (32, 64))
+        return
+    # A key frame stands at each sixth place.
+    begin = 0 if kind == "whole" else 6
+    if begin:
+        path.write_bytes(b"".join(packets[packets_before(packets, 3) :]))
+    shape = probe(clip)
+    assert shape == ClipShape(24 - begin, 32, 64, 8.0)
+    pixels = decode(clip, 0, 1, 24 - begin, (32, 64), shape=shape)[:, :, 16:]
+    assert (pixels - as_pixels(made[begin:, 16:])).abs().mean(dim=(0, 2, 3)).max() < 0.02
+
+
+def packets_before(packets: list[bytes], frame: int) -> int:
+    """Return the number of packets of a transport stream before those of a frame."""
+    # The first packet of a frame has the bit "payload unit start", and that of the video's PID.
+    starts = [number for number, packet in enumerate(packets)
+              if packet[1] & 0x40 and (packet[1] & 0x1F, packet[2]) == (1, 0)]  # fmt: skip
+    return starts[frame]
+
+
+def test_pictures_and_videos_are_known_by_their_content(tmp_path: Path) -> None:
+    """Files of the web often have the ending of another kind."""
+    made = making.pictures(5)
+    for source, name, shape in (
+        (making.write_video(tmp_path / "a.mp4", made), "b.jpg", ClipShape(5, 32, 32, 8.0)),
+        (making.write_gif(tmp_path / "a.gif", made), "b.png", ClipShape(5, 32, 32, 10.0)),
+        (making.write_folder(tmp_path / "a", made) / "000.png", "b.mp4", ClipShape(1, 32, 32, 0)),
+    ):
+        renamed = tmp_path / name
+        source.rename(renamed)
+        clip = Clip(str(renamed), "x")
+        assert probe(clip) == shape
+        pixels = decode(clip, 0, 1, shape.num_frames, (32, 32))
+        assert (pixels - as_pixels(made[: shape.num_frames])).abs().mean() < 0.02
+
+
+def test_pictures_of_parts_that_ffmpeg_does_not_join_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one tile of a phone's HEIC, or colours that nobody sees, would be trained."""
+    rgba = np.dstack([making.pictures(1)[0], np.full((32, 32), 128, np.uint8)])
+    Image.fromarray(rgba).save(tmp_path / "a.avif", quality=100)
+    clip = Clip(str(tmp_path / "a.avif"), "x")
+    shown = decode(clip, 0, 1, 1, (32, 32), background="black")
+    assert (shown - as_pixels(rgba[None, ..., :3] // 2)).abs().mean() < 0.02
+    monkeypatch.setattr(pictures.features, "check", lambda name: False)
+    with pytest.raises(DataError, match=r"it is a picture of 2 parts, such as the tiles of a ph"):
+        probe(clip)
 
 
 def test_gifs_images_and_folders_of_images_are_exact(tmp_path: Path) -> None:
@@ -401,6 +486,23 @@ def test_hdr_that_this_ffmpeg_cannot_map_is_named(
     monkeypatch.setattr(video_files, "_TO_SCREEN", "no_such_option=1")
     with pytest.raises(DataError, match=r"it is HDR \(PQ\), which this version of av cannot map .*;"
                        r" install av 16 or later, or convert it to BT.709"):  # fmt: skip
+        probe(Clip(str(path), "x"))
+
+
+def test_hdr_that_only_the_container_tells_is_named(tmp_path: Path) -> None:
+    """Players show it as HDR, but decoders forget it."""
+    path = tmp_path / "a.mp4"
+    with av.open(str(path), "w", options={"movflags": "write_colr"}) as container:
+        stream = container.add_stream("libx264", rate=8)
+        stream.height, stream.width, stream.pix_fmt = 16, 32, "yuv420p"
+        for name in ("color_primaries", "color_trc", "colorspace"):
+            setattr(stream.codec_context, name, 1)
+        container.mux(stream.encode(av.VideoFrame(32, 16, "yuv420p")))
+        container.mux(stream.encode())
+    content = path.read_bytes()
+    box = content.index(b"colrnclx") + 8
+    path.write_bytes(content[:box] + b"\0\x09\0\x10\0\x09" + content[box + 6 :])
+    with pytest.raises(DataError, match=r"it is HDR \(PQ\) by the tags of the file, which the "):
         probe(Clip(str(path), "x"))
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import Image, ImageCms, ImageOps
 
 from megatron_ext.video.data.pictures import (
     composited,
@@ -63,6 +63,35 @@ def test_greys_of_16_bits_keep_their_range(tmp_path: Path, kind: str) -> None:
     Image.fromarray(ramp).save(tmp_path / f"a.{kind}")
     found = read_picture(tmp_path / f"a.{kind}", WHITE).astype(float)
     assert np.abs(found - ramp[..., None] / 257).max() <= 0.5
+
+
+@pytest.mark.parametrize(
+    ("values", "what"), [(np.float32, "floating-point numbers"), (np.int32, "whole numbers of 32")]
+)
+def test_pixels_without_a_white_are_named(tmp_path: Path, values: type, what: str) -> None:
+    """Pillow would cut them off at 0 and 255, which makes them black or white."""
+    Image.fromarray(np.ones((8, 8), values)).save(tmp_path / "a.tif")
+    with pytest.raises(ValueError, match=f"its pixels are {what}.*, which do not say what is wh"):
+        read_picture(tmp_path / "a.tif", WHITE)
+
+
+def test_a_colour_of_16_bits_that_is_transparent_shows_the_background(tmp_path: Path) -> None:
+    made = np.full((8, 8), 30000, np.uint16)
+    made[:4] = 5
+    Image.fromarray(made).save(tmp_path / "a.png", transparency=5)
+    found = read_picture(tmp_path / "a.png", (1, 2, 3))
+    assert found[0, 0].tolist() == [1, 2, 3] and found[7, 7].tolist() == [117, 117, 117]
+
+
+def test_colours_are_those_of_the_profile(tmp_path: Path) -> None:
+    """Red and green change places in this profile, which no viewer overlooks."""
+    profile = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
+    swapped = profile.replace(b"rXYZ", b"????").replace(b"gXYZ", b"rXYZ").replace(b"????", b"gXYZ")
+    image = Image.fromarray(marked())
+    for content, order in ((profile, [0, 1, 2]), (swapped, [1, 0, 2]), (b"damaged", [0, 1, 2])):
+        image.save(tmp_path / "a.png", icc_profile=bytes(content))
+        found = read_picture(tmp_path / "a.png", WHITE).astype(int)
+        assert np.abs(found - marked()[..., order]).max() <= 2
 
 
 @pytest.mark.parametrize("kind", ["webp", "png"])
