@@ -223,13 +223,20 @@ def begins(name: str, names: frozenset[str]) -> bool:
     return any(x.startswith(name) for x in names)
 
 
+def test_the_readme_is_read_in_five_minutes_and_leads_to_every_page() -> None:
+    assert len(TEXTS["README.md"].split()) <= 1000
+    listed = re.findall(r"\]\(([\w.]+\.md)\)", TEXTS["docs/README.md"])
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert sorted(listed) == sorted(pages)
+
+
 def test_every_example_of_the_readme_has_a_smoke_mode_that_a_test_runs() -> None:
     rows = re.findall(r"^\| `examples/(\S+)` \|", TEXTS["README.md"], re.MULTILINE)
     assert len(rows) > 10
     assert set(rows) <= set(SMOKED)
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", ["docs/reading_order.md", "CONTRIBUTING.md"])
 def test_the_order_of_imports_is_the_one_that_is_tested(page: str) -> None:
     orders = [re.findall(r"\w+", order) for order in ARROWS.findall(TEXTS[page])]
     assert [order for order in orders if "checkpoint" in order] == [ENGINE]
