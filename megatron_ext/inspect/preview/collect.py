@@ -22,8 +22,8 @@ from torch.utils.data import Dataset
 from megatron_ext.config.batch_size import BatchSize, number_of_iterations
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import Batch
-from megatron_ext.data.loader import BatchSource, build_source, reads_dataset
-from megatron_ext.data.samplers import Ints, StepPlan
+from megatron_ext.data.loader import BatchSource, StepDataset, build_source, reads_dataset, told_by
+from megatron_ext.data.samplers import Ints
 from megatron_ext.device import Device, select
 from megatron_ext.errors import ConfigError
 from megatron_ext.inspect.preview.rows import Provenance, Row, Step
@@ -264,13 +264,13 @@ def _columns(length: int, size: int) -> list[Ints]:
     return [torch.cat((parts[rank], parts[-1 - rank])).numpy() for rank in range(size)]
 
 
-class Numbered(Dataset[dict[str, Any]]):
+class Numbered(StepDataset):
     """Wraps a dataset; without a `StepPlan` each sample gets its index under the key ``sample``."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self.plan: StepPlan | None = getattr(dataset, "plan", None)
-        self.packs_documents: bool = getattr(dataset, "packs_documents", False)
+        self.plan = told_by(dataset).plan
+        self.packs_documents = told_by(dataset).packs_documents
 
     def __len__(self) -> int:
         return len(self._dataset)
