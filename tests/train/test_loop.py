@@ -1,4 +1,4 @@
-"""What the loop calls between steps: only what a flag asks for."""
+"""The loop calls between steps only what a flag asks for."""
 
 from pathlib import Path
 from typing import Any

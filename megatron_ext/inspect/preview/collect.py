@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from megatron_ext.config.batch_size import BatchSize, number_of_iterations
 from megatron_ext.config.run import RunConfig
-from megatron_ext.data.batch import Batch
+from megatron_ext.data.batch import Batch, StepLoader
 from megatron_ext.data.loader import BatchSource, StepDataset, build_source, reads_dataset, told_by
 from megatron_ext.data.samplers import Ints
 from megatron_ext.device import Device, select
@@ -155,9 +155,10 @@ class _Replica:
             consumed_samples=consumed,
             **source_options(config.section(DataConfig), tokenizer.eod),
         )
-        assert self._source.loader is not None and self._source.loader.samples is not None
+        loader = self._source.loader
+        assert isinstance(loader, StepLoader) and loader.samples is not None
         self._drawn: dict[str, Tensor] = {}
-        self._source.loader.samples = self._noted(self._source.loader.samples)
+        loader.samples = self._noted(loader.samples)
 
     def _noted(self, samples: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
         for self._drawn in samples:
