@@ -34,6 +34,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_ext.config.parser import parse_args
+from megatron_ext.data.batch import StepLoader
 from megatron_ext.device import select
 from megatron_ext.disk.host_folder import shared_host_folder
 from megatron_ext.extras.resilience.flight import write_flight
@@ -66,7 +67,7 @@ class BareLoop:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.schedule = get_forward_backward_func()
-        assert run.train_source.loader is not None
+        assert isinstance(run.train_source.loader, StepLoader)
         self.samples: Iterator[Any] = iter(run.train_source.loader.samples or ())
 
     def step(self) -> float:

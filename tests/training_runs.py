@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_ext.config.parser import ParsedArgs, parse_args
+from megatron_ext.config.parser import ParsedArgs, parse_args, read_words
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.indexed import optimal_dtype
 from megatron_ext.data.indexed_writer import IndexedWriter
@@ -86,7 +86,7 @@ def train_on_ranks(
         task,
         world_size=0,
         device=device.kind,
-        checkpoint_config=stored_config(words, task),
+        checkpoint_config=stored_config(read_words(words, task)),
         defaults=defaults,
     )
     check_own_flags(parsed.task, parsed.config)

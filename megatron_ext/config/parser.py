@@ -66,6 +66,7 @@ def parse_args(
     checkpoint_config: Mapping[str, Any] | None = None,
     defaults: Mapping[str, Any] | None = None,
     elsewhere: Elsewhere | None = None,
+    reading: Reading | None = None,
 ) -> ParsedArgs:
     """Parse and check a command line; a ConfigError has one sentence for every error.
 
@@ -77,12 +78,14 @@ def parse_args(
             (`sections.described`); the command line wins over it.
         defaults: values by field that replace the task's defaults and the fields' own.
         elsewhere: tells which program has an unknown flag.
+        reading: what `read_words` returns for these words, if they have been read already. It is
+            used up: notes and errors are added to it.
     """
     sections.check_sections(program.sections, engine_sections())
     if "--help" in argv or "-h" in argv:
         sections.print_help(program)
         raise SystemExit(0)
-    reading = read_words(argv, program, elsewhere)
+    reading = reading or read_words(argv, program, elsewhere)
     given = [reading.read_yaml(path, program) for path in reading.config_files]
     given.append(reading.values)
     try:
@@ -205,9 +208,9 @@ def _by_section(values: Mapping[str, Any], program: Program) -> Values:
 
 def read_words(
     argv: Sequence[str], program: Program, elsewhere: Elsewhere | None = None
-) -> _Reading:
+) -> Reading:
     """Read the words of a command line into values of fields, with notes and errors."""
-    reading = _Reading(
+    reading = Reading(
         table=sections.spellings(sections.all_flags(program)),
         elsewhere=elsewhere or dict,
         left_out={
@@ -232,7 +235,7 @@ def read_words(
 
 
 @dataclass
-class _Reading:
+class Reading:
     """The state of parsing a command line: the flags that it may have, and the results so far.
 
     Attributes:

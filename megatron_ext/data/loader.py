@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -41,6 +41,45 @@ def stage_reads_data(
 def reads_dataset(model: ModelConfig, parallel: ParallelConfig, context: ParallelContext) -> bool:
     """Tell whether this rank opens the dataset and broadcasts samples to its TP peers."""
     return stage_reads_data(model, parallel, context) and context.tp_rank == 0
+
+
+class StepDataset(Dataset[Any]):
+    """A dataset that tells the loader how to draw its samples; a subclass says what differs.
+
+    Any other torch dataset is read by its indices, and torch collates its samples. What a subclass
+    says it must say on every rank, as far as a rank has the dataset at all.
+
+    Attributes:
+        plan: which samples form the micro-batches of each step, whose samples have ``sample_ids``;
+            None lets a sampler decide.
+        packs_documents: the samples have ``sample_ids`` of packed documents.
+    """
+
+    plan: StepPlan | None = None
+    packs_documents: bool = False
+
+    @property
+    def seq_length_of(self) -> Callable[[int], int] | None:
+        """Return the function from a sample's number to its tokens; None if all are alike."""
+        return None
+
+    @property
+    def expect(self) -> Callable[[Sequence[int]], None] | None:
+        """Return a function that begins to fetch samples of these numbers; None if none must."""
+        return None
+
+    @property
+    def collate(self) -> Callable[[Any], dict[str, Tensor]] | None:
+        """Return the function that makes a batch of what ``__getitems__`` returned, or None."""
+        return None
+
+
+_PLAIN = StepDataset()
+
+
+def told_by(dataset: Any) -> StepDataset:
+    """Return what a dataset tells of itself: nothing beyond the defaults if it is any other."""
+    return dataset if isinstance(dataset, StepDataset) else _PLAIN
 
 
 class Loader(Protocol):
@@ -141,11 +180,8 @@ def build_source(
     """Return the micro-batches of one split, grouped by step, after ``consumed_samples`` samples.
 
     Args:
-        dataset: the split, None on ranks that do not read it. A dataset with a ``plan`` must be
-            given on every rank, and its samples must have ``sample_ids``. One whose samples differ
-            in length has ``seq_length_of``, one with ``sample_ids`` of packed documents has
-            ``packs_documents``; both must be given on every rank too. One that collates batches has
-            ``__getitems__`` and ``collate``, one that fetches samples has ``expect`` (numbers).
+        dataset: the split, None on ranks that do not read it. A `StepDataset` with a plan, a
+            ``seq_length_of`` or packed documents must be given on every rank.
         consumed_samples: samples used so far by all data-parallel ranks together.
         mask_documents_at: the end-of-document id that attention may not cross; None lets attention
             cross documents.
@@ -154,11 +190,12 @@ def build_source(
         full_epoch: repeat the whole split in order without end (full validation).
         as_mappings: return micro-batches with the dataset's own keys, see `MappingLoader`.
     """
-    plan: StepPlan | None = getattr(dataset, "plan", None)
+    told = told_by(dataset)
+    plan = told.plan
     first_step = 0 if plan is None else _steps_done(config.training, consumed_samples)
     packs = plan is not None and plan.packs_documents
     source = partial(BatchSource, plan=plan, first_step=first_step, whole_epochs=full_epoch)
-    source = partial(source, seq_length_of=getattr(dataset, "seq_length_of", None))
+    source = partial(source, seq_length_of=told.seq_length_of)
     if not packs and not stage_reads_data(config.model, config.parallel, context):
         return source(None, None)
     if not full_epoch:
@@ -192,7 +229,7 @@ def build_source(
         mtp_depths=config.model.mtp_num_layers or 0,
         reduction=config.loss.loss_reduction,
         ignore_index=config.loss.ignore_index,
-        with_sample_ids=plan is not None or getattr(dataset, "packs_documents", False),
+        with_sample_ids=plan is not None or told.packs_documents,
     )
     return source(loader, length)
 
@@ -267,7 +304,8 @@ def _samples(
 def _loader(
     dataset: Dataset[Any], sampler: Sampler[Any], training: TrainingConfig, device: torch.device
 ) -> DataLoader[Any]:
-    expect = getattr(dataset, "expect", None)
+    told = told_by(dataset)
+    expect = told.expect
     if expect is not None and not training.num_workers:
         # Worker processes read ahead by themselves.
         sampler = Announced(sampler, expect)
@@ -280,5 +318,5 @@ def _loader(
         generator=torch.Generator(),
         worker_init_fn=worker_setup(),
         multiprocessing_context=worker_context(training.num_workers),
-        collate_fn=getattr(dataset, "collate", None),
+        collate_fn=told.collate,
     )

@@ -194,14 +194,14 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
     return transformer_config
 
 
-def check_core(config: RunConfig) -> None:
-    """Check a run by megatron-core's rules, which a TransformerConfig asserts when it is built.
+def check_core(config: RunConfig) -> TransformerConfig:
+    """Build a run's TransformerConfig, which asserts megatron-core's rules.
 
     Raises:
         ConfigError: the run breaks a rule of megatron-core; the message says which.
     """
     try:
-        build_transformer_config(config)
+        transformer_config = build_transformer_config(config)
     except (AssertionError, ValueError) as error:
         said = " ".join(str(error).split()) or "an assertion without a message"
         raise ConfigError(
@@ -214,3 +214,4 @@ def check_core(config: RunConfig) -> None:
             "megatron-core, whose depths refuse an argument of its own; use selective, or another "
             "megatron-core."
         )
+    return transformer_config

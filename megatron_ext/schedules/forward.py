@@ -10,6 +10,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from megatron_ext.losses.contract import StepCounts
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.schedules.runtime import PipelineEngine
 
@@ -41,7 +42,7 @@ def collect_outputs(
     """
 
     def forward_step(
-        batch: tuple[int, Mapping[str, Any]], chunk: torch.nn.Module, _counts: None
+        batch: tuple[int, Mapping[str, Any]], chunk: torch.nn.Module, _counts: StepCounts | None
     ) -> tuple[Tensor, Any]:
         index, arguments = batch
         before(index)

@@ -275,7 +275,7 @@ class _Step:
         if self.sync is not None:
             self.sync.before_forward(index)
         if action.microbatch == 0 and hasattr(chunk, "set_is_first_microbatch"):
-            chunk.set_is_first_microbatch()
+            chunk.set_is_first_microbatch()  # type: ignore[operator]
         set_current_microbatch(chunk, action.microbatch)
         get_attr_wrapped_model(chunk, "set_input_tensor")([entering])
         batch = None if self.batches is None else self.batches[action.microbatch]

@@ -12,11 +12,19 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.transformer import TransformerConfig
 
 from megatron_ext import extras
 from megatron_ext.config.output import CheckpointConfig, LoggingConfig
-from megatron_ext.config.parser import Elsewhere, ParsedArgs, all_errors, parse_args, read_words
-from megatron_ext.config.run import Program, RunConfig
+from megatron_ext.config.parser import (
+    Elsewhere,
+    ParsedArgs,
+    Reading,
+    all_errors,
+    parse_args,
+    read_words,
+)
+from megatron_ext.config.run import RunConfig
 from megatron_ext.data.indexed import write_error
 from megatron_ext.device import Device, keep_launch_order, select
 from megatron_ext.disk.bus import tell_bus_errors
@@ -135,13 +143,14 @@ def main(
     first = int(os.environ.get("RANK", "0")) == 0
     launched = launch_of(argv)
     try:
-        stored = stored_config(argv, program)
-        if splits_layers(argv, program, stored):
+        words = read_words(argv, program, elsewhere)
+        stored = stored_config(words)
+        if splits_layers(words, stored):
             keep_launch_order()
         known: dict[str, Any] = {"checkpoint_config": stored, "defaults": defaults}
         known |= {"device": select().kind, "elsewhere": elsewhere}
         parse = partial(parse_args, argv, program, **known)
-        parsed = parse(world_size=int(os.environ.get("WORLD_SIZE", "0")))
+        parsed = parse(world_size=int(os.environ.get("WORLD_SIZE", "0")), reading=words)
         if parsed.print_config:
             print(parsed.config.to_yaml() if first else "", end="")
             return 0
@@ -163,7 +172,7 @@ def main(
             from megatron_ext.planning.report import print_plan
 
             return int(first and not print_plan(config, task.cost))
-        check_core(config)
+        transformer_config = check_core(config)
         supervision.prepare(configure)
         check_host_memory(config, task.cost)
         if first and config.checkpoint.save is not None:
@@ -199,7 +208,7 @@ def main(
     tell = partial(_tell_loss, config) if work is None else _tell_interruption
     with reported_end(config.checkpoint.save, launched) as end:
         end.exit_code = launch(
-            partial(program_of, task, config),
+            partial(program_of, task, config, transformer_config=transformer_config),
             nproc_per_node=config.parallel.nproc_per_node,
             device=device,
             timeout_minutes=config.parallel.distributed_timeout_minutes,
@@ -237,9 +246,9 @@ def _resized(
     return changed
 
 
-def stored_config(argv: Sequence[str], program: Program) -> dict[str, Any] | None:
+def stored_config(words: Reading) -> dict[str, Any] | None:
     """Return the configuration in the checkpoint to load; None without --use-checkpoint-args."""
-    asked = read_words(argv, program).values.get("checkpoint", {})
+    asked = words.values.get("checkpoint", {})
     if not asked.get("use_checkpoint_args"):
         return None
     of_checkpoint: Callable[..., dict[str, Any]] = read_run_config
@@ -252,12 +261,12 @@ def stored_config(argv: Sequence[str], program: Program) -> dict[str, Any] | Non
     return of_checkpoint(*root_of(fetched("--pretrained-checkpoint", pretrained)))
 
 
-def splits_layers(argv: Sequence[str], program: Program, stored: Mapping[str, Any] | None) -> bool:
+def splits_layers(words: Reading, stored: Mapping[str, Any] | None) -> bool:
     """Return whether flags ask for tensor or context parallelism, as far as they can be read.
 
     ``stored`` is the configuration in the checkpoint to load, where it fills in flags.
     """
-    asked = read_words(argv, program).values.get("parallel", {})
+    asked = words.values.get("parallel", {})
     sizes = {**(stored or {}).get("parallel", {}), **asked}
     names = "tensor_model_parallel_size", "context_parallel_size"
     return any((sizes.get(name) or 1) != 1 for name in names)
@@ -273,6 +282,7 @@ def pretrain(
     work: Work | None = None,
     launched: Launch | None = None,
     exit_signal: ExitSignal | None = None,
+    transformer_config: TransformerConfig | None = None,
 ) -> int:
     """Train one model on this rank, and return the exit code; all ranks call this.
 
@@ -282,6 +292,7 @@ def pretrain(
         work: called with the `Run` in place of training and evaluation.
         launched: the start of the run, since which it accounts for its time; None for no account.
         exit_signal: the exit signal as the program watches it; None to watch it from now on.
+        transformer_config: what `check_core` has built from ``config``; None to build it here.
     """
     exit_signal = exit_signal or ExitSignal.of_run(config.training)
     recorder = open_recorder()
@@ -323,6 +334,7 @@ def pretrain(
                 helper,
                 started=started,
                 exit_signal=exit_signal,
+                transformer_config=transformer_config,
             )
             if injector is not None:
                 injector.chunks = run.chunks

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.config.batch_size import BatchSize, number_of_iterations
 from megatron_ext.config.optimizer import EmaConfig
@@ -49,17 +50,19 @@ def build_run(
     helper: Helper | None = None,
     started: float | None = None,
     exit_signal: ExitSignal | None = None,
+    transformer_config: TransformerConfig | None = None,
 ) -> Run:
     """Build what a run needs on this rank, load its checkpoint, and let ``helper`` write others.
 
-    A time limit of the run counts from ``started``, in seconds since 1970, and ``exit_signal``
-    tells whether the signal has come; by default both count from now.
+    ``transformer_config`` is that of ``config``, if it has been built already. A time limit of the
+    run counts from ``started``, in seconds since 1970, and ``exit_signal`` tells whether the signal
+    has come; by default both count from now.
     """
     started = time.time() if started is None else started
     prepare_transformer_engine(config)
     if config.model.transformer_impl != TE_IMPL:
         use_flash_3(config.model, device)
-    transformer_config = build_transformer_config(config)
+    transformer_config = transformer_config or build_transformer_config(config)
     bare = build_chunks(
         task.model_chunk, config, transformer_config, context, config.model.unpadded_vocab_size
     )

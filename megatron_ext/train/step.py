@@ -155,9 +155,7 @@ class StepRunner:
                 schedule, chunks, transformer_config, context, group_size=group_size, graphs=graphs
             )
         self._gradients = StepGradients(chunks)
-        # The kernels of CUDA graphs always add, and so do products to gradients that are sharded.
-        graphs = self.engine is None or self.engine.graphs
-        self._overwrites = not (graphs or config.optimizer.shards_gradients)
+        self._shards_gradients = config.optimizer.shards_gradients
         self._micro_batch_size = config.training.batch_sizes[0]
         self._unsettled: list[tuple[UpdateResult, OptimizerParamScheduler, int]] = []
         self.observer: Callable[[], None] | None = None
@@ -221,7 +219,9 @@ class StepRunner:
     def zero_gradients(self) -> None:
         """Set all gradients to zero, or let the first product of a step overwrite them."""
         assert self.optimizer is not None
-        self._gradients.start(overwrite=self._overwrites and self.check_zeroed is None)
+        # The kernels of CUDA graphs always add, and so do products to gradients that are sharded.
+        adds = self.engine is None or self.engine.graphs or self._shards_gradients
+        self._gradients.start(overwrite=not adds and self.check_zeroed is None)
         self.optimizer.zero_grad()
         if self.check_zeroed is not None:
             self.check_zeroed(self.chunks)
@@ -256,7 +256,7 @@ class StepRunner:
                     forward_only=False,
                 )
         # megatron-core's own schedules have divided the gradients already.
-        divides = self.engine is not None and self.config.training.calculate_per_token_loss
+        divides = self.engine is not None and self.transformer_config.calculate_per_token_loss
         num_targets = self.engine.num_targets if self.engine is not None and divides else None
         with self.context.recorder.phase("reduce"):
             totals, scale = reduce_step(reports, num_targets, self.context)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_ext import device as copies
 from megatron_ext.data import batch
+from megatron_ext.data.batch import StepLoader
 from megatron_ext.layers import linear
 from megatron_ext.layers.graphs import _Owned
 from megatron_ext.layers.transformer_config import StepTransformerConfig
@@ -58,7 +59,7 @@ def build(context: ParallelContext, words: str, *, overlap: bool = False) -> Run
         for module in chunk.modules():
             if isinstance(getattr(module, "config", None), StepTransformerConfig):
                 module.config.adds_in_place = True
-    if run.train_source.loader is not None:
+    if isinstance(run.train_source.loader, StepLoader):
         run.train_source.loader.device = torch.device("cuda", 0)
     choose_kernels(run.optimizer, fused=True)
     run.runner.scales_in_update = True

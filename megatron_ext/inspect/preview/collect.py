@@ -21,9 +21,9 @@ from torch.utils.data import Dataset
 
 from megatron_ext.config.batch_size import BatchSize, number_of_iterations
 from megatron_ext.config.run import RunConfig
-from megatron_ext.data.batch import Batch
-from megatron_ext.data.loader import BatchSource, build_source, reads_dataset
-from megatron_ext.data.samplers import Ints, StepPlan
+from megatron_ext.data.batch import Batch, StepLoader
+from megatron_ext.data.loader import BatchSource, StepDataset, build_source, reads_dataset, told_by
+from megatron_ext.data.samplers import Ints
 from megatron_ext.device import Device, select
 from megatron_ext.errors import ConfigError
 from megatron_ext.inspect.preview.rows import Provenance, Row, Step
@@ -155,9 +155,10 @@ class _Replica:
             consumed_samples=consumed,
             **source_options(config.section(DataConfig), tokenizer.eod),
         )
-        assert self._source.loader is not None and self._source.loader.samples is not None
+        loader = self._source.loader
+        assert isinstance(loader, StepLoader) and loader.samples is not None
         self._drawn: dict[str, Tensor] = {}
-        self._source.loader.samples = self._noted(self._source.loader.samples)
+        loader.samples = self._noted(loader.samples)
 
     def _noted(self, samples: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
         for self._drawn in samples:
@@ -264,13 +265,13 @@ def _columns(length: int, size: int) -> list[Ints]:
     return [torch.cat((parts[rank], parts[-1 - rank])).numpy() for rank in range(size)]
 
 
-class Numbered(Dataset[dict[str, Any]]):
+class Numbered(StepDataset):
     """Wraps a dataset; without a `StepPlan` each sample gets its index under the key ``sample``."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self.plan: StepPlan | None = getattr(dataset, "plan", None)
-        self.packs_documents: bool = getattr(dataset, "packs_documents", False)
+        self.plan = told_by(dataset).plan
+        self.packs_documents = told_by(dataset).packs_documents
 
     def __len__(self) -> int:
         return len(self._dataset)

@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 
 from megatron_ext import limits
-from megatron_ext.config.parser import ParsedArgs, parse_args
+from megatron_ext.config.parser import ParsedArgs, parse_args, read_words
 from megatron_ext.config.training import LossConfig, TrainingConfig
 from megatron_ext.data.samplers import Ints
 from megatron_ext.device import select
@@ -245,7 +245,7 @@ def parse_run(
         program,
         world_size=options.world_size or int(os.environ.get("WORLD_SIZE", "0")),
         device=kind,
-        checkpoint_config=stored_config(words, program),
+        checkpoint_config=stored_config(read_words(words, program)),
     )
     replicas = Layout.from_config(parsed.config.parallel).data_parallel_size
     if not 0 <= options.rank < replicas:

@@ -21,9 +21,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from megatron_ext.data.indexed import Array
+from megatron_ext.data.loader import StepDataset
 from megatron_ext.data.object_store import RemoteSpan
 from megatron_ext.data.order import Pieces
 from megatron_ext.data.packed_order import PackedOrder, PackedPieces
@@ -91,7 +91,11 @@ class Marks:
     reset_position_ids: bool
 
 
-class DirectDataset(Dataset[dict[str, Tensor]]):
+def _collated(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return batch
+
+
+class DirectDataset(StepDataset):
     """The samples of one split by their number in the run.
 
     A data loader asks for a batch at once and gets it collated.
@@ -104,7 +108,6 @@ class DirectDataset(Dataset[dict[str, Tensor]]):
 
     Attributes:
         is_training: the split is read on from where a resumed run stood.
-        packs_documents: samples are packed documents, which ``sample_ids`` tells apart.
     """
 
     is_training = False
@@ -156,10 +159,10 @@ class DirectDataset(Dataset[dict[str, Tensor]]):
             if isinstance(span, RemoteSpan) and len(own):
                 span.expect(pieces.begins[own], pieces.lengths[own] + 1)
 
-    @staticmethod
-    def collate(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return what `__getitems__` returned, which is collated."""
-        return batch
+    @property
+    def collate(self) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+        """Return a function that leaves what `__getitems__` returned, which is collated."""
+        return _collated
 
     def batch(self, start: int, stop: int) -> dict[str, Tensor]:
         """Return the samples from ``start`` to ``stop`` - 1, which have one length s.

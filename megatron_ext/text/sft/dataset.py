@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.run import RunConfig
+from megatron_ext.data.loader import StepDataset
 from megatron_ext.data.samplers import Epochs, Ints, StepPlan, shuffled
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.config import SftConfig, TokenizerConfig
@@ -117,7 +117,7 @@ class Cut:
         return ["; ".join(parts)]
 
 
-class SftDataset(Dataset[dict[str, Tensor]]):
+class SftDataset(StepDataset):
     """The conversations of one split; an item is a row, indexed by the tuple of its conversations.
 
     ``members`` are the indices of the split's conversations in all stores together. Those without a
