@@ -15,7 +15,6 @@ import mmap
 import os
 import re
 import struct
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ext import limits
 from megatron_ext.disk.bus import remember_size
 from megatron_ext.disk.reading import UnreadableFile, open_regular
+from megatron_ext.disk.writing import why_not_writable
 from megatron_ext.errors import DataError
 
 if TYPE_CHECKING:
@@ -275,33 +274,6 @@ def _check_documents(prefix: str | os.PathLike[str], index: Index) -> None:
             f"from 0 to the number of sequences ({len(index.lengths)}); the index is damaged, "
             "make it again."
         )
-
-
-def why_not_writable(folder: Path) -> str | None:
-    """Return why a folder, which need not exist yet, cannot be written to; None if it can.
-
-    A temporary file is written, since permissions do not reveal a read-only mount or a full disk.
-    """
-    nearest = folder.absolute()
-    while not nearest.exists() and nearest != nearest.parent:
-        nearest = nearest.parent
-    if not nearest.is_dir():
-        return f"{nearest} is no folder"
-    try:
-        with tempfile.TemporaryFile(dir=nearest, buffering=0) as file:
-            file.write(bytes(4096))
-    except OSError as error:
-        return limits.cause(error, nearest)
-    return None
-
-
-def write_error(flag: str, given: str, *, is_file: bool = False) -> str | None:
-    """Return a sentence if the folder or file that a flag gives cannot be written; else None."""
-    reason = why_not_writable(Path(given).parent if is_file else Path(given))
-    if reason is None:
-        return None
-    kind = "file" if is_file else "folder"
-    return f"`{flag}` ({given}) cannot be written ({reason}); give a {kind} that can."
 
 
 def _why_no_array(path: Path) -> str | None:

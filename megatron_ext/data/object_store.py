@@ -26,11 +26,11 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from megatron_ext import limits
 from megatron_ext.data.block_cache import PAGE, BlockCache
-from megatron_ext.data.indexed import Array, Index, idx_path, read_index, why_not_writable
+from megatron_ext.data.indexed import Array, Index, idx_path, read_index
 from megatron_ext.data.permutation import Ints, key_of
 from megatron_ext.data.requests import Requests, StoredObject
 from megatron_ext.data.token_spans import TokenSpan, token_bounds
-from megatron_ext.disk.writing import lock_path, open_descriptor, remove
+from megatron_ext.disk.writing import lock_path, open_descriptor, remove, why_not_writable
 from megatron_ext.errors import DataError
 
 RANGE = 64

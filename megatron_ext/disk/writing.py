@@ -14,9 +14,12 @@ import os
 import re
 import shutil
 import stat
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Literal, TextIO, overload
+
+from megatron_ext import limits
 
 StrPath = str | os.PathLike[str]
 _DESCRIPTOR = re.compile(r"/proc/(self|[0-9]+)/fd/[0-9]+")
@@ -206,3 +209,30 @@ def _is_locked(path: StrPath) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def why_not_writable(folder: Path) -> str | None:
+    """Return why a folder, which need not exist yet, cannot be written to; None if it can.
+
+    A temporary file is written, since permissions do not reveal a read-only mount or a full disk.
+    """
+    nearest = folder.absolute()
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        return f"{nearest} is no folder"
+    try:
+        with tempfile.TemporaryFile(dir=nearest, buffering=0) as file:
+            file.write(bytes(4096))
+    except OSError as error:
+        return limits.cause(error, nearest)
+    return None
+
+
+def write_error(flag: str, given: str, *, is_file: bool = False) -> str | None:
+    """Return a sentence if the folder or file that a flag gives cannot be written; else None."""
+    reason = why_not_writable(Path(given).parent if is_file else Path(given))
+    if reason is None:
+        return None
+    kind = "file" if is_file else "folder"
+    return f"`{flag}` ({given}) cannot be written ({reason}); give a {kind} that can."

@@ -25,9 +25,9 @@ from megatron_ext.config.parser import (
     read_words,
 )
 from megatron_ext.config.run import RunConfig
-from megatron_ext.data.indexed import write_error
 from megatron_ext.device import Device, keep_launch_order, select
 from megatron_ext.disk.bus import tell_bus_errors
+from megatron_ext.disk.writing import write_error
 from megatron_ext.errors import (
     EXIT_CODE_INTERRUPTED,
     ConfigError,

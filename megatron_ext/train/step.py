@@ -24,9 +24,6 @@ from megatron_ext import core
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import Batch
 from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
-from megatron_ext.layers.dropout import microbatch_masks
-from megatron_ext.layers.fp8.linear import AmaxHistories, KeptWeights
-from megatron_ext.layers.gradient_shards import whole_gradients
 from megatron_ext.layers.specs import expert_pattern
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.layers.weight_gradients import StepGradients
@@ -40,6 +37,7 @@ from megatron_ext.train.task import Task
 
 if TYPE_CHECKING:
     from megatron_ext.checkpoint.state import ExtraState
+    from megatron_ext.layers.fp8.linear import AmaxHistories
 
 
 @dataclass(frozen=True)
@@ -143,9 +141,13 @@ class StepRunner:
         self._has_auxiliary_losses = (
             transformer_config.num_moe_experts is not None or task.auxiliary_losses
         )
-        in_8_bits = config.fp8.fp8_format is not None
-        self.amax_histories = AmaxHistories(chunks) if in_8_bits else None
-        self._weights_kept = KeptWeights(chunks).kept if in_8_bits else nullcontext
+        self.amax_histories: AmaxHistories | None = None
+        self._weights_kept: Callable[[], AbstractContextManager[None]] = nullcontext
+        if config.fp8.fp8_format is not None:
+            from megatron_ext.layers.fp8.linear import AmaxHistories, KeptWeights
+
+            self.amax_histories = AmaxHistories(chunks)
+            self._weights_kept = KeptWeights(chunks).kept
         schedule = config.parallel.pipeline_schedule or ""
         self.engine: PipelineEngine | None = None
         if not schedule.startswith("core-"):
@@ -265,6 +267,8 @@ class StepRunner:
                     chunk.scale_gradients(scale)
                 scale = None
         if self.observer is not None:
+            from megatron_ext.layers.gradient_shards import whole_gradients
+
             with whole_gradients(self.chunks):
                 self.observer()
         if self.amax_histories is not None:
@@ -372,6 +376,8 @@ class StepRunner:
         """Return the dropout contexts of ``--deterministic-dropout``; None without it."""
         if not self.config.model.deterministic_dropout:
             return None
+        from megatron_ext.layers.dropout import microbatch_masks
+
         size = self._micro_batch_size
         replicas = self.context.pgs.dp.size()
 

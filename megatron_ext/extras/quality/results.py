@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import orjson
 
-from megatron_ext.data.indexed import write_error
-from megatron_ext.disk.writing import cleared, open_new, write_bytes
+from megatron_ext.disk.writing import cleared, open_new, write_bytes, write_error
 from megatron_ext.errors import ConfigError
 from megatron_ext.extras.quality.documents import Documents
 from megatron_ext.extras.quality.measure import Duplicates, Quality

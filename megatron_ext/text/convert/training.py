@@ -19,7 +19,7 @@ from megatron_ext.config.flags import COUNT, Changeable, derived, flag
 from megatron_ext.config.model import ModelConfig, padded_size
 from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.run import RunConfig
-from megatron_ext.data.indexed import write_error
+from megatron_ext.disk.writing import write_error
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.layers.transformer_config import params_dtype
 from megatron_ext.parallel.context import ParallelContext

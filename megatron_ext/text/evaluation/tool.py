@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.run import RunConfig
-from megatron_ext.data.indexed import write_error
+from megatron_ext.disk.writing import write_error
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.evaluation.config import ResultsConfig, TaskEvaluationConfig

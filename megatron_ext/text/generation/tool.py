@@ -17,7 +17,7 @@ from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.parser import read_words
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.sections import described, withheld_notes
-from megatron_ext.data.indexed import write_error
+from megatron_ext.disk.writing import write_error
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.text.config import is_date, text_rules
 from megatron_ext.text.convert.config import read_model

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import MegatronExtError
-from megatron_ext.layers.fp8.scaling import DelayedScaling
 from megatron_ext.layers.moe import expert_parameters
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.callbacks.callback import Callback, due
@@ -79,6 +78,8 @@ def check_replicas(
 
 def _check_histories(chunks: Sequence[DistributedDataParallel], iteration: int) -> None:
     """Compare amax histories of the delayed fp8 recipe on all ranks that hold the same layer."""
+    from megatron_ext.layers.fp8.scaling import DelayedScaling
+
     found = [
         (f"{name}.amax_history", module)
         for chunk in chunks
