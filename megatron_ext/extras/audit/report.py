@@ -18,15 +18,23 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megatron_ext.disk.reading import read_yaml
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.extras.audit.defect import RELEASES, Defect
-from megatron_ext.extras.audit.defects_model import MODEL
-from megatron_ext.extras.audit.defects_rest import REST
-from megatron_ext.extras.audit.defects_step import STEP
 from megatron_ext.extras.audit.flags import Flags, Undecided
 from megatron_ext.extras.audit.recipe import read_recipe
+from megatron_ext.extras.audit.rules import RULES
 
-DEFECTS: tuple[Defect, ...] = (*MODEL, *STEP, *REST)
+
+def _defects() -> tuple[Defect, ...]:
+    """Return the defects of `defects.yaml`, each with the flags that hit it."""
+    entries = read_yaml(Path(__file__).with_name("defects.yaml"))
+    return tuple(
+        Defect.of(number, entry, RULES.get(number, ())) for number, entry in entries.items()
+    )
+
+
+DEFECTS = _defects()
 """All defects in the order of their numbers."""
 
 PROGRAM = "pretrain_gpt.py"
