@@ -1,6 +1,6 @@
 """The loss contract: a loss returns ``(sum, count, report)`` and leaves division to the step.
 
-megatron-core's schedules also accept two values or a fractional count, with which they crash or
+megatron-core's schedules also accept two values or a fractional count, and then crash or
 silently compute wrong gradients. `call_loss` refuses both.
 `weighted_token_loss` makes a loss that obeys the contract from per-token losses.
 """

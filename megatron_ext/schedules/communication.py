@@ -3,8 +3,8 @@
 Messages to higher and to lower pipeline ranks use separate process groups. The channel between two
 ranks then carries messages in one direction only, in the order of the plan at both ends.
 
-A message is kept until it has left. NCCL tells so by an event; Gloo tells only who waits. The plan
-tells with both: what a peer sends after it used a message proves that the message arrived.
+A message is kept until it has left. With NCCL an event says when; with Gloo only a wait does. The
+plan says it for both: what a peer sends after it used a message proves that the message arrived.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ class Channels:
 class GradientSync:
     """Starts the data-parallel reduction of a chunk's gradients, and the gathers of its weights.
 
-    Without ``--overlap-grad-reduce`` it starts no reduction. Until the last backward pass of a
-    chunk, the chunk's gradients are only accumulated. Their reduction starts during that pass or,
+    It is made with ``--overlap-grad-reduce`` or sharded gradients. Until the last backward pass of
+    a chunk, the chunk's gradients are only accumulated. Their reduction starts during that pass or,
     with ``--align-grad-reduce`` or deferred weight gradients, after it. As in megatron-core,
     ``--align-grad-reduce`` has no effect on the first stage if its rank has one chunk.
 

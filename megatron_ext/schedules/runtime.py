@@ -162,7 +162,7 @@ class PipelineEngine:
         over the step's targets, they are still to be divided by the sum of `num_targets`.
 
         Args:
-            batches: the micro-batches; None on stages that read no data.
+            batches: the micro-batches; on stages that read no data, None or empty ones.
             shape: shape of this rank's messages, ``[s, b, h]``, or of each micro-batch's; see
                 `Channels`.
             counts: handed to ``forward_step``.
@@ -281,7 +281,7 @@ class _Step:
         batch = None if self.batches is None else self.batches[action.microbatch]
         with nullcontext() if self.masks is None else self.masks(action.microbatch):
             output, loss = self.forward_step(batch, chunk, self.counts)
-        # It divides the loss unless that is left to the step, and scales auxiliary losses.
+        # megatron-core divides the loss here unless the step does, and scales auxiliary losses.
         output, num_targets = forward_step_calc_loss(
             chunk,
             output,

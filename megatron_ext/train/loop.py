@@ -256,7 +256,7 @@ class IntervalMetrics:
         if unsettled is None or unsettled[1].update.applied:
             return
         iteration, result = unsettled
-        nan = any(not math.isfinite(float(loss)) for loss in result.losses.values())
+        nan = self._loss_is_not_finite(result)
         for sums in (self._since_report, self._since_track):
             sums.skipped += 1
             sums.nans += nan
@@ -267,16 +267,27 @@ class IntervalMetrics:
             f"({self._run.progress.skipped_iterations} skipped so far)"
         )
 
+    def _loss_is_not_finite(self, result: StepResult) -> bool:
+        """Return whether a loss of a skipped step is not finite; all ranks call this together.
+
+        Only the last pipeline stage has losses, but rank 0 writes the count into checkpoints.
+        """
+        here = any(not math.isfinite(float(loss)) for loss in result.losses.values())
+        anywhere = torch.tensor(here, dtype=torch.int32, device=self._run.device)
+        group = self._run.context.pgs.pp
+        torch.distributed.all_reduce(anywhere, op=torch.distributed.ReduceOp.MAX, group=group)
+        return bool(anywhere)
+
     def pause(self, seconds: float) -> None:
         """Exclude seconds that were not spent on steps from the step time."""
         self._since_report.pause += seconds
         self._since_track.pause += seconds
 
     def report_if_due(self) -> None:
-        """Report every ``--log-interval`` steps, and after the first step of a run.
+        """Report every ``--log-interval`` steps, and after iteration 1.
 
-        TensorBoard and Weights & Biases get the values of a step every
-        ``--tensorboard-log-interval`` steps, as from Megatron-LM.
+        TensorBoard and Weights & Biases get the values of a single step every
+        ``--tensorboard-log-interval`` steps, as in Megatron-LM.
         """
         iteration = self._run.progress.iteration
         logging = self._run.config.logging

@@ -183,17 +183,21 @@ class StepRunner:
 
     def _connect(self, optimizer: MegatronOptimizer) -> None:
         """Set megatron-core's hooks that scale, overlap and finalize gradients."""
-        told = self.transformer_config
+        hooks = self.transformer_config
         flags = self.config.optimizer
-        told.grad_scale_func = optimizer.scale_loss
-        told.finalize_model_grads_func = finalize_model_grads
+        hooks.grad_scale_func = optimizer.scale_loss
+        hooks.finalize_model_grads_func = finalize_model_grads
         self.scales_in_update = self.engine is not None and all_decide_on_device(optimizer)
         if flags.overlap_grad_reduce and not flags.shards_gradients:
-            told.no_sync_func = _one_or_list([chunk.no_sync for chunk in self.chunks])
+            hooks.no_sync_func = _one_or_list([chunk.no_sync for chunk in self.chunks])
             if flags.align_grad_reduce:
-                told.grad_sync_func = _one_or_list([c.start_grad_sync for c in self.chunks])
+                hooks.grad_sync_func = _one_or_list(
+                    [c.start_grad_sync for c in self.chunks]
+                )
         if flags.overlap_param_gather and flags.align_param_gather:
-            told.param_sync_func = _one_or_list([c.start_param_sync for c in self.chunks])
+            hooks.param_sync_func = _one_or_list(
+                [c.start_param_sync for c in self.chunks]
+            )
 
     def train(self, inputs: StepInputs, num_samples: int) -> StepResult:
         """Compute the gradients over a global batch, and update the parameters once.

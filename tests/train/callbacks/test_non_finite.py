@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_ext.extras.resilience.spikes import Spikes
 from megatron_ext.optim.builder import choose_kernels
@@ -62,6 +63,21 @@ def test_a_device_that_decides_tells_one_step_later(
     assert (event["kind"], event["iteration"], event["ranks"]) == ("non_finite", 5, wanted)
     assert event["parameter"].endswith("layers.0.mlp.linear_fc1.weight")
     assert "> iteration 5 is not finite: the gradient of `module" in capfd.readouterr().out
+
+
+@ranks(pp=2)
+def test_all_stages_count_a_loss_that_is_not_finite(context: ParallelContext) -> None:
+    """Rank 0 writes the count into checkpoints, but only the last stage has the loss."""
+    run = build([*FLAGS, *NO_DROPOUT.split(), "--pipeline-model-parallel-size", "2"], context)
+    metrics = IntervalMetrics(run)
+    if context.is_last_stage:
+        with torch.no_grad():
+            next(iter(run.chunks[-1].parameters())).fill_(float("nan"))
+    inputs, stats = next_inputs(run)
+    result = run.runner.train(inputs, run.batch_size.global_batch_size)
+    count_step(run, metrics, result, stats)
+    metrics.settle()
+    assert (run.progress.skipped_iterations, run.progress.nan_iterations) == (1, 1)
 
 
 @ranks()
