@@ -1,5 +1,6 @@
 """Each add-on can be removed: runs train without its folder, and its flags are named."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -74,3 +75,28 @@ def test_without_add_ons_runs_train_and_their_flags_are_named(
         expected = f"`{asked}` needs the add-on {name}, but the folder megatron_ext/extras/{name} "
         assert expected in refused.stderr
         assert "Traceback" not in refused.stderr
+
+
+PLAIN = f"""
+import json, runpy, sys
+sys.argv = ["pretrain_gpt.py", *{TINY.split()[:-4]!r}]
+try:
+    runpy.run_path("pretrain_gpt.py", run_name="__main__")
+except SystemExit as end:
+    assert not end.code
+files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
+print("MODULES", json.dumps([file for file in files if "/megatron_ext/" in file]))
+"""
+
+
+def test_a_plain_run_imports_no_add_on_and_little_else() -> None:
+    """One rank without an optional flag reads what a newcomer reads: the plain path."""
+    words = [sys.executable, "-c", PLAIN]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=240)
+    listed = next(x for x in ended.stdout.splitlines() if x.startswith("MODULES "))
+    package = ROOT / "megatron_ext"
+    modules = {str(Path(x).relative_to(package)) for x in json.loads(listed.partition(" ")[2])}
+    assert {x for x in modules if x.startswith("extras/")} == {"extras/__init__.py"}
+    for part in ("checkpoint/manager", "layers/fp8/linear", "optim/muon", "text/data/splits"):
+        assert f"{part}.py" not in modules
+    assert len(modules) <= 140
