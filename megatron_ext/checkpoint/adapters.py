@@ -70,7 +70,7 @@ def leave_out_new(
 def new_branches(path: Path, new: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
     """Return sentences on the tensors in ``new`` that start anew, since a checkpoint lacks them.
 
-    Adapters in ``new``, which `leave_out_new` returned, are not mentioned.
+    ``new`` is the result of `leave_out_new`; its adapters are not mentioned.
     """
     names = [n for values in new.values() for n, value in values.items() if is_new_branch(value)]
     notes = [

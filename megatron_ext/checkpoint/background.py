@@ -396,7 +396,7 @@ class BackgroundSaves:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for all saves, which have time limits; all ranks call this together."""
+        """Wait for all saves to end, each within its time limit; all ranks call this together."""
         while self._worst(int(bool(self._running))):
             self.poll()
             time.sleep(_SECONDS_BETWEEN_LOOKS)

@@ -171,7 +171,7 @@ def _value_of(entry: Any, size: Iterable[int] | None) -> Tensor | bytes:
 
 
 def _stored(value: Any) -> bytes:
-    """Return the bytes that megatron-core stores of an object: of a list of all with its key."""
+    """Return an object as megatron-core stores it: pickled in the list of all of its key."""
     file = io.BytesIO()
     torch.save([value], file)
     return file.getvalue()

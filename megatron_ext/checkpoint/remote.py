@@ -251,7 +251,10 @@ class RemoteFolder:
                 self._copied[name] = stamp
 
     def fetch_records(self) -> None:
-        """Copy records here that are longer there, so that a run on another machine goes on."""
+        """Download each record that is missing or shorter here than in the object store.
+
+        So a run goes on on another machine.
+        """
         fs, place = self._place
         self.root.mkdir(parents=True, exist_ok=True)
         for name, entry in self._entries().items():

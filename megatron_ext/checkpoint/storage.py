@@ -306,7 +306,7 @@ def _load_state(
 ) -> tuple[dict[str, Any], set[str], set[str]]:
     """Do what `dist_checkpointing.load` does in any release of megatron-core, without running code.
 
-    Return all values, and the names that only the checkpoint and only the run has.
+    Return all values, the names that only the checkpoint has, and those that only the run has.
     """
     force_all_tensors_to_non_fp8(state)
     wanted, own, factories = load_preprocess(state)

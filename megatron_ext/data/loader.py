@@ -104,8 +104,8 @@ class BatchSource:
         first_step: index in the plan of the next step.
         whole_epochs: the steps repeat the whole split in order without end; the last step of each
             pass is padded with samples that have no targets.
-        seq_length_of: ``(number)`` to the tokens of the run's sample of that number; None if all
-            samples have ``--seq-length``.
+        seq_length_of: function from the number of a sample in the run to its length in tokens; None
+            if all samples have ``--seq-length``.
     """
 
     def __init__(

@@ -97,7 +97,7 @@ def prefers_parts(
 def attend_in_parts(
     query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: PartKernel = CUDNN
 ) -> Tensor:
-    """Return the causal attention ``[b, n, q, d]`` of the last q positions of k.
+    """Return the causal attention ``[b, n, q, d]`` of queries at the last q of k positions.
 
     The keys before the first query are one part, and the queries' own keys, to which attention is
     causal, the other.

@@ -41,8 +41,8 @@ class Compiler:
     """The settings of compilation; with the backend None everything runs eagerly.
 
     Attributes:
-        on_cpu: whether functions of CPU tensors are compiled too. Otherwise a layer on a CPU need
-            not ask `compiles` whether to take its compiled path.
+        on_cpu: whether functions of CPU tensors are compiled too. If False, layers on
+            a CPU can skip the call of `compiles`.
     """
 
     backend: Backend | None = "inductor"

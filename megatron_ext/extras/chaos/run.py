@@ -130,7 +130,10 @@ def _wait(pid: int, reader: int, log: Path, started: float, deadline: float) -> 
 
 
 def _copy(reader: int, file: object, seconds: float) -> bool:
-    """Copy what the pipe holds within some seconds to ``file``; return False at its end."""
+    """Wait up to ``seconds`` for output of a pipe, and copy a block of it to ``file``.
+
+    Return False once the pipe is closed.
+    """
     if not select.select([reader], [], [], seconds)[0]:
         return True
     block = os.read(reader, 1 << 16)

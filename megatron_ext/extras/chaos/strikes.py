@@ -151,7 +151,7 @@ def _give_back(process: psutil.Process, limits: tuple[int, int]) -> None:
 
 
 def fail_fsync(target: Target) -> None:
-    """Let the next ``os.fsync`` raise EIO, in this process or in one that it has forked."""
+    """Make the next ``os.fsync`` of this process, or of one that it has forked, raise EIO."""
     target.note("the next fsync")
     target.fsync_fails[0] = 1
 
@@ -172,10 +172,10 @@ def watch_fsync() -> mmap.mmap:
 
 
 def damage_checkpoint(target: Target) -> None:
-    """Change a byte in the newest checkpoint, take the copies in memory away, and end by SIGKILL.
+    """Change a byte in the newest checkpoint, delete the copies in memory, and end by SIGKILL.
 
-    The copies go too, since a run that still has them does not read the checkpoint. A save that is
-    under way, which would give the run a newer checkpoint, is waited for.
+    The copies go too, since a run that still has them does not read the checkpoint. This waits first
+    for a save under way, which would give the run a newer checkpoint.
     """
     until = time.monotonic() + _SECONDS_FOR_A_SAVE
     while target.save is not None and any(target.save.glob("iter_???????.*")):

@@ -65,7 +65,7 @@ def _watching(config: RunConfig, folder: Path | None) -> Iterator[None]:
 
 
 class _Guard:
-    """The work of the thread: looks, and acts if it is this rank's turn."""
+    """The thread that watches all ranks of a machine; it reports while no lower rank does."""
 
     def __init__(self, watcher: Watcher, save: str | None, over: threading.Event) -> None:
         self._watcher = watcher

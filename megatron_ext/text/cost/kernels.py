@@ -124,7 +124,10 @@ class GptKernels(GptFlops):
         ]
 
     def _norms(self, count: int) -> list[Work]:
-        """Return norms of the residual stream: 2 tensors moved forward, 3 backward."""
+        """Return the work of ``count`` norms of the residual stream.
+
+        Each moves 2 tensors forward and 3 backward.
+        """
         return [
             Work("pointwise", phase, num_bytes=count * tensors * self._stream, kernels=2 * count)
             for phase, tensors in ((Phase.FORWARD, 2), (Phase.INPUT, 3))

@@ -327,7 +327,10 @@ LOOKED_AT = 16
 
 
 def cuts_by_source(order: PackedOrder, spans: Mapping[int, TokenSpan]) -> dict[int, Cuts]:
-    """Count the documents that packing cuts, in at least one block of each of up to 16 sources."""
+    """Count, by source, the documents that packing cuts.
+
+    At most 16 sources are sampled, each in at least one block.
+    """
     chosen = list(spans)[:: -(-len(spans) // LOOKED_AT)]
     most = max(1, LOOKED_AT // len(chosen))
     return {source: order.cuts(source, most) for source in chosen}

@@ -246,7 +246,7 @@ def _held_out_weights(config: RunConfig, split: int) -> dict[str, Fraction]:
 
 
 def build_direct(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
-    """Build the splits on every rank; the training split takes its history from `goes_on`."""
+    """Build the splits on every rank; `goes_on` replaces the training split by that of a run."""
     plan = plan_run(config, *history_of(config))
     fim = fim_of(config, tokenizer, 0)
     train = DirectDataset(plan.order, plan.spans, marks_of(config, tokenizer), plan.total, fim)

@@ -62,7 +62,7 @@ class Part:
     columns: Sequence[str] | None = None
 
     def __str__(self) -> str:
-        """Return what part of which input this is, for messages."""
+        """Name the input and the range of this part, for messages."""
         unit = _UNITS.get(self.packing, "groups" if is_table(self.packing) else "bytes")
         return f"{self.source}, {unit} {self.start} to {self.end}"
 
@@ -294,7 +294,10 @@ def is_end_of_input(part: Part) -> bool:
 
 
 def _pieces(part: Part) -> Iterator[tuple[bytes, int]]:
-    """Yield (some bytes of the lines of a part, input bytes read)."""
+    """Yield a part piece by piece: its bytes as text, and how many bytes of input they took.
+
+    A piece need not end with a line.
+    """
     if part.packing in _LINES:
         yield from _plain(part)
     elif part.packing == "texts":

@@ -48,7 +48,7 @@ class Blend:
 
     @classmethod
     def once(cls, paths: Sequence[str]) -> Blend:
-        """Return the sets at these paths, each of which is passed once in an epoch."""
+        """Return the sets at these paths, each of which is read once in an epoch."""
         return cls(tuple(paths), None, (1,) * len(paths))
 
     def passes(self, sizes: Sequence[int]) -> list[Fraction]:

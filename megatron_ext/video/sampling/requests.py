@@ -231,7 +231,10 @@ def _request(row: dict[str, Any], source: Path) -> ClipRequest:
 
 
 def given_starts(sample: SampleConfig) -> tuple[str | None, list[str | None]]:
-    """Return "image", "video" or None, and the path that each of ``--sample-texts`` begins with."""
+    """Return the kind of the given start, and for each of ``--sample-texts`` the file it starts from.
+
+    The kind is "image", "video" or None; one file serves all texts.
+    """
     count = len(sample.sample_texts or [])
     name = "video" if sample.sample_video else "image" if sample.sample_image else None
     given = sample.sample_video or sample.sample_image

@@ -62,9 +62,9 @@ def passes(streaming: StreamingConfig, step: int, accumulation: int = 1) -> tupl
 
 
 def clips_seen(streaming: StreamingConfig, trained_clips: int, accumulation: int = 1) -> set[int]:
-    """Return the clips of a sequence that the generator is ever trained on, as indices.
+    """Return the indices of the clips of a sequence that ever train the generator.
 
-    Each sequence has ``trained_clips`` clips that train a network; indices count only these.
+    Each sequence has ``trained_clips`` clips that train a network; the indices count only these.
     """
     cycle = [
         kind
