@@ -103,11 +103,11 @@ class Resume:
     ) -> tuple[LoadedCheckpoint | None, str]:
         """Load the newest state; return what was loaded, and from where.
 
-        That is "memory", "peer" (a rank needed its neighbour's copy), "checkpoint" or "start".
+        The sources: "memory", "peer" (a rank needed its neighbour's copy), "checkpoint", "start".
 
         Args:
-            recoveries: find snapshots, of which a run that starts uses those that stay or that a
-                killed run has left.
+            recoveries: sources of snapshots. A run that starts uses only snapshots that stay or
+                that a killed run has left.
             parts: model, optimizer and so on, as for `CheckpointManager.load`.
         """
         checkpoint = self._find()

@@ -201,7 +201,7 @@ class StepRecord:
         return min((int(row["iteration"]) for row in own), default=0)
 
     def history(self, iteration: int | None = None) -> History:
-        """Return the steps that led to ``iteration``, as last passed; by default, to the end.
+        """Return the steps that last led to ``iteration``; by default, to the end of the record.
 
         Raises:
             ConfigError: the record does not hold that step.
@@ -305,9 +305,9 @@ class RecordWriter:
     ) -> None:
         """Write that the run begins, or goes on after some steps and samples.
 
-        A run that is loaded from another ``folder`` takes over the record there. Of steps that no
-        record holds it says what follows from the two counts, and from ``past``, their order, if
-        that is known.
+        A run that is loaded from another ``folder`` takes over the record there. For steps that no
+        record holds, write what follows from the two counts and, if it is known, their order
+        ``past``.
         """
         history = self._known.history()
         history.cut(iteration)

@@ -249,8 +249,8 @@ def changed_settings(config: RunConfig) -> dict[str, list[list[str]]]:
 def settings_tables(folder: RunFolder) -> list[tuple[str, Table]]:
     """Return, by section, the settings that differ from their defaults.
 
-    They come from the run's first event. Without one, they come from its configuration file, of
-    which only the sections that every program has are known.
+    They are those that the run recorded at its last start. Without that record they come from its
+    configuration file, of which only the sections that every program has are known.
     """
     settings = folder.start_facts.get("settings")
     if not isinstance(settings, Mapping):

@@ -110,9 +110,9 @@ class Watcher:
     ) -> list[SlowRank]:
         """Return the ranks that prove slow now, after a line and an event about each.
 
-        A rank is named once. Only every ``seconds`` does a call ask the ranks for their
-        collectives; it takes some milliseconds of each rank then, and nothing in between. For
-        ``pids`` see `look`.
+        Each rank is named once. At most one call in ``seconds`` asks the ranks for their
+        collectives, which takes some milliseconds of each; the others do nothing. For ``pids`` see
+        `look`.
         """
         now = time.monotonic()
         if now - self._slow_at < seconds:
