@@ -144,9 +144,9 @@ class FrozenBase:
     @classmethod
     def given(cls, root: str, *, average: bool) -> FrozenBase:
         """Return the identity of the weights or averages that ``--pretrained-checkpoint`` loads."""
-        found = find(CheckpointConfig(pretrained_checkpoint=root))
-        assert found is not None
-        return cls.at(found.path, average=average)
+        checkpoint = find(CheckpointConfig(pretrained_checkpoint=root))
+        assert checkpoint is not None
+        return cls.at(checkpoint.path, average=average)
 
     @classmethod
     def under(cls, root: Path, step: int | None) -> FrozenBase | None:
@@ -209,7 +209,7 @@ def put_back_base(loaded: dict[str, Any], model: Chunks) -> None:
 
 
 def load_adapters(
-    found: CheckpointRef,
+    checkpoint: CheckpointRef,
     base: FrozenBase,
     model: Chunks,
     section: str,
@@ -221,15 +221,15 @@ def load_adapters(
     ``model`` must have the weights of ``base`` already. In the checkpoint, ``section`` is the key
     of the network's state and the prefix of its tensors' names.
     """
-    verify(found, context)
-    common = common_state_of(found.path)
+    verify(checkpoint, context)
+    common = common_state_of(checkpoint.path)
     recorded = FrozenBase.recorded(common[section])
     assert recorded is not None
-    base.check(found.path, recorded, "--pretrained-checkpoint")
+    base.check(checkpoint.path, recorded, "--pretrained-checkpoint")
     metadata = {**common["content_metadata"], "dp_cp_group": context.pgs.dp_cp}
     state = sharded_state(model, None, metadata=metadata, is_loading=True)
     leave_out_base(state, chunk_keys(model))
     add_prefix_for_sharding(state, f"{section}.")
-    loaded = read_state(found.path, {section: state}, config, context, [])[section]
+    loaded = read_state(checkpoint.path, {section: state}, config, context, [])[section]
     put_back_base(loaded, model)
     apply_state(loaded, model, None, None, with_optimizer=False)

@@ -70,13 +70,13 @@ class Helper:
 
     def reports(self) -> list[Report] | None:
         """Return the new messages of the helper without waiting; None if it has ended."""
-        found: list[Report] = []
+        reports: list[Report] = []
         try:
             while self.connection.poll():
-                found.append(self.connection.recv())
+                reports.append(self.connection.recv())
         except (EOFError, OSError):
-            return found or None
-        return found
+            return reports or None
+        return reports
 
     def end(self) -> str:
         """End the process, and return what ended it, such as "SIGKILL"."""
@@ -281,9 +281,9 @@ class BackgroundSaves:
         """
         # What another rank was told about the newest save may be of one before it.
         own = [verdict, self.num_failed, int(self.last_has_failed and self._context.rank == 0)]
-        told = to_device(torch.tensor(own, dtype=torch.int32), self._device)
-        torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MAX)
-        worst, self.num_failed, failed = told.tolist()
+        reduced = to_device(torch.tensor(own, dtype=torch.int32), self._device)
+        torch.distributed.all_reduce(reduced, op=torch.distributed.ReduceOp.MAX)
+        worst, self.num_failed, failed = reduced.tolist()
         self.last_has_failed = bool(failed)
         return int(worst)
 
@@ -386,8 +386,8 @@ class BackgroundSaves:
     def ended(self) -> list[Outcome]:
         """Return the saves that ended since the last call; only rank 0 knows of any."""
         self.poll()
-        found, self._ended = self._ended, []
-        return found
+        outcomes, self._ended = self._ended, []
+        return outcomes
 
     def _wait_for_iteration(self, iteration: int) -> None:
         """Wait until a save of the same iteration has ended on all ranks."""

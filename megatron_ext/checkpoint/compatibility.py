@@ -75,14 +75,14 @@ def check_model(
     """
     stored = stored_entries(path)
     for tensor in tensors_in(model_state):
-        known = stored.get(tensor.key)
-        if not isinstance(known, TensorStorageMetadata):
+        entry = stored.get(tensor.key)
+        if not isinstance(entry, TensorStorageMetadata):
             if strictness in LENIENT:
                 continue
             advice = _ANEW if is_new_branch(tensor.data) else _ADVICE
-            told = f"{path} holds no `{tensor.key}`, which the model needs"
-            raise CheckpointError(f"{told}; {advice}.")
-        theirs = tuple(known.size)
+            problem = f"{path} holds no `{tensor.key}`, which the model needs"
+            raise CheckpointError(f"{problem}; {advice}.")
+        theirs = tuple(entry.size)
         ours = tuple(tensor.global_shape)
         # Two sizes can be one vocabulary, padded for two tensor-parallel sizes.
         ranks = getattr(arguments, "tensor_model_parallel_size", 1)
@@ -170,7 +170,7 @@ def check_unexpected(path: Path, expected: Collection[str], strictness: str = ""
     """
     if strictness in LENIENT:
         return []
-    asked = {name.removeprefix(PREFIX) for name in expected}
+    needed = {name.removeprefix(PREFIX) for name in expected}
     critic = any(name.startswith(_CRITIC) for name in expected)
     stored = {
         name
@@ -180,7 +180,7 @@ def check_unexpected(path: Path, expected: Collection[str], strictness: str = ""
         and not name.startswith(PREFIX)
         and name.startswith(_CRITIC) == critic
     }
-    ours = _blocks(asked)
+    ours = _blocks(needed)
     for kind, numbers in _blocks(stored).items():
         own = ours.get(kind, set())
         if numbers > own and not kind.startswith(_HEADS):
@@ -189,19 +189,19 @@ def check_unexpected(path: Path, expected: Collection[str], strictness: str = ""
                 f"`{kind}.{min(numbers - own)}` would be dropped; give the flags that it was saved "
                 "with, or `--use-checkpoint-args`."
             )
-    left = sorted(stored - asked)
-    told = f"{path} holds {len(left)} weight(s) that the model does not take, such as"
-    return [f"{told} `{left[0]}`; they are left out."] if left else []
+    left = sorted(stored - needed)
+    note = f"{path} holds {len(left)} weight(s) that the model does not take, such as"
+    return [f"{note} `{left[0]}`; they are left out."] if left else []
 
 
 def _blocks(names: Iterable[str]) -> dict[str, set[int]]:
     """Return the block numbers that occur in weights' names, by block list (``decoder.layers``)."""
-    found: dict[str, set[int]] = {}
+    blocks: dict[str, set[int]] = {}
     for name in names:
         match = _OF_A_BLOCK.match(name)
         if match is not None:
-            found.setdefault(match[1], set()).add(int(match[2]))
-    return found
+            blocks.setdefault(match[1], set()).add(int(match[2]))
+    return blocks
 
 
 def check_resume(config: RunConfig) -> None:
@@ -210,17 +210,19 @@ def check_resume(config: RunConfig) -> None:
     One process checks flags and optimizer state here, before the model is built. On loading, all
     ranks repeat this and check the weights too.
     """
-    found = find_intact(config.checkpoint, {COMMON_STATE_FNAME, RUN_CONFIG}.intersection)
-    if found is None:
+    checkpoint = find_intact(config.checkpoint, {COMMON_STATE_FNAME, RUN_CONFIG}.intersection)
+    if checkpoint is None:
         return
-    path = found.path
+    path = checkpoint.path
     common = common_state_of(path)
     arguments = common.get("args", Namespace())
-    takes_it = loads_optimizer(found, config.checkpoint, arguments, [])
+    takes_it = loads_optimizer(checkpoint, config.checkpoint, arguments, [])
     goes_on = takes_it and not config.training.skip_train
     stored = read_settings(path)
     read_progress(path)
-    check_changes(path, config, stored, weights_only=found.weights_only, with_optimizer=goes_on)
+    check_changes(
+        path, config, stored, weights_only=checkpoint.weights_only, with_optimizer=goes_on
+    )
     if goes_on:
         check_optimizer(
             path,
@@ -233,29 +235,29 @@ def check_resume(config: RunConfig) -> None:
 
 
 def loads_optimizer(
-    found: CheckpointRef, config: CheckpointConfig, arguments: Namespace, notes: list[str]
+    checkpoint: CheckpointRef, config: CheckpointConfig, arguments: Namespace, notes: list[str]
 ) -> bool:
     """Return whether the run wants optimizer state and the checkpoint holds some."""
-    if found.weights_only or config.no_load_optim:
+    if checkpoint.weights_only or config.no_load_optim:
         return False
     if getattr(arguments, "no_save_optim", False):
-        notes.append(f"{found.path} holds no optimizer, so it starts anew.")
+        notes.append(f"{checkpoint.path} holds no optimizer, so it starts anew.")
         return False
     return True
 
 
 def loads_random(
-    found: CheckpointRef,
+    checkpoint: CheckpointRef,
     config: CheckpointConfig,
     arguments: Namespace,
     layout: Layout,
     notes: list[str],
 ) -> bool:
-    """Return whether to load random states: they are wanted, were saved, and fit the layout."""
-    if found.weights_only or config.no_load_rng:
+    """Return whether to load random states: the flags allow it, and those saved fit the layout."""
+    if checkpoint.weights_only or config.no_load_rng:
         return False
     if getattr(arguments, "no_save_rng", False):
-        notes.append(f"{found.path} holds no random states, so they start from `--seed`.")
+        notes.append(f"{checkpoint.path} holds no random states, so they start from `--seed`.")
         return False
     same = same_model_ranks(arguments, layout)
     apart = getattr(arguments, "data_parallel_random_init", False)
@@ -330,9 +332,9 @@ def check_changes(
         with_optimizer: whether the run resumes with the checkpoint's optimizer state.
     """
     changes = _changes(config.by_name(), config.to_dict(), stored)
-    found = sorted(changes, key=lambda change: change.name)
+    in_order = sorted(changes, key=lambda change: change.name)
     never, not_to_resume, keep, say = (
-        [x for x in found if x.answer == answer]
+        [x for x in in_order if x.answer == answer]
         for answer in ("refuse", "refuse_to_resume", "keep", "say")
     )
     refused = never if weights_only else [*never, *not_to_resume]
@@ -441,5 +443,5 @@ def _shown(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _listed(found: list[Change]) -> str:
-    return ", ".join(map(str, found))
+def _listed(changes: list[Change]) -> str:
+    return ", ".join(map(str, changes))

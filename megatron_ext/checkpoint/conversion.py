@@ -80,13 +80,13 @@ def read_settings(path: Path, advice: str) -> dict[str, Any]:
 
 def only_dtype(tensors: TensorSource) -> str:
     """Return the dtype of all tensors, such as ``"bfloat16"``; raise an error if they differ."""
-    found = sorted(set(tensors.dtypes().values()))
-    if len(found) != 1:
+    dtypes = sorted(set(tensors.dtypes().values()))
+    if len(dtypes) != 1:
         raise CheckpointError(
-            f"{tensors.folder} holds tensors in {' and '.join(found) or 'no dtype'}, but a "
+            f"{tensors.folder} holds tensors in {' and '.join(dtypes) or 'no dtype'}, but a "
             "checkpoint has one dtype; give it as `--dtype`."
         )
-    return found[0]
+    return dtypes[0]
 
 
 def refuse_checkpoints(save: Path) -> None:
@@ -109,9 +109,9 @@ def verified_folder(root: Path, step: int | None) -> Path:
     iteration = choose(root, step)
     if iteration is None:
         raise CheckpointError(f"`--load` ({root}) holds no checkpoint; give another folder.")
-    found = CheckpointRef(root, iteration, weights_only=False)
-    check_files(found)
-    return found.path
+    checkpoint = CheckpointRef(root, iteration, weights_only=False)
+    check_files(checkpoint)
+    return checkpoint.path
 
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -219,13 +219,13 @@ def _load(
     given = config.pretrained_checkpoint
     iteration = choose(root, config.ckpt_step)
     assert iteration is not None and base is not None
-    found = CheckpointRef(root, iteration, weights_only=False)
+    checkpoint = CheckpointRef(root, iteration, weights_only=False)
     if given is not None:
         base = FrozenBase.given(given, average=config.pretrained_average)
         under = dataclasses.replace(config, load=None, ckpt_step=None)
         CheckpointManager(under, context, section=section).load(model=chunks)
-    load_adapters(found, base, chunks, section, config, context)
-    return iteration, stored_progress(found.path, Namespace())
+    load_adapters(checkpoint, base, chunks, section, config, context)
+    return iteration, stored_progress(checkpoint.path, Namespace())
 
 
 Part = tuple[str, str, Tensor]

@@ -48,18 +48,18 @@ def folder_of(root: Path, iteration: int) -> Path:
 
 def root_of(folder: Path) -> tuple[Path, int | None]:
     """Split ``RUN/iter_0000100`` into ``RUN`` and 100; return any other folder with None."""
-    found = _FOLDER.fullmatch(folder.name)
-    if found is None or found[2] or not folder.is_dir():
+    match = _FOLDER.fullmatch(folder.name)
+    if match is None or match[2] or not folder.is_dir():
         return folder, None
-    return folder.parent, int(found[1])
+    return folder.parent, int(match[1])
 
 
 def published(root: Path) -> list[int]:
     """Return the iterations that have a finished or a ``.replaced`` folder, in ascending order."""
     if not root.is_dir():
         return []
-    found = (_FOLDER.match(entry.name) for entry in root.iterdir() if entry.is_dir())
-    return sorted({int(match[1]) for match in found if match})
+    matches = (_FOLDER.match(entry.name) for entry in root.iterdir() if entry.is_dir())
+    return sorted({int(match[1]) for match in matches if match})
 
 
 def read_tracker(root: Path) -> int | None:
@@ -169,9 +169,9 @@ def manifest_of(content: dict[str, Any], place: Path | str) -> Files:
             f"{place} is damaged (`files` is {kind_of(files)} instead of an object); load another "
             "checkpoint."
         )
-    for name, known in files.items():
-        fits = isinstance(known, dict) and isinstance(known.get("blake2b"), str)
-        if not fits or not is_count(known.get("bytes")):
+    for name, entry in files.items():
+        fits = isinstance(entry, dict) and isinstance(entry.get("blake2b"), str)
+        if not fits or not is_count(entry.get("bytes")):
             raise CheckpointError(
                 f"{place} is damaged (it gives no size and checksum of {shortened(name)}); load "
                 "another checkpoint."
@@ -191,12 +191,12 @@ def is_plain_name(name: str) -> bool:
 
 def size_fault(folder: Path, files: Files) -> str | None:
     """Describe the first listed file that is missing or of another size; return None if all fit."""
-    for name, known in files.items():
+    for name, expected in files.items():
         path = folder / name
         if not path.is_file():
             return f"{path} is missing"
-        if path.stat().st_size != known["bytes"]:
-            return f"{path} has {path.stat().st_size} bytes instead of {known['bytes']}"
+        if path.stat().st_size != expected["bytes"]:
+            return f"{path} has {path.stat().st_size} bytes instead of {expected['bytes']}"
     return None
 
 

@@ -109,7 +109,7 @@ def _inner(part: Any) -> Any:
 
 
 def optimizer_state(optimizer: MegatronOptimizer, model: list[Any], place: Place) -> dict[str, Any]:
-    """Return the state of an optimizer or a chain of them, whose tensors are the live ones."""
+    """Return the state of an optimizer or a chain of them; its tensors are not copies."""
     records = []
     for part in parts_of(optimizer):
         groups = getattr(_inner(part), "param_groups", [])
@@ -122,13 +122,13 @@ def optimizer_state(optimizer: MegatronOptimizer, model: list[Any], place: Place
                 "scaler": None if scaler is None else scaler.state_dict(),
             }
         )
-    found: dict[str, Any] = {
+    state: dict[str, Any] = {
         name: {kind: place.sharded(f"optimizer.{kind}.{name}", x, shard) for kind, x in own.items()}
         for name, shard, own in _shards(optimizer, model)
     }
     key = f"optimizer.{RECORDS}.{place.dense}"
-    found[RECORDS] = ShardedObject(key, records, (1,), (0,), replica_id=place.dense_replica)
-    return found
+    state[RECORDS] = ShardedObject(key, records, (1,), (0,), replica_id=place.dense_replica)
+    return state
 
 
 def _steps(part: Any, group: dict[str, Any]) -> float | None:

@@ -210,7 +210,7 @@ def _write_common(
     writer = storage.file_writer(job.folder)
     writer.finish(metadata, [written for written, _ in results])
     storage.write_format(job.folder)
-    files = {name: known for _, own in results for name, known in own.items()}
+    files = {name: entry for _, own in results for name, entry in own.items()}
     files |= storage.describe_common(job.folder, *counters)
     storage.check_index(job.folder, files)
     return files

@@ -97,8 +97,8 @@ class CheckpointManager:
         root = Path(config.save)
 
         def state() -> dict[str, Any]:
-            found = self._state(model, optimizer, scheduler, run_config, ema, extra_state)
-            return {**found, **run_state.common_state(iteration, progress, run_config)}
+            values = self._state(model, optimizer, scheduler, run_config, ema, extra_state)
+            return {**values, **run_state.common_state(iteration, progress, run_config)}
 
         background = None
         counters = (progress, run_config)
@@ -249,12 +249,12 @@ class CheckpointManager:
         ema: ShardedEMA | None = None,
         extra_state: ExtraState | None = None,
         run_config: RunConfig | None = None,
-        found: CheckpointRef | None = None,
+        checkpoint: CheckpointRef | None = None,
         whole: bool = False,
     ) -> LoadedCheckpoint | None:
         """Load the checkpoint that the flags choose (`find`); return None if there is none.
 
-        A checkpoint that is given as ``found`` has been verified before, and is loaded instead.
+        A given ``checkpoint`` has been verified before, and is loaded instead.
         With ``whole`` flags do not leave out its optimizer or random states.
 
         The model changes only after the checkpoint has been verified and found to fit. Averages
@@ -263,36 +263,40 @@ class CheckpointManager:
         """
         if whole:
             self._config = dataclasses.replace(self._config, no_load_optim=False, no_load_rng=False)
-        if found is None:
-            found = self._found()
-            if found is None:
+        if checkpoint is None:
+            checkpoint = self._chosen_checkpoint()
+            if checkpoint is None:
                 return None
-        path = found.path
+        path = checkpoint.path
         notes = list[str]()
-        averaged = self._config.pretrained_average and found.weights_only
+        averaged = self._config.pretrained_average and checkpoint.weights_only
         if averaged and not run_state.holds_averages(path):
             notes.append(f"{path} holds no averaged weights, so its weights are taken.")
         common = common_state_of(path)
         arguments = common.get("args", Namespace())
         recorded = adapters.FrozenBase.recorded(common)
-        if found.weights_only and recorded is not None:
+        if checkpoint.weights_only and recorded is not None:
             raise CheckpointError(
                 f"{path} holds adapters without the weights under them, so that no run can start "
                 "from it; merge them first with `tools/lora.py merge`."
             )
-        with_optimizer = compatibility.loads_optimizer(found, self._config, arguments, notes)
+        with_optimizer = compatibility.loads_optimizer(checkpoint, self._config, arguments, notes)
         if run_config is not None:
             used = optimizer is not None and with_optimizer
-            compare = partial(check_changes, weights_only=found.weights_only, with_optimizer=used)
+            compare = partial(
+                check_changes, weights_only=checkpoint.weights_only, with_optimizer=used
+            )
             what = f"{path} cannot be compared with the run"
             differences = gather_or_raise(
                 lambda: compare(path, run_config, read_settings(path)), what
             )
             notes += differences[0]
-        with_averages = not found.weights_only and run_state.goes_on_averaging(path, ema, notes)
+        with_averages = not checkpoint.weights_only and run_state.goes_on_averaging(
+            path, ema, notes
+        )
         kept = optimizer if with_optimizer else None, ema if with_averages else None
-        state, new = self._requested_state(found, model, *kept, common, notes)
-        if (goes_on := extra_state if not found.weights_only else None) is not None:
+        state, new = self._requested_state(checkpoint, model, *kept, common, notes)
+        if (goes_on := extra_state if not checkpoint.weights_only else None) is not None:
             metadata = run_state.sharding_of(common["content_metadata"], self._context)
             state |= goes_on.state_to_load(path, metadata, with_optimizer=with_optimizer)
         if recorded is not None:
@@ -312,18 +316,18 @@ class CheckpointManager:
             run_state.restore_random_state(self._context, loaded["rng_state"])
         if self._base is not None and recorded is None:
             self._base = adapters.FrozenBase.at(path, average=averaged)
-        told = _told(found, common, notes)
+        result = _result(checkpoint, common, notes)
         if ema is not None and not with_averages:
-            told.progress.update(run_state.NEW_AVERAGE)
-        return told
+            result.progress.update(run_state.NEW_AVERAGE)
+        return result
 
-    def _found(self) -> CheckpointRef | None:
+    def _chosen_checkpoint(self) -> CheckpointRef | None:
         """Return the checkpoint that the flags choose, with verified files."""
         bring(self._config)
-        found = on_first_rank(lambda: find(self._config), "looking for a checkpoint")
-        if found is not None:
-            storage.verify(found, self._context)
-        return found
+        checkpoint = on_first_rank(lambda: find(self._config), "looking for a checkpoint")
+        if checkpoint is not None:
+            storage.verify(checkpoint, self._context)
+        return checkpoint
 
     def _restore_base(self, path: Path, recorded: adapters.FrozenBase, model: Chunks) -> None:
         """Load the frozen weights under a checkpoint's adapters from ``--pretrained-checkpoint``.
@@ -338,13 +342,13 @@ class CheckpointManager:
             look = partial(adapters.FrozenBase.given, given, average=average)
             own = gather_or_raise(look, f"{given} cannot be read")[0]
         own.check(path, recorded, "--pretrained-checkpoint")
-        asked = dataclasses.replace(self._config, load=None, save=None)
-        CheckpointManager(asked, self._context).load(model=model)
+        config = dataclasses.replace(self._config, load=None, save=None)
+        CheckpointManager(config, self._context).load(model=model)
         self._base = own
 
     def _requested_state(
         self,
-        found: CheckpointRef,
+        checkpoint: CheckpointRef,
         model: Chunks,
         optimizer: MegatronOptimizer | None,
         ema: ShardedEMA | None,
@@ -355,19 +359,19 @@ class CheckpointManager:
 
         Before that, raise a CheckpointError if the checkpoint does not fit the model.
         """
-        path = found.path
+        path = checkpoint.path
         layout = self._context.layout
         arguments = common.get("args", Namespace())
         keys = chunk_keys(model)
         strictness = self._config.dist_ckpt_strictness
         is_of_adapters = adapters.FrozenBase.recorded(common) is not None
-        names = self._names if found.weights_only else []
+        names = self._names if checkpoint.weights_only else []
         stored = dict(common.get("content_metadata") or {})
         metadata = run_state.sharding_of(stored, self._context)
 
         def check() -> set[str]:
             bare = run_state.sharded_state(model, None, metadata=metadata, is_loading=True)
-            if found.weights_only:
+            if checkpoint.weights_only:
                 adapters.leave_out_new(path, bare, keys)
             adapters.check_adapters(path, bare, keys, strictness)
             if is_of_adapters:
@@ -389,22 +393,24 @@ class CheckpointManager:
         state = run_state.sharded_state(model, optimizer, metadata=metadata, is_loading=True)
         if ema is not None:
             state[EMA] = run_state.averages_to_load(ema, model, state, metadata)
-        new = adapters.leave_out_new(path, state, keys) if found.weights_only else {}
+        new = adapters.leave_out_new(path, state, keys) if checkpoint.weights_only else {}
         run_state.take_named(path, state, keys, names)
         if is_of_adapters:
             adapters.leave_out_base(state, keys)
-        if compatibility.loads_random(found, self._config, arguments, layout, notes):
+        if compatibility.loads_random(checkpoint, self._config, arguments, layout, notes):
             apart = getattr(arguments, "data_parallel_random_init", False)
             state["rng_state"] = run_state.random_state(self._context, every_replica=apart)
         return state, new
 
 
-def _told(found: CheckpointRef, common: dict[str, Any], notes: list[str]) -> LoadedCheckpoint:
+def _result(
+    checkpoint: CheckpointRef, common: dict[str, Any], notes: list[str]
+) -> LoadedCheckpoint:
     """Return counters and configuration of a loaded checkpoint; no counters if only weights are."""
     iteration = 0
     progress = dict[str, Any]()
-    if not found.weights_only:
-        progress = stored_progress(found.path, common.get("args", Namespace()))
+    if not checkpoint.weights_only:
+        progress = stored_progress(checkpoint.path, common.get("args", Namespace()))
         iteration = int(common["iteration"])
-    stored = read_settings(found.path)
-    return LoadedCheckpoint(iteration, progress, stored, found.path, notes)
+    stored = read_settings(checkpoint.path)
+    return LoadedCheckpoint(iteration, progress, stored, checkpoint.path, notes)

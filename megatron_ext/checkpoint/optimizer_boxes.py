@@ -99,12 +99,12 @@ def _of_part(
         for buckets in ranges_by_dtype.values():
             for bucket in buckets:
                 for parameter, ranges in bucket["param_map"].items():
-                    held = part._get_main_param_and_optimizer_states(parameter)
+                    states = part._get_main_param_and_optimizer_states(parameter)
                     shards = _shards(entries[id(parameter)])
                     start = ranges["param"].start
                     yield {
                         kind: list(_cut(shards, f"{PREFIX}.{kind}", state, start, instance))
-                        for kind, state in held.items()
+                        for kind, state in states.items()
                         if kind != _STEP
                     }
 

@@ -138,9 +138,10 @@ def leave_out_nothing(state: dict[Any, Any]) -> None:
         if part.get("param_state") == {}:
             del part["param_state"]
         if MAIN_WEIGHTS in part:
-            held = {i: weights for i, weights in enumerate(part.pop(MAIN_WEIGHTS)) if weights}
-            if held:
-                part[MAIN_WEIGHTS] = held
+            groups = enumerate(part.pop(MAIN_WEIGHTS))
+            main_weights = {number: weights for number, weights in groups if weights}
+            if main_weights:
+                part[MAIN_WEIGHTS] = main_weights
 
 
 def drop_main_weights(common: dict[Any, Any]) -> None:
@@ -175,9 +176,9 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
                 part_state.setdefault("common_step", count)
         for part, part_state in zip(parts, states, strict=True):
             if hasattr(part, "fp32_from_float16_groups"):
-                held = part_state.get(MAIN_WEIGHTS, {})
+                main_weights = part_state.get(MAIN_WEIGHTS, {})
                 numbers = range(len(part.fp32_from_float16_groups))
-                part_state[MAIN_WEIGHTS] = [held.get(number, []) for number in numbers]
+                part_state[MAIN_WEIGHTS] = [main_weights.get(number, []) for number in numbers]
         with _found_by_kind(parts, states):
             optimizer.load_state_dict(states[0] if len(parts) == 1 else dict(enumerate(states)))
         return
@@ -267,9 +268,9 @@ def _group_like(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str,
     The two may differ in whether they hold experts. Without such a group, raise a CheckpointError.
     """
     kind = [group.get(key) for key in KIND_OF_GROUP]
-    for found in (group for each in saved for group in each["optimizer"]["param_groups"]):
-        if [found.get(key) for key in KIND_OF_GROUP] == kind:
-            return {**found, "is_expert_parallel": group["is_expert_parallel"]}
+    for candidate in (group for each in saved for group in each["optimizer"]["param_groups"]):
+        if [candidate.get(key) for key in KIND_OF_GROUP] == kind:
+            return {**candidate, "is_expert_parallel": group["is_expert_parallel"]}
     shown = ", ".join(f"{key} {value}" for key, value in zip(KIND_OF_GROUP, kind, strict=True))
     raise CheckpointError(
         f"The checkpoint's optimizer has no group of parameters with {shown}; give the flags of "

@@ -441,10 +441,10 @@ def _size(numbers: Any) -> torch.Size:
 
 
 def _layout(name: Any) -> torch.layout:
-    found = getattr(torch, str(name).removeprefix("torch."), None) if type(name) is str else None
-    if not isinstance(found, torch.layout):
+    layout = getattr(torch, str(name).removeprefix("torch."), None) if type(name) is str else None
+    if not isinstance(layout, torch.layout):
         raise Refused("it has a layout that torch does not know")
-    return found
+    return layout
 
 
 def _path_of(kind: type[PurePath]) -> Callable[..., PurePath]:
@@ -526,11 +526,11 @@ class MetadataMachine(Machine):
         return make(*arguments) if make is not OrderedDict else OrderedDict()
 
     def new(self, kind: Any, arguments: tuple[Any, ...]) -> Any:
-        known = _CLASSES.get(kind.full) if type(kind) is Name else None
-        if known is None or arguments != ():
+        allowed = _CLASSES.get(kind.full) if type(kind) is Name else None
+        if allowed is None or arguments != ():
             raise Refused("it makes an instance of what is no class of an index")
-        made: Any = object.__new__(known)
-        if _NEEDED[known]:
+        made: Any = object.__new__(allowed)
+        if _NEEDED[allowed]:
             self._without_state[id(made)] = made
         return made
 
@@ -584,8 +584,8 @@ def read_index(content: bytes) -> metadata.Metadata:
         raise Refused(f"it holds a {type(index).__name__}")
     for name, entry in index.state_dict_metadata.items():
         kind = type(entry)
-        known = (metadata.TensorStorageMetadata, metadata.BytesStorageMetadata)
-        if type(name) is not str or kind not in known:
+        kinds = (metadata.TensorStorageMetadata, metadata.BytesStorageMetadata)
+        if type(name) is not str or kind not in kinds:
             raise Refused(f"it has a {kind.__name__} as the entry of {name}")
         chunks = entry.chunks if isinstance(entry, metadata.TensorStorageMetadata) else []
         if any(type(chunk) is not metadata.ChunkStorageMetadata for chunk in chunks):

@@ -181,19 +181,19 @@ def hold_save_folder(save: str | None, context: ParallelContext) -> Iterator[Non
     if save is None:
         yield
         return
-    held = on_first_rank(lambda: _lock(Path(save)), f"`--save` ({save}) is not locked")
+    lock = on_first_rank(lambda: _lock(Path(save)), f"`--save` ({save}) is not locked")
     try:
         yield
     finally:
-        if context.rank == 0 and held is not None:
-            os.close(held)
+        if context.rank == 0 and lock is not None:
+            os.close(lock)
 
 
 def check_save_folder(save: str | None) -> None:
     """Raise a CheckpointError if another run writes to ``--save``; needs no process group."""
-    held = None if save is None else _lock(Path(save))
-    if held is not None:
-        os.close(held)
+    lock = None if save is None else _lock(Path(save))
+    if lock is not None:
+        os.close(lock)
 
 
 def _lock(save: Path) -> int | None:

@@ -112,10 +112,10 @@ class RemoteFolder:
             return list(fs.ls(path, detail=True))
 
         try:
-            found = self._tried(name, look)
+            listing = self._tried(name, look)
         except (FileNotFoundError, NotADirectoryError):
             return {}
-        named = ((entry["name"].strip("/"), entry) for entry in found)
+        named = ((entry["name"].strip("/"), entry) for entry in listing)
         # Object storage may list an empty object that stands for the folder itself.
         return {x.rpartition("/")[2]: entry for x, entry in named if x != path.strip("/")}
 
@@ -239,8 +239,8 @@ class RemoteFolder:
 
     def copy_records(self) -> None:
         """Copy metrics, configuration, events and reports there, if they have changed."""
-        found = [*self.root.glob("[!.]*"), *self.root.glob("postmortem_*/*")]
-        for path in found:
+        paths = [*self.root.glob("[!.]*"), *self.root.glob("postmortem_*/*")]
+        for path in paths:
             if not path.is_file() or path.name == TRACKER:
                 continue
             name = str(path.relative_to(self.root))
@@ -331,12 +331,12 @@ class RemoteFolder:
         """Describe the first file there that is missing or of another size; None if all fit."""
         there = self._entries(folder_of(self.root, iteration).name)
         try:
-            for name, known in self._known(iteration).items():
+            for name, expected in self._known(iteration).items():
                 size = there.get(name, {"size": None})["size"]
                 if size is None:
                     return f"{name} is missing"
-                if size != known["bytes"]:
-                    return f"{name} has {size} bytes instead of {known['bytes']}"
+                if size != expected["bytes"]:
+                    return f"{name} has {size} bytes instead of {expected['bytes']}"
         except MegatronExtError as error:
             return str(error).rstrip(".")
         return None
@@ -356,24 +356,24 @@ class RemoteFolder:
             os.rename(final, temporary)
         own_folder(temporary)
         try:
-            for name, known in listed.items():
+            for name, expected in listed.items():
                 if not files.is_plain_name(name):
                     return f"{MANIFEST} names {name}, which does not lie in its folder"
-                self._get(f"{final.name}/{name}", temporary / name, known)
+                self._get(f"{final.name}/{name}", temporary / name, expected)
         except (CheckpointError, OSError) as error:
             return str(error).rstrip(".")
         write_bytes(temporary / MANIFEST, self._listed(iteration) or b"")
         os.rename(temporary, final)
         return None
 
-    def _get(self, name: str, path: Path, known: dict[str, Any]) -> None:
-        """Copy a file here whose size and checksum are known, unless an earlier try has done so."""
+    def _get(self, name: str, path: Path, expected: dict[str, Any]) -> None:
+        """Copy a file here and check its size and checksum, unless it is here whole already."""
         fs, place = self._place
 
         def get() -> None:
             fs.get_file(f"{place}/{name}", str(cleared(path)))
-            if files.describe_file(path) != known:
+            if files.describe_file(path) != expected:
                 raise OSError("it does not match its checksum")
 
-        if not path.is_file() or files.describe_file(path) != known:
+        if not path.is_file() or files.describe_file(path) != expected:
             self._tried(name, get)

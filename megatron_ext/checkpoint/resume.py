@@ -69,7 +69,7 @@ class SnapshotRecovery(Protocol):
     def publish(self, chosen: Any, save: str | None) -> CheckpointRef:
         """Write snapshots of another layout as a temporary checkpoint."""
 
-    def remove_temporary(self, found: CheckpointRef) -> None:
+    def remove_temporary(self, checkpoint: CheckpointRef) -> None:
         """Remove the checkpoint of `publish`."""
 
 
@@ -103,39 +103,41 @@ class Resume:
     ) -> tuple[LoadedCheckpoint | None, str]:
         """Load the newest state; return what was loaded, and from where.
 
-        That is "memory", "peer" (a rank needed its neighbour's copy), "checkpoint" or "start".
+        The sources: "memory", "peer" (a rank needed its neighbour's copy), "checkpoint", "start".
 
         Args:
-            recoveries: find snapshots, of which a run that starts uses those that stay or that a
-                killed run has left.
+            recoveries: sources of snapshots. A run that starts uses only snapshots that stay or
+                that a killed run has left.
             parts: model, optimizer and so on, as for `CheckpointManager.load`.
         """
-        found = self._find()
+        checkpoint = self._find()
         while True:
-            best = self._newest_snapshots(recoveries, found)
+            best = self._newest_snapshots(recoveries, checkpoint)
             if best is not None:
-                self.saved_at = 0 if found is None or found.weights_only else found.iteration
+                self.saved_at = (
+                    0 if checkpoint is None or checkpoint.weights_only else checkpoint.iteration
+                )
                 return self._from_snapshots(*best, parts), best[0].source(best[1])
-            if found is None:
+            if checkpoint is None:
                 return None, "start"
-            if self._is_intact(found):
-                loaded = self._loaded(found, parts)
+            if self._is_intact(checkpoint):
+                loaded = self._loaded(checkpoint, parts)
                 self.saved_at = 0 if loaded is None else loaded.iteration
                 return loaded, "checkpoint"
             # Snapshots that are older than a damaged checkpoint may be newer than the next one.
-            found = self._find()
+            checkpoint = self._find()
 
     def _newest_snapshots(
-        self, recoveries: Sequence[SnapshotRecovery], found: CheckpointRef | None
+        self, recoveries: Sequence[SnapshotRecovery], checkpoint: CheckpointRef | None
     ) -> tuple[SnapshotRecovery, Any] | None:
-        """Return the newest snapshots of all ranks if they are at least as new as a checkpoint."""
+        """Return the newest snapshots of all ranks that are at least as new as ``checkpoint``."""
         best = None
         newer_than = -1
-        if found is not None and not found.weights_only:
-            newer_than = found.iteration - 1
+        if checkpoint is not None and not checkpoint.weights_only:
+            newer_than = checkpoint.iteration - 1
         for recovery in recoveries:
             store = recovery.memory
-            continues = (store.stays or store.left) and self._continues(found)
+            continues = (store.stays or store.left) and self._continues(checkpoint)
             if self._again or continues:
                 chosen = recovery.newest(newer_than, with_earlier=continues)
                 if chosen is not None:
@@ -143,21 +145,24 @@ class Resume:
                     best = (recovery, chosen)
         return best
 
-    def _loaded(self, found: CheckpointRef, parts: dict[str, Any]) -> LoadedCheckpoint | None:
-        """Load a checkpoint; what this run has written itself is loaded whole."""
+    def _loaded(self, checkpoint: CheckpointRef, parts: dict[str, Any]) -> LoadedCheckpoint | None:
+        """Load a checkpoint; load all of it, whatever the flags say, if this run has written it."""
         return self._checkpoints.load(
-            **parts, run_config=self._run_config, found=found, whole=found == self._own
+            **parts,
+            run_config=self._run_config,
+            checkpoint=checkpoint,
+            whole=checkpoint == self._own,
         )
 
-    def _continues(self, found: CheckpointRef | None) -> bool:
+    def _continues(self, checkpoint: CheckpointRef | None) -> bool:
         """Return whether a run that starts is to go on from an earlier run's state."""
         config = self._config
         asks = config.load is not None or config.resume_mode == "auto"
         explicit = config.finetune or config.ckpt_step is not None
-        return asks and not explicit and (found is None or not found.weights_only)
+        return asks and not explicit and (checkpoint is None or not checkpoint.weights_only)
 
     def _find(self) -> CheckpointRef | None:
-        """Return the newest whole checkpoint; tell those that are damaged."""
+        """Return the newest whole checkpoint, and report those that are damaged."""
 
         def look() -> tuple[CheckpointRef | None, CheckpointRef | None, Damaged]:
             if not self._passes_over:
@@ -166,9 +171,9 @@ class Resume:
             return own, own or find(self._config, self._damaged), self._damaged
 
         before = set(self._damaged)
-        self._own, found, self._damaged = on_first_rank(look, "looking for a checkpoint")
+        self._own, checkpoint, self._damaged = on_first_rank(look, "looking for a checkpoint")
         self._tell(path for path in self._damaged if path not in before)
-        return found
+        return checkpoint
 
     def _newest_of_this_run(self) -> CheckpointRef | None:
         """Return the newest whole checkpoint in ``--save`` that this run has written."""
@@ -176,25 +181,25 @@ class Resume:
             return None
         root = Path(self._config.save)
         for iteration in own_checkpoints(root, again=self._again):
-            found = CheckpointRef(root, iteration, weights_only=False)
-            fault = self._damaged.get(found.path) or fault_of(found.path)
+            checkpoint = CheckpointRef(root, iteration, weights_only=False)
+            fault = self._damaged.get(checkpoint.path) or fault_of(checkpoint.path)
             if fault is None:
-                return found
-            self._damaged[found.path] = fault
+                return checkpoint
+            self._damaged[checkpoint.path] = fault
         return None
 
-    def _is_intact(self, found: CheckpointRef) -> bool:
-        """Return whether the files of a checkpoint match their checksums; tell it if they do not.
+    def _is_intact(self, checkpoint: CheckpointRef) -> bool:
+        """Return whether the files of a checkpoint match their checksums; report it if not.
 
         A run that does not pass over a damaged checkpoint raises a CheckpointError.
         """
         try:
-            storage.verify(found, self._context)
+            storage.verify(checkpoint, self._context)
         except CheckpointError as error:
             if not self._passes_over:
                 raise
-            self._damaged[found.path] = cause_of(error)
-            self._tell([found.path])
+            self._damaged[checkpoint.path] = cause_of(error)
+            self._tell([checkpoint.path])
             return False
         return True
 
@@ -216,10 +221,10 @@ class Resume:
         self, recovery: SnapshotRecovery, chosen: Any, parts: dict[str, Any]
     ) -> LoadedCheckpoint | None:
         if chosen[0].layout != self._context.layout:
-            found = recovery.publish(chosen, self._config.save)
-            self._own = found
-            loaded = self._loaded(found, parts)
-            recovery.remove_temporary(found)
+            checkpoint = recovery.publish(chosen, self._config.save)
+            self._own = checkpoint
+            loaded = self._loaded(checkpoint, parts)
+            recovery.remove_temporary(checkpoint)
             recovery.memory.is_behind = True
             return loaded
         values, progress, stored, path = recovery.state_of(chosen)

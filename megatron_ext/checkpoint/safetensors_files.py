@@ -100,9 +100,9 @@ class TensorFolder:
                 raise CheckpointError(
                     f"{path} cannot be read ({error}); copy the whole model again."
                 ) from error
-        held = {name: file for file in self._files for name in self._files[file].keys()}  # noqa: SIM118
-        self._file_of = self._file_of or held
-        missing = sorted(name for name, file in self._file_of.items() if held.get(name) != file)
+        stored = {name: file for file in self._files for name in self._files[file].keys()}  # noqa: SIM118
+        self._file_of = self._file_of or stored
+        missing = sorted(name for name, file in self._file_of.items() if stored.get(name) != file)
         if missing:
             raise CheckpointError(
                 f"{self.folder / self._file_of[missing[0]]} does not hold `{missing[0]}`, which "
@@ -114,12 +114,12 @@ class TensorFolder:
         return set(self._file_of)
 
     def dtypes(self) -> dict[str, str]:
-        found = {}
+        dtypes = {}
         for name, file in self._file_of.items():
             kind = self._files[file].get_slice(name).get_dtype()
-            found[name] = DTYPES.get(kind, kind)
-            check_dtype(self.folder / file, name, kind, found[name])
-        return found
+            dtypes[name] = DTYPES.get(kind, kind)
+            check_dtype(self.folder / file, name, kind, dtypes[name])
+        return dtypes
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         slices = {name: self._files[file].get_slice(name) for name, file in self._file_of.items()}
@@ -214,14 +214,14 @@ class Converted:
 
     def some(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return the tensors ``names`` of the converted model; no two of them share memory."""
-        asked = set(names)
-        found = dict[str, Tensor]()
-        ours = self._read({self._owner[name] for name in asked})
+        requested = set(names)
+        tensors = dict[str, Tensor]()
+        ours = self._read({self._owner[name] for name in requested})
         while ours:  # what was read makes place for what is written
             for theirs, part in self._convert(*ours.popitem()).items():
-                if theirs in asked:
-                    found[theirs] = part.to(self._dtype, copy=True).contiguous()
-        return found
+                if theirs in requested:
+                    tensors[theirs] = part.to(self._dtype, copy=True).contiguous()
+        return tensors
 
 
 def write_folder(

@@ -289,8 +289,8 @@ class SnapshotFile:
             if not 0 < length <= _HEADER_BYTES - 8 or zlib.crc32(text) != checksum:
                 return None
             header = parse_json(bytes(text), self.path, not_finite=True)
-            found = Snapshot(self.path, mapping, header)
-            return found if found.num_bytes <= mapping.bytes.numel() - _HEADER_BYTES else None
+            snapshot = Snapshot(self.path, mapping, header)
+            return snapshot if snapshot.num_bytes <= mapping.bytes.numel() - _HEADER_BYTES else None
         # The file may be shorter than a header, or of another version of this program.
         except (OSError, ValueError, KeyError, TypeError, struct.error, UnreadableFile):
             return None
@@ -395,7 +395,8 @@ class SnapshotPair:
     def turn(self) -> SnapshotFile:
         """Return the file to write now: one without a whole snapshot, or with the older one."""
         if self._next is None:
-            ages = [-1 if (found := x.read()) is None else found.iteration for x in self.files]
+            snapshots = [file.read() for file in self.files]
+            ages = [-1 if snapshot is None else snapshot.iteration for snapshot in snapshots]
             self._next = ages.index(min(ages))
         file = self.files[self._next]
         self._next = 1 - self._next

@@ -108,15 +108,16 @@ def _stage(config: CheckpointConfig, *, needs_base: bool, writes: bool) -> list[
         (config.load, config.ckpt_step),
         (config.pretrained_checkpoint and str(_root(config)), _step_in(weights)),
     ]
-    found = False
+    has_checkpoint = False
     for number, (folder, step) in enumerate(order):
-        if folder is None or (found and not (needs_base and number == 2)):
+        if folder is None or (has_checkpoint and not (needs_base and number == 2)):
             continue
         remote = remote_of(config, Path(folder))
         if remote is None:
-            found = found or bool(published(Path(folder)))
+            has_checkpoint = has_checkpoint or bool(published(Path(folder)))
             continue
-        found = remote.fetch(step, passes_over=passes_over_damaged(config)) is not None or found
+        fetched = remote.fetch(step, passes_over=passes_over_damaged(config))
+        has_checkpoint = has_checkpoint or fetched is not None
         notes += remote.notes
     return notes
 

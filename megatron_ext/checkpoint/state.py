@@ -350,14 +350,14 @@ def averages_to_save(
     if metadata.get(SHARDING) == flat_state.FLAT:
         return flat_state.averages(ema, model, metadata[flat_state.PLACE], PREFIX)
     entries = _entries_of({key: state[key] for key in chunk_keys(model)})
-    found = dict[str, Any]()
+    sharded = dict[str, Any]()
     for index, part in enumerate(ema.parts):
         entry = entries[id(part.parameter)]
         if part.group is None:
-            found[str(index)] = make_sharded_optimizer_tensor(entry, part.whole(), prefix=EMA)
+            sharded[str(index)] = make_sharded_optimizer_tensor(entry, part.whole(), prefix=EMA)
         elif part.average.numel():
-            found[str(index)] = in_boxes(entry, EMA, part.average, part.start)
-    return found
+            sharded[str(index)] = in_boxes(entry, EMA, part.average, part.start)
+    return sharded
 
 
 def averages_to_load(

@@ -154,8 +154,8 @@ class PlainLoadStrategy(core.TorchDistLoadShardedStrategy):  # type: ignore[misc
     def load_tensors_metadata(
         self, checkpoint_dir: Path, metadata: Metadata | None = None
     ) -> ShardedStateDict:
-        known = metadata or MetadataReader(str(checkpoint_dir)).read_metadata()
-        return super().load_tensors_metadata(checkpoint_dir, known)
+        index = metadata or MetadataReader(str(checkpoint_dir)).read_metadata()
+        return super().load_tensors_metadata(checkpoint_dir, index)
 
     def load_sharded_metadata(self, checkpoint_dir: Path) -> ShardedStateDict:
         metadata = MetadataReader(str(checkpoint_dir)).read_metadata()
@@ -164,8 +164,8 @@ class PlainLoadStrategy(core.TorchDistLoadShardedStrategy):  # type: ignore[misc
             for key, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, BytesStorageMetadata)
         )
-        found = {entry.unique_key: entry for entry in objects}
-        return {**found, **self.load_tensors_metadata(checkpoint_dir, metadata)}
+        entries = {entry.unique_key: entry for entry in objects}
+        return {**entries, **self.load_tensors_metadata(checkpoint_dir, metadata)}
 
 
 def save_strategy(
@@ -221,7 +221,7 @@ def describe_written(folder: Path, progress: dict[str, Any], run_config: dict[st
 
     what = f"{folder} cannot be read back"
     parts = gather_or_raise(describe, what)
-    files = {name: known for part in parts for name, known in part.items()}
+    files = {name: entry for part in parts for name, entry in part.items()}
     on_first_rank(lambda: check_index(folder, files), what)
     return files
 
@@ -291,14 +291,14 @@ def naming_disk(folder: Path, needed: int | None = None) -> Iterator[None]:
         raise CheckpointError(fault) from error
 
 
-def verify(found: CheckpointRef, context: ParallelContext) -> None:
+def verify(checkpoint: CheckpointRef, context: ParallelContext) -> None:
     """Raise a CheckpointError if a file fails its checksum; each rank checks some of the files."""
 
     def own(files: Files) -> list[str]:
         largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
         return largest_first[context.rank :: context.layout.world_size]
 
-    gather_or_raise(lambda: check_files(found, own), f"{found.path} cannot be read")
+    gather_or_raise(lambda: check_files(checkpoint, own), f"{checkpoint.path} cannot be read")
 
 
 def _load_state(
@@ -309,20 +309,20 @@ def _load_state(
     Return all values, the names that only the checkpoint has, and those that only the run has.
     """
     force_all_tensors_to_non_fp8(state)
-    wanted, own, factories = load_preprocess(state)
+    requested, own, factories = load_preprocess(state)
     loaded = common_state_of(path)
     # megatron-core saves fp32 weights that are no parameters' as empty entries.
     drop_main_weights(loaded.get("optimizer", {}))
     merge(loaded, own)
-    wanted, _ = extract_sharded_base(wanted)
+    requested, _ = extract_sharded_base(requested)
     stored = None
     if StrictHandling.requires_explicit_ckpt_mismatch_check(strict):
-        found = strategy.load_sharded_metadata(path)
-        stored = {name: entry for name, entry in found.items() if entry.key != COMMON_STATE}
-    wanted, missing, unexpected = validate_integrity_and_strict_load(
-        wanted, strict, True, *determine_global_metadata(wanted), stored
+        entries = strategy.load_sharded_metadata(path)
+        stored = {name: entry for name, entry in entries.items() if entry.key != COMMON_STATE}
+    requested, missing, unexpected = validate_integrity_and_strict_load(
+        requested, strict, True, *determine_global_metadata(requested), stored
     )
-    merge(loaded, strategy.load(wanted, path))
+    merge(loaded, strategy.load(requested, path))
     return apply_factory_merges(loaded, factories), missing, unexpected
 
 

@@ -37,13 +37,13 @@ class CheckpointRef:
 
 
 def check_files(
-    found: CheckpointRef, own: Callable[[Files], Iterable[str]] = lambda listed: listed
+    checkpoint: CheckpointRef, own: Callable[[Files], Iterable[str]] = lambda listed: listed
 ) -> None:
     """Raise a CheckpointError if a file that ``own`` selects does not match its stored checksum."""
-    listed = files.read_manifest(found.path) or {}
-    fault = files.checksum_fault(found.path, listed, own(listed))
+    listed = files.read_manifest(checkpoint.path) or {}
+    fault = files.checksum_fault(checkpoint.path, listed, own(listed))
     if fault is not None:
-        error = DamagedFile(refusal(found.root, found.iteration, fault))
+        error = DamagedFile(refusal(checkpoint.root, checkpoint.iteration, fault))
         error.fault = fault
         raise error
 
@@ -77,15 +77,15 @@ def find_intact(
 ) -> CheckpointRef | None:
     """Return what `find` does, after the files that ``own`` selects have passed their checksum."""
     damaged: Damaged | None = {} if passes_over_damaged(config) else None
-    while (found := find(config, damaged)) is not None:
+    while (checkpoint := find(config, damaged)) is not None:
         try:
-            check_files(found, own)
+            check_files(checkpoint, own)
         except CheckpointError as error:
             if damaged is None:
                 raise
-            damaged[found.path] = cause_of(error)
+            damaged[checkpoint.path] = cause_of(error)
         else:
-            return found
+            return checkpoint
     return None
 
 
@@ -157,20 +157,20 @@ def load_notes(config: CheckpointConfig) -> list[str]:
 
 
 def candidates(config: CheckpointConfig) -> list[tuple[str, int | None, bool]]:
-    """Return the folders to try, in order, each with an iteration and whether to load only weights.
+    """Return the folders to try in order, each with an iteration and whether to load only weights.
 
     The iteration is None for the latest.
     """
-    found: list[tuple[str, int | None, bool]] = []
+    folders: list[tuple[str, int | None, bool]] = []
     if config.resume_mode == "auto" and config.save is not None:
         # The same command resumes from its own checkpoints, whatever weights it started from.
-        found.append((config.save, None, False))
+        folders.append((config.save, None, False))
     if config.load is not None:
-        found.append((config.load, config.ckpt_step, config.finetune))
+        folders.append((config.load, config.ckpt_step, config.finetune))
     if config.pretrained_checkpoint is not None:
         root, step = files.root_of(Path(config.pretrained_checkpoint))
-        found.append((str(root), step, True))
-    return found
+        folders.append((str(root), step, True))
+    return folders
 
 
 def check_weights(flag: str, folder: str | None) -> None:

@@ -117,9 +117,9 @@ def plain_content(file: Path | BytesIO, place: Path | str, *, mmap: bool = False
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     # Damaged archives and pickles raise errors of any class.
     except Exception as error:
-        found = _FOREIGN.search(str(error))
-        if found is not None:
-            raise refused(place, found[1]) from None
+        match = _FOREIGN.search(str(error))
+        if match is not None:
+            raise refused(place, match[1]) from None
         raise CheckpointError(
             f"{place} cannot be read ({_first_line(error)}); load another checkpoint."
         ) from error
@@ -259,8 +259,8 @@ def common_state_of(path: Path) -> dict[str, Any]:
         place = path / _OBJECT
         state = {_OBJECT: BytesIO()}
         _fill(state, path, MetadataReader(str(path)))
-        held: Any = state[_OBJECT]
-        content = held[0] if isinstance(held, list) and held else None
+        value: Any = state[_OBJECT]
+        content = value[0] if isinstance(value, list) and value else None
     if not isinstance(content, dict):
         raise CheckpointError(f"{place} must hold names and values; load another checkpoint.")
     return content

@@ -36,10 +36,10 @@ def needed(name: str, module: str, flag: str) -> Any:
     Raises:
         ConfigError: its folder is not there.
     """
-    found = part(name, module)
-    if found is None:
+    loaded = part(name, module)
+    if loaded is None:
         raise ConfigError(missing(name, flag))
-    return found
+    return loaded
 
 
 def missing(name: str, flag: str) -> str:

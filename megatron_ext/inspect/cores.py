@@ -49,17 +49,21 @@ class Environment:
 def find_environments(root: Path) -> Iterator[Environment]:
     """Yield the running interpreter, then each ``.venv*`` in ``root`` that has megatron-core.
 
-    Asks an interpreter by the metadata of its packages, and so without importing torch.
+    The release is read from the metadata of an interpreter's packages, which needs no torch.
     """
     running = Path(sys.executable)
     yield Environment(version("megatron-core"), running, os.environ.get("PYTHONPATH"))
     for python in sorted(root.glob(".venv*/bin/python")):
-        found = Environment("", python)
-        asked = subprocess.run(
-            [python, "-c", _ASK], env=found.variables(), capture_output=True, text=True, check=False
+        environment = Environment("", python)
+        answer = subprocess.run(
+            [python, "-c", _ASK],
+            env=environment.variables(),
+            capture_output=True,
+            text=True,
+            check=False,
         )
-        if asked.returncode == 0:
-            yield dataclasses.replace(found, core=asked.stdout.strip())
+        if answer.returncode == 0:
+            yield dataclasses.replace(environment, core=answer.stdout.strip())
 
 
 def choose_environments(names: str, root: Path) -> list[Environment]:
@@ -71,18 +75,18 @@ def choose_environments(names: str, root: Path) -> list[Environment]:
     Raises:
         ConfigError: no environment has a release, two names mean one release, or none is named.
     """
-    known = list(find_environments(root))
+    environments = list(find_environments(root))
     chosen = list[Environment]()
     for name in filter(None, names.split(",")):
-        fits = (e for e in known if e.core == name or e.core.startswith(f"{name}."))
-        found = next(fits, None)
-        if found is None:
-            raise ConfigError(_missing(name, known, root))
-        if found in chosen:
+        fits = (e for e in environments if e.core == name or e.core.startswith(f"{name}."))
+        environment = next(fits, None)
+        if environment is None:
+            raise ConfigError(_missing(name, environments, root))
+        if environment in chosen:
             raise ConfigError(
-                f"`--cores` ({names}) names megatron-core {found.core} twice; name it once."
+                f"`--cores` ({names}) names megatron-core {environment.core} twice; name it once."
             )
-        chosen.append(found)
+        chosen.append(environment)
     if not chosen:
         raise ConfigError(
             f"`--cores` ({names}) names no megatron-core; give such as 0.16.1,0.19.2."
@@ -90,9 +94,9 @@ def choose_environments(names: str, root: Path) -> list[Environment]:
     return chosen
 
 
-def _missing(name: str, known: Sequence[Environment], root: Path) -> str:
+def _missing(name: str, environments: Sequence[Environment], root: Path) -> str:
     """Return the sentence that tells how to make an environment with the release ``name``."""
-    here = ", ".join(dict.fromkeys(f"{e.core} in {e.python}" for e in known))
+    here = ", ".join(dict.fromkeys(f"{e.core} in {e.python}" for e in environments))
     constraints = (root / "constraints.txt").read_text(encoding="utf-8")
     pins = list(dict.fromkeys(re.findall(r"^megatron-core==([\w.]+)", constraints, re.MULTILINE)))
     if any(pin == name or pin.startswith(f"{name}.") for pin in pins):
@@ -158,9 +162,9 @@ def serve(
     with os.fdopen(os.dup(1), "w") as complete:
         os.dup2(2, 1)
         for index, layout in enumerate(layouts):
-            found = record(program, words, layout, steps, folder / str(index), device)
-            stored = {name: getattr(found, name) for name in _STORED}
+            recording = record(program, words, layout, steps, folder / str(index), device)
+            stored = {name: getattr(recording, name) for name in _STORED}
             # What the runs imported, not what the metadata say.
             stored["core"] = megatron.core.__version__.partition("+")[0]
-            write_text(found.folder / _FILE, json.dumps(stored))
+            write_text(recording.folder / _FILE, json.dumps(stored))
             print(index, file=complete, flush=True)

@@ -65,10 +65,10 @@ def parse_layout(name: str) -> NamedLayout:
     while position < end:
         match = _TOKEN.match(name, position, end)
         if match is None:
-            known = ", ".join([*(f"{key}N" for key in SIZES), *WORDS])
+            choices = ", ".join([*(f"{key}N" for key in SIZES), *WORDS])
             raise ConfigError(
                 f"`--layouts` has `{name}`, whose part `{name[position:]}` is not known; join "
-                f"parts of {known}."
+                f"parts of {choices}."
             )
         if match[3]:
             flags += WORDS[match[3]].split()

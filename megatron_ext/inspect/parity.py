@@ -213,15 +213,15 @@ def compare(mine: Recording, truth: Recording, tolerances: Tolerances) -> Parity
             both = name in ours and name in theirs
             size = gradient_difference(ours[name], theirs[name]) if both else math.inf
             gradients.append(Difference(step, name, size))
-    out = [found for found in (*losses, *norms) if found.size > tolerances.loss]
-    out += [found for found in gradients if found.size > tolerances.gradient]
-    first_step = min((found.step for found in out), default=None)
+    out = [difference for difference in (*losses, *norms) if difference.size > tolerances.loss]
+    out += [difference for difference in gradients if difference.size > tolerances.gradient]
+    first_step = min((difference.step for difference in out), default=None)
     return Parity(
         mine,
         loss=_worst(losses),
         grad_norm=_worst(norms),
         gradient=_worst(gradients),
-        first=_worst([found for found in out if found.step == first_step]),
+        first=_worst([difference for difference in out if difference.step == first_step]),
     )
 
 
@@ -239,8 +239,8 @@ def table(results: Sequence[Parity], truth: Recording, tolerances: Tolerances) -
     )
     shown = Table(*(("core",) if core else ()), *columns, title=title)
     for result in results:
-        found = (result.loss, result.grad_norm, result.gradient)
-        sizes = ["-" if worst is None else f"{worst.size:.1e}" for worst in found]
+        differences = (result.loss, result.grad_norm, result.gradient)
+        sizes = ["-" if worst is None else f"{worst.size:.1e}" for worst in differences]
         first = result.problem or ""
         if result.first is not None:
             first = f"step {result.first.step}: {result.first.name} ({result.first.size:.1e})"

@@ -31,21 +31,21 @@ class Line:
     kernels: float = 0.0
 
 
-def budget(found: Estimate) -> list[Line]:
-    """Return the classes of kernels of the slowest rank; their seconds add up to the step's.
+def budget(estimated: Estimate) -> list[Line]:
+    """Return the slowest rank's time by class of kernels; it adds up to the time of the step.
 
-    "gaps" is the time between all kernels, "waiting" that for other pipeline stages.
+    "gaps" is the time between kernels; "waiting" is the wait for other pipeline stages.
     """
-    network = found.network
-    clock = Clock(found.network, found.rates)
-    rank = found.ranks[clock.slowest()]
+    network = estimated.network
+    clock = Clock(estimated.network, estimated.rates)
+    rank = estimated.ranks[clock.slowest()]
     count = network.num_microbatches
     works = clock.update_work(rank)
     works += [work * count for stage in rank.stages for work in network.work(stage)]
     kinds = [(kind, [work for work in works if work.kind == kind]) for kind in KINDS]
-    lines = [_line(kind, found, own) for kind, own in kinds if own]
+    lines = [_line(kind, estimated, own) for kind, own in kinds if own]
     kernels = sum(work.kernels for work in works)
-    gaps = sum(map(found.rates.gaps, works))
+    gaps = sum(map(estimated.rates.gaps, works))
     words = f"{1e6 * GAP:.0f} µs a kernel"
     words += f", {1e6 * GRAPH_GAP:.1f} in graphs" if any(work.graphed for work in works) else ""
     lines.append(Line("gaps", gaps, words, kernels=kernels))
@@ -54,47 +54,47 @@ def budget(found: Estimate) -> list[Line]:
     sent = clock.exchange(volume) + clock.replicas(volume) + clock.update_exchange(rank)
     if sent:
         lines.append(Line("communication", sent, "links", num_bytes=total))
-    waiting = found.seconds - sum(line.seconds for line in lines)
-    if waiting > 1e-6 * found.seconds:
+    waiting = estimated.seconds - sum(line.seconds for line in lines)
+    if waiting > 1e-6 * estimated.seconds:
         lines.append(Line("waiting", waiting, "for other pipeline stages"))
     return lines
 
 
-def _line(kind: str, found: Estimate, works: Sequence[Work]) -> Line:
+def _line(kind: str, estimated: Estimate, works: Sequence[Work]) -> Line:
     flops, moved = (sum(getattr(work, name) for work in works) for name in ("flops", "num_bytes"))
-    rates = sorted({found.rates.operations(work) for work in works if work.flops})
+    rates = sorted({estimated.rates.operations(work) for work in works if work.flops})
     words = [f"{rate / TFLOPS:.0f} TFLOP/s" for rate in rates]
-    words += [f"{found.rates.memory(kind) / 1e12:.2f} TB/s"] if moved else []
-    seconds = sum(map(found.rates.busy, works))
+    words += [f"{estimated.rates.memory(kind) / 1e12:.2f} TB/s"] if moved else []
+    seconds = sum(map(estimated.rates.busy, works))
     return Line(kind, seconds, ", ".join(words), flops, moved, sum(work.kernels for work in works))
 
 
-def budget_table(found: Estimate) -> Table:
+def budget_table(estimated: Estimate) -> Table:
     """Return a table of the classes of kernels in a step, with the assumed rates."""
     table = Table(
         "class", "what", "TFLOP", "GB", "kernels", "assumed rates", "ms", "share",
         title="time of a step on the slowest rank, by class of kernels",
     )  # fmt: skip
-    for line in budget(found):
+    for line in budget(estimated):
         counts = (line.flops / TFLOPS, line.num_bytes / GB)
         shown = [f"{count:,.1f}" if count else "" for count in counts]
         shown.append(f"{line.kernels:,.0f}" if line.kernels else "")
-        share = f"{line.seconds / found.seconds:.1%}"
+        share = f"{line.seconds / estimated.seconds:.1%}"
         what = KINDS.get(line.kind, "")
         table.add_row(line.kind, what, *shown, line.rates, f"{1e3 * line.seconds:.1f}", share)
-    table.caption = _caption(found)
+    table.caption = _caption(estimated)
     return table
 
 
-def _caption(found: Estimate) -> str:
-    """Return the share of the matrix rate, on Hopper with flash attention 3 too."""
-    large = found.rates.products(found.network.sizes.width) / TFLOPS
+def _caption(estimated: Estimate) -> str:
+    """Return a caption with the share of matrix products, on Hopper also with FlashAttention 3."""
+    large = estimated.rates.products(estimated.network.sizes.width) / TFLOPS
     text = (
-        f"sum {1e3 * found.seconds:.1f} ms; the model's products alone, at {large:.0f} TFLOP/s, "
-        f"take {found.matrix_share:.1%} of it"
+        f"sum {1e3 * estimated.seconds:.1f} ms; the model's products alone, at {large:.0f} "
+        f"TFLOP/s, take {estimated.matrix_share:.1%} of it"
     )
-    if "H100" in found.gpu.name or "H200" in found.gpu.name:
-        other = estimate(found.network, found.gpu, FLASH_3)
+    if "H100" in estimated.gpu.name or "H200" in estimated.gpu.name:
+        other = estimate(estimated.network, estimated.gpu, FLASH_3)
         text += (
             f"; where flash attention 3 is installed, {other.matrix_share:.1%} of "
             f"{1e3 * other.seconds:.1f} ms"

@@ -35,13 +35,13 @@ def gpu_named(name: str) -> Gpu:
         ConfigError: `GPUS` lacks the name, or the file has no readable rates.
     """
     if not name.endswith(".json"):
-        known = {key.lower(): gpu for key, gpu in GPUS.items()}.get(name.lower())
-        if known is None:
+        listed = {key.lower(): gpu for key, gpu in GPUS.items()}.get(name.lower())
+        if listed is None:
             raise ConfigError(
                 f"`--gpu` ({name}) must be one of {', '.join(GPUS)}, or a file .json that "
                 "`tools/doctor.py --json` wrote."
             )
-        return known
+        return listed
     given = f"`--dry-run-gpu` ({name})"
     rated = [gpu for gpu in _read_gpus(name, given) if isinstance(gpu.get("rates"), dict)]
     if not rated:
@@ -68,10 +68,10 @@ def _read_gpus(path: str, given: str) -> list[dict[str, Any]]:
     return gpus
 
 
-def _measured_gpu(found: dict[str, Any], path: str) -> Gpu:
-    rates = found["rates"]
-    name = str(found["name"])
-    memory = int(found["memory"])
+def _measured_gpu(report: dict[str, Any], path: str) -> Gpu:
+    rates = report["rates"]
+    name = str(report["name"])
+    memory = int(report["memory"])
     fp8 = None if rates["fp8"] is None else float(rates["fp8"])
     measured = Measured(float(rates["bf16"]), fp8, float(rates["copy"]), path)
     positive = (measured.bf16, measured.copy, *(() if fp8 is None else (fp8,)))
@@ -81,8 +81,8 @@ def _measured_gpu(found: dict[str, Any], path: str) -> Gpu:
     kinds += [gpu for gpu in GPUS.values() if f"{gpu.name.partition('-')[0]}-" in name]
     if kinds:
         # Of kinds with one name the one whose memory comes closest.
-        known = min(kinds, key=lambda gpu: abs(gpu.memory - memory))
-        return replace(known, name=name, memory=memory, measured=measured)
+        closest = min(kinds, key=lambda gpu: abs(gpu.memory - memory))
+        return replace(closest, name=name, memory=memory, measured=measured)
     return Gpu(
         name=name,
         bf16=measured.bf16,
@@ -92,7 +92,7 @@ def _measured_gpu(found: dict[str, Any], path: str) -> Gpu:
         memory_bandwidth=measured.copy,
         link=PCIE,
         network=PCIE,
-        hopper=int(found["capability"][0]) >= 9,
+        hopper=int(report["capability"][0]) >= 9,
         measured=measured,
     )
 
@@ -161,13 +161,13 @@ class Efficiency:
     )
 
     def __post_init__(self) -> None:
-        found = [
+        errors = [
             f"`{name}` ({value}) must be above 0 and at most 1; use 0.7."
             for name, value in vars(self).items()
             if not (0 <= value <= 1) or (value == 0 and name != "hidden")
         ]
-        if found:
-            raise ConfigError(found)
+        if errors:
+            raise ConfigError(errors)
 
 
 DEFAULT = Efficiency()

@@ -53,15 +53,15 @@ def memory(network: Network) -> list[RankMemory]:
     stages = network.stages()
     costs = [network.activations(stage) for stage in stages]
     deferred = [network.deferred(stage) for stage in stages]
-    found = []
+    ranks = []
     for rank in range(network.sizes.pp):
         mine = network.stages_of(rank)
         weights = tuple(tuple(network.weights(stage)) for stage in mine)
         state = rank_state(network.config, network.sizes, rank, weights)
         peak = walk(network.schedule, rank, costs, deferred=deferred, boundary=network.boundary)
         fp8_weights = sum(network.fp8_weights(stage) for stage in mine)
-        found.append(RankMemory(rank, tuple(mine), weights, state, *peak, fp8_weights))
-    return found
+        ranks.append(RankMemory(rank, tuple(mine), weights, state, *peak, fp8_weights))
+    return ranks
 
 
 def fullest(ranks: Sequence[RankMemory]) -> RankMemory:
@@ -71,8 +71,8 @@ def fullest(ranks: Sequence[RankMemory]) -> RankMemory:
 
 def worst_case(cases: Sequence[Case]) -> tuple[Network, list[RankMemory]]:
     """Return the network of the `Case` with the highest peak, and its memory on each rank."""
-    found = [(case.network, memory(case.network)) for case in cases]
-    return max(found, key=lambda entry: fullest(entry[1]).total)
+    entries = [(case.network, memory(case.network)) for case in cases]
+    return max(entries, key=lambda entry: fullest(entry[1]).total)
 
 
 USES = {Kind.FORWARD: Kind.RECEIVE_INPUT, Kind.WEIGHT: None}
@@ -87,7 +87,7 @@ def walk(
     deferred: Sequence[int] = (),
     boundary: int = 0,
 ) -> tuple[int, int, int]:
-    """Return the memory peak of a pipeline rank, found by following its actions in the schedule.
+    """Follow a pipeline rank's actions in the schedule, and return its memory peak.
 
     Args:
         costs: bytes of one micro-batch in each stage of the model.
@@ -96,16 +96,16 @@ def walk(
         boundary: bytes of a message, whose buffer exists from the receive to its use.
 
     Returns:
-        At the peak: bytes held, transient bytes, and the number of held stage activations.
+        At the peak: allocated bytes, transient bytes, and the number of stage activations kept.
     """
-    held = count = 0
+    allocated = count = 0
     peak = (0, 0, 0)
     waiting = set[tuple[Kind | None, int, int]]()
     for action in plan.ranks[rank]:
         if action.kind not in COMPUTE:
             if action.kind in RECEIVES:
                 waiting.add((action.kind, action.microbatch, action.stage))
-                held += boundary
+                allocated += boundary
             continue
         cost = costs[action.stage]
         message = USES.get(action.kind, Kind.RECEIVE_GRADIENT)
@@ -114,18 +114,18 @@ def walk(
         waiting.discard(given)
         if action.kind is Kind.FORWARD:
             # What has arrived is the input of the first layer, which counts there.
-            held = held + cost.kept - arrived
+            allocated = allocated + cost.kept - arrived
             count = count + 1
             arrived = 0
-        peak = max(peak, (held, cost.transient, count), key=lambda at: at[0] + at[1])
-        held -= arrived
+        peak = max(peak, (allocated, cost.transient, count), key=lambda at: at[0] + at[1])
+        allocated -= arrived
         if action.kind is Kind.BACKWARD:
-            held = held - cost.kept
+            allocated = allocated - cost.kept
             count = count - 1
         elif action.kind is Kind.INPUT:
-            held += deferred[action.stage] - cost.kept
+            allocated += deferred[action.stage] - cost.kept
         elif action.kind is Kind.WEIGHT:
-            held = held - deferred[action.stage]
+            allocated = allocated - deferred[action.stage]
             count = count - 1
     return peak
 

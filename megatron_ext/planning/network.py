@@ -221,7 +221,7 @@ class Network(ABC):
         forward = Phase.FORWARD
         inputs = Phase.INPUT
         weights = Phase.WEIGHT
-        found = [
+        works = [
             Work("linear", forward, x.linear, width=width),
             Work("linear", forward, x.fp8, width=1),
             Work("linear", inputs, x.linear + x.again, width=width),
@@ -239,7 +239,7 @@ class Network(ABC):
             # Weights are cast once in a step, in the layers that are in 8 bits.
             numbers = sum(w.numel for w in matrices) * x.fp8 / (x.fp8 + x.linear) / count
             moved = numbers * cast_of(self.config.fp8.fp8_recipe)[0]
-            found.append(Work("casts", forward, num_bytes=moved))
+            works.append(Work("casts", forward, num_bytes=moved))
         shards = self.config.optimizer.shards_gradients
         graphed = self.config.cuda_graphs.cuda_graph_impl == "local"
         recipe = self.config.fp8.fp8_recipe if x.fp8_weights else None
@@ -247,10 +247,10 @@ class Network(ABC):
         if graphed:  # The products of CUDA graphs add to sums that are set to zero first.
             summed += FP32 / count
         summed *= sum(w.numel for w in matrices if not w.frozen)
-        found.append(Work("weight gradients", weights, num_bytes=summed))
+        works.append(Work("weight gradients", weights, num_bytes=summed))
         if shards:
-            found.append(Work("plumbing", weights, num_bytes=self._sharded_bytes(stage)))
-        return [work for work in found if work.flops or work.num_bytes]
+            works.append(Work("plumbing", weights, num_bytes=self._sharded_bytes(stage)))
+        return [work for work in works if work.flops or work.num_bytes]
 
     def _sharded_bytes(self, stage: Stage) -> int:
         """Return the bytes that sharding the gradients of one micro-batch moves on the device.

@@ -80,10 +80,10 @@ def report_cases(cases: Sequence[Case], gpu: Gpu | None, cost: TaskCost) -> Repo
     parts += [volume_table(network, ranks), schedule_line(network.schedule)]
     if gpu is None:
         return parts, True
-    found = estimate(network, gpu)
-    parts += [*time_lines(found, cost), budget_table(found)]
-    parts += [reserve_table(found), assumption_table(gpu)]
-    return parts, found.fits
+    estimated = estimate(network, gpu)
+    parts += [*time_lines(estimated, cost), budget_table(estimated)]
+    parts += [reserve_table(estimated), assumption_table(gpu)]
+    return parts, estimated.fits
 
 
 def headline(network: Network, ranks: list[RankMemory]) -> str:
@@ -144,21 +144,21 @@ def bucket_table(cases: Sequence[Case], gpu: Gpu | None) -> Table:
 
 
 def parameter_table(ranks: list[RankMemory]) -> Table:
-    """Return a table of the stages: pipeline rank, layers and number of parameters of each."""
+    """Return a table of each stage's pipeline rank, layers and number of parameters."""
     table = Table("stage", "pipeline rank", "holds", "parameters of a rank", title="stages")
     for stage, weights in sorted(
         ((stage, w) for rank in ranks for stage, w in zip(rank.stages, rank.weights, strict=True)),
         key=lambda entry: entry[0].index,
     ):
-        held = ["embedding"] * stage.embedding
+        contents = ["embedding"] * stage.embedding
         if stage.layers:
             first = stage.layers[0]
             last = stage.layers[-1]
-            held.append(f"layers {first}-{last}" if last > first else f"layer {first}")
-        held += [f"{stage.depths} MTP"] * (stage.depths > 0)
-        held += ["output"] * stage.head
+            contents.append(f"layers {first}-{last}" if last > first else f"layer {first}")
+        contents += [f"{stage.depths} MTP"] * (stage.depths > 0)
+        contents += ["output"] * stage.head
         count = sum(weight.numel for weight in weights)
-        table.add_row(str(stage.index), str(stage.rank), ", ".join(held), f"{count:,}")
+        table.add_row(str(stage.index), str(stage.rank), ", ".join(contents), f"{count:,}")
     return table
 
 
@@ -242,27 +242,27 @@ def schedule_line(plan: Plan) -> str:
     )
 
 
-def time_lines(found: Estimate, cost: TaskCost) -> list[str]:
+def time_lines(estimated: Estimate, cost: TaskCost) -> list[str]:
     """Return lines with the time, throughput and MFU of a step, and whether the run fits."""
-    gpu = found.gpu
-    reserve = sum(found.reserve.values())
+    gpu = estimated.gpu
+    reserve = sum(estimated.reserve.values())
     lines = [
-        f"estimated on {gpu.name}: {found.seconds:.3g} s a step, "
-        f"{found.tokens_per_second:,.0f} tokens/s, MFU {found.mfu:.1%} of "
-        f"{gpu.peak(found.network.sizes.width) / 1e12:.0f} TFLOP/s, bubble "
-        f"{found.price.bubble_share:.1%}",
-        f"{'fits' if found.fits else 'DOES NOT FIT'}: {size(found.peak)} and a reserve of "
-        f"{size(reserve)} make {size(found.peak + reserve)} of {size(gpu.memory)}",
+        f"estimated on {gpu.name}: {estimated.seconds:.3g} s a step, "
+        f"{estimated.tokens_per_second:,.0f} tokens/s, MFU {estimated.mfu:.1%} of "
+        f"{gpu.peak(estimated.network.sizes.width) / 1e12:.0f} TFLOP/s, bubble "
+        f"{estimated.price.bubble_share:.1%}",
+        f"{'fits' if estimated.fits else 'DOES NOT FIT'}: {size(estimated.peak)} and a reserve of "
+        f"{size(reserve)} make {size(estimated.peak + reserve)} of {size(gpu.memory)}",
     ]
-    if not found.fits:
-        lines.append(_advice(found, cost))
+    if not estimated.fits:
+        lines.append(_advice(estimated, cost))
     return lines
 
 
-def reserve_table(found: Estimate) -> Table:
+def reserve_table(estimated: Estimate) -> Table:
     """Return a table of the assumed memory that is kept free on each GPU; see `reserve_on`."""
     table = Table("reserve (assumed)", "bytes", title="kept free on each GPU")
-    for name, count in found.reserve.items():
+    for name, count in estimated.reserve.items():
         table.add_row(name, size(count))
     return table
 
@@ -273,18 +273,18 @@ def assumption_table(gpu: Gpu) -> Table:
     for name, value, what, replaced in assumed(gpu):
         table.add_row(name, "measured" if replaced else value, what)
     if gpu.measured is not None:
-        found = gpu.measured
-        eight = "" if found.fp8 is None else f", fp8 {found.fp8 / 1e12:.0f} TFLOP/s"
+        measured = gpu.measured
+        eight = "" if measured.fp8 is None else f", fp8 {measured.fp8 / 1e12:.0f} TFLOP/s"
         table.caption = (
-            f"measured ({found.source}): bf16 {found.bf16 / 1e12:.0f} TFLOP/s{eight}, copy "
-            f"{found.copy / 1e12:.2f} TB/s; links are the datasheet's"
+            f"measured ({measured.source}): bf16 {measured.bf16 / 1e12:.0f} TFLOP/s{eight}, copy "
+            f"{measured.copy / 1e12:.2f} TB/s; links are the datasheet's"
         )
     return table
 
 
-def _advice(found: Estimate, cost: TaskCost) -> str:
-    """Return a sentence that advises the first remedy that makes the run fit, else more ranks."""
-    config = found.network.config
+def _advice(estimated: Estimate, cost: TaskCost) -> str:
+    """Return a sentence that names the first remedy that makes the run fit, else more ranks."""
+    config = estimated.network.config
     remedies = {"--use-distributed-optimizer": _distributed(config)}
     graphs = config.cuda_graphs.cuda_graph_impl != "none"
     config = replace(config, cuda_graphs=CudaGraphConfig())
@@ -295,19 +295,19 @@ def _advice(found: Estimate, cost: TaskCost) -> str:
         if mode != "none"
     }
     for name, run in remedies.items():
-        most = fullest(memory(found.network.with_config(run))).total
-        if most + sum(found.reserve.values()) <= found.gpu.memory:
+        most = fullest(memory(estimated.network.with_config(run))).total
+        if most + sum(estimated.reserve.values()) <= estimated.gpu.memory:
             return f"it would fit with {name}"
     return "neither the distributed optimizer nor recomputation suffices; use more ranks (--search)"
 
 
-def search_table(found: SearchResult) -> Table:
+def search_table(result: SearchResult) -> Table:
     """Return a table of the best layouts of a search."""
     table = Table(
         "layout", "dp", "micro-batch", "recompute", "step (s)", "tokens/s", "MFU", "bubble", "peak",
-        title=f"best of {found.fitting} layouts that fit ({found.tried} tried)",
+        title=f"best of {result.fitting} layouts that fit ({result.tried} tried)",
     )  # fmt: skip
-    for candidate, cost in found.best:
+    for candidate, cost in result.best:
         table.add_row(
             str(candidate),
             str(cost.network.sizes.dp),

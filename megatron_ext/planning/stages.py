@@ -132,18 +132,18 @@ def in_order(*parts: LayerBytes) -> LayerBytes:
 def recomputed(
     layers: Sequence[LayerBytes], layer_input: int, *, size: int, limit: int
 ) -> list[LayerBytes]:
-    """Return the memory of a stage's layers, of which the first ``limit`` are recomputed.
+    """Return the memory of a stage's layers when the first ``limit`` of them are recomputed.
 
     Each group of ``size`` recomputed layers is one item of the list. The group keeps only its
     input of ``layer_input`` bytes.
     """
     run_again = layers[:limit]
     others = layers[limit:]
-    found = []
+    groups = []
     for first in range(0, len(run_again), size):
         again = in_order(*run_again[first : first + size])
-        found.append(LayerBytes(layer_input, again.kept + again.transient))
-    return [*found, *others]
+        groups.append(LayerBytes(layer_input, again.kept + again.transient))
+    return [*groups, *others]
 
 
 def rms_norm(ranks: Ranks, rows: int, size: int, *, frozen: bool = False) -> int:

@@ -78,14 +78,14 @@ class Linear:
         """Return a rank's weight, bias and two adapter matrices, if any, in the module's order."""
         height = self.outputs // self.rows
         width = self.inputs // self.columns
-        found = [self._weight("weight", height * width, self.rows * self.columns)]
+        weights = [self._weight("weight", height * width, self.rows * self.columns)]
         if self.bias:
-            found.append(self._weight("bias", height, self.rows))
+            weights.append(self._weight("bias", height, self.rows))
         rank = lora.lora_rank
         if rank is not None and self.name.rpartition(".")[2] in (lora.lora_target_modules or []):
-            found.append(self._weight("lora.a", rank * width, self.columns))
-            found.append(self._weight("lora.b", height * rank, self.rows))
-        return found
+            weights.append(self._weight("lora.a", rank * width, self.columns))
+            weights.append(self._weight("lora.b", height * rank, self.rows))
+        return weights
 
     def _weight(self, name: str, numel: int, parts: int) -> Weight:
         full = f"{self.name}.{name}"
@@ -163,7 +163,7 @@ def buckets(
         bucket_size: number of elements from which on a bucket is closed; None for one bucket.
     """
     alignment, ending = (64, math.lcm(replicas, 128)) if distributed else (1, 1)
-    found: list[Bucket] = []
+    closed: list[Bucket] = []
     start = 0
     at = 0
     spans = list[tuple[int, int]]()
@@ -172,7 +172,7 @@ def buckets(
     def close(end: int) -> int:
         nonlocal start, spans, matrices
         end = _round_up(end, ending)
-        found.append(Bucket(start, end, spans, matrices))
+        closed.append(Bucket(start, end, spans, matrices))
         start = end
         spans = []
         matrices = []
@@ -190,7 +190,7 @@ def buckets(
             at = close(at)
     if spans:
         close(at)
-    return found
+    return closed
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -39,9 +39,9 @@ class Flags:
 
     def has(self, *names: str) -> bool:
         """Return whether one of the flags is given, and keep it as used."""
-        found = [name for name in names if name in self.values]
-        self.used += found
-        return bool(found)
+        given = [name for name in names if name in self.values]
+        self.used += given
+        return bool(given)
 
     def text(self, name: str, default: str = "") -> str:
         """Return the values of a flag, joined by blanks.

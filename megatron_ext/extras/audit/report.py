@@ -180,10 +180,10 @@ def reproduce(number: str) -> str:
     for file in FILES:
         module = importlib.import_module(f"megatron_ext.extras.audit.reproduce_{file}")
         if number in module.REPRODUCTIONS:
-            found = module.REPRODUCTIONS[number]()
+            result = module.REPRODUCTIONS[number]()
             return (
-                f"{number} stock {found.stock:.6g} right {found.right:.6g} "
-                f"ratio {found.ratio:.6g}: {found.what}"
+                f"{number} stock {result.stock:.6g} right {result.right:.6g} "
+                f"ratio {result.ratio:.6g}: {result.what}"
             )
     raise ConfigError(f"--reproduce ({number}) has no reproduction.")
 

@@ -209,12 +209,12 @@ def _shifted_short(context: ParallelContext) -> tuple[float, str]:
 
 def short_packing() -> Reproduced:
     """Measure D10: the targets of a depth with a packed sample shorter than the ranks' chunks."""
-    found = on_ranks(_shifted_short, cp=2)
+    by_rank = on_ranks(_shifted_short, cp=2)
     return Reproduced(
-        sum(count for count, _ in found),
+        sum(count for count, _ in by_rank),
         (2 - 1) + (14 - 1),
         "Targets of the first depth in two packed samples of 2 and 14 tokens at context-parallel "
-        f"size 2{found[0][1]}.",
+        f"size 2{by_rank[0][1]}.",
     )
 
 

@@ -152,13 +152,13 @@ def _rate_or_error(context: ParallelContext, **resume: Any) -> tuple[float, str]
 
 def both_rates(**resume: Any) -> tuple[float, str]:
     """Return the rate of a resumed run with shared-out state, and a clause about both kinds."""
-    found = {
+    results = {
         shard: on_ranks(partial(_rate_or_error, shard=shard, **resume))[0]
         for shard in (True, False)
     }
-    told = [found[shard][1] or f"gives {found[shard][0]:.4g}" for shard in (True, False)]
-    clause = f"the distributed optimizer {told[0]}; the other {told[1]}"
-    return found[True][0], clause
+    clauses = [results[shard][1] or f"gives {results[shard][0]:.4g}" for shard in (True, False)]
+    clause = f"the distributed optimizer {clauses[0]}; the other {clauses[1]}"
+    return results[True][0], clause
 
 
 def d38() -> Reproduced:

@@ -86,7 +86,7 @@ def _worst(what: str, *, steps: int, **messages: bool) -> Reproduced:
     """Return the gradient that is furthest from its right value, of all stages and steps."""
     ranks = on_ranks(partial(_steps, count=steps, messages=messages), pp=2, vpp=2)
     inputs = LENGTH * BATCH * WIDTH * sum(range(1, MICROBATCHES + 1))
-    found = [
+    pairs = [
         (gradient, inputs * math.prod(FACTORS) / FACTORS[2 * index + rank])
         for rank, all_steps in enumerate(ranks)
         for gradients in all_steps
@@ -96,9 +96,9 @@ def _worst(what: str, *, steps: int, **messages: bool) -> Reproduced:
     def error(pair: tuple[float, float]) -> float:
         return math.inf if math.isnan(pair[0]) else abs(pair[0] / pair[1] - 1)
 
-    stock, right = max(found, key=error)
-    wrong = sum(error(pair) > 1e-6 for pair in found)
-    return Reproduced(stock, right, f"{what} ({wrong} of {len(found)} gradients are wrong).")
+    stock, right = max(pairs, key=error)
+    wrong = sum(error(pair) > 1e-6 for pair in pairs)
+    return Reproduced(stock, right, f"{what} ({wrong} of {len(pairs)} gradients are wrong).")
 
 
 def batched_messages() -> Reproduced:

@@ -139,6 +139,6 @@ def _rank(
             init_method=os.environ["MEGATRON_EXT_INIT_METHOD"],
         )
         seed_everything(context, SEED)
-        found = measure(context)
-    write_bytes(_result(folder, context.rank), pickle.dumps(found))
+        result = measure(context)
+    write_bytes(_result(folder, context.rank), pickle.dumps(result))
     context.destroy()

@@ -76,8 +76,8 @@ class Campaign:
         times = [row["seconds_per_iteration"] for row in rows.values()]
         saves = [event for event in read_events(folder / "save") if event["kind"] == "saved"]
         stall = statistics.median([event["stall"] for event in saves]) if saves else 0.0
-        found = digests(folder / "save")
-        return Truth(found, rows, statistics.median(times), ended.seconds, stall)
+        checksums = digests(folder / "save")
+        return Truth(checksums, rows, statistics.median(times), ended.seconds, stall)
 
     def costs(self, layout: NamedLayout, restarts: Sequence[float] = ()) -> Costs:
         """Return measured times of a layout; ``restarts`` are seconds from faults to new steps."""

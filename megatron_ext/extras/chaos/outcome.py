@@ -119,15 +119,15 @@ def digests(save: Path) -> dict[str, str]:
     path = folder_of(save, iteration)
     entries = stored_entries(path).items()
     names = sorted(name for name, entry in entries if isinstance(entry, TensorStorageMetadata))
-    found = {f"iteration {iteration}": ""}
+    by_name = {f"iteration {iteration}": ""}
     with warnings.catch_warnings():
         # torch tells that it reads in one process.
         warnings.simplefilter("ignore")
         tensors = read_tensors(path, names)
     for name, tensor in tensors.items():
         content = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        found[name] = hashlib.blake2b(content, digest_size=16).hexdigest()
-    return found
+        by_name[name] = hashlib.blake2b(content, digest_size=16).hexdigest()
+    return by_name
 
 
 def steps_of(save: Path) -> dict[int, Row]:
@@ -139,9 +139,9 @@ def steps_of(save: Path) -> dict[int, Row]:
 def judge(
     case: Case, ended: Ended, save: Path, records: Path, truth: Truth, *, most_lost: int = 1
 ) -> Result:
-    """Compare what a run with faults told and reached with what was done to it.
+    """Compare what a run with faults reported and computed with what was done to it.
 
-    ``most_lost`` are the steps that a fault may cost where a copy of the state is in memory.
+    ``most_lost`` is the most steps that a fault may cost where a copy of the state is in memory.
     """
     struck = [_read(record_file(records, index)) for index in range(len(case.faults))]
     events = read_events(save)
@@ -158,9 +158,9 @@ def judge(
     problems = _problems(ended)
     different = None
     if ended.code == 0:
-        found = digests(save)
-        names = sorted(found.keys() | truth.digests.keys())
-        different = next((n for n in names if found.get(n) != truth.digests.get(n)), None)
+        actual = digests(save)
+        names = sorted(actual.keys() | truth.digests.keys())
+        different = next((n for n in names if actual.get(n) != truth.digests.get(n)), None)
         if different is not None:
             problems.append(f"`{different}` differs from the undisturbed run's")
         problems += _other_losses(steps_of(save), truth.rows)
@@ -182,7 +182,7 @@ def _outcome(
     # Another fault may come before the restart is over.
     restart = next((event for event in events if event["kind"] == "restart"), None)
     problems = []
-    told = seen = None
+    reported = seen = None
     if telling is None:
         if fault.kind != SLOW or _slow_for(fault, row, begun) > SECONDS_UNTIL_SLOWNESS_IS_TOLD:
             problems.append("it was not told")
@@ -190,11 +190,11 @@ def _outcome(
         seen = telling["time"] - row["time"]
         cause = telling.get("cause", kind)
         rank = telling.get("rank")
-        told = str(cause) if rank is None else f"{cause} of rank {rank}"
+        reported = str(cause) if rank is None else f"{cause} of rank {rank}"
         right = not causes or any(word in str(cause) for word in causes)
         right &= fault.kind in NAMES_NO_RANK or rank == row["rank"]
         if not right:
-            problems.append(f"it was told as {told}")
+            problems.append(f"it was told as {reported}")
     if fault.kind == "corrupt checkpoint" and not _any(mine, "checkpoint_refused"):
         problems.append("the damaged checkpoint was not told")
     lost, resumed = _steps_lost(row, begun, until)
@@ -206,7 +206,7 @@ def _outcome(
         problems.append("no restart was told")
     where = f"rank {row['rank']}, step {row['iteration']}, {row['event']}"
     where += f" + {fault.seconds:.2f} s" if fault.seconds else ""
-    return Outcome(fault, where, told, seen, resumed, lost, restored, tuple(problems))
+    return Outcome(fault, where, reported, seen, resumed, lost, restored, tuple(problems))
 
 
 def _slow_for(fault: Fault, row: Row, begun: Sequence[Row]) -> float:

@@ -133,8 +133,8 @@ def draw_by_time(
 
 def own_layout(words: Sequence[str], program: Program) -> NamedLayout:
     """Return the layout that the user's flags ask for, which adds no flags of its own."""
-    asked = read_words(words, program).values.get("parallel", {})
-    return NamedLayout("as given", int(asked.get("nproc_per_node") or 1), ())
+    given = read_words(words, program).values.get("parallel", {})
+    return NamedLayout("as given", int(given.get("nproc_per_node") or 1), ())
 
 
 DEFAULTS = {
@@ -155,13 +155,13 @@ def completed(
 
     With ``bare`` nothing is added that guards the run.
     """
-    asked = read_words(words, program).values
-    given = {name for section in asked.values() for name in section}
-    wanted = {"--log-interval": "1", "--train-iters": str(case.steps)}
+    sections = read_words(words, program).values
+    given = {name for section in sections.values() for name in section}
+    defaults = {"--log-interval": "1", "--train-iters": str(case.steps)}
     if not bare:
-        wanted |= {**DEFAULTS, "--max-restarts": str(2 * len(case.faults) + 4)}
+        defaults |= {**DEFAULTS, "--max-restarts": str(2 * len(case.faults) + 4)}
     added = []
-    for flag, value in wanted.items():
+    for flag, value in defaults.items():
         if flag[2:].replace("-", "_") not in given:
             added += [flag, value] if value else [flag]
     fixed = ["--nproc-per-node", str(case.layout.ranks), "--save", str(save)]

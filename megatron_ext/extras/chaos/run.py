@@ -144,13 +144,13 @@ def _copy(reader: int, file: object, seconds: float) -> bool:
 
 def _session(pid: int) -> list[psutil.Process]:
     """Return the processes of the session that ``pid`` leads or has led."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, ProcessLookupError):
             zombie = process.status() == psutil.STATUS_ZOMBIE
             if os.getsid(process.pid) == pid and not zombie:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def _describe(process: psutil.Process) -> str:

@@ -92,9 +92,9 @@ def exhaust_memory(target: Target) -> None:
     limit = psutil.Process().memory_info().vms + _SPARE_MEMORY
     target.note(f"allocation beyond a limit of {limit >> 20} MiB")
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    held = []
+    blocks = []
     while True:
-        held.append(torch.ones(4 * _MIB, dtype=torch.uint8))
+        blocks.append(torch.ones(4 * _MIB, dtype=torch.uint8))
 
 
 def exhaust_group_memory(target: Target) -> None:
@@ -103,9 +103,9 @@ def exhaust_group_memory(target: Target) -> None:
     if limit is None or not has_small_memory_limit():
         raise InjectedFault("this process has no control group with a small limit of memory")
     target.note(f"allocation beyond the control group's {limit >> 20} MiB")
-    held = []
+    blocks = []
     while True:
-        held.append(torch.ones(4 * _MIB, dtype=torch.uint8))
+        blocks.append(torch.ones(4 * _MIB, dtype=torch.uint8))
 
 
 def has_small_memory_limit() -> bool:
@@ -200,8 +200,8 @@ def damage_checkpoint(target: Target) -> None:
 
 def spoil_gradient(target: Target) -> None:
     """Make one element of one parameter's gradient NaN."""
-    found = [(name, _gradient(p)) for name, p in _parameters(target) if p.requires_grad]
-    name, gradient = target.random.choice([(n, g) for n, g in found if g is not None and g.numel()])
+    named = [(name, _gradient(p)) for name, p in _parameters(target) if p.requires_grad]
+    name, gradient = target.random.choice([(n, g) for n, g in named if g is not None and g.numel()])
     index = target.random.randrange(gradient.numel())
     target.note(f"element {index} of the gradient of {name}")
     gradient.view(-1)[index] = float("nan")
@@ -218,10 +218,10 @@ def flip_bit(target: Target) -> None:
 
 
 def _parameters(target: Target) -> list[tuple[str, torch.nn.Parameter]]:
-    found = [pair for chunk in target.chunks for pair in chunk.named_parameters()]
-    if not found:
+    parameters = [pair for chunk in target.chunks for pair in chunk.named_parameters()]
+    if not parameters:
         raise InjectedFault("the model has not been built yet")
-    return found
+    return parameters
 
 
 def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
@@ -231,10 +231,10 @@ def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
 
 def cut_connection(target: Target) -> None:
     """Shut the TCP connection that has carried most bytes; gloo's are the only ones of a fork."""
-    found = max(_connections(), key=lambda pair: pair[0], default=None)
-    if found is None:
+    busiest = max(_connections(), key=lambda pair: pair[0], default=None)
+    if busiest is None:
         raise InjectedFault("this process has no TCP connection")
-    _, descriptor = found
+    _, descriptor = busiest
     with socket.socket(fileno=os.dup(descriptor)) as connection:
         target.note(f"the connection to {connection.getpeername()}")
         connection.shutdown(socket.SHUT_RDWR)
@@ -246,11 +246,11 @@ def _connections() -> Iterator[tuple[int, int]]:
         with suppress(OSError):
             if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
                 continue
-            with socket.socket(fileno=os.dup(int(entry))) as found:
-                if found.family not in (socket.AF_INET, socket.AF_INET6):
+            with socket.socket(fileno=os.dup(int(entry))) as connection:
+                if connection.family not in (socket.AF_INET, socket.AF_INET6):
                     continue
-                found.getpeername()
-                info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+                connection.getpeername()
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
                 carried = struct.unpack_from("QQ", info, _TCP_INFO_BYTES_ACKED)
                 yield sum(carried), int(entry)
 

@@ -64,8 +64,8 @@ def summary(results: Sequence[Result]) -> list[list[str]]:
 
 
 def _spread(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return f"{statistics.median(known):.2f} / {max(known):.2f}" if known else "-"
+    times = [value for value in values if value is not None]
+    return f"{statistics.median(times):.2f} / {max(times):.2f}" if times else "-"
 
 
 def problems(results: Sequence[Result]) -> list[str]:

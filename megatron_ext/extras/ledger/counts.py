@@ -45,7 +45,7 @@ def uses(ledger: Ledger) -> list[Use]:
     A stage begins where the mixture or the length of samples changes; `Use.stage` is its first
     sample.
     """
-    found: dict[tuple[int, int, str, str], Use] = {}
+    totals: dict[tuple[int, int, str, str], Use] = {}
     for each in ledger.steps(with_lost=True):
         if each.order is None:
             continue
@@ -57,12 +57,12 @@ def uses(ledger: Ledger) -> list[Use]:
             weights = str([str(w) for w in stage.weights.values()])
             key = stage.start, stage.seq_length, weights, name
             new = Use(stage.start, stage.seq_length, name, source.tokens)
-            use = found.setdefault(key, new)
+            use = totals.setdefault(key, new)
             if each.reason is None:
                 use.counted += taken.end - taken.first
             else:
                 use.others[each.reason] += taken.end - taken.first
-    return sorted(found.values(), key=lambda use: use.stage)
+    return sorted(totals.values(), key=lambda use: use.stage)
 
 
 Same = tuple[int, int, int]
@@ -79,15 +79,15 @@ Samples = dict[Key, list[Range]]
 
 def samples_of(ledger: Ledger, steps: Iterable[Steps]) -> Samples:
     """Return the samples of each source that some steps took."""
-    found: Samples = defaultdict(list)
+    samples: Samples = defaultdict(list)
     for each in steps:
         order = ledger.order_of(each)
         sources = _same(order)
         packed = isinstance(order, PackedOrder)
         for taken in order.taken(each.sample, each.stop):
             key = sources[taken.source], order.window, packed, taken.phase
-            found[key].append((taken.first, taken.end))
-    return found
+            samples[key].append((taken.first, taken.end))
+    return samples
 
 
 def _same(order: SampleOrder) -> list[Same]:
@@ -97,26 +97,26 @@ def _same(order: SampleOrder) -> list[Same]:
 
 
 def _names(ledgers: Iterable[Ledger]) -> dict[Same, str]:
-    """Return the prefix of each source, as the last of some ledgers that has read it tells."""
-    found: dict[Same, str] = {}
+    """Return the prefix of each source; where ledgers differ, the last one's."""
+    prefixes: dict[Same, str] = {}
     for ledger in ledgers:
         for each in ledger.history.steps:
             if each.order is not None:
                 order = ledger.order_of(each)
                 names = map(ledger.name_of, order.sources)
-                found |= zip(_same(order), names, strict=True)
-    return found
+                prefixes |= zip(_same(order), names, strict=True)
+    return prefixes
 
 
 def merged(ranges: Iterable[Range]) -> list[Range]:
     """Return disjoint ranges in order that cover the same numbers."""
-    found = list[Range]()
+    disjoint = list[Range]()
     for begin, end in sorted(ranges):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if disjoint and begin <= disjoint[-1][1]:
+            disjoint[-1] = disjoint[-1][0], max(disjoint[-1][1], end)
         else:
-            found.append((begin, end))
-    return found
+            disjoint.append((begin, end))
+    return disjoint
 
 
 def size(ranges: Iterable[Range]) -> int:
@@ -131,22 +131,22 @@ def shared(first: Iterable[Range], second: Iterable[Range]) -> int:
 
 
 def holes(ranges: Iterable[Range]) -> int:
-    """Return the count of numbers from 0 to the last one that no range has."""
-    found = [(0, 0), *merged(ranges)]
-    return sum(after[0] - before[1] for before, after in pairwise(found))
+    """Return how many numbers below the largest end no range covers."""
+    covered = [(0, 0), *merged(ranges)]
+    return sum(after[0] - before[1] for before, after in pairwise(covered))
 
 
 def check_of(ledger: Ledger) -> tuple[int, int]:
     """Return how many samples the steps of a run took more than once, and how many they missed.
 
-    A sample that comes again in another epoch of its source counts as another one. Steps that
-    count and steps that were left out are both looked at; steps that a restart lost are not.
+    A sample that comes again in another epoch of its source counts as another one. The check
+    covers steps that count and steps that were left out, but none that a restart lost.
     """
     steps = [each for each in ledger.history.steps if each.order is not None]
-    found = samples_of(ledger, steps).values()
-    repeated = sum(size(ranges) - size(merged(ranges)) for ranges in found)
-    known = len(steps) == len(ledger.history.steps)
-    return repeated, sum(map(holes, found)) if known else 0
+    samples = samples_of(ledger, steps).values()
+    repeated = sum(size(ranges) - size(merged(ranges)) for ranges in samples)
+    is_complete = len(steps) == len(ledger.history.steps)
+    return repeated, sum(map(holes, samples)) if is_complete else 0
 
 
 @dataclass
@@ -186,22 +186,22 @@ def compare(first: Ledger, second: Ledger) -> tuple[int, list[Compared]]:
     )
     names = _names((second, first))
     _check_phases(before, one, two, names)
-    found: dict[Same, Compared] = {}
+    rows: dict[Same, Compared] = {}
     for key in dict.fromkeys([*before, *one, *two]):
         a, b, c = (part.get(key, []) for part in (before, one, two))
-        row = found.setdefault(key[0], Compared(names[key[0]]))
+        row = rows.setdefault(key[0], Compared(names[key[0]]))
         row.before += size(a)
         row.first += size(b)
         row.second += size(c)
         row.both += shared(b, c)
         row.repeated += shared(a, c)
         row.lost += holes([*a, *c]) if c else 0
-    return branch, sorted(found.values(), key=lambda row: row.source)
+    return branch, sorted(rows.values(), key=lambda row: row.source)
 
 
 def _between(history: History, low: int, high: int | None) -> list[Steps]:
     """Return the steps after ``low`` up to ``high``, the end if None."""
-    found = []
+    steps = []
     for each in history.steps:
         first = max(each.iteration, low) + 1
         last = min(each.done, high or each.done)
@@ -212,8 +212,8 @@ def _between(history: History, low: int, high: int | None) -> list[Steps]:
                 f"Steps {each.iteration + 1} to {each.done} are recorded only as a whole, so that "
                 f"the runs cannot be compared after step {low or high}."
             )
-        found.append(each.between(first, last, each.reason))
-    return found
+        steps.append(each.between(first, last, each.reason))
+    return steps
 
 
 def _check_phases(before: Samples, one: Samples, two: Samples, names: Mapping[Same, str]) -> None:

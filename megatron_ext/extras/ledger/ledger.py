@@ -170,12 +170,12 @@ class Ledger:
     def rows(self, order: SampleOrder, first: int, end: int) -> Rows:
         """Return the parts of documents in the samples from ``first`` to ``end`` - 1."""
         pieces = order.locate(first, end)
-        found = []
+        parts = []
         for source in np.unique(pieces.sources).tolist():
             own = order.sources[source]
             documents = self.documents(self.name_of(own), own.tokens)
-            found.append(parts_of(pieces, first, source, documents))
-        return joined(found)
+            parts.append(parts_of(pieces, first, source, documents))
+        return joined(parts)
 
     def step(self, iteration: int) -> tuple[Steps, int, int]:
         """Return the steps to which a step belongs, and the range of its samples.
@@ -214,10 +214,10 @@ class Ledger:
         Raises:
             ConfigError: the run has no such source, or the source no such document.
         """
-        found = list[Read]()
+        reads = list[Read]()
         begin, end = self.documents_of(prefix).range_of(document)
         if begin >= end:
-            return found
+            return reads
         steps = [each for each in self.steps(with_lost=with_lost) if each.order is not None]
         stop = max((each.stop for each in steps), default=0)
         in_order: dict[SampleOrder, list[int]] = {}
@@ -237,13 +237,13 @@ class Ledger:
                 rows = self.rows(order, sample, sample + 1)
                 own = rows.of((rows.sources == source) & (rows.documents == document))
                 parts = zip(own.begins.tolist(), own.lengths.tolist(), strict=True)
-                found += [Read(step, sample, b, b + n, each.reason) for b, n in parts]
-        return found
+                reads += [Read(step, sample, b, b + n, each.reason) for b, n in parts]
+        return reads
 
 
 def _moves(orders: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the last name by earlier name of each source that has moved (`plan_run`)."""
-    found = dict[str, str]()
+    """Map each earlier name of a source that has moved (`plan_run`) to its last name."""
+    moves = dict[str, str]()
     before = dict[str, int]()
     for order in orders:
         tokens: dict[str, int] = order["tokens"]
@@ -251,8 +251,8 @@ def _moves(orders: Iterable[Mapping[str, Any]]) -> dict[str, str]:
             for new in tokens.keys() - before.keys():
                 same_name = new.rpartition("/")[2] == old.rpartition("/")[2]
                 if same_name and tokens[new] == before[old]:
-                    found |= {name: new for name, last in found.items() if last == old}
-                    found[old] = new
-                    found.pop(new, None)
+                    moves |= {name: new for name, last in moves.items() if last == old}
+                    moves[old] = new
+                    moves.pop(new, None)
         before = tokens
-    return found
+    return moves

@@ -117,34 +117,34 @@ class History:
 
     def leave_out(self, first: int, last: int, why: str) -> None:
         """Note that steps do not count."""
-        found = []
+        steps = []
         for each in self.steps:
             low = max(first, each.iteration + 1)
             high = min(last, each.done)
             if each.batch is None or low > high:
-                found.append(each)
+                steps.append(each)
                 continue
             if each.iteration + 1 < low:
-                found.append(each.between(each.iteration + 1, low - 1, each.reason))
-            found.append(each.between(low, high, why))
+                steps.append(each.between(each.iteration + 1, low - 1, each.reason))
+            steps.append(each.between(low, high, why))
             if high < max(each.done, each.begun):
                 rest = each.between(high + 1, each.done, each.reason)
-                found.append(dataclasses.replace(rest, begun=each.begun))
-        self.steps = joined(found)
+                steps.append(dataclasses.replace(rest, begun=each.begun))
+        self.steps = joined(steps)
 
 
 def joined(steps: Iterable[Steps]) -> list[Steps]:
     """Join steps that follow one another in the same order and for the same reason."""
-    found = list[Steps]()
+    merged = list[Steps]()
     for each in steps:
-        before = found[-1] if found else None
+        before = merged[-1] if merged else None
         if before is not None and before.batch is not None and before.begun == each.iteration:
             alike = before.batch, before.order, before.reason, before.stop
             if alike == (each.batch, each.order, each.reason, each.sample):
-                found[-1] = dataclasses.replace(before, done=each.done, begun=each.begun)
+                merged[-1] = dataclasses.replace(before, done=each.done, begun=each.begun)
                 continue
-        found.append(each)
-    return found
+        merged.append(each)
+    return merged
 
 
 _COUNTS_OF = {
@@ -201,7 +201,7 @@ class StepRecord:
         return min((int(row["iteration"]) for row in own), default=0)
 
     def history(self, iteration: int | None = None) -> History:
-        """Return the steps that led to ``iteration``, as last passed; by default, to the end.
+        """Return the steps that last led to ``iteration``; by default, to the end of the record.
 
         Raises:
             ConfigError: the record does not hold that step.
@@ -214,20 +214,20 @@ class StepRecord:
                 later = (i for i in range(at, len(self.rows)) if self.rows[i]["kind"] == "start")
                 rows = self.rows[: next(later, None)]
                 # A later return to an earlier state does not concern the state that was left.
-                known = [r for r in rows if r["kind"] != "left_out" or r["last"] <= iteration]
-                found = self._replayed(known)
-                lost = len(found.lost)
-                found.cut(iteration)
-                del found.lost[lost:]
-                if found.iteration == iteration:
-                    return found
+                relevant = [r for r in rows if r["kind"] != "left_out" or r["last"] <= iteration]
+                history = self._replayed(relevant)
+                lost = len(history.lost)
+                history.cut(iteration)
+                del history.lost[lost:]
+                if history.iteration == iteration:
+                    return history
         raise ConfigError(
             f"{self.path} does not record step {iteration} by itself; the last one that it records "
             f"is {self.history().iteration}."
         )
 
     def _replayed(self, rows: Sequence[Mapping[str, Any]]) -> History:
-        found = History()
+        history = History()
         order = None
         for row in rows:
             if row["kind"] == "order":
@@ -237,27 +237,27 @@ class StepRecord:
             elif row["kind"] == "start":
                 is_new = row["iteration"] == 0 and not row.get("generation")
                 if is_new:
-                    found = History()
-                found.cut(row["iteration"])
-                found.lost = joined(found.lost)
+                    history = History()
+                history.cut(row["iteration"])
+                history.lost = joined(history.lost)
             elif row["kind"] == "steps":
                 names = ("iteration", "sample", "batch", "done", "begun")
                 counts = {name: row[name] for name in names}
-                found.steps.append(Steps(**counts, end=row.get("end", 0), order=order))
+                history.steps.append(Steps(**counts, end=row.get("end", 0), order=order))
             elif row["kind"] == "left_out":
-                found.leave_out(row["first"], row["last"], row["why"])
-        return found
+                history.leave_out(row["first"], row["last"], row["why"])
+        return history
 
 
 class RecordWriter:
     """Writes the record of a run; one process of the run has one."""
 
     def __init__(self, folder: str | Path) -> None:
-        self._known = known = StepRecord(folder)
-        orders = [row for row in known.rows if row["kind"] in ("order", "other_order")]
+        self._known = record = StepRecord(folder)
+        orders = [row for row in record.rows if row["kind"] in ("order", "other_order")]
         self._order = orders[-1] if orders else OTHER_ORDER
-        known.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open_descriptor(known.path, os.O_RDWR | os.O_CREAT)
+        record.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open_descriptor(record.path, os.O_RDWR | os.O_CREAT)
         self._end = os.fstat(self._file).st_size
         self._counts = 0
         if self._end and os.pread(self._file, 1, self._end - 1) != b"\n":
@@ -305,44 +305,44 @@ class RecordWriter:
     ) -> None:
         """Write that the run begins, or goes on after some steps and samples.
 
-        A run that is loaded from another ``folder`` takes over the record there. Of steps that no
-        record holds it says what follows from the two counts, and from ``past``, their order, if
-        that is known.
+        A run that is loaded from another ``folder`` takes over the record there. For steps that no
+        record holds, write what follows from the two counts and, if it is known, their order
+        ``past``.
         """
-        known = self._known.history()
-        known.cut(iteration)
+        history = self._known.history()
+        history.cut(iteration)
         other = None if folder is None else os.path.realpath(folder)
         if other not in (None, os.path.realpath(self._known.path.parent), self._known.taken_from):
-            known = self._take_over(iteration, sample, str(other))
-        elif known.iteration > iteration or known.samples > sample:
-            known = History()
-        if known.iteration < iteration:
+            history = self._take_over(iteration, sample, str(other))
+        elif history.iteration > iteration or history.samples > sample:
+            history = History()
+        if history.iteration < iteration:
             self.order(past)
-            steps = iteration - known.iteration
-            samples = sample - known.samples
+            steps = iteration - history.iteration
+            samples = sample - history.samples
             batch = samples // steps if samples % steps == 0 else None
-            self.write("start", iteration=known.iteration, sample=known.samples)
-            missing = known.iteration, known.samples, batch, iteration, iteration
+            self.write("start", iteration=history.iteration, sample=history.samples)
+            missing = history.iteration, history.samples, batch, iteration, iteration
             self.steps(Steps(*missing, end=sample))
         self.write("start", iteration=iteration, sample=sample, **facts)
 
     def _take_over(self, iteration: int, sample: int, folder: str) -> History:
         """Write another folder's history up to a step, if its record leads there; return it."""
         try:
-            found = StepRecord(folder).history(iteration)
+            history = StepRecord(folder).history(iteration)
         except ConfigError:
-            found = History()
-        if found.samples != sample:
-            found = History()
+            history = History()
+        if history.samples != sample:
+            history = History()
         self.write("start", iteration=0, sample=0, **{"from": folder})
-        for each in found.steps:
+        for each in history.steps:
             self.order(each.order)
             self.steps(each)
             if each.reason is not None:
                 first = each.iteration + 1
                 last = each.done
                 self.write("left_out", first=first, last=last, why=each.reason)
-        return found
+        return history
 
     def close(self) -> None:
         os.close(self._file)

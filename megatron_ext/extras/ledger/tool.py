@@ -51,19 +51,19 @@ def parser_of(description: str) -> argparse.ArgumentParser:
         action="store_true",
         help="count steps too that do not, or no longer, count in the weights",
     )
-    asked = parser.add_mutually_exclusive_group()
-    asked.add_argument(
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument(
         "--document",
         nargs=2,
         metavar=("PREFIX", "N"),
         help="where document N of a dataset was read",
     )
-    asked.add_argument("--step", type=int, help="the documents of a step")
-    asked.add_argument("--spike", action="store_true", help="the documents of each spike")
-    asked.add_argument(
+    modes.add_argument("--step", type=int, help="the documents of a step")
+    modes.add_argument("--spike", action="store_true", help="the documents of each spike")
+    modes.add_argument(
         "--compare", type=Path, help="save folder of a run that goes on from this one, or a branch"
     )
-    asked.add_argument("--export", type=Path, help="write a row for each part of a document")
+    modes.add_argument("--export", type=Path, help="write a row for each part of a document")
     parser.add_argument(
         "--text", action="store_true", help="with --step or --spike, show the texts"
     )
@@ -108,10 +108,10 @@ def run(args: argparse.Namespace, console: Console) -> None:
             console.print(f"{_named(each)}: the order is not known, so they are left out.")
 
 
-def _stages(found: Sequence[Use]) -> Iterator[list[Use]]:
+def _stages(totals: Sequence[Use]) -> Iterator[list[Use]]:
     """Yield the uses of each stage, or of several where many differ by their weights alone."""
     by_stage: dict[tuple[int, int], list[Use]] = defaultdict(list)
-    for use in found:
+    for use in totals:
         by_stage[use.stage, use.seq_length].append(use)
     group = list[Use]()
     before = None
@@ -126,19 +126,19 @@ def _stages(found: Sequence[Use]) -> Iterator[list[Use]]:
 
 
 def _show_use(ledger: Ledger, console: Console, *, with_lost: bool) -> None:
-    found = uses(ledger)
+    totals = uses(ledger)
     history = ledger.history
     title = f"{ledger.folder}: {history.iteration:,} steps, {history.samples:,} samples"
     table = Table("from sample", "length", "source", "samples", "tokens", "of all", "epochs",
                   title=title)  # fmt: skip
-    reasons = dict.fromkeys(reason for use in found for reason in use.others) if with_lost else {}
+    reasons = dict.fromkeys(reason for use in totals for reason in use.others) if with_lost else {}
     for reason in reasons:
         table.add_column(f"samples, {reason}")
-    for group in _stages(found):
+    for group in _stages(totals):
         _add_rows(table, group, list(reasons))
         table.add_section()
-    if len({use.stage for use in found}) > 1:
-        _add_rows(table, found, list(reasons), everything=True)
+    if len({use.stage for use in totals}) > 1:
+        _add_rows(table, totals, list(reasons), everything=True)
     console.print(table)
     others = [each for each in [*history.steps, *history.lost] if each.reason is not None]
     for each in others[:_SHOWN_ROWS]:
@@ -235,8 +235,8 @@ class Texts:
     def of(self, documents: Documents, begin: int, length: int) -> str:
         """Return the text of some tokens of a dataset, from a place in its file on."""
         ids = documents.read(begin, length).tolist()
-        known = [i for i in ids if 0 <= i < self._tokenizer.vocab_size]
-        text = self._tokenizer.detokenize(known, skip_special_tokens=False)
+        valid = [i for i in ids if 0 <= i < self._tokenizer.vocab_size]
+        text = self._tokenizer.detokenize(valid, skip_special_tokens=False)
         shown = text[: self._characters] if self._characters else text
         return repr(shown) + ("…" if len(shown) < len(text) else "")
 
@@ -297,16 +297,16 @@ def _show_spikes(ledger: Ledger, console: Console, texts: Texts | None) -> None:
 
 
 def _show_comparison(first: Ledger, second: Ledger, console: Console) -> None:
-    branch, found = compare(first, second)
+    branch, rows = compare(first, second)
     table = Table(
         "source", f"up to step {branch}", f"later in {first.folder}", f"later in {second.folder}",
         "later in both", "again", "missed", title="samples",
     )  # fmt: skip
-    for each in found:
+    for each in rows:
         counts = (each.before, each.first, each.second, each.both, each.repeated, each.lost)
         table.add_row(each.source, *(f"{count:,}" for count in counts))
     console.print(table)
-    repeated, lost = (sum(getattr(each, name) for each in found) for name in ("repeated", "lost"))
+    repeated, lost = (sum(getattr(each, name) for each in rows) for name in ("repeated", "lost"))
     console.print(
         f"{second.folder} goes its own way after step {branch}. It read {repeated} samples again "
         f"that {first.folder} had read up to there, and missed {lost}."

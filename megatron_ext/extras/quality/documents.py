@@ -98,8 +98,8 @@ class Documents:
 
     def lengths(self) -> Ints:
         """Return the number of tokens of each document, ``[documents]``."""
-        found = [ends - begins for _, _, begins, ends in self._extents(None)]
-        return np.concatenate(found) if found else np.zeros(0, np.int64)
+        lengths = [ends - begins for _, _, begins, ends in self._extents(None)]
+        return np.concatenate(lengths) if lengths else np.zeros(0, np.int64)
 
     def blocks(
         self, what: str, positions: Ints | None = None, max_tokens: int = SCAN_ITEMS
@@ -162,8 +162,8 @@ def _begins(index: Index, documents: Ints) -> Ints:
     if not len(index.offsets):
         return np.zeros(len(documents), np.int64)
     last = len(index.offsets) - 1
-    found = index.offsets[np.minimum(sequences, last)] // index.dtype.itemsize
-    return np.where(sequences > last, tokens_before(index, last + 1), found)
+    begins = index.offsets[np.minimum(sequences, last)] // index.dtype.itemsize
+    return np.where(sequences > last, tokens_before(index, last + 1), begins)
 
 
 def _cuts(lengths: Ints, max_tokens: int) -> Iterator[tuple[int, int]]:
@@ -182,8 +182,8 @@ def _read(stream: BinaryIO, dtype: np.dtype[Any], begins: Ints, ends: Ints) -> A
     breaks = np.flatnonzero(begins[1:] != ends[:-1]) + 1
     firsts = begins[np.concatenate([[0], breaks])].tolist()
     lasts = ends[np.concatenate([breaks - 1, [len(ends) - 1]])].tolist()
-    found = []
+    pieces = []
     for first, last in zip(firsts, lasts, strict=True):
         stream.seek(first * dtype.itemsize, os.SEEK_SET)
-        found.append(np.fromfile(stream, dtype, last - first))
-    return found[0] if len(found) == 1 else np.concatenate(found)
+        pieces.append(np.fromfile(stream, dtype, last - first))
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)

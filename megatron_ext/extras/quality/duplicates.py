@@ -48,11 +48,11 @@ class Digests:
         size = self._dtype.itemsize
         edges = block.edges.tolist()
         text = np.ascontiguousarray(block.tokens, dtype=self._dtype).view(np.uint8).data
-        found = b"".join(
+        digests = b"".join(
             blake2b(text[size * edges[i] : size * edges[i + 1]], digest_size=16).digest()
             for i in range(len(edges) - 1)
         )
-        rows = np.frombuffer(found, dtype=np.uint64).reshape(-1, 2)
+        rows = np.frombuffer(digests, dtype=np.uint64).reshape(-1, 2)
         self._digests[block.first : block.first + len(rows)] = rows
 
     def leaders(self, lengths: Ints) -> Ints:
@@ -65,9 +65,9 @@ class Digests:
         is_new = np.ones(len(order), dtype=np.bool_)
         is_new[1:] = (own[1:] != own[:-1]).any(axis=1)
         firsts = np.maximum.accumulate(np.where(is_new, np.arange(len(order)), 0))
-        found = np.empty(len(order), dtype=np.int64)
-        found[order] = order[firsts]
-        return np.where(lengths > 0, found, np.arange(len(order)))
+        leaders = np.empty(len(order), dtype=np.int64)
+        leaders[order] = order[firsts]
+        return np.where(lengths > 0, leaders, np.arange(len(order)))
 
 
 def bands_for(threshold: float) -> tuple[int, int]:

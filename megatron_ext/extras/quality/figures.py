@@ -53,12 +53,12 @@ class TokenCounts:
         if tokens.dtype.itemsize > 2 or tokens.dtype.kind != "u":
             inside = tokens[(tokens >= 0) & (tokens < MAX_ID)]
             self.outside += len(tokens) - len(inside)
-        found = np.bincount(inside)
-        if len(found) > len(self.counts):
-            found[: len(self.counts)] += self.counts
-            self.counts = found
+        counts = np.bincount(inside)
+        if len(counts) > len(self.counts):
+            counts[: len(self.counts)] += self.counts
+            self.counts = counts
         else:
-            self.counts[: len(found)] += found
+            self.counts[: len(counts)] += counts
 
 
 @dataclass
@@ -106,8 +106,8 @@ def token_figures(counted: TokenCounts, tokenizer: Tokenizer | None) -> Tokens:
     in_order = used[np.argsort(-counts[used], kind="stable")]
     special = None
     if tokenizer is not None:
-        known = in_order[in_order < size].tolist()
-        special = [frequency(token) for token in known if is_special(tokenizer, token)]
+        valid = in_order[in_order < size].tolist()
+        special = [frequency(token) for token in valid if is_special(tokenizer, token)]
     return Tokens(
         distinct=len(used),
         vocabulary=None if tokenizer is None else size,
@@ -159,7 +159,7 @@ class Texts:
 def text_figures(documents: Documents, tokenizer: Tokenizer, count: int) -> Texts:
     """Decode ``count`` documents, and look at their characters and languages."""
     some = documents.some(np.arange(len(documents)), count, "texts")
-    found = Texts(len(some))
+    texts = Texts(len(some))
     classify = language_classifier()
     languages = Counter[str]()
     odd = list[Odd]()
@@ -168,16 +168,16 @@ def text_figures(documents: Documents, tokenizer: Tokenizer, count: int) -> Text
     ):
         text = text_of_document(documents, tokenizer, position, _TEXT_TOKENS)
         controls = len(_CONTROL.findall(text))
-        found.characters += len(text)
-        found.control += controls
+        texts.characters += len(text)
+        texts.control += controls
         if text and controls >= MANY * len(text):
             odd.append(Odd(position, controls / len(text), text[:200]))
         if classify is not None and text:
             languages[classify(text)] += 1
-    found.odd = len(odd)
-    found.worst = sorted(odd, key=lambda each: (-each.share, each.position))[:10]
-    found.languages = None if classify is None else dict(languages.most_common())
-    return found
+    texts.odd = len(odd)
+    texts.worst = sorted(odd, key=lambda each: (-each.share, each.position))[:10]
+    texts.languages = None if classify is None else dict(languages.most_common())
+    return texts
 
 
 def text_of_document(
@@ -190,8 +190,8 @@ def text_of_document(
 
 def decoded(tokenizer: Tokenizer, ids: Array, *, is_cut: bool = False) -> str:
     """Return the text of ids, without those that the tokenizer lacks and special tokens."""
-    known = ids[(ids >= 0) & (ids < tokenizer.vocab_size)].tolist()
-    text = tokenizer.detokenize(known, skip_special_tokens=True)
+    valid = ids[(ids >= 0) & (ids < tokenizer.vocab_size)].tolist()
+    text = tokenizer.detokenize(valid, skip_special_tokens=True)
     # The cut may lie inside a character.
     return text.rstrip("\ufffd") if is_cut else text
 

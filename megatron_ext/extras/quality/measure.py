@@ -156,15 +156,15 @@ class Quality:
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures as a JSON object, without the arrays of all documents."""
-        found = asdict(self)
+        figures = asdict(self)
         for name in ("exact", "near"):
-            if found[name] is not None:
-                del found[name]["leaders"]
+            if figures[name] is not None:
+                del figures[name]["leaders"]
         if self.span_sample is not None:
-            del found["span_sample"]["longest"]
+            del figures["span_sample"]["longest"]
         if self.texts is not None:
-            del found["texts"]["worst"]
-        return found
+            del figures["texts"]["worst"]
+        return figures
 
 
 def measure(
@@ -221,14 +221,14 @@ def measure(
 def _near(
     documents: Documents, leaders: Ints, alone: Ints, lengths: Ints, options: QualityOptions
 ) -> Ints:
-    """Return the leaders of documents when near duplicates are in one group too."""
+    """Return the leaders of documents, with near duplicates in one group too."""
     assert options.near_duplicates is not None
     candidates = alone[lengths[alone] >= SHINGLE]
     places = near_leaders(documents, candidates, options.near_duplicates, options.seed)
     joined = leaders.copy()
     joined[candidates] = candidates[places]
-    found: Ints = joined[leaders]
-    return found
+    merged: Ints = joined[leaders]
+    return merged
 
 
 @dataclass

@@ -55,30 +55,32 @@ def quality_page(quality: Quality, *, now: float) -> str:
 
 
 def _sentences(quality: Quality) -> list[str]:
-    """Return what a reader should know first."""
+    """Return the sentences that a reader should read first."""
     tokens = quality.token_figures
-    found = [
+    sentences = [
         f"{quality.documents:,} documents with {quality.tokens:,} tokens were looked at.",
     ]
     if quality.near is not None:
-        found.append(f"Exact and near duplicates: {duplicates_sentence(quality.near, quality)}.")
+        sentences.append(
+            f"Exact and near duplicates: {duplicates_sentence(quality.near, quality)}."
+        )
     else:
-        found.append(f"Exact duplicates: {duplicates_sentence(quality.exact, quality)}.")
+        sentences.append(f"Exact duplicates: {duplicates_sentence(quality.exact, quality)}.")
     of = "" if tokens.vocabulary is None else f" of the tokenizer's {tokens.vocabulary:,}"
-    found.append(f"{tokens.distinct:,}{of} ids occur.")
+    sentences.append(f"{tokens.distinct:,}{of} ids occur.")
     if tokens.outside:
         whose = "the tokenizer lacks" if tokens.vocabulary is not None else "are too large to count"
-        found.append(f"⚠ {tokens.outside:,} tokens have ids that {whose}.")
+        sentences.append(f"⚠ {tokens.outside:,} tokens have ids that {whose}.")
     if quality.texts is not None and quality.texts.odd:
-        found.append(
+        sentences.append(
             f"{quality.texts.odd:,} of {quality.texts.documents:,} decoded documents have at least "
             "1 control or replacement character in 100."
         )
-    return found
+    return sentences
 
 
 def _tiles(quality: Quality) -> list[tuple[str, str]]:
-    found = [
+    tiles = [
         ("documents", f"{quality.documents:,}"),
         ("tokens", f"{quality.tokens:,}"),
         ("median length", f"{quality.lengths.get('median', 0):,.6g}"),
@@ -86,15 +88,15 @@ def _tiles(quality: Quality) -> list[tuple[str, str]]:
         ("exact copies", percent(quality.exact.documents, quality.documents)),
     ]
     if quality.near is not None:
-        found.append(("exact and near", percent(quality.near.documents, quality.documents)))
+        tiles.append(("exact and near", percent(quality.near.documents, quality.documents)))
     special = quality.token_figures.special
     if special is not None:
         count = sum(each.count for each in special)
-        found.append(("special tokens", percent(count, quality.tokens)))
+        tiles.append(("special tokens", percent(count, quality.tokens)))
     if quality.span_sample is not None:
         sample = quality.span_sample
-        found.append(("in repeated spans", percent(sample.repeated, sample.tokens)))
-    return found
+        tiles.append(("in repeated spans", percent(sample.repeated, sample.tokens)))
+    return tiles
 
 
 def _length_chart(quality: Quality) -> object:
@@ -120,11 +122,11 @@ def _language_bars(quality: Quality) -> Bars:
     total = sum(languages.values())
     most = max(languages.values(), default=1)
     shown = list(languages.items())[:20]
-    found = [(k, f"{v:,}", 100 * v / most, percent(v, total)) for k, v in shown]
+    bars = [(k, f"{v:,}", 100 * v / most, percent(v, total)) for k, v in shown]
     rest = total - sum(count for _, count in shown)
     if rest:
-        found.append(("others", f"{rest:,}", 100 * rest / most, percent(rest, total)))
-    return found
+        bars.append(("others", f"{rest:,}", 100 * rest / most, percent(rest, total)))
+    return bars
 
 
 def _token_bars(quality: Quality, *, special: bool) -> Bars:
@@ -152,8 +154,8 @@ def _excerpts(quality: Quality, columns: tuple[str, str], excerpts: list[Excerpt
     return table
 
 
-def _groups(quality: Quality, found: Duplicates) -> Table:
-    return _excerpts(quality, ("documents", "tokens that could go"), found.largest)
+def _groups(quality: Quality, duplicates: Duplicates) -> Table:
+    return _excerpts(quality, ("documents", "tokens that could go"), duplicates.largest)
 
 
 def _spans(quality: Quality) -> Table:

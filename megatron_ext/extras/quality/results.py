@@ -66,8 +66,8 @@ def write_duplicates(quality: Quality, documents: Documents, path: Path) -> int:
     there; ``kind``: "first" for the one to keep, "exact" if it is the same as an earlier one, else
     "near". A group's rows follow one another.
     """
-    found = quality.exact if quality.near is None else quality.near
-    batches = (list(rows) for rows in _batches(found, quality.exact, documents))
+    duplicates = quality.exact if quality.near is None else quality.near
+    batches = (list(rows) for rows in _batches(duplicates, quality.exact, documents))
     temporary = path.with_name(f".{path.name}.tmp")
     count = 0
     try:
@@ -93,15 +93,15 @@ def write_duplicates(quality: Quality, documents: Documents, path: Path) -> int:
 
 
 def _batches(
-    found: Duplicates, exact: Duplicates, documents: Documents
+    duplicates: Duplicates, exact: Duplicates, documents: Documents
 ) -> Iterator[Iterator[dict[str, object]]]:
     """Yield batches of rows, in the order of the groups' first documents."""
-    all_positions = np.arange(len(found.leaders))
+    all_positions = np.arange(len(duplicates.leaders))
     is_grouped = np.zeros(len(all_positions), dtype=np.bool_)
-    later = found.leaders != all_positions
-    is_grouped[later] = is_grouped[found.leaders[later]] = True
+    later = duplicates.leaders != all_positions
+    is_grouped[later] = is_grouped[duplicates.leaders[later]] = True
     grouped = np.flatnonzero(is_grouped)
-    leaders, groups = np.unique(found.leaders[grouped], return_inverse=True)
+    leaders, groups = np.unique(duplicates.leaders[grouped], return_inverse=True)
     order = np.argsort(groups, kind="stable")
     grouped = grouped[order]
     groups = groups[order]
@@ -122,40 +122,40 @@ def percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.3g}%" if whole else "–"
 
 
-def duplicates_sentence(found: Duplicates, quality: Quality) -> str:
+def duplicates_sentence(duplicates: Duplicates, quality: Quality) -> str:
     """Return how many documents and tokens could go."""
-    if not found.groups:
+    if not duplicates.groups:
         return "none"
     return (
-        f"{found.groups:,} groups; {found.documents:,} documents "
-        f"({percent(found.documents, quality.documents)}) with {found.tokens:,} tokens "
-        f"({percent(found.tokens, quality.tokens)}) could go"
+        f"{duplicates.groups:,} groups; {duplicates.documents:,} documents "
+        f"({percent(duplicates.documents, quality.documents)}) with {duplicates.tokens:,} tokens "
+        f"({percent(duplicates.tokens, quality.tokens)}) could go"
     )
 
 
 def lines(quality: Quality) -> list[str]:
     """Return the figures as lines for a terminal."""
     datasets = len(quality.datasets)
-    found = [
+    output = [
         f"quality    {quality.documents:,} documents with {quality.tokens:,} tokens in "
         f"{datasets} {'dataset' if datasets == 1 else 'datasets'}; {quality.empty:,} are empty",
         "lengths    " + ", ".join(f"{k} {v:,.6g}" for k, v in quality.lengths.items()),
         f"exact      {duplicates_sentence(quality.exact, quality)}",
     ]
-    found += _group_lines(quality, quality.exact)
+    output += _group_lines(quality, quality.exact)
     if quality.near is not None:
-        found.append(
+        output.append(
             f"near       {duplicates_sentence(quality.near, quality)}, exact ones included "
             f"(Jaccard similarity {quality.near_threshold:g})"
         )
-        found += _group_lines(quality, quality.near)
-    found += _token_lines(quality) + _text_lines(quality) + _span_lines(quality)
-    return found + [f"note       {note}" for note in quality.notes]
+        output += _group_lines(quality, quality.near)
+    output += _token_lines(quality) + _text_lines(quality) + _span_lines(quality)
+    return output + [f"note       {note}" for note in quality.notes]
 
 
-def _group_lines(quality: Quality, found: Duplicates) -> list[str]:
+def _group_lines(quality: Quality, duplicates: Duplicates) -> list[str]:
     lines = []
-    for group in found.largest[:3]:
+    for group in duplicates.largest[:3]:
         lines.append(f"  {group.count} documents: {quality.places_of(group)}")
         lines.append(f"    {group.text[:_TEXT]!r}")
     return lines

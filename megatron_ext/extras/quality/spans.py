@@ -101,15 +101,15 @@ def _search(text: Array, starts: Ints, some: Ints) -> RepeatedSpans:
     common: Array = library.kasai(text, order)
     if len(common) == len(order):
         common = common[:-1]
-    found = RepeatedSpans(len(some), len(text) - len(some))
-    found.repeated = _covered(order, common, len(text))
+    result = RepeatedSpans(len(some), len(text) - len(some))
+    result.repeated = _covered(order, common, len(text))
     for length, at in _longest(text, order, common):
         documents = np.searchsorted(starts, at, side="right") - 1
         places = [
             (int(some[d]), int(p - starts[d])) for d, p in zip(documents, at.tolist(), strict=True)
         ]
-        found.longest.append(Span(text[at[0] : at[0] + length], places))
-    return found
+        result.longest.append(Span(text[at[0] : at[0] + length], places))
+    return result
 
 
 def _covered(order: Array, common: Array, size: int) -> int:
@@ -133,7 +133,7 @@ def _longest(text: Array, order: Array, common: Array) -> list[tuple[int, Ints]]
     pairs = np.flatnonzero(is_first & (common > 1))
     pairs = pairs[np.argsort(-common[pairs].astype(np.int64), kind="stable")]
     taken = np.zeros(len(text), dtype=np.bool_)
-    found: list[tuple[int, Ints]] = []
+    spans: list[tuple[int, Ints]] = []
     for pair in pairs[: 1000 * _SHOWN].tolist():
         if taken[order[pair]] or taken[order[pair + 1]]:
             continue
@@ -149,7 +149,7 @@ def _longest(text: Array, order: Array, common: Array) -> list[tuple[int, Ints]]
             continue
         for place in at.tolist():
             taken[place : place + length] = True
-        found.append((length, at))
-        if len(found) == _SHOWN:
+        spans.append((length, at))
+        if len(spans) == _SHOWN:
             break
-    return found
+    return spans

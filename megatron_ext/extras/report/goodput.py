@@ -241,10 +241,10 @@ def _faults(events: Sequence[Row]) -> Iterator[_Fault]:
                 at = number(event["time"])
                 iteration = event.get("iteration")
                 seen_after = number(event.get("seen_after") or 0.0)
-                found = None if iteration is None else int(number(iteration))
+                step = None if iteration is None else int(number(iteration))
             except (ValueError, KeyError):
                 continue
-            yield _Fault(at, max(0.0, seen_after), found)
+            yield _Fault(at, max(0.0, seen_after), step)
 
 
 class _Launch:

@@ -140,15 +140,15 @@ def curves(folder: RunFolder, stories: Sequence[FaultStory]) -> list[Markup]:
         values = _values(mine, name or "")
         losses.append(Curve(split, at, values, f"{style} line"))
         losses.append(Curve("", at, values, f"{style} dots"))
-    found = [charts.line_chart("Loss", losses, marks, x_range=x_range)]
+    drawings = [charts.line_chart("Loss", losses, marks, x_range=x_range)]
     for title, key, style in (
         ("Gradient norm", "grad_norm", "norm line"),
         ("Learning rate", "learning_rate", "rate line"),
         ("Tokens per second", "tokens_per_second", "speed line"),
     ):
         curve = Curve(title.lower(), steps, _values(train, key), style)
-        found.append(charts.line_chart(title, [curve], marks, x_range=x_range, from_zero=True))
-    return [chart for chart in found if chart is not None]
+        drawings.append(charts.line_chart(title, [curve], marks, x_range=x_range, from_zero=True))
+    return [chart for chart in drawings if chart is not None]
 
 
 def _loss_curves(
@@ -165,36 +165,36 @@ def _loss_curves(
 
 def _values(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     """Return the values of a name, NaN where a row has none."""
-    found = []
+    values = []
     for row in rows:
         value = row.get(name)
         if type(value) is float:
-            found.append(value)
+            values.append(value)
         else:
-            found.append(number(value) if is_finite(value) else math.nan)
-    return found
+            values.append(number(value) if is_finite(value) else math.nan)
+    return values
 
 
 def _fault_marks(stories: Sequence[FaultStory], *, by_time: bool = False) -> list[Mark]:
     """Return the marks of the newest faults, at their iterations or at their times."""
-    found = []
+    marks = []
     for story in stories[-MAX_MARKS:]:
         at = time_of(story.fault) if by_time else integer_of(story.fault, "iteration")
         if at is not None:
-            found.append(Mark(at, "fault", f"{story.number}. {story.headline}", story.target))
-    return found
+            marks.append(Mark(at, "fault", f"{story.number}. {story.headline}", story.target))
+    return marks
 
 
 def _marks(folder: RunFolder, stories: Sequence[FaultStory], last: float) -> list[Mark]:
     """Return the marks of faults and of spikes and the like, those within the curves."""
-    found = _fault_marks(stories)
+    marks = _fault_marks(stories)
     for event in folder.events_of("spike", "non_finite", "mismatch")[-MAX_MARKS:]:
         at = integer_of(event, "iteration")
         if at is not None:
             word = text_of(event["kind"], 20).replace("_", " ")
-            found.append(Mark(at, "spike", f"{word} at iteration {at}", "noticed"))
+            marks.append(Mark(at, "spike", f"{word} at iteration {at}", "noticed"))
     resumed = [row["iteration"] for row in folder.of_kind("resumed")]
-    told = {integer_of(story.restart or {}, "restored_iteration") for story in stories}
-    for at in [at for at in resumed if at not in told][-MAX_MARKS:]:
-        found.append(Mark(at, "resumed", f"resumed at iteration {at}", "faults"))
-    return [mark for mark in found if 0 <= mark.x <= last]
+    restored = {integer_of(story.restart or {}, "restored_iteration") for story in stories}
+    for at in [at for at in resumed if at not in restored][-MAX_MARKS:]:
+        marks.append(Mark(at, "resumed", f"resumed at iteration {at}", "faults"))
+    return [mark for mark in marks if 0 <= mark.x <= last]

@@ -106,24 +106,24 @@ class RunFolder:
 
 
 def read_run_folder(path: Path) -> RunFolder:
-    """Read a save folder; what is missing or damaged is left out, and told in ``problems``."""
-    found = RunFolder(path)
-    rows = _read_lines(path / METRICS_FILE, found.problems)
-    found.rows = [row for row in rows if is_count(row.get("iteration"))]
-    starts = (t for t in map(launch_time, found.rows) if math.isfinite(t))
+    """Read a save folder; leave out what is missing or damaged, and name it in ``problems``."""
+    folder = RunFolder(path)
+    rows = _read_lines(path / METRICS_FILE, folder.problems)
+    folder.rows = [row for row in rows if is_count(row.get("iteration"))]
+    starts = (t for t in map(launch_time, folder.rows) if math.isfinite(t))
     began = min(starts, default=0.0)
-    events = _read_lines(path / EVENTS_FILE, found.problems)
+    events = _read_lines(path / EVENTS_FILE, folder.problems)
     # Those of an earlier run in the same folder are not of this run.
     mine = (event for event in events if time_of(event) > began - 1.0)
-    found.events = sorted(mine, key=time_of)
-    found.settings = _read_settings(path / CONFIGURATION_FILE, found.problems)
-    found.checkpoints = list(_checkpoints(path, found.problems))
+    folder.events = sorted(mine, key=time_of)
+    folder.settings = _read_settings(path / CONFIGURATION_FILE, folder.problems)
+    folder.checkpoints = list(_checkpoints(path, folder.problems))
     try:
-        found.tracked = read_tracker(path)
+        folder.tracked = read_tracker(path)
     except (MegatronExtError, OSError) as error:
-        found.problems.append(str(error))
-    found.post_mortems = list(_post_mortems(path))
-    return found
+        folder.problems.append(str(error))
+    folder.post_mortems = list(_post_mortems(path))
+    return folder
 
 
 def _read_lines(path: Path, problems: list[str]) -> list[Row]:
@@ -155,12 +155,12 @@ def time_of(event: Row) -> float:
 
 def _read_settings(path: Path, problems: list[str]) -> dict[str, dict[str, Any]]:
     try:
-        found = read_yaml(path)
+        content = read_yaml(path)
     except UnreadableFile as error:
         if not error.missing:
             problems.append(f"{path.name} cannot be read ({error.reason}).")
         return {}
-    sections = found if isinstance(found, dict) else {}
+    sections = content if isinstance(content, dict) else {}
     return {str(name): v for name, v in sections.items() if isinstance(v, dict)}
 
 
@@ -188,10 +188,10 @@ def _checkpoints(root: Path, problems: list[str]) -> Iterable[StoredCheckpoint]:
 def _post_mortems(root: Path) -> Iterable[PostMortem]:
     """Yield the post-mortems of a folder in their order, without following links out of it."""
     try:
-        found = [(m, entry) for entry in root.iterdir() if (m := _POST_MORTEM.match(entry.name))]
+        matches = [(m, entry) for entry in root.iterdir() if (m := _POST_MORTEM.match(entry.name))]
     except OSError:
         return
-    for match, folder in sorted(found, key=lambda pair: int(pair[0][1])):
+    for match, folder in sorted(matches, key=lambda pair: int(pair[0][1])):
         if folder.is_symlink() or not folder.is_dir():
             continue
         content = _plain_bytes(folder / PICTURE, _MAX_PICTURE)

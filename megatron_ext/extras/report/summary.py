@@ -83,7 +83,7 @@ def summary(
 ) -> list[str]:
     """Return sentences that say what ran, how far it came, how it ended, and whose fault it was."""
     train = folder.of_kind("train")
-    found = [*_what_ran(folder), state.sentence]
+    sentences = [*_what_ran(folder), state.sentence]
     if train:
         last = train[-1]
         steps = _planned(folder)
@@ -94,25 +94,27 @@ def summary(
         reached = f"iteration {last['iteration']:,}"
         if state.word == FINISHED_WORD and steps is not None and last["iteration"] < steps:
             # The last steps are fewer than those between two rows.
-            found.append(f"It reached iteration {steps:,}{of}{wall}; the last row is of {reached}.")
+            sentences.append(
+                f"It reached iteration {steps:,}{of}{wall}; the last row is of {reached}."
+            )
         else:
-            found.append(f"It reached {reached}{of}{used}{wall}.")
+            sentences.append(f"It reached {reached}{of}{used}{wall}.")
         name = main_loss(train)
         values = [row[name] for row in train if is_finite(row.get(name))] if name else []
         if name and values:
             text = f"The {text_of(name, 60)} went from {show(values[0])} to {show(values[-1])}"
-            found.append(text + _validation(folder, name) + ".")
+            sentences.append(text + _validation(folder, name) + ".")
     if stories:
-        found += _faults_told(stories)
+        sentences += _fault_sentences(stories)
     elif goodput.launches:
-        found.append("No fault was seen.")
+        sentences.append("No fault was seen.")
     newest = newest_whole(folder)
     if newest is not None:
-        found.append(f"The newest whole checkpoint is of iteration {newest:,}.")
+        sentences.append(f"The newest whole checkpoint is of iteration {newest:,}.")
     if goodput.wall:
         text = goodput.sentence()
-        found.append(f"{text[0].upper()}{text[1:]}.")
-    return found
+        sentences.append(f"{text[0].upper()}{text[1:]}.")
+    return sentences
 
 
 def _what_ran(folder: RunFolder) -> list[str]:
@@ -137,8 +139,8 @@ def _what_ran(folder: RunFolder) -> list[str]:
 
 
 def _planned(folder: RunFolder) -> int | None:
-    told = integer_of(folder.start_facts, "num_iterations")
-    return told or integer_of(folder.settings.get("training") or {}, "train_iters")
+    num_iterations = integer_of(folder.start_facts, "num_iterations")
+    return num_iterations or integer_of(folder.settings.get("training") or {}, "train_iters")
 
 
 def _validation(folder: RunFolder, name: str) -> str:
@@ -149,7 +151,7 @@ def _validation(folder: RunFolder, name: str) -> str:
     return f", {split} {show(rows[-1][name])} at iteration {rows[-1]['iteration']:,}"
 
 
-def _faults_told(stories: Sequence[FaultStory]) -> list[str]:
+def _fault_sentences(stories: Sequence[FaultStory]) -> list[str]:
     """Return sentences on the number of faults, how they ended, and the last three of them."""
     survived = sum(story.restart is not None for story in stories)
     lost = sum(integer_of(story.restart or {}, "steps_lost") or 0 for story in stories)
@@ -159,9 +161,9 @@ def _faults_told(stories: Sequence[FaultStory]) -> list[str]:
         many = {0: "none", len(stories): "all"}.get(survived, str(survived))
         head = f"{len(stories)} faults were seen, {many} of them survived"
     steps = "1 step was" if lost == 1 else f"{lost} steps were"
-    told = "; ".join(story.headline for story in stories[-3:])
+    headlines = "; ".join(story.headline for story in stories[-3:])
     which = "the last ones: " if len(stories) > 3 else ""
-    return [f"{head}; {steps} done again ({which}{told})."]
+    return [f"{head}; {steps} done again ({which}{headlines})."]
 
 
 def is_finite(value: object) -> bool:
@@ -177,20 +179,20 @@ def tiles(
 ) -> list[tuple[str, str]]:
     """Return the figures that stand at the top of the page, each with its name."""
     train = folder.of_kind("train")
-    found = []
+    figures = []
     if train:
         last = train[-1]
-        found.append(("iteration", f"{last['iteration']:,}"))
+        figures.append(("iteration", f"{last['iteration']:,}"))
         name = main_loss(train)
         if name is not None and is_finite(last.get(name)):
-            found.append((text_of(name, 40), show(last[name])))
+            figures.append((text_of(name, 40), show(last[name])))
         speeds = [r["tokens_per_second"] for r in train if is_finite(r.get("tokens_per_second"))]
         if speeds:
-            found.append(("tokens/s, median", show(round(sorted(speeds)[len(speeds) // 2]))))
+            figures.append(("tokens/s, median", show(round(sorted(speeds)[len(speeds) // 2]))))
     if goodput.wall:
-        found += [("goodput", f"{goodput.share:.1%}"), ("wall time", show_seconds(goodput.wall))]
-    found.append(("faults", str(len(stories))))
+        figures += [("goodput", f"{goodput.share:.1%}"), ("wall time", show_seconds(goodput.wall))]
+    figures.append(("faults", str(len(stories))))
     if folder.checkpoints:
         newest = newest_whole(folder)
-        found.append(("newest checkpoint", "none whole" if newest is None else f"{newest:,}"))
-    return found
+        figures.append(("newest checkpoint", "none whole" if newest is None else f"{newest:,}"))
+    return figures

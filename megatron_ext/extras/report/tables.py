@@ -86,16 +86,16 @@ def fault_stories(folder: RunFolder) -> list[FaultStory]:
     in_order = folder.post_mortems if len(folder.post_mortems) == len(faults) else []
     stories = []
     for index, fault in enumerate(faults):
-        told = next((r for r in restarts if time_of(r) >= time_of(fault)), None)
+        event = next((r for r in restarts if time_of(r) >= time_of(fault)), None)
         named_one = by_name.get(str(fault.get("postmortem")))
         post_mortem = named_one or (in_order[index] if in_order else None)
-        restart = told or _restart_of_rows(folder, fault)
+        restart = event or _restart_of_rows(folder, fault)
         stories.append(FaultStory(index + 1, fault, restart, post_mortem))
     return stories
 
 
 def _restart_of_rows(folder: RunFolder, fault: Row) -> Row | None:
-    """Return the restart after a fault as the rows of metrics tell it; None if there was none."""
+    """Return the restart after a fault, read from the metrics; None if there was none."""
     at = time_of(fault)
     rows = folder.of_kind(LAUNCHED)
     started = next((r for r in rows if time_of(r) >= at and integer_of(r, "generation")), None)
@@ -103,14 +103,14 @@ def _restart_of_rows(folder: RunFolder, fault: Row) -> Row | None:
         return None
     restored = started["iteration"]
     iteration = integer_of(fault, "iteration")
-    found: Row = {"restored_iteration": restored}
+    restart: Row = {"restored_iteration": restored}
     if iteration is not None:
-        found["steps_lost"] = max(0, iteration - restored)
+        restart["steps_lost"] = max(0, iteration - restored)
     steps = (r for r in folder.of_kind(TIME) if r.get("generation") == started["generation"])
     first = next((r for r in steps if is_launch(r, launch_time(started))), {})
     with contextlib.suppress(KeyError, ValueError):
-        found["seconds"] = number(first["to"]) - at
-    return found
+        restart["seconds"] = number(first["to"]) - at
+    return restart
 
 
 def fault_table(stories: Sequence[FaultStory]) -> Table:
@@ -161,7 +161,7 @@ def pictures(
     stories: Sequence[FaultStory], limit: int = 10, max_bytes: int = 1_000_000
 ) -> list[Picture]:
     """Return the newest post-mortems, with their pictures as long as these fit into the page."""
-    found = list[Picture]()
+    chosen = list[Picture]()
     left = max_bytes
     for story in [s for s in stories if s.post_mortem is not None][-limit:]:
         entry = story.post_mortem
@@ -171,12 +171,12 @@ def pictures(
             left -= len(entry.picture)
             data = f"data:image/svg+xml;base64,{base64.b64encode(entry.picture).decode()}"
         title = f"{story.number}. {story.headline}"
-        found.append(Picture(title, entry.name, data, entry.text[:20_000]))
-    return found
+        chosen.append(Picture(title, entry.name, data, entry.text[:20_000]))
+    return chosen
 
 
 def checkpoint_table(folder: RunFolder) -> Table:
-    """Return a row for each checkpoint in the folder or told by an event."""
+    """Return a table with a row for each checkpoint in the folder or in an event."""
     columns = ("iteration", "saved (UTC)", "size", "written in", "steps waited", "how", "state")
     numeric = frozenset({"iteration", "size", "written in", "steps waited"})
     saves = {integer_of(e, "iteration"): e for e in folder.events_of(SAVED)}
@@ -185,16 +185,16 @@ def checkpoint_table(folder: RunFolder) -> Table:
     table = Table(columns, numeric=numeric)
     for iteration in sorted({*stored, *(i for i in saves if i is not None)}):
         save = saves.get(iteration, {})
-        found = stored.get(iteration)
+        checkpoint = stored.get(iteration)
         asynchronous = save.get("asynchronous")
         how = NOTHING if asynchronous is None else "synchronous"
         how = "asynchronous" if asynchronous is True else how
         state = "removed"
-        if found is not None:
-            state = f"damaged: {text_of(found.fault)}" if found.fault else "whole"
+        if checkpoint is not None:
+            state = f"damaged: {text_of(checkpoint.fault)}" if checkpoint.fault else "whole"
             state = "whole, the newest" if iteration == newest else state
-        size = NOTHING if found is None else show_bytes(found.size)
-        saved = save.get("time", None if found is None else found.saved)
+        size = NOTHING if checkpoint is None else show_bytes(checkpoint.size)
+        saved = save.get("time", None if checkpoint is None else checkpoint.saved)
         times = moment(saved), seconds_of(save.get("seconds"))
         stall = seconds_of(save.get("stall"))
         table.rows.append((str(iteration), times[0], size, times[1], stall, how, state))
@@ -247,23 +247,23 @@ def changed_settings(config: RunConfig) -> dict[str, list[list[str]]]:
 
 
 def settings_tables(folder: RunFolder) -> list[tuple[str, Table]]:
-    """Return by section the settings that differ from their defaults.
+    """Return, by section, the settings that differ from their defaults.
 
-    They are those that the run has told, else those of its configuration file, where only the
-    sections that every program has are known.
+    They are those that the run recorded at its last start. Without that record they come from its
+    configuration file, of which only the sections that every program has are known.
     """
-    told = folder.start_facts.get("settings")
-    if not isinstance(told, Mapping):
-        told = {name: _from_file(name, values) for name, values in folder.settings.items()}
-    found = []
-    for section, entries in told.items():
+    settings = folder.start_facts.get("settings")
+    if not isinstance(settings, Mapping):
+        settings = {name: _from_file(name, values) for name, values in folder.settings.items()}
+    tables = []
+    for section, entries in settings.items():
         table = Table(("setting", "value", "default"))
         for entry in entries if isinstance(entries, list) else []:
             if isinstance(entry, (list, tuple)) and len(entry) == 3:
                 table.rows.append([text_of(cell) for cell in entry])
         if table.rows:
-            found.append((text_of(section, 60), table))
-    return found
+            tables.append((text_of(section, 60), table))
+    return tables
 
 
 def _from_file(section: str, values: Mapping[str, Any]) -> list[Sequence[str]]:
@@ -273,13 +273,13 @@ def _from_file(section: str, values: Mapping[str, Any]) -> list[Sequence[str]]:
         return [(str(name), _setting(value), "not known here") for name, value in values.items()]
     flags = {flag.field: flag for flag in flags_of("", kind)}
     fields = {field.name for field in dataclasses.fields(kind)}
-    found = list[Sequence[str]]()
+    rows = list[Sequence[str]]()
     for name, value in values.items():
         if name not in fields:
-            found.append((str(name), _setting(value), "not a setting of this version"))
+            rows.append((str(name), _setting(value), "not a setting of this version"))
         elif name in flags and value != _as_in_a_file(flags[name].default):
-            found.append((flags[name].positive[0], _setting(value), _setting(flags[name].default)))
-    return found
+            rows.append((flags[name].positive[0], _setting(value), _setting(flags[name].default)))
+    return rows
 
 
 def _as_in_a_file(value: object) -> object:
@@ -296,8 +296,8 @@ def _setting(value: object) -> str:
 
 def data_lines(folder: RunFolder) -> list[str]:
     """Return the sentences on what a run read of its data, and on what it did not use."""
-    told = folder.start_facts.get("data")
-    lines = [text_of(line, 1000) for line in told] if isinstance(told, list) else []
+    sentences = folder.start_facts.get("data")
+    lines = [text_of(line, 1000) for line in sentences] if isinstance(sentences, list) else []
     more = len(lines) - MAX_DATA_LINES
     if more > 0:
         lines[MAX_DATA_LINES:] = [f"… and {more} more, in {METRICS_FILE}"]

@@ -97,16 +97,16 @@ class TimeRows:
         before, self._seconds = self._seconds, self._read()
         mean: dict[str, float] = {}
         for rank, seconds in self._seconds.items():
-            known = before.get(rank, {})
+            earlier = before.get(rank, {})
             for name, value in seconds.items():
-                spent = (value - known.get(name, 0.0)) / len(self._seconds)
+                spent = (value - earlier.get(name, 0.0)) / len(self._seconds)
                 mean[name] = mean.get(name, 0.0) + spent
         return mean
 
     def _read(self) -> dict[int, Mapping[str, float]]:
         """Return the seconds of each rank by phase, up to now."""
         records = [] if self._board is None else self._board.read(num_events=1)
-        found: dict[int, Mapping[str, float]] = {}
+        by_rank: dict[int, Mapping[str, float]] = {}
         now = time.monotonic()
         for record in records:
             if record.generation == self._generation and not record.ended:
@@ -114,8 +114,8 @@ class TimeRows:
                 # What the board does not have yet belongs to the phase that the rank is in.
                 rest = max(0.0, now - record.started - sum(seconds.values()))
                 seconds[record.phase] = seconds.get(record.phase, 0.0) + rest
-                found[record.rank] = seconds
-        return found or {0: self._recorder.seconds}
+                by_rank[record.rank] = seconds
+        return by_rank or {0: self._recorder.seconds}
 
     def launched(self, config: RunConfig, num_iterations: int) -> None:
         """Write the row that tells with which settings, machine and packages the ranks start."""
@@ -176,7 +176,7 @@ def environment(device: str) -> dict[str, Any]:
 def _commit() -> str | None:
     """Return the git commit of the working folder; None if it has none, or git is not here."""
     try:
-        found = subprocess.run(
+        completed = subprocess.run(
             ["git", "rev-parse", "HEAD"],
             capture_output=True,
             text=True,
@@ -185,7 +185,7 @@ def _commit() -> str | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return found.stdout.strip() or None
+    return completed.stdout.strip() or None
 
 
 def _ended_row(iteration: int, launch: Launch, **facts: Any) -> dict[str, Any]:

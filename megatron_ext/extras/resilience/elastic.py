@@ -50,9 +50,9 @@ def elastic_sizes(config: RunConfig, configure: Callable[[int], RunConfig]) -> t
         if not faults:
             sizes.append(number * each)
         elif number == fewest or is_under_torchrun():
-            told = f"`--elastic-min-nodes` ({fewest}) lets the run go on with {number} nodes"
+            problem = f"`--elastic-min-nodes` ({fewest}) lets the run go on with {number} nodes"
             raise ConfigError(
-                [f"{told} ({number * each} ranks), but: {text.rstrip('.')}." for text in faults]
+                [f"{problem} ({number * each} ranks), but: {text.rstrip('.')}." for text in faults]
             )
     return tuple(sizes)
 

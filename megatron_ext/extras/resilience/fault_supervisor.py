@@ -129,9 +129,9 @@ class FaultSupervisor(Supervisor):
         return self._forwarder.asked is not None
 
     def _reap(self) -> bool:
-        found = super()._reap()
+        reaped = super()._reap()
         self._polled = time.monotonic()
-        return found
+        return reaped
 
     def _look(self, now: float) -> None:
         super()._look(now)

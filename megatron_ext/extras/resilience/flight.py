@@ -105,7 +105,9 @@ def read_flight(path: Path) -> Flight | None:
         entries = pickle.loads(trace).get("entries", []) if trace else []
         groups = {name: tuple(ranks) for name, ranks in given["groups"].items()}
         behind = given["behind"]
-        found = [_collective(each, behind, groups) for each in entries if not each.get("is_p2p")]
+        collectives = [
+            _collective(each, behind, groups) for each in entries if not each.get("is_p2p")
+        ]
     except (OSError, EOFError, LookupError, TypeError, ValueError, pickle.UnpicklingError):
         return None
-    return tuple(sorted(found, key=lambda entry: entry.created))
+    return tuple(sorted(collectives, key=lambda entry: entry.created))

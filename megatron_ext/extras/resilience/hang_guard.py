@@ -76,16 +76,16 @@ class _Guard:
         self._ends_hangs = restarts_by_torchrun() > 0
 
     def run(self) -> None:
-        """Look until the run is over on this rank; tell slow ranks, and one hang."""
-        told = False
+        """Look until the run is over on this rank; report slow ranks, and one hang."""
+        has_reported = False
         while not self._over.wait(_SECONDS_BETWEEN_LOOKS):
-            # Also after a hang has been told, as another rank would tell it again otherwise.
+            # Also after a hang has been reported, or another rank would report it again.
             self._slot.set(Word.LOOKED, time.monotonic_ns())
             hangs = [v for v in self._watcher.look() if v.fault is Kind.HANG]
-            if told or not self._is_my_turn():
+            if has_reported or not self._is_my_turn():
                 continue
             if hangs:
-                told = self._tell(hangs[0])
+                has_reported = self._tell(hangs[0])
             else:
                 self._watcher.tell_slow_ranks(self._save)
 

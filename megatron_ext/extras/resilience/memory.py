@@ -52,8 +52,8 @@ class Machines:
     def of(cls, folder: Path, context: ParallelContext) -> Machines:
         """Find out which ranks see one folder of snapshots; all ranks call this together."""
         folder.mkdir(parents=True, exist_ok=True)
-        found = folder.stat()
-        name = f"{socket.gethostname()}:{found.st_dev}:{found.st_ino}"
+        status = folder.stat()
+        name = f"{socket.gethostname()}:{status.st_dev}:{status.st_ino}"
         names = from_all_ranks(name, None)
         group: ProcessGroup = torch.distributed.new_group(backend="gloo")
         return cls(names, context.rank, group)
@@ -137,10 +137,10 @@ class MemoryCheckpoints:
         content = _content(*state)
         sizes = from_all_ranks(content.num_bytes + len(content.skeleton), None)
         here = self.machines.ranks_on(self.machines.own)
-        held = self._rank
+        copied_rank = self._rank
         step = distance(self.machines.names)
         if self._over_group:
-            held = (self._rank - step) % len(sizes)
+            copied_rank = (self._rank - step) % len(sizes)
         needed = self.num_copies * sum(sizes[rank] for rank in here)
         files = os.statvfs(self.folder)
         free = files.f_bavail * files.f_frsize + self._bytes_on_disk()
@@ -155,7 +155,7 @@ class MemoryCheckpoints:
                 )
             self._own.reserve(sizes[self._rank])
             if self._neighbours:
-                held_files(self.folder, held).reserve(sizes[held])
+                held_files(self.folder, copied_rank).reserve(sizes[copied_rank])
 
         gather_or_raise(reserve, f"no room for snapshots in {self.folder}")
         return needed
@@ -196,8 +196,8 @@ class MemoryCheckpoints:
     def discard_others(self, iteration: int) -> None:
         """Discard snapshots of later iterations or of other layouts; all ranks call this together.
 
-        A restarted run would else go on from a later iteration of an earlier run in the folder, or
-        take one for whole of which some ranks' snapshots are from before a fault.
+        Otherwise a restarted run could go on from a later iteration of an earlier run, or from an
+        iteration of which some ranks' snapshots are from before a fault.
         """
         self.is_behind = False
         torch.distributed.barrier(group=self.machines.group)
@@ -205,21 +205,21 @@ class MemoryCheckpoints:
             if int(path.stem.rpartition("_")[2]) >= len(self.machines.names):
                 path.unlink(missing_ok=True)  # No rank of this layout would write it again.
                 continue
-            found = SnapshotFile(path).read()
-            if found is not None and not self._is_of(found, iteration):
+            snapshot = SnapshotFile(path).read()
+            if snapshot is not None and not self._is_of(snapshot, iteration):
                 SnapshotFile(path).discard()
         torch.distributed.barrier(group=self.machines.group)
 
-    def _is_of(self, found: Snapshot, iteration: int) -> bool:
-        return found.iteration <= iteration and found.facts.get("layout") == self._layout
+    def _is_of(self, snapshot: Snapshot, iteration: int) -> bool:
+        return snapshot.iteration <= iteration and snapshot.facts.get("layout") == self._layout
 
     def listed(self, *, with_earlier: bool = False) -> list[tuple[Path, Snapshot]]:
-        """Return the whole snapshots on this machine, also those of other runs if asked."""
+        """Return the whole snapshots on this machine; ``with_earlier`` adds those of other runs."""
         paths = self._paths()
         for folder in self._earlier if with_earlier else ():
             paths += _paths_in(folder)
-        found = [(path, SnapshotFile(path).read()) for path in paths]
-        return [(path, snapshot) for path, snapshot in found if snapshot is not None]
+        snapshots = [(path, SnapshotFile(path).read()) for path in paths]
+        return [(path, snapshot) for path, snapshot in snapshots if snapshot is not None]
 
     def _paths(self) -> list[Path]:
         return _paths_in(self.folder)

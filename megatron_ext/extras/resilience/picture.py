@@ -51,8 +51,8 @@ def draw(folder: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    told = read_json_object(folder / TIMELINE)
-    ranks = told["ranks"]
+    timeline = read_json_object(folder / TIMELINE)
+    ranks = timeline["ranks"]
     start = first_time(ranks)
     figure = Figure(figsize=(12, 1.8 + 0.45 * len(ranks)), layout="constrained")
     axes = figure.subplots()
@@ -75,7 +75,7 @@ def draw(folder: Path) -> None:
     axes.set_xlabel(
         "seconds before the fault was seen; a number is a step, the cross is where it began"
     )
-    axes.set_title("\n".join(textwrap.wrap(told["title"], 130)), fontsize=8)
+    axes.set_title("\n".join(textwrap.wrap(timeline["title"], 130)), fontsize=8)
     legend = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
     figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), fontsize=8)
     figure.savefig(cleared(folder / PICTURE))

@@ -62,8 +62,8 @@ class Case:
 
     def _why(self, rank: int) -> str:
         if self.cause == "memory":
-            held = self.resident.get(rank)
-            size = f"; it last held {gibibytes(held)}" if held else ""
+            resident = self.resident.get(rank)
+            size = f"; it last held {gibibytes(resident)}" if resident else ""
             return f"was killed by the kernel for want of memory{size}"
         if self.cause.startswith("SIG"):
             return f"was ended by {self.cause}"
@@ -78,13 +78,13 @@ class Case:
         parts.append(f"phase {record.phase}")
         if action := _action(record):
             parts.append(action)
-        told = self.evidence.get(rank, Evidence())
+        evidence = self.evidence.get(rank, Evidence())
         wait = next((wait for wait in self.blame.waits if wait.rank == rank), None)
         if wait is not None and wait.what not in parts[-1]:
             parts.append(f"in {wait.what}")
-        elif wait is None and told.flight and not told.flight[-1].over:
-            parts.append(f"in {told.flight[-1]}")
-        if frame := _frame_of_ours(told):
+        elif wait is None and evidence.flight and not evidence.flight[-1].over:
+            parts.append(f"in {evidence.flight[-1]}")
+        if frame := _frame_of_ours(evidence):
             parts.append(f"at {frame}")
         parts.append(f"{self.now - record.last_time:.1f} s after its last event")
         return ", ".join(parts)
@@ -104,9 +104,9 @@ def _action(record: RankRecord) -> str:
     return ""
 
 
-def _frame_of_ours(told: Evidence) -> Frame | None:
+def _frame_of_ours(evidence: Evidence) -> Frame | None:
     """Return the innermost line of this package or of the user's code in a rank's stack."""
-    stack = main_stack(told.stack or told.crash)
+    stack = main_stack(evidence.stack or evidence.crash)
     ours = (frame for frame in stack if not any(place in frame.file for place in _OUTSIDE))
     return next(ours, stack[0] if stack else None)
 
@@ -118,8 +118,8 @@ def report(case: Case) -> str:
     lines += ["", "Ranks:"]
     lines += [f"  {_rank_line(case, record)}" for record in case.board]
     for record in case.board:
-        told = case.evidence.get(record.rank, Evidence())
-        lines += ["", f"Stacks of rank {record.rank}:", _stacks(case, record, told)]
+        evidence = case.evidence.get(record.rank, Evidence())
+        lines += ["", f"Stacks of rank {record.rank}:", _stacks(case, record, evidence)]
     return "\n".join(lines) + "\n"
 
 
@@ -134,14 +134,14 @@ def _wait_line(wait: Wait) -> str:
 def _rank_line(case: Case, record: RankRecord) -> str:
     state = case.states.get(record.pid, ProcessState())
     how = "ended" if state == GONE else "stopped" if state.stopped else "alive"
-    held = case.resident.get(record.rank)
-    memory = f", {gibibytes(held)}" if held else ""
+    resident = case.resident.get(record.rank)
+    memory = f", {gibibytes(resident)}" if resident else ""
     return f"rank {record.rank} (pid {record.pid}, {how}{memory}): {case.where(record.rank)}"
 
 
-def _stacks(case: Case, record: RankRecord, told: Evidence) -> str:
-    if told.stack or told.crash:
-        return (told.stack or told.crash).rstrip()
+def _stacks(case: Case, record: RankRecord, evidence: Evidence) -> str:
+    if evidence.stack or evidence.crash:
+        return (evidence.stack or evidence.crash).rstrip()
     state = case.states.get(record.pid, ProcessState())
     if state == GONE:
         return "none: the process has ended"
@@ -160,9 +160,9 @@ def write_postmortem(case: Case, save: str | Path | None) -> Path | None:
             folder = _new_folder(Path(save))
             write_text(folder / REPORT, text)
             write_text(folder / TIMELINE, json.dumps(_timeline(case)))
-            for rank, told in case.evidence.items():
-                if told.flight:
-                    entries = [asdict(entry) for entry in told.flight]
+            for rank, evidence in case.evidence.items():
+                if evidence.flight:
+                    entries = [asdict(entry) for entry in evidence.flight]
                     path = folder / f"collectives_{rank}.json"
                     write_text(path, json.dumps(entries))
             return folder

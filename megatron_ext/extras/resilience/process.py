@@ -68,16 +68,16 @@ class MemoryKills:
         return any(count > before.get(path, 0) for path, count in self._before.items())
 
     def _counts(self) -> dict[Path, int]:
-        found = dict[Path, int]()
+        counts = dict[Path, int]()
         for path in self._paths():
-            if found and path.name == "vmstat":
+            if counts and path.name == "vmstat":
                 break  # it counts the processes of others too
             with suppress(OSError, ValueError):
                 for line in path.read_text(encoding="ascii").splitlines():
                     name, _, count = line.partition(" ")
                     if name == "oom_kill":
-                        found[path] = int(count)
-        return found
+                        counts[path] = int(count)
+        return counts
 
     def _paths(self) -> list[Path]:
         """Return the files that may hold a counter, if they exist; the machine's is the last."""

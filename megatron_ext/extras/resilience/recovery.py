@@ -64,11 +64,11 @@ def same_weights(first: Layout, second: Layout) -> bool:
 
 
 def choose(
-    found: Iterable[HeldSnapshot], layout: Layout, machines: Sequence[str], newer_than: int
+    entries: Iterable[HeldSnapshot], layout: Layout, machines: Sequence[str], newer_than: int
 ) -> list[HeldSnapshot] | None:
-    """Return the snapshots of all ranks of the newest iteration that has them all, by rank.
+    """Return, by rank, the snapshots of the newest iteration of which every rank has one.
 
-    A rank prefers its own snapshot to its neighbour's copy, and a machine of its own to others.
+    A rank's own snapshot is preferred to its neighbour's copy, and one on its machine to others.
 
     Args:
         layout: the layout that goes on; a snapshot of the same layout is preferred.
@@ -76,29 +76,29 @@ def choose(
         newer_than: iterations up to this one are not worth the return.
     """
     sets: dict[tuple[int, bool, Layout], dict[int, list[HeldSnapshot]]] = {}
-    for held in found:
-        if held.iteration > newer_than and same_weights(held.layout, layout):
-            key = held.iteration, held.layout == layout, held.layout
-            sets.setdefault(key, {}).setdefault(held.rank, []).append(held)
+    for entry in entries:
+        if entry.iteration > newer_than and same_weights(entry.layout, layout):
+            key = entry.iteration, entry.layout == layout, entry.layout
+            sets.setdefault(key, {}).setdefault(entry.rank, []).append(entry)
     for key in sorted(sets, key=lambda key: key[:2], reverse=True):
         _, same, old = key
         by_rank = sets[key]
         if len(by_rank) < old.world_size:
             continue
 
-        def cost(held: HeldSnapshot, same: bool = same) -> tuple[bool, bool]:
-            return same and machines[held.rank] != held.machine, held.is_copy
+        def cost(entry: HeldSnapshot, same: bool = same) -> tuple[bool, bool]:
+            return same and machines[entry.rank] != entry.machine, entry.is_copy
 
         return [min(by_rank[rank], key=cost) for rank in range(old.world_size)]
     return None
 
 
-def reader_of(held: HeldSnapshot, layout: Layout, machines: Sequence[str]) -> int:
+def reader_of(entry: HeldSnapshot, layout: Layout, machines: Sequence[str]) -> int:
     """Return the rank that reads a snapshot: one on its machine, the same one if possible."""
-    if held.layout == layout and machines[held.rank] == held.machine:
-        return held.rank
-    there = [rank for rank, name in enumerate(machines) if name == held.machine]
-    return there[held.rank % len(there)]
+    if entry.layout == layout and machines[entry.rank] == entry.machine:
+        return entry.rank
+    there = [rank for rank, name in enumerate(machines) if name == entry.machine]
+    return there[entry.rank % len(there)]
 
 
 class Recovery:
@@ -115,26 +115,26 @@ class Recovery:
         self._rank = context.rank
 
     def newest(self, newer_than: int, *, with_earlier: bool = False) -> list[HeldSnapshot] | None:
-        """Return the snapshots of all ranks to go on from; None if there are none worth it.
+        """Return the snapshots of all ranks to go on from; None if none is new enough.
 
-        Those that fail their checksum are told and removed. ``with_earlier`` is as for
+        Report and remove those that fail their checksum. ``with_earlier`` is as for
         `MemoryCheckpoints.listed`.
         """
         names = self._machines.names
         parts = from_all_ranks(self._listed(with_earlier), None)
-        found = [held for part in parts for held in part]
-        while (chosen := choose(found, self._layout, names, newer_than)) is not None:
+        entries = [entry for part in parts for entry in part]
+        while (chosen := choose(entries, self._layout, names, newer_than)) is not None:
             damaged = self._damaged(chosen)
             if not damaged:
                 return chosen
-            found = [held for held in found if held not in damaged]
+            entries = [entry for entry in entries if entry not in damaged]
         return None
 
     def _listed(self, with_earlier: bool) -> list[HeldSnapshot]:
         """Return the snapshots on this machine, on its first rank only."""
         listed = list[HeldSnapshot]()
-        found = self.memory.listed(with_earlier=with_earlier) if self._machines.is_first else ()
-        for path, snapshot in found:
+        snapshots = self.memory.listed(with_earlier=with_earlier) if self._machines.is_first else ()
+        for path, snapshot in snapshots:
             facts = snapshot.facts
             is_copy = path.name.startswith("held")
             # Another version of this program may have written other facts.
@@ -145,28 +145,31 @@ class Recovery:
 
     def _mine(self, chosen: Collection[HeldSnapshot]) -> list[HeldSnapshot]:
         names = self._machines.names
-        return [held for held in chosen if reader_of(held, self._layout, names) == self._rank]
+        return [entry for entry in chosen if reader_of(entry, self._layout, names) == self._rank]
 
     def _damaged(self, chosen: Collection[HeldSnapshot]) -> set[HeldSnapshot]:
         """Return the snapshots whose bytes have changed; their readers say so, and remove them."""
         damaged = set()
-        for held in self._mine(chosen):
-            snapshot = SnapshotFile(Path(held.path)).read()
+        for entry in self._mine(chosen):
+            snapshot = SnapshotFile(Path(entry.path)).read()
             if snapshot is None or not snapshot.is_intact():
-                damaged.add(held)
-                told = f"{held.path} does not match its checksum, so it is left out"
-                print(f"[rank {self._rank}] {told}", file=sys.stderr, flush=True)
-                Path(held.path).unlink(missing_ok=True)
+                damaged.add(entry)
+                sentence = f"{entry.path} does not match its checksum, so it is left out"
+                print(f"[rank {self._rank}] {sentence}", file=sys.stderr, flush=True)
+                Path(entry.path).unlink(missing_ok=True)
         return set[HeldSnapshot]().union(*from_all_ranks(damaged, None))
 
     def fetch(self, chosen: Sequence[HeldSnapshot]) -> Snapshot:
-        """Return this rank's snapshot among those of the same layout, sent from where it is."""
+        """Return this rank's snapshot, sent by the rank that reads it if that is another one.
+
+        The snapshots must be of the present layout.
+        """
         names = self._machines.names
         own = None
-        for rank, held in enumerate(chosen):
-            reader = reader_of(held, self._layout, names)
+        for rank, entry in enumerate(chosen):
+            reader = reader_of(entry, self._layout, names)
             if self._rank == reader:
-                snapshot = SnapshotFile(Path(held.path)).read()
+                snapshot = SnapshotFile(Path(entry.path)).read()
                 assert snapshot is not None
                 if reader == rank:
                     own = snapshot
@@ -186,7 +189,7 @@ class Recovery:
     @staticmethod
     def source(chosen: Sequence[HeldSnapshot]) -> str:
         """Return "peer" if a rank goes on from its neighbour's copy, else "memory"."""
-        return "peer" if any(held.is_copy for held in chosen) else "memory"
+        return "peer" if any(entry.is_copy for entry in chosen) else "memory"
 
     def _send(self, snapshot: Snapshot, rank: int) -> None:
         group = self._machines.group
@@ -211,18 +214,18 @@ class Recovery:
         return own_files(self._folder, self._rank).turn().write_raw(number, pieces())
 
     def publish(self, chosen: Sequence[HeldSnapshot], save: str | None) -> CheckpointRef:
-        """Write the snapshots of another number of replicas as a temporary checkpoint.
+        """Write snapshots of a run with another number of replicas as a temporary checkpoint.
 
-        It lies in the folder of snapshots, or in ``save`` with several machines.
+        It lies in the folder of snapshots or, with several machines, in ``save``.
         """
         iteration = chosen[0].iteration
         root = Path(save or ".") if self._machines.several else self._folder
         root = root / _TEMPORARY
         states = dict[int, Any]()
-        for held in self._mine(chosen):
-            snapshot = SnapshotFile(Path(held.path)).read()
+        for entry in self._mine(chosen):
+            snapshot = SnapshotFile(Path(entry.path)).read()
             assert snapshot is not None
-            states[held.rank] = snapshot.state(to_pickle=True)
+            states[entry.rank] = snapshot.state(to_pickle=True)
         parts = {rank: extract_sharded_base(state[SHARDED]) for rank, state in states.items()}
         sharded = {str(rank): part for rank, (part, _) in parts.items()}
         first = None
@@ -240,8 +243,8 @@ class Recovery:
         return CheckpointRef(root, iteration, weights_only=False)
 
     @staticmethod
-    def remove_temporary(found: CheckpointRef) -> None:
+    def remove_temporary(checkpoint: CheckpointRef) -> None:
         """Remove the checkpoint of `publish` after it has been loaded; all ranks call this."""
         torch.distributed.barrier()  # The others may still read its counters.
         if torch.distributed.get_rank() == 0:
-            shutil.rmtree(found.root, ignore_errors=True)
+            shutil.rmtree(checkpoint.root, ignore_errors=True)

@@ -72,8 +72,8 @@ class Rerun(Callback):
 
     def _replicas_agree(self, _totals: Mapping[str, Tensor], norm: Tensor) -> Tensor:
         """Return whether the norm is finite and the same on all ranks, bool ``[]``."""
-        known = torch.where(norm.isfinite(), norm, math.inf)
-        extremes = torch.stack([known, -known])
+        comparable = torch.where(norm.isfinite(), norm, math.inf)
+        extremes = torch.stack([comparable, -comparable])
         torch.distributed.all_reduce(extremes, op=torch.distributed.ReduceOp.MAX)
         largest = extremes[0]
         least = -extremes[1]
@@ -104,8 +104,8 @@ class Rerun(Callback):
         if not self._validates or result.applied or self._overflowed():
             return step, result
         here = not_finite_here(run, [x[name] for x in step.reports for name in x])
-        found = [each for each in self._gathered(here) if each.found]
-        facts = describe(found, result.grad_norm, run.context)
+        affected = [each for each in self._gathered(here) if each.found]
+        facts = describe(affected, result.grad_norm, run.context)
         first = scaled or self._outcome(step)
         start.restore()
         step = self._compute(inputs)
@@ -126,7 +126,7 @@ class Rerun(Callback):
         facts: dict[str, Any],
         iteration: int,
     ) -> None:
-        """Announce what a second computation tells about a result that was refused.
+        """Announce what a second computation shows about a result that was refused.
 
         ``facts`` are those of `describe` about the first one.
         """
@@ -142,18 +142,18 @@ class Rerun(Callback):
             where = f"on {places(suspects, run.context)}, first `{facts['parameter']}`"
             good = "the second result is good and is used: the fault was transient"
             verdict = "transient" if again.applied else "unstable"
-            told = f"computed again, it differs {where}; "
-            told += good if again.applied else "the second result is refused as well"
+            finding = f"computed again, it differs {where}; "
+            finding += good if again.applied else "the second result is refused as well"
         else:
             verdict = "reproduced"
-            told = "computed again, it is the same: a property of the data or of the model"
+            finding = "computed again, it is the same: a property of the data or of the model"
             if again.applied:
-                verdict, told = "transient", "computed again, it is the same but is not refused"
+                verdict, finding = "transient", "computed again, it is the same but is not refused"
         if finite and verdict == "reproduced":
             return  # a spike, which is announced as such
         kind = "mismatch" if finite else "non_finite"
         state = "was refused" if finite else "is not finite"
-        sentence = f"iteration {iteration} {state}: {sentence}; {told}"
+        sentence = f"iteration {iteration} {state}: {sentence}; {finding}"
         announce(run, kind, sentence, iteration=iteration, verdict=verdict, **facts)
 
     def _compare(
@@ -161,8 +161,8 @@ class Rerun(Callback):
     ) -> StepLosses:
         """Compute a step again, and announce bits that differ; return the losses to go on with.
 
-        With validate_results a third computation decides which of the two was wrong; it is what
-        the run goes on with.
+        With validate_results a third computation decides which of the two was wrong, and the run
+        goes on with the third.
         """
         first = self._outcome(step)
         start.restore()
@@ -184,8 +184,8 @@ class Rerun(Callback):
         if self._validates:
             start.restore()
             step = self._compute(inputs)
-            verdict, told = self._decided(first, second, self._outcome(step))
-            sentence = f"{sentence}; {told}"
+            verdict, finding = self._decided(first, second, self._outcome(step))
+            sentence = f"{sentence}; {finding}"
         facts = {"ranks": suspects, "parameter": parameter, "verdict": verdict}
         announce(self.run, "mismatch", sentence, iteration=iteration, **facts)
         return step
@@ -222,5 +222,5 @@ class Rerun(Callback):
         return values
 
 
-def _filled(found: Found) -> Found:
-    return {rank: names for rank, names in found.items() if names}
+def _filled(differing: Found) -> Found:
+    return {rank: names for rank, names in differing.items() if names}

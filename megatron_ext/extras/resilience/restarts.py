@@ -81,16 +81,16 @@ class RestartPolicy:
         return len(self.world_sizes) > 1
 
     def wish(self) -> tuple[int, int] | None:
-        """Return how many ranks an operator wants, and when that was written; None for no wish.
+        """Return how many ranks an operator requests, and when; None without a request.
 
-        The ranks are the most that fit into the wanted nodes, or else the fewest that may run.
+        The ranks are the most that fit into the requested nodes, or else the fewest that may run.
         """
-        found = wanted_nodes(self.save) if self.is_elastic and self.save else None
-        if found is None:
+        request = wanted_nodes(self.save) if self.is_elastic and self.save else None
+        if request is None:
             return None
-        most = found[0] * self.ranks_of_a_node
+        most = request[0] * self.ranks_of_a_node
         fitting = (size for size in self.world_sizes if size <= most)
-        return next(fitting, self.world_sizes[-1]), found[1]
+        return next(fitting, self.world_sizes[-1]), request[1]
 
     def smaller_size(self, size: int) -> int | None:
         """Return the next smaller number of ranks; None if there is none."""
@@ -102,12 +102,12 @@ def restart_notes(config: RunConfig) -> list[str]:
 
     torchrun restarts ranks by a flag of its own, and snapshots in memory end with the run.
     """
-    asked = config.fault_tolerance.max_restarts
+    limit = config.fault_tolerance.max_restarts
     by_torchrun = os.environ.get(_OF_TORCHRUN)
-    if asked and by_torchrun == "0":
+    if limit and by_torchrun == "0":
         return [
-            f"`--max-restarts` ({asked}) has no effect under torchrun, which starts ranks again "
-            f"itself; give `--max-restarts {asked}` to torchrun."
+            f"`--max-restarts` ({limit}) has no effect under torchrun, which starts ranks again "
+            f"itself; give `--max-restarts {limit}` to torchrun."
         ]
     if config.fault_tolerance.may_be_restarted:
         return []
@@ -138,10 +138,10 @@ class History:
 
         A fault whose step is not known repeats none.
         """
-        known = (fault.cause, fault.iteration)
-        repeats = known == self._last and fault.iteration is not None
+        key = (fault.cause, fault.iteration)
+        repeats = key == self._last and fault.iteration is not None
         self._repeated = self._repeated + 1 if repeats else 0
-        self._last = known
+        self._last = key
 
     @property
     def comes_back(self) -> bool:
@@ -244,40 +244,42 @@ class _Launcher:
         if self._forwarder.asked is not None:
             return self._forwarder.code_of(-self._forwarder.asked)
         history.add(fault)
-        told = f"rank {fault.rank} has failed ({fault.cause})"
+        sentence = f"rank {fault.rank} has failed ({fault.cause})"
         if fault.iteration:
-            told = f"rank {fault.rank} has failed at iteration {fault.iteration} ({fault.cause})"
+            sentence = (
+                f"rank {fault.rank} has failed at iteration {fault.iteration} ({fault.cause})"
+            )
         smaller = policy.smaller_size(self._size) if history.comes_back else None
         if history.exhausted:
             _say(
-                f"{told}; the run ends, for it has been started again as often as "
+                f"{sentence}; the run ends, for it has been started again as often as "
                 f"`--max-restarts` ({policy.max_restarts}) allows"
             )
             return code
         if history.comes_back and smaller is None:
             _say(
-                f"{told}, as before each of the last {RESTARTS_WITHOUT_PROGRESS} restarts: it is "
-                "not transient, so the run ends"
+                f"{sentence}, as before each of the last {RESTARTS_WITHOUT_PROGRESS} restarts: "
+                "it is not transient, so the run ends"
             )
             return EXIT_CODE_COMES_BACK
         history.restarts += 1
-        told += f"; restart {history.restarts} of {policy.max_restarts}"
+        sentence += f"; restart {history.restarts} of {policy.max_restarts}"
         if smaller is not None:
             self._size = smaller
             history.forget_repeats()
-            told += f", with {smaller} ranks, for {RESTARTS_WITHOUT_PROGRESS} have not helped"
-        _say(told)
+            sentence += f", with {smaller} ranks, for {RESTARTS_WITHOUT_PROGRESS} have not helped"
+        _say(sentence)
         self._environment[FAULT_TIME_VARIABLE] = repr(fault.time)
         self._environment[FAULT_STEP_VARIABLE] = str(fault.iteration or 0)
         return _GO_ON
 
     def _look_for_wish(self) -> None:
         """Ask the ranks to end at a step boundary if an operator wants another number of nodes."""
-        wish = self._policy.wish()
-        if wish is None or wish == self._last_wish or self._folder is None:
+        request = self._policy.wish()
+        if request is None or request == self._last_wish or self._folder is None:
             return
-        self._last_wish = wish
-        self._wanted = wish[0]
+        self._last_wish = request
+        self._wanted = request[0]
         if self._wanted == self._size:
             return
         self._environment[FAULT_TIME_VARIABLE] = repr(time.monotonic())

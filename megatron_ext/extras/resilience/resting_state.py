@@ -66,7 +66,7 @@ class RestingState(Callback):
         iteration = self.run.progress.iteration + 1
         gathered: list[list[str]] = [[]] * run.context.layout.world_size
         torch.distributed.all_gather_object(gathered, names)
-        ranks = [rank for rank, found in enumerate(gathered) if found]
+        ranks = [rank for rank, changed in enumerate(gathered) if changed]
         tensor = gathered[ranks[0]][0]
         what = f"{tensor} changed on {places(ranks, run.context)}"
         facts = {"ranks": ranks, "parameter": tensor, "verdict": "memory"}
@@ -88,13 +88,13 @@ def resting_tensors(run: Run) -> list[tuple[str, Tensor]]:
         for name, weight in chunk.named_parameters()
     ]
     names = {id(weight): name for name, weight in named}
-    found = {_place(weight): (name, weight.detach()) for name, weight in named}
+    tensors = {_place(weight): (name, weight.detach()) for name, weight in named}
     for part in parts_of(run.optimizer):
         for shard in shards_of(part):
             owner = names.get(id(shard.parameter), "a weight")
             for kind, tensor in _kept(part, shard.main):
-                found.setdefault(_place(tensor), (f"{kind} of {owner}", tensor))
-    return list(found.values())
+                tensors.setdefault(_place(tensor), (f"{kind} of {owner}", tensor))
+    return list(tensors.values())
 
 
 def _kept(part: object, main: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -46,10 +46,10 @@ class SlowRank:
 def own_times(
     board: Sequence[RankRecord], flights: Mapping[int, Flight]
 ) -> dict[int, float] | None:
-    """Return each rank's own seconds of a mean step; None if too little is known of a rank.
+    """Return the seconds that each rank computes in a mean step; None if a rank's are not known.
 
-    The times are taken from the last whole steps that the records of all ranks hold or, where a
-    step is longer than these, from the time that all hold.
+    They are measured over the last whole steps that the records of all ranks cover or, where a
+    step is longer than that, over the time that all records cover.
     """
     step = max((record.mean_step for record in board), default=0.0)
     if not step or any(not r.events or not flights.get(r.rank) for r in board):
@@ -68,13 +68,13 @@ def own_times(
         for entry in flight:
             key = entry.group, entry.number
             arrivals[key] = max(arrivals.get(key, 0.0), entry.created)
-    found = {}
+    seconds = {}
     for record in board:
         computes = _computing(record, (first, last))
         waits = [(e.created, arrivals[e.group, e.number]) for e in flights[record.rank]]
         own = sum(end - start for start, end in computes) - _overlap(computes, waits)
-        found[record.rank] = own / (last - first) * step
-    return found
+        seconds[record.rank] = own / (last - first) * step
+    return seconds
 
 
 def _computing(record: RankRecord, span: Span) -> list[Span]:
@@ -123,18 +123,18 @@ class SlowRanks:
         self._before: dict[int, float] = {}
 
     def judge(self, own: Mapping[int, float], places: Mapping[int, int]) -> list[SlowRank]:
-        """Return the ranks that prove slow by these times; ``places`` are those in the pipeline."""
-        found = []
+        """Return the ranks that now prove slow; ``places`` are their pipeline ranks."""
+        slow = []
         for rank, seconds in own.items():
             usual = self._usual(rank, own, places)
             self._seen[rank] = self._seen.get(rank, 0) + 1 if usual else 0
             if usual and self._seen[rank] >= self._times and rank not in self._named:
                 self._named.add(rank)
-                found.append(SlowRank(rank, seconds, usual))
+                slow.append(SlowRank(rank, seconds, usual))
         for rank, seconds in own.items():
             if not self._seen[rank]:
                 self._before[rank] = min(seconds, self._before.get(rank, seconds))
-        return found
+        return slow
 
     def _usual(
         self, rank: int, own: Mapping[int, float], places: Mapping[int, int]

@@ -83,7 +83,7 @@ def blame(
 ) -> Blame:
     """Return which ranks stopped first; the ranks are empty if nothing tells them."""
     records = {record.rank: record for record in board if not record.ended}
-    flights = {rank: told.flight for rank, told in evidence.items() if told.flight is not None}
+    flights = {rank: own.flight for rank, own in evidence.items() if own.flight is not None}
     waits = []
     for record in records.values():
         if _awaits(record, states):

@@ -73,16 +73,16 @@ def verdicts(
     """
     running = [record for record in board if not record.ended]
     dead = [record for record in running if states.get(record.pid, ProcessState()) == GONE]
-    found = [Verdict(Fault.DEAD, (each.rank,), now - each.last_time) for each in dead]
+    faults = [Verdict(Fault.DEAD, (each.rank,), now - each.last_time) for each in dead]
     waiting = [record for record in running if record not in dead]
     if dead or not waiting:
-        return found
+        return faults
     silent = now - max(record.last_time for record in waiting)
     stopped = [record for record in waiting if states.get(record.pid, ProcessState()).stopped]
     if silent > limit_of(waiting, stopped, limits, busy=busy):
         ranks = tuple(record.rank for record in stopped)
-        found.append(Verdict(Fault.HANG, ranks, silent))
-    return found
+        faults.append(Verdict(Fault.HANG, ranks, silent))
+    return faults
 
 
 def limit_of(

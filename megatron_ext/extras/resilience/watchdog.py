@@ -85,21 +85,21 @@ def collect(folder: Path, pids: dict[int, int], seconds: float = 0.5) -> dict[in
     ``pids`` are the process ids by rank. The call waits up to ``seconds`` for the answers, and
     less if all have come. A rank that has ended may have left the stacks of its crash.
     """
-    asked = {rank: pid for rank, pid in pids.items() if _ask(folder, rank, pid)}
+    requested = {rank: pid for rank, pid in pids.items() if _ask(folder, rank, pid)}
     end = time.monotonic() + seconds
     before = dict[int, int]()
     while time.monotonic() < end:
         time.sleep(0.01)
-        sizes = {rank: _size(_stack(folder, rank)) for rank in asked}
+        sizes = {rank: _size(_stack(folder, rank)) for rank in requested}
         # The stacks are whole when they have stopped growing.
         written = sizes == before and all(sizes.values())
-        if written and all(_flight(folder, rank).exists() for rank in asked):
+        if written and all(_flight(folder, rank).exists() for rank in requested):
             break
         before = sizes
     return {
         rank: Evidence(
-            read_flight(_flight(folder, rank)) if rank in asked else None,
-            _text(_stack(folder, rank)) if rank in asked else "",
+            read_flight(_flight(folder, rank)) if rank in requested else None,
+            _text(_stack(folder, rank)) if rank in requested else "",
             _text(_crash(folder, rank)),
         )
         for rank in pids
@@ -108,12 +108,12 @@ def collect(folder: Path, pids: dict[int, int], seconds: float = 0.5) -> dict[in
 
 def ask_flights(folder: Path, ranks: Iterable[int], seconds: float = 0.5) -> dict[int, Flight]:
     """Ask ranks for their collectives only, which does not disturb them; return them by rank."""
-    asked = [rank for rank in ranks if _request(folder, rank)]
+    requested = [rank for rank in ranks if _request(folder, rank)]
     end = time.monotonic() + seconds
-    while time.monotonic() < end and not all(_flight(folder, r).exists() for r in asked):
+    while time.monotonic() < end and not all(_flight(folder, r).exists() for r in requested):
         time.sleep(0.005)
-    found = {rank: read_flight(_flight(folder, rank)) for rank in asked}
-    return {rank: flight for rank, flight in found.items() if flight is not None}
+    flights = {rank: read_flight(_flight(folder, rank)) for rank in requested}
+    return {rank: flight for rank, flight in flights.items() if flight is not None}
 
 
 def _ask(folder: Path, rank: int, pid: int) -> bool:

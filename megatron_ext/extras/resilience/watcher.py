@@ -110,9 +110,9 @@ class Watcher:
     ) -> list[SlowRank]:
         """Return the ranks that prove slow now, after a line and an event about each.
 
-        A rank is named once. Only every ``seconds`` does a call ask the ranks for their
-        collectives; it takes some milliseconds of each rank then, and nothing in between. For
-        ``pids`` see `look`.
+        Each rank is named once. At most one call in ``seconds`` asks the ranks for their
+        collectives, which takes some milliseconds of each; the others do nothing. For ``pids`` see
+        `look`.
         """
         now = time.monotonic()
         if now - self._slow_at < seconds:
@@ -126,13 +126,13 @@ class Watcher:
         own = own_times(board, flights)
         if own is None:
             return []
-        found = self._slow.judge(own, {record.rank: record.pipeline_rank for record in board})
-        for slow in found:
+        slow_ranks = self._slow.judge(own, {record.rank: record.pipeline_rank for record in board})
+        for slow in slow_ranks:
             iteration = max(record.iteration for record in board)
             facts = {"seconds": slow.seconds, "usual": slow.usual, "iteration": iteration}
             append_event(save, "slow_rank", rank=slow.rank, generation=generation(), **facts)
             print(str(slow), file=sys.stderr, flush=True)
-        return found
+        return slow_ranks
 
     def investigate(
         self,
@@ -150,20 +150,20 @@ class Watcher:
         """
         board = self._records(RING, pids)
         states = process_states(record.pid for record in board)
-        asked = {
+        running = {
             record.rank: record.pid
             for record in board
             if states[record.pid] != GONE and not states[record.pid].stopped
         }
-        evidence = collect(self.folder, asked, seconds)
-        gone = [record.rank for record in board if record.rank not in asked]
+        evidence = collect(self.folder, running, seconds)
+        gone = [record.rank for record in board if record.rank not in running]
         evidence |= {rank: Evidence.of_crash(self.folder, rank) for rank in gone}
-        found = blame(board, evidence, states)
-        if verdict.fault is Fault.DEAD and set(found.ranks) != set(verdict.ranks):
-            found = replace(found, ranks=verdict.ranks, reason="has ended")
+        blamed = blame(board, evidence, states)
+        if verdict.fault is Fault.DEAD and set(blamed.ranks) != set(verdict.ranks):
+            blamed = replace(blamed, ranks=verdict.ranks, reason="has ended")
         return Case(
             cause=cause or ("hang" if verdict.fault is Fault.HANG else "ended"),
-            blame=found,
+            blame=blamed,
             board=board,
             now=time.monotonic(),
             evidence=evidence,

@@ -52,10 +52,10 @@ def gated(gate, up):
     return F.silu(gate) * up
 gate, up = (torch.randn(256, 256, device="cuda") for _ in range(2))
 start = time.perf_counter()
-found = torch.compile(gated)(gate, up)
+output = torch.compile(gated)(gate, up)
 torch.cuda.synchronize()
 seconds = time.perf_counter() - start
-torch.testing.assert_close(found, gated(gate, up))
+torch.testing.assert_close(output, gated(gate, up))
 print(json.dumps({"seconds": seconds}))
 """
 
@@ -147,10 +147,10 @@ def _tried(here: ThisMachine, probe: Probe) -> Finding:
 def _measured(here: ThisMachine, gpu: Gpu, *, measure: bool) -> Gpu:
     if not measure:
         return dataclasses.replace(gpu, note="not measured (`--no-measure`)")
-    found = ask_python(here, MEASURE.format(root=str(ROOT), index=gpu.index), MEASURING_SECONDS)
-    if isinstance(found, Outcome):
-        return dataclasses.replace(gpu, note=f"the measurement failed: {found.reason}")
-    rates = Rates(bf16=found["bf16"], fp8=found["fp8"], copy=found["copy"])
+    measured = ask_python(here, MEASURE.format(root=str(ROOT), index=gpu.index), MEASURING_SECONDS)
+    if isinstance(measured, Outcome):
+        return dataclasses.replace(gpu, note=f"the measurement failed: {measured.reason}")
+    rates = Rates(bf16=measured["bf16"], fp8=measured["fp8"], copy=measured["copy"])
     return dataclasses.replace(gpu, rates=rates)
 
 
@@ -164,9 +164,9 @@ def main(argv: Sequence[str], here: ThisMachine | None = None) -> int:
     parser.add_argument("--no-measure", action="store_true", help=unmeasured)
     args = parser.parse_args(argv)
     examination = examine(here or ThisMachine(), measure=not args.no_measure)
-    found = json.dumps(examination.to_dict(), indent=2)
+    content = json.dumps(examination.to_dict(), indent=2)
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(f"{found}\n", encoding="utf-8")
-    print(found if args.json else "\n".join(report(examination)))
+        args.out.write_text(f"{content}\n", encoding="utf-8")
+    print(content if args.json else "\n".join(report(examination)))
     return int(examination.stops_runs)

@@ -99,15 +99,15 @@ class TorchFacts:
 
 
 def ask_torch(here: ThisMachine) -> TorchFacts | Outcome:
-    """Return the facts that torch tells in a separate process, or how that process failed."""
-    found = ask_python(here, QUESTIONS)
-    if isinstance(found, Outcome):
-        return found
+    """Return facts that torch reports in a separate process, or how that process failed."""
+    facts = ask_python(here, QUESTIONS)
+    if isinstance(facts, Outcome):
+        return facts
     gpus = tuple(
         Gpu(index, name, (major, minor), memory)
-        for index, (name, major, minor, memory) in enumerate(found["gpus"])
+        for index, (name, major, minor, memory) in enumerate(facts["gpus"])
     )
-    return TorchFacts(**{**found, "archs": tuple(found["archs"]), "gpus": gpus})
+    return TorchFacts(**{**facts, "archs": tuple(facts["archs"]), "gpus": gpus})
 
 
 def torch_finding(facts: TorchFacts | Outcome, installed: str | None) -> Finding:
@@ -170,7 +170,7 @@ def arch_findings(facts: TorchFacts | Outcome) -> list[Finding]:
     """Report the GPUs for which this build of torch has no kernels."""
     if isinstance(facts, Outcome) or not facts.archs:
         return []
-    found = []
+    findings = []
     cost = "The first kernel on it fails."
     install = _install(13000)
     for gpu in facts.gpus:
@@ -178,8 +178,8 @@ def arch_findings(facts: TorchFacts | Outcome) -> list[Finding]:
             arch = "sm_" + "".join(map(str, gpu.capability))
             detail = f"{gpu.name} is {arch}; this torch has kernels for {', '.join(facts.archs)}."
             name = f"kernels for GPU {gpu.index}"
-            found.append(Finding(name, "broken", None, detail, cost, install, required=True))
-    return found
+            findings.append(Finding(name, "broken", None, detail, cost, install, required=True))
+    return findings
 
 
 def _has_kernels(capability: tuple[int, int], archs: tuple[str, ...]) -> bool:

@@ -107,10 +107,10 @@ class Examination:
         return {finding.name: finding for finding in self.findings}[name]
 
     def to_dict(self) -> dict[str, Any]:
-        found = dataclasses.asdict(self)
-        for gpu, shown in zip(self.gpus, found["gpus"], strict=True):
+        content = dataclasses.asdict(self)
+        for gpu, shown in zip(self.gpus, content["gpus"], strict=True):
             shown["fp8_recipes"] = gpu.fp8_recipes
-        return found
+        return content
 
 
 GIB = 2**30
@@ -206,10 +206,10 @@ def ask_python(
         return outcome
     lines = outcome.output.splitlines()
     try:
-        found: dict[str, Any] = json.loads(lines[-1])
+        answer: dict[str, Any] = json.loads(lines[-1])
     except (IndexError, json.JSONDecodeError):
         return Outcome(1, outcome.output, "it printed nothing that could be read")
-    return found
+    return answer
 
 
 def host_findings(host: Host, num_gpus: int) -> list[Finding]:
@@ -227,8 +227,8 @@ def host_findings(host: Host, num_gpus: int) -> list[Finding]:
     if host.open_files is not None and host.open_files < MIN_OPEN_FILES:
         cost = "Datasets of many shards, and loaders of many workers, run out of them."
         files = replace(files, status="low", cost=cost, install="ulimit -n 65536")
-    found = [cores, _shared_memory(host), files]
-    return [*found, _rdma(host)] if num_gpus else found
+    findings = [cores, _shared_memory(host), files]
+    return [*findings, _rdma(host)] if num_gpus else findings
 
 
 def _shared_memory(host: Host) -> Finding:

@@ -58,22 +58,22 @@ def core_finding(here: ThisMachine) -> Finding:
     name = "megatron-core"
     version = here.version("megatron-core")
     requirement = requirement_of(here, name)
-    wanted = str(requirement.specifier) if requirement is not None else ""
-    install = f'pip install "{name}{wanted}"'
+    specifier = str(requirement.specifier) if requirement is not None else ""
+    install = f'pip install "{name}{specifier}"'
     if version is None:
         return Finding(name, "missing", None, "", "Nothing runs.", install, required=True)
     if requirement is None:
         detail = f"{OURS} is not installed, so what it asks for is not known."
         return Finding(name, "unknown", version, detail, install="pip install -e .")
     if not requirement.specifier.contains(version, prereleases=True):
-        detail = f"This project supports {wanted}."
+        detail = f"This project supports {specifier}."
         cost = "It uses parts of megatron-core that change between versions."
         return Finding(name, "broken", version, detail, cost, install, required=True)
     imported = run_python(here, "import megatron.core")
     if imported.code != 0:
         detail = f"Its import failed: {imported.reason}."
         return Finding(name, "broken", version, detail, "Nothing runs.", install, required=True)
-    return Finding(name, "found", version, f"This project supports {wanted}.")
+    return Finding(name, "found", version, f"This project supports {specifier}.")
 
 
 @dataclass(frozen=True)
@@ -182,8 +182,8 @@ def is_nvidia_apex(folder: Path) -> bool:
 
 def compiler_findings(here: ThisMachine, *, on_gpu: bool) -> list[Finding]:
     """Report nvcc, and the C compiler and headers that Triton compiles with."""
-    wanted = here.environ.get("CC")
-    path = here.program(*([wanted] if wanted else []), "gcc", "clang", "cc")
+    cc = here.environ.get("CC")
+    path = here.program(*([cc] if cc else []), "gcc", "clang", "cc")
     compiler = Finding("C compiler", "found", None, path or "")
     if path is None:
         compiler = Finding("C compiler", "missing", None, "", CC_COST, "apt-get install gcc")
@@ -207,10 +207,10 @@ def _nvcc(here: ThisMachine, *, on_gpu: bool) -> Finding:
         install = "apt-get install cuda-toolkit  # from NVIDIA's repository"
         return Finding("nvcc", "missing", None, "", NVCC_COST, install)
     outcome = here.run([path, "--version"])
-    found = re.search(r"release ([\d.]+)", outcome.output)
-    if outcome.code != 0 or found is None:
+    match = re.search(r"release ([\d.]+)", outcome.output)
+    if outcome.code != 0 or match is None:
         return Finding("nvcc", "broken", None, f"`{path}` failed: {outcome.reason}.", NVCC_COST)
-    return Finding("nvcc", "found", found[1], path)
+    return Finding("nvcc", "found", match[1], path)
 
 
 def python_finding() -> Finding:

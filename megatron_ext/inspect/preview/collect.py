@@ -105,13 +105,13 @@ class _Start:
 
 def _starts(size: BatchSize, first: int, count: int) -> list[_Start]:
     consumed = 0
-    found = []
+    starts = []
     for iteration in range(1, first + count):
         size.update(consumed)
         if iteration >= first:
-            found.append(_Start(iteration, consumed, size.num_microbatches))
+            starts.append(_Start(iteration, consumed, size.num_microbatches))
         consumed += size.global_batch_size
-    return found
+    return starts
 
 
 def _step(start: _Start, replicas: Sequence[_Replica], cp_columns: list[Ints]) -> Step:
@@ -176,11 +176,11 @@ class _Replica:
         reaches = []
         drawn = []
         for _ in range(self.num_microbatches(start)):
-            found = self._source.next_step(1)
-            assert found is not None
-            reaches.append(_reaches(found[0]))
+            fetched = self._source.next_step(1)
+            assert fetched is not None
+            reaches.append(_reaches(fetched[0]))
             drawn.append(self._drawn)
-            batches.append(found[0])
+            batches.append(fetched[0])
         if self._task.prepare_batches is not None:
             batches = list(self._task.prepare_batches(self._config, batches, self._context))
         counts = count_targets(batches, self._context)
@@ -231,19 +231,19 @@ class _Replica:
     def _conversation(self, sample: int) -> Provenance:
         if sample not in self._known:
             dataset = self._dataset
-            found = Provenance(sample, type(dataset).__name__)
+            provenance = Provenance(sample, type(dataset).__name__)
             if isinstance(dataset, SftDataset):
                 store, place = dataset.place_of(sample)
                 cut = int(store.lengths[place]) - 1 - int(dataset.lengths[sample])
-                found = Provenance(sample, *store.source_of(place), cut)
-            self._known[sample] = found
+                provenance = Provenance(sample, *store.source_of(place), cut)
+            self._known[sample] = provenance
         return self._known[sample]
 
 
 def _depths(of_depths: Sequence[Tensor], row: int, like: Tensor) -> NDArray[Any]:
     """Return row ``row`` of each tensor ``[b, s]``, one for each of K MTP depths, as ``[K, s]``."""
-    found = [tensor[row] for tensor in of_depths]
-    return (torch.stack(found) if found else like.new_zeros(0, like.size(1))).numpy()
+    rows = [tensor[row] for tensor in of_depths]
+    return (torch.stack(rows) if rows else like.new_zeros(0, like.size(1))).numpy()
 
 
 def _reaches(batch: Batch) -> Tensor:

@@ -174,13 +174,13 @@ class Document:
 def target_exists(row: Row, depth: int) -> NDArray[np.bool_]:
     """Return whether a position and the one ``depth`` further on share a document, ``[s]``."""
     attention = np.cumsum(~row.reaches)
-    found = np.zeros(row.size, dtype=np.bool_)
+    exists = np.zeros(row.size, dtype=np.bool_)
     if depth < row.size:
-        found[:-depth] = attention[:-depth] == attention[depth:]
+        exists[:-depth] = attention[:-depth] == attention[depth:]
         if row.samples is not None:
             samples = row.samples
-            found[:-depth] &= (samples[:-depth] == samples[depth:]) & (samples[:-depth] >= 0)
-    return found
+            exists[:-depth] &= (samples[:-depth] == samples[depth:]) & (samples[:-depth] >= 0)
+    return exists
 
 
 def documents_of(row: Row, eod: int) -> list[Document]:
@@ -208,10 +208,10 @@ def documents_of(row: Row, eod: int) -> list[Document]:
         ]
     edges = np.flatnonzero(np.diff(row.samples)) + 1
     bounds = [0, *edges.tolist(), row.size]
-    found: list[Document] = []
+    documents: list[Document] = []
     for start, end in zip(bounds, bounds[1:], strict=False):
         sample = int(row.samples[start])
         if sample >= 0:
             provenance = row.sample_provenance.get(sample)
-            found.append(Document(row, len(found) + 1, start, end, True, True, provenance))
-    return found
+            documents.append(Document(row, len(documents) + 1, start, end, True, True, provenance))
+    return documents

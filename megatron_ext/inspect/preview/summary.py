@@ -68,21 +68,21 @@ def source_of(document: Document) -> str:
 
 def summarize(steps: Sequence[Step], eod: int) -> Summary:
     """Count the rows, documents and tokens of the steps; ``eod`` ends a document in a stream."""
-    found = Summary()
+    summary = Summary()
     for row in (row for step in steps for row in step.rows):
         documents = documents_of(row, eod)
-        found.rows += 1
-        found.empty_rows += not documents
-        found.positions += row.size
-        found.padding += int(row.is_padding.sum())
-        found.heaviest = max(found.heaviest, float(row.weights.max(initial=0)))
+        summary.rows += 1
+        summary.empty_rows += not documents
+        summary.positions += row.size
+        summary.padding += int(row.is_padding.sum())
+        summary.heaviest = max(summary.heaviest, float(row.weights.max(initial=0)))
         for document in documents:
-            found.whole.add(document)
-            found.by_source.setdefault(source_of(document), Share()).add(document)
+            summary.whole.add(document)
+            summary.by_source.setdefault(source_of(document), Share()).add(document)
             size = len(document.ids)
-            shortest, longest = found.lengths or (size, size)
-            found.lengths = min(shortest, size), max(longest, size)
-    return found
+            shortest, longest = summary.lengths or (size, size)
+            summary.lengths = min(shortest, size), max(longest, size)
+    return summary
 
 
 def table(summary: Summary) -> Table:
@@ -103,21 +103,21 @@ def cells(share: Share) -> list[str]:
 
 
 def sentences(summary: Summary, steps: Sequence[Step]) -> list[str]:
-    found = [
+    lines = [
         f"{summary.rows:,} rows, {summary.empty_rows:,} of them empty; {summary.positions:,} "
         f"positions, {100 * summary.filled:.1f}% filled, {summary.padding:,} padding"
     ]
     if summary.lengths is not None:
         shortest, longest = summary.lengths
-        found.append(f"documents of {shortest:,} to {longest:,} tokens, as the rows cut them")
+        lines.append(f"documents of {shortest:,} to {longest:,} tokens, as the rows cut them")
     for step in steps:
         line = (
             f"step {step.iteration}: N = {step.targets:,} targets, D = {step.weight:,.6g} weight, "
             f"{step.num_microbatches} micro-batches on each rank"
         )
         depths = [f"{weight:,.6g}" for weight in step.mtp_weights]
-        found.append(line + (f"; of the MTP depths {', '.join(depths)}" if depths else ""))
-    return found
+        lines.append(line + (f"; of the MTP depths {', '.join(depths)}" if depths else ""))
+    return lines
 
 
 def name_of(document: Document) -> str:
@@ -131,15 +131,15 @@ def name_of(document: Document) -> str:
 def warnings_of(steps: Sequence[Step], splitter: SpanSplitter, eod: int) -> list[str]:
     """Return a sentence for each kind of suspected fault, with its count and first example."""
     rows = [(step, row, documents_of(row, eod)) for step in steps for row in step.rows]
-    conversations = [x for _, row, found in rows if row.samples is not None for x in found]
+    conversations = [x for _, row, documents in rows if row.samples is not None for x in documents]
 
     def place(step: Step, row: Row) -> str:
         return f"step {step.iteration}, rank {row.dp_rank}, micro-batch {row.microbatch + 1}"
 
     masked = [
         f"{place(step, row)}, row {row.number + 1}"
-        for step, row, found in rows
-        if found and not row.weights.any()
+        for step, row, documents in rows
+        if documents and not row.weights.any()
     ]
     return [
         *_some(masked, "rows train no token at all", "they cost compute and teach nothing"),

@@ -71,14 +71,14 @@ class SpanSplitter:
 
     def split(self, ids: Sequence[int], weights: Sequence[float]) -> list[TokenSpan]:
         """Return the spans of neighbouring tokens; a weight is NaN where a token is only read."""
-        found: list[TokenSpan] = []
+        spans: list[TokenSpan] = []
         before: tuple[int, ...] = ()
         first = 0
         while first < len(ids):
             token = int(ids[first])
             if self.is_special(token):
                 text = visible(self._decode((token,))) or _number(token)
-                found.append(TokenSpan(text, first, 1, float(weights[first]), True))
+                spans.append(TokenSpan(text, first, 1, float(weights[first]), True))
                 # What follows a special token is decoded as if it stood in the middle of a text.
                 before = (token,)
                 first = first + 1
@@ -87,12 +87,12 @@ class SpanSplitter:
             group = [float(weight) for weight in weights[first : first + count]]
             if added is None or not all(_alike(weight, group[0]) for weight in group):
                 for i, weight in enumerate(group):
-                    found.append(TokenSpan(_number(int(ids[first + i])), first + i, 1, weight))
+                    spans.append(TokenSpan(_number(int(ids[first + i])), first + i, 1, weight))
             else:
-                found.append(TokenSpan(visible(added), first, count, group[0]))
+                spans.append(TokenSpan(visible(added), first, count, group[0]))
             before = tuple(int(i) for i in ids[first : first + count])
             first += count
-        return found
+        return spans
 
     def _added(
         self, before: tuple[int, ...], ids: Sequence[int], first: int
@@ -116,8 +116,8 @@ class SpanSplitter:
 
     def _decode(self, ids: tuple[int, ...]) -> str:
         if ids not in self._decoded:
-            known = all(0 <= i < self._tokenizer.vocab_size for i in ids)
-            text = self._tokenizer.detokenize(ids, skip_special_tokens=False) if known else ""
+            valid = all(0 <= i < self._tokenizer.vocab_size for i in ids)
+            text = self._tokenizer.detokenize(ids, skip_special_tokens=False) if valid else ""
             self._decoded[ids] = text
         return self._decoded[ids]
 

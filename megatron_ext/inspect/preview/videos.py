@@ -146,7 +146,7 @@ def _clips_of(
     plan = split.plan
     left = options.max_rows
     consumed = sum(plan.steps.num_samples(earlier) for earlier in range(step))
-    buckets = {n: bucket for bucket, held in split.clips.of_buckets.items() for n in held}
+    buckets = {n: bucket for bucket, members in split.clips.of_buckets.items() for n in members}
     conditions = config.section(ConditionConfig)
     dropout = config.section(TextDropoutConfig)
     for *_, clips, numbers in plan.microbatches(step, options.rank, consumed):
