@@ -64,8 +64,8 @@ def refused(path: Path | str, name: str) -> CheckpointError:
 class MetadataReader(FileSystemReader):
     """A reader of shards; their index can neither run code nor name files in other folders.
 
-    `read_metadata` keeps the index that it has read. It has no parameter ``rank``, since torch would
-    otherwise look for one index for each rank.
+    `read_metadata` keeps the index that it has read. It has no parameter ``rank``, since torch
+    would otherwise look for one index for each rank.
     """
 
     _known: Metadata | None = None

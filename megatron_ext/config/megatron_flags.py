@@ -1,8 +1,8 @@
 """Tables of Megatron-LM's flags that are renamed, have no effect here, or are refused.
 
 They cover every flag of releases 0.16 to 0.20 that this package lacks, and the flags that launch
-scripts of Pai-Megatron-Patch and MindSpeed-LLM (both built on Megatron-LM) give to every model. A flag
-that changes no result, because it logs, overlaps, or saves memory, is noted. The reason for a
+scripts of Pai-Megatron-Patch and MindSpeed-LLM (both built on Megatron-LM) give to every model. A
+flag that changes no result, because it logs, overlaps, or saves memory, is noted. The reason for a
 refusal says what the flag is for and what to do instead.
 """
 

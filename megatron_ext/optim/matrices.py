@@ -43,7 +43,7 @@ class Matrix:
     dim: int
 
     def parts(self, whole: Tensor) -> list[Tensor]:
-        """Split a tensor with the elements of the weight into the matrices ``[rows, in]`` fused in it."""
+        """Split a tensor with the elements of the weight into its fused matrices ``[rows, in]``."""
         columns = self.parameter.size(1)
         turns = whole.view(-1, sum(self.rows), columns)
         return [part.reshape(-1, columns) for part in torch.split(turns, list(self.rows), dim=1)]

@@ -323,7 +323,7 @@ class WorkDirectory:
         self.begin(self._plan.fingerprint, self._plan.parts)
 
     def clear(self) -> None:
-        """Remove the files of an earlier run, except its lock and its Slurm job, to be cancelled."""
+        """Remove the files of an earlier run, except its lock and its Slurm job."""
         for path in self.folder.iterdir():
             if path.name not in ("lock", SLURM_JOB):
                 path.unlink()

@@ -231,7 +231,7 @@ def _request(row: dict[str, Any], source: Path) -> ClipRequest:
 
 
 def given_starts(sample: SampleConfig) -> tuple[str | None, list[str | None]]:
-    """Return the kind of the given start, and for each of ``--sample-texts`` the file it starts from.
+    """Return the kind of the given start, and for each of ``--sample-texts`` its first file.
 
     The kind is "image", "video" or None; one file serves all texts.
     """
