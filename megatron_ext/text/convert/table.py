@@ -131,15 +131,15 @@ class Table:
             return None
         expert = numbers.get("expert")
         share = rows // len(parts)
-        found = []
+        runs = []
         row = 0
         for part in parts:
             count = share if part.count is None else part.count
             tensor = part.tensor.format(**numbers)
             index = expert if part.stacked else None
-            found.append(Run(row, count, tensor, part.start, part.step, part.transposed, index))
+            runs.append(Run(row, count, tensor, part.start, part.step, part.transposed, index))
             row += count
-        return found
+        return runs
 
 
 @dataclass(frozen=True)

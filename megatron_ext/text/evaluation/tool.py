@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 def evaluation_rules(given: RunConfig, run: RunConfig) -> list[str]:
     """Return the errors of all flags of tools/evaluate.py."""
-    found = inference_rules(given, run)
+    errors = inference_rules(given, run)
     if not run.section(TaskEvaluationConfig).eval_tasks:
-        found.append("`--eval-tasks` is missing; give names of tasks, or YAML files.")
+        errors.append("`--eval-tasks` is missing; give names of tasks, or YAML files.")
     if run.section(TaskEvaluationConfig).eval_tasks_interval is not None:
-        found.append("`--eval-tasks-interval` is a flag of training; leave it out.")
-    return found
+        errors.append("`--eval-tasks-interval` is a flag of training; leave it out.")
+    return errors
 
 
 def prepare_evaluation(config: RunConfig) -> tuple[RunConfig, Tokenizer]:

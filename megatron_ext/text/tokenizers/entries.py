@@ -197,14 +197,14 @@ def _special_without_effect(
             yield key
             continue
         for name, token in _tokens_of(key, value):
-            known = added.get(text_of(token))
-            if known is None:
+            added_token = added.get(text_of(token))
+            if added_token is None:
                 yield name
             elif isinstance(token, dict):
                 yield from (
                     f"{name}.{flag}"
                     for flag in _FLAGS
-                    if flag in token and token[flag] != getattr(known, flag)
+                    if flag in token and token[flag] != getattr(added_token, flag)
                 )
 
 
