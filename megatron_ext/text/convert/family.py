@@ -126,7 +126,7 @@ _KINDS = ModelConfig, MoEConfig
 
 
 def architecture_of(model: ModelConfig, moe: MoEConfig) -> Fields:
-    """Return what decides the function that a model computes, so that models can be compared."""
+    """Return the fields that decide which function a model computes, to compare models."""
     fields = {name: getattr(model, name) for name in SHAPE.split() if name not in FREE}
     # A number of groups equal to the number of heads, or none, are the same model.
     fields["num_query_groups"] = model.num_query_groups or model.num_attention_heads

@@ -261,7 +261,7 @@ def check_one_dtype(model: HuggingFaceModel) -> str:
 
 
 def least_shapes(needs: Iterable[Shapes]) -> Shapes:
-    """Return the least shapes that hold what all ranks need."""
+    """Return, for each tensor, the smallest shape that covers what all ranks need."""
     least: Shapes = {}
     for shapes in needs:
         for name, shape in shapes.items():

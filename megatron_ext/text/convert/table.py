@@ -113,7 +113,7 @@ class Table:
         return tensor.endswith(self.exact) if self.exact else False
 
     def runs(self, name: str, rows: int, num_layers: int) -> list[Run] | None:
-        """Return the runs of one of our parameters with so many rows; None if it has no place.
+        """Return the runs of one of our parameters with ``rows`` rows; None if it has no place.
 
         ``name`` is the name of its shards (`layers.initialization.Shard`).
         """

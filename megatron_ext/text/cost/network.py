@@ -152,7 +152,7 @@ class Parameters:
         return weights
 
     def _latent_weights(self, name: str, latent: LatentSizes) -> list[Weight]:
-        """Return the sizes of the weights of multi-latent attention but the last projection's."""
+        """Return the sizes of the weights of multi-latent attention, without the output's."""
         weights: list[Weight] = []
         for part, outputs, inputs, shared in latent.matrices():
             rows = self.sizes.tp if shared else 1

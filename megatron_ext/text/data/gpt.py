@@ -254,8 +254,8 @@ def _check_splits(
         several = name == "valid" and data.multiple_validation_sets
         if size is not None and available < size and not several:
             raise DataError(
-                f"The {name} split holds {available} samples, and datasets without weights are read "
-                f"once, but {size} are asked for; give weights, or fewer iterations."
+                f"The {name} split holds {available} samples, and datasets without weights are "
+                f"read once, but {size} are asked for; give weights, or fewer iterations."
             )
 
 

@@ -103,7 +103,7 @@ def blend_of(spec: BlendSpec, split: int) -> Blend | None:
 
 
 def weights_of(blend: Blend, config: RunConfig, split: int) -> dict[str, Fraction]:
-    """Return the weight of each prefix; without given weights, the tokens of its split."""
+    """Return the weight of each prefix: the given one, or else the tokens of its split."""
     totals: dict[str, Fraction] = {}
     prefixes, weights = blend
     for number, prefix in enumerate(prefixes):
@@ -138,7 +138,7 @@ def checked_span(span: TokenSpan, split: int, window: int) -> TokenSpan:
 
 
 def history_of(config: RunConfig) -> tuple[dict[str, Any] | None, int, int]:
-    """Return the data order in the checkpoint that a run resumes, its samples and its steps."""
+    """Return the data order, the consumed samples and the steps of the checkpoint to resume."""
     checkpoint = find(config.checkpoint)
     if checkpoint is None or checkpoint.weights_only:
         return None, 0, 0

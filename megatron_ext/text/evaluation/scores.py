@@ -80,7 +80,7 @@ def scored(
 
 
 def values_of(results: dict[str, Any]) -> dict[str, tuple[float, Any]]:
-    """Return value and standard error (or a text that there is none) by ``task metric``.
+    """Return each value and its standard error, or "N/A", by ``task metric``.
 
     Groups of tasks follow the tasks. The name of a filter of answers follows the metric's.
     """

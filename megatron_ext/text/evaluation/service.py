@@ -152,7 +152,7 @@ class ModelService:
         return list(entries[context.dp_rank :: context.layout.data_parallel_size])
 
     def _on_rank_0(self, results: list[Any]) -> list[Any]:
-        """Return what all ranks have found, by number, on rank 0; elsewhere []."""
+        """Return the results of all ranks, sorted by number, on rank 0; elsewhere []."""
         parts: list[Any] = [results]
         if self.forward.context.layout.world_size > 1:
             parts = [None] * self.forward.context.layout.world_size

@@ -55,8 +55,8 @@ def _chat_tokenizer(config: RunConfig, tokenizer: Tokenizer, *, tells: bool = Fa
     if not config.section(ResultsConfig).apply_chat_template:
         return None
     settings = config.section(TokenizerConfig)
-    asked = "--apply-chat-template"
-    loaded = load_chat_tokenizer(tokenizer, settings, None, asked=asked, template_flag=None)
+    flag = "--apply-chat-template"
+    loaded = load_chat_tokenizer(tokenizer, settings, None, flag=flag, template_flag=None)
     dated, sentence = with_known_date(loaded, config.section(ResultsConfig).trained_date)
     if sentence is not None and tells:
         print(f"> {sentence}", flush=True)

@@ -136,7 +136,7 @@ class PackedForward:
 
     @functools.cached_property
     def short_length(self) -> int | None:
-        """Return the length after which all positions of a text are rotated otherwise (LongRoPE).
+        """Return the length beyond which LongRoPE rotates all positions of a text differently.
 
         It is None for other models. A text that becomes longer must be given whole.
         """

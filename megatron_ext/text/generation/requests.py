@@ -131,7 +131,7 @@ class Encoder:
                 tokenizer,
                 config.section(TokenizerConfig),
                 self._generation.chat_template,
-                asked="--chat",
+                flag="--chat",
                 template_flag="--chat-template",
             )
             self._chat = self._with_date(loaded)

@@ -81,7 +81,7 @@ def read_object(line: bytes, keys: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _has_twice(line: bytes, key: str) -> bool:
-    """Tell whether the object of a line has a key twice, of which parsers keep the last value.
+    """Tell whether a line's object has a key twice; parsers would keep only the last value.
 
     The keys of inner objects do not count.
     """

@@ -83,7 +83,7 @@ class Source:
 
 
 def expand(patterns: Sequence[str]) -> list[str]:
-    """Return the files and folders of texts that paths and globs name, those of a glob sorted.
+    """Return the files and folders that paths and globs name; those of one glob are sorted.
 
     A glob names folders only if it ends in a slash. Raise a DataError for a pattern without files,
     an unreadable file or a stream named twice.

@@ -200,7 +200,7 @@ Convert = Callable[[Any], Any]
 
 
 def _converters(schema: Any) -> dict[str, Convert]:
-    """Return the functions that convert values, by those columns of a table that need one."""
+    """Return the function that converts a column's values, for each column that needs one."""
     converters = {field.name: _converter(field) for field in schema}
     return {name: convert for name, convert in converters.items() if convert is not None}
 

@@ -415,14 +415,14 @@ def load_chat_tokenizer(
     settings: TokenizerConfig,
     template: str | None,
     *,
-    asked: str = "--sft",
+    flag: str = "--sft",
     template_flag: str | None = "--sft-chat-template",
 ) -> Any:
     """Load by transformers the tokenizer of ``tokenizer``, with a chat template.
 
     Args:
         template: a Jinja file that replaces the tokenizer's own template; None keeps that.
-        asked: the flag that needs a template.
+        flag: the flag that needs a template.
         template_flag: the flag that gives one; None if there is none.
 
     Raises:
@@ -431,7 +431,7 @@ def load_chat_tokenizer(
     """
     if tokenizer.kind != "HuggingFaceTokenizer" or settings.tokenizer_model is None:
         raise ConfigError(
-            f"`--tokenizer-type` ({tokenizer.kind}) has no chat template, which `{asked}` needs; "
+            f"`--tokenizer-type` ({tokenizer.kind}) has no chat template, which `{flag}` needs; "
             "use HuggingFaceTokenizer."
         )
     folder = tokenizer_folder(settings.tokenizer_model)
@@ -447,7 +447,7 @@ def load_chat_tokenizer(
     if template is not None:
         loaded.chat_template = read_template(template_flag, template)
     if not loaded.chat_template:
-        how = f"give one with `{template_flag}`" if template_flag else f"leave out `{asked}`"
+        how = f"give one with `{template_flag}`" if template_flag else f"leave out `{flag}`"
         raise ConfigError(
             f"`--tokenizer-model` ({folder}) has no chat template, so conversations cannot be "
             f"tokenized; {how}."

@@ -234,6 +234,7 @@ def read_about(prefix: str) -> dict[str, Any]:
         raise DataError(f"{path} cannot be read ({error!r}); {advice} again.") from None
     if stored_format != FORMAT or not all(fits for _, fits in counts):
         raise DataError(
-            f"{path} has format {shortened(stored_format)}, but {FORMAT} is read here; {advice} again."
+            f"{path} has format {shortened(stored_format)}, but {FORMAT} is read here; {advice} "
+            "again."
         )
     return about

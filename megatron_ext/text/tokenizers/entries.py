@@ -185,7 +185,7 @@ def _asks_nothing(key: str, value: Any) -> bool:
 def _special_without_effect(
     entries: Mapping[str, Any], in_use: Mapping[str, Any], added: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield the entries on special tokens that another file overrides, or that are not heeded."""
+    """Yield the entries on special tokens that another file overrides or that have no effect."""
     for key in (*NAMED, *LISTED):
         value = entries.get(key)
         if value is None:

@@ -197,7 +197,7 @@ def gated_mlp(
     theirs: str = "mlp",
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> dict[str, Parts]:
-    """Return the parts of a gated MLP, given the paths of it and its three projections' names."""
+    """Return the parts of a gated MLP from its paths and the names of its three projections."""
     parts = {}
     for kind in ("weight", "bias"):
         gate, up, down = (f"{LAYER}.{theirs}.{name}.{kind}" for name in names)
