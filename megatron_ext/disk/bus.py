@@ -90,9 +90,8 @@ def cut_file(number: int | None = None) -> DataError | None:
             continue
         with suppress(OSError):
             status = os.stat(path)
-            if (os.getpid(), status.st_ino) == _inodes[path] and status.st_size < mapped_sizes[
-                path
-            ]:
+            is_same = (os.getpid(), status.st_ino) == _inodes[path]
+            if is_same and status.st_size < mapped_sizes[path]:
                 return DataError(cut_in_use(path, status.st_size, mapped_sizes.pop(path)))
     return None
 

@@ -201,9 +201,9 @@ def global_grad_norm(optimizer: MegatronOptimizer, sizes: list[Tensor] | None = 
     """Return the L2 norm of all gradients, each counted once, float64 ``[]``.
 
     All ranks call this together. The ranks' sums of squares are added in double precision. The list
-    ``sizes`` gets the `UpdateResult.sizes` of this rank's gradients. A gradient that
-    is not finite makes the norm not finite even on a rank that does not count it, such as the copy
-    of a norm's weight on a tensor-parallel rank, since that copy alone may be damaged.
+    ``sizes`` gets the `UpdateResult.sizes` of this rank's gradients. A gradient that is
+    not finite makes the norm not finite even on a rank that does not count it, such as the copy of
+    a norm's weight on a tensor-parallel rank, since that copy alone may be damaged.
     """
 
     def sum_of_squares(grads: list[Tensor]) -> Tensor:
