@@ -58,10 +58,10 @@ def slice_batch(batch: dict[str, Any], cp_group: Any) -> dict[str, Any]:
 
 
 def gradients_for_norm(optimizer: MegatronOptimizer) -> list[Tensor]:
-    """Return the gradients that this rank counts in the norm, each on one rank of those with it."""
+    """Return the gradients that this rank counts in the norm; each is counted on one rank."""
     names = "get_main_grads_for_grad_norm", "get_grads_for_grad_norm"
-    found: list[Tensor] = next(getattr(optimizer, x) for x in names if hasattr(optimizer, x))()
-    return found
+    gradients: list[Tensor] = next(getattr(optimizer, x) for x in names if hasattr(optimizer, x))()
+    return gradients
 
 
 def mtp_on_this_chunk(config: TransformerConfig, vp_stage: int | None) -> bool:
@@ -112,11 +112,11 @@ def numbered_after_the_decoder(
     Newer releases number them from 1 and pass ``is_mtp_layer``; dropout, scaling by layer and logs
     depend on the number.
     """
-    found = dict(arguments)
-    if found.pop("is_mtp_layer", False):
-        found["layer_number"] = found.get("layer_number", 1) + config.num_layers
-        found["add_layer_offset"] = False
-    return found
+    numbered = dict(arguments)
+    if numbered.pop("is_mtp_layer", False):
+        numbered["layer_number"] = numbered.get("layer_number", 1) + config.num_layers
+        numbered["add_layer_offset"] = False
+    return numbered
 
 
 def kinds_by_layer(kinds: list[str], config: TransformerConfig) -> list[str]:
@@ -143,8 +143,8 @@ RECOMPUTES_DEPTHS = any(
 def moe_submodules(mlp: Any) -> Any:
     """Return the submodules of a spec of experts, with its router; None for other specs."""
     bound = mlp.keywords if isinstance(mlp, functools.partial) else vars(mlp or object)
-    found = bound.get("submodules")
-    return found if hasattr(found, "router") else None
+    submodules = bound.get("submodules")
+    return submodules if hasattr(submodules, "router") else None
 
 
 def experts_builder(module: type, submodules: MLPSubmodules) -> Any:

@@ -96,9 +96,9 @@ def derived(given: RunConfig, world_size: int, device: str) -> RunConfig:
 
 def _has_transformer_engine(model: ModelConfig, device: str, planning: PlanningConfig) -> bool:
     """Return whether Transformer Engine can run here, or whether a GPU's dry run asks for it."""
-    asked = model.transformer_impl == "transformer_engine"
+    is_chosen = model.transformer_impl == "transformer_engine"
     installed = importlib.util.find_spec("transformer_engine") is not None
-    return bool(planning.dry_run_gpu and asked) or (device == "cuda" and installed)
+    return bool(planning.dry_run_gpu and is_chosen) or (device == "cuda" and installed)
 
 
 def _core_errors() -> Iterator[str]:

@@ -261,7 +261,7 @@ def must_divide(name: str, value: int | None, by: str, size: int) -> Iterator[st
 
 def range_errors(section: Any) -> dict[str, str]:
     """Return a sentence for each number out of its flag's range, by the name of the field."""
-    found = {}
+    errors = {}
     for flag in flags_of("", type(section)):  # type: ignore[arg-type]
         value = getattr(section, flag.field)
         if flag.bounds is None or value is None:
@@ -270,8 +270,8 @@ def range_errors(section: Any) -> dict[str, str]:
         rule = next(filter(None, map(flag.bounds.broken_rule, given)), None)
         if rule is not None:
             shown = " ".join(map(str, given))
-            found[flag.field] = f"`{flag.positive[0]}` ({shown}) {rule}; {_advice(flag)}."
-    return found
+            errors[flag.field] = f"`{flag.positive[0]}` ({shown}) {rule}; {_advice(flag)}."
+    return errors
 
 
 def check_ranges(section: Any) -> None:
@@ -322,11 +322,11 @@ def if_changed(section: type) -> dict[str, IfChanged]:
 def from_checkpoint(section: type) -> dict[str, bool]:
     """Return, by field, whether a checkpoint's configuration may give it (`flag`)."""
     usual: bool = getattr(section, "FROM_CHECKPOINT", True)
-    found = {}
+    by_field = {}
     for field in dataclasses.fields(section):
         own = field.metadata.get("from_checkpoint")
-        found[field.name] = usual if own is None else own
-    return found
+        by_field[field.name] = usual if own is None else own
+    return by_field
 
 
 def default_of(section: Any, name: str) -> Any:

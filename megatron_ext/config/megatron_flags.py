@@ -434,9 +434,9 @@ NEEDS = {
 def unmet(needs: Mapping[str, str], values: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
     """Yield each key of a table like `NEEDS` that values of fields do not meet, and its fields."""
     for needed, names in needs.items():
-        name, _, wanted = needed.removeprefix("--").partition(" ")
+        name, _, accepted = needed.removeprefix("--").partition(" ")
         value = values[name.replace("-", "_")]
-        if (str(value) not in wanted.split(" or ")) if wanted else value in (None, False):
+        if (str(value) not in accepted.split(" or ")) if accepted else value in (None, False):
             yield needed, names.split()
 
 

@@ -168,10 +168,10 @@ class CheckpointConfig(UsersOwn):
         new = {name: value for name, value in given.items() if "://" in value}
         folders: dict[str, Any] = {name: str(staging_folder(x)) for name, x in new.items()}
         folders["addresses"] = {**self.addresses, **new}
-        found = dataclasses.replace(self, passes_over_damaged=may_restart, **folders)
+        resolved = dataclasses.replace(self, passes_over_damaged=may_restart, **folders)
         if self.save is None or self.save_interval is not None:
-            return found
-        return dataclasses.replace(found, save_interval=self.usual_save_interval)
+            return resolved
+        return dataclasses.replace(resolved, save_interval=self.usual_save_interval)
 
     def as_given(self) -> CheckpointConfig:
         """Return a copy with the addresses that the user gave instead of staging folders."""
@@ -339,8 +339,8 @@ class PlanningConfig(UsersOwn):
             if value is not None and not self.dry_run:
                 yield f"`--{name.replace('_', '-')}` ({value}) needs `--dry-run`; give both."
         gpu = self.dry_run_gpu
-        known = [name.lower() for name in GPU_NAMES]
-        if gpu is not None and not gpu.endswith(".json") and gpu.lower() not in known:
+        names = [name.lower() for name in GPU_NAMES]
+        if gpu is not None and not gpu.endswith(".json") and gpu.lower() not in names:
             yield (
                 f"`--dry-run-gpu` ({self.dry_run_gpu}) must be one of {', '.join(GPU_NAMES)}, or a "
                 "file .json that `tools/doctor.py --json` wrote."

@@ -90,11 +90,13 @@ def parse_args(
     given.append(reading.values)
     try:
         # The flags choose the task, whose defaults stand below them.
-        asked = _joined(given)
+        user_values = _joined(given)
         replaced = _by_section(defaults or {}, program)
-        task = program.choose(RunConfig.from_dict(_joined([replaced, asked]), program.sections))
+        task = program.choose(
+            RunConfig.from_dict(_joined([replaced, user_values]), program.sections)
+        )
         layers = [_by_section(task.defaults, program), replaced]
-        bare = RunConfig.from_dict(_joined([*layers, asked]), program.sections)
+        bare = RunConfig.from_dict(_joined([*layers, user_values]), program.sections)
         layers.append(_joined([task.described_model(bare)]))
         if checkpoint_config is not None:
             stored = sections.described(checkpoint_config, program.sections)
@@ -116,7 +118,7 @@ def parse_args(
     reading.errors += reading.left_out_errors(config)
     for flag in sections.all_flags(program):
         reason = sections.reason_left_out(task.left_out, flag)
-        value = asked.get(flag.section, {}).get(flag.field, flag.default)
+        value = user_values.get(flag.section, {}).get(flag.field, flag.default)
         if reason and value not in (flag.default, task.defaults.get(flag.field, flag.default)):
             reading.errors.append(f"`{flag.shown}` has no effect {reason}; leave it out.")
     if reading.errors:
@@ -161,20 +163,22 @@ def all_errors(
     reading = read_words(argv, program, elsewhere)
     if reading.print_config:
         return list(errors)
-    known = list(dict.fromkeys([*reading.errors, *errors]))
+    earlier = list(dict.fromkeys([*reading.errors, *errors]))
     given = [reading.read_yaml(path, program) for path in reading.config_files]
     replaced = _by_section(defaults or {}, program)
-    asked = _joined([*given, reading.values])
+    user_values = _joined([*given, reading.values])
     try:
-        task = program.choose(RunConfig.from_dict(_joined([replaced, asked]), program.sections))
-        layers = [_by_section(task.defaults, program), replaced, asked]
+        task = program.choose(
+            RunConfig.from_dict(_joined([replaced, user_values]), program.sections)
+        )
+        layers = [_by_section(task.defaults, program), replaced, user_values]
         config = RunConfig.from_dict(_joined(layers), program.sections)
     except ConfigError:
-        return known
-    known = list(dict.fromkeys([*known, *errors_of_ranges(config)]))
-    subjects = {_subject(text) for text in known}
+        return earlier
+    earlier = list(dict.fromkeys([*earlier, *errors_of_ranges(config)]))
+    subjects = {_subject(text) for text in earlier}
     further = reading.causes(input_errors(task, config))
-    return known + [text for text in dict.fromkeys(further) if _subject(text) not in subjects]
+    return earlier + [text for text in dict.fromkeys(further) if _subject(text) not in subjects]
 
 
 def _shown(value: Any) -> str:
@@ -184,8 +188,8 @@ def _shown(value: Any) -> str:
 
 def _subject(sentence: str) -> str:
     """Return the flag and the value that an error is about, or the sentence if it names none."""
-    found = re.match(r"`--[\w-]+` \([^)]*\)", sentence)
-    return found[0] if found else sentence
+    match = re.match(r"`--[\w-]+` \([^)]*\)", sentence)
+    return match[0] if match else sentence
 
 
 def _joined(layers: Iterable[Mapping[str, Mapping[str, Any]]]) -> Values:
@@ -199,11 +203,11 @@ def _joined(layers: Iterable[Mapping[str, Mapping[str, Any]]]) -> Values:
 
 def _by_section(values: Mapping[str, Any], program: Program) -> Values:
     """Group values by the section that declares their field; drop values of unknown fields."""
-    found: Values = {}
+    grouped: Values = {}
     for name, kind in sections.sections_of(program).items():
         fields = {field.name for field in dataclasses.fields(kind)}
-        found[name] = {k: v for k, v in values.items() if k in fields}
-    return found
+        grouped[name] = {k: v for k, v in values.items() if k in fields}
+    return grouped
 
 
 def read_words(
@@ -388,13 +392,13 @@ class Reading:
         for key, value in content.items():
             if key != "device":
                 flat.update(value if isinstance(value, dict) else {key: value})
-        found: Values = {}
+        values: Values = {}
         for key, value in flat.items():
             name = str(key).lstrip("-").replace("-", "_")
             if name in fields:
                 try:
                     read = sections.value_of_entry(fields[name], f"{key}` in `{path}", value)
-                    found.setdefault(fields[name].section, {})[name] = read
+                    values.setdefault(fields[name].section, {})[name] = read
                 except ConfigError as error:
                     self.errors += error.messages
             elif name in left_out:
@@ -402,7 +406,7 @@ class Reading:
             elif name not in derived:
                 near = difflib.get_close_matches(name, list(fields), n=2)
                 self.errors.append(_unknown(f"`{key}` in {path}", near))
-        return found
+        return values
 
     def left_out_errors(self, config: RunConfig) -> Iterator[str]:
         """Yield a sentence for each config-file entry that would change a left-out flag's value."""
@@ -458,8 +462,8 @@ def _inert(given: Sequence[Flag], config: RunConfig, needs: Mapping[str, str]) -
         reasons += [(flag, each, alone) for flag in given if flag.field == "num_query_groups"]
     if config.model.transformer_impl != "transformer_engine":
         without = " without Transformer Engine"
-        told = [flag for flag in given if config.device != "cpu" or flag.field not in GPU_ONLY]
-        reasons += [(flag, OF_ENGINE.get(flag.field), without) for flag in told]
+        flags = [flag for flag in given if config.device != "cpu" or flag.field not in GPU_ONLY]
+        reasons += [(flag, OF_ENGINE.get(flag.field), without) for flag in flags]
     notes = [f"`{flag.shown}` has no effect{where}: {why}." for flag, why, where in reasons if why]
     values = {k: v for section in config.by_name().values() for k, v in vars(section).items()}
     for needed, names in unmet({**NEEDS, **needs}, values):

@@ -126,8 +126,8 @@ WARMUP_STEPS = 3
 
 def _overlaps(name: str, what: str) -> Any:
     """Declare a flag that is on by default, but has an effect only with ``--tp-comm-overlap``."""
-    told = f"with --tp-comm-overlap, overlap {what}"
-    return flag(True, told, negative=f"--disable-tp-comm-{name}")
+    help_text = f"with --tp-comm-overlap, overlap {what}"
+    return flag(True, help_text, negative=f"--disable-tp-comm-{name}")
 
 
 @dataclass(frozen=True)

@@ -150,12 +150,12 @@ def read_scaling(text: str | None, max_position_embeddings: int) -> RopeScaling 
     if kind not in REQUIRED:
         raise ValueError(f"has the rope_type {kind}, which must be one of {', '.join(REQUIRED)}")
     required = REQUIRED[kind]
-    known = {*REQUIRED[kind], *OPTIONAL.get(kind, ())}
+    names = {*REQUIRED[kind], *OPTIONAL.get(kind, ())}
     missing = [name for name in required if name not in values]
-    unknown = [name for name in values if name not in known]
+    unknown = [name for name in values if name not in names]
     if missing or unknown:
         wrong = f"lacks {missing[0]}" if missing else f"has {unknown[0]}"
-        raise ValueError(f"{wrong}, but {kind} takes {', '.join(sorted(known))}; mend it")
+        raise ValueError(f"{wrong}, but {kind} takes {', '.join(sorted(names))}; mend it")
     _check_values(values)
     original = values.get("original_max_position_embeddings")
     if original and kind in FACTOR_OF_LENGTHS:

@@ -105,7 +105,7 @@ class RunConfig:
 
         ``sections`` are the classes of the task's sections.
         """
-        found: dict[str, Any] = {}
+        built: dict[str, Any] = {}
         errors: list[str] = []
         for name, kind in (engine_sections() | named(sections)).items():
             names = {f.name for f in dataclasses.fields(kind)}
@@ -118,7 +118,7 @@ class RunConfig:
                 stored = {}
             given = {k: v for k, v in stored.items() if k in names}
             try:
-                found[name] = kind(**given)
+                built[name] = kind(**given)
             except ConfigError as error:
                 errors += error.messages
             except _OF_WRONG_TYPES as error:
@@ -128,8 +128,8 @@ class RunConfig:
                 )
         if errors:
             raise ConfigError(errors)
-        own = tuple(found.pop(name) for name in named(sections))
-        return cls(**found, device=values.get("device", "cpu"), sections=own)
+        own = tuple(built.pop(name) for name in named(sections))
+        return cls(**built, device=values.get("device", "cpu"), sections=own)
 
 
 def section_name(kind: type) -> str:
@@ -306,15 +306,15 @@ def _fusions(run: RunConfig) -> dict[str, object]:
     model = run.model
     gpu = run.device == "cuda"
     te = _with_engine(model, run.planning)
-    wanted = {name: bool(getattr(model, name)) and te for name in FUSIONS.split()}
+    fusions = {name: bool(getattr(model, name)) and te for name in FUSIONS.split()}
     # The output head is megatron-core's own layer, whose kernel is apex's.
-    wanted["gradient_accumulation_fusion"] &= find_spec(APEX_KERNEL) is not None
-    wanted["bias_activation_fusion"] = gpu and te and _fuses_activation(model, run.moe)
-    wanted["bias_dropout_fusion"] = model.bias_dropout_fusion and (gpu or not te)
+    fusions["gradient_accumulation_fusion"] &= find_spec(APEX_KERNEL) is not None
+    fusions["bias_activation_fusion"] = gpu and te and _fuses_activation(model, run.moe)
+    fusions["bias_dropout_fusion"] = model.bias_dropout_fusion and (gpu or not te)
     impl = run.loss.cross_entropy_impl
     native = model.cross_entropy_loss_fusion and model.cross_entropy_fusion_impl == "native"
-    wanted["cross_entropy_loss_fusion"] = gpu and (impl == "te" or (impl == "eager" and native))
-    return {**wanted, "cross_entropy_fusion_impl": "te" if impl == "te" else "native"}
+    fusions["cross_entropy_loss_fusion"] = gpu and (impl == "te" or (impl == "eager" and native))
+    return {**fusions, "cross_entropy_fusion_impl": "te" if impl == "te" else "native"}
 
 
 def _with_engine(model: ModelConfig, planning: PlanningConfig) -> bool:

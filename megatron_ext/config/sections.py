@@ -106,8 +106,8 @@ def _meaning(flag: Flag, of_task: Mapping[str, Any]) -> str:
     """Return a flag's help text with its default; ``of_task`` holds the task's own defaults."""
     default = of_task.get(flag.field, of_task.get(f"usual_{flag.field}", flag.default))
     if flag.type is bool:
-        told = f"switch off: {flag.help}" if default is True else flag.help
-        return f"{told} [on a GPU]" if of_task.get(f"{flag.field}_on_gpu") else told
+        meaning = f"switch off: {flag.help}" if default is True else flag.help
+        return f"{meaning} [on a GPU]" if of_task.get(f"{flag.field}_on_gpu") else meaning
     shown = " ".join(map(str, default)) if isinstance(default, list) else default
     return flag.help if shown is None or shown == "" else f"{flag.help} [{shown}]"
 
@@ -123,9 +123,9 @@ def print_help(program: Program) -> None:
         print(f"{section}:")
         for member in members:
             print(f"  {member.shown}" + ("" if member.type is bool else f" {_metavar(member)}"))
-            told = _meaning(member, of_task)
+            meaning = _meaning(member, of_task)
             indent = " " * 8
-            print(textwrap.fill(told, width, initial_indent=indent, subsequent_indent=indent))
+            print(textwrap.fill(meaning, width, initial_indent=indent, subsequent_indent=indent))
         print()
 
 
@@ -186,7 +186,7 @@ def described(stored: Mapping[str, Any], kinds: Sequence[type]) -> dict[str, dic
     Raises:
         CheckpointError: a section holds no names and values.
     """
-    found = {}
+    by_section = {}
     for name, kind in (engine_sections() | named(kinds)).items():
         values = stored.get(name)
         if values is None:
@@ -197,8 +197,8 @@ def described(stored: Mapping[str, Any], kinds: Sequence[type]) -> dict[str, dic
                 "of flags, which must hold names and values; load another checkpoint."
             )
         may = from_checkpoint(kind)
-        found[name] = {field: value for field, value in values.items() if may.get(field)}
-    return found
+        by_section[name] = {field: value for field, value in values.items() if may.get(field)}
+    return by_section
 
 
 def withheld_notes(
@@ -266,8 +266,8 @@ def value_of_words(flag: Flag, named: str, words: Sequence[str]) -> Any:
         parts = [part for word in words for part in word.strip("()[] ").split(",")]
         # A comma that ends a word, as in "(127, 0)" without quotes, leaves an empty part.
         words = [part.strip() for part in parts if part.strip()]
-    wanted = flag.nargs or 1
-    if (wanted == "+" and not words) or (isinstance(wanted, int) and len(words) != wanted):
+    nargs = flag.nargs or 1
+    if (nargs == "+" and not words) or (isinstance(nargs, int) and len(words) != nargs):
         raise ConfigError(f"`{named}` {_wrong_number(flag, named, words)}")
     if flag.type is str and flag.default != "" and not all(words):
         raise ConfigError(

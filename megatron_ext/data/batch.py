@@ -111,11 +111,11 @@ def slice_for_context_parallel(batch: Batch, cp_group: ProcessGroup) -> Batch:
     for name in ("mtp_labels", "mtp_loss_weights"):
         named |= {f"{name} {i}": t for i, t in enumerate(getattr(batch, name))}
     cut = core.slice_batch(named, cp_group)
-    found: dict[str, Any] = {name: cut[name] for name in plain}
+    fields: dict[str, Any] = {name: cut[name] for name in plain}
     for name in ("mtp_labels", "mtp_loss_weights"):
-        found[name] = tuple(cut[f"{name} {i}"] for i in range(len(batch.mtp_labels)))
+        fields[name] = tuple(cut[f"{name} {i}"] for i in range(len(batch.mtp_labels)))
     # Queries attend to keys of other ranks, whose documents are needed too.
-    return Batch(**found, attention_mask=batch.attention_mask)
+    return Batch(**fields, attention_mask=batch.attention_mask)
 
 
 EXPONENTS = {"token": 0.0, "sample": 1.0, "square": 0.5}

@@ -126,23 +126,23 @@ class BlockCache:
 
     def view(self, dtype: np.dtype[Any]) -> Array:
         """Return all slots as one array; a page begins at its slot times the entries of a page."""
-        found: Array = np.frombuffer(self._content, dtype)
-        return found
+        entries: Array = np.frombuffer(self._content, dtype)
+        return entries
 
     def find(self, key: int, pages: Ints) -> Ints:
         """Return the slot of each page ``[n]`` of an object, -1 where it is not here.
 
-        To be called while `reading`.
+        Call this while `reading`.
         """
         sets = self._sets(key, pages)
         records = self._table[sets]
-        wanted = (pages + 1).astype(np.uint64)
-        same = (records[..., 0] == np.uint64(key)) & (records[..., 1] == wanted[:, None])
+        page_tags = (pages + 1).astype(np.uint64)
+        same = (records[..., 0] == np.uint64(key)) & (records[..., 1] == page_tags[:, None])
         ways = same.argmax(axis=1)
-        found = np.flatnonzero(same.any(axis=1))
-        self._table[sets[found], ways[found], 2] = np.uint64(time.monotonic_ns())
+        hits = np.flatnonzero(same.any(axis=1))
+        self._table[sets[hits], ways[hits], 2] = np.uint64(time.monotonic_ns())
         slots = np.full(len(pages), -1, dtype=np.int64)
-        slots[found] = sets[found] * _WAYS + ways[found]
+        slots[hits] = sets[hits] * _WAYS + ways[hits]
         return slots
 
     def put(self, key: int, first: int, content: bytes) -> None:
@@ -175,8 +175,8 @@ class BlockCache:
     def _sets(self, key: int, pages: Ints) -> Ints:
         """Return the group of slots in which each page may lie."""
         spread = derived(np.full(len(pages), key, dtype=np.uint64), pages)
-        found: Ints = (spread % np.uint64(len(self._table))).astype(np.int64)
-        return found
+        sets: Ints = (spread % np.uint64(len(self._table))).astype(np.int64)
+        return sets
 
     def count(self, **counts: int) -> None:
         """Add to the numbers that the processes of this machine count together."""

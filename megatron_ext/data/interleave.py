@@ -65,8 +65,8 @@ class Interleave:
         _, counts, _ = self._block(rest // BLOCK)
         if rest % BLOCK:
             sources, _, _ = self._block(rest // BLOCK)
-            found = np.bincount(sources[: rest % BLOCK], minlength=len(counts))
-            counts = [a + int(b) for a, b in zip(counts, found, strict=True)]
+            extra = np.bincount(sources[: rest % BLOCK], minlength=len(counts))
+            counts = [a + int(b) for a, b in zip(counts, extra, strict=True)]
         return [rounds * share + c for share, c in zip(self._per_cycle, counts, strict=True)]
 
     def places(self, start: int, stop: int) -> tuple[Places, Ints]:
@@ -109,16 +109,16 @@ class Interleave:
     def _counts_before(self, place: int) -> list[int]:
         """Return the counts at a place of the cycle, from a schedule that starts shortly before.
 
-        It starts after the last block that is known, if that is nearer. Otherwise it starts with
+        It starts after the last block in the cache, if that is nearer. Otherwise it starts with
         the whole part of each quota, and one more for the sources whose next deadlines come first,
         so that all deadlines are met.
         """
         least = min(self._shares[i] for i in self._present)
         start = place - 2 * -(-self.period // least) - 1
         before = max((number for number in self._blocks if number < place // BLOCK), default=-1)
-        known = (before + 1) * BLOCK
-        if before >= 0 and known >= start:
-            return self._schedule(self._blocks[before][2], known, place)[1]
+        after_block = (before + 1) * BLOCK
+        if before >= 0 and after_block >= start:
+            return self._schedule(self._blocks[before][2], after_block, place)[1]
         if start <= 0:
             return self._schedule([0] * len(self._shares), 0, place)[1]
         counts = [start * share // self.period for share in self._shares]
@@ -164,9 +164,9 @@ def numbered(sources: Places, counts: Sequence[int]) -> Ints:
     sizes = np.bincount(sources, minlength=len(counts))
     firsts = np.cumsum(sizes) - sizes
     within = np.arange(len(sources), dtype=np.int64) - np.repeat(firsts, sizes)
-    found = np.empty(len(sources), dtype=np.int64)
-    found[order] = within + np.repeat(np.asarray(counts, dtype=np.int64), sizes)
-    return found
+    numbers = np.empty(len(sources), dtype=np.int64)
+    numbers[order] = within + np.repeat(np.asarray(counts, dtype=np.int64), sizes)
+    return numbers
 
 
 def error_of(weights: Sequence[Fraction], counts: Sequence[int]) -> Fraction:

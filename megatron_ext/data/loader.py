@@ -78,7 +78,7 @@ _PLAIN = StepDataset()
 
 
 def told_by(dataset: Any) -> StepDataset:
-    """Return what a dataset tells of itself: nothing beyond the defaults if it is any other."""
+    """Return the dataset if it is a `StepDataset`, else one that has only the defaults."""
     return dataset if isinstance(dataset, StepDataset) else _PLAIN
 
 
@@ -190,12 +190,12 @@ def build_source(
         full_epoch: repeat the whole split in order without end (full validation).
         as_mappings: return micro-batches with the dataset's own keys, see `MappingLoader`.
     """
-    told = told_by(dataset)
-    plan = told.plan
+    traits = told_by(dataset)
+    plan = traits.plan
     first_step = 0 if plan is None else _steps_done(config.training, consumed_samples)
     packs = plan is not None and plan.packs_documents
     source = partial(BatchSource, plan=plan, first_step=first_step, whole_epochs=full_epoch)
-    source = partial(source, seq_length_of=told.seq_length_of)
+    source = partial(source, seq_length_of=traits.seq_length_of)
     if not packs and not stage_reads_data(config.model, config.parallel, context):
         return source(None, None)
     if not full_epoch:
@@ -229,7 +229,7 @@ def build_source(
         mtp_depths=config.model.mtp_num_layers or 0,
         reduction=config.loss.loss_reduction,
         ignore_index=config.loss.ignore_index,
-        with_sample_ids=plan is not None or told.packs_documents,
+        with_sample_ids=plan is not None or traits.packs_documents,
     )
     return source(loader, length)
 
@@ -304,8 +304,8 @@ def _samples(
 def _loader(
     dataset: Dataset[Any], sampler: Sampler[Any], training: TrainingConfig, device: torch.device
 ) -> DataLoader[Any]:
-    told = told_by(dataset)
-    expect = told.expect
+    traits = told_by(dataset)
+    expect = traits.expect
     if expect is not None and not training.num_workers:
         # Worker processes read ahead by themselves.
         sampler = Announced(sampler, expect)
@@ -318,5 +318,5 @@ def _loader(
         generator=torch.Generator(),
         worker_init_fn=worker_setup(),
         multiprocessing_context=worker_context(training.num_workers),
-        collate_fn=told.collate,
+        collate_fn=traits.collate,
     )

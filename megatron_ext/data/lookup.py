@@ -25,7 +25,7 @@ def samples_with(order: SampleOrder, source: int, begin: int, end: int, stop: in
         source: index of the source.
         begin, end: range of the tokens in the circle of the source.
     """
-    found = []
+    samples = []
     for taken in order.taken(0, stop):
         if taken.source != source:
             continue
@@ -33,8 +33,8 @@ def samples_with(order: SampleOrder, source: int, begin: int, end: int, stop: in
             numbers = _packed_numbers(order, taken, begin, end)
         else:
             numbers = _numbers(order, taken, begin, end)
-        found += [order.number_of(taken.stage, source, number) for number in numbers]
-    return sorted(found)
+        samples += [order.number_of(taken.stage, source, number) for number in numbers]
+    return sorted(samples)
 
 
 def _numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> list[int]:
@@ -51,7 +51,7 @@ def _numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> list[int
 def _packed_numbers(order: PackedOrder, taken: Taken, begin: int, end: int) -> list[int]:
     """Return the packed samples that hold tokens, numbered within the phase, their only one."""
     source = taken.source
-    found = list[int]()
+    numbers = list[int]()
     count = order.sources[source].windows
     epochs = np.arange(taken.first // count, (taken.end - 1) // count + 1, dtype=np.int64)
     epoch, place, _ = _places(order, source, begin, end, epochs)
@@ -62,8 +62,8 @@ def _packed_numbers(order: PackedOrder, taken: Taken, begin: int, end: int) -> l
         pieces = np.flatnonzero(_meets(order, source, first + begins, lengths, begin, end))
         samples = np.unique(np.searchsorted(packed.firsts, pieces, side="right") - 1)
         places = block * order.block_samples + samples
-        found += order.windows_at(source, np.full_like(places, number), places).tolist()
-    return [each for each in found if taken.first <= each < taken.end]
+        numbers += order.windows_at(source, np.full_like(places, number), places).tolist()
+    return [each for each in numbers if taken.first <= each < taken.end]
 
 
 def _meets(
@@ -85,9 +85,9 @@ def _rest_numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> lis
     number, window, offset, length = np.array(rows, dtype=np.int64).T
     limits = int(window.min()), int(window.max()) + 1
     windows, begins = _windows(order, taken.source, begin, end, *limits)
-    known = dict(zip(windows.tolist(), begins.tolist(), strict=True))
-    own = np.array([x in known for x in window.tolist()])
-    first = offset[own] + [known[x] for x in window[own].tolist()]
+    begin_of_window = dict(zip(windows.tolist(), begins.tolist(), strict=True))
+    own = np.array([x in begin_of_window for x in window.tolist()])
+    first = offset[own] + [begin_of_window[x] for x in window[own].tolist()]
     chosen = number[own][_meets(order, taken.source, first, length[own], begin, end)]
     return [int(n) for n in np.unique(chosen)]
 
@@ -138,15 +138,15 @@ def _windows(
     count = order.sources[source].windows
     epochs = np.arange(low // count, (high - 1) // count + 1, dtype=np.int64)
     epoch, place, first = _places(order, source, begin, end, epochs)
-    found = order.windows_at(source, epoch, place)
-    inside = (found >= low) & (found < high)
-    return found[inside], first[inside]
+    windows = order.windows_at(source, epoch, place)
+    inside = (windows >= low) & (windows < high)
+    return windows[inside], first[inside]
 
 
 def _places(
     order: SampleOrder, source: int, begin: int, end: int, epochs: Ints
 ) -> tuple[Ints, Ints, Ints]:
-    """Return epoch, place in the epoch's circle, and first token of the windows with tokens."""
+    """Return epoch, place in the epoch, and first token of each window in the range of tokens."""
     own = order.sources[source]
     window = order.window
     # Counted from the first token of an epoch, a range may pass the end of the circle once.
@@ -154,11 +154,11 @@ def _places(
     starts = (begin - shifts) % own.tokens
     ends = starts + end - begin
     steps = np.arange((end - begin - 1) // window + 2, dtype=np.int64)
-    found = []
+    hits = []
     for start, stop in ((starts, np.minimum(ends, own.tokens)), (starts * 0, ends - own.tokens)):
         places = (start // window)[:, None] + steps
         rows, columns = np.nonzero((places * window < stop[:, None]) & (places < own.windows))
         place = places[rows, columns]
-        found.append((epochs[rows], place, shifts[rows] + place * window))
-    epoch, place, first = (np.concatenate(each) for each in zip(*found, strict=True))
+        hits.append((epochs[rows], place, shifts[rows] + place * window))
+    epoch, place, first = (np.concatenate(each) for each in zip(*hits, strict=True))
     return epoch, place, first

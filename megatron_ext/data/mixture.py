@@ -51,19 +51,19 @@ def stages_of(planned: Sequence[Planned], begin: int = 0, batch: int = 1) -> lis
     A change of the length waits for the first step of ``batch`` samples, counted from sample
     ``begin`` on, that begins at or after the planned sample; later stages move with it.
     """
-    found: list[Stage] = []
+    stages: list[Stage] = []
     at = 0
     before = planned[0]
     for each in planned:
         if each.seq_length != before.seq_length:
             at += (begin - at) % batch
         if each.ramp and each.size:
-            found += _staircase(before.weights, each, at)
+            stages += _staircase(before.weights, each, at)
         else:
-            found.append(Stage(at, each.seq_length, each.weights))
+            stages.append(Stage(at, each.seq_length, each.weights))
         at = at + (each.size or 0)
         before = each
-    return found
+    return stages
 
 
 def _staircase(old: Weights, ramp: Planned, start: int) -> list[Stage]:
@@ -73,20 +73,20 @@ def _staircase(old: Weights, ramp: Planned, start: int) -> list[Stage]:
     names = list(dict.fromkeys([*first, *last]))
     edges = [size * step // STEPS for step in range(STEPS + 1)]
     done = dict.fromkeys(names, 0)
-    found = []
+    stages = []
     for begin, end in zip(edges, edges[1:], strict=False):
         if begin == end:
             continue
-        wanted = {}
+        amounts = {}
         for name in names:
             slope = (last.get(name, Fraction(0)) - first.get(name, Fraction(0))) / size
             integral = first.get(name, Fraction(0)) * end + slope * end * end / 2
-            wanted[name] = max(integral - done[name], Fraction(0))
-        counts = _apportioned(wanted, end - begin)
+            amounts[name] = max(integral - done[name], Fraction(0))
+        counts = _apportioned(amounts, end - begin)
         done = {name: done[name] + counts[name] for name in names}
         weights = {name: Fraction(count) for name, count in counts.items() if count}
-        found.append(Stage(start + begin, ramp.seq_length, weights))
-    return found
+        stages.append(Stage(start + begin, ramp.seq_length, weights))
+    return stages
 
 
 def shares(weights: Weights) -> dict[str, Fraction]:
@@ -95,10 +95,10 @@ def shares(weights: Weights) -> dict[str, Fraction]:
     return {name: weight / total for name, weight in weights.items()}
 
 
-def _apportioned(wanted: Mapping[str, Fraction], total: int) -> dict[str, int]:
-    """Return whole numbers near ``wanted`` with the given sum, by largest remainders."""
-    scale = Fraction(total) / sum(wanted.values())
-    exact = {name: value * scale for name, value in wanted.items()}
+def _apportioned(amounts: Mapping[str, Fraction], total: int) -> dict[str, int]:
+    """Return whole numbers near ``amounts`` with the given sum, by largest remainders."""
+    scale = Fraction(total) / sum(amounts.values())
+    exact = {name: value * scale for name, value in amounts.items()}
     counts = {name: math.floor(value) for name, value in exact.items()}
     most = sorted(exact, key=lambda name: counts[name] - exact[name])
     for name in most[: total - sum(counts.values())]:
@@ -116,10 +116,10 @@ def continued(history: Sequence[Stage], plan: Sequence[Stage], number: int) -> l
         return list(plan)
     past = [stage for stage in history if stage.start < number]
     now = [stage for stage in plan if stage.start <= number][-1]
-    found = list(past)
+    stages = list(past)
     if now.start == number or not past[-1].goes_on_as(now):
-        found.append(replace(now, start=number))
-    return found + [stage for stage in plan if stage.start > number]
+        stages.append(replace(now, start=number))
+    return stages + [stage for stage in plan if stage.start > number]
 
 
 @dataclass(frozen=True)
@@ -140,22 +140,22 @@ def limited(
         total: samples of the run.
         stops: end where the first source runs out; otherwise the others take its share.
     """
-    found: list[Exhausted] = []
+    exhausted: list[Exhausted] = []
     tokens = {source.name: source.tokens for source in order.sources}
     while True:
         left = {name: limits[name] * tokens[name] for name in limits if name in tokens}
         ends = [
             Exhausted(name, _last_within(order, name, budget, total))
             for name, budget in left.items()
-            if not any(each.name == name for each in found)
+            if not any(each.name == name for each in exhausted)
         ]
         first = min(ends, key=lambda each: each.number, default=None)
         if first is None or first.number >= total:
-            return order, total, found
-        found.append(first)
+            return order, total, exhausted
+        exhausted.append(first)
         stages = _without(order.stages, {first.name}, first.number)
         if stops or stages is None:
-            return order, first.number, found
+            return order, first.number, exhausted
         order = order.with_stages(stages)
 
 
@@ -174,11 +174,11 @@ def _last_within(order: SampleOrder, name: str, budget: Fraction, total: int) ->
 
 def _without(stages: Sequence[Stage], names: Collection[str], number: int) -> list[Stage] | None:
     """Return the stages without some sources from a sample on; None if nothing would be left."""
-    found = [stage for stage in stages if stage.start < number]
+    remaining = [stage for stage in stages if stage.start < number]
     now = [stage for stage in stages if stage.start <= number][-1]
     for stage in (replace(now, start=number), *(s for s in stages if s.start > number)):
         weights = {name: w for name, w in stage.weights.items() if name not in names and w}
         if not weights:
             return None
-        found.append(replace(stage, weights=weights))
-    return found
+        remaining.append(replace(stage, weights=weights))
+    return remaining

@@ -156,9 +156,9 @@ class ObjectStore:
 
     def open_tokens(self, address: str) -> StoredObject:
         """Return a `.bin` whose ranges can be read."""
-        known = address in self._objects
+        was_described = address in self._objects
         source = self.described(address)
-        if not known:
+        if not was_described:
             requests = self._own.requests
             requests.wait(requests.check_ranges(address))
         return source
@@ -177,15 +177,15 @@ class ObjectStore:
             DataError: one cannot be read, or the object has changed.
         """
         started = time.monotonic()
-        found = dict[int, bytes]()
+        fetched = dict[int, bytes]()
         for future in self._request(source, pages):
             first, content = future.result()
-            found |= {
+            fetched |= {
                 first + number: content[number * PAGE : (number + 1) * PAGE]
                 for number in range(-(-len(content) // PAGE))
             }
         self._own.cache.count(waited_us=int((time.monotonic() - started) * 1e6))
-        return found
+        return fetched
 
     def reading(self) -> Any:
         """Return a context in which the pages of the cache stay where they are."""
@@ -195,19 +195,19 @@ class ObjectStore:
         """Ask for pages that nobody in this process has asked for; return all their answers."""
         own = self._own
         key = _key(source)
-        found = []
+        answers = []
         total = sum(each.size for name, each in self._objects.items() if name.endswith(".bin"))
         unit = RANGE if total <= _FITS * self.limit else 1
         with own.lock:
             for first, stop in _ranges(pages, unit, -(-source.size // PAGE)):
                 if all((key, page) in own.coming for page in range(first, stop)):
-                    found += [own.coming[key, page] for page in range(first, stop)]
+                    answers += [own.coming[key, page] for page in range(first, stop)]
                     continue
                 work = self._fetch(own, source, key, first, stop)
                 future = asyncio.run_coroutine_threadsafe(work, own.requests.loop)
                 own.coming |= {(key, page): future for page in range(first, stop)}
-                found.append(future)
-        return list(dict.fromkeys(found))
+                answers.append(future)
+        return list(dict.fromkeys(answers))
 
     async def _fetch(
         self, own: _Process, source: StoredObject, key: int, first: int, stop: int
@@ -275,18 +275,18 @@ class RemoteSpan(TokenSpan):
 
     def read(self, begins: Ints, length: int) -> Array:
         pages, places = self._pages_of(begins, length)
-        found = np.empty((len(begins), length), dtype=self.dtype)
+        tokens = np.empty((len(begins), length), dtype=self.dtype)
         with self._store.reading() as cache:
             slots = cache.find(_key(self._source), pages)
             here = (slots >= 0)[places].all(axis=1)
             content = cache.view(self.dtype)
-            found[here] = self._take(content, slots[places[here]], begins[here], length)
+            tokens[here] = self._take(content, slots[places[here]], begins[here], length)
         if not here.all():
             needed, own = np.unique(places[~here], return_inverse=True)
             content = self._contents(pages[needed]).reshape(-1)
             own = own.reshape(-1, places.shape[1])
-            found[~here] = self._take(content, own, begins[~here], length)
-        return found
+            tokens[~here] = self._take(content, own, begins[~here], length)
+        return tokens
 
     def gather_ranges(self, begins: Ints, lengths: Ints) -> Array:
         begins, lengths = self._cut(begins, lengths)
@@ -296,8 +296,8 @@ class RemoteSpan(TokenSpan):
         within = np.arange(len(ranges)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         starts = (self.first + begins) % content.shape[1]
         page, offset = np.divmod(starts[ranges] + within, content.shape[1])
-        found: Array = content[places[ranges, page], offset]
-        return found
+        tokens: Array = content[places[ranges, page], offset]
+        return tokens
 
     def _cut(self, begins: Ints, lengths: Ints) -> tuple[Ints, Ints]:
         """Return ranges in order, of which those around the circle are cut at its end."""
@@ -310,18 +310,18 @@ class RemoteSpan(TokenSpan):
 
     def _contents(self, pages: Ints) -> Array:
         """Return copies of pages ``[p, tokens of a page]``; those not here are fetched together."""
-        found = np.zeros((len(pages), PAGE // self.dtype.itemsize), dtype=self.dtype)
+        copies = np.zeros((len(pages), PAGE // self.dtype.itemsize), dtype=self.dtype)
         with self._store.reading() as cache:
             slots = cache.find(_key(self._source), pages)
             here = slots >= 0
-            found[here] = cache.view(self.dtype).reshape(-1, found.shape[1])[slots[here]]
+            copies[here] = cache.view(self.dtype).reshape(-1, copies.shape[1])[slots[here]]
         missing = np.flatnonzero(~here)
         if len(missing):
             fetched = self._store.fetch(self._source, pages[missing])
             for at in missing.tolist():
                 page = np.frombuffer(fetched[int(pages[at])], dtype=self.dtype)
-                found[at, : len(page)] = page
-        return found
+                copies[at, : len(page)] = page
+        return copies
 
     def _pages_of(self, begins: Ints, length: Ints | int) -> tuple[Ints, Ints]:
         """Return the pages that ranges touch, ascending, and for each range its places in them.
@@ -343,13 +343,13 @@ class RemoteSpan(TokenSpan):
         """
         per_page = PAGE // self.dtype.itemsize
         starts = (self.first + begins) % per_page
-        found = np.empty((len(begins), length), dtype=self.dtype)
+        tokens = np.empty((len(begins), length), dtype=self.dtype)
         inside = starts + length <= per_page
         if inside.any():
             rows = sliding_window_view(content, length)
-            found[inside] = rows[slots[inside, 0] * per_page + starts[inside]]
+            tokens[inside] = rows[slots[inside, 0] * per_page + starts[inside]]
         across = ~inside
         offsets = starts[across, None] + np.arange(length)
         own = np.take_along_axis(slots[across], offsets // per_page, axis=1)
-        found[across] = content[own * per_page + offsets % per_page]
-        return found
+        tokens[across] = content[own * per_page + offsets % per_page]
+        return tokens

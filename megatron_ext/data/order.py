@@ -251,17 +251,17 @@ class SampleOrder:
 
     def counts(self, number: int) -> list[list[int]]:
         """Return how many samples of each source the first ``number`` samples hold, by stage."""
-        found = []
+        counts = []
         for index, placed in enumerate(self._placed):
             stop = self._starts[index + 1] if index + 1 < len(self._starts) else number
             inside = min(stop, number) - placed.stage.start
             if inside > 0:
-                found.append(placed.interleave.counts(inside))
-        return found
+                counts.append(placed.interleave.counts(inside))
+        return counts
 
     def taken(self, start: int, stop: int) -> list[Taken]:
         """Return what the samples from ``start`` to ``stop`` - 1 take of each source, by stage."""
-        found = []
+        taken = []
         for index, placed in enumerate(self._placed):
             begin = placed.stage.start
             end = self._starts[index + 1] if index + 1 < len(self._starts) else stop
@@ -274,8 +274,8 @@ class SampleOrder:
                 if first < last:
                     used = placed.used[source]
                     phase = placed.phases[source]
-                    found.append(Taken(index, source, phase, used + first, used + last))
-        return found
+                    taken.append(Taken(index, source, phase, used + first, used + last))
+        return taken
 
     def number_of(self, stage: int, source: int, number: int) -> int:
         """Return the sample of the run that a sample of a source is, numbered within its phase."""
@@ -332,10 +332,10 @@ class SampleOrder:
         if key in self._blocks:
             self._blocks.move_to_end(key)
             return self._blocks[key]
-        self._blocks[key] = found = self._located(self._placed[index], number * BLOCK)
+        self._blocks[key] = pieces = self._located(self._placed[index], number * BLOCK)
         if len(self._blocks) > _BLOCKS_KEPT:
             self._blocks.popitem(last=False)
-        return found
+        return pieces
 
     def _located(self, placed: _Placed, first: int) -> Pieces:
         """Return the pieces of a block of samples of a stage."""
@@ -379,12 +379,12 @@ class SampleOrder:
         return Pieces(rows, columns, sources, begins, np.full_like(rows, window))
 
     def _left_over(self, placed: _Placed, rows: Ints, sources: Ints, numbers: Ints) -> Pieces:
-        found = []
+        pieces = []
         for row in rows.tolist():
             index = int(sources[row])
             parts = self.sources[index].rest_pieces(placed.phases[index], int(numbers[row]))
-            found += [(row, column, index, *rest) for column, *rest in parts]
-        row, column, source, window, offset, length = np.array(found, dtype=np.int64).T
+            pieces += [(row, column, index, *rest) for column, *rest in parts]
+        row, column, source, window, offset, length = np.array(pieces, dtype=np.int64).T
         return Pieces(row, column, source, self._begins(source, window, offset), length)
 
     def _begins(self, sources: Ints, windows: Ints, offsets: Ints) -> Ints:

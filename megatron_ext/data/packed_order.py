@@ -93,7 +93,7 @@ class PackedOrder(SampleOrder):
     def locate(self, start: int, stop: int) -> PackedPieces:
         windows = super().locate(start, stop)
         epochs, blocks, samples = self._places(windows.sources, windows.begins)
-        found: list[list[Ints]] = []
+        pieces: list[list[Ints]] = []
         goes_on = np.empty(stop - start, dtype=np.bool_)
         keys, which = np.unique(
             np.stack([windows.sources, epochs, blocks]), axis=1, return_inverse=True
@@ -104,9 +104,9 @@ class PackedOrder(SampleOrder):
             own = np.flatnonzero(which.reshape(-1) == number)
             counts, columns, begins, lengths = packed.pieces_of(samples[own])
             begins = (first + begins) % self.sources[source].tokens
-            found.append([np.repeat(own, counts), columns, begins, lengths])
+            pieces.append([np.repeat(own, counts), columns, begins, lengths])
             goes_on[own] = packed.goes_on[samples[own]]
-        arrays = [np.concatenate(each) for each in zip(*found, strict=True)]
+        arrays = [np.concatenate(each) for each in zip(*pieces, strict=True)]
         order = np.argsort(arrays[0], kind="stable")
         rows, columns, begins, lengths = (each[order] for each in arrays)
         return PackedPieces(rows, columns, windows.sources[rows], begins, lengths, goes_on)
@@ -147,8 +147,8 @@ class PackedOrder(SampleOrder):
         groups, inside = np.divmod(nth, BLOCKS)
         sizes, group_keys = self._groups(own.windows, keys, epochs, groups)
         within = unpermute(inside * self.block_samples + samples, sizes, group_keys)
-        found: Ints = epochs * own.windows + groups * self.block_samples * BLOCKS + within
-        return found
+        windows: Ints = epochs * own.windows + groups * self.block_samples * BLOCKS + within
+        return windows
 
     def _groups(
         self, counts: Ints | int, keys: Words, epochs: Ints, groups: Ints
@@ -161,15 +161,15 @@ class PackedOrder(SampleOrder):
     def packed_block(self, source: int, epoch: int, block: int) -> tuple[PackedBlock, int]:
         """Return a block of an epoch and its first token in the circle of its source."""
         first, end = self._range(source, epoch, block)
-        known = self._packed.setdefault(source, OrderedDict())
-        if (epoch, block) in known:
-            known.move_to_end((epoch, block))
-            return known[epoch, block], first
+        blocks = self._packed.setdefault(source, OrderedDict())
+        if (epoch, block) in blocks:
+            blocks.move_to_end((epoch, block))
+            return blocks[epoch, block], first
         starts, ends_document = self._document_starts(source, first, end)
         packed = pack_block(starts, end, self.window, ends_document=ends_document)
-        known[epoch, block] = packed
-        if len(known) > BLOCKS + 1:
-            known.popitem(last=False)
+        blocks[epoch, block] = packed
+        if len(blocks) > BLOCKS + 1:
+            blocks.popitem(last=False)
         return packed, first
 
     def _range(self, source: int, epoch: int, block: int) -> tuple[int, int]:
@@ -209,10 +209,10 @@ class PackedOrder(SampleOrder):
         """
         starts = self._documents[self.sources[source].name]
         tokens = self.sources[source].tokens
-        found = [np.array([first]), starts(first, min(end, tokens))]
+        documents = [np.array([first]), starts(first, min(end, tokens))]
         if end > tokens:
-            found.append(starts(0, end - tokens) + tokens)
-        return np.unique(np.concatenate(found)), self._is_start(source, end % tokens)
+            documents.append(starts(0, end - tokens) + tokens)
+        return np.unique(np.concatenate(documents)), self._is_start(source, end % tokens)
 
     def _is_start(self, source: int, token: int) -> bool:
         """Tell whether a document starts at a token, as one does where the circle is closed."""

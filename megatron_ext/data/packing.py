@@ -93,7 +93,7 @@ def best_fit(sizes: Ints, capacity: int, count: int) -> Ints:
 
     Return the bin of each item, ``[items]``; -1 if no bin has room for it.
     """
-    found = np.full(len(sizes), -1, dtype=np.int64)
+    bin_of = np.full(len(sizes), -1, dtype=np.int64)
     # Room and number of each bin in one integer, rising.
     bins = [capacity * count + number for number in range(count)]
     for item in np.argsort(-sizes, kind="stable").tolist():
@@ -102,10 +102,10 @@ def best_fit(sizes: Ints, capacity: int, count: int) -> Ints:
         if at == len(bins):
             continue
         room, number = divmod(bins.pop(at), count)
-        found[item] = number
+        bin_of[item] = number
         if room > size:
             bisect.insort(bins, (room - size) * count + number)
-    return found
+    return bin_of
 
 
 def pack_block(starts: Ints, end: int, length: int, *, ends_document: bool) -> PackedBlock:

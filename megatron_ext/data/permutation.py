@@ -45,8 +45,8 @@ def mixed(values: Words) -> Words:
     """Return SplitMix64's finalizer of each word: a bijection whose output bits look random."""
     values = (values ^ (values >> np.uint64(30))) * _FIRST
     values = (values ^ (values >> np.uint64(27))) * _SECOND
-    found: Words = values ^ (values >> np.uint64(31))
-    return found
+    words: Words = values ^ (values >> np.uint64(31))
+    return words
 
 
 def derived(keys: Words, numbers: Ints, purpose: int = 0) -> Words:
@@ -84,18 +84,18 @@ def _walked(
     count = len(values)
     size = np.broadcast_to(np.asarray(sizes, dtype=np.uint64), (count,))
     key = np.broadcast_to(np.asarray(keys, dtype=np.uint64), (count,))
-    found = values.astype(np.uint64)
+    permuted = values.astype(np.uint64)
     ranked = np.flatnonzero(size <= np.uint64(_RANKED))
     if len(ranked):
-        found[ranked] = small(found[ranked], size[ranked], key[ranked])
+        permuted[ranked] = small(permuted[ranked], size[ranked], key[ranked])
     walking = np.flatnonzero(size > np.uint64(_RANKED))
     while len(walking):
         all_walk = len(walking) == count
         own_size, own_key = (size, key) if all_walk else (size[walking], key[walking])
-        images = network(found if all_walk else found[walking], own_size, own_key)
-        found[walking] = images
+        images = network(permuted if all_walk else permuted[walking], own_size, own_key)
+        permuted[walking] = images
         walking = walking[images >= own_size]
-    return found.astype(np.int64)
+    return permuted.astype(np.int64)
 
 
 def _weights(sizes: Words, keys: Words) -> tuple[Words, NDArray[np.bool_]]:
@@ -164,5 +164,5 @@ def _bit_lengths(values: Words) -> Words:
     high = (values >> np.uint64(32)).astype(np.float64)
     low = (values & np.uint64(0xFFFFFFFF)).astype(np.float64)
     lengths = np.where(high > 0, np.frexp(high)[1] + 32, np.frexp(low)[1])
-    found: Words = lengths.astype(np.uint64)
-    return found
+    words: Words = lengths.astype(np.uint64)
+    return words

@@ -72,7 +72,7 @@ def file_system(
         options: arguments of the file system, besides those in fsspec's configuration.
     """
     try:
-        found: tuple[Any, str] = fsspec.core.url_to_fs(address, **options)
+        place: tuple[Any, str] = fsspec.core.url_to_fs(address, **options)
     except ImportError as error:
         scheme = address.partition("://")[0]
         package = known_implementations.get(scheme, {"class": scheme})["class"].split(".")[0]
@@ -86,7 +86,7 @@ def file_system(
             f"{named} has a scheme that fsspec does not know; use a folder, or a scheme such as "
             "s3, gs or az."
         ) from error
-    return found
+    return place
 
 
 class Requests:
@@ -126,19 +126,19 @@ class Requests:
                 return dict(await fs._info(path))
             return dict(await self.loop.run_in_executor(None, fs.info, path))
 
-        found = await self._tried(address, ask)
-        if found.get("size") is None or found.get("type") == "directory":
+        info = await self._tried(address, ask)
+        if info.get("size") is None or info.get("type") == "directory":
             raise DataError(
                 f"{address} has no size that its server tells, so that its length cannot be "
                 "checked; copy it to a disk or to an object storage."
             )
         # ETag, generation, mtime, LastModified, Last-Modified: what a storage has.
         names = ("etag", "generation", "mtime", "lastmodified", "last-modified", "content-md5")
-        marks = {key.lower(): str(value) for key, value in found.items() if value is not None}
-        known = [f"{name}={marks[name]}" for name in names if name in marks]
+        marks = {key.lower(): str(value) for key, value in info.items() if value is not None}
+        validators = [f"{name}={marks[name]}" for name in names if name in marks]
         unknown = f"described={time.time_ns()} by={os.getpid()}"
-        version = " ".join([f"size={found['size']}", *(known or [unknown])])
-        return StoredObject(address, int(found["size"]), version, bool(known))
+        version = " ".join([f"size={info['size']}", *(validators or [unknown])])
+        return StoredObject(address, int(info["size"]), version, bool(validators))
 
     async def check_ranges(self, address: str) -> None:
         """Raise a DataError if the server of an ``http`` address answers with whole files only."""
@@ -179,8 +179,8 @@ class Requests:
             return await self.loop.run_in_executor(None, call)
 
         async with self._turns:
-            found: bytes = await self._tried(source.address, ask, end - begin)
-            return found
+            content: bytes = await self._tried(source.address, ask, end - begin)
+            return content
 
     async def _place(self, address: str) -> tuple[Any, str]:
         """Return the file system and the path of an address."""
@@ -200,7 +200,7 @@ class Requests:
             limit = max(SHORTEST, _PATIENCE * self._usual) * 2.0**attempt
             started = time.monotonic()
             try:
-                found = await asyncio.wait_for(ask(), min(LONGEST, limit))
+                answer = await asyncio.wait_for(ask(), min(LONGEST, limit))
             except MegatronExtError:
                 raise
             except asyncio.TimeoutError:
@@ -211,12 +211,12 @@ class Requests:
                 _refuse(address, error, why)
                 kind = "failed"
             else:
-                if length is None or len(found) == length:
+                if length is None or len(answer) == length:
                     self._learn(time.monotonic() - started)
                     self._count(requests=1, bytes=length or 0)
-                    return found
+                    return answer
                 kind = "short"
-                why = f"{len(found)} bytes have arrived instead of {length}"
+                why = f"{len(answer)} bytes have arrived instead of {length}"
             self._count(requests=1, **{kind: 1})
             if pause is None:
                 raise DataError(

@@ -50,9 +50,9 @@ class TokenSpan(ABC):
         if int(begins.max()) + length <= self.tokens:
             return self.read(begins, length)
         inside = begins + length <= self.tokens
-        found = np.empty((len(begins), length), dtype=self.dtype)
+        tokens = np.empty((len(begins), length), dtype=self.dtype)
         if inside.any():
-            found[inside] = self.read(begins[inside], length)
+            tokens[inside] = self.read(begins[inside], length)
         for row in np.flatnonzero(~inside).tolist():
             at = int(begins[row])
             parts = []
@@ -62,8 +62,8 @@ class TokenSpan(ABC):
                 parts.append(self.read(np.array([at], dtype=np.int64), count)[0])
                 at = 0
                 missing = missing - count
-            found[row] = np.concatenate(parts)
-        return found
+            tokens[row] = np.concatenate(parts)
+        return tokens
 
     def gather_ranges(self, begins: Ints, lengths: Ints) -> Array:
         """Return the tokens of ranges of different lengths ``[m]``, one after another.
@@ -157,9 +157,9 @@ class ReadSpan(TokenSpan):
                 self._file = os.open(path, os.O_RDONLY)
                 self._owner = os.getpid()
             weakref.finalize(self, os.close, self._file)
-        found = np.empty((len(begins), length), dtype=self.dtype)
+        tokens = np.empty((len(begins), length), dtype=self.dtype)
         size = length * self.dtype.itemsize
-        rows = found.view(np.uint8).reshape(-1).data
+        rows = tokens.view(np.uint8).reshape(-1).data
         preadv = os.preadv
         file = self._file
         offsets = ((self.first + begins) * self.dtype.itemsize).tolist()
@@ -173,7 +173,7 @@ class ReadSpan(TokenSpan):
                     self._read_rest(rows[at : at + size], offset)
                 at += size
         self._was_slow = time.perf_counter() - started > _SLOW * len(begins)
-        return found
+        return tokens
 
     def _read_rest(self, row: memoryview, offset: int) -> None:
         """Read a range that one call has not read whole; raise a DataError at the file's end."""

@@ -106,8 +106,8 @@ class Source:
             length = phase.seq_length
             per_window = self.window // phase.seq_length
             limits = _ints(self.windows), _ints(self.group)
-            found = groups(_ints(fresh), _ints(phase.first_window), *limits, per_window)
-            first, count, begun = (int(each[0]) for each in found)
+            group_counts = groups(_ints(fresh), _ints(phase.first_window), *limits, per_window)
+            first, count, begun = (int(each[0]) for each in group_counts)
             rests = ()
             if begun:
                 parts = count * per_window

@@ -89,9 +89,10 @@ def cut_file(number: int | None = None) -> DataError | None:
         if host is not None and Path(path).is_relative_to(host):
             continue
         with suppress(OSError):
-            known = os.stat(path)
-            if (os.getpid(), known.st_ino) == _inodes[path] and known.st_size < mapped_sizes[path]:
-                return DataError(cut_in_use(path, known.st_size, mapped_sizes.pop(path)))
+            status = os.stat(path)
+            is_same = (os.getpid(), status.st_ino) == _inodes[path]
+            if is_same and status.st_size < mapped_sizes[path]:
+                return DataError(cut_in_use(path, status.st_size, mapped_sizes.pop(path)))
     return None
 
 
@@ -212,18 +213,18 @@ _HANDLER: Any = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_v
 def tell_bus_errors() -> None:
     """Let a bus error of this process raise a DataError or a MachineFault that names the file.
 
-    To be called in the main thread, after whatever else handles SIGBUS.
+    Call this in the main thread, after whatever else handles SIGBUS.
     """
     if sys.platform != "linux":
         return
     library = ctypes.CDLL(None)
     own = _Action()
-    known = _Action()
+    previous = _Action()
     own.handler = ctypes.cast(_HANDLER, ctypes.c_void_p).value
     own.flags = _SIGINFO
-    library.sigaction(signal.SIGBUS, None, ctypes.byref(known))
-    if known.handler != own.handler:
-        ctypes.pointer(_before)[0] = known
+    library.sigaction(signal.SIGBUS, None, ctypes.byref(previous))
+    if previous.handler != own.handler:
+        ctypes.pointer(_before)[0] = previous
     bit = _LATER - 1
     bits = 8 * ctypes.sizeof(ctypes.c_ulong)
     own.mask[bit // bits] = 1 << bit % bits

@@ -32,8 +32,8 @@ def append_event(folder: str | Path | None, kind: str, **facts: Any) -> None:
     """
     if folder is None:
         return
-    known = {"time": time.time(), "kind": kind, **facts}
-    line = json.dumps({k: _plain(v) for k, v in known.items() if v is not None}, allow_nan=False)
+    event = {"time": time.time(), "kind": kind, **facts}
+    line = json.dumps({k: _plain(v) for k, v in event.items() if v is not None}, allow_nan=False)
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT

@@ -171,9 +171,9 @@ def leave_exit_code(code: int) -> None:
 def exit_codes_left(folder: Path) -> list[int]:
     """Return the exit codes that ranks have left in ``folder`` after their newest restart."""
     left = [path.read_text(encoding="utf-8").split() for path in folder.glob(f"{_LEFT}*")]
-    known = [(int(words[0]), int(words[1])) for words in left if len(words) == 2]
-    newest = max((number for number, _ in known), default=0)
-    return [code for number, code in known if number == newest]
+    pairs = [(int(words[0]), int(words[1])) for words in left if len(words) == 2]
+    newest = max((number for number, _ in pairs), default=0)
+    return [code for number, code in pairs if number == newest]
 
 
 def _make(name: str | None, save: str | None) -> tuple[Path | None, int]:
@@ -264,12 +264,12 @@ def _is_of_living_agent(folder: Path) -> bool:
 
 
 def _check_private(folder: Path) -> None:
-    """Raise an OSError unless the folder is this user's alone, as another user knows its name.
+    """Raise an OSError unless only this user may open the folder, whose name others know.
 
     What is read from it is unpickled.
     """
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise PermissionError(f"{folder} must be a folder that only this user may open; remove it")
 
 

@@ -303,8 +303,8 @@ def _loader() -> type:
     }
     # A date without quotes is a text, as it is in JSON.
     Loader.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in known if not tag.endswith(":timestamp")]
-        for first, known in base.yaml_implicit_resolvers.items()
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+        for first, resolvers in base.yaml_implicit_resolvers.items()
     }
     return Loader
 

@@ -54,11 +54,11 @@ def open_descriptor(path: StrPath, flags: int, permissions: int = 0o666) -> int:
             raise NotRegular(path, "a pipe, a device or a socket") from None
         raise
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            is_folder = stat.S_ISDIR(found.st_mode)
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            is_folder = stat.S_ISDIR(status.st_mode)
             raise NotRegular(path, "a folder" if is_folder else "a pipe, a device or a socket")
-        if flags & _ACCESS != os.O_RDONLY and found.st_nlink > 1:
+        if flags & _ACCESS != os.O_RDONLY and status.st_nlink > 1:
             raise NotRegular(path, "a hard link to a file with another name")
         if flags & os.O_TRUNC:
             os.ftruncate(descriptor, 0)

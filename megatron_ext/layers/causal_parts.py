@@ -61,12 +61,12 @@ def _cudnn_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found: tuple[Tensor, Tensor, Tensor]
-    found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+    gradients: tuple[Tensor, Tensor, Tensor]
+    gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         gradient, query, key, value, out, lse, *saved, None, None, None,
         query.size(2), key.size(2), 0.0, causal, scale=scale,
     )  # fmt: skip
-    return found
+    return gradients
 
 
 CUDNN = PartKernel(_cudnn_forward, _cudnn_backward)

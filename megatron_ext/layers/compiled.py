@@ -110,8 +110,8 @@ def _missing() -> str | None:
     """Return what inductor needs but this machine lacks; None if it lacks nothing."""
     if not has_triton():
         return "Triton and a GPU of compute capability 7.0 or newer; `pip install triton`"
-    wanted = os.environ.get("CC")
-    names = [wanted] if wanted else ["gcc", "clang", "cc"]
+    chosen = os.environ.get("CC")
+    names = [chosen] if chosen else ["gcc", "clang", "cc"]
     if not any(shutil.which(name) for name in names):
         return "a C compiler; `apt-get install gcc python3-dev`, or set `CC`"
     return None
@@ -126,8 +126,8 @@ def _signature(arg: Any, by_shape: bool) -> Any:
     if not isinstance(arg, Tensor):
         return int if type(arg) is int else arg
     widths = arg.shape[2:] if arg.dim() > 2 else arg.shape[-1:]
-    known = arg.dtype, arg.dim(), arg.requires_grad, tuple(widths)
-    return (*known, tuple(arg.shape), arg.stride()) if by_shape else known
+    properties = arg.dtype, arg.dim(), arg.requires_grad, tuple(widths)
+    return (*properties, tuple(arg.shape), arg.stride()) if by_shape else properties
 
 
 class _Plain(torch.autograd.Function):
@@ -294,18 +294,18 @@ class FusedResidual:
         def gradients(
             of_x: Tensor, plan: tuple[int, tuple[int, ...]], *args: Any
         ) -> tuple[Tensor, ...]:
-            count, wanted = plan
+            count, indices = plan
             of_outputs = args[:count]
             inputs = args[count:]
 
             def of_wanted(*values: Tensor) -> tuple[Tensor, ...]:
-                given = dict(zip(wanted, values, strict=True))
+                given = dict(zip(indices, values, strict=True))
                 return function(*(given.get(i, arg) for i, arg in enumerate(inputs)))
 
             vjp: Any = torch.func.vjp
-            _, pull = vjp(of_wanted, *(inputs[i] for i in wanted))
-            found = pull(of_outputs)
-            return (found[0] + of_x, *found[1:])
+            _, pull = vjp(of_wanted, *(inputs[i] for i in indices))
+            results = pull(of_outputs)
+            return (results[0] + of_x, *results[1:])
 
         gradients.__name__ = f"{function.__name__}_gradients"
         return gradients
@@ -322,19 +322,19 @@ class FusedResidual:
 class _FusedResidual(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pair: FusedResidual, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        found = pair.saving(x, *args)
-        count = len(found) if pair.num_outputs is None else pair.num_outputs
-        given = (x, *args, *found[count:])
+        results = pair.saving(x, *args)
+        count = len(results) if pair.num_outputs is None else pair.num_outputs
+        given = (x, *args, *results[count:])
         ctx.save_for_backward(*(arg for arg in given if isinstance(arg, Tensor)))
         ctx.fixed = [None if isinstance(arg, Tensor) else (arg,) for arg in given]
         ctx.pair = pair
-        return x.view_as(x), *found[:count]
+        return x.view_as(x), *results[:count]
 
     @staticmethod
     def backward(ctx: Any, of_x: Tensor, *of_outputs: Tensor) -> Any:
         saved = iter(ctx.saved_tensors)
         given = [next(saved) if fixed is None else fixed[0] for fixed in ctx.fixed]
-        wanted = tuple(i for i, needed in enumerate(ctx.needs_input_grad[1:]) if needed)
-        found = ctx.pair.gradients(of_x, (len(of_outputs), wanted), *of_outputs, *given)
-        gradients = dict(zip(wanted, found, strict=True))
+        indices = tuple(i for i, needed in enumerate(ctx.needs_input_grad[1:]) if needed)
+        results = ctx.pair.gradients(of_x, (len(of_outputs), indices), *of_outputs, *given)
+        gradients = dict(zip(indices, results, strict=True))
         return None, *(gradients.get(i) for i in range(len(ctx.needs_input_grad) - 1))

@@ -118,12 +118,12 @@ class _GroupedProduct(torch.autograd.Function):
             # writes 16 bits only.
             return call.add(torch._grouped_mm(gradient.t(), x, offs=ends))
 
-        found: tuple[Tensor | None, ...] = (None,) * len(call.weights)
+        weight_gradients: tuple[Tensor | None, ...] = (None,) * len(call.weights)
         if call.queue is not None:
             call.queue.add(of_weights)
         elif call.weights[0].requires_grad:
-            found = of_weights()
-        return of_x, None, None, *found
+            weight_gradients = of_weights()
+        return of_x, None, None, *weight_gradients
 
 
 class GroupedExperts(SequentialMLP):  # type: ignore[misc]
@@ -146,8 +146,8 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         probs = permuted_probs
         config = self.config
         if not self._groups(x):
-            found: tuple[Tensor, Tensor | None] = super().forward(x, tokens_per_expert, probs)
-            return found
+            result: tuple[Tensor, Tensor | None] = super().forward(x, tokens_per_expert, probs)
+            return result
         call_pre_hooks(self.local_experts)
         if config.moe_apply_probs_on_input:
             x = (probs.unsqueeze(-1) * x).to(x.dtype)

@@ -126,12 +126,12 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
         self._overlap = overlap
         super().__init__(**arguments)
         order = _places(self.module, self.params_with_grad)
-        found = [
+        buckets = [
             bucket
             for buffer in (*self.buffers, *self.expert_parallel_buffers)
             for bucket in _sharded(buffer)
         ]
-        self.gradient_buckets = sorted(found, key=lambda x: -min(order[p] for p in x.params))
+        self.gradient_buckets = sorted(buckets, key=lambda x: -min(order[p] for p in x.params))
         self._bucket_of = {p: bucket for bucket in self.gradient_buckets for p in bucket.params}
         self._reduced = 0
         self._last: GradientBucket | None = None
@@ -253,9 +253,9 @@ def _sharded(buffer: Any) -> Iterable[GradientBucket]:
     for bucket in buffer.buckets:
         start = bucket.offset // ranks
         length = bucket.grad_data.numel() // ranks
-        found = GradientBucket(buffer, bucket, buffer.grad_data[start : start + length])
-        bucket.grad_data = found.whole
-        yield found
+        shard = GradientBucket(buffer, bucket, buffer.grad_data[start : start + length])
+        bucket.grad_data = shard.whole
+        yield shard
 
 
 @contextmanager

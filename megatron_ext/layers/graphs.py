@@ -46,11 +46,11 @@ class Argument:
 
 def arguments_of(call: dict[str, Any]) -> tuple[Argument, ...]:
     """Return the `Argument` of each tensor among a layer's arguments; all others must be None."""
-    found = []
+    arguments = []
     for name, x in ((name, value) for name, value in call.items() if value is not None):
         assert torch.is_tensor(x), f"{name} of a layer is neither a tensor nor None"
-        found.append(Argument(name, x.shape, x.dtype, x.device, x.requires_grad))
-    return tuple(found)
+        arguments.append(Argument(name, x.shape, x.dtype, x.device, x.requires_grad))
+    return tuple(arguments)
 
 
 @dataclass
@@ -87,15 +87,15 @@ class LayerGraphs:
         of originals to their copies. All layers of a slot share this mapping, since they cache
         results by the identity of a tensor.
         """
-        found = []
+        tensors = []
         for argument in self.arguments:
             seen = self.seen[argument.name]
             if seen is None:
                 like: Any = {"dtype": argument.dtype, "device": argument.device}
-                found.append(torch.zeros(argument.shape, **like, requires_grad=True))
+                tensors.append(torch.zeros(argument.shape, **like, requires_grad=True))
             else:
-                found.append(copies.setdefault(id(seen), seen.clone()))
-        return found
+                tensors.append(copies.setdefault(id(seen), seen.clone()))
+        return tensors
 
     def takes(self, call: dict[str, Any]) -> bool:
         """Return whether the graphs are live and were recorded for arguments like this call's."""
@@ -122,8 +122,8 @@ class LayerGraphs:
 
         def run(*tensors: Tensor) -> Tensor:
             given = dict(zip(names, tensors[: len(names)], strict=True))
-            held = dict(zip(weights, tensors[len(names) :], strict=True))
-            output, _ = functional_call(layer, held, (), {**absent, **given})
+            parameters = dict(zip(weights, tensors[len(names) :], strict=True))
+            output, _ = functional_call(layer, parameters, (), {**absent, **given})
             return output  # type: ignore[no-any-return]
 
         return run

@@ -64,14 +64,14 @@ def shards_of(
             None to skip the parameter.
         buffers: yield the buffers that are saved too, such as the bias of experts.
     """
-    known = {_place(parameter): parameter for parameter in chunk.parameters()}
+    by_place = {_place(parameter): parameter for parameter in chunk.parameters()}
     if buffers:
-        known |= {_place(buffer): buffer for buffer in chunk.buffers()}
+        by_place |= {_place(buffer): buffer for buffer in chunk.buffers()}
     state: dict[str, Any] = {}
     kinds = mapping.ShardedTensor, mapping.ShardedTensorFactory
     for key, entry in chunk.sharded_state_dict(metadata=_METADATA).items():
         if isinstance(entry, kinds) and entry.data is not None:
-            parameter = known.get(_place(entry.data))
+            parameter = by_place.get(_place(entry.data))
             tensor = None if parameter is None else tensor_of(parameter)
             if tensor is not None:
                 entry.data = tensor.view(entry.data.shape)
@@ -158,8 +158,8 @@ class Marked:
 def mark_methods(transformer_config: Any) -> None:
     """Wrap a TransformerConfig's initialization methods in `Marked`, unless they already are."""
     methods = {name: getattr(transformer_config, name) for name in METHODS}
-    known = [method.marks for method in methods.values() if isinstance(method, Marked)]
-    marks = known[0] if known else Marks()
+    shared = [method.marks for method in methods.values() if isinstance(method, Marked)]
+    marks = shared[0] if shared else Marks()
     for name, method in methods.items():
         if not isinstance(method, Marked):
             setattr(transformer_config, name, Marked(method, marks))
@@ -229,9 +229,9 @@ def draw_by_name(
     chunk: torch.nn.Module, parameters: Sequence[Tensor], method: Initialize, seed: int
 ) -> None:
     """Draw the given parameters of an unwrapped chunk, each seeded by its full tensor's name."""
-    wanted = {_memory(parameter) for parameter in parameters}
+    chosen = {_memory(parameter) for parameter in parameters}
     for shard in shards_of(chunk):
-        if _memory(shard.tensor) in wanted:
+        if _memory(shard.tensor) in chosen:
             shard.tensor.copy_(shard.cut(_draw(shard, method, seed, None)))
 
 

@@ -224,8 +224,8 @@ class LatentAttention(Attention):  # type: ignore[misc]
 
     def _table(self, length: int, dtype: torch.dtype) -> Table:
         """Return cosines and sines ``[s, 1, 1, d/2]`` of this rank's part of ``length`` tokens."""
-        found = self.rotary_pos_emb(length)
-        angles, factor = found if isinstance(found, tuple) else (found, 1.0)
+        rotary = self.rotary_pos_emb(length)
+        angles, factor = rotary if isinstance(rotary, tuple) else (rotary, 1.0)
         if factor == 1.0:
             return table_of(angles, dtype, interleaved=False)
         cos, sin = table_of(angles, torch.float32, interleaved=False)

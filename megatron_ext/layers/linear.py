@@ -321,22 +321,22 @@ class WordEmbedding(tensor_parallel.VocabParallelEmbedding):  # type: ignore[mis
         multiplier = getattr(self.config, "embedding_multiplier", 1.0)
         adds = getattr(self.config, "adds_in_place", False) and hasattr(self.weight, "main_grad")
         if adds and self.weight.requires_grad and torch.is_grad_enabled():
-            found = self._added_in_place(input_)
+            embeddings = self._added_in_place(input_)
         else:
-            found = super().forward(input_)
-        return found if multiplier == 1.0 else found * multiplier
+            embeddings = super().forward(input_)
+        return embeddings if multiplier == 1.0 else embeddings * multiplier
 
     def _added_in_place(self, input_: Tensor) -> Tensor:
         """Return the embeddings, whose gradient goes to ``main_grad``, without their factor."""
         if self.tp_group.size() == 1:
-            found: Tensor = _Rows.apply(input_, self.weight)  # type: ignore[no-untyped-call]
+            embeddings: Tensor = _Rows.apply(input_, self.weight)  # type: ignore[no-untyped-call]
         else:
             indices = input_ - self.vocab_start_index
             count = self.num_embeddings_per_partition
             elsewhere = (indices < 0) | (indices >= count)
             # Other ranks' tokens add zeros to rows here and there; one row for all would be slow.
             rows = _Rows.apply(indices.remainder(count), self.weight)  # type: ignore[no-untyped-call]
-            found = rows.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+            embeddings = rows.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
         if not self.reduce_scatter_embeddings:
-            return leave(found, self.tp_group, sequence_parallel=False)
-        return leave(found.transpose(0, 1).contiguous(), self.tp_group, sequence_parallel=True)
+            return leave(embeddings, self.tp_group, sequence_parallel=False)
+        return leave(embeddings.transpose(0, 1).contiguous(), self.tp_group, sequence_parallel=True)

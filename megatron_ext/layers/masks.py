@@ -101,8 +101,8 @@ def _attention_in_blocks(
     if sinks is None:
         out: Tensor = flex_attention(q, k, v, **given)
     else:
-        out, found = flex_attention(q, k, v, **given, **_WITH_LSE)
-        out = beside_sinks(out, getattr(found, "lse", found), sinks)
+        out, statistics = flex_attention(q, k, v, **given, **_WITH_LSE)
+        out = beside_sinks(out, getattr(statistics, "lse", statistics), sinks)
     return out.permute(2, 0, 1, 3)
 
 
@@ -135,16 +135,18 @@ def limit_on(device: torch.device, softcap: float) -> Tensor:
 
 
 def _kind_of(arg: Any) -> Any:
-    """Return what attention is compiled for of a block mask, and any other argument itself.
+    """Return the properties of a block mask for which attention is compiled.
 
-    These are the rule, with the numbers and the kinds of tensors that it holds, and which axes of
+    Any other argument is returned unchanged.
+
+    The properties are the rule, with its numbers and the kinds of its tensors, and which axes of
     the list of blocks have one entry: batch, rows and columns.
     """
     if not isinstance(arg, BlockMask):
         return arg
     rule: Any = arg.mask_mod
-    held = [cell.cell_contents for cell in rule.__closure__ or ()]
-    kinds = [(x.dtype, x.dim()) if isinstance(x, Tensor) else x for x in held]
+    contents = [cell.cell_contents for cell in rule.__closure__ or ()]
+    kinds = [(x.dtype, x.dim()) if isinstance(x, Tensor) else x for x in contents]
     return rule.__code__, tuple(kinds), tuple(size == 1 for size in arg.kv_indices.shape)
 
 
@@ -222,7 +224,7 @@ class NewestMask:
     def find(self, mask: Tensor, purpose: Any, make: Callable[[], T]) -> T:
         """Return what ``make`` returns for this mask (or part of one) and purpose, from the cache.
 
-        What was made outside of the capture of a CUDA graph is not found within one.
+        A value made outside the capture of a CUDA graph is not reused inside one.
         """
         version = 0 if mask.is_inference() else mask._version
         key = (mask.untyped_storage()._cdata, version, mask.device)
@@ -235,8 +237,8 @@ class NewestMask:
             self._made = {}
         if part not in self._made:
             self._made[part] = make()
-        found: T = self._made[part]
-        return found
+        made: T = self._made[part]
+        return made
 
     def of_positions(self, span: Span, lengths: Lengths, device: torch.device) -> BlockMask:
         """Return the block mask of a span alone, cached.
@@ -254,8 +256,8 @@ class NewestMask:
             return make()
         if what not in self._of_graphs:
             self._of_graphs[what] = make(), mask
-        found: T = self._of_graphs[what][0]
-        return found
+        made: T = self._of_graphs[what][0]
+        return made
 
 
 newest = NewestMask()

@@ -125,14 +125,14 @@ def norm_gradients(
     inverse: Tensor,
     mean: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of ``x``, weight and bias, as far as wanted, from saved statistics.
+    """Return the gradients of ``x``, weight and bias that ``plan`` names, by saved statistics.
 
     With the normalized n = (x - mean) * inverse and the gradient g of n, that of x is
     ``inverse * (g - n mean(g n) - mean(g))``; RMSNorm has neither mean. That of the weight,
     ``sum(of_y n)`` over the tokens that share it, depends on no other sum, so that one kernel may
     compute all.
     """
-    _, wanted = plan
+    _, indices = plan
     dtype = inverse.dtype
     normalized = (x.to(dtype) if mean is None else x.to(dtype) - mean) * inverse
     of_y = of_y.to(dtype)
@@ -140,12 +140,12 @@ def norm_gradients(
     change = of_normalized - normalized * (of_normalized * normalized).mean(dim=-1, keepdim=True)
     if mean is not None:
         change = change - of_normalized.mean(dim=-1, keepdim=True)
-    found = [(of_x + inverse * change).to(x.dtype)]
-    if 1 in wanted:
-        found.append((of_y * normalized).sum_to_size(weight.shape).to(weight.dtype))
-    if 2 in wanted and bias is not None:
-        found.append(of_y.sum_to_size(bias.shape).to(bias.dtype))
-    return tuple(found)
+    gradients = [(of_x + inverse * change).to(x.dtype)]
+    if 1 in indices:
+        gradients.append((of_y * normalized).sum_to_size(weight.shape).to(weight.dtype))
+    if 2 in indices and bias is not None:
+        gradients.append(of_y.sum_to_size(bias.shape).to(bias.dtype))
+    return tuple(gradients)
 
 
 def _gain(weight: Tensor, spec: NormSpec, dtype: torch.dtype) -> Tensor:

@@ -42,9 +42,9 @@ def inverse_frequencies(
     if kind == "proportional":
         # All channels count as rotated, but the rest of them by no angle.
         rotated = int(percent * head_dim // 2)
-        found = torch.zeros(head_dim // 2)
-        found[:rotated] = 1.0 / _wavelengths(head_dim, base)[:rotated]
-        return found / scaling.factor
+        frequencies = torch.zeros(head_dim // 2)
+        frequencies[:rotated] = 1.0 / _wavelengths(head_dim, base)[:rotated]
+        return frequencies / scaling.factor
     dim = int(head_dim * percent)
     wavelengths = _wavelengths(dim, base)
     if kind == "linear":
@@ -61,8 +61,8 @@ def inverse_frequencies(
 
 def _wavelengths(dim: int, base: float) -> Tensor:
     """Return ``base ** (2 i / dim)`` for each pair i of channels, float32 ``[dim / 2]``."""
-    found: Tensor = base ** (torch.arange(0, dim, 2).float() / dim)
-    return found
+    wavelengths: Tensor = base ** (torch.arange(0, dim, 2).float() / dim)
+    return wavelengths
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
@@ -139,15 +139,15 @@ class RotaryEmbedding(CoreRotaryEmbedding):  # type: ignore[misc]
         device = self.inv_freq.device
         positions = torch.arange(offset, offset + max_seq_len, dtype=torch.float32, device=device)
         if self.scaling is None:
-            found = [self.get_freqs_non_repeated(max_seq_len, offset)]
+            angles = [self.get_freqs_non_repeated(max_seq_len, offset)]
         else:
             length = offset + max_seq_len
             scaled = inverse_frequencies(*self.sizes, self.base, self.scaling, length)
-            found = [torch.outer(positions, scaled.to(device, non_blocking=True))]
+            angles = [torch.outer(positions, scaled.to(device, non_blocking=True))]
         if self.local_base is not None:
             plain = inverse_frequencies(*self.sizes, self.local_base)
-            found.append(torch.outer(positions, plain.to(device, non_blocking=True)))
-        once = torch.stack(found, dim=1)
+            angles.append(torch.outer(positions, plain.to(device, non_blocking=True)))
+        once = torch.stack(angles, dim=1)
         if self.rotary_interleaved:
             return once.repeat_interleave(2, dim=-1).unsqueeze(1)
         return torch.cat((once, once), dim=-1).unsqueeze(1)

@@ -32,7 +32,7 @@ def recipe_error(
         cuda: the CUDA version with which torch was built; None if unknown.
     """
     first = FIRST.get(recipe)
-    found = ".".join(map(str, capability))
+    shown = ".".join(map(str, capability))
     if first is None:
         return None
     fitting = engine_recipes(capability)
@@ -41,7 +41,7 @@ def recipe_error(
         limit = " and below 12.0" if recipe == "mxfp8" else " or above"
         return (
             f"`--fp8-recipe` ({recipe}) needs a GPU of compute capability {first[0]}.{first[1]}"
-            f"{limit}, but this one has {found}; {advice}."
+            f"{limit}, but this one has {shown}; {advice}."
         )
     if recipe == "blockwise" and cuda is not None and cuda < CUDA_OF_BLOCKWISE:
         return (

@@ -66,8 +66,8 @@ def table_of(
         # The cache also serves training, whose backward pass cannot save tensors of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             part = angles if angles.size(2) == 1 else angles[:, :, own.index : own.index + 1]
-            found = pointwise.rotary_table(part, dtype, interleaved, own.magnitude)
-            tables[dtype, own] = found
+            table = pointwise.rotary_table(part, dtype, interleaved, own.magnitude)
+            tables[dtype, own] = table
     return tables[dtype, own]
 
 
@@ -94,8 +94,8 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
             attention_mask: documents or a dense mask, see `layers.masks`; None means causal.
         """
         rotary = kwargs.pop("rotary_pos_emb", None)
-        asked = any(value is not None for value in kwargs.values())
-        if asked or isinstance(rotary, tuple):
+        has_others = any(value is not None for value in kwargs.values())
+        if has_others or isinstance(rotary, tuple):
             given: WithBias = super().forward(
                 hidden_states, attention_mask, rotary_pos_emb=rotary, **kwargs
             )
@@ -357,11 +357,13 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
         """Return whether the fused forward pass supports this call and configuration."""
         if not (x.is_cuda or compiled.compiler.on_cpu):
             return False
-        known = ("attention_mask", "rotary_pos_emb", "padding_mask", "context_mask")
-        asked = any(value is not None for name, value in kwargs.items() if name not in known)
+        supported = ("attention_mask", "rotary_pos_emb", "padding_mask", "context_mask")
+        has_others = any(
+            value is not None for name, value in kwargs.items() if name not in supported
+        )
         return (
             fusions_of(self.config).bias_dropout
-            and not asked
+            and not has_others
             and isinstance(self.input_layernorm, (LayerNorm, RMSNorm))
             and not (self.recompute_input_layernorm or self.recompute_pre_mlp_layernorm)
             and not (self.offload_attn_norm or self.offload_mlp_norm)

@@ -51,8 +51,8 @@ def _values(
         leaves = [x for x in (block, own, own_bias) if x is not None and x.requires_grad]
         with torch.set_grad_enabled(bool(leaves)):
             parts = {name: x if x.dim() == 0 else x[span] for name, x in inputs.items()}
-            found = loss(block, VocabularyHead(own, head.tp_group, own_bias, head.softcap), parts)
-            losses, extra = found if isinstance(found, tuple) else (found, {})
+            result = loss(block, VocabularyHead(own, head.tp_group, own_bias, head.softcap), parts)
+            losses, extra = result if isinstance(result, tuple) else (result, {})
             _check_block(losses, extra, extra_names, weights)
             losses = torch.where(weights != 0, losses.float(), 0.0)
             total = torch.dot(weights, losses)

@@ -113,8 +113,8 @@ def load_loss(spec: str, arguments: tuple[str, ...] = ()) -> TokenLoss[Any]:
         name, equals, text = argument.partition("=")
         if not equals or name not in names:
             near = difflib.get_close_matches(name, names, n=1)
-            known = f"did you mean {near[0]}?" if near else f"it has {', '.join(names) or 'none'}."
-            raise ConfigError(f"`--loss-args` ({argument}) must be FIELD=VALUE of {spec}; {known}")
+            advice = f"did you mean {near[0]}?" if near else f"it has {', '.join(names) or 'none'}."
+            raise ConfigError(f"`--loss-args` ({argument}) must be FIELD=VALUE of {spec}; {advice}")
         values[name] = _value(kind, name, argument, text)
     reported = [kind.loss_class.name, *kind.loss_class.extra_names]
     for name in reported:
@@ -159,14 +159,14 @@ def _config_class(spec: str) -> type[TokenLossConfig]:
             f"`--loss` ({spec}) must be module:Class or file.py:Class; name the class of its "
             "options."
         )
-    found = getattr(_module(place, spec), name, None)
-    is_config = isinstance(found, type) and issubclass(found, TokenLossConfig)
-    if not is_config or not issubclass(getattr(found, "loss_class", object), TokenLoss):
+    kind = getattr(_module(place, spec), name, None)
+    is_config = isinstance(kind, type) and issubclass(kind, TokenLossConfig)
+    if not is_config or not issubclass(getattr(kind, "loss_class", object), TokenLoss):
         raise ConfigError(
             f"`--loss` ({spec}) must name a subclass of megatron_ext.losses.custom.TokenLossConfig "
             "with a `loss_class`."
         )
-    return found  # type: ignore[return-value]
+    return kind  # type: ignore[return-value]
 
 
 def _module(place: str, spec: str) -> Any:

@@ -105,12 +105,12 @@ class Head:
                 "vocabulary."
             )
         s, b, _ = hidden.shape
-        wanted = (b, s * self.tp_size if self.sequence_parallel else s)
-        if tuple(labels.shape) != wanted:
+        expected = (b, s * self.tp_size if self.sequence_parallel else s)
+        if tuple(labels.shape) != expected:
             raise DataError(
                 f"The labels have shape {tuple(labels.shape)}, but hidden states of shape "
                 f"{tuple(hidden.shape)} at tensor-parallel size {self.tp_size} with "
-                f"sequence_parallel={self.sequence_parallel} need [b, s] = {wanted}; pass the "
+                f"sequence_parallel={self.sequence_parallel} need [b, s] = {expected}; pass the "
                 "labels of the whole sequence."
             )
 
@@ -239,13 +239,13 @@ def _sums(head: Head, block: Block) -> tuple[Tensor, Tensor]:
 def _fused_sums(head: Head, block: Block) -> tuple[Tensor, Tensor]:
     """Return highest logits and sums as `_sums` does, by compiled code that keeps the logits."""
     smooths = head.label_smoothing > 0
-    found = statistics(block.logits, block.column, smooths)
-    highest = found.highest.clone()
+    block_statistics = statistics(block.logits, block.column, smooths)
+    highest = block_statistics.highest.clone()
     head.all_reduce(highest, ReduceOp.MAX)
-    parts = [(found.at_label - highest) * block.owned]
+    parts = [(block_statistics.at_label - highest) * block.owned]
     if smooths:
-        parts.append(found.plain - block.logits.shape[1] * highest)
-    parts.append(found.total * (found.highest - highest).exp())
+        parts.append(block_statistics.plain - block.logits.shape[1] * highest)
+    parts.append(block_statistics.total * (block_statistics.highest - highest).exp())
     return highest.squeeze(1), torch.stack([part.squeeze(1) for part in parts])
 
 
@@ -279,16 +279,16 @@ class Gradients:
     Gradients of weight and bias are in float32, those of hidden states in their own dtype.
     """
 
-    def __init__(self, wanted: tuple[bool, ...], tokens: Tensor, weight: Tensor) -> None:
-        self.wanted = any(wanted)
-        self.hidden = torch.empty_like(tokens) if wanted[0] else None
+    def __init__(self, needs_gradient: tuple[bool, ...], tokens: Tensor, weight: Tensor) -> None:
+        self.wanted = any(needs_gradient)
+        self.hidden = torch.empty_like(tokens) if needs_gradient[0] else None
         self._adds = adds_in_float32(tokens.device, tokens.dtype)
         # The first product of `_adds` overwrites the memory, which need not be zeroed before.
         self._is_empty = self._adds
         make = torch.empty_like if self._is_empty else torch.zeros_like
-        self.weight = make(weight, dtype=torch.float32) if wanted[1] else None
+        self.weight = make(weight, dtype=torch.float32) if needs_gradient[1] else None
         self.bias: Tensor | None = None
-        if wanted[2]:
+        if needs_gradient[2]:
             self.bias = weight.new_zeros(weight.shape[0], dtype=torch.float32)
         self._taken = False
 
@@ -381,8 +381,8 @@ class _WeightedSum(torch.autograd.Function):
         tokens = head.tokens(hidden)
         # Weights such as 1 / (tokens of the global batch) would make float16 gradients vanish.
         largest = token_weights.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
-        wanted = tuple(takes_gradients and needed for needed in ctx.needs_input_grad[:3])
-        gradients = Gradients(wanted, tokens, weight)
+        needs_gradient = tuple(takes_gradients and needed for needed in ctx.needs_input_grad[:3])
+        gradients = Gradients(needs_gradient, tokens, weight)
         losses, *extra = values_of(tokens, token_weights / largest, gradients)
         if gradients.hidden is not None:
             gradients.hidden = head.reduce(gradients.hidden, hidden)
@@ -393,7 +393,7 @@ class _WeightedSum(torch.autograd.Function):
         adds = head.main_grad and hasattr(weight, "main_grad")
         ctx.main_grad = getattr(weight, "main_grad", None) if adds else None
         ctx.parameter = weight if adds else None
-        if adds and wanted[1]:
+        if adds and needs_gradient[1]:
             expect_additions(weight)
         b, s = weights.shape
         rows = [values.view(s, b).t().contiguous() for values in (losses, *extra)]

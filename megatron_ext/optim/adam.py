@@ -76,8 +76,8 @@ class Entry:
     @property
     def tensors(self) -> list[Tensor]:
         """Return all tensors in the order of the attributes."""
-        found = [self.gradient, self.weight, self.exp_avg, self.exp_avg_sq]
-        return found if self.copy is None else [*found, self.copy]
+        tensors = [self.gradient, self.weight, self.exp_avg, self.exp_avg_sq]
+        return tensors if self.copy is None else [*tensors, self.copy]
 
     @property
     def num_bytes(self) -> int:
@@ -177,14 +177,14 @@ class FusedAdam(CountedAdam):
 
     def entries(self, group: dict[str, Any]) -> list[Entry]:
         """Return the tensors of a group's parameters that have gradients."""
-        found = []
+        entries = []
         for parameter in group["params"]:
             if parameter.grad is not None:
                 state = self.state[parameter]
                 copy = self.copies.get(parameter)
                 moments = state["exp_avg"], state["exp_avg_sq"]
-                found.append(Entry(parameter.grad, parameter, *moments, copy))
-        return found
+                entries.append(Entry(parameter.grad, parameter, *moments, copy))
+        return entries
 
     def _settings(self, group: dict[str, Any]) -> Settings:
         """Count the step of a group on the device, and return the numbers of its update."""

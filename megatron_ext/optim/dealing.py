@@ -108,8 +108,8 @@ def gather(dealt: Sequence[Dealt], pieces: Sequence[Tensor], group: ProcessGroup
         return kept
     ranks = range(group.size())
     sizes = [sum(_length(x.pieces[me]) for x in dealt if x.owner == r) for r in ranks]
-    wanted = [sum(_length(x.pieces[r]) for x in owned) for r in ranks]
-    arrived: Tensor = all_to_all(group, torch.cat(list(pieces)), wanted, sizes)
+    received = [sum(_length(x.pieces[r]) for x in owned) for r in ranks]
+    arrived: Tensor = all_to_all(group, torch.cat(list(pieces)), received, sizes)
     whole = [arrived.new_empty(each.matrix.parameter.numel()) for each in owned]
     start = 0
     for rank in ranks:
@@ -137,6 +137,6 @@ def scatter(
     pairs = list(zip(owned, whole, strict=True))
     sent = [tensor[each.pieces[rank]] for rank in ranks for each, tensor in pairs]
     sizes = [sum(_length(x.pieces[r]) for x in owned) for r in ranks]
-    wanted = [sum(_length(x.pieces[me]) for x in dealt if x.owner == r) for r in ranks]
-    arrived: Tensor = all_to_all(group, torch.cat([nothing, *sent]), wanted, sizes)
+    received = [sum(_length(x.pieces[me]) for x in dealt if x.owner == r) for r in ranks]
+    arrived: Tensor = all_to_all(group, torch.cat([nothing, *sent]), received, sizes)
     return list(torch.split(arrived, [_length(each.pieces[me]) for each in dealt]))

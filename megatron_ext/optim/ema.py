@@ -161,12 +161,12 @@ class ShardedEMA:
             raise RuntimeError(
                 "The weights cannot be exchanged twice, nor while hooks gather them."
             )
-        wanted = {parameter for chunk in chunks for parameter in chunk.parameters()}
+        parameters = {parameter for chunk in chunks for parameter in chunk.parameters()}
         originals: list[tuple[Parameter, Tensor]] = []
         self._swapped = True
         try:
             for parameter, average in self.gathered():
-                if parameter in wanted:
+                if parameter in parameters:
                     originals.append((parameter, parameter.detach().to("cpu", copy=True)))
                     parameter.data.copy_(average)
             yield

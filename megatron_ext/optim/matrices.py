@@ -79,7 +79,7 @@ def matrices_of(
     experts = set(expert_parameters(chunk))
     tables = {p for m in chunk.modules() if isinstance(m, NOT_MATRICES) for p in m.parameters()}
     fused = dict(_fused(chunk, split_qkv=split_qkv))
-    found = {}
+    matrices = {}
     for parameter in chunk.parameters():
         marks = "is_embedding_or_output_parameter", "is_table"
         is_table = parameter in tables or any(getattr(parameter, mark, False) for mark in marks)
@@ -91,8 +91,8 @@ def matrices_of(
             else:
                 group = None
             rows = fused.get(parameter, (parameter.size(0),))
-            found[parameter] = Matrix(parameter, rows, group, dim)
-    return found
+            matrices[parameter] = Matrix(parameter, rows, group, dim)
+    return matrices
 
 
 def _fused(chunk: Module, *, split_qkv: bool) -> Iterator[tuple[Any, tuple[int, ...]]]:

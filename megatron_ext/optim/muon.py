@@ -89,8 +89,8 @@ class Direction:
             for j, part in enumerate(own):
                 batches.setdefault((part.shape, matrix.dim, matrix.group), []).append((i, j))
         for (_, dim, group), places in batches.items():
-            found = self.of_batch(torch.stack([parts[i][j] for i, j in places]), dim, group)
-            for (i, j), one in zip(places, found, strict=True):
+            directions = self.of_batch(torch.stack([parts[i][j] for i, j in places]), dim, group)
+            for (i, j), one in zip(places, directions, strict=True):
                 parts[i][j] = one
         return [matrix.joined(own) for matrix, own in zip(matrices, parts, strict=True)]
 
@@ -104,12 +104,12 @@ class Direction:
         sizes = list(momenta.shape)
         sizes[dim + 1] *= group.size()
         if self.tp_mode == "distributed":
-            found = orthogonalize(momenta, self.coefficients, group=group, dim=dim)
-            return self._scaled(found, sizes)
+            directions = orthogonalize(momenta, self.coefficients, group=group, dim=dim)
+            return self._scaled(directions, sizes)
         shares = [torch.empty_like(momenta) for _ in range(group.size())]
         torch.distributed.all_gather(shares, momenta.contiguous(), group=group)
-        found = orthogonalize(torch.cat(shares, dim=dim + 1), self.coefficients)
-        return self._scaled(found.chunk(group.size(), dim=dim + 1)[group.rank()], sizes)
+        directions = orthogonalize(torch.cat(shares, dim=dim + 1), self.coefficients)
+        return self._scaled(directions.chunk(group.size(), dim=dim + 1)[group.rank()], sizes)
 
     def _scaled(self, matrices: Tensor, sizes: Sequence[int]) -> Tensor:
         return matrices * (scale_of(self.scale_mode, sizes[1], sizes[2]) * self.factor)
@@ -140,11 +140,11 @@ class Muon(FusedAdam):
 
         All ranks that share the optimizer's state call this together.
         """
-        found = [(matrices[x.parameter], x) for x in shards if x.parameter in matrices]
-        self.weights = {shard.parameter for _, shard in found}
-        self.matrices = {shard.main: matrix for matrix, shard in found if shard.main.numel()}
-        self._group = found[0][1].group if found else None
-        self._rounds = deal(found, self._group)
+        pairs = [(matrices[x.parameter], x) for x in shards if x.parameter in matrices]
+        self.weights = {shard.parameter for _, shard in pairs}
+        self.matrices = {shard.main: matrix for matrix, shard in pairs if shard.main.numel()}
+        self._group = pairs[0][1].group if pairs else None
+        self._rounds = deal(pairs, self._group)
         self._direction = Direction.of(flags)
         self._beta = flags.muon_momentum
         self._nesterov = flags.muon_use_nesterov
@@ -167,16 +167,16 @@ class Muon(FusedAdam):
         """Update the weights of one round; ``groups`` are the parameter groups by weight."""
         device = dealt[0].shard.main.device
         dtype = self._direction.dtype(device)
-        found = [self._momentum(each.shard.main).to(dtype).flatten() for each in dealt]
+        momenta = [self._momentum(each.shard.main).to(dtype).flatten() for each in dealt]
         owned = [each.matrix for each in dealt]
         if self._group is not None:
             owned = [each.matrix for each in dealt if each.owner == self._group.rank()]
-            found = gather(dealt, found, self._group)
+            momenta = gather(dealt, momenta, self._group)
         with self._direction.products(device):
-            found = self._direction.of_all(owned, found)
+            directions = self._direction.of_all(owned, momenta)
         if self._group is not None:
-            found = scatter(dealt, found, self._group, dtype)
-        for each, direction in zip(dealt, found, strict=True):
+            directions = scatter(dealt, directions, self._group, dtype)
+        for each, direction in zip(dealt, directions, strict=True):
             main = each.shard.main
             if main.numel():
                 self._move(main, direction.view(main.shape).to(main.dtype), groups[main])

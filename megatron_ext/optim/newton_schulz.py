@@ -53,11 +53,11 @@ def polynomials(kind: str, steps: int) -> list[Coefficients]:
 
     Those of polar_express go on with its last ones; the others start again.
     """
-    found = POLYNOMIALS[kind]
-    last = len(found) - 1
+    coefficients = POLYNOMIALS[kind]
+    last = len(coefficients) - 1
     if kind == "polar_express":
-        return [found[min(step, last)] for step in range(steps)]
-    return [found[step % len(found)] for step in range(steps)]
+        return [coefficients[min(step, last)] for step in range(steps)]
+    return [coefficients[step % len(coefficients)] for step in range(steps)]
 
 
 def orthogonalize(

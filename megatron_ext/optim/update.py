@@ -201,16 +201,16 @@ def global_grad_norm(optimizer: MegatronOptimizer, sizes: list[Tensor] | None = 
     """Return the L2 norm of all gradients, each counted once, float64 ``[]``.
 
     All ranks call this together. The ranks' sums of squares are added in double precision. The list
-    ``sizes`` gets the `UpdateResult.sizes` of this rank's gradients. The norm is not finite either
-    where a gradient is not that another rank counts, such as the copy of a norm's weight on a
-    tensor-parallel rank: only that rank's copy may have suffered.
+    ``sizes`` gets the `UpdateResult.sizes` of this rank's gradients. A gradient that is
+    not finite makes the norm not finite even on a rank that does not count it, such as the copy of
+    a norm's weight on a tensor-parallel rank, since that copy alone may be damaged.
     """
 
     def sum_of_squares(grads: list[Tensor]) -> Tensor:
-        found = _sizes(grads)
+        own_sizes = _sizes(grads)
         if sizes is not None:
-            sizes.append(found)
-        return _sum_of_squares(found)
+            sizes.append(own_sizes)
+        return _sum_of_squares(own_sizes)
 
     return _over_ranks(optimizer, sum_of_squares, _nothing_if_finite).sqrt()
 
@@ -220,14 +220,14 @@ def _nothing_if_finite(part: MegatronOptimizer, counted: list[Tensor]) -> Tensor
 
     Both are float64 ``[]``; without such gradients the result is a plain 0.
     """
-    known = {id(grad) for grad in counted}
-    found = [
+    ids = {id(grad) for grad in counted}
+    gradients = [
         grad
         for parameter in part.get_parameters()
         for name in ("grad", "decoupled_grad")
-        if (grad := getattr(parameter, name, None)) is not None and id(grad) not in known
+        if (grad := getattr(parameter, name, None)) is not None and id(grad) not in ids
     ]
-    return _sizes(found).double().sum() * 0.0 if found else 0.0
+    return _sizes(gradients).double().sum() * 0.0 if gradients else 0.0
 
 
 def count_zeros(optimizer: MegatronOptimizer) -> Tensor:

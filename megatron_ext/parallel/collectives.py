@@ -32,9 +32,9 @@ def from_all_ranks(
     """
     gathered: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(gathered, (value, fault), group=group)
-    for _, found in gathered:
-        if found is not None:
-            raise found
+    for _, error in gathered:
+        if error is not None:
+            raise error
     return [entry for entry, _ in gathered]
 
 
@@ -122,16 +122,16 @@ def is_first_of_replica(context: ParallelContext) -> bool:
 
 
 def share(
-    known: Tensor | None, shape: Sequence[int], context: ParallelContext, device: torch.device
+    tensor: Tensor | None, shape: Sequence[int], context: ParallelContext, device: torch.device
 ) -> Tensor:
-    """Broadcast ``known`` from a replica's first rank to all its ranks; return it in float32.
+    """Broadcast ``tensor`` from a replica's first rank to all its ranks; return it in float32.
 
-    All ranks of the replica call this together. On the other ranks ``known`` is ignored.
+    All ranks of the replica call this together. On the other ranks ``tensor`` is ignored.
     """
     if is_first_of_replica(context):
-        assert known is not None
-        found = known.to(device, torch.float32).contiguous()
+        assert tensor is not None
+        shared = tensor.to(device, torch.float32).contiguous()
     else:
-        found = torch.empty(tuple(shape), device=device)
-    torch.distributed.broadcast(found, group=context.pgs.tp_cp, group_src=0)
-    return found
+        shared = torch.empty(tuple(shape), device=device)
+    torch.distributed.broadcast(shared, group=context.pgs.tp_cp, group_src=0)
+    return shared

@@ -108,8 +108,8 @@ class Layout:
             expert=self.expert_model_parallel_size,
             expert_tensor=self.expert_tp,
         )
-        if found := list(errors):
-            raise ConfigError(found)
+        if messages := list(errors):
+            raise ConfigError(messages)
 
     @classmethod
     def from_config(cls, parallel: ParallelConfig) -> Layout:

@@ -90,10 +90,10 @@ class Recorder:
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Return a context in which time counts to phase ``name``; phases may be nested."""
-        found = self._phases.get(name)
-        if found is None:
-            found = self._phases[name] = _Phase(self, name, self._id(name))
-        return found
+        phase = self._phases.get(name)
+        if phase is None:
+            phase = self._phases[name] = _Phase(self, name, self._id(name))
+        return phase
 
     def action(self, action: Action, peer: int | None = None) -> AbstractContextManager[None]:
         """Return a context for an action of the plan, in the phase that belongs to its kind.
@@ -151,13 +151,13 @@ class Recorder:
             self._slot.set(Word.ENDED, 1)
 
     def _id(self, name: str) -> int:
-        """Return the number of a name, which is new or known; names beyond the room share one."""
-        found = self._ids.get(name)
-        if found is None:
-            found = self._ids[name] = min(len(self._ids), MAX_NAMES - 1)
+        """Return the number of a name, new or not; names beyond `MAX_NAMES` - 1 share one."""
+        number = self._ids.get(name)
+        if number is None:
+            number = self._ids[name] = min(len(self._ids), MAX_NAMES - 1)
             if self._slot is not None:
-                self._slot.name(found, name if found < MAX_NAMES - 1 else "...")
-        return found
+                self._slot.name(number, name if number < MAX_NAMES - 1 else "...")
+        return number
 
     def _charge(self, now: int) -> None:
         """Add the time since the last change to the phase that it belongs to."""

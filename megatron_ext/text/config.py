@@ -202,14 +202,14 @@ class SftConfig:
 
     def row_errors(self) -> list[str]:
         """Return an error for each flag about rows and templates that has a bad value."""
-        found = []
+        errors = []
         if self.sft_row_format not in _ROW_FORMATS:
-            found.append(
+            errors.append(
                 f"`--sft-row-format` ({self.sft_row_format}) must be one of "
                 f"{', '.join(_ROW_FORMATS)}."
             )
         if self.sft_date is not None and not is_date(self.sft_date):
-            found.append(
+            errors.append(
                 f"`--sft-date` ({self.sft_date}) must be a day as YYYY-MM-DD; use 2024-07-26."
             )
         try:
@@ -217,11 +217,11 @@ class SftConfig:
         except UnreadableFile:
             kwargs = None
         if not isinstance(kwargs, dict):
-            found.append(
+            errors.append(
                 f"`--sft-template-kwargs` ({self.sft_template_kwargs}) must be a JSON object; "
                 """use '{"enable_thinking": false}'."""
             )
-        return found
+        return errors
 
 
 def is_date(text: str) -> bool:
@@ -237,43 +237,43 @@ def _sft_errors(sft: SftConfig, run: RunConfig) -> list[str]:
     training = run.training
     seq_length = run.model.seq_length
     if not sft.sft:
-        found = [
+        errors = [
             f"`{spelling_of(sft, name)}` has an effect only with `--sft`; add it, or leave this "
             "out."
             for name in changed_fields(sft)
         ]
         if training.train_epochs is not None:
-            found.append("`--train-epochs` needs `--sft`; give `--train-iters`.")
-        return found
+            errors.append("`--train-epochs` needs `--sft`; give `--train-iters`.")
+        return errors
     sections = training, run.section(DataConfig), run.section(FimConfig)
     changes = {name: section for section in sections for name in changed_fields(section)}
-    found = [
+    errors = [
         f"`{spelling_of(changes[name], name)}` does not go with `--sft`: {reason}; leave it out."
         for name, reason in _NOT_WITH_SFT.items()
         if name in changes
     ]
-    found += sft.row_errors()
+    errors += sft.row_errors()
     longest = sft.sft_max_length
     batching = sft.sft_batching
     if seq_length is not None and longest is not None and not 2 <= longest <= seq_length + 1:
-        found.append(
+        errors.append(
             f"`--sft-max-length` ({longest}) must be from 2 to `--seq-length` + 1 "
             f"({seq_length + 1}), since n tokens take n - 1 positions; change either."
         )
     if batching not in _BATCHING:
-        return [*found, f"`--sft-batching` ({batching}) must be one of {', '.join(_BATCHING)}."]
+        return [*errors, f"`--sft-batching` ({batching}) must be one of {', '.join(_BATCHING)}."]
     if run.model.deterministic_dropout and batching != "padded":
-        found.append(
+        errors.append(
             "`--deterministic-dropout` numbers the samples of a step by their place, which "
             f"`--sft-batching {batching}` changes with the layout; use padded."
         )
     if batching == "token-budget" and training.micro_batch_size not in (None, 1):
-        found.append(
+        errors.append(
             f"`--micro-batch-size` ({training.micro_batch_size}) must be 1 with "
             "`--sft-batching token-budget`, whose micro-batches are rows of --seq-length "
             "tokens; give `--micro-batch-size 1`."
         )
-    return found
+    return errors
 
 
 SECTIONS = (
@@ -357,18 +357,18 @@ def _mask_errors(data: DataConfig, sft: SftConfig, transformer_impl: str) -> lis
     """Return an error for each flag whose mask Transformer Engine's causal attention ignores."""
     if transformer_impl != "transformer_engine":
         return []
-    found = []
+    errors = []
     if data.reset_attention_mask:
-        found.append(
+        errors.append(
             "`--reset-attention-mask` needs masks that Transformer Engine's causal attention "
             "ignores; use `--transformer-impl torch`."
         )
     if sft.sft and sft.sft_batching != "padded":
-        found.append(
+        errors.append(
             f"`--sft-batching` ({sft.sft_batching}) needs masks that Transformer Engine's "
             "causal attention ignores; use padded, or `--transformer-impl torch`."
         )
-    return found
+    return errors
 
 
 def stored_text_model(stored: Mapping[str, Any], given: RunConfig) -> dict[str, Any]:

@@ -91,11 +91,11 @@ class Pattern:
 def read_pattern(text: str) -> Pattern:
     """Return the layers that a pattern names; raise a ValueError with the rule that it breaks."""
     main, *depths = text.split("/")
-    known = "".join(PAIRS) + "|"
+    letters = "".join(PAIRS) + "|"
     for letter in text.replace("/", ""):
         if letter in NO_PATH:
             raise ValueError(f"has {letter}, but {NO_PATH[letter]}; use *, - and E")
-        if letter not in known:
+        if letter not in letters:
             raise ValueError(f"has {letter}, which is no layer; use *, -, E, | and /")
     stages = tuple(
         tuple(stage[at : at + 2] for at in range(0, len(stage), 2)) for stage in main.split("|")

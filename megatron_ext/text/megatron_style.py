@@ -77,11 +77,11 @@ def pretrain(
             extra_args_provider=extra_args_provider,
             non_loss_data_func=non_loss_data_func,
         )
-        known = {flag.field for flag in all_flags(task)}
+        names = {flag.field for flag in all_flags(task)}
         unknown = [
             f"`args_defaults` has `{name}`, which is not the name of a flag; leave it out."
             for name in args_defaults or {}
-            if name not in known
+            if name not in names
         ]
         if unknown:
             raise ConfigError(unknown)

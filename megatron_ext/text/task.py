@@ -59,13 +59,13 @@ def training_rules(given: RunConfig, run: RunConfig) -> list[str]:
 
 def gpt_rules(given: RunConfig, run: RunConfig) -> list[str]:
     """Return the errors of pretraining flags, including one for ``--sft``, which has no effect."""
-    found = training_rules(given, run)
+    errors = training_rules(given, run)
     if run.section(SftConfig).sft:
-        found.append(
+        errors.append(
             "`--sft` is left out of account by the datasets of this task (`build_datasets`); "
             "leave it out, or start from the task `megatron_ext.text.task.SFT`."
         )
-    return found
+    return errors
 
 
 def tokenizer_inputs(config: RunConfig) -> list[Callable[[], Any]]:

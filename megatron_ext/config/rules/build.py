@@ -112,10 +112,10 @@ def _recompute_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[
         )
     given = model.recompute_modules or []
     modules = given if selective else []
-    known = (*RECOMPUTED, RECOMPUTED_LATENT, *RECOMPUTED_WITH_TE)
-    unknown = [name for name in given if name not in known]
+    names = (*RECOMPUTED, RECOMPUTED_LATENT, *RECOMPUTED_WITH_TE)
+    unknown = [name for name in given if name not in names]
     if unknown:
-        yield f"`--recompute-modules` ({' '.join(unknown)}) must be names among {', '.join(known)}."
+        yield f"`--recompute-modules` ({' '.join(unknown)}) must be names among {', '.join(names)}."
     if RECOMPUTED_LATENT in modules and not model.multi_latent_attention:
         yield (
             f"`--recompute-modules` ({RECOMPUTED_LATENT}) needs `--multi-latent-attention`; use "
@@ -206,11 +206,11 @@ def _router_errors(moe: MoEConfig) -> Iterator[str]:
             f"({groups})."
         )
     ranked = moe.moe_router_group_scores
-    held = (moe.num_experts or 0) // groups
-    if ranked is not None and ranked > held:
+    group_size = (moe.num_experts or 0) // groups
+    if ranked is not None and ranked > group_size:
         yield (
             f"`--moe-router-group-scores` ({ranked}) must be at most the experts of a group "
-            f"({held}); use {held} or less."
+            f"({group_size}); use {group_size} or less."
         )
     if ranked is not None and moe.moe_router_fusion:
         yield (

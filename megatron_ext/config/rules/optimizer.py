@@ -243,14 +243,14 @@ def ema_errors(ema: EmaConfig, training: TrainingConfig) -> Iterator[str]:
         yield "`--eval-ema` needs evaluation, but `--eval-iters` is 0; give a number of batches."
 
 
-def target_errors(lora: LoraConfig, known: Sequence[str]) -> list[str]:
-    """Return a sentence if ``--lora-target-modules`` is empty or has names not in ``known``."""
+def target_errors(lora: LoraConfig, names: Sequence[str]) -> list[str]:
+    """Return a sentence if ``--lora-target-modules`` is empty or has names not in ``names``."""
     targets = lora.lora_target_modules
-    unknown = [name for name in targets or () if name not in known]
+    unknown = [name for name in targets or () if name not in names]
     if not unknown and targets != []:
         return []
     return [
-        f"`--lora-target-modules` ({' '.join(unknown)}) must be names among {', '.join(known)}."
+        f"`--lora-target-modules` ({' '.join(unknown)}) must be names among {', '.join(names)}."
     ]
 
 

@@ -137,9 +137,9 @@ def parallel_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[st
     ep = parallel.expert_model_parallel_size
     stages = parallel.pipeline_model_parallel_size
     sizes = {"tensor": tp, "pipeline": stages, "context": cp, "expert": ep, "expert_tensor": etp}
-    found = list(rank_errors(parallel.world_size, **sizes))
-    yield from found
-    if not found and parallel.use_tp_pp_dp_mapping and stages > 1 and tp * cp != etp * ep:
+    errors = list(rank_errors(parallel.world_size, **sizes))
+    yield from errors
+    if not errors and parallel.use_tp_pp_dp_mapping and stages > 1 and tp * cp != etp * ep:
         # megatron-core cannot number such replicas after the stages.
         yield (
             "`--use-tp-pp-dp-mapping` with pipeline stages needs as many replicas of the experts "
@@ -239,9 +239,9 @@ def _layout_errors(parallel: ParallelConfig, model: ModelConfig, layout: str) ->
         yield f"{name} needs `{STAGES}` ({size}) of at least 2; use 2."
         return
     yield from _content_errors(name, stages, size, model)
-    told = f"{name} says which layers each stage holds, and so does"
+    conflict = f"{name} says which layers each stage holds, and so does"
     for field in (field for field in CUTS.split() if getattr(parallel, field)):
-        yield f"{told} `--{field.replace('_', '-')}`; give one of them."
+        yield f"{conflict} `--{field.replace('_', '-')}`; give one of them."
 
 
 def _content_errors(name: str, stages: list[str], size: int, model: ModelConfig) -> Iterator[str]:
@@ -253,8 +253,8 @@ def _content_errors(name: str, stages: list[str], size: int, model: ModelConfig)
         )
     layers = model.num_layers or 0
     depths = model.mtp_num_layers or 0
-    wanted = "E" + "t" * layers + "m" * depths + "L"
-    if "".join(stages) != wanted or "E" not in stages[0] or "L" not in stages[-1]:
+    expected = "E" + "t" * layers + "m" * depths + "L"
+    if "".join(stages) != expected or "E" not in stages[0] or "L" not in stages[-1]:
         yield (
             f"{name} must hold E in its first stage, then t {layers} times (`--num-layers`), then "
             f"m {depths} times (`--mtp-num-layers`), then L in its last stage; move, add or remove "

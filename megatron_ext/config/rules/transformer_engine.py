@@ -284,23 +284,26 @@ def found_version() -> str | None:
         return None
 
 
-def version_errors(run: RunConfig, found: str) -> list[str]:
-    """Return a sentence for each used option for which Transformer Engine ``found`` is too old."""
+def version_errors(run: RunConfig, installed: str) -> list[str]:
+    """Return a sentence for each used option that needs a newer Transformer Engine.
+
+    ``installed`` is its version.
+    """
     needed = [need for need in NEEDS if need.used(run)]
-    lacking = [need for need in needed if not _reaches(found, need.minimum)]
-    if not _reaches(found, MINIMUM):
+    lacking = [need for need in needed if not _reaches(installed, need.minimum)]
+    if not _reaches(installed, MINIMUM):
         lacking = lacking[:1]  # too old for all: what else it lacks does not matter
     best = max((need.minimum for need in needed), key=Version, default=MINIMUM)
     return [
         f"`{need.spelled}` needs Transformer Engine {need.minimum} or newer, but the installed one "
-        f'is {found}; run `pip install -U --no-build-isolation "transformer-engine'
+        f'is {installed}; run `pip install -U --no-build-isolation "transformer-engine'
         f'[pytorch]>={best}"`.'
         for need in lacking
     ]
 
 
-def _reaches(found: str, minimum: str) -> bool:
+def _reaches(version: str, minimum: str) -> bool:
     try:
-        return Version(found).release >= Version(minimum).release
+        return Version(version).release >= Version(minimum).release
     except InvalidVersion:
         return False

@@ -48,11 +48,11 @@ def attach_fp8(
             side of a weight is not divisible by 16.
     """
     if on_gpu:
-        found = torch.cuda.get_device_capability()
-        if found < FP8:
+        capability = torch.cuda.get_device_capability()
+        if capability < FP8:
             raise ConfigError(
                 f"`--fp8-format` needs a GPU of compute capability {FP8[0]}.{FP8[1]} or "
-                f"above, but this one has {found[0]}.{found[1]}; leave it out."
+                f"above, but this one has {capability[0]}.{capability[1]}; leave it out."
             )
     for chunk in chunks:
         modules = dict(chunk.named_modules())

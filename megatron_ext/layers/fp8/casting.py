@@ -63,17 +63,17 @@ KNOWN_SCALE = compiled(matrices.known_scale)
 
 
 def cast_with(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, wanted: Wanted, noted: Tensor | None = None
+    x: Tensor, scale: Tensor, dtype: torch.dtype, layout: Wanted, noted: Tensor | None = None
 ) -> Layouts:
     """Do what `matrices.quantize_with` does, on a GPU in one kernel."""
     kernels = kernels_for(x)
     function = matrices.quantize_with if kernels is None else kernels.cast
-    layouts: Layouts = function(x, scale, dtype, wanted, noted)
+    layouts: Layouts = function(x, scale, dtype, layout, noted)
     return layouts
 
 
 def cast_by_magnitude(
-    x: Tensor, amax: Tensor, dtype: torch.dtype, wanted: Wanted, *, varies: bool
+    x: Tensor, amax: Tensor, dtype: torch.dtype, layout: Wanted, *, varies: bool
 ) -> Pass:
     """Do what `matrices.quantize` does for a whole matrix, on a GPU in one kernel.
 
@@ -81,7 +81,7 @@ def cast_by_magnitude(
     """
     kernels = kernels_for(x)
     if kernels is None:
-        found: Pass = QUANTIZE(x, amax, dtype, None, wanted, varies=varies)
+        quantized: Pass = QUANTIZE(x, amax, dtype, None, layout, varies=varies)
     else:
-        found = kernels.cast_by_magnitude(x, amax, dtype, wanted)
-    return found
+        quantized = kernels.cast_by_magnitude(x, amax, dtype, layout)
+    return quantized

@@ -113,19 +113,19 @@ def _activation(x, NAME: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _cast_kernel(  # type: ignore[no-untyped-def]
-    x, given, found, noted, rows, columns, m, K: tl.constexpr, LIMIT: tl.constexpr,
+    x, given, scales, noted, rows, columns, m, K: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Cast ``[m, K]`` with the scale ``given``.
 
-    If ``found`` is not None, ``given`` is the largest magnitude instead; the scale that follows
-    from it (`matrices.scale_for`) and its inverse are written to ``found``.
+    If ``scales`` is not None, ``given`` is the largest magnitude instead; the scale that follows
+    from it (`matrices.scale_for`) and its inverse are written to ``scales``.
     """
     tiles: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     first_m = tl.program_id(0) // tiles * BLOCK_M
     first_k = tl.program_id(0) % tiles * BLOCK_K
     scale = tl.load(given)
-    if found is not None:
+    if scales is not None:
         amax = scale
         # torch divides a number by a tensor in these two steps.
         scale = tl.div_rn(tl.full([], 1.0, tl.float32), amax) * LIMIT
@@ -133,8 +133,8 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
         scale = tl.where(amax > 0, scale, 1.0)
         scale = tl.where(amax < float("inf"), scale, float("nan"))
         if tl.program_id(0) == 0:
-            tl.store(found, scale)
-            tl.store(found + 1, tl.div_rn(tl.full([], 1.0, tl.float32), scale))
+            tl.store(scales, scale)
+            tl.store(scales + 1, tl.div_rn(tl.full([], 1.0, tl.float32), scale))
     tile = _read(x, first_m, first_k, m, K, K, BLOCK_M, BLOCK_K)
     _write(tile, scale, noted, rows, columns, first_m, first_k, m, K, K, LIMIT)
 
@@ -188,7 +188,7 @@ def _launch(
     name: str,
     inputs: list[Tensor],
     given: Tensor,
-    found: Tensor | None,
+    scales: Tensor | None,
     noted: Tensor | None,
     rows: Tensor | None,
     columns: Tensor | None,
@@ -198,7 +198,7 @@ def _launch(
     """Launch a kernel on matrices with at least one row; it writes to the optional tensors."""
     kernel, (block_m, block_k) = _KERNELS[name]
     m, k = inputs[0].shape
-    more: dict[str, Any] = {"found": found}
+    more: dict[str, Any] = {"scales": scales}
     if name != "cast":
         more = {"NAME": activation, "GATED": gated}
         k = inputs[-1].size(1) // (2 if gated else 1)
@@ -223,7 +223,7 @@ def _launch(
 # An operator of torch can also be called with tensors that have no memory.
 torch.library.define(
     "megatron_ext::to_8_bits",
-    "(str name, Tensor[] inputs, Tensor given, Tensor(a!)? found, Tensor(b!)? noted, "
+    "(str name, Tensor[] inputs, Tensor given, Tensor(a!)? scales, Tensor(b!)? noted, "
     "Tensor(c!)? rows, Tensor(d!)? columns, str activation, bool gated) -> ()",
 )
 torch.library.impl("megatron_ext::to_8_bits", ("CUDA", "CPU"), _launch)
@@ -235,35 +235,35 @@ def _run(
     inputs: list[Tensor],
     k: int,
     dtype: torch.dtype,
-    wanted: Wanted,
+    layout: Wanted,
     given: Tensor,
     noted: Tensor | None,
-    found: Tensor | None = None,
+    scales: Tensor | None = None,
     activation: str = "",
     gated: bool = False,
 ) -> Layouts:
     x = inputs[0]
     m = x.size(0)
-    rows = None if wanted == "columns" else x.new_empty((m, k), dtype=dtype)
-    columns = None if wanted == "rows" else x.new_empty((k, m + -m % UNIT), dtype=dtype)
+    rows = None if layout == "columns" else x.new_empty((m, k), dtype=dtype)
+    columns = None if layout == "rows" else x.new_empty((k, m + -m % UNIT), dtype=dtype)
     inputs = [matrix.contiguous() for matrix in inputs]
-    results = found, noted, rows, columns
+    results = scales, noted, rows, columns
     torch.ops.megatron_ext.to_8_bits(name, inputs, given, *results, activation, gated)
     return rows, columns
 
 
 def cast(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, wanted: Wanted, noted: Tensor | None = None
+    x: Tensor, scale: Tensor, dtype: torch.dtype, layout: Wanted, noted: Tensor | None = None
 ) -> Layouts:
     """Do what `matrices.quantize_with` does, in one kernel."""
-    return _run("cast", [x], x.size(1), dtype, wanted, scale, noted)
+    return _run("cast", [x], x.size(1), dtype, layout, scale, noted)
 
 
-def cast_by_magnitude(x: Tensor, amax: Tensor, dtype: torch.dtype, wanted: Wanted) -> Pass:
+def cast_by_magnitude(x: Tensor, amax: Tensor, dtype: torch.dtype, layout: Wanted) -> Pass:
     """Do what `matrices.quantize` does with the largest magnitude ``[]``, in one kernel."""
-    found = x.new_empty(2, dtype=torch.float32)
-    rows, columns = _run("cast", [x], x.size(1), dtype, wanted, amax, None, found)
-    scale, inverse = found.unbind()
+    scales = x.new_empty(2, dtype=torch.float32)
+    rows, columns = _run("cast", [x], x.size(1), dtype, layout, amax, None, scales)
+    scale, inverse = scales.unbind()
     return Pass(scale, inverse, rows, columns)
 
 
@@ -273,13 +273,13 @@ def activated(
     gated: bool,
     scale: Tensor,
     dtype: torch.dtype,
-    wanted: Wanted,
+    layout: Wanted,
     noted: Tensor | None = None,
 ) -> Layouts:
     """Cast `pointwise.activated` of ``[m, 2 f]``, or without a gate of ``[m, f]``, to 8 bits."""
     f = wide.size(1) // 2 if gated else wide.size(1)
     more = activation, gated
-    return _run("activated", [wide], f, dtype, wanted, scale, noted, None, *more)
+    return _run("activated", [wide], f, dtype, layout, scale, noted, None, *more)
 
 
 def gradient_before(
@@ -289,13 +289,13 @@ def gradient_before(
     gated: bool,
     scale: Tensor,
     dtype: torch.dtype,
-    wanted: Wanted,
+    layout: Wanted,
     noted: Tensor | None = None,
 ) -> Layouts:
     """Cast the gradient of ``wide`` to 8 bits, given that of its activation, ``[m, f]``."""
     inputs = [gradient, wide]
     more = (activation, gated)
-    return _run("gradient_before", inputs, wide.size(1), dtype, wanted, scale, noted, None, *more)
+    return _run("gradient_before", inputs, wide.size(1), dtype, layout, scale, noted, None, *more)
 
 
 Types = dict[str, str | None]
@@ -310,24 +310,24 @@ def signatures() -> list[Signature]:
     scales and magnitudes are single numbers of longer tensors.
     """
     written: Types = {"given": "*fp32", "m": "i32"}
-    found: list[Signature] = []
+    entries: list[Signature] = []
     for eight, limit in (("*fp8e4nv", 448.0), ("*fp8e5", 57344.0)):
         for x in ("*bf16", "*fp32"):
             both: Types = {"rows": eight, "columns": eight}
             for layout in (both, {**both, "rows": None}, {**both, "columns": None}):
                 types: Types = {"x": x, **written, **layout}
-                found.append(_entry("cast", {**types, "found": None, "noted": "*i32"}, limit))
-                found.append(_entry("cast", {**types, "found": "*fp32", "noted": None}, limit))
+                entries.append(_entry("cast", {**types, "scales": None, "noted": "*i32"}, limit))
+                entries.append(_entry("cast", {**types, "scales": "*fp32", "noted": None}, limit))
     for name in ("silu", "gelu", "gelu_tanh", "squared_relu", "quick_gelu"):
         for gated in (True, False):
             more = {"NAME": name, "GATED": gated}
             forward: Types = {"wide": "*bf16", **written, "noted": "*i32"}
             forward |= dict.fromkeys(("rows", "columns"), "*fp8e4nv")
-            found.append(_entry("activated", forward, 448.0, **more))
+            entries.append(_entry("activated", forward, 448.0, **more))
             backward: Types = {"gradient": "*bf16", **forward}
             backward |= dict.fromkeys(("rows", "columns"), "*fp8e5")
-            found.append(_entry("gradient_before", backward, 57344.0, **more))
-    return found
+            entries.append(_entry("gradient_before", backward, 57344.0, **more))
+    return entries
 
 
 def _entry(name: str, types: Types, limit: float, **more: Any) -> Signature:

@@ -130,8 +130,8 @@ def known_scale(
     A largest magnitude ``amax`` that is not finite gives NaN in either case. The second result is
     the reciprocal.
     """
-    known = history.any() & amax.isfinite()
-    scale = torch.where(known, given, scale_for(amax, limit))
+    uses_given = history.any() & amax.isfinite()
+    scale = torch.where(uses_given, given, scale_for(amax, limit))
     return scale, scale.reciprocal()
 
 
@@ -152,7 +152,7 @@ class Pass(NamedTuple):
 
 
 def quantize(
-    x: Tensor, amax: Tensor | None, dtype: torch.dtype, along: int | None, wanted: Wanted
+    x: Tensor, amax: Tensor | None, dtype: torch.dtype, along: int | None, layout: Wanted
 ) -> Pass:
     """Cast ``[m, k]`` to 8 bits with scales found from its largest magnitudes ``amax``.
 
@@ -161,11 +161,11 @@ def quantize(
     """
     amax = largest(x, along) if amax is None else amax
     scale = scale_for(amax, torch.finfo(dtype).max)
-    return Pass(scale, scale.reciprocal(), *_layouts(x, scale, dtype, wanted))
+    return Pass(scale, scale.reciprocal(), *_layouts(x, scale, dtype, layout))
 
 
 def quantize_with(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, wanted: Wanted, noted: Tensor | None = None
+    x: Tensor, scale: Tensor, dtype: torch.dtype, layout: Wanted, noted: Tensor | None = None
 ) -> Layouts:
     """Cast ``[m, k]`` to 8 bits with a given scale ``[]``; what is not finite becomes NaN.
 
@@ -174,12 +174,12 @@ def quantize_with(
     if noted is not None:
         noted.copy_(torch.maximum(noted, largest(x)))
     # A cast would cut infinity to the largest number of the format.
-    return _layouts(torch.where(x.isinf(), torch.nan, x), scale, dtype, wanted)
+    return _layouts(torch.where(x.isinf(), torch.nan, x), scale, dtype, layout)
 
 
-def _layouts(x: Tensor, scale: Tensor, dtype: torch.dtype, wanted: Wanted) -> Layouts:
-    rows = cast(x, scale, dtype) if wanted != "columns" else None
-    if wanted == "rows":
+def _layouts(x: Tensor, scale: Tensor, dtype: torch.dtype, layout: Wanted) -> Layouts:
+    rows = cast(x, scale, dtype) if layout != "columns" else None
+    if layout == "rows":
         return rows, None
     missing = -x.size(0) % UNIT
     if rows is not None and not missing:

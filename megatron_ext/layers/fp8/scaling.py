@@ -240,11 +240,11 @@ class Scaling(torch.nn.Module):
             return self.kept_weight.columns
         return self.columns(weight, Role.WEIGHT, scale)
 
-    def _quantize(self, x: Tensor, role: Role, wanted: Wanted) -> Pass:
-        """Cast a matrix to 8 bits; return its scale and the ``wanted`` layouts."""
+    def _quantize(self, x: Tensor, role: Role, layout: Wanted) -> Pass:
+        """Cast a matrix to 8 bits; return its scale and the cast matrix in the given ``layout``."""
         varies = self.parts.varies
         amax = _over(casting.LARGEST(x, varies=varies), self.parts.of_tensor(role))
-        return casting.cast_by_magnitude(x, amax, self.formats[role], wanted, varies=varies)
+        return casting.cast_by_magnitude(x, amax, self.formats[role], layout, varies=varies)
 
 
 class RowScaling(Scaling):
@@ -263,16 +263,18 @@ class RowScaling(Scaling):
         """Return ``[m, k]`` in 8 bits with scales ``[1, k]`` of columns; ``rows`` is not used."""
         return self._along(x, role, 0, "rows")
 
-    def _along(self, x: Tensor, role: Role, along: int, wanted: Wanted) -> Quantized:
+    def _along(self, x: Tensor, role: Role, along: int, layout: Wanted) -> Quantized:
         varies = self.parts.varies
         group = self.parts.of_rows(role) if along else self.parts.of_columns(role)
         # Where no other rank has a part, the magnitudes are found in the same pass.
         amax = None if group is None else _over(casting.LARGEST(x, along, varies=varies), group)
-        found: Pass = casting.QUANTIZE(x, amax, self.formats[role], along, wanted, varies=varies)
-        if found.rows is not None:
-            return Quantized(found.rows, found.scale, found.inverse)
-        assert found.columns is not None
-        return Quantized(found.columns, found.scale.t(), found.inverse.t())
+        quantized: Pass = casting.QUANTIZE(
+            x, amax, self.formats[role], along, layout, varies=varies
+        )
+        if quantized.rows is not None:
+            return Quantized(quantized.rows, quantized.scale, quantized.inverse)
+        assert quantized.columns is not None
+        return Quantized(quantized.columns, quantized.scale.t(), quantized.inverse.t())
 
 
 class DelayedScaling(Scaling):
@@ -335,22 +337,22 @@ class DelayedScaling(Scaling):
 
     def pair_by(self, cast: Callable[..., Layouts], role: Role, *, columns: bool) -> Pair:
         """Return what ``cast`` computes and casts, given the last arguments of `cast_with`."""
-        wanted: Wanted = "both" if columns else "rows"
-        layouts = cast(self.scale[role], self.formats[role], wanted, self._noted(role))
+        layout: Wanted = "both" if columns else "rows"
+        layouts = cast(self.scale[role], self.formats[role], layout, self._noted(role))
         return _pair(self.scale[role], self.inverse[role], *layouts)
 
-    def _quantize(self, x: Tensor, role: Role, wanted: Wanted) -> Pass:
+    def _quantize(self, x: Tensor, role: Role, layout: Wanted) -> Pass:
         dtype = self.formats[role]
         given = self.scale[role]
         noted = self._noted(role)
         if self.is_given:
-            layouts = casting.cast_with(x, given, dtype, wanted, noted)
+            layouts = casting.cast_with(x, given, dtype, layout, noted)
             return Pass(given, self.inverse[role], *layouts)
         amax = _over(casting.LARGEST(x, varies=self.parts.varies), self.parts.of_tensor(role))
         history = self.amax_history[:, role]
         limit = torch.finfo(dtype).max
         scale, inverse = casting.KNOWN_SCALE(amax, history, given, limit)
-        return Pass(scale, inverse, *casting.cast_with(x, scale, dtype, wanted, noted))
+        return Pass(scale, inverse, *casting.cast_with(x, scale, dtype, layout, noted))
 
     def _noted(self, role: Role) -> Tensor | None:
         """Return the largest magnitude of this step ``[]``, to be raised by a cast in training."""

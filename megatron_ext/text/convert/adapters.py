@@ -51,12 +51,12 @@ def peft_layers(model: ModelConfig, moe: MoEConfig, root: Path) -> PeftLayers:
             for tensor in dict.fromkeys(run.tensor for run in runs):
                 own = [run for run in runs if run.tensor == tensor]
                 # safetensors refuses tensors that share memory.
-                found = values.clone()
+                piece = values.clone()
                 if kind == "B":
-                    found = values.new_empty(sum(run.count for run in own), values.shape[1])
+                    piece = values.new_empty(sum(run.count for run in own), values.shape[1])
                     for run in own:
                         rows = slice(run.start, run.start + run.count * run.step, run.step)
-                        found[rows] = values[run.row : run.row + run.count]
-                yield tensor.removesuffix(".weight"), kind, found
+                        piece[rows] = values[run.row : run.row + run.count]
+                yield tensor.removesuffix(".weight"), kind, piece
 
     return PeftLayers(_ADAPTER, parts, lambda path: path.rpartition(".")[2], "CAUSAL_LM")

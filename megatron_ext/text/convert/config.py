@@ -184,12 +184,12 @@ _DESCRIBING = ("model_type", "architectures", "quantization_config", "transforme
 def _unknown(raw: dict[str, Any], path: Path) -> str:
     """Return the sentence about an unknown `model_type`, with the nearest family's differences."""
     said = f"{path} says `model_type` {raw.get('model_type')!r}, which cannot be converted; use "
-    known = f"one of {', '.join(FAMILIES)}"
+    choices = f"one of {', '.join(FAMILIES)}"
     samples = {name: _sample(family) for name, family in FAMILIES.items()}
     shared = {name: len(raw.keys() & keys) for name, keys in samples.items()}
     nearest = max(shared, key=lambda name: (shared[name], -len(samples[name])))
     if shared[nearest] < 4:
-        return f"{said}{known}."
+        return f"{said}{choices}."
     own = sorted(raw.keys() - samples[nearest] - _UNIMPORTANT)
     lacks = sorted(samples[nearest] - raw.keys() - _UNIMPORTANT)
     parts = []
@@ -198,7 +198,7 @@ def _unknown(raw: dict[str, Any], path: Path) -> str:
     if lacks:
         parts.append(f"lacks {', '.join(f'`{key}`' for key in lacks)}")
     differs = " and ".join(parts) or "has another name for the same settings"
-    return f"{said}{known} (the nearest is {nearest}, from which it differs: it {differs})."
+    return f"{said}{choices} (the nearest is {nearest}, from which it differs: it {differs})."
 
 
 _UNIMPORTANT = set(
@@ -277,8 +277,8 @@ TOKENIZER_FILES = (
 
 def tokenizer_files(folder: Path) -> list[Path]:
     """Return the files of a folder that belong to its tokenizer or to generation."""
-    found = {path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)}
-    return sorted(path for path in found if path.is_file())
+    paths = {path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)}
+    return sorted(path for path in paths if path.is_file())
 
 
 def config_json(
@@ -324,17 +324,20 @@ def _fitting(model: ModelConfig, moe: MoEConfig) -> tuple[Family, dict[str, Any]
             again = understand({**content, "vocab_size": 1}, Path("config.json"))
         except CheckpointError:
             continue
-        found = differences(architecture_of(model, moe), architecture_of(*again.sections()))
-        if not found and model.mtp_num_layers not in (None, again.fields.get("mtp_num_layers")):
-            found = [("mtp_num_layers", model.mtp_num_layers, None)]
-        if not found:
+        mismatches = differences(architecture_of(model, moe), architecture_of(*again.sections()))
+        if not mismatches and model.mtp_num_layers not in (
+            None,
+            again.fields.get("mtp_num_layers"),
+        ):
+            mismatches = [("mtp_num_layers", model.mtp_num_layers, None)]
+        if not mismatches:
             return family, content
-        if best is None or len(found) < len(best[1]):
-            best = name, found
+        if best is None or len(mismatches) < len(best[1]):
+            best = name, mismatches
     assert best is not None
-    nearest, found = best
+    nearest, mismatches = best
     said = " and ".join(
-        f"{_flag(name)} is {ours!r}, not {theirs!r}" for name, ours, theirs in found
+        f"{_flag(name)} is {ours!r}, not {theirs!r}" for name, ours, theirs in mismatches
     )
     raise CheckpointError(
         f"The checkpoint's model is none of Hugging Face's {', '.join(FAMILIES)}; the nearest is "

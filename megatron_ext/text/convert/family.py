@@ -126,24 +126,24 @@ _KINDS = ModelConfig, MoEConfig
 
 
 def architecture_of(model: ModelConfig, moe: MoEConfig) -> Fields:
-    """Return what decides the function that a model computes, so that models can be compared."""
-    found = {name: getattr(model, name) for name in SHAPE.split() if name not in FREE}
+    """Return the fields that decide which function a model computes, to compare models."""
+    fields = {name: getattr(model, name) for name in SHAPE.split() if name not in FREE}
     # A number of groups equal to the number of heads, or none, are the same model.
-    found["num_query_groups"] = model.num_query_groups or model.num_attention_heads
-    found["window_size"] = None if model.window_size is None else tuple(model.window_size)
-    found["window_attn_skip_freq"] = model.windowed_layers()
-    found["rope_scaling"] = read_scaling(model.rope_scaling, model.max_position_embeddings or 0)
+    fields["num_query_groups"] = model.num_query_groups or model.num_attention_heads
+    fields["window_size"] = None if model.window_size is None else tuple(model.window_size)
+    fields["window_attn_skip_freq"] = model.windowed_layers()
+    fields["rope_scaling"] = read_scaling(model.rope_scaling, model.max_position_embeddings or 0)
     if model.position_embedding_type == "learned_absolute":
-        found["max_position_embeddings"] = model.max_position_embeddings
+        fields["max_position_embeddings"] = model.max_position_embeddings
     if moe.num_experts is None:
-        return {**found, "num_experts": None}
-    found |= {name: getattr(moe, name) for name in MOE_SHAPE}
-    found["moe_ffn_hidden_size"] = moe.moe_ffn_hidden_size or model.ffn_hidden_size
-    found["moe_layer_freq"] = moe.expert_layers(model.num_layers or 0)
-    if all(found["moe_layer_freq"]):
+        return {**fields, "num_experts": None}
+    fields |= {name: getattr(moe, name) for name in MOE_SHAPE}
+    fields["moe_ffn_hidden_size"] = moe.moe_ffn_hidden_size or model.ffn_hidden_size
+    fields["moe_layer_freq"] = moe.expert_layers(model.num_layers or 0)
+    if all(fields["moe_layer_freq"]):
         # No layer has the width of a dense one.
-        del found["ffn_hidden_size"]
-    return found
+        del fields["ffn_hidden_size"]
+    return fields
 
 
 def differences(ours: Fields, theirs: Fields) -> list[tuple[str, Any, Any]]:

@@ -169,10 +169,10 @@ def _check_nothing_is_lost(order: Export, chunk: Any) -> None:
             f"{path} holds no averaged weights, which only a run with `--ema-decay` saves; leave "
             "out `--ema`."
         )
-    known = {shard.name.split("[")[0] for shard in shards_of(chunk, buffers=True)}
+    exported = {shard.name.split("[")[0] for shard in shards_of(chunk, buffers=True)}
     for name, entry in stored_entries(path).items():
         is_weight = isinstance(entry, TensorStorageMetadata) and not name.startswith(_NOT_WEIGHTS)
-        if is_weight and name not in known and not name.endswith(HISTORY):
+        if is_weight and name not in exported and not name.endswith(HISTORY):
             raise CheckpointError(
                 f"{path} holds `{name}`, which the exported model would not have; export a "
                 "checkpoint of the plain model."

@@ -113,13 +113,13 @@ class _Reading:
     def _runs(self, shard: Shard) -> list[Run]:
         rows = shard.full_shape[0]
         layers = self.model.fields["num_layers"]
-        found = self.table.runs(shard.name, rows, layers)
-        if found is None:
+        runs = self.table.runs(shard.name, rows, layers)
+        if runs is None:
             raise CheckpointError(
                 f"{self.model.path} describes a {self.model.family.model_type} model, which has no "
                 f"place for `{shard.name}`; leave out the flag that adds it."
             )
-        return found
+        return runs
 
     def check(self, decoder: Shapes, depths: Shapes, may_lack_depths: bool) -> None:
         """Check the folder against what all ranks need; leave out depths that it lacks.
@@ -156,9 +156,9 @@ class _Reading:
             if shard.is_vocabulary:
                 shard.tensor[max(0, self.model.vocab_size - shard.offset[0]) :] = 0
             for run in self._runs(shard):
-                found = run.overlap(shard.offset, shard.tensor.shape)
-                if found is not None:
-                    rows, index = found
+                overlap = run.overlap(shard.offset, shard.tensor.shape)
+                if overlap is not None:
+                    rows, index = overlap
                     target = shard.tensor[rows]
                     self.source.copy(run.tensor, index, target, transposed=run.transposed)
 
@@ -233,8 +233,8 @@ def with_held_depths(model: HuggingFaceModel) -> HuggingFaceModel:
     if not model.fields.get("mtp_num_layers"):
         return model
     with WeightFolder(model) as source:
-        held = beyond_decoder(source.names, model.fields["num_layers"])
-    fields = model.fields if held else {**model.fields, "mtp_num_layers": None}
+        depths = beyond_decoder(source.names, model.fields["num_layers"])
+    fields = model.fields if depths else {**model.fields, "mtp_num_layers": None}
     return dataclasses.replace(model, fields=fields)
 
 
@@ -245,13 +245,13 @@ def check_one_dtype(model: HuggingFaceModel) -> str:
     """
     table = model.table()
     with WeightFolder(model) as source:
-        found = {}
+        dtypes = {}
         for name in source.names:
             source.check_kind(name)
             if not table.is_exact(name) and not source.is_scales(name):
                 kind = source.dtype(name)
-                found[name] = "bfloat16" if kind == FP8 else kind
-        kinds = sorted(set(found.values()))
+                dtypes[name] = "bfloat16" if kind == FP8 else kind
+        kinds = sorted(set(dtypes.values()))
     if len(kinds) != 1:
         raise CheckpointError(
             f"{model.path.parent} holds tensors in {' and '.join(kinds) or 'no dtype'}, but a "
@@ -261,12 +261,12 @@ def check_one_dtype(model: HuggingFaceModel) -> str:
 
 
 def least_shapes(needs: Iterable[Shapes]) -> Shapes:
-    """Return the least shapes that hold what all ranks need."""
-    found: Shapes = {}
+    """Return, for each tensor, the smallest shape that covers what all ranks need."""
+    least: Shapes = {}
     for shapes in needs:
         for name, shape in shapes.items():
-            widen(found, name, shape)
-    return found
+            widen(least, name, shape)
+    return least
 
 
 def is_of_depth(name: str) -> bool:
@@ -278,7 +278,7 @@ def is_of_depth(name: str) -> bool:
 def beyond_decoder(tensors: Iterable[str], num_layers: int) -> set[str]:
     """Return the tensors of layers after the decoder's last, of multi-token prediction."""
     numbers = {name: _LAYER_NUMBER.search(name) for name in tensors}
-    return {name for name, found in numbers.items() if found and int(found[1]) >= num_layers}
+    return {name for name, match in numbers.items() if match and int(match[1]) >= num_layers}
 
 
 _LAYER_NUMBER = re.compile(r"\.(?:layers|h)\.(\d+)\.")

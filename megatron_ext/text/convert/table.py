@@ -113,7 +113,7 @@ class Table:
         return tensor.endswith(self.exact) if self.exact else False
 
     def runs(self, name: str, rows: int, num_layers: int) -> list[Run] | None:
-        """Return the runs of one of our parameters with so many rows; None if it has no place.
+        """Return the runs of one of our parameters with ``rows`` rows; None if it has no place.
 
         ``name`` is the name of its shards (`layers.initialization.Shard`).
         """
@@ -131,15 +131,15 @@ class Table:
             return None
         expert = numbers.get("expert")
         share = rows // len(parts)
-        found = []
+        runs = []
         row = 0
         for part in parts:
             count = share if part.count is None else part.count
             tensor = part.tensor.format(**numbers)
             index = expert if part.stacked else None
-            found.append(Run(row, count, tensor, part.start, part.step, part.transposed, index))
+            runs.append(Run(row, count, tensor, part.start, part.step, part.transposed, index))
             row += count
-        return found
+        return runs
 
 
 @dataclass(frozen=True)

@@ -114,43 +114,43 @@ def resolve_folder(config: RunConfig) -> RunConfig:
 def folder_errors(run: RunConfig) -> list[str]:
     """Return a sentence for each fault in the flags of Hugging Face folders."""
     given = run.section(HuggingFaceConfig)
-    found: list[str] = []
+    errors: list[str] = []
     if given.load_hf is not None:
         from megatron_ext.text.convert.config import disagreements, read_model
 
         source = read_model(Path(given.load_hf))
-        found += disagreements(run.model, run.moe, source)
+        errors += disagreements(run.model, run.moe, source)
         if (run.model.padded_vocab_size or 0) < source.vocab_size:
-            found.append(
+            errors.append(
                 f"`--padded-vocab-size` ({run.model.padded_vocab_size}) must be at least the "
                 f"{source.vocab_size} entries of the vocabulary of `--load-hf` ({given.load_hf}); "
                 "leave it out."
             )
         if run.checkpoint.pretrained_checkpoint is not None:
-            found.append(
+            errors.append(
                 f"`--load-hf` ({given.load_hf}) and `--pretrained-checkpoint` "
                 f"({run.checkpoint.pretrained_checkpoint}) both give initial weights; leave one "
                 "out."
             )
         if run.checkpoint.use_checkpoint_args:
-            found.append(
+            errors.append(
                 "`--load-hf` and `--use-checkpoint-args` both give the shape of the model; leave "
                 "one out."
             )
     if given.save_hf_interval is not None and given.save_hf is None:
-        found.append("`--save-hf-interval` needs `--save-hf`; give a folder.")
+        errors.append("`--save-hf-interval` needs `--save-hf`; give a folder.")
     if given.save_hf is not None:
         error = write_error("--save-hf", given.save_hf)
         if error is not None:
-            found.append(error)
+            errors.append(error)
         if given.load_hf is None:
             from megatron_ext.text.convert.config import fitting_family
 
             try:
                 fitting_family(run.model, run.moe)
             except CheckpointError as unfit:
-                found += [f"`--save-hf` is not possible: {text}" for text in unfit.messages]
-    return found
+                errors += [f"`--save-hf` is not possible: {text}" for text in unfit.messages]
+    return errors
 
 
 def check_vocabulary(config: RunConfig, vocab_size: int) -> None:

@@ -92,9 +92,9 @@ class Plan:
                     )
                 for run in runs:
                     widen(shapes, run.tensor, run.shape(shard.full_shape))
-                    found = run.overlap(shard.offset, shard.shape)
-                    if found is not None:
-                        piece = Piece(rank, number, *found, run.transposed)
+                    overlap = run.overlap(shard.offset, shard.shape)
+                    if overlap is not None:
+                        piece = Piece(rank, number, *overlap, run.transposed)
                         pieces.setdefault(run.tensor, []).append(piece)
         for copy, original in table.copies.items():
             if original in pieces:

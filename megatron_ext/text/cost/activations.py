@@ -339,15 +339,15 @@ class Activations:
         if sizes.latent is not None:
             small = 2 * sizes.latent.small - sizes.latent.rotated
             attention += sizes.residual_tokens * small
-        found = 0
+        num_values = 0
         for layer in stage.layers:
             tokens = sizes.tokens
             width = sizes.f // sizes.tp
             if sizes.experts[layer]:
                 tokens = sizes.residual_tokens * moe.moe_router_topk * sizes.etp
                 width = (moe.moe_ffn_hidden_size or sizes.f) // sizes.etp
-            found += attention + tokens * inner * width + 2 * sizes.residual_tokens * sizes.h
-        return found * sizes.width
+            num_values += attention + tokens * inner * width + 2 * sizes.residual_tokens * sizes.h
+        return num_values * sizes.width
 
     def loss(self) -> LayerBytes:
         sizes = self.sizes

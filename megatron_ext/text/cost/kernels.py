@@ -57,25 +57,25 @@ class GptKernels(GptFlops):
         count = self._num_microbatches
         fp8 = self.config.fp8
         table = x.v // x.tp * x.h
-        found: list[Work] = []
+        work: list[Work] = []
         for number in stage.layers:
             joins = self.joins_activation(number)
-            found += self.layer_work(self.sizes.experts[number], joins=joins)
+            work += self.layer_work(self.sizes.experts[number], joins=joins)
             if self.sizes.in_8_bits(fp8, number):
                 # Inputs and output gradients of four layers; once in a step their weights.
                 casts = 4 * cast_of(fp8.fp8_recipe)[1]
-                found.append(Work("casts", Phase.FORWARD, kernels=casts * (1 + 1 / count)))
-                found.append(Work("casts", Phase.INPUT, kernels=casts))
+                work.append(Work("casts", Phase.FORWARD, kernels=casts * (1 + 1 / count)))
+                work.append(Work("casts", Phase.INPUT, kernels=casts))
         for _ in range(stage.depths):
-            found += [*self.layer_work(self.sizes.experts[-1]), *self._norms(3)]
+            work += [*self.layer_work(self.sizes.experts[-1]), *self._norms(3)]
         if stage.final_norm:
-            found += self._norms(1)
+            work += self._norms(1)
         if stage.embedding:
-            found.append(Work("pointwise", Phase.FORWARD, num_bytes=2 * self._stream, kernels=2))
+            work.append(Work("pointwise", Phase.FORWARD, num_bytes=2 * self._stream, kernels=2))
         if (stage.embedding or stage.depths) and self._trains:
             moved = ZEROING * table / count + ROW_PLUMBING * x.tokens * x.h
-            found.append(Work("plumbing", Phase.WEIGHT, num_bytes=moved, kernels=8))
-        return found + (self._head_work(stage) if stage.head else [])
+            work.append(Work("plumbing", Phase.WEIGHT, num_bytes=moved, kernels=8))
+        return work + (self._head_work(stage) if stage.head else [])
 
     @property
     def _stream(self) -> int:
@@ -163,7 +163,7 @@ class GptKernels(GptFlops):
         inputs, weights = (Phase.FORWARD,) * 2 if chunked else (Phase.INPUT, Phase.WEIGHT)
         per_logit = (LOGIT if chunked else EAGER_LOGIT) * x.width / 2
         logits = losses * x.tokens * x.v // x.tp
-        found = [
+        work = [
             Work("head", Phase.FORWARD, counted.head, 0.0, count, x.width),
             Work("head", inputs, counted.head, 0.0, count, x.width),
             Work("head", weights, counted.head_weights, losses * summed, count, x.width),
@@ -178,5 +178,5 @@ class GptKernels(GptFlops):
         if self._trains:
             first = -FP32 if self._overwrites_head(stage) else ZEROING
             moved = (HEAD_PLUMBING * losses + first / self._num_microbatches) * table
-            found.append(Work("plumbing", Phase.WEIGHT, num_bytes=moved, kernels=5 * losses))
-        return found
+            work.append(Work("plumbing", Phase.WEIGHT, num_bytes=moved, kernels=5 * losses))
+        return work

@@ -75,21 +75,23 @@ class Parameters:
 
     def weights(self, stage: Stage) -> list[Weight]:
         fp8 = self.config.fp8
-        found = list(self._embedding(stage))
+        weights = list(self._embedding(stage))
         for position, number in enumerate(stage.layers):
             layer = self._layer_weights(f"decoder.layers.{position}", self.sizes.experts[number])
             # ``--fp8-param-gather`` holds the matrices of 8-bit layers in 8 bits.
             gathers = fp8.fp8_param_gather and self.sizes.in_8_bits(fp8, number)
-            found += [replace(w, fp8=gathers and LINEAR.search(w.name) is not None) for w in layer]
+            weights += [
+                replace(w, fp8=gathers and LINEAR.search(w.name) is not None) for w in layer
+            ]
         if stage.final_norm:
-            found += self._norm_weights("decoder.final_layernorm")
+            weights += self._norm_weights("decoder.final_layernorm")
         for depth in range(stage.depths):
-            found += self._depth_weights(f"mtp.layers.{depth}")
+            weights += self._depth_weights(f"mtp.layers.{depth}")
         x = self.sizes
         if stage.head and not (self._tied and (stage.embedding or stage.depths)):
             shape = x.v // x.tp * x.h, x.tp
-            found.append(Weight("output_layer.weight", *shape, shared=self._tied))
-        return with_frozen(self.config.lora, found)
+            weights.append(Weight("output_layer.weight", *shape, shared=self._tied))
+        return with_frozen(self.config.lora, weights)
 
     @property
     def _tied(self) -> bool:
@@ -115,18 +117,18 @@ class Parameters:
             yield Weight(f"{name}.bias", size)
 
     def _layer_weights(self, name: str, experts: bool) -> list[Weight]:
-        found = list(self._norm_weights(f"{name}.input_layernorm"))
-        found += self._attention_weights(f"{name}.self_attention")
-        found += self._norm_weights(f"{name}.pre_mlp_layernorm")
+        weights = list(self._norm_weights(f"{name}.input_layernorm"))
+        weights += self._attention_weights(f"{name}.self_attention")
+        weights += self._norm_weights(f"{name}.pre_mlp_layernorm")
         if experts:
-            found += self._expert_weights(f"{name}.mlp")
+            weights += self._expert_weights(f"{name}.mlp")
         else:
             bias = self.config.model.has_mlp_bias
-            found += self._mlp_weights(f"{name}.mlp", self.sizes.f, self.sizes.tp, bias=bias)
+            weights += self._mlp_weights(f"{name}.mlp", self.sizes.f, self.sizes.tp, bias=bias)
         if self.config.model.sandwich_norm:
-            found += self._norm_weights(f"{name}.post_self_attn_layernorm")
-            found += self._norm_weights(f"{name}.post_mlp_layernorm")
-        return found
+            weights += self._norm_weights(f"{name}.post_self_attn_layernorm")
+            weights += self._norm_weights(f"{name}.post_mlp_layernorm")
+        return weights
 
     def _matrix(self, name: str, outputs: int, inputs: int, **layout: Any) -> list[Weight]:
         return Linear(name, outputs, inputs, **layout).weights(self.config.lora)
@@ -137,29 +139,29 @@ class Parameters:
         bias = model.add_proj_bias
         qkv_bias = bool(model.add_qkv_bias)
         qkv = x.n + 2 * x.g
-        found: list[Weight] = []
+        weights: list[Weight] = []
         if model.softmax_type == "learnable":
-            found.append(Weight(f"{name}.core_attention.softmax_offset", x.n // x.tp, x.tp))
-        found += self._matrix(f"{name}.linear_proj", x.h, x.n * x.d, columns=x.tp, bias=bias)
+            weights.append(Weight(f"{name}.core_attention.softmax_offset", x.n // x.tp, x.tp))
+        weights += self._matrix(f"{name}.linear_proj", x.h, x.n * x.d, columns=x.tp, bias=bias)
         if x.latent is not None:
-            return found + self._latent_weights(name, x.latent)
-        found += self._matrix(f"{name}.linear_qkv", qkv * x.d, x.h, rows=x.tp, bias=qkv_bias)
+            return weights + self._latent_weights(name, x.latent)
+        weights += self._matrix(f"{name}.linear_qkv", qkv * x.d, x.h, rows=x.tp, bias=qkv_bias)
         if model.qk_layernorm:
-            found += self._norm_weights(f"{name}.q_layernorm", x.d)
-            found += self._norm_weights(f"{name}.k_layernorm", x.d)
-        return found
+            weights += self._norm_weights(f"{name}.q_layernorm", x.d)
+            weights += self._norm_weights(f"{name}.k_layernorm", x.d)
+        return weights
 
     def _latent_weights(self, name: str, latent: LatentSizes) -> list[Weight]:
-        """Return the sizes of the weights of multi-latent attention but the last projection's."""
-        found: list[Weight] = []
+        """Return the sizes of the weights of multi-latent attention, without the output's."""
+        weights: list[Weight] = []
         for part, outputs, inputs, shared in latent.matrices():
             rows = self.sizes.tp if shared else 1
-            found += self._matrix(f"{name}.{part}", outputs, inputs, rows=rows, bias=False)
+            weights += self._matrix(f"{name}.{part}", outputs, inputs, rows=rows, bias=False)
         ranks = {"q": latent.query_rank, "kv": latent.rank} if latent.norms else {}
         for part, rank in ranks.items():
             if rank:
-                found += self._norm_weights(f"{name}.{part}_layernorm", rank)
-        return found
+                weights += self._norm_weights(f"{name}.{part}_layernorm", rank)
+        return weights
 
     def _mlp_weights(self, name: str, width: int, ranks: int, **layout: Any) -> list[Weight]:
         """Return names and sizes of an MLP's weights; ``ranks`` ranks divide ``width`` channels."""
@@ -175,27 +177,27 @@ class Parameters:
         moe = self.config.moe
         count = moe.num_experts or 0
         width = moe.moe_ffn_hidden_size or x.f
-        found = self._matrix(f"{name}.router", count, x.h, bias=self.config.model.add_bias_linear)
+        weights = self._matrix(f"{name}.router", count, x.h, bias=self.config.model.add_bias_linear)
         layout = {"copies": x.ep, "expert": x.ep > 1 or x.etp != x.tp}
         for expert in range(count // x.ep):
             local = f"{name}.experts.local_experts.{expert}"
-            found += self._mlp_weights(local, width, x.etp, **layout)
+            weights += self._mlp_weights(local, width, x.etp, **layout)
         shared = moe.moe_shared_expert_intermediate_size
         if shared:
             if moe.moe_shared_expert_gate:
                 gate = Weight(f"{name}.shared_experts.gate_weight", x.h, matrix=(1, x.h))
-                found.append(gate)
-            found += self._mlp_weights(f"{name}.shared_experts", shared, x.tp)
-        return found
+                weights.append(gate)
+            weights += self._mlp_weights(f"{name}.shared_experts", shared, x.tp)
+        return weights
 
     def _depth_weights(self, name: str) -> list[Weight]:
         """Return the sizes of an MTP depth's weights; its layer is like the last decoder layer."""
         x = self.sizes
-        found = [*self._norm_weights(f"{name}.enorm"), *self._norm_weights(f"{name}.hnorm")]
-        found += self._matrix(f"{name}.eh_proj", x.h, 2 * x.h, rows=x.tp, bias=False)
-        found += self._layer_weights(f"{name}.transformer_layer", x.experts[-1])
-        found += self._norm_weights(f"{name}.final_layernorm")
-        return found
+        weights = [*self._norm_weights(f"{name}.enorm"), *self._norm_weights(f"{name}.hnorm")]
+        weights += self._matrix(f"{name}.eh_proj", x.h, 2 * x.h, rows=x.tp, bias=False)
+        weights += self._layer_weights(f"{name}.transformer_layer", x.experts[-1])
+        weights += self._norm_weights(f"{name}.final_layernorm")
+        return weights
 
 
 @dataclass(frozen=True)
@@ -233,7 +235,7 @@ class GptNetwork(Parameters, Activations, GptKernels, Network):
         placement = Layout.from_config(parallel).placement
         last = placement.num_stages - 1
         with_depths = mtp_stage(parallel) if depths else None
-        found = []
+        stages = []
         first = 0
         for index in range(placement.num_stages):
             count = _num_layers(parallel, total, placement, index)
@@ -248,9 +250,9 @@ class GptNetwork(Parameters, Activations, GptKernels, Network):
                 final_norm=total - 1 in layers if depths else index == last,
                 head=index == last,
             )
-            found.append(stage)
+            stages.append(stage)
             first += count
-        return found
+        return stages
 
     def fp8_weights(self, stage: Stage) -> int:
         """Return the bytes of a stage's 8-bit weights, without the layers that stay in bf16."""

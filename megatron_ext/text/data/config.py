@@ -124,26 +124,26 @@ class DataConfig:
             "--data-schedule": self.data_schedule,
         }
         given = [f"`{name}`" for name, value in ways.items() if value]
-        found = []
+        errors = []
         if len(given) > 1:
-            found.append(f"{' and '.join(given)} exclude each other; give one source of data.")
+            errors.append(f"{' and '.join(given)} exclude each other; give one source of data.")
         own = {"--valid-data-path": self.valid_data_path, "--test-data-path": self.test_data_path}
         beside = [f"`{name}`" for name, value in own.items() if value]
         alone = ("`--train-data-path`", "`--data-schedule`")
         shared = [name for name in given if name not in alone]
         if beside and shared and len(given) == 1:
-            found.append(
+            errors.append(
                 f"{shared[0]} and {' and '.join(beside)} exclude each other, since `--split` cuts "
                 "all splits from the former; give the data of training as `--train-data-path`."
             )
         if self.split is not None and not _is_split(self.split):
-            found.append(
+            errors.append(
                 f"`--split` ({self.split}) must be one to three shares that are finite and not "
                 "negative; use 99,1,0."
             )
         if self.multiple_validation_sets and not full_validation:
-            found.append("`--multiple-validation-sets` needs `--full-validation`; give both.")
-        return found
+            errors.append("`--multiple-validation-sets` needs `--full-validation`; give both.")
+        return errors
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def direct_errors(data: DataConfig, run: RunConfig, *, sft: bool) -> list[str]:
     """Return an error for each flag that the direct order does not allow, or that needs it."""
     changed = changed_fields(data)
     if data.data_order != "direct":
-        found = [
+        errors = [
             f"`{spelling_of(data, name)}` is for addresses, which only the direct order reads; "
             "give `--data-order direct`."
             for name in ("object_storage_cache_path", "object_storage_cache_size")
@@ -247,10 +247,10 @@ def direct_errors(data: DataConfig, run: RunConfig, *, sft: bool) -> list[str]:
             ),
         }
         given = [f"{what}; give `--data-order direct`." for what, is_so in needed.items() if is_so]
-        return found + given
+        return errors + given
     if sft:
         return []
-    found = [
+    errors = [
         f"`{spelling_of(data, name)}` does not go with `--data-order direct`: {reason}; leave it "
         "out."
         for name, reason in _NOT_WITH_DIRECT.items()
@@ -258,8 +258,8 @@ def direct_errors(data: DataConfig, run: RunConfig, *, sft: bool) -> list[str]:
     ]
     batch = run.training.rampup_batch_size or run.training.step_batch_size_schedule
     if batch and data.data_schedule is not None:
-        found.append(
+        errors.append(
             "`--data-schedule` counts whole steps of one size, but `--rampup-batch-size` or "
             "`--step-batch-size-schedule` changes it; leave one of them out."
         )
-    return found
+    return errors

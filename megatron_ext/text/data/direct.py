@@ -198,11 +198,11 @@ class DirectDataset(StepDataset):
             mask[(targets == pad) | (targets < 0)] = 0.0
             inputs = torch.where((inputs == pad) | (inputs < 0), 0, inputs)
             targets = torch.where((targets == pad) | (targets < 0), 0, targets)
-        found = {"tokens": inputs, "labels": targets, "loss_mask": mask, "position_ids": positions}
+        batch = {"tokens": inputs, "labels": targets, "loss_mask": mask, "position_ids": positions}
         if documents is not None:
             numbers = np.cumsum(ends, axis=1) - ends
-            found["sample_ids"] = torch.from_numpy(np.where(documents < 0, -1, numbers))
-        return found
+            batch["sample_ids"] = torch.from_numpy(np.where(documents < 0, -1, numbers))
+        return batch
 
     def _read(self, start: int, stop: int) -> tuple[Array, Array, Array | None]:
         """Return tokens and labels ``[b, s]``, -1 where a sample has none.
@@ -239,10 +239,10 @@ class DirectDataset(StepDataset):
         for source in np.flatnonzero(np.bincount(sources)).tolist():
             own = pieces.sources == source
             span = self.spans[source]
-            found = span.gather_ranges(pieces.begins[own], lengths[own])
-            if found.dtype.kind == "i" and found.min() < 0:
-                check_ids(span.name, found, self.marks.vocab_size)
-            text[sources == source] = found.reshape(-1, length + 1)
+            ids = span.gather_ranges(pieces.begins[own], lengths[own])
+            if ids.dtype.kind == "i" and ids.min() < 0:
+                check_ids(span.name, ids, self.marks.vocab_size)
+            text[sources == source] = ids.reshape(-1, length + 1)
         labels = text[:, 1:].copy()
         labels[~pieces.goes_on, -1] = -1
         number = np.arange(len(pieces.rows)) - firsts[pieces.rows]

@@ -107,14 +107,14 @@ class FillInTheMiddle:
 
         Ends of documents are parts too.
         """
-        found: list[tuple[Array, int]] = []
+        parts: list[tuple[Array, int]] = []
         ends = [*starts[1:], len(text)]
         for document, (start, end) in enumerate(zip(starts, ends, strict=True)):
             for part in _cut_at(text[start:end], self._ids.eod):
                 if part[0] != self._ids.eod:
-                    part = self._permuted(part, _Draws(self._key, sample, len(found)))
-                found.append((part, document))
-        return found
+                    part = self._permuted(part, _Draws(self._key, sample, len(parts)))
+                parts.append((part, document))
+        return parts
 
     def _permuted(self, part: Array, draws: _Draws) -> Array:
         """Permute a document, or its fragments if it has any."""
@@ -143,10 +143,10 @@ class FillInTheMiddle:
         )
         own = self._ids
         if draws.uniform() < self._fim.fim_spm_rate:
-            found = [own.prefix, own.suffix, *suffix, own.middle, *prefix, *middle]
+            moved = [own.prefix, own.suffix, *suffix, own.middle, *prefix, *middle]
         else:
-            found = [own.prefix, *prefix, own.suffix, *suffix, own.middle, *middle]
-        return np.array(found, dtype=np.int64)
+            moved = [own.prefix, *prefix, own.suffix, *suffix, own.middle, *middle]
+        return np.array(moved, dtype=np.int64)
 
 
 def _cut_at(ids: Array, mark: int) -> list[Array]:

@@ -238,7 +238,7 @@ def _check_splits(
                 )
         if weights is not None or len(prefixes) < 2 or size == 0:
             continue
-        held = 0
+        available = 0
         for prefix in prefixes:
             lengths = read_index(prefix).lengths
             if spec.per_split is None and data.split is not None:
@@ -250,12 +250,12 @@ def _check_splits(
                     f"({length + 1}) are needed of each dataset without a weight; give weights, or "
                     "a larger share."
                 )
-            held += max(0, tokens - 1) // length
+            available += max(0, tokens - 1) // length
         several = name == "valid" and data.multiple_validation_sets
-        if size is not None and held < size and not several:
+        if size is not None and available < size and not several:
             raise DataError(
-                f"The {name} split holds {held} samples, and datasets without weights are read "
-                f"once, but {size} are asked for; give weights, or fewer iterations."
+                f"The {name} split holds {available} samples, and datasets without weights are "
+                f"read once, but {size} are asked for; give weights, or fewer iterations."
             )
 
 

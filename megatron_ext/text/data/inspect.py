@@ -183,8 +183,8 @@ def _samples(
         lines.append(f"document {document}: {last - first} sequences, {tokens} tokens")
         lines.append(f"  ids   {' '.join(map(str, ids[:16]))}{' ...' if tokens > 16 else ''}")
         if tokenizer is not None:
-            known = [i for i in ids if 0 <= i < tokenizer.vocab_size]
-            text = tokenizer.detokenize(known, skip_special_tokens=False)
+            valid = [i for i in ids if 0 <= i < tokenizer.vocab_size]
+            text = tokenizer.detokenize(valid, skip_special_tokens=False)
             lines.append(f"  text  {text[:_SHOWN_CHARACTERS]!r}")
     return lines
 
@@ -222,12 +222,12 @@ def digests_of(prefix: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def _digest(path: Path) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     with _opened(path, f"Digest of {path.name}") as (stream, bar):
         while piece := stream.read(_DIGEST_BYTES):
-            found.update(piece)
+            digest.update(piece)
             bar.update(len(piece))
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 def recorded_digests(prefix: str | os.PathLike[str]) -> dict[str, str] | None:
@@ -240,14 +240,14 @@ def recorded_digests(prefix: str | os.PathLike[str]) -> dict[str, str] | None:
         return None
     lines = read_bytes(path, limit=1 << 20).decode("utf-8", errors="replace").splitlines()
     matches = [match for line in lines if (match := _DIGEST_LINE.fullmatch(line))]
-    found = {match[2]: match[1] for match in matches}
+    digests = {match[2]: match[1] for match in matches}
     names = [file.name for file in (bin_path(prefix), idx_path(prefix))]
-    if not set(names) <= set(found):
+    if not set(names) <= set(digests):
         raise DataError(
             f"{path} must hold a SHA-256 for {names[0]} and {names[1]}; write it again with "
             "`--write-digest`."
         )
-    return {name: found[name] for name in names}
+    return {name: digests[name] for name in names}
 
 
 def verify(prefix: str | os.PathLike[str], digests: Mapping[str, str]) -> bool:

@@ -103,16 +103,16 @@ def blend_of(spec: BlendSpec, split: int) -> Blend | None:
 
 
 def weights_of(blend: Blend, config: RunConfig, split: int) -> dict[str, Fraction]:
-    """Return the weight of each prefix; without given weights, the tokens of its split."""
-    found: dict[str, Fraction] = {}
+    """Return the weight of each prefix: the given one, or else the tokens of its split."""
+    totals: dict[str, Fraction] = {}
     prefixes, weights = blend
     for number, prefix in enumerate(prefixes):
         if weights is None:
             weight = Fraction(split_span(config, prefix, split).tokens)
         else:
             weight = Fraction(repr(weights[number]))
-        found[prefix] = found.get(prefix, Fraction(0)) + weight
-    return found
+        totals[prefix] = totals.get(prefix, Fraction(0)) + weight
+    return totals
 
 
 def split_span(config: RunConfig, prefix: str, split: int) -> TokenSpan:
@@ -138,15 +138,15 @@ def checked_span(span: TokenSpan, split: int, window: int) -> TokenSpan:
 
 
 def history_of(config: RunConfig) -> tuple[dict[str, Any] | None, int, int]:
-    """Return the data order in the checkpoint that a run resumes, its samples and its steps."""
-    found = find(config.checkpoint)
-    if found is None or found.weights_only:
+    """Return the data order, the consumed samples and the steps of the checkpoint to resume."""
+    checkpoint = find(config.checkpoint)
+    if checkpoint is None or checkpoint.weights_only:
         return None, 0, 0
-    progress = read_progress(found.path)
+    progress = read_progress(checkpoint.path)
     order = progress.get("data_order")
     if order is not None:
-        check_recorded(order, str(found.path / PROGRESS))
-    return order, progress.get("consumed_train_samples", 0), found.iteration
+        check_recorded(order, str(checkpoint.path / PROGRESS))
+    return order, progress.get("consumed_train_samples", 0), checkpoint.iteration
 
 
 def plan_run(
@@ -250,7 +250,7 @@ def _gone(
     would have passed the limit.
     """
     used = order.tokens_used(consumed)
-    found = set[str]()
+    exhausted = set[str]()
     tokens = {source.name: source.tokens for source in order.sources}
     past = [stage for stage in order.stages if stage.start < consumed]
     for name in limits.keys() & used.keys():
@@ -261,8 +261,8 @@ def _gone(
         planned = [stage for stage in plan if stage.start <= left.start][-1]
         is_full = used[name] + left.seq_length > limits[name] * tokens[name]
         if is_full and planned.weights.get(name):
-            found.add(name)
-    return found
+            exhausted.add(name)
+    return exhausted
 
 
 def _left(stage: Planned, gone: set[str]) -> Planned:

@@ -75,11 +75,11 @@ class _Reader:
             self.fail(f"has `when_exhausted` ({ending}), which must be reweight or stop")
         return Schedule(tuple(stages), limits, stops=ending == "stop")
 
-    def _know(self, values: Mapping[str, Any], known: set[str], where: str) -> None:
-        unknown = sorted(set(map(str, values)) - known)
+    def _know(self, values: Mapping[str, Any], keys: set[str], where: str) -> None:
+        unknown = sorted(set(map(str, values)) - keys)
         if unknown:
             self.fail(f"has the key `{unknown[0]}` in {where}, which must be one of "
-                      f"{', '.join(sorted(known))}")  # fmt: skip
+                      f"{', '.join(sorted(keys))}")  # fmt: skip
 
     def _stage(self, number: int, values: Any) -> Planned:
         where = f"stage {number}"
@@ -124,16 +124,16 @@ class _Reader:
     def _fractions(self, values: Any, what: str) -> dict[str, Fraction]:
         if not isinstance(values, dict):
             self.fail(f"must give {what} as a mapping from sources to numbers")
-        found = {}
+        fractions = {}
         for given, value in values.items():
             name = plain_prefix(str(given))
-            if name in found:
+            if name in fractions:
                 self.fail(f"names {name} twice in {what}; name each source once")
             try:
-                found[name] = Fraction(str(value))
+                fractions[name] = Fraction(str(value))
             except (ValueError, ZeroDivisionError):
                 self.fail(f"gives {value} for {name} in {what}, which must be a number")
-        return found
+        return fractions
 
     def _check_ends(self, stages: list[Planned]) -> None:
         for number, stage in enumerate(stages, 1):

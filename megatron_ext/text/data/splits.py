@@ -205,15 +205,15 @@ def build_held_out(
     _, *sizes = split_sizes(training, length, config.parallel.data_parallel_size)
 
     def build(split: int, prefixes: Mapping[str, Fraction], size: int | None) -> DirectDataset:
-        found = [checked_span(split_span(config, name, split), split, length) for name in prefixes]
+        spans = [checked_span(split_span(config, name, split), split, length) for name in prefixes]
         fim = fim_of(config, tokenizer, split)
         if size is None:
-            windows = EveryWindow(found, length)
-            return DirectDataset(windows, dict(enumerate(found)), marks, len(windows), fim)
-        tokens = {f"{SPLITS[split]} {span.name}": span.tokens for span in found}
+            windows = EveryWindow(spans, length)
+            return DirectDataset(windows, dict(enumerate(spans)), marks, len(windows), fim)
+        tokens = {f"{SPLITS[split]} {span.name}": span.tokens for span in spans}
         weights = dict(zip(tokens, prefixes.values(), strict=True))
         order = SampleOrder(tokens, [Stage(0, length, weights)], length, training.seed)
-        return DirectDataset(order, dict(enumerate(found)), marks, size, fim)
+        return DirectDataset(order, dict(enumerate(spans)), marks, size, fim)
 
     built: list[Any] = []
     for split, size in enumerate(sizes, 1):

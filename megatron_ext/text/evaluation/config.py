@@ -36,9 +36,9 @@ class TaskEvaluationConfig(UsersOwn):
     def training_errors(self) -> list[str]:
         """Return a sentence for each flag that has no effect in training."""
         interval = self.eval_tasks_interval
-        found = []
+        errors = []
         if self.eval_tasks and interval is None:
-            found.append(
+            errors.append(
                 f"`--eval-tasks` ({' '.join(self.eval_tasks)}) needs `--eval-tasks-interval` in "
                 "training, the steps between two scores; add it, or use tools/evaluate.py."
             )
@@ -48,12 +48,12 @@ class TaskEvaluationConfig(UsersOwn):
             "--eval-tasks-limit": self.eval_tasks_limit,
             "--eval-num-fewshot": self.eval_num_fewshot,
         }
-        found += [
+        errors += [
             f"`{name}` has an effect only with `--eval-tasks`; add it, or leave this out."
             for name, value in others.items()
             if value is not None and not self.eval_tasks
         ]
-        return found
+        return errors
 
 
 @dataclass(frozen=True)

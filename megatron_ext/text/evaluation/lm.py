@@ -128,8 +128,8 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
 
     def _sampling(self, given: dict[str, Any]) -> Sampling:
         options = normalize_gen_kwargs(given)
-        known = ("temperature", "top_k", "top_p", "repetition_penalty")
-        taken = {name: options[name] for name in known if options.get(name) is not None}
+        names = ("temperature", "top_k", "top_p", "repetition_penalty")
+        taken = {name: options[name] for name in names if options.get(name) is not None}
         if not options["do_sample"]:
             taken = {k: v for k, v in taken.items() if k == "repetition_penalty"}
         return Sampling(
@@ -148,8 +148,8 @@ def task_manager(flags: TaskEvaluationConfig) -> tuple[TaskManager, list[str]]:
     Raises:
         ConfigError: a task is unknown.
     """
-    asked = list(flags.eval_tasks or ())
-    for name in asked:
+    tasks = list(flags.eval_tasks or ())
+    for name in tasks:
         if name.endswith((".yaml", ".yml")) and not Path(name).is_file():
             raise ConfigError(f"`--eval-tasks` ({name}) is no file; give a name or a YAML file.")
     folders = list(flags.eval_tasks_path or ())
@@ -158,7 +158,7 @@ def task_manager(flags: TaskEvaluationConfig) -> tuple[TaskManager, list[str]]:
             raise ConfigError(
                 f"`--eval-tasks-path` ({folder}) is no folder; give one with YAML files of tasks."
             )
-    names = [name for name in asked if not name.endswith((".yaml", ".yml"))]
+    names = [name for name in tasks if not name.endswith((".yaml", ".yml"))]
     manager = TaskManager(include_path=folders, include_defaults=False)
     if not set(names) <= set(manager.all_tasks):
         manager = TaskManager(include_path=folders)
@@ -168,7 +168,7 @@ def task_manager(flags: TaskEvaluationConfig) -> tuple[TaskManager, list[str]]:
             f"`--eval-tasks` ({unknown[0]}) is no task of lm-eval or of `--eval-tasks-path`; give "
             "the name that stands under `task` in its YAML file."
         )
-    return manager, asked
+    return manager, tasks
 
 
 def run_tasks(

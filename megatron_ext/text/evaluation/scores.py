@@ -80,19 +80,19 @@ def scored(
 
 
 def values_of(results: dict[str, Any]) -> dict[str, tuple[float, Any]]:
-    """Return value and standard error (or a text that there is none) by ``task metric``.
+    """Return each value and its standard error, or "N/A", by ``task metric``.
 
     Groups of tasks follow the tasks. The name of a filter of answers follows the metric's.
     """
-    found = {}
+    values = {}
     for task, metrics in {**results["results"], **results.get("groups", {})}.items():
         for key, value in metrics.items():
             name, _, filtered = key.partition(",")
             if isinstance(value, (int, float)) and filtered and not name.endswith("_stderr"):
                 suffix = "" if filtered == "none" else f" {filtered}"
                 error = metrics.get(f"{name}_stderr,{filtered}", "N/A")
-                found[f"{task} {name}{suffix}"] = float(value), error
-    return found
+                values[f"{task} {name}{suffix}"] = float(value), error
+    return values
 
 
 def table(results: dict[str, Any]) -> list[str]:
@@ -101,8 +101,8 @@ def table(results: dict[str, Any]) -> list[str]:
     width = max(map(len, values), default=0)
     lines = [f"{'task and metric':<{width}}         value     stderr"]
     for name, (value, error) in values.items():
-        told = f"{error:10.4f}" if isinstance(error, float) else f"{error:>10}"
-        lines.append(f"{name:<{width}}  {value:>12.6g} {told}")
+        stderr = f"{error:10.4f}" if isinstance(error, float) else f"{error:>10}"
+        lines.append(f"{name:<{width}}  {value:>12.6g} {stderr}")
     return lines
 
 

@@ -93,12 +93,12 @@ class ModelService:
     def _score(self, rows: Sequence[Row]) -> list[Score]:
         numbered = sorted(enumerate(rows), key=lambda entry: -len(entry[1].ids))
         batches = _batches(self._share(numbered))
-        found: list[Score] = []
+        scores: list[Score] = []
         longest = max((len(row.ids) for row in rows), default=1)
         with self.forward.ready(0, longest):
             while self.forward.any_left(bool(batches)):
-                found += self._score_batch(batches.pop(0) if batches else [])
-        return self._on_rank_0(found)
+                scores += self._score_batch(batches.pop(0) if batches else [])
+        return self._on_rank_0(scores)
 
     def _score_batch(self, batch: Sequence[tuple[int, Row]]) -> list[Score]:
         """Score the rows of one forward pass; return scores on the rank that decides, else []."""
@@ -106,11 +106,11 @@ class ModelService:
             NewTokens(Segment(number, 0, len(row.ids) - 1), row.ids[:-1]) for number, row in batch
         ]
         rows = dict(batch)
-        found = []
+        scores = []
         for hidden in self.forward.run(texts):
             if hidden.tokens.segments:
-                found += self._scores(hidden, rows)
-        return found if self.forward.decides else []
+                scores += self._scores(hidden, rows)
+        return scores if self.forward.decides else []
 
     def _scores(self, hidden: Hidden, rows: dict[int, Row]) -> list[Score]:
         """Return the scores of a micro-batch's rows, by the index that is their slot."""
@@ -124,11 +124,11 @@ class ModelService:
             targets += row.ids[row.first :]
             counts.append(len(row.ids) - row.first)
             begin += segment.length
-        wanted = torch.tensor(targets, device=hidden.states.device)
-        states = hidden.states[torch.tensor(places, device=wanted.device)]
+        target_ids = torch.tensor(targets, device=hidden.states.device)
+        states = hidden.states[torch.tensor(places, device=target_ids.device)]
         parts = [
             self._token_scores(*part)
-            for part in zip(torch.split(states, BLOCK), torch.split(wanted, BLOCK), strict=True)
+            for part in zip(torch.split(states, BLOCK), torch.split(target_ids, BLOCK), strict=True)
         ]
         log_probs, likeliest = (
             torch.split(torch.cat(values).cpu(), counts) for values in zip(*parts, strict=True)
@@ -151,12 +151,12 @@ class ModelService:
         context = self.forward.context
         return list(entries[context.dp_rank :: context.layout.data_parallel_size])
 
-    def _on_rank_0(self, found: list[Any]) -> list[Any]:
-        """Return what all ranks have found, by number, on rank 0; elsewhere []."""
-        parts: list[Any] = [found]
+    def _on_rank_0(self, results: list[Any]) -> list[Any]:
+        """Return the results of all ranks, sorted by number, on rank 0; elsewhere []."""
+        parts: list[Any] = [results]
         if self.forward.context.layout.world_size > 1:
             parts = [None] * self.forward.context.layout.world_size
-            torch.distributed.all_gather_object(parts, found)
+            torch.distributed.all_gather_object(parts, results)
         if self.rank != 0:
             return []
         return sorted((each for part in parts for each in part), key=lambda each: each.number)

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 def evaluation_rules(given: RunConfig, run: RunConfig) -> list[str]:
     """Return the errors of all flags of tools/evaluate.py."""
-    found = inference_rules(given, run)
+    errors = inference_rules(given, run)
     if not run.section(TaskEvaluationConfig).eval_tasks:
-        found.append("`--eval-tasks` is missing; give names of tasks, or YAML files.")
+        errors.append("`--eval-tasks` is missing; give names of tasks, or YAML files.")
     if run.section(TaskEvaluationConfig).eval_tasks_interval is not None:
-        found.append("`--eval-tasks-interval` is a flag of training; leave it out.")
-    return found
+        errors.append("`--eval-tasks-interval` is a flag of training; leave it out.")
+    return errors
 
 
 def prepare_evaluation(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
@@ -55,8 +55,8 @@ def _chat_tokenizer(config: RunConfig, tokenizer: Tokenizer, *, tells: bool = Fa
     if not config.section(ResultsConfig).apply_chat_template:
         return None
     settings = config.section(TokenizerConfig)
-    asked = "--apply-chat-template"
-    loaded = load_chat_tokenizer(tokenizer, settings, None, asked=asked, template_flag=None)
+    flag = "--apply-chat-template"
+    loaded = load_chat_tokenizer(tokenizer, settings, None, flag=flag, template_flag=None)
     dated, sentence = with_known_date(loaded, config.section(ResultsConfig).trained_date)
     if sentence is not None and tells:
         print(f"> {sentence}", flush=True)

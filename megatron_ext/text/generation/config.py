@@ -84,33 +84,33 @@ class GenerationConfig(UsersOwn):
             "--interactive": self.interactive,
         }
         given = [f"`{name}`" for name, value in sources.items() if value]
-        found = []
+        errors = []
         if not given:
-            found.append(f"There is nothing to continue; {_PLAIN}.")
+            errors.append(f"There is nothing to continue; {_PLAIN}.")
         elif len(given) > 1:
-            found.append(f"{' and '.join(given)} exclude each other; give one source of prompts.")
+            errors.append(f"{' and '.join(given)} exclude each other; give one source of prompts.")
         changed = changed_fields(self)
-        found += [
+        errors += [
             f"`--{name.replace('_', '-')}` ({getattr(self, name)}) has an effect only with "
             "`--do-sample`; add it, or leave this out."
             for name in _DRAWN
             if name in changed and not self.do_sample
         ]
-        found += [
+        errors += [
             f"`--{name.replace('_', '-')}` ({getattr(self, name)}) has an effect only with "
             "`--chat`; add it, or leave this out."
             for name in ("chat_template", "chat_date")
             if getattr(self, name) is not None and not self.chat
         ]
         if self.chat_date is not None and not is_date(self.chat_date):
-            found.append(
+            errors.append(
                 f"`--chat-date` ({self.chat_date}) must be a day as YYYY-MM-DD; use 2024-07-26."
             )
         if self.interactive and self.output_file is not None:
-            found.append(
+            errors.append(
                 f"`--output-file` ({self.output_file}) does not go with `--interactive`, which "
                 "shows texts on the terminal; leave it out, or give `--prompt-file`."
             )
         if "" in (self.stop_strings or ()):
-            found.append("`--stop-strings` must hold no empty text, which would end every text.")
-        return found
+            errors.append("`--stop-strings` must hold no empty text, which would end every text.")
+        return errors

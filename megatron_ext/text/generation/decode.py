@@ -70,9 +70,9 @@ class Writing:
             self.reason = "eos"
             return token
         self.text = self._decoded(new)
-        found = [at for stop in sampling.stop_strings if (at := self.text.find(stop)) >= 0]
-        if found:
-            self.text = self.text[: min(found)]
+        offsets = [at for stop in sampling.stop_strings if (at := self.text.find(stop)) >= 0]
+        if offsets:
+            self.text = self.text[: min(offsets)]
             self.reason = "stop"
         elif len(new) >= sampling.max_new_tokens:
             self.reason = "length"
@@ -154,7 +154,7 @@ class Decoder:
         waiting = deque(requests)
         active = list[_Text]()
         slots = list(range(min(self._batch_size, len(requests))))
-        found: list[Completion] = []
+        completions: list[Completion] = []
         with forward.ready(max(1, len(slots)), max(longest, default=1)):
             while forward.any_left(bool(waiting or active)):
                 active += self._admitted(waiting, slots)
@@ -169,10 +169,10 @@ class Decoder:
                         on_text(text.request.number, text.writing.further_text())
                     if ended:
                         slots.append(text.slot)
-                        found += _completion(text)
+                        completions += _completion(text)
                 active = [x for x, (_, ended) in zip(active, choices, strict=True) if not ended]
                 active.sort(key=lambda text: text.slot)
-        return found
+        return completions
 
     def _admitted(self, waiting: deque[Request], slots: list[int]) -> list[_Text]:
         """Take requests that wait, and free slots for them, as far as one pass holds them."""

@@ -59,19 +59,19 @@ class Hidden:
 
 def check_model(config: RunConfig) -> None:
     """Raise a ConfigError if flags ask for a model or a layout that cannot use the cache."""
-    found = []
+    errors = []
     if config.parallel.context_parallel_size > 1:
-        found.append(
+        errors.append(
             f"`--context-parallel-size` ({config.parallel.context_parallel_size}) must be 1 where "
             "text is generated or scored; give these ranks to `--tensor-model-parallel-size`."
         )
     if config.model.transformer_impl == "transformer_engine":
-        found.append(
+        errors.append(
             "`--transformer-impl` (transformer_engine) has no cache of keys and values here; give "
             "`--transformer-impl torch` where text is generated or scored."
         )
-    if found:
-        raise ConfigError(found)
+    if errors:
+        raise ConfigError(errors)
 
 
 class PackedForward:
@@ -136,21 +136,21 @@ class PackedForward:
 
     @functools.cached_property
     def short_length(self) -> int | None:
-        """Return the length after which all positions of a text are rotated otherwise (LongRoPE).
+        """Return the length beyond which LongRoPE rotates all positions of a text differently.
 
         It is None for other models. A text that becomes longer must be given whole.
         """
-        found = (getattr(module, "short_length", None) for module in self._rotary_embeddings)
-        return next((length for length in found if length is not None), None)
+        lengths = (getattr(module, "short_length", None) for module in self._rotary_embeddings)
+        return next((length for length in lengths if length is not None), None)
 
     @functools.cached_property
     def deciding_rank(self) -> int:
         """Return the global rank that chooses the tokens of this replica."""
         layout = self.context.layout
         own = self.context.layout.position(self.context.rank)
-        wanted = {**own, "pp": self.context.last_stage_rank, "tp": self.context.pgs.tp.size() - 1}
+        position = {**own, "pp": self.context.last_stage_rank, "tp": self.context.pgs.tp.size() - 1}
         ranks = range(layout.world_size)
-        return next(rank for rank in ranks if layout.position(rank) == wanted)
+        return next(rank for rank in ranks if layout.position(rank) == position)
 
     @contextmanager
     def ready(self, num_slots: int, max_length: int) -> Iterator[None]:
@@ -175,8 +175,8 @@ class PackedForward:
     @functools.cached_property
     def _rotary_embeddings(self) -> list[torch.nn.Module]:
         """Return the rotary embeddings of all chunks; layers of latent attention share theirs."""
-        found = (getattr(module, "rotary_pos_emb", None) for module in self._modules)
-        own = [each for each in found if isinstance(each, RotaryEmbedding)]
+        embeddings = (getattr(module, "rotary_pos_emb", None) for module in self._modules)
+        own = [each for each in embeddings if isinstance(each, RotaryEmbedding)]
         return list(dict.fromkeys(own))
 
     def any_left(self, has_texts: bool) -> bool:
@@ -212,15 +212,15 @@ class PackedForward:
 
     def _micro_batches(self, texts: Sequence[NewTokens]) -> list[MicroBatch]:
         """Split texts into micro-batches of one length; they differ by at most one text."""
-        wanted = min(self.context.layout.pipeline_model_parallel_size, max(1, len(texts)))
-        bounds = [len(texts) * i // wanted for i in range(wanted + 1)]
+        count = min(self.context.layout.pipeline_model_parallel_size, max(1, len(texts)))
+        bounds = [len(texts) * i // count for i in range(count + 1)]
         groups = [texts[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
         longest = max(sum(len(text.ids) for text in group) for group in groups)
         if self._in_step:
-            sizes = torch.tensor([wanted, longest], device=self.device)
+            sizes = torch.tensor([count, longest], device=self.device)
             torch.distributed.all_reduce(sizes, op=ReduceOp.MAX, group=self.context.pgs.dp)
-            wanted, longest = sizes.tolist()
-            groups += [[] for _ in range(wanted - len(groups))]
+            count, longest = sizes.tolist()
+            groups += [[] for _ in range(count - len(groups))]
         longest = -(-max(longest, 1) // self._multiple) * self._multiple
         return [self._micro_batch(group, longest) for group in groups]
 
@@ -271,10 +271,10 @@ class PackedForward:
 
     def next_logits(self, texts: Sequence[NewTokens]) -> dict[int, Tensor]:
         """Return the logits ``[v]`` of the token after each text, by slot, on the last stage."""
-        found: dict[int, Tensor] = {}
+        by_slot: dict[int, Tensor] = {}
         for hidden in self.run(texts):
             if hidden.tokens.segments:
                 logits = self.logits(hidden.states[hidden.tokens.last_tokens])
                 slots = [segment.slot for segment in hidden.tokens.segments]
-                found |= dict(zip(slots, logits, strict=True))
-        return found
+                by_slot |= dict(zip(slots, logits, strict=True))
+        return by_slot

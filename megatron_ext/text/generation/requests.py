@@ -88,9 +88,9 @@ def _prompt(line: str, place: str, generation: GenerationConfig) -> Prompt:
         content = row.get("prompt") if content is None else content
     is_messages = isinstance(content, list) and all(isinstance(each, dict) for each in content)
     if not isinstance(content, str) and not (is_messages and content):
-        wanted = '"messages", a list of objects, or "prompt"' if generation.chat else '"prompt"'
+        keys = '"messages", a list of objects, or "prompt"' if generation.chat else '"prompt"'
         hint = "" if generation.chat else "; for messages give `--chat`"
-        raise DataError(f"{place} must be an object with {wanted}, a text{hint}.")
+        raise DataError(f"{place} must be an object with {keys}, a text{hint}.")
     assert content is not None
     return Prompt(content, place, row)
 
@@ -131,7 +131,7 @@ class Encoder:
                 tokenizer,
                 config.section(TokenizerConfig),
                 self._generation.chat_template,
-                asked="--chat",
+                flag="--chat",
                 template_flag="--chat-template",
             )
             self._chat = self._with_date(loaded)

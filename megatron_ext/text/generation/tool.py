@@ -98,7 +98,7 @@ def model_defaults(
             else f"`--load` is missing; give {tool} the --save folder of a run of "
             "pretrain_gpt.py, or the folder of a Hugging Face model as `--load-hf`."
         )
-    found = {
+    defaults = {
         "transformer_impl": "torch",
         "skip_train": True,
         "micro_batch_size": 1,
@@ -107,11 +107,11 @@ def model_defaults(
     if load is None:
         assert folder is not None
         source = read_model(Path(folder))
-        return {**found, "seq_length": source.fields["max_position_embeddings"]}, []
+        return {**defaults, "seq_length": source.fields["max_position_embeddings"]}, []
     stored = read_run_config(Path(load), given.get("ckpt_step"))
     notes = withheld_notes(stored, program.sections, {flag.field for flag in reading.given})
     stored = described(stored, program.sections)
-    return {**found, **_stored_model(stored, program, load), "finetune": True}, notes
+    return {**defaults, **_stored_model(stored, program, load), "finetune": True}, notes
 
 
 def run_model(
@@ -144,13 +144,13 @@ def _stored_model(stored: Mapping[str, Any], program: Task, load: str) -> dict[s
             "model; give another."
         )
     decisive = {name for name, answer in if_changed(ModelConfig).items() if "refuse" in answer}
-    found = {k: v for k, v in stored["model"].items() if k in decisive}
+    flags = {k: v for k, v in stored["model"].items() if k in decisive}
     for section in program.stored_model(stored, RunConfig()).values():
-        found.update(section)
-    found.update(stored["tokenizer"])
+        flags.update(section)
+    flags.update(stored["tokenizer"])
     date = stored.get("sft", {}).get("written_date")
     return {
-        **{k: v for k, v in found.items() if k not in NOT_STORED},
+        **{k: v for k, v in flags.items() if k not in NOT_STORED},
         **{name: stored["precision"].get(name) for name in ("bf16", "fp16")},
         "unpadded_vocab_size": stored["model"].get("unpadded_vocab_size"),
         "trained_date": date if isinstance(date, str) and is_date(date) else None,
@@ -222,18 +222,18 @@ class Writer:
         """
         replicas = self.context.layout.data_parallel_size
         turn = replicas - 1 - self.context.dp_rank
-        found = self._decoder.complete(requests[turn::replicas], on_text)
-        return self.gathered(found)
+        completions = self._decoder.complete(requests[turn::replicas], on_text)
+        return self.gathered(completions)
 
-    def gathered(self, found: list[Completion]) -> list[Completion]:
+    def gathered(self, completions: list[Completion]) -> list[Completion]:
         """Return the completions of all replicas in order, on the reporting rank; elsewhere []."""
         if self.forward.decides and self.context.pgs.dp.size() > 1:
             parts: list[Any] = [None] * self.context.pgs.dp.size()
-            torch.distributed.all_gather_object(parts, found, group=self.context.pgs.dp)
-            found = [completion for part in parts for completion in part]
+            torch.distributed.all_gather_object(parts, completions, group=self.context.pgs.dp)
+            completions = [completion for part in parts for completion in part]
         if not self.context.is_reporting_rank:
             return []
-        return sorted(found, key=lambda completion: completion.number)
+        return sorted(completions, key=lambda completion: completion.number)
 
 
 def write_texts(run: Run) -> None:
@@ -265,8 +265,8 @@ def write_texts(run: Run) -> None:
         return
     assert generation.output_file is not None
     rows = [
-        {**prompt.row, "completion": found.text, "finish_reason": found.finish_reason}
-        for prompt, found in zip(prompts[0], completions, strict=True)
+        {**prompt.row, "completion": completion.text, "finish_reason": completion.finish_reason}
+        for prompt, completion in zip(prompts[0], completions, strict=True)
     ]
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     Path(generation.output_file).write_text(text, encoding="utf-8")
@@ -292,12 +292,12 @@ class Terminal:
 
     def finish(self, completions: Sequence[Completion]) -> None:
         """Show what is left of all texts."""
-        for found in completions:
-            if found.number > self._at:
+        for completion in completions:
+            if completion.number > self._at:
                 if self._at >= 0:
                     print()
-                self._begin(found.number)
-                print(found.text, end="")
+                self._begin(completion.number)
+                print(completion.text, end="")
         print(flush=True)
 
     def _begin(self, number: int) -> None:

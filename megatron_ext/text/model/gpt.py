@@ -50,8 +50,8 @@ class GPTModel(TextModel, CoreGPTModel):  # type: ignore[misc]
 
 def _model_class(config: RunConfig, given: Callable[..., TextModel]) -> Callable[..., TextModel]:
     """Return the given class, or HybridModel for `GPTModel` and ``--hybrid-layer-pattern``."""
-    asked = config.has(HybridConfig) and config.section(HybridConfig).hybrid_layer_pattern
-    if not asked or given is not GPTModel:
+    pattern = config.has(HybridConfig) and config.section(HybridConfig).hybrid_layer_pattern
+    if not pattern or given is not GPTModel:
         return given
     from megatron_ext.text.model.hybrid import HybridModel
 

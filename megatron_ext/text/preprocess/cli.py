@@ -119,10 +119,10 @@ def parse_options(argv: Sequence[str]) -> tuple[PreprocessOptions, list[str]]:
 
 def _about_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> list[str]:
     """Return a sentence for each unknown argument, with the flag that may be meant."""
-    known = [option for action in parser._actions for option in action.option_strings]
+    options = [option for action in parser._actions for option in action.option_strings]
     wrong = []
     for flag in unknown:
-        near = difflib.get_close_matches(flag, known, n=1)
+        near = difflib.get_close_matches(flag, options, n=1)
         hint = f"did you mean `{near[0]}`?" if near else "see --help."
         kind = "flag" if flag.startswith("-") else "argument"
         wrong.append(f"Unknown {kind} `{flag}`; {hint}")

@@ -81,7 +81,7 @@ def read_object(line: bytes, keys: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _has_twice(line: bytes, key: str) -> bool:
-    """Tell whether the object of a line has a key twice, of which parsers keep the last value.
+    """Tell whether a line's object has a key twice; parsers would keep only the last value.
 
     The keys of inner objects do not count.
     """
@@ -89,8 +89,8 @@ def _has_twice(line: bytes, key: str) -> bool:
         return False
     pairs: list[tuple[str, Any]] = []
 
-    def remember(found: list[tuple[str, Any]]) -> None:
-        pairs[:] = found  # the outermost object is the last to end
+    def remember(entries: list[tuple[str, Any]]) -> None:
+        pairs[:] = entries  # the outermost object is the last to end
 
     json.loads(line.decode("utf-8-sig"), object_pairs_hook=remember)
     return sum(name == key for name, _ in pairs) > 1
@@ -348,14 +348,14 @@ def sentence_splitter(lang: str, *, keep_newlines: bool) -> Splitter:
     White space between sentences is dropped. With `keep_newlines` it stays at the end of the
     preceding sentence, and the joined sentences are the text.
     """
-    known = frozenset((_COMMON + " " + _ABBREVIATIONS[lang]).split())
+    abbreviations = frozenset((_COMMON + " " + _ABBREVIATIONS[lang]).split())
     ordinals = lang in ("german", "dutch")
 
     def split(text: str) -> list[str]:
         sentences = []
         start = 0
         for match in _END.finditer(text):
-            if match["mark"] is not None and not _ends_here(text, match, known, ordinals):
+            if match["mark"] is not None and not _ends_here(text, match, abbreviations, ordinals):
                 continue
             space = match["space"] if match["mark"] is not None else match["wide_space"]
             end = match.end() if keep_newlines else match.end() - len(space)
@@ -367,7 +367,9 @@ def sentence_splitter(lang: str, *, keep_newlines: bool) -> Splitter:
     return split
 
 
-def _ends_here(text: str, match: re.Match[str], known: frozenset[str], ordinals: bool) -> bool:
+def _ends_here(
+    text: str, match: re.Match[str], abbreviations: frozenset[str], ordinals: bool
+) -> bool:
     if match["next"].islower() and "\n\n" not in match["space"]:
         return False
     if match["mark"] != "." or "\n\n" in match["space"] or match["close"]:
@@ -377,4 +379,4 @@ def _ends_here(text: str, match: re.Match[str], known: frozenset[str], ordinals:
     last = word[0] if word else ""
     initial = len(last) == 1 and last.isalpha() and last.isupper() and last != "I"
     ordinal = ordinals and last.isdigit() and len(last) <= 2
-    return not (initial or ordinal or last.lower() in known)
+    return not (initial or ordinal or last.lower() in abbreviations)

@@ -83,7 +83,7 @@ class Source:
 
 
 def expand(patterns: Sequence[str]) -> list[str]:
-    """Return the files and folders of texts that paths and globs name, those of a glob sorted.
+    """Return the files and folders that paths and globs name; those of one glob are sorted.
 
     A glob names folders only if it ends in a slash. Raise a DataError for a pattern without files,
     an unreadable file or a stream named twice.
@@ -92,16 +92,16 @@ def expand(patterns: Sequence[str]) -> list[str]:
     for pattern in patterns:
         if pattern == "-":
             return ["-"]
-        found = [pattern] if os.path.exists(pattern) else []
-        if not found and glob.has_magic(pattern):
-            found = sorted(glob.glob(pattern, recursive=True))
+        paths = [pattern] if os.path.exists(pattern) else []
+        if not paths and glob.has_magic(pattern):
+            paths = sorted(glob.glob(pattern, recursive=True))
             if not pattern.endswith("/"):
-                found = [path for path in found if not os.path.isdir(path)]
-        if not found:
+                paths = [path for path in paths if not os.path.isdir(path)]
+        if not paths:
             raise DataError(
                 f"`--input` ({pattern}) matches no file; give files, a glob or a folder."
             )
-        for path in found:
+        for path in paths:
             files += folders.files_of(path.rstrip("/") or "/") if os.path.isdir(path) else [path]
     streams: dict[tuple[int, int], str] = {}
     for path in files:
@@ -127,12 +127,12 @@ def identity_of(path: str) -> list[Any]:
     if os.path.isdir(path):
         return [os.path.abspath(path), folders.identity_of_texts(path)]
     with open(path, "rb") as stream:
-        found = os.fstat(stream.fileno())
+        status = os.fstat(stream.fileno())
         digest = hashlib.sha256(stream.read(_END_BYTES))
-        stream.seek(max(0, found.st_size - _END_BYTES))
+        stream.seek(max(0, status.st_size - _END_BYTES))
         digest.update(stream.read(_END_BYTES))
-    times = [found.st_mtime_ns, found.st_ctime_ns]
-    return [os.path.abspath(path), found.st_size, *times, found.st_ino, digest.hexdigest()]
+    times = [status.st_mtime_ns, status.st_ctime_ns]
+    return [os.path.abspath(path), status.st_size, *times, status.st_ino, digest.hexdigest()]
 
 
 def needs_spool(files: Sequence[str], workers: int) -> list[str]:

@@ -346,10 +346,10 @@ def read_plan(folder: Path) -> Plan:
     Raise an UnreadableFile if it is missing or damaged.
     """
     path = folder / "plan.json"
-    plan = read_json_object(path)
+    content = read_json_object(path)
     try:
-        parts = [Part(**part) for part in plan["parts"]]
-        found = Plan(str(plan["key"]), dict(plan["fingerprint"]), parts)
+        parts = [Part(**part) for part in content["parts"]]
+        plan = Plan(str(content["key"]), dict(content["fingerprint"]), parts)
     except (KeyError, TypeError, ValueError) as error:
         raise UnreadableFile(path, f"it is no plan: {error!r}") from None
     for part in parts:
@@ -357,7 +357,7 @@ def read_plan(folder: Path) -> Plan:
         counts = part.start, part.end, part.num_bytes
         if not all(isinstance(x, str) for x in texts) or not all(map(is_count, counts)):
             raise UnreadableFile(path, f"it is no plan: its part {shortened(part)} is damaged")
-    return found
+    return plan
 
 
 def _plain(fingerprint: dict[str, Any]) -> Any:

@@ -237,9 +237,9 @@ def _knock(ray: Any, address: str) -> None:
 
     Ray itself would wait for minutes. Other forms of an address, such as "auto", are left to it.
     """
-    found = re.fullmatch(r"(ray://)?\[?([^/\[\]]+)\]?:(\d+)", address)
-    if found:
-        client, host, port = found.groups()
+    match = re.fullmatch(r"(ray://)?\[?([^/\[\]]+)\]?:(\d+)", address)
+    if match:
+        client, host, port = match.groups()
         if not client and host in ("localhost", "127.0.0.1", "::1"):
             host = ray.util.get_node_ip_address()  # as Ray reads such an address
         socket.create_connection((host, int(port)), _SECONDS_TO_CONNECT).close()

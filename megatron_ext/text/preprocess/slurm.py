@@ -270,8 +270,8 @@ class _Array:
         return any(states.get(i, "COMPLETED") == "COMPLETED" for i in self._tasks_of(left))
 
     def _tasks_of(self, numbers: Iterable[int]) -> list[int]:
-        wanted = set(numbers)
-        return [i for i, task in enumerate(self._tasks) if wanted & set(task)]
+        chosen = set(numbers)
+        return [i for i, task in enumerate(self._tasks) if chosen & set(task)]
 
     def _states(self) -> dict[int, str]:
         """Return the last state of each task by its index; empty where Slurm keeps no accounts."""
@@ -280,12 +280,12 @@ class _Array:
         words = "--noheader --parsable2 --allocations --array --format JobID,State".split()
         done = _call("sacct", *words, "--jobs", self.number)
         rows = [line.partition("|") for line in done.stdout.splitlines()]
-        found = {}
+        states = {}
         for name, _, state in rows:
             index = name.partition("_")[2]
             if index.isdigit() and state:
-                found[int(index)] = state.split()[0]
-        return found
+                states[int(index)] = state.split()[0]
+        return states
 
     def faults(self, left: Iterable[int]) -> list[str]:
         """Return a sentence for each task with parts that are left unfinished.

@@ -120,13 +120,13 @@ def _lines(
     recent = {i: m for i, m in enumerate(markers) if m and m.ended >= started}
     last = max((marker.ended for marker in recent.values()), default=started)
     begun = _begun(folder, markers, now)
-    held = _is_held(folder)
-    state = "running" if held or begun else "not running; the same command goes on with it"
+    is_locked = _is_held(folder)
+    state = "running" if is_locked or begun else "not running; the same command goes on with it"
     ago = f"a part was last finished {max(0.0, now - last):.0f} s ago"
     if not recent:
         ago = "no part was finished since this start"
     yield f"The run is {state}; {begun} parts are being encoded; {ago}."
-    seconds = (now if held or begun else last) - started
+    seconds = (now if is_locked or begun else last) - started
     read = sum(parts[i].num_bytes for i in recent)
     left = sum(part.num_bytes for part, marker in zip(parts, markers, strict=True) if not marker)
     if read and seconds > 0:
@@ -178,12 +178,12 @@ def _is_held(folder: Path) -> bool:
 def _show_datasets(prefix: str, console: Console) -> None:
     before = Path(prefix).name + "_"
     names = re.compile(re.escape(before) + r".+_(document|sentence|mask)\.idx")
-    found = [
+    paths = [
         name
         for name in sorted(glob.glob(f"{glob.escape(prefix)}_*.idx"))
         if names.fullmatch(Path(name).name)
     ]
-    if not found:
+    if not paths:
         raise ConfigError(
             f"`--output-prefix` ({prefix}) has neither a run in {prefix}.parts nor datasets; give "
             "the prefix of the run."
@@ -191,7 +191,7 @@ def _show_datasets(prefix: str, console: Console) -> None:
     table = Table(Column("dataset", overflow="fold"), title=f"{escape(prefix)}: finished")
     for name in ("documents", "tokens"):
         table.add_column(name, justify="right")
-    for name in found:
+    for name in paths:
         info = check_indexed_dataset(name.removesuffix(".idx"))
         table.add_row(
             escape(name.removesuffix(".idx")), str(info.num_documents), str(info.num_tokens)

@@ -200,9 +200,9 @@ Convert = Callable[[Any], Any]
 
 
 def _converters(schema: Any) -> dict[str, Convert]:
-    """Return the functions that convert values, by those columns of a table that need one."""
-    found = {field.name: _converter(field) for field in schema}
-    return {name: convert for name, convert in found.items() if convert is not None}
+    """Return the function that converts a column's values, for each column that needs one."""
+    converters = {field.name: _converter(field) for field in schema}
+    return {name: convert for name, convert in converters.items() if convert is not None}
 
 
 def _converter(field: Any) -> Convert | None:

@@ -103,8 +103,8 @@ class Template:
 
     def ids(self, count: int, *, prompt: bool = False) -> list[int]:
         """Return the first ``count`` messages' token ids; ``prompt`` adds the generation prompt."""
-        wanted = {"tokenize": True, "return_dict": True, "add_generation_prompt": prompt}
-        return list(self.apply(count, **wanted)["input_ids"])
+        options = {"tokenize": True, "return_dict": True, "add_generation_prompt": prompt}
+        return list(self.apply(count, **options)["input_ids"])
 
     def text(self, count: int, *, prompt: bool = False, **kwargs: Any) -> str:
         """Return the first ``count`` messages' text; ``prompt`` adds the generation prompt."""
@@ -415,14 +415,14 @@ def load_chat_tokenizer(
     settings: TokenizerConfig,
     template: str | None,
     *,
-    asked: str = "--sft",
+    flag: str = "--sft",
     template_flag: str | None = "--sft-chat-template",
 ) -> Any:
     """Load by transformers the tokenizer of ``tokenizer``, with a chat template.
 
     Args:
         template: a Jinja file that replaces the tokenizer's own template; None keeps that.
-        asked: the flag that needs a template.
+        flag: the flag that needs a template.
         template_flag: the flag that gives one; None if there is none.
 
     Raises:
@@ -431,7 +431,7 @@ def load_chat_tokenizer(
     """
     if tokenizer.kind != "HuggingFaceTokenizer" or settings.tokenizer_model is None:
         raise ConfigError(
-            f"`--tokenizer-type` ({tokenizer.kind}) has no chat template, which `{asked}` needs; "
+            f"`--tokenizer-type` ({tokenizer.kind}) has no chat template, which `{flag}` needs; "
             "use HuggingFaceTokenizer."
         )
     folder = tokenizer_folder(settings.tokenizer_model)
@@ -447,7 +447,7 @@ def load_chat_tokenizer(
     if template is not None:
         loaded.chat_template = read_template(template_flag, template)
     if not loaded.chat_template:
-        how = f"give one with `{template_flag}`" if template_flag else f"leave out `{asked}`"
+        how = f"give one with `{template_flag}`" if template_flag else f"leave out `{flag}`"
         raise ConfigError(
             f"`--tokenizer-model` ({folder}) has no chat template, so conversations cannot be "
             f"tokenized; {how}."
@@ -549,7 +549,7 @@ def marked_source(source: str) -> str | None:
         return None
     # The new tag ends as the loop's did, so that the same white space is taken out after it.
     mark = f'{{{{ "{_MARK}" }}}}{{% set _ = 0 '
-    return pattern.sub(lambda found: found[0] + mark + found[1], source)
+    return pattern.sub(lambda match: match[0] + mark + match[1], source)
 
 
 def _over(loop: nodes.For, names: set[str]) -> bool:
@@ -570,17 +570,17 @@ def _aliased(node: nodes.Assign, names: set[str]) -> nodes.Name | None:
 
 def _looks_ahead(tree: nodes.Template, loop: nodes.For, names: set[str]) -> bool:
     """Tell whether a template may read later messages, by a variable in ``names`` or by `loop`."""
-    known = [loop.iter]
+    allowed = [loop.iter]
     for item in tree.find_all(nodes.Getitem):
         if isinstance(item.arg, nodes.Const) and item.arg.value == 0:
-            known.append(item.node)
+            allowed.append(item.node)
     for assign in tree.find_all(nodes.Assign):
         if (alias := _aliased(assign, names)) is not None:
-            known.append(alias)
+            allowed.append(alias)
         elif isinstance(assign.target, nodes.Name) and assign.target.name in names:
             return True
     loads = [name for name in tree.find_all(nodes.Name) if name.ctx == "load"]
-    others = [name for name in loads if name.name in names and not any(name is k for k in known)]
+    others = [name for name in loads if name.name in names and not any(name is k for k in allowed)]
     return bool(others) or any(map(_asks_what_follows, loop.body))
 
 

@@ -267,8 +267,10 @@ class _Row:
                 )
                 self._refuse(f"{column}[{index}]", f"{rule} and `--sft-messages-key {column}`")
             if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
-                known = ", ".join(SHAREGPT_ROLES)
-                self._refuse(f"{column}[{index}].from", f"must be one of {known}, not {speaker!r}")
+                speakers = ", ".join(SHAREGPT_ROLES)
+                self._refuse(
+                    f"{column}[{index}].from", f"must be one of {speakers}, not {speaker!r}"
+                )
             text = self._text(turn.get("value"), f"{column}[{index}].value")
             rest = {key: item for key, item in turn.items() if key not in ("from", "value")}
             spoken: Message = {"content": text}
@@ -360,12 +362,12 @@ class _Row:
                 own = f"{name}[{side}]"
                 listed.append((own, {"role": role, "content": self._text(text, own)}))
         name = sft.sft_instruction_key
-        asked = self._text(self._column(name), name)
+        instruction = self._text(self._column(name), name)
         more = self._take(sft.sft_input_key)
         if more is not None and self._text(more, sft.sft_input_key):
-            asked = f"{asked}\n{more}" if asked else more
+            instruction = f"{instruction}\n{more}" if instruction else more
         answer = self._text(self._column(sft.sft_output_key), sft.sft_output_key)
-        listed.append((name, {"role": "user", "content": asked}))
+        listed.append((name, {"role": "user", "content": instruction}))
         listed.append((sft.sft_output_key, {"role": ASSISTANT, "content": answer}))
         self.texts.update(own for own, _ in listed)
         return listed

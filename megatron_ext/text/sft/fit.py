@@ -47,10 +47,10 @@ def _refuse(template: Template, name: str, rule: str) -> NoReturn:
     raise DataError(f"{template.conversation.place}: `{name}` {rule}.")
 
 
-def _remember(known: dict[str, Any], source: str, value: Any) -> None:
-    if len(known) >= _MOST_KNOWN:
-        known.clear()
-    known[source] = value
+def _remember(cache: dict[str, Any], source: str, value: Any) -> None:
+    if len(cache) >= _MOST_KNOWN:
+        cache.clear()
+    cache[source] = value
 
 
 def _with_arguments(template: Template, form: str) -> Template:
@@ -196,8 +196,8 @@ def _read_parts(template: Template, content: list[Any], name: str) -> list[Messa
             rule = f"is a part of type {kind}, but only text is trained; drop the part or the row"
             _refuse(template, f"{name}[{index}]", rule)
         if not isinstance(read.get("text"), str):
-            found = type(read.get("text")).__name__
-            _refuse(template, f"{name}[{index}].text", f"must be a text, not {found}")
+            type_name = type(read.get("text")).__name__
+            _refuse(template, f"{name}[{index}].text", f"must be a text, not {type_name}")
         parts.append({**read, "type": "text"})
     return parts
 

@@ -115,8 +115,8 @@ def _tokenized(template: Template, *, realign: bool) -> TokenizedConversation:
     source = template.source()
     if tokenizer.is_fast and _GENERATION.search(source) is not None:
         return _by_generation_marks(template, realign=realign)
-    if tokenizer.is_fast and (found := _by_text(template)) is not None:
-        return found
+    if tokenizer.is_fast and (tokenized := _by_text(template)) is not None:
+        return tokenized
     return _by_prefixes(template, realign=realign)
 
 
@@ -245,9 +245,9 @@ def _end_of_prefix(template: Template, whole: list[int], count: int) -> int | No
     # Some templates close a text that asks for no answer: harmony ends its last turn otherwise, and
     # Phi-3 adds `<|endoftext|>`. What stands before the generation prompt is that of the messages;
     # if the prompt cannot be told, it is what is written with and without it.
-    asked = _before_generation_prompt(template, count)
-    if asked is not None and _begins(whole, asked):
-        return len(asked)
+    before_prompt = _before_generation_prompt(template, count)
+    if before_prompt is not None and _begins(whole, before_prompt):
+        return len(before_prompt)
     shared = prefix[: _shared_length(prefix, template.ids(count, prompt=True))]
     return len(shared) if _begins(whole, shared) else None
 

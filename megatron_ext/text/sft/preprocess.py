@@ -367,11 +367,11 @@ def _tokenized(name: str, folder: Path, chat: Chat, say: Say) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         lock_path(lock.lock_file)
         try:
-            held = lock.acquire(timeout=_SECONDS_TO_NOTE)
+            guard = lock.acquire(timeout=_SECONDS_TO_NOTE)
         except Timeout:
             say(f"> waiting for another process, which tokenizes {name}")
-            held = lock.acquire()
-        with held:  # freed when its process ends, however it ends
+            guard = lock.acquire()
+        with guard:  # freed when its process ends, however it ends
             if not has_intake(prefix):
                 say(f"> tokenizing {name} into {folder}")
                 _tokenize(name, prefix, chat, say)

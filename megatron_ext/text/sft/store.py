@@ -221,7 +221,7 @@ def read_about(prefix: str) -> dict[str, Any]:
     advice = "make it with tools/preprocess_data.py --sft"
     try:
         about = read_json_object(path)
-        found = about["format"]
+        stored_format = about["format"]
         files = about["files"]
         counts = [(str(name), is_count(count)) for name, count in files]
     except UnreadableFile as error:
@@ -232,8 +232,9 @@ def read_about(prefix: str) -> dict[str, Any]:
         raise DataError(f"{path} cannot be read ({error.reason}); {advice} again.") from None
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} cannot be read ({error!r}); {advice} again.") from None
-    if found != FORMAT or not all(fits for _, fits in counts):
+    if stored_format != FORMAT or not all(fits for _, fits in counts):
         raise DataError(
-            f"{path} has format {shortened(found)}, but {FORMAT} is read here; {advice} again."
+            f"{path} has format {shortened(stored_format)}, but {FORMAT} is read here; {advice} "
+            "again."
         )
     return about

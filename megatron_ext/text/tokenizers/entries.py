@@ -185,7 +185,7 @@ def _asks_nothing(key: str, value: Any) -> bool:
 def _special_without_effect(
     entries: Mapping[str, Any], in_use: Mapping[str, Any], added: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield the entries on special tokens that another file overrides, or that are not heeded."""
+    """Yield the entries on special tokens that another file overrides or that have no effect."""
     for key in (*NAMED, *LISTED):
         value = entries.get(key)
         if value is None:
@@ -197,14 +197,14 @@ def _special_without_effect(
             yield key
             continue
         for name, token in _tokens_of(key, value):
-            known = added.get(text_of(token))
-            if known is None:
+            added_token = added.get(text_of(token))
+            if added_token is None:
                 yield name
             elif isinstance(token, dict):
                 yield from (
                     f"{name}.{flag}"
                     for flag in _FLAGS
-                    if flag in token and token[flag] != getattr(known, flag)
+                    if flag in token and token[flag] != getattr(added_token, flag)
                 )
 
 

@@ -83,12 +83,12 @@ class FastEncoder:
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
         """Return the ids of each text; the native tokenizer encodes texts whose ids may differ."""
-        found = []
+        encoded = []
         for text in texts:
             spelled = self._mark in text and any(control in text for control in self._controls)
             may_differ = spelled or (self._combining and has_combining(text))
-            found.append(self._native.tokenize(text) if may_differ else self._encode(text))
-        return found
+            encoded.append(self._native.tokenize(text) if may_differ else self._encode(text))
+        return encoded
 
     def compare(self, texts: Sequence[str]) -> None:
         """Compare both engines; raise an InexactEngine at the first text on which they differ."""

@@ -117,8 +117,8 @@ class HuggingFaceTokenizer(Tokenizer):
             return list(self._backend.encode(text, add_special_tokens=self._include_special).ids)
 
     def token_id(self, text: str) -> int:
-        known = self._backend.token_to_id(text)
-        return NO_TOKEN if known is None else int(known)
+        number = self._backend.token_to_id(text)
+        return NO_TOKEN if number is None else int(number)
 
     def notes(self) -> list[str]:
         return [] if self._unused is None else self._unused()
@@ -184,13 +184,13 @@ def build(
     direct = (folder / "tokenizer.json").is_file() and not trust_remote_code
     if include_special_tokens and ("add_bos_token" in config or "add_eos_token" in config):
         direct = False  # transformers rewrites the post-processor by these
-    found = _load_direct(folder, files) if direct else None
+    backend_and_names = _load_direct(folder, files) if direct else None
     loaded = None
-    if found is None:
+    if backend_and_names is None:
         loaded = load_pretrained(folder, trust_remote_code=trust_remote_code)
         named = {key: str(getattr(loaded, key)) for key in NAMED if getattr(loaded, key, None)}
-        found = loaded.backend_tokenizer, named
-    backend, named = found
+        backend_and_names = loaded.backend_tokenizer, named
+    backend, named = backend_and_names
     return HuggingFaceTokenizer(
         kind,
         name,

@@ -53,10 +53,10 @@ class SentencePieceTokenizer(Tokenizer):
         placed: dict[str, int] = {}
         fresh = self._model.get_piece_size()
         for token in tokens:
-            known = self._model.piece_to_id(token)
-            if known == self._model.unk_id():
-                known, fresh = fresh, fresh + 1
-            placed.setdefault(token, known)
+            number = self._model.piece_to_id(token)
+            if number == self._model.unk_id():
+                number, fresh = fresh, fresh + 1
+            placed.setdefault(token, number)
         self._by_id = {i: token for token, i in placed.items()}
         return placed
 
@@ -64,10 +64,10 @@ class SentencePieceTokenizer(Tokenizer):
         separator = self._model.piece_to_id(_SEPARATOR)
         ids: list[int] = []
         while True:
-            found = [(text.find(token), token) for token in self._special if token in text]
-            if not found:
+            matches = [(text.find(token), token) for token in self._special if token in text]
+            if not matches:
                 return ids + list(self._model.encode_as_ids(text))
-            at, token = min(found, key=lambda pair: pair[0])
+            at, token = min(matches, key=lambda pair: pair[0])
             piece = self._model.encode_as_ids(text[:at])
             if ids and ids[-1] in self._by_id and piece and piece[0] == separator:
                 piece = piece[1:]
@@ -76,8 +76,8 @@ class SentencePieceTokenizer(Tokenizer):
             text = text[at + len(token) :]
 
     def token_id(self, text: str) -> int:
-        known = int(self._special.get(text, self._model.piece_to_id(text)))
-        return NO_TOKEN if known == self.unk else known
+        number = int(self._special.get(text, self._model.piece_to_id(text)))
+        return NO_TOKEN if number == self.unk else number
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
         if self._special:

@@ -273,9 +273,9 @@ def encode_of(manifest: Mapping[str, Any]) -> EncodeConfig:
     Flags of another kind raise DataError.
     """
     stored = manifest.get("encode", {})
-    known = {field.name for field in fields(EncodeConfig)}
+    names = {field.name for field in fields(EncodeConfig)}
     try:
-        return EncodeConfig(**{name: value for name, value in stored.items() if name in known})
+        return EncodeConfig(**{name: value for name, value in stored.items() if name in names})
     except (AttributeError, TypeError, ConfigError) as error:
         raise DataError(
             f"The manifest's `encode` ({stored}) must hold the flags of tools/preprocess_video.py "

@@ -172,26 +172,26 @@ def resolve_streaming(config: RunConfig) -> RunConfig:
 
 def _shared_errors(config: RunConfig, resolved: RunConfig) -> list[str]:
     """Return a sentence for each fault in flags that flow matching and streaming share."""
-    found = resolved.section(SampleConfig).own_errors(resolved.checkpoint.save)
+    errors = resolved.section(SampleConfig).own_errors(resolved.checkpoint.save)
     schedule = config.parallel.pipeline_schedule or ""
     if schedule.startswith("core-"):
-        found.append(
+        errors.append(
             f"`--pipeline-schedule {schedule}` takes sequences of one length only; use "
             f"{schedule.removeprefix('core-')}."
         )
     kinds = resolved.parallel.cp_comm_type
     if len(kinds) > 1:
-        found.append(
+        errors.append(
             f"`--cp-comm-type` has {len(kinds)} values, but a video model has one for all its "
             "blocks; give one."
         )
     if not _samples(config.section(SampleConfig), config.training):
         streams = config.section(VideoConfig).streams
-        found += [
+        errors += [
             f"`{x}` has an effect only with `--sample-interval`; give it too, or leave this out."
             for x in changed(config, ("sample", "streaming_sample") if streams else ("sample",))
         ]
-    return found
+    return errors
 
 
 def _samples(sample: SampleConfig, training: TrainingConfig) -> bool:
@@ -203,7 +203,7 @@ def streaming_rules(config: RunConfig, resolved: RunConfig) -> list[str]:
     """Return a sentence for each fault in the flags of a streaming run."""
     streaming = config.section(StreamingConfig)
     sample = config.section(SampleConfig)
-    found = [
+    errors = [
         *_shared_errors(config, resolved),
         *_left_out_of_streaming(config),
         *streaming_errors(streaming),
@@ -212,29 +212,29 @@ def streaming_rules(config: RunConfig, resolved: RunConfig) -> list[str]:
         *target_errors(resolved.lora, ALL_TARGETS),
     ]
     if resolved.lora.lora_rank is not None and resolved.lora.lora_dropout:
-        found.append(
+        errors.append(
             f"`--lora-dropout` ({resolved.lora.lora_dropout:g}) does not go with `--task "
             "streaming`, whose blocks are run again for their gradients and must give the same; "
             "use 0."
         )
-    return found
+    return errors
 
 
 def _left_out_of_streaming(config: RunConfig) -> list[str]:
     """Return a sentence for each flag that streaming would ignore or does not support."""
     sections = config.by_name()
     described = config.section(StreamingConfig).described(config.model)
-    found = [
+    errors = [
         f"`{spelled}` has no effect with `--task streaming`, whose data is prompts; leave it out."
         for spelled in changed(config, ("video", *FLOW_ONLY))
         if spelled != "--task"
     ]
-    found += [
+    errors += [
         f"`{spelled}` has no effect with `--task streaming`, whose videos follow the flags of "
         "training; leave it out."
         for spelled in changed(config, ("sample",), _SAMPLES_OF_FLOW)
     ]
-    found += [
+    errors += [
         f"`{spelling_of(config.model, name)}` has no effect with `--task streaming`: "
         "`--generator-size` and the flags beside it decide; leave it out."
         for name in _SHAPE_FLAGS
@@ -262,34 +262,34 @@ def _left_out_of_streaming(config: RunConfig) -> list[str]:
         "pooled_width": default_of(config.section(TextEncoderConfig), "pooled_width"),
         "skip_train": config.section(StreamingSampleConfig).only_samples,
     }
-    found += [
+    errors += [
         f"`--{name.replace('_', '-')}` ({getattr(sections[section], name)}) does not go with "
         f"`--task streaming`: {reason}."
         for section, name, reason in refused
         if getattr(sections[section], name) not in (usual.get(name, False), None)
     ]
     if config.optimizer.shards_gradients:
-        found.append(
+        errors.append(
             "`--data-parallel-sharding-strategy` (optim_grads) does not go with `--task streaming`"
             ": blocks are trained one by one; use optim."
         )
-    return found
+    return errors
 
 
 def mmdit_rules(config: RunConfig, resolved: RunConfig) -> list[str]:
     """Return a sentence for each fault in the flags of flow matching with an MMDiT."""
     dit = "`--video-model video-dit` or causal-video-dit"
-    found = [
+    errors = [
         f"`{spelled}` has an effect only with {kind}; leave it out."
         for kind, sections in ((dit, ("video_dit",)), ("`--task streaming`", STREAMING_ONLY))
         for spelled in changed(config, sections)
     ]
     if config.section(TextEncoderConfig).text_encoder == UMT5:
-        found.append(
+        errors.append(
             f"`--text-encoder` ({UMT5}) gives no pooled vectors, which the MMDiT needs; use "
             f"t5-clip, or give {dit}."
         )
-    return found + _flow_errors(config, resolved)
+    return errors + _flow_errors(config, resolved)
 
 
 def dit_rules(config: RunConfig, resolved: RunConfig) -> list[str]:
@@ -305,7 +305,7 @@ def dit_rules(config: RunConfig, resolved: RunConfig) -> list[str]:
         "mmdit": "it is one of the MMDiT",
         "conditions": "a video DiT is given no reference frames",
     }
-    found = [
+    errors = [
         f"`{spelling_of(sections[name], x.name)}` has no effect with {model}: {reason}; leave it "
         "out."
         for name, reason in reasons.items()
@@ -314,26 +314,26 @@ def dit_rules(config: RunConfig, resolved: RunConfig) -> list[str]:
         and x.name not in shared
         and getattr(sections[name], x.name) != VIDEO_DIT_DEFAULTS.get(x.name, x.default)
     ]
-    found += [
+    errors += [
         f"`{spelling_of(config.model, name)}` has no effect with {model}: `--video-dit-size` "
         "decides; leave it out."
         for name in _SHAPE_FLAGS
         if getattr(config.model, name) is not None
     ]
     if config.optimizer.apply_wd_to_qk_layernorm:
-        found.append(f"`--apply-wd-to-qk-layernorm` has no effect with {model}: {_QK_NORMS}.")
+        errors.append(f"`--apply-wd-to-qk-layernorm` has no effect with {model}: {_QK_NORMS}.")
     dropout = config.section(TextDropoutConfig)
     if dropout.pooled_dropout != default_of(dropout, "pooled_dropout"):
-        found.append(
+        errors.append(
             f"`--pooled-dropout` ({dropout.pooled_dropout}) has no effect with {model}, "
             "which is given no pooled embedding; leave it out."
         )
     if config.section(VideoDiTConfig).independent_block_timesteps and not video.is_causal:
-        found.append(
+        errors.append(
             "`--independent-block-timesteps` has an effect only with `--video-model "
             "causal-video-dit`, which has frame blocks; leave it out."
         )
-    return found + _flow_errors(config, resolved)
+    return errors + _flow_errors(config, resolved)
 
 
 def _flow_errors(config: RunConfig, resolved: RunConfig) -> list[str]:
@@ -355,39 +355,39 @@ def _flow_errors(config: RunConfig, resolved: RunConfig) -> list[str]:
         *(("flow", name, "has no effect beside `--flow-shift`; leave one of them out",
            not one_shift) for name in _SHIFTS),
     ]  # fmt: skip
-    found = [
+    errors = [
         f"`{spelling_of(sections[section], name)}` {why}."
         for section, name, why, works in rules
         if not works and getattr(sections[section], name) != default_of(sections[section], name)
     ]
     if video.dry_run_shape is not None:
-        found += _shape_errors(config, video)
+        errors += _shape_errors(config, video)
     elif not video.online_encoding:
         # Preprocessed data says itself how it was encoded, but sampling finds the weights of a VAE
         # and of text encoders by these flags.
         samples = _samples(config.section(SampleConfig), config.training)
-        found += [
+        errors += [
             f"`{spelled}` has an effect only with `--online-encoding`; leave it out."
             for spelled in changed(config, ("encode",) if samples else ENCODING)
         ]
-    return [*_shared_errors(config, resolved), *found, *video.own_errors()]
+    return [*_shared_errors(config, resolved), *errors, *video.own_errors()]
 
 
 def _shape_errors(config: RunConfig, video: VideoConfig) -> list[str]:
     """Return a sentence for each fault in the flags beside ``--dry-run-shape``."""
-    found = []
+    errors = []
     given = f"`--dry-run-shape` ({video.dry_run_shape})"
     if not config.planning.dry_run:
-        found.append(f"{given} needs `--dry-run`; give both.")
+        errors.append(f"{given} needs `--dry-run`; give both.")
     try:
         video.shape_to_price()
     except ConfigError as error:
-        found += error.messages
+        errors += error.messages
     others = (*changed(config, ("video",)), *changed(config, ("encode",)))
-    found += [
+    errors += [
         f"`{spelled}` has no effect beside {given}, which prices one shape without data; leave "
         "one of them out."
         for spelled in others
         if spelled not in ("--task", "--video-model", "--dry-run-shape")
     ]
-    return found
+    return errors

@@ -191,43 +191,43 @@ class SampleConfig(UsersOwn):
 
     def own_errors(self, save: str | None) -> list[str]:
         """Return a sentence for each fault in the sampling flags; ``save`` is the flag `--save`."""
-        found = []
+        errors = []
         if self.sample_prompts is not None and self.sample_texts is not None:
-            found.append(
+            errors.append(
                 "`--sample-prompts` and `--sample-texts` exclude each other; give a file or "
                 "captions."
             )
         given = {"--sample-image": self.sample_image, "--sample-video": self.sample_video}
         starts = {name: paths for name, paths in given.items() if paths is not None}
         if len(starts) > 1:
-            found.append(
+            errors.append(
                 "`--sample-image` and `--sample-video` exclude each other; give one, or rows with "
                 "`image` or `video` in a jsonl as `--sample-prompts`."
             )
         for name, paths in starts.items():
             if self.sample_texts is None:
-                found.append(
+                errors.append(
                     f"`{name}` needs `--sample-texts`; rows of a jsonl as `--sample-prompts` have "
                     f"`{name.removeprefix('--sample-')}`."
                 )
             elif len(paths) not in (1, len(self.sample_texts)):
-                found.append(
+                errors.append(
                     f"`{name}` has {len(paths)} paths, but must have 1 or "
                     f"{len(self.sample_texts)}, one for each of `--sample-texts`."
                 )
         if self.sample_interval is None:
-            return found
+            return errors
         if not self.sample_prompts and not self.sample_texts:
-            found.append(
+            errors.append(
                 f"`--sample-interval` ({self.sample_interval}) needs captions; give "
                 "`--sample-prompts` with a file of them, or `--sample-texts`."
             )
         if self.sample_dir is None and save is None:
-            found.append(
+            errors.append(
                 f"`--sample-interval` ({self.sample_interval}) needs a folder for the clips; give "
                 "`--sample-dir` or `--save`."
             )
-        return found
+        return errors
 
 
 MODES = tuple(

@@ -30,12 +30,12 @@ def stored_video_model(stored: Mapping[str, Any], config: RunConfig) -> Mapping[
     """
     video = config.section(VideoConfig)
     builds = _STREAMING if video.streams else video.video_model
-    held = _kind(stored.get("video", {}))
-    if held == builds:
+    kind = _kind(stored.get("video", {}))
+    if kind == builds:
         return stored_network(stored)
-    if {held, builds} & {_OTHER, _MMDIT}:
+    if {kind, builds} & {_OTHER, _MMDIT}:
         raise ConfigError(
-            f"The checkpoint is of {_NAMES[held]}, but this run builds {_NAMES[builds]}; give "
+            f"The checkpoint is of {_NAMES[kind]}, but this run builds {_NAMES[builds]}; give "
             "another checkpoint, or leave out `--use-checkpoint-args`."
         )
     if stored.get("lora", {}).get("lora_rank"):
@@ -48,11 +48,11 @@ def stored_video_model(stored: Mapping[str, Any], config: RunConfig) -> Mapping[
     dit = stored["video_dit"]
     size = dit["video_dit_size"]
     channels = dit.get("dit_channels")
-    if held == _STREAMING:
+    if kind == _STREAMING:
         size = streaming["generator_size"]
         channels = streaming["latent_channels"]
     causal = {_STREAMING, CAUSAL}
-    window = _window(streaming) if held in causal and builds in causal else {}
+    window = _window(streaming) if kind in causal and builds in causal else {}
     if builds == _STREAMING:
         return {"streaming": {"generator_size": size, "latent_channels": channels, **window}}
     return {"video_dit": {"video_dit_size": size}, "streaming": window}
@@ -74,14 +74,14 @@ def _kind(video: Mapping[str, Any]) -> str:
 
 def stored_network(stored: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     """Return the flags, by section, that describe the networks of a video checkpoint."""
-    held = _kind(stored["video"])
-    if held == _STREAMING:
+    kind = _kind(stored["video"])
+    if kind == _STREAMING:
         streaming = stored["streaming"]
         networks = {name: streaming[name] for name in _NETWORKS} | _window(streaming)
         others = {name: dict(stored[name]) for name in ("codec", "text_encoder", "lora")}
         return {"streaming": networks, **others}
-    if held != _MMDIT:
-        window = _window(stored["streaming"]) if held == CAUSAL else {}
+    if kind != _MMDIT:
+        window = _window(stored["streaming"]) if kind == CAUSAL else {}
         return {"video_dit": dict(stored["video_dit"]), "streaming": window}
     # What else its model's section holds follows from these.
     names = ("hidden_size", "num_attention_heads")

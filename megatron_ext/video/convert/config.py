@@ -99,10 +99,10 @@ def understand(raw: Mapping[str, Any], path: Path) -> WanModel:
             f"{', '.join(CLASSES)}."
         )
     for name, value in _SETTLED[naming].items():
-        found = raw.get(name, value)
-        if (tuple(found) if isinstance(found, list) else found) != value:
+        entry = raw.get(name, value)
+        if (tuple(entry) if isinstance(entry, list) else entry) != value:
             raise CheckpointError(
-                f"{path} says `{name}` {found!r}, but the video DiT has {value!r}; use Wan 2.1 "
+                f"{path} says `{name}` {entry!r}, but the video DiT has {value!r}; use Wan 2.1 "
                 "text to video."
             )
     values = {name: raw.get(name, default) for name, default in _FREE[naming].items()}
@@ -122,8 +122,10 @@ def understand(raw: Mapping[str, Any], path: Path) -> WanModel:
     return _named([h, heads, *others], naming, path)
 
 
-def understand_shapes(found: Mapping[str, tuple[int, ...]], naming: Naming, path: Path) -> WanModel:
-    """Return the model at ``path``, inferred from ``found``, the shapes of its tensors by name.
+def understand_shapes(
+    shapes: Mapping[str, tuple[int, ...]], naming: Naming, path: Path
+) -> WanModel:
+    """Return the model at ``path``, inferred from ``shapes``, those of its tensors by name.
 
     No shape shows the number of heads; it is taken from a named size of the same hidden size.
     Tensors that are not Wan's, or whose sizes match no named size, raise CheckpointError.
@@ -131,17 +133,17 @@ def understand_shapes(found: Mapping[str, tuple[int, ...]], naming: Naming, path
 
     def shape(ours: str, dimensions: int) -> tuple[int, ...]:
         (name,) = wan_names(ours, naming)
-        if len(found.get(name, ())) != dimensions:
+        if len(shapes.get(name, ())) != dimensions:
             raise CheckpointError(
                 f"{path} holds no `{name}` of {dimensions} dimensions; give weights of Wan 2.1 "
                 "text to video."
             )
-        return found[name]
+        return shapes[name]
 
     h, channels = shape("embedder.patch_in.weight", 5)[:2]
     text = shape("embedder.text_in.weight", 2)[1]
     ffn = shape("blocks.0.linear_fc1.weight", 2)[0]
-    blocks = len({name.split(".")[1] for name in found if name.startswith("blocks.")})
+    blocks = len({name.split(".")[1] for name in shapes if name.startswith("blocks.")})
     heads = [z.num_heads for z in SIZES.values() if z.hidden_size == h]
     heads.append(max(1, h // _USUAL_HEAD))
     return _named([h, heads[0], ffn, blocks, channels, text], naming, path)
@@ -158,21 +160,21 @@ def _named(values: list[int], naming: Naming, path: Path) -> WanModel:
     """
     h, heads, ffn, blocks, channels, text = values
     try:
-        found = VideoDiTSizes(h, heads, ffn, blocks, channels, _PATCH[1], text)
+        described = VideoDiTSizes(h, heads, ffn, blocks, channels, _PATCH[1], text)
     except (ConfigError, ZeroDivisionError) as error:
         raise CheckpointError(f"{path} is no model: {error}") from error
     same = {name: dataclasses.replace(z, text_width=text) for name, z in SIZES.items()}
     for name, sizes in same.items():
-        if sizes == found:
+        if sizes == described:
             return WanModel(name, sizes, naming)
 
     def distance(name: str) -> float:
         """Return how far a named size is from the model, by the sum of absolute log ratios."""
-        pairs = ((getattr(same[name], x), getattr(found, x)) for x in _COMPARED)
+        pairs = ((getattr(same[name], x), getattr(described, x)) for x in _COMPARED)
         return sum(abs(math.log(x / y)) for x, y in pairs)
 
     nearest = min(same, key=distance)
-    pairs = ((x, getattr(found, x), getattr(same[nearest], x)) for x in _COMPARED)
+    pairs = ((x, getattr(described, x), getattr(same[nearest], x)) for x in _COMPARED)
     differs = ", ".join(
         f"{x} {ours} instead of {theirs}" for x, ours, theirs in pairs if ours != theirs
     )

@@ -103,24 +103,24 @@ def _check_stored(path: Path, sizes: VideoDiTSizes, prefix: str) -> None:
 
     A CheckpointError names the first tensor that is missing, has another shape, or is unknown.
     """
-    held = {
+    stored = {
         name.removeprefix(prefix): tuple(entry.size)
         for name, entry in stored_entries(path).items()
         if isinstance(entry, TensorStorageMetadata) and name.startswith(prefix)
     }
     needed = shapes(sizes)
     for name, shape in needed.items():
-        if name not in held:
+        if name not in stored:
             raise CheckpointError(
                 f"{path} holds no `{prefix}{name}`; only a training run saves a critic, and "
                 "averages only with `--ema-decay`."
             )
-        if held[name] != shape:
+        if stored[name] != shape:
             raise CheckpointError(
-                f"{path} holds `{prefix}{name}` with shape {list(held[name])}, but its "
+                f"{path} holds `{prefix}{name}` with shape {list(stored[name])}, but its "
                 f"configuration implies {list(shape)}; export another checkpoint."
             )
-    extra = [name for name in held if name.startswith(_PARTS) and name not in needed]
+    extra = [name for name in stored if name.startswith(_PARTS) and name not in needed]
     if extra:
         raise CheckpointError(
             f"{path} holds `{prefix}{min(extra)}`, which Wan 2.1 does not have; export a "

@@ -93,24 +93,24 @@ def shapes(sizes: VideoDiTSizes) -> dict[str, tuple[int, ...]]:
         "linear_fc1": (ffn, h),
         "linear_fc2": (h, ffn),
     }
-    found: dict[str, tuple[int, ...]] = {}
+    by_name: dict[str, tuple[int, ...]] = {}
 
     def add(prefix: str, module: str) -> None:
         weight = (h,) if module.endswith("norm") else matrices.get(module, (h, h))
-        found[f"{prefix}{module}.weight"] = weight
+        by_name[f"{prefix}{module}.weight"] = weight
         if not module.endswith(("q_norm", "k_norm")):
-            found[f"{prefix}{module}.bias"] = weight[:1]
+            by_name[f"{prefix}{module}.bias"] = weight[:1]
 
     *embedder, head = MODULES
     for module in embedder:
         add("", module)
     for number in range(sizes.num_blocks):
-        found[f"blocks.{number}.{_TABLE}"] = (6, h)
+        by_name[f"blocks.{number}.{_TABLE}"] = (6, h)
         for module in BLOCK_MODULES:
             add(f"blocks.{number}.", module)
-    found[f"head.{_TABLE}"] = (2, h)
+    by_name[f"head.{_TABLE}"] = (2, h)
     add("", head)
-    return found
+    return by_name
 
 
 def wan_names(name: str, naming: Naming) -> tuple[str, ...]:

@@ -115,10 +115,10 @@ class TensorFile:
 
     def dtypes(self) -> dict[str, str]:
         """Return each tensor's dtype, e.g. ``"bfloat16"``; CheckpointError for a quantized one."""
-        found = {name: str(x.dtype).removeprefix("torch.") for name, x in self._tensors.items()}
-        for name, kind in found.items():
+        dtypes = {name: str(x.dtype).removeprefix("torch.") for name, x in self._tensors.items()}
+        for name, kind in dtypes.items():
             check_dtype(self.folder, name, kind, kind)
-        return found
+        return dtypes
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
@@ -138,9 +138,9 @@ def _chosen(path: Path, entry: str | None) -> Mapping[str, Tensor]:
     if entry is None and _holds_tensors(content):
         return content
     entries = {str(k): v for k, v in content.items() if _holds_tensors(v)}
-    asked = [entry] if entry is not None else list(entries)
-    if len(asked) == 1 and asked[0] in entries:
-        return entries[asked[0]]
+    keys = [entry] if entry is not None else list(entries)
+    if len(keys) == 1 and keys[0] in entries:
+        return entries[keys[0]]
     shown = ", ".join(sorted(entries)) or "none"
     if entry is not None:
         raise CheckpointError(
@@ -214,8 +214,8 @@ def fill(chunk: VideoDiT, naming: Naming, tensors: TensorSource) -> None:
     parameters = list(chunk.named_parameters())
     bar = tqdm(parameters, "Importing", unit="tensor", delay=1.0, leave=False, disable=None)
     for name, parameter in bar:
-        found = [tensors.tensor(full) for full in wan_names(name, naming)]
-        parameter.copy_(from_wan(name, found, chunk.sizes))
+        parts = [tensors.tensor(full) for full in wan_names(name, naming)]
+        parameter.copy_(from_wan(name, parts, chunk.sizes))
 
 
 def check_tensors(sizes: VideoDiTSizes, naming: Naming, tensors: TensorSource) -> None:
@@ -223,24 +223,24 @@ def check_tensors(sizes: VideoDiTSizes, naming: Naming, tensors: TensorSource) -
 
     A CheckpointError names the first tensor that is missing, has another shape, or is unknown.
     """
-    found = tensors.shapes()
+    actual = tensors.shapes()
     expected = dict[str, tuple[int, ...]]()
     for name, shape in shapes(sizes).items():
         parts = to_wan(name, torch.empty(shape, device="meta"), sizes)
         names = wan_names(name, naming)
         expected |= {full: tuple(part.shape) for full, part in zip(names, parts, strict=True)}
     for full, shape in expected.items():
-        if full not in found:
+        if full not in actual:
             raise CheckpointError(
                 f"{tensors.folder} holds no `{full}`, which Wan 2.1 has; copy the whole model "
                 "again."
             )
-        if found[full] != shape:
+        if actual[full] != shape:
             raise CheckpointError(
-                f"{tensors.folder} holds `{full}` with shape {list(found[full])}, but the sizes of "
-                f"the model imply {list(shape)}; copy the whole model again."
+                f"{tensors.folder} holds `{full}` with shape {list(actual[full])}, but the sizes "
+                f"of the model imply {list(shape)}; copy the whole model again."
             )
-    extra = sorted(found.keys() - expected.keys())
+    extra = sorted(actual.keys() - expected.keys())
     if extra:
         raise CheckpointError(
             f"{tensors.folder} holds `{extra[0]}`, which Wan 2.1 text to video does not have; use "

@@ -74,18 +74,18 @@ class MMDiTNetwork(ClipNetwork):
         """Return the parameters of a stage, in the order of its module's parameters."""
         model = self.model
         h = self.model.hidden_size
-        found = self._embedding() if stage.embedding else []
+        weights = self._embedding() if stage.embedding else []
         for number in stage.layers:
             if self._is_double(number):
                 for stream in ("txt", "img"):
-                    found += self._layers(f"double_blocks.{number}.{stream}", double=True)
+                    weights += self._layers(f"double_blocks.{number}.{stream}", double=True)
             else:
                 name = f"single_blocks.{number - model.num_double_blocks}"
-                found += self._layers(name, double=False)
+                weights += self._layers(name, double=False)
         if stage.head:
-            found += self._whole("final_layer.modulation", h, 2 * h)
-            found += self._whole("final_layer.linear", h, model.token_width)
-        return found
+            weights += self._whole("final_layer.modulation", h, 2 * h)
+            weights += self._whole("final_layer.linear", h, model.token_width)
+        return weights
 
     def _whole(self, name: str, inputs: int, outputs: int) -> list[Weight]:
         return Linear(name, outputs, inputs).weights(self.config.lora)
@@ -96,14 +96,14 @@ class MMDiTNetwork(ClipNetwork):
         vectors = {"time_in": TIMESTEP_WIDTH, "pooled_in": x.pooled_width}
         if x.guidance_embed:
             vectors["guidance_in"] = TIMESTEP_WIDTH
-        found = self._whole("embedding.img_in", x.token_width, h)
-        found += self._whole("embedding.txt_in", x.text_width, h)
+        weights = self._whole("embedding.img_in", x.token_width, h)
+        weights += self._whole("embedding.txt_in", x.text_width, h)
         for name, width in vectors.items():
-            found += self._whole(f"embedding.{name}.linear_in", width, h)
-            found += self._whole(f"embedding.{name}.linear_out", h, h)
+            weights += self._whole(f"embedding.{name}.linear_in", width, h)
+            weights += self._whole(f"embedding.{name}.linear_out", h, h)
         if x.cond_embed:
-            found += self._whole("embedding.cond_in", x.cond_width, h)
-        return found
+            weights += self._whole("embedding.cond_in", x.cond_width, h)
+        return weights
 
     def _layers(self, name: str, *, double: bool) -> list[Weight]:
         """Return the parameters of one stream of a double block, or of a single block."""
@@ -149,8 +149,8 @@ class MMDiTNetwork(ClipNetwork):
         # Blocks count along the whole model: those of the stages before come first.
         before = min(first, self.model.num_double_blocks)
 
-        def among(held: int, before: int, asked: int | None) -> int:
-            return held if asked is None else max(0, min(held, asked - before))
+        def among(count: int, before: int, limit: int | None) -> int:
+            return count if limit is None else max(0, min(count, limit - before))
 
         return (
             among(doubles, before, flags.recompute_double_blocks),

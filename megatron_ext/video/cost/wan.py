@@ -28,23 +28,23 @@ from megatron_ext.video.model.wan.attention import AttentionPlan, stage_blocks, 
 
 def dit_weights(lora: LoraConfig, sizes: VideoDiTSizes, tp: int, stage: Stage) -> list[Weight]:
     """Return a stage's parameters on one of ``tp`` ranks, in the order of the stage's module."""
-    held = [f"blocks.{number}." for number in stage.layers]
-    held += ["embedder."] * stage.embedding + ["head."] * stage.head
-    found = list[Weight]()
+    prefixes = [f"blocks.{number}." for number in stage.layers]
+    prefixes += ["embedder."] * stage.embedding + ["head."] * stage.head
+    weights = list[Weight]()
     for name, shape in shapes(sizes).items():
         layer, _, kind = name.rpartition(".")
         own = layer.rpartition(".")[2]
-        if not name.startswith(tuple(held)):
+        if not name.startswith(tuple(prefixes)):
             continue
         if own == "modulation" or own.endswith("norm"):
             parts = tp if own in ("q_norm", "k_norm") else 1
-            found.append(Weight(name, math.prod(shape) // parts, parts=parts))
+            weights.append(Weight(name, math.prod(shape) // parts, parts=parts))
         elif kind == "weight":  # the bias comes with it
             ranks = tp if name.startswith("blocks.") else 1
             outputs, inputs = shape
             cut = (1, ranks) if own in ("linear_proj", "linear_fc2") else (ranks, 1)
-            found += Linear(layer, outputs, inputs, *cut).weights(lora)
-    return with_frozen(lora, found)
+            weights += Linear(layer, outputs, inputs, *cut).weights(lora)
+    return with_frozen(lora, weights)
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,14 @@ class DiTNetwork(ClipNetwork):
         x = self.sizes
         model = self.model
         h = self.model.hidden_size
-        held = self.clip.num_image * x.b // (x.cp * x.sequence_size) * model.token_width * x.width
+        latents = (
+            self.clip.num_image * x.b // (x.cp * x.sequence_size) * model.token_width * x.width
+        )
         text = self._text_rows * 3 * h * x.width
         copies = self._text_rows * model.text_width * x.width if x.half else 0
         weight = max(6 * h, model.text_width) * h * x.width
         return LayerBytes(
-            held + text + copies + 10 * self._vector, weight + self.block_bytes.stream
+            latents + text + copies + 10 * self._vector, weight + self.block_bytes.stream
         )
 
     def _selected(self) -> int:
@@ -240,7 +242,7 @@ class DiTNetwork(ClipNetwork):
         linear = tokens * (6 * h * h + 2 * h * self.model.ffn_size) + 2 * text * h * h
         pairs = sum(queries * keys for queries, keys in self._attended())
         scores = 2 * h * (pairs / x.cp + tokens * text)
-        both = [MULTIPLY_AND_ADD * found * x.b / x.tp for found in (linear, scores)]
+        both = [MULTIPLY_AND_ADD * count * x.b / x.tp for count in (linear, scores)]
         block = Flops(both[0], scores=both[1], weights=both[0] * self._trains)
         return self.in_8_bits(block)
 

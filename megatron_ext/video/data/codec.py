@@ -87,11 +87,11 @@ def public(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in settings.items() if k[:1] != "_" and k not in incidental}
 
 
-def compared(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+def compared(earlier: Mapping[str, Any], current: Mapping[str, Any]) -> str:
     """Return a clause on the first setting in which two mappings differ; empty if they agree."""
-    for name in sorted({*wanted, *found}):
-        before = wanted.get(name)
-        now = found.get(name)
+    for name in sorted({*earlier, *current}):
+        before = earlier.get(name)
+        now = current.get(name)
         if before == now:
             continue
         if isinstance(before, Mapping) and isinstance(now, Mapping):
@@ -254,16 +254,16 @@ class DiffusersCodec(VideoCodec):
 
     @torch.no_grad()
     def encode(self, pixels: Tensor, *, number: int = 0, piece: str = "clip") -> Tensor:
-        wanted = (len(pixels), *self.latent_shape(*pixels.shape[2:]))
+        shape = (len(pixels), *self.latent_shape(*pixels.shape[2:]))
         posterior = self.vae.encode(pixels.to(self.device, self.vae.dtype)).latent_dist
-        if tuple(posterior.mean.shape) != wanted:
+        if tuple(posterior.mean.shape) != shape:
             raise ConfigError(
                 f"`codec` ({self.folder}) gives latents of shape {tuple(posterior.mean.shape)}, "
-                f"but a causal VAE gives {wanted}; use another VAE."
+                f"but a causal VAE gives {shape}; use another VAE."
             )
         # Drawn by number, so that neither the order nor the number of processes matters.
         draws = generator(self._seed, number, f"posterior {piece}")
-        noise = torch.from_numpy(draws.standard_normal(wanted, dtype=np.float32))
+        noise = torch.from_numpy(draws.standard_normal(shape, dtype=np.float32))
         sample: Tensor = posterior.mean.float() + posterior.std.float() * noise.to(self.device)
         return (sample - self._mean) / self._std
 

@@ -134,9 +134,9 @@ class OverlapDecoder:
         self._codec.check_channels(latents)
         before = self._before
         num_new = latents.size(2)
-        known = latents if before is None else torch.cat([before, latents], dim=2)
-        self._before = known[:, :, -self._overlap :].clone()
-        pixels = self._codec.decode(known)
+        joined = latents if before is None else torch.cat([before, latents], dim=2)
+        self._before = joined[:, :, -self._overlap :].clone()
+        pixels = self._codec.decode(joined)
         return pixels if before is None else pixels[:, :, -num_new * self._codec.temporal :]
 
 

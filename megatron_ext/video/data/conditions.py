@@ -159,13 +159,13 @@ def null_like(null: Text, text: Text) -> Text:
     and ``[b, e]``. The last of the k tokens is repeated until there are l; k > l raises DataError.
     """
     length = text.sequence.size(1)
-    known = null.sequence.size(1)
-    if length < known:
+    null_length = null.sequence.size(1)
+    if length < null_length:
         raise DataError(
-            f"The encoded empty caption has {known} tokens, but the captions of the batch have "
-            f"{length}; encode both with the same maximal length."
+            f"The encoded empty caption has {null_length} tokens, but the captions of the batch "
+            f"have {length}; encode both with the same maximal length."
         )
-    last = null.sequence[:, -1:].expand(-1, length - known, -1)
+    last = null.sequence[:, -1:].expand(-1, length - null_length, -1)
     sequence = torch.cat([null.sequence, last], dim=1)
     return Text(
         sequence.to(text.sequence).expand_as(text.sequence),

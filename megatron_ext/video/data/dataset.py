@@ -97,8 +97,8 @@ class VideoClips(Dataset[VideoSample], ABC):
 
     def _micro_batch_size(self, bucket: Bucket, name: str) -> int | None:
         if self.plan is None:
-            found = self.manifest["buckets"][buckets_of(self.manifest).index(bucket)]
-            return found["micro_batch_size"]  # type: ignore[no-any-return]
+            entry = self.manifest["buckets"][buckets_of(self.manifest).index(bucket)]
+            return entry["micro_batch_size"]  # type: ignore[no-any-return]
         try:
             return self.plan.rules[bucket.resolution][bucket.num_frames].micro_batch_size
         except KeyError:
@@ -127,8 +127,8 @@ class ShardedVideos(VideoClips):
         self.null_text = read_null(folder, self.manifest)
         none = np.empty(0, np.int64)
         of_clips = np.concatenate([none, *(shard.buckets() for shard in self.shards)])
-        found = enumerate(buckets_of(self.manifest))
-        clips = {bucket: np.flatnonzero(of_clips == i).tolist() for i, bucket in found}
+        numbered = enumerate(buckets_of(self.manifest))
+        clips = {bucket: np.flatnonzero(of_clips == i).tolist() for i, bucket in numbered}
         self.of_buckets = {bucket: numbers for bucket, numbers in clips.items() if numbers}
 
     def __len__(self) -> int:
@@ -282,11 +282,11 @@ def collate(samples: Sequence[VideoSample], *, patch: int, multiple: int = 1) ->
         ],
         "text embeddings": [(tuple(s.text.shape), tuple(s.pooled.shape)) for s in samples],
     }
-    for what, found in alike.items():
-        for differing in found:
-            if differing != found[0]:
+    for what, values in alike.items():
+        for differing in values:
+            if differing != values[0]:
                 raise DataError(
-                    f"The clips of a micro-batch must have the same {what}, but have {found[0]} "
+                    f"The clips of a micro-batch must have the same {what}, but have {values[0]} "
                     f"and {differing}; preprocess all of them with the same options."
                 )
     text = torch.stack([sample.text for sample in samples])

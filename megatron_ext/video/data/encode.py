@@ -141,7 +141,7 @@ class ClipEncoder:
 
         ``place`` tells windows of one clip apart.
         """
-        found = {}
+        references = {}
         for length in self.config.reference_lengths:
             if length >= num_latent_frames:
                 continue
@@ -149,8 +149,8 @@ class ClipEncoder:
             for side, piece in (("head", pixels[:, :, :frames]), ("tail", pixels[:, :, -frames:])):
                 name = reference_name(side, length)
                 latents = self.codec.encode(piece, number=number, piece=f"{name}{place}")
-                found[name] = latents[0].cpu()
-        return found
+                references[name] = latents[0].cpu()
+        return references
 
 
 def worded(caption: str, fps: float | None, motion: float | None, text_encoder: TextEncoder) -> str:

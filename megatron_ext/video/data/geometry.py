@@ -47,9 +47,9 @@ def pixel_budget(resolution: str) -> int:
 def sizes(resolution: str) -> tuple[tuple[int, int], ...]:
     """Return the distinct (height, width) of a resolution, landscape before portrait."""
     budget = pixel_budget(resolution)
-    found = [_size(budget, ratio) for ratio in ASPECT_RATIOS]
-    found += [(width, height) for height, width in found]
-    return tuple(dict.fromkeys(found))
+    frame_sizes = [_size(budget, ratio) for ratio in ASPECT_RATIOS]
+    frame_sizes += [(width, height) for height, width in frame_sizes]
+    return tuple(dict.fromkeys(frame_sizes))
 
 
 def _size(budget: int, ratio: float) -> tuple[int, int]:
@@ -69,8 +69,8 @@ def _size(budget: int, ratio: float) -> tuple[int, int]:
 
 def nearest_size(resolution: str, height: int, width: int) -> tuple[int, int]:
     """Return the (height, width) of a resolution whose log aspect ratio is nearest to a frame's."""
-    wanted = math.log(height / width)
-    return min(sizes(resolution), key=lambda size: abs(math.log(size[0] / size[1]) - wanted))
+    log_ratio = math.log(height / width)
+    return min(sizes(resolution), key=lambda size: abs(math.log(size[0] / size[1]) - log_ratio))
 
 
 @dataclass(frozen=True, order=True)
@@ -324,5 +324,5 @@ def window_starts(
     spare = available - length
     if windows == "all":
         return list(range(0, spare + 1, stride or length))[:count]
-    wanted = min(count or available, available // length)
-    return [round(i * spare / max(wanted - 1, 1)) for i in range(wanted)]
+    num_windows = min(count or available, available // length)
+    return [round(i * spare / max(num_windows - 1, 1)) for i in range(num_windows)]

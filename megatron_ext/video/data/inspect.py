@@ -46,10 +46,10 @@ def inspect_videos(
         scan: whether all samples are read, to find bad numbers and samples that are there twice.
     """
     videos = ShardedVideos(folder)
-    found = Inspected()
+    report = Inspected()
     manifest = videos.manifest
     size = sum(x.stat().st_size for x in folder.glob("shard_*"))
-    found.lines += [
+    report.lines += [
         f"{folder}: {len(videos)} samples in {len(manifest['shards'])} shards, {size / 1e6:.1f} MB "
         f"as {manifest['storage']}",
         f"latents    {manifest['latent_channels']} channels of {manifest['codec']['codec']}",
@@ -60,11 +60,11 @@ def inspect_videos(
     dropped = manifest.get("dropped") or {}
     if dropped:
         reasons = ", ".join(f"{count} {why}" for why, count in dropped.items())
-        found.lines.append(f"dropped    {reasons} (each in {folder}/dropped.jsonl)")
-    found.lines += _buckets(videos, micro_batch_size, global_batch_size, found.warnings)
+        report.lines.append(f"dropped    {reasons} (each in {folder}/dropped.jsonl)")
+    report.lines += _buckets(videos, micro_batch_size, global_batch_size, report.warnings)
     if scan and len(videos):
-        _scan(videos, size, found)
-    return found
+        _scan(videos, size, report)
+    return report
 
 
 def _buckets(
@@ -92,7 +92,7 @@ def _buckets(
                 )
 
 
-def _scan(videos: ShardedVideos, size: int, found: Inspected) -> None:
+def _scan(videos: ShardedVideos, size: int, report: Inspected) -> None:
     """Read all samples, and report rates, captions, numbers, and what is there twice or bad."""
     rates = Counter[int]()
     words = list[int]()
@@ -126,25 +126,25 @@ def _scan(videos: ShardedVideos, size: int, found: Inspected) -> None:
     shown = ", ".join(
         f"{fps} ({n})" if fps else f"pictures ({n})" for fps, n in rates.most_common()
     )
-    found.lines.append(f"rates      frames per second (samples): {shown}")
+    report.lines.append(f"rates      frames per second (samples): {shown}")
     words.sort()
     middle = words[len(words) // 2]
-    found.lines.append(
+    report.lines.append(
         f"words      of a caption: {words[0]} to {words[-1]}, half have {middle} or more"
     )
     if count:
         mean = total / count
         deviation = max(squares / count - mean * mean, 0.0) ** 0.5
-        found.lines.append(f"numbers    of latents: mean {mean:.4g}, deviation {deviation:.4g}")
+        report.lines.append(f"numbers    of latents: mean {mean:.4g}, deviation {deviation:.4g}")
     twice = [numbers for numbers in same.values() if len(numbers) > 1]
     surplus = sum(len(numbers) - 1 for numbers in twice)
-    found.lines.append(f"repeated   {surplus} samples have the latents of another one")
+    report.lines.append(f"repeated   {surplus} samples have the latents of another one")
     digest_of = {x: digest for digest, numbers in same.items() for x in numbers}
     alike = [(a, b) for a, b in looks.pairs() if digest_of[a] != digest_of[b]]
-    found.lines.append(f"alike      {len(alike)} more look like another one")
+    report.lines.append(f"alike      {len(alike)} more look like another one")
     if alike:
         which = "; ".join(f"{b} as {a}: {videos[b].caption!r:.60}" for a, b in alike[:_NAMED])
-        found.warnings.append(f"{len(alike)} samples look like another one. First: {which}")
+        report.warnings.append(f"{len(alike)} samples look like another one. First: {which}")
     for what, numbers in (
         ("have the latents of another one", [numbers[1] for numbers in twice]),
         ("have no caption", no_caption),
@@ -152,7 +152,7 @@ def _scan(videos: ShardedVideos, size: int, found: Inspected) -> None:
     ):
         if numbers:
             which = "; ".join(f"{x}: {videos[x].caption!r:.60}" for x in numbers[:_NAMED])
-            found.warnings.append(f"{len(numbers)} samples {what}. First: {which}")
+            report.warnings.append(f"{len(numbers)} samples {what}. First: {which}")
 
 
 def _digest(latents: torch.Tensor, bucket: Bucket) -> bytes:

@@ -117,15 +117,15 @@ def _table_rows(source: Path, delimiters: str) -> Iterator[tuple[str, Any]]:
 
 
 def _delimiter(source: Path, first: str, delimiters: str) -> str:
-    """Return what stands between the cells: what cuts the most known columns out of the names."""
-    known = {*PATHS, *CAPTIONS, *SCORES, "fps"}
+    """Return the delimiter that splits the header into the most known column names."""
+    headings = {*PATHS, *CAPTIONS, *SCORES, "fps"}
 
     def columns(delimiter: str) -> tuple[int, int]:
         try:
             names = next(csv.reader([first], delimiter=delimiter))
         except csv.Error as error:
             raise bad_row(source, "line 1", f"is no csv ({error})") from None
-        return len(known & set(names)), len(names)
+        return len(headings & set(names)), len(names)
 
     return max(delimiters, key=columns)
 

@@ -174,23 +174,23 @@ _SIZES = {
 """Further entries of the codec or text encoder that has no model folder with its sizes."""
 
 
-def _faults(value: Any, wanted: Any, name: str) -> Iterator[tuple[str, str | None]]:
-    """Yield the name and fault of each entry of ``value`` that is not as ``wanted`` demands.
+def _faults(value: Any, expected: Any, name: str) -> Iterator[tuple[str, str | None]]:
+    """Yield the name and fault of each entry of ``value`` that is not as ``expected`` demands.
 
-    A fault is a clause for an error message, or None if the entry is missing. ``wanted`` has the
+    A fault is a clause for an error message, or None if the entry is missing. ``expected`` has the
     form of `_ENTRIES`, and ``name`` is the name of ``value`` itself.
     """
-    if not isinstance(wanted, dict | list):
-        if not wanted[1](value):
-            yield name, f"holds `{name}` {reprlib.repr(value)}, which must be {wanted[0]}"
-    elif not isinstance(value, type(wanted)):
-        kind = "a table" if isinstance(wanted, dict) else "a list"
+    if not isinstance(expected, dict | list):
+        if not expected[1](value):
+            yield name, f"holds `{name}` {reprlib.repr(value)}, which must be {expected[0]}"
+    elif not isinstance(value, type(expected)):
+        kind = "a table" if isinstance(expected, dict) else "a list"
         yield name, f"holds `{name}` {reprlib.repr(value)}, which must be {kind}"
-    elif isinstance(wanted, list):
+    elif isinstance(expected, list):
         for i, inner in enumerate(value):
-            yield from _faults(inner, wanted[0], f"{name}[{i}]")
+            yield from _faults(inner, expected[0], f"{name}[{i}]")
     else:
-        for key, inner in wanted.items():
+        for key, inner in expected.items():
             inside = f"{name}.{key}".lstrip(".")
             if key in value:
                 yield from _faults(value[key], inner, inside)
@@ -205,13 +205,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / shards.MANIFEST
     manifest = shards.read_json(path)
-    found = list(_faults(manifest, _ENTRIES, ""))
+    faults = list(_faults(manifest, _ENTRIES, ""))
     for (name, kind), sizes in _SIZES.items():
         entry = manifest.get(name)
         if isinstance(entry, dict) and entry.get(name) == kind:
-            found += _faults(entry, sizes, name)
-    missing = [f"`{name}`" for name, fault in found if fault is None]
-    wrong = [f"lacks {', '.join(missing)}"] if missing else [fault for _, fault in found]
+            faults += _faults(entry, sizes, name)
+    missing = [f"`{name}`" for name, fault in faults if fault is None]
+    wrong = [f"lacks {', '.join(missing)}"] if missing else [fault for _, fault in faults]
     if wrong:
         raise DataError(f"{path} {wrong[0]}; {shards.ADVICE} again.")
     for name in [*(shard["name"] for shard in manifest["shards"]), *manifest["references"]]:

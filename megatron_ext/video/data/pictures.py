@@ -85,24 +85,24 @@ def is_animated(path: ClipFile) -> bool:
 
 def durations(path: ClipFile) -> list[float]:
     """Return how long each frame of an animated picture is shown, in seconds."""
-    found = []
+    seconds = []
     with Image.open(readable(path)) as image:
         for number in _numbers(image):
             image.seek(number)
             # WebP tells the duration only when the frame is decoded.
             image.load()
-            found.append(float(image.info.get("duration") or 0) / 1000 or _NO_DURATION)
-    return found
+            seconds.append(float(image.info.get("duration") or 0) / 1000 or _NO_DURATION)
+    return seconds
 
 
 def read_animation(path: ClipFile, last: int, background: Colour) -> list[Picture]:
     """Return the frames 0 to ``last`` of an animated picture, each ``[H, W, 3]`` as bytes."""
     with Image.open(readable(path)) as image:
-        found = []
+        frames = []
         for number in _numbers(image)[: last + 1]:
             image.seek(number)
-            found.append(_as_rgb(image, background))
-        return found
+            frames.append(_as_rgb(image, background))
+        return frames
 
 
 def _numbers(image: Any) -> range:

@@ -265,9 +265,9 @@ class _Samples:
     def remove_unknown(self, folder: Path) -> None:
         """Remove the files of parts that are not finished."""
         parts = folder / _PARTS
-        known = {shard.name for shard, _ in self._places.values()}
+        finished = {shard.name for shard, _ in self._places.values()}
         for path in parts.glob("*") if parts.is_dir() else ():
-            if _part_of(path) not in known:
+            if _part_of(path) not in finished:
                 path.unlink()
 
 
@@ -322,7 +322,9 @@ def _plan(
     rows: dict[str, list[Entry]] = {}
     for entry in register.entries:
         rows.setdefault(entry.row, []).append(entry)
-    whole = {row for row, found in rows.items() if all(x.shard and x.key in samples for x in found)}
+    whole = {
+        row for row, entries in rows.items() if all(x.shard and x.key in samples for x in entries)
+    }
     todo = [(clip, key) for clip, key in zip(clips, keys, strict=True) if key not in whole]
     if whole:
         say(f"{len(keys) - len(todo)} of {len(keys)} clips were encoded before.")

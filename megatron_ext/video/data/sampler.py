@@ -98,9 +98,9 @@ class BucketSteps:
         if self.whole and not units:
             raise DataError(f"{self.name} holds no clips; give one at least, or leave the set out.")
         if not self.steps_per_epoch:
-            held = ", ".join(f"{b}: {len(m.clips)}" for b, m in self.buckets.items())
+            counts = ", ".join(f"{b}: {len(m.clips)}" for b, m in self.buckets.items())
             raise DataError(
-                f"{self.name} has too few clips for one step ({held or 'none'}): a step takes "
+                f"{self.name} has too few clips for one step ({counts or 'none'}): a step takes "
                 f"micro-batch size × {self.num_ranks} ranks × {self.num_microbatches} micro-batches"
                 "; give more clips, fewer buckets or smaller batches."
             )

@@ -188,8 +188,8 @@ def open_split(config: RunConfig, *, validates: bool = False) -> VideoSplit:
     network = network_of(config)
     geometries = {}
     noun = "Validation clips" if validates else "Clips"
-    for bucket, held in members.items():
-        shape = clips.latent_shape(held.clips[0])
+    for bucket, group in members.items():
+        shape = clips.latent_shape(group.clips[0])
         network.check_clips(shape[1:], f"{noun} of {bucket}")
         t, rows, columns = grid(shape[1:], network.patch_size)
         image = t * rows * columns
@@ -306,20 +306,20 @@ def _with_warmup(given: OptimizerConfig, training: TrainingConfig) -> OptimizerC
 def _check_references(conditions: ConditionConfig, split: VideoSplit) -> None:
     """Raise ConfigError if the data lacks encoded reference frames that a condition mode needs."""
     lengths = {geometry.shape[1] for geometry in split.plan.geometries.values()}
-    known = split.clips.manifest["references"]
+    references = split.clips.manifest["references"]
     for mode in conditions.modes:
         for t in lengths:
             try:
-                wanted = sections(mode, t, conditions)
+                needed = sections(mode, t, conditions)
             except DataError:
                 continue  # such clips are never drawn for this mode
-            for section in wanted:
+            for section in needed:
                 name = reference_name("tail" if section.start else "head", section.length)
-                if name not in known:
+                if name not in references:
                     raise ConfigError(
                         f"`--{mode.replace('_', '-')}-weight` ({conditions.weight(mode)}) needs "
                         f"references of {section.length} latent frame(s), but the {split.kind} set "
-                        f"has {', '.join(known) or 'none'}; preprocess it with "
+                        f"has {', '.join(references) or 'none'}; preprocess it with "
                         f"`--reference-lengths {section.length}`, or set the weight to 0."
                     )
 
@@ -330,10 +330,10 @@ def planned_clips(config: RunConfig) -> list[Clip]:
         return [clip_of_shape(config)]
     plan = open_split(config).plan
     patch = network_of(config).patch_size
-    sizes = {bucket: held.micro_batch_size for bucket, held in plan.steps.buckets.items()}
+    sizes = {bucket: group.micro_batch_size for bucket, group in plan.steps.buckets.items()}
     units = {
-        bucket: (len(held.clips) - plan.steps.left_out[bucket]) // sizes[bucket]
-        for bucket, held in plan.steps.buckets.items()
+        bucket: (len(group.clips) - plan.steps.left_out[bucket]) // sizes[bucket]
+        for bucket, group in plan.steps.buckets.items()
     }
     return [
         Clip(

@@ -72,16 +72,17 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a manifest or a shard's ``.json``; raise DataError if it is missing or unusable."""
     try:
         content = read_json_object(path)
-        found = content["format"]
+        stored_format = content["format"]
     except UnreadableFile as error:
         if error.missing:
             raise DataError(f"{path} does not exist, so the data is not whole; {ADVICE}.") from None
         raise DataError(f"{path} cannot be read ({error.reason}); {ADVICE} again.") from None
     except KeyError as error:
         raise DataError(f"{path} cannot be read ({error!r}); {ADVICE} again.") from None
-    if found != FORMAT:
+    if stored_format != FORMAT:
         raise DataError(
-            f"{path} has format {shortened(found)}, but {FORMAT} is read here; {ADVICE} again."
+            f"{path} has format {shortened(stored_format)}, but {FORMAT} is read here; {ADVICE} "
+            "again."
         )
     return content
 
@@ -236,11 +237,11 @@ class Shard:
             field: Field(folder / f"{name}_{field}", dtype_of(field, manifest["storage"]))
             for field in (*_FIELDS, *manifest["references"])
         }
-        for field, held in self.fields.items():
-            if len(held) != clips:
+        for field, stored_field in self.fields.items():
+            if len(stored_field) != clips:
                 raise DataError(
-                    f"{idx_path(held.prefix)} holds {len(held)} clips, but the manifest says "
-                    f"{clips} ({field}); {ADVICE} again."
+                    f"{idx_path(stored_field.prefix)} holds {len(stored_field)} clips, but the "
+                    f"manifest says {clips} ({field}); {ADVICE} again."
                 )
         geometry = self.fields["geometry"]
         if (np.diff(geometry.begins) != _GEOMETRY).any():
@@ -256,11 +257,11 @@ class Shard:
         """Return the bucket number of each clip, as a vector; raise DataError if one is unknown."""
         geometry = self.fields["geometry"]
         numbers = geometry.read(0, len(self)).reshape(-1, _GEOMETRY)[:, 0].astype(np.int64)
-        known = len(self._manifest["buckets"])
-        if numbers.size and not 0 <= numbers.min() <= numbers.max() < known:
+        num_buckets = len(self._manifest["buckets"])
+        if numbers.size and not 0 <= numbers.min() <= numbers.max() < num_buckets:
             raise DataError(
                 f"{bin_path(geometry.prefix)} holds the bucket numbers {numbers.min()} to "
-                f"{numbers.max()}, but the manifest has {known} buckets; {ADVICE} again."
+                f"{numbers.max()}, but the manifest has {num_buckets} buckets; {ADVICE} again."
             )
         return numbers
 

@@ -111,10 +111,10 @@ def load_model(
             f"`text_encoder` {text_encoder} needs the package transformers, which is not "
             f"installed; run `pip install 'megatron-ext[video]'`, or choose {HASHED}."
         ) from None
-    found = read_settings(name, path).get("model_type")
-    if found not in types:
+    model_type = read_settings(name, path).get("model_type")
+    if model_type not in types:
         raise ConfigError(
-            f"`{name}` ({path}) holds a model of type {found}, but must hold one of type "
+            f"`{name}` ({path}) holds a model of type {model_type}, but must hold one of type "
             f"{' or '.join(types)}; correct the path."
         )
     try:

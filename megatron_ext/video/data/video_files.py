@@ -472,7 +472,7 @@ def _upright(frame: Any) -> list[Step]:
 
 def _display_matrix(frame: Any) -> tuple[int, ...] | None:
     try:
-        found = [x for x in frame.side_data if x.type.name == "DISPLAYMATRIX"]
+        matrices = [x for x in frame.side_data if x.type.name == "DISPLAYMATRIX"]
     # PyAV refuses frames with side data that it does not know, such as EXIF.
     except ValueError:
         if not round(frame.rotation):
@@ -481,4 +481,4 @@ def _display_matrix(frame: Any) -> tuple[int, ...] | None:
         cosine = round(_UNIT * math.cos(turn))
         sine = round(_UNIT * math.sin(turn))
         return (cosine, -sine, 0, sine, cosine, 0, 0, 0, 1 << 30)
-    return struct.unpack("=9i", bytes(found[0])[:36]) if found else None
+    return struct.unpack("=9i", bytes(matrices[0])[:36]) if matrices else None

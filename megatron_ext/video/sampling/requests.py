@@ -128,9 +128,9 @@ def read_requests(path: str | os.PathLike[str]) -> list[ClipRequest]:
     path relative to the file, and ``mode``, by default t2v without one, v2v_head with a video, else
     i2v_head. They may have the other fields of `ClipRequest`.
     """
-    known = [*(x.name for x in fields(ClipRequest)), "image", "video"]
+    names = [*(x.name for x in fields(ClipRequest)), "image", "video"]
     texts = ("reference", "image", "video", "mode", "negative_prompt")
-    return read_prompts(path, ClipRequest, _request, known=known, texts=texts)
+    return read_prompts(path, ClipRequest, _request, names=names, texts=texts)
 
 
 def read_prompts(
@@ -138,7 +138,7 @@ def read_prompts(
     kind: Callable[[str], Request],
     of_row: Callable[[dict[str, Any], Path], Request],
     *,
-    known: Sequence[str],
+    names: Sequence[str],
     texts: Sequence[str] = (),
 ) -> list[Request]:
     """Read requests from a text file with one caption a line, or from a jsonl; skip blank lines.
@@ -147,7 +147,7 @@ def read_prompts(
         kind: the dataclass of requests, which can be called with only a caption.
         of_row: makes a request from a row of a jsonl and the path of the file; may raise
             ConfigError, ValueError or TypeError.
-        known: the names that a row may have, ``text`` among them.
+        names: the names that a row may have, ``text`` among them.
         texts: those of them whose values are texts or null.
 
     Raises:
@@ -157,14 +157,14 @@ def read_prompts(
     lines = read_lines(source, f"The file of prompts {source}")
     if source.suffix != ".jsonl":
         return [kind(line) for _, line in lines]
-    found = []
+    requests = []
     for number, line in lines:
-        row = read_row(line, source, number, known, texts=texts)
+        row = read_row(line, source, number, names, texts=texts)
         try:
-            found.append(of_row(row, source))
+            requests.append(of_row(row, source))
         except (ConfigError, ValueError, TypeError) as error:
             raise bad_row(source, number, f"is refused ({error})") from None
-    return found
+    return requests
 
 
 def read_lines(source: Path, what: str) -> list[tuple[int, str]]:
@@ -180,18 +180,18 @@ def read_lines(source: Path, what: str) -> list[tuple[int, str]]:
             f"{what} cannot be read ({error.reason}); give a text file with one prompt a line, or "
             "a jsonl."
         ) from None
-    found = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
-    if not found:
+    numbered = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
         raise DataError(f"{what} holds no prompt; write one a line.")
-    return found
+    return numbered
 
 
 def read_row(
-    line: str, source: Path, number: int, known: Sequence[str], texts: Sequence[str]
+    line: str, source: Path, number: int, names: Sequence[str], texts: Sequence[str]
 ) -> dict[str, Any]:
     """Return a row of a jsonl of prompts, or raise DataError if it is invalid.
 
-    A row must have ``text`` and may have only fields of ``known``. Values of the fields ``texts``
+    A row must have ``text`` and may have only fields of ``names``. Values of the fields ``texts``
     must be strings or null.
     """
     try:
@@ -200,8 +200,8 @@ def read_row(
         raise bad_row(source, number, f"is no JSON ({error.reason})") from None
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):
         raise bad_row(source, number, "has no `text`")
-    if unknown := sorted(row.keys() - set(known)):
-        raise bad_row(source, number, f"has {unknown}, but may have {list(known)}")
+    if unknown := sorted(row.keys() - set(names)):
+        raise bad_row(source, number, f"has {unknown}, but may have {list(names)}")
     for name in texts:
         if not isinstance(row.get(name), str | None):
             raise bad_row(source, number, f"has `{name}` {row[name]!r}, which is no text")
@@ -357,22 +357,22 @@ def reference_parts(
     """
     assert request.reference is not None
     latent_frames = codec.latent_shape(shape.num_frames, shape.height, shape.width)[1]
-    known = probe(Clip(request.reference, request.text))
+    header = probe(Clip(request.reference, request.text))
     # Frames are taken as in training: at the frame rate of the clips, or near it.
     exact = shape.fps if shape.encode.video_fps else None
-    interval = subsampling(known.fps, shape.fps, exact)[0]
+    interval = subsampling(header.fps, shape.fps, exact)[0]
     parts = []
     for section in sections(request.mode, latent_frames, conditions):
         count = (section.length - 1) * codec.temporal + 1
         last = interval * (count - 1)
-        if known.num_frames <= last:
+        if header.num_frames <= last:
             raise DataError(
-                f"The reference {request.reference} has {known.num_frames} frame(s) of "
-                f"{known.fps:g} per second, but the mode {request.mode} needs "
+                f"The reference {request.reference} has {header.num_frames} frame(s) of "
+                f"{header.fps:g} per second, but the mode {request.mode} needs "
                 f"{math.floor(last) + 1}; give a longer one, or take an i2v mode."
             )
-        first = known.num_frames - 1 - last if section.start else 0
-        parts.append(ReferencePart(section, known, first, interval, count))
+        first = header.num_frames - 1 - last if section.start else 0
+        parts.append(ReferencePart(section, header, first, interval, count))
     return parts
 
 

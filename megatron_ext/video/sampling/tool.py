@@ -104,9 +104,9 @@ def _defaults(argv: Sequence[str], defaults_of: DefaultsOf) -> dict[str, Any]:
             of a video model.
         CheckpointError: the checkpoint or its configuration is missing.
     """
-    asked = read_words(argv, VIDEO).values
-    given = asked.get("checkpoint", {})
-    sample = asked.get("sample", {})
+    flags = read_words(argv, VIDEO).values
+    given = flags.get("checkpoint", {})
+    sample = flags.get("sample", {})
     missing = []
     if not given.get("load"):
         missing.append("`--load` is missing; give the --save folder of a run of pretrain_video.py.")

@@ -100,13 +100,15 @@ class _Formulas:
 
     def teacher(self) -> NetworkMemory:
         """Return the memory of the teacher: frozen, without adapters, maybe in another layout."""
-        found = teacher_sizes(self._streaming, self._config.parallel)
-        own = found or TeacherSizes(self._ranks.tp, 1)
+        layout = teacher_sizes(self._streaming, self._config.parallel)
+        own = layout or TeacherSizes(self._ranks.tp, 1)
         sizes = self._streaming.sizes("teacher")
         blocks = stage_blocks(sizes.num_blocks, own.pipeline)
-        stages = [Stage.of_layers(held, i, len(blocks), rank=i) for i, held in enumerate(blocks)]
+        stages = [
+            Stage.of_layers(layers, i, len(blocks), rank=i) for i, layers in enumerate(blocks)
+        ]
         weights = [dit_weights(LoraConfig(), sizes, own.tensor, stage) for stage in stages]
-        fullest = max(weights, key=lambda held: sum(weight.numel for weight in held))
+        fullest = max(weights, key=lambda listed: sum(weight.numel for weight in listed))
         frozen = tuple(replace(weight, frozen=True) for weight in fullest)
         state = rank_state(self._config, self._ranks, 0, [frozen])
         return NetworkMemory("teacher", frozen, state, distinct(weights))
@@ -140,7 +142,7 @@ class _Formulas:
             # A weight's gradient waits until those of all blocks have been summed.
             trained = sum(x.numel for x in block.weights(stage) if not x.frozen)
             generated += trained * self._ranks.width
-        found = {
+        peaks = {
             "critic, forward and backward on a clip": learned.kept + learned.transient,
             f"generator, forward and backward on {count} frame block(s)": generated,
             "teacher, forward on a clip": teacher.without_gradient(),
@@ -148,9 +150,9 @@ class _Formulas:
         }
         if streaming.distribution_loss == "sid":
             judged = teacher.activations(self._whole("teacher"))
-            held = learned.kept + judged.kept + max(learned.transient, judged.transient)
-            found["critic and teacher, forward and backward to a clip"] = held
-        return found
+            peak = learned.kept + judged.kept + max(learned.transient, judged.transient)
+            peaks["critic and teacher, forward and backward to a clip"] = peak
+        return peaks
 
     def _whole(self, role: Role) -> Stage:
         """Return a pipeline stage that holds all blocks of a network."""
@@ -187,57 +189,57 @@ def not_estimated(config: RunConfig) -> list[str]:
     """Return a sentence for each part of streaming that a plan leaves out."""
     streaming = config.section(StreamingConfig)
     encoder = config.section(TextEncoderConfig)
-    found = [
+    notes = [
         f"The text encoder ({encoder.text_encoder}), which lies on the first rank of each replica, "
         "and its work are not estimated."
     ]
     if streaming.encode_first_frame or streaming.given_frames:
-        found.append(
+        notes.append(
             f"The codec ({config.section(CodecConfig).codec}), which lies on the first rank of "
             "each replica, and what it needs to decode and encode frames are not estimated."
         )
     if teacher_sizes(streaming, config.parallel) is not None:
-        found.append(
+        notes.append(
             "The teacher has a layout of its own: its weights are those of its fullest stage, its "
             "work is estimated as if it lay as the other networks."
         )
-    found.append("Time, messages and MFU of streaming are not estimated.")
-    return found
+    notes.append("Time, messages and MFU of streaming are not estimated.")
+    return notes
 
 
 def report(config: RunConfig, gpu: Gpu | None) -> Report:
     """Return the plan of a run as tables and text, and whether it fits; True if ``gpu`` is None."""
     ranks = Ranks.of(config)
-    found = streaming_memory(config)
+    memory = streaming_memory(config)
     networks = Table(
         "network", "parameters", "of a rank", "weights", "gradients", "optimizer", "EMA",
         title="networks on a rank",
     )  # fmt: skip
-    for network in found.networks:
+    for network in memory.networks:
         state = network.state
         kinds = (state.parameters, state.gradients, state.optimizer, state.average)
         parameters = f"{network.parameters / 1e6:,.1f} M"
         networks.add_row(network.name, parameters, f"{state.count:,}", *map(size, kinds))
     passes = Table("pass", "holds at most", title="activations, of one pass at a time")
-    for name, held in found.passes.items():
-        passes.add_row(name, size(held))
-    largest, held = found.largest
+    for name, num_bytes in memory.passes.items():
+        passes.add_row(name, size(num_bytes))
+    largest, num_bytes = memory.largest
     parts: list[Table | str] = [
         f"plan: {config.parallel.world_size} ranks (tp {ranks.tp} × cp {ranks.cp} × dp "
         f"{ranks.dp}), three networks, {ranks.b} sequence(s) at a time, "
         f"{'bf16' if ranks.half else 'fp32'}",
         networks,
         passes,
-        f"at the peak: {size(found.state.total)} of networks, {size(found.cache)} of cache, "
-        f"{size(held)} of {largest}: {size(found.total)}",
+        f"at the peak: {size(memory.state.total)} of networks, {size(memory.cache)} of cache, "
+        f"{size(num_bytes)} of {largest}: {size(memory.total)}",
     ]
     fits = True
     if gpu is not None:
-        kept = sum(reserve_on(gpu, ranks, held).values())
-        fits = found.total + kept <= gpu.memory
+        kept = sum(reserve_on(gpu, ranks, num_bytes).values())
+        fits = memory.total + kept <= gpu.memory
         parts.append(
             f"{'fits' if fits else 'DOES NOT FIT'} on {gpu.name}: with an assumed reserve of "
-            f"{size(kept)} it takes {size(found.total + kept)} of {size(gpu.memory)}"
+            f"{size(kept)} it takes {size(memory.total + kept)} of {size(gpu.memory)}"
         )
     return [*parts, *not_estimated(config)], fits
 

@@ -209,9 +209,9 @@ class LongVideoSampler:
             )
             return torch.cat([encoded(path=path) for path in paths.values()]).float()
 
-        known = on_first_of_replica(encode, "Encoding given frames", context)
+        starts = on_first_of_replica(encode, "Encoding given frames", context)
         shape = len(paths), frames, streaming.sizes().channels, *size
-        every = share(known, shape, context, device).cpu()
+        every = share(starts, shape, context, device).cpu()
         return dict(zip(paths, torch.split(every, 1), strict=True))
 
     @property

@@ -152,8 +152,8 @@ def load_weights(
         "pretrained_average", "ckpt_format", "ckpt_fully_parallel_load", "dist_ckpt_strictness",
     )  # fmt: skip
     same = {name: getattr(checkpoint, name) for name in kept}
-    asked = CheckpointConfig(pretrained_checkpoint=path, **same)
-    manager = CheckpointManager(asked, context, section=section)
+    flags = CheckpointConfig(pretrained_checkpoint=path, **same)
+    manager = CheckpointManager(flags, context, section=section)
     loaded = manager.load(model=chunks, optimizer=optimizer, scheduler=None)
     if loaded is not None and context.is_reporting_rank:
         print("\n".join(f"> {note}" for note in loaded.notes), end="\n" * bool(loaded.notes))

@@ -109,7 +109,7 @@ def _frame_tokens(streaming: StreamingConfig) -> int:
 
 def _check_sequences(streaming: StreamingConfig) -> None:
     """Raise ConfigError if switches do not fit the prompts, or given frames fill a clip."""
-    found = []
+    errors = []
     blocks = streaming.blocks
     switches = [
         blocks.at_or_after(frame) < length
@@ -120,24 +120,24 @@ def _check_sequences(streaming: StreamingConfig) -> None:
         for name, usual in (("switch_frames", None), ("sink_at_switch", "rebuild")):
             value = getattr(streaming, name)
             if value != usual:
-                found.append(
+                errors.append(
                     f"`--{name.replace('_', '-')}` ({value}) needs prompts after a switch; give "
                     "`--second-prompts-path`, or `second_text` in the jsonl."
                 )
     elif not any(switches):
-        asked = streaming.switch_frames
-        found.append(
+        frames = streaming.switch_frames
+        errors.append(
             f"no sequence of `--sequence-lengths` ({_words(streaming.sequence_lengths)}) is long "
-            f"enough to switch {'inside' if asked is None else f'at {_words(asked)}'}; give longer "
-            "ones, or leave out the prompts after the switch."
+            f"enough to switch {'inside' if frames is None else f'at {_words(frames)}'}; give "
+            "longer ones, or leave out the prompts after the switch."
         )
     if streaming.given_frames >= streaming.chunk_frames:
-        found.append(
+        errors.append(
             f"`--chunk-frames` ({streaming.chunk_frames}) must exceed the frame block "
             f"({streaming.given_frames}) that the images or videos of `--prompts-path` begin with."
         )
-    if found:
-        raise ConfigError(found)
+    if errors:
+        raise ConfigError(errors)
 
 
 def _words(numbers: Sequence[int]) -> str:
@@ -175,7 +175,7 @@ def _check_layout(streaming: StreamingConfig, parallel: ParallelConfig) -> None:
     `teacher_errors` checks the teacher, with one exception. The heads that ``--cp-comm-type a2a``
     exchanges are checked here if the teacher has the layout of the run.
     """
-    found = list[str]()
+    errors = list[str]()
     tp = parallel.tensor_model_parallel_size
     cp = parallel.context_parallel_size
     roles: list[Role] = ["generator", "critic"]
@@ -188,12 +188,12 @@ def _check_layout(streaming: StreamingConfig, parallel: ParallelConfig) -> None:
             continue  # as the generator
         for what, number in (("heads", sizes.num_heads), ("feed-forward rows", sizes.ffn_size)):
             if number % tp and role != "teacher":
-                found.append(
+                errors.append(
                     f"`--{role}-size {name}` has {number} {what}, which "
                     f"`--tensor-model-parallel-size` ({tp}) does not divide; use fewer ranks."
                 )
         if parallel.cp_comm_type[0] == "a2a" and sizes.num_heads % (tp * cp):
-            found.append(
+            errors.append(
                 f"`--cp-comm-type a2a` trades the {sizes.num_heads} heads of `--{role}-size "
                 f"{name}`, which tensor x context parallel size ({tp * cp}) does not divide; use "
                 "all_gather."
@@ -201,10 +201,10 @@ def _check_layout(streaming: StreamingConfig, parallel: ParallelConfig) -> None:
     ranks = cp * (tp if parallel.sequence_parallel else 1)
     tokens = _frame_tokens(streaming)
     if tokens % ranks:
-        found.append(
+        errors.append(
             f"`--latent-size` ({_words(streaming.latent_size)}) gives a frame {tokens} tokens, "
             f"which {ranks} ranks (context parallel, times tensor parallel with "
             "`--sequence-parallel`) do not divide; use fewer ranks or another size."
         )
-    if found:
-        raise ConfigError(found)
+    if errors:
+        raise ConfigError(errors)

@@ -115,8 +115,8 @@ def _rows(flag: str, path: str) -> list[PromptRow]:
 
 
 def _row(line: str, source: Path, number: int) -> PromptRow:
-    known = ("text", "second_text", "image", "video")
-    row = read_row(line, source, number, known, texts=known)
+    names = ("text", "second_text", "image", "video")
+    row = read_row(line, source, number, names, texts=names)
     starts = [row[name] for name in ("image", "video") if row.get(name)]
     if len(starts) > 1:
         raise bad_row(source, number, "has an `image` and a `video`, but may have one")
@@ -177,8 +177,8 @@ def read_video_prompts(path: str | os.PathLike[str]) -> list[VideoPrompt]:
     Rows of a jsonl have ``text``, and may have ``switches``, a list of ``{"frame": latent frame,
     "text": caption}``, ``seed``, and ``image`` or ``video``, a path relative to the file.
     """
-    known = ("text", "switches", "seed", "image", "video")
-    return read_prompts(path, VideoPrompt, _prompt, known=known, texts=("image", "video"))
+    names = ("text", "switches", "seed", "image", "video")
+    return read_prompts(path, VideoPrompt, _prompt, names=names, texts=("image", "video"))
 
 
 def _prompt(row: dict[str, Any], source: Path) -> VideoPrompt:
@@ -282,8 +282,8 @@ def encode_captions(
         # One by one, for the memory of large encoders.
         return torch.cat([built.encode([caption])[0] for caption in captions])
 
-    known = on_first_of_replica(encoded, "Encoding the prompts", context)
-    return share(known, (len(captions), *shape), context, device)
+    embeddings = on_first_of_replica(encoded, "Encoding the prompts", context)
+    return share(embeddings, (len(captions), *shape), context, device)
 
 
 @torch.no_grad()
@@ -354,11 +354,11 @@ class FilePrompts:
         after = text[len(rows) :] if second else None
         start = None
         if all(row.start is not None for row in rows):
-            known = on_first_of_replica(
+            starts = on_first_of_replica(
                 lambda: torch.cat([*map(self._given, rows)]), "Encoding given frames", self._context
             )
             shape = len(rows), self._first_block, *self._latent
-            start = share(known, shape, self._context, self._device)
+            start = share(starts, shape, self._context, self._device)
         return Prompts(text[: len(rows)], after, start)
 
     def encode(self, captions: Sequence[str]) -> Tensor:
@@ -377,8 +377,8 @@ class FilePrompts:
             assert self.codec is not None
             return first_frame_latent(self.codec, latents)
 
-        known = on_first_of_replica(image, "Encoding the first frame", self._context)
-        return share(known, (len(latents), 1, *self._latent), self._context, self._device)
+        frame = on_first_of_replica(image, "Encoding the first frame", self._context)
+        return share(frame, (len(latents), 1, *self._latent), self._context, self._device)
 
     def _given(self, row: PromptRow) -> Tensor:
         assert row.start is not None and self.codec is not None

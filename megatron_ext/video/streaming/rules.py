@@ -19,18 +19,18 @@ TENSOR, PIPELINE = "--teacher-tensor-model-parallel-size", "--teacher-pipeline-m
 
 def streaming_errors(streaming: StreamingConfig) -> list[str]:
     """Return a sentence for each fault in the flags of streaming."""
-    found = []
+    errors = []
     tensor = streaming.teacher_tensor_model_parallel_size
     own_layout = tensor is not None or streaming.teacher_pipeline_model_parallel_size > 1
     if streaming.prompts_path is None:
-        found.append("`--prompts-path` is missing; give a file with one prompt a line.")
+        errors.append("`--prompts-path` is missing; give a file with one prompt a line.")
     if streaming.encode_first_frame and streaming.chunk_frames == 1:
-        found.append(
+        errors.append(
             "`--chunk-frames` (1) leaves no frame to train, since the codec makes a chunk's "
             "first; give longer chunks, or `--no-encode-first-frame`."
         )
     if streaming.distribution_loss == "sid" and own_layout:
-        found.append(
+        errors.append(
             "`--distribution-loss sid` needs gradients through the teacher, which has none in a "
             f"layout of its own; leave out `{TENSOR}` and `{PIPELINE}`."
         )
@@ -46,7 +46,7 @@ def streaming_errors(streaming: StreamingConfig) -> list[str]:
         ("ts-schedule", streaming.ts_schedule, "no-same-exit-across-blocks", differs),
         ("ts-schedule-max", streaming.ts_schedule_max, "no-same-exit-across-blocks", differs),
     )  # fmt: skip
-    return found + [
+    return errors + [
         f"`--{name}` has no effect with `--{other}`; leave one of them out."
         for name, given, other, works in rules
         if given and works
@@ -105,26 +105,26 @@ def sample_errors(
     own: StreamingSampleConfig, sample: SampleConfig, streaming: StreamingConfig
 ) -> list[str]:
     """Return a sentence for each fault in the flags of sampled videos."""
-    found = []
+    errors = []
     blocks = streaming.blocks
     length = own.sample_latent_frames
     texts = sample.sample_texts or ()
     if length is not None and (length < 1 or not blocks.begins(length)):
-        found.append(
+        errors.append(
             f"`--sample-latent-frames` ({length}) must be {blocks.rule}, since blocks are "
             "denoised together."
         )
     second = own.sample_second_texts
     switch = own.sample_switch_frame
     if switch is not None and second is None:
-        found.append(
+        errors.append(
             f"`--sample-switch-frame` ({switch}) needs `--sample-second-texts`; give the "
             "captions after the switch."
         )
     if second is None:
-        return found
+        return errors
     if len(second) != len(texts):
-        found.append(
+        errors.append(
             f"`--sample-second-texts` has {len(second)} captions, but must have {len(texts)}, "
             "one for each of `--sample-texts`; a jsonl as `--sample-prompts` may hold `switches` "
             "of its own."
@@ -132,12 +132,12 @@ def sample_errors(
     start = own.switch_frame(streaming)
     last = blocks.at_or_before(own.num_frames(streaming) - 1)
     if not 1 <= start <= last:
-        found.append(
+        errors.append(
             f"`--sample-switch-frame` ({start}) must lie between 1 and the start of the last "
             f"frame block ({last}); sample longer videos with `--sample-latent-frames`, or "
             "switch earlier."
         )
-    return found
+    return errors
 
 
 @dataclass(frozen=True)
@@ -170,10 +170,10 @@ def teacher_errors(streaming: StreamingConfig, parallel: ParallelConfig) -> list
         return []
     own = teacher_sizes(streaming, parallel)
     sizes = streaming.sizes("teacher")
-    found = [] if own is None else _rank_errors(own, parallel)
+    errors = [] if own is None else _rank_errors(own, parallel)
     stages = streaming.teacher_pipeline_model_parallel_size
     if stages > sizes.num_blocks:
-        found.append(
+        errors.append(
             f"`{PIPELINE}` ({stages}) must be at most the number of the teacher's blocks "
             f"({sizes.num_blocks}); use {sizes.num_blocks} or fewer."
         )
@@ -189,11 +189,11 @@ def teacher_errors(streaming: StreamingConfig, parallel: ParallelConfig) -> list
     if wrong and (given or streaming.teacher_size):
         counts = range(1, sizes.num_heads + 1)
         fitting = [n for n in counts if not any(x % n for x in widths.values())]
-        found.append(
+        errors.append(
             f"`{TENSOR if given else '--tensor-model-parallel-size'}` ({shared}) must divide the "
             f"teacher's {' and '.join(wrong)}; use {_any_of(fitting)}."
         )
-    return found
+    return errors
 
 
 def _rank_errors(own: TeacherSizes, parallel: ParallelConfig) -> list[str]:

@@ -82,12 +82,12 @@ class SequenceState:
         """Return whether the sequence will still switch its prompt, at a frame before ``frame``."""
         return not self.has_switched and NEVER < self.switch_frame < frame
 
-    def first_frames(self, known: Tensor, length: int, sinks: int) -> Tensor:
+    def first_frames(self, recent: Tensor, length: int, sinks: int) -> Tensor:
         """Return the first ``sinks`` frames of the sequence, or all if the sequence is shorter.
 
-        ``known``, ``[b, t, c, h, w]``, are the last of the ``length`` frames so far.
+        ``recent``, ``[b, t, c, h, w]``, are the last of the ``length`` frames so far.
         """
-        return known[:, :sinks] if known.size(1) == length else self.sink
+        return recent[:, :sinks] if recent.size(1) == length else self.sink
 
 
 @dataclass(frozen=True)
@@ -229,17 +229,17 @@ class StreamingSequence:
         counted = max(start, s.switch_frame) if s.switches_before(end) else start
         new, blocks, exits = self._roll_out(start, end, counted if trains else end)
         s = self._state
-        known = torch.cat([s.previous, new], dim=1)
-        latents, is_encoded_anew = self._with_first_frame(known)
+        recent = torch.cat([s.previous, new], dim=1)
+        latents, is_encoded_anew = self._with_first_frame(recent)
         first_counted = max(counted - (end - size), int(is_encoded_anew))
         mask = torch.arange(size, device=latents.device) >= first_counted
-        known = known.detach()
+        recent = recent.detach()
         self.state = replace(
             s,
             chunk=s.chunk + 1,
             current_length=end,
-            previous=known[:, -size:].clone(),
-            sink=s.first_frames(known, end, self._num_sinks).clone(),
+            previous=recent[:, -size:].clone(),
+            sink=s.first_frames(recent, end, self._num_sinks).clone(),
         )
         return StreamClip(
             latents=latents,
@@ -254,18 +254,18 @@ class StreamingSequence:
             exit_step=exits[0] if streaming.same_exit_across_blocks else None,
         )
 
-    def _with_first_frame(self, known: Tensor) -> tuple[Tensor, bool]:
-        """Return the clip at the end of known frames, and whether its first frame is encoded anew.
+    def _with_first_frame(self, recent: Tensor) -> tuple[Tensor, bool]:
+        """Return the last clip of ``recent``, and whether its first frame is encoded anew.
 
-        Teacher and critic expect clips whose first latent frame encodes an image. If known frames
-        come before the clip, its first frame is therefore encoded anew as an image, without
+        Teacher and critic expect clips whose first latent frame encodes an image. If frames come
+        before the clip, its first frame is therefore encoded anew as an image, without
         gradient. With ``decode_history`` that frame is decoded together with the ones before it.
         """
         size = self.streaming.chunk_frames
-        clip = known[:, -size:]
-        if self.first_frame is None or known.size(1) == size:
+        clip = recent[:, -size:]
+        if self.first_frame is None or recent.size(1) == size:
             return clip, False
-        history = known[:, : 1 - size] if self.streaming.decode_history else clip[:, :1]
+        history = recent[:, : 1 - size] if self.streaming.decode_history else clip[:, :1]
         with torch.no_grad():
             image = self.first_frame(history.detach()).to(clip.dtype)
         return torch.cat([image, clip[:, 1:]], dim=1), True
@@ -309,8 +309,8 @@ class StreamingSequence:
         ``made`` are the latents of the current clip's blocks so far.
         """
         s = self.state = replace(self._state, text=self._state.text_after, has_switched=1)
-        known = torch.cat([s.previous, *(x.detach() for x in made)], dim=1)
-        self._encode_anew(known, frame, keep_sink=self.streaming.sink_at_switch == "keep")
+        recent = torch.cat([s.previous, *(x.detach() for x in made)], dim=1)
+        self._encode_anew(recent, frame, keep_sink=self.streaming.sink_at_switch == "keep")
 
     def rebuild_cache(self) -> None:
         """Refill a cache that was lost, by encoding past frames under the current prompt.
@@ -322,10 +322,10 @@ class StreamingSequence:
         if s.previous.size(1):
             self._encode_anew(s.previous, s.current_length, keep_sink=False)
 
-    def _encode_anew(self, known: Tensor, length: int, *, keep_sink: bool) -> None:
+    def _encode_anew(self, recent: Tensor, length: int, *, keep_sink: bool) -> None:
         s = self._state
         frames = self.streaming.recache_frames
-        history = History(known, length, s.first_frames(known, length, self._num_sinks))
+        history = History(recent, length, s.first_frames(recent, length, self._num_sinks))
         self.generator.encode_anew(
             history, s.text, self._noise(), frames=frames, keep_sink=keep_sink
         )

@@ -167,8 +167,8 @@ class StreamingRunner(StepRunner):
         recorder = self.context.recorder
         for kind in kinds:
             with recorder.phase("forward"):  # the backward passes too, clip by clip
-                found, num_frames = self._pass(kind, num_microbatches)
-            reports[kind] += found
+                new_reports, num_frames = self._pass(kind, num_microbatches)
+            reports[kind] += new_reports
             frames[kind].append(num_frames)
         per_frame = self.config.training.calculate_per_token_loss
         for kind, network in trained.items():

@@ -97,13 +97,13 @@ class StreamingState:
         """Check that a checkpoint fits; return the state to load, without objects missing there."""
 
         def names() -> set[str]:
-            found = set(stored_entries(path))
-            if not any(name.startswith(f"{CRITIC}.") for name in found):
+            entries = set(stored_entries(path))
+            if not any(name.startswith(f"{CRITIC}.") for name in entries):
                 raise CheckpointError(
                     f"{path} holds no critic, so it is not of a run with `--task streaming`; give "
                     "it as `--pretrained-checkpoint` to start from its weights."
                 )
-            return found
+            return entries
 
         stored = gather_or_raise(names, f"{path} cannot be read")[0]
         base = self._critic.base
@@ -119,8 +119,8 @@ class StreamingState:
         what = f"{path} cannot be compared with the critic"
         ours = set[str]().union(*gather_or_raise(lambda: weights_in(chunks), what))
         self._left_out = gather_or_raise(lambda: check_unexpected(path, ours), what)[0]
-        wanted = self._objects(None, None)
-        return {**state, **{k: v for k, v in wanted.items() if v.unique_key in stored}}
+        objects = self._objects(None, None)
+        return {**state, **{k: v for k, v in objects.items() if v.unique_key in stored}}
 
     def load(self, loaded: dict[str, Any], *, with_optimizer: bool, notes: list[str]) -> None:
         """Restore critic, sequence and progress; ``notes`` gets sentences on what is left out."""

@@ -12,12 +12,12 @@ _GROUPS = ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_s
 
 
 def read(settings: Settings) -> Fields:
-    found = deepseek_v3.read_latent(settings) | deepseek_v3.read_experts(settings, ranking=1)
+    fields = deepseek_v3.read_latent(settings) | deepseek_v3.read_experts(settings, ranking=1)
     if settings["topk_method"] not in ("greedy", "group_limited_greedy"):
         settings.refuse("topk_method")
     if settings["topk_method"] != "greedy":
-        return found
-    return found | dict.fromkeys(_GROUPS)
+        return fields
+    return fields | dict.fromkeys(_GROUPS)
 
 
 def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def read_latent(settings: Settings) -> Fields:
     whole_growth = given.pop("mscale_all_dim", None) or 0.0
     growth = given.pop("mscale", None) or 0.0
     # transformers takes the growth's weights only if both are given.
-    known = kind == "yarn" and (growth or not whole_growth)
+    is_supported = kind == "yarn" and (growth or not whole_growth)
     scaling = {
         "rope_type": "yarn",
         "rotary_scaling_factor": float(given.pop("factor", 1.0)),
@@ -64,7 +64,7 @@ def read_latent(settings: Settings) -> Fields:
         "mscale_all_dim": float(whole_growth),
         **{name: float(given.pop(name)) for name in _YARN if given.get(name) is not None},
     }
-    if not known or any(value is not None for value in given.values()):
+    if not is_supported or any(value is not None for value in given.values()):
         settings.refuse("rope_parameters", settings["rope_parameters"] or settings["rope_scaling"])
     return fields | scaling
 

@@ -22,13 +22,13 @@ def read(settings: Settings) -> Fields:
 
 
 def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
-    found = gemma2.write(model, moe)
-    scaling = found.pop("rope_scaling") or {"rope_type": "default"}
+    entries = gemma2.write(model, moe)
+    scaling = entries.pop("rope_scaling") or {"rope_type": "default"}
     local = model.rope_local_base_freq or model.rotary_base
-    return found | {
+    return entries | {
         "rope_local_base_freq": local,
         "rope_parameters": {
-            FULL: {**scaling, "rope_theta": found.pop("rope_theta")},
+            FULL: {**scaling, "rope_theta": entries.pop("rope_theta")},
             WINDOW: {"rope_type": "default", "rope_theta": local},
         },
     }

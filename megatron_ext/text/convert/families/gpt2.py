@@ -35,14 +35,14 @@ def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
 
 def weights(model: ModelConfig, moe: MoEConfig, vocab_size: int) -> Table:
     embedding, positions = "transformer.wte.weight", "transformer.wpe.weight"
-    found: dict[str, Parts] = {
+    outer: dict[str, Parts] = {
         "embedding.word_embeddings.weight": (Part(embedding, vocab_size),),
         "embedding.position_embeddings.weight": whole(positions),
         "output_layer.weight": (Part("lm_head.weight", vocab_size),),
     }
     layer: dict[str, Parts] = {}
     for kind in ("weight", "bias"):
-        found[f"decoder.final_layernorm.{kind}"] = whole(f"transformer.ln_f.{kind}")
+        outer[f"decoder.final_layernorm.{kind}"] = whole(f"transformer.ln_f.{kind}")
         layer |= {
             f"self_attention.linear_qkv.layer_norm_{kind}": whole(f"{LAYER}.ln_1.{kind}"),
             f"mlp.linear_fc1.layer_norm_{kind}": whole(f"{LAYER}.ln_2.{kind}"),
@@ -57,7 +57,7 @@ def weights(model: ModelConfig, moe: MoEConfig, vocab_size: int) -> Table:
         ):
             tensor = f"{LAYER}.{theirs}.{kind}"
             layer[f"{ours}.{kind}"] = whole(tensor, transposed=kind == "weight")
-    return Table(found, layer)
+    return Table(outer, layer)
 
 
 FAMILY = Family(

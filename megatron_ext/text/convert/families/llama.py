@@ -103,10 +103,13 @@ def read_scaling_of(settings: Settings, given: dict[str, Any]) -> Fields:
 
 def write_rotary(model: ModelConfig) -> dict[str, Any]:
     """Return the entries of config.json that `read_rotary` reads."""
-    found: dict[str, Any] = {"rope_theta": model.rotary_base, "rope_scaling": write_scaling(model)}
+    entries: dict[str, Any] = {
+        "rope_theta": model.rotary_base,
+        "rope_scaling": write_scaling(model),
+    }
     if model.rotary_percent != 1:
-        found["partial_rotary_factor"] = model.rotary_percent
-    return found
+        entries["partial_rotary_factor"] = model.rotary_percent
+    return entries
 
 
 def write_scaling(model: ModelConfig) -> dict[str, Any] | None:
@@ -134,8 +137,8 @@ def read_window(settings: Settings) -> Fields:
     has = [int(kind == "sliding_attention") for kind in kinds or ["sliding_attention"]]
     if not window or window >= settings["max_position_embeddings"] or not any(has):
         return {}
-    found: Fields = {"window_size": (int(window) - 1, 0)}
-    return found if all(has) else found | {"window_attn_skip_freq": listed(has)}
+    fields: Fields = {"window_size": (int(window) - 1, 0)}
+    return fields if all(has) else fields | {"window_attn_skip_freq": listed(has)}
 
 
 def write_window(model: ModelConfig) -> dict[str, Any]:
@@ -178,15 +181,15 @@ def norms() -> dict[str, Parts]:
 def attention(model: ModelConfig) -> dict[str, Parts]:
     """Return the parts of an attention with separate projections, biases and norms included."""
     theirs = f"{LAYER}.self_attn"
-    found = {}
+    parts = {}
     for kind in ("weight", "bias"):
-        found[f"self_attention.linear_proj.{kind}"] = whole(f"{theirs}.o_proj.{kind}")
+        parts[f"self_attention.linear_proj.{kind}"] = whole(f"{theirs}.o_proj.{kind}")
         names = [f"{theirs}.{part}_proj.{kind}" for part in "qkv"]
-        found[f"self_attention.linear_qkv.{kind}"] = grouped_qkv(model, *names)
+        parts[f"self_attention.linear_qkv.{kind}"] = grouped_qkv(model, *names)
     for part in "qk":
         norm = whole(f"{theirs}.{part}_norm.weight")
-        found[f"self_attention.{part}_layernorm.weight"] = norm
-    return found
+        parts[f"self_attention.{part}_layernorm.weight"] = norm
+    return parts
 
 
 def gated_mlp(
@@ -194,13 +197,13 @@ def gated_mlp(
     theirs: str = "mlp",
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> dict[str, Parts]:
-    """Return the parts of a gated MLP, given the paths of it and its three projections' names."""
-    found = {}
+    """Return the parts of a gated MLP from its paths and the names of its three projections."""
+    parts = {}
     for kind in ("weight", "bias"):
         gate, up, down = (f"{LAYER}.{theirs}.{name}.{kind}" for name in names)
-        found[f"{ours}.linear_fc1.{kind}"] = joined(gate, up)
-        found[f"{ours}.linear_fc2.{kind}"] = whole(down)
-    return found
+        parts[f"{ours}.linear_fc1.{kind}"] = joined(gate, up)
+        parts[f"{ours}.linear_fc2.{kind}"] = whole(down)
+    return parts
 
 
 def weights(model: ModelConfig, moe: MoEConfig, vocab_size: int) -> Table:

@@ -9,15 +9,15 @@ from megatron_ext.text.convert.family import Fields, Settings
 
 
 def read(settings: Settings) -> Fields:
-    found = llama.read(settings)
-    return found | llama.read_window(settings) if settings["use_sliding_window"] else found
+    fields = llama.read(settings)
+    return fields | llama.read_window(settings) if settings["use_sliding_window"] else fields
 
 
 def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
-    found = llama.write(model, moe) | {"use_sliding_window": model.window_size is not None}
+    entries = llama.write(model, moe) | {"use_sliding_window": model.window_size is not None}
     if model.window_size is None:
-        return found
-    return found | llama.write_window(model) | llama.write_layer_types(model)
+        return entries
+    return entries | llama.write_window(model) | llama.write_layer_types(model)
 
 
 FAMILY = llama.relative(

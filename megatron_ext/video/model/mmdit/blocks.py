@@ -200,9 +200,9 @@ class DoubleBlock(Part):
         return txt, img, txt_bias, img_bias
 
 
-def _split(joint: Tensor, held: TokenRange) -> Sequence[Tensor]:
+def _split(joint: Tensor, part: TokenRange) -> Sequence[Tensor]:
     """Split ``[s, b, h]`` into text and image, either of which may be empty."""
-    return torch.split(joint, [held.local_text, joint.size(0) - held.local_text])
+    return torch.split(joint, [part.local_text, joint.size(0) - part.local_text])
 
 
 class SingleBlock(Part):

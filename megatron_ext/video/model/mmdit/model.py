@@ -136,13 +136,13 @@ class Embedding(Part):
             mark_new_branch(self.cond_in)
         mark_replicated(self, plan.config)
 
-    def forward(self, given: Mapping[str, Any], held: TokenRange) -> tuple[Tensor, Tensor]:
+    def forward(self, given: Mapping[str, Any], part: TokenRange) -> tuple[Tensor, Tensor]:
         """Return tokens ``[s, b, h]``, and vec ``[b, h]`` of timestep, pooled text and guidance."""
         dtype = self.img_in.weight.dtype
-        image = self.img_in(given["img"][:, held.image].to(dtype))
+        image = self.img_in(given["img"][:, part.image].to(dtype))
         if self.cond_in is not None:
-            image = image + self.cond_in(given["cond"][:, held.image].to(dtype))
-        text = self.txt_in(given["txt"][:, held.text].to(dtype))
+            image = image + self.cond_in(given["cond"][:, part.image].to(dtype))
+        text = self.txt_in(given["txt"][:, part.text].to(dtype))
         vec = self.time_in(timestep_sinusoid(given["timesteps"])) + self.pooled_in(given["y_vec"])
         if self.guidance_in is not None:
             vec = vec + self.guidance_in(timestep_sinusoid(given["guidance"]))
@@ -184,8 +184,8 @@ class MMDiT(VideoChunk):
 
     def boundary_shape(self, num_text: int, num_image: int, micro_batch_size: int) -> list[int]:
         """Return the shape of the tensor between stages on this rank, ``[s + 1, b, h]``."""
-        held = self.local_tokens(num_text, num_image).part
-        return [len(held) + 1, micro_batch_size, self.sizes.hidden_size]
+        part = self.local_tokens(num_text, num_image).part
+        return [len(part) + 1, micro_batch_size, self.sizes.hidden_size]
 
     def forward(
         self,

@@ -45,8 +45,8 @@ def _gradients(
 def _modulated_gradients(
     of_x: Tensor, plan: tuple[int, tuple[int, ...]], *given: Tensor
 ) -> tuple[Tensor, ...]:
-    found = _gradients(of_x, *given)
-    return tuple(found[i] for i in plan[1])
+    gradients = _gradients(of_x, *given)
+    return tuple(gradients[i] for i in plan[1])
 
 
 residual_and_modulated = FusedResidual(
@@ -84,14 +84,14 @@ def _streams_gradients(
     num_text: int,
     *rest: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Return the wanted gradients; ``rest`` are 4 shifts and scales, then 4 statistics."""
+    """Return the gradients in ``plan``; ``rest`` are 4 shifts and scales, then 4 statistics."""
     sizes = [num_text, hidden.size(0) - num_text]
     (txt, img), (txt_beside, img_beside) = (torch.split(x, sizes) for x in (hidden, of_hidden))
     txt_x, *txt_vectors = _gradients(txt_beside, of_txt, txt, *rest[:2], *rest[4:6])
     img_x, *img_vectors = _gradients(img_beside, of_img, img, *rest[2:4], *rest[6:])
-    found = [torch.cat((txt_x, img_x)), *txt_vectors, *img_vectors]
+    gradients = [torch.cat((txt_x, img_x)), *txt_vectors, *img_vectors]
     # The argument at 1 is num_text, which has no gradient.
-    return tuple(found[i - (i > 1)] for i in plan[1])
+    return tuple(gradients[i - (i > 1)] for i in plan[1])
 
 
 residual_and_modulated_streams = FusedResidual(

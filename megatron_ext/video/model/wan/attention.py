@@ -109,13 +109,13 @@ class AttentionPlan:
 
 def _slices(indices: Iterable[int]) -> tuple[slice, ...]:
     """Return ascending indices as slices, one for each run of consecutive indices."""
-    found: list[slice] = []
+    slices: list[slice] = []
     for index in indices:
-        if found and found[-1].stop == index:
-            found[-1] = slice(found[-1].start, index + 1)
+        if slices and slices[-1].stop == index:
+            slices[-1] = slice(slices[-1].start, index + 1)
         else:
-            found.append(slice(index, index + 1))
-    return tuple(found)
+            slices.append(slice(index, index + 1))
+    return tuple(slices)
 
 
 class FrameAttention:

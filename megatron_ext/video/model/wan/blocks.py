@@ -121,8 +121,8 @@ class Embedder(Part):
     def tokens(self, x: Tensor, tokens: FrameTokens) -> Tensor:
         """Embed this rank's tokens of whole latents ``[b, t, c, h, w]`` as ``[s, b, h]``."""
         packed = pack(x.transpose(1, 2), self.patch_size)
-        held = torch.unflatten(packed, 1, (tokens.num_frames, -1))[:, :, tokens.held].flatten(1, 2)
-        embedded: Tensor = self.patch_in(held.to(self.patch_in.weight.dtype))
+        own = torch.unflatten(packed, 1, (tokens.num_frames, -1))[:, :, tokens.held].flatten(1, 2)
+        embedded: Tensor = self.patch_in(own.to(self.patch_in.weight.dtype))
         return embedded.transpose(0, 1)
 
     def conditioning(self, timesteps: Tensor, text: Tensor) -> Conditioning:
@@ -220,15 +220,15 @@ class CrossAttention(Part):
         out: WithBias = self.linear_proj(attended.flatten(2))
         return out
 
-    def _key_value(self, text: Tensor, number: int, known: dict[int, KeyValue] | None) -> KeyValue:
-        """Return the text's keys and values, ``[l, b, n, d]``; ``known``, if given, caches them."""
-        if known is not None and number in known:
-            return known[number]
+    def _key_value(self, text: Tensor, number: int, cache: dict[int, KeyValue] | None) -> KeyValue:
+        """Return the text's keys and values, ``[l, b, n, d]``; ``cache``, if given, keeps them."""
+        if cache is not None and number in cache:
+            return cache[number]
         projected, bias = self.linear_kv(text)
         key, value = heads_of(projected + bias, 2, self.config.kv_channels)
         pair = self.k_norm(key), value
-        if known is not None:
-            known[number] = pair
+        if cache is not None:
+            cache[number] = pair
         return pair
 
 
@@ -257,7 +257,7 @@ class Block(Part):
         attended = self.self_attention(normed, self.number, run)
         norm = self.cross_norm
         hidden, normed = gated_and_normed(hidden, *attended, gate, *weights_of(norm), spec_of(norm))
-        told = self.cross_attention(normed, given.text, self.number, run)
-        hidden, normed = added_and_modulated(hidden, *told, ffn_shift, ffn_scale)
+        cross_attended = self.cross_attention(normed, given.text, self.number, run)
+        hidden, normed = added_and_modulated(hidden, *cross_attended, ffn_shift, ffn_scale)
         narrow = activated(*self.linear_fc1(normed), None, "gelu_tanh", False)
         return gated(hidden, *self.linear_fc2(narrow), ffn_gate)

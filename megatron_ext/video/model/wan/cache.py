@@ -85,7 +85,7 @@ class KVCache:
     def reset(self, *, keep_sink: bool = False) -> None:
         """Drop the cached text and all cached frames; ``keep_sink`` spares the sink frames only."""
         last_kept = self.window.sink if keep_sink else 0
-        self._held = {f: held for f, held in self._held.items() if f < last_kept}
+        self._held = {f: entry for f, entry in self._held.items() if f < last_kept}
         self._absent_before = 0
         self.end = max(self._held, default=-1) + 1
         self.memo.clear()
@@ -101,7 +101,7 @@ class KVCache:
                 f"the cache stands at frame {self.end} and cannot skip back to frame {frame}; "
                 "`reset` it first."
             )
-        self._held = {f: held for f, held in self._held.items() if f < self.window.sink}
+        self._held = {f: entry for f, entry in self._held.items() if f < self.window.sink}
         self._absent_before = self.end = frame
 
     @property
@@ -133,12 +133,12 @@ class KVCache:
             )
         starts = self.window.blocks(first_frame, num_frames)
         seen = {f for start in starts for part in self.window.visible(start) for f in part}
-        wanted = sorted(f for f in seen.difference(new) if not self._is_absent(f))
-        for needed in (wanted, [f for f in new if f < self.end]):
+        past = sorted(f for f in seen.difference(new) if not self._is_absent(f))
+        for needed in (past, [f for f in new if f < self.end]):
             missing = [f for f in needed if f not in self._held]
             if missing:
                 self._refuse(first_frame, missing)
-        return tuple(wanted)
+        return tuple(past)
 
     def _is_absent(self, frame: int) -> bool:
         return self.window.sink <= frame < self._absent_before
@@ -180,7 +180,7 @@ class KVCache:
         local = frames_by_age[len(sinks) :]
         room = self.capacity_frames - len(sinks)
         kept = {*sinks, *local[max(0, len(local) - room) :]}
-        self._held = {f: held for f, held in self._held.items() if f in kept}
+        self._held = {f: entry for f, entry in self._held.items() if f in kept}
         taken = {slot for slot, _ in self._held.values()}
         free = iter(sorted(set(range(self.capacity_frames)) - taken))
         self._writes += 1
@@ -318,9 +318,9 @@ class TextMemo:
             source, version = self._source
             if source() is text and version == _version(text) >= 0:
                 return True
-        known = self.text
-        assert known is not None
-        return known.shape == text.shape and torch.equal(known, text.to(known))
+        copy = self.text
+        assert copy is not None
+        return copy.shape == text.shape and torch.equal(copy, text.to(copy))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the text and its keys and values, which later weights might not reproduce."""

@@ -63,8 +63,8 @@ class VideoDiT(VideoChunk):
 
         The last r = 7 f + l rows hold f timesteps and l text tokens of each sample.
         """
-        held = self._tokens(x, 0).held
-        rows = x.size(1) * (held.stop - held.start)
+        part = self._tokens(x, 0).held
+        rows = x.size(1) * (part.stop - part.start)
         extra = 7 * _per_frame(timesteps).size(1) + text.size(1)
         return [rows + extra, x.size(0), self.sizes.hidden_size]
 
@@ -139,10 +139,10 @@ class VideoDiT(VideoChunk):
         check_inputs(self.sizes, x, timesteps, text)
         tokens = self._tokens(x, first_frame)
         reading = self._open_cache(cache, x, first_frame, update_cache)
-        known = None
+        text_key_values = None
         if cache is not None and not torch.is_grad_enabled():
             text = text[:, :0] if cache.memo.begin(text) else text
-            known = cache.memo.key_values
+            text_key_values = cache.memo.key_values
         hidden, given = self._enter(x, _per_frame(timesteps), text, tokens)
         ids = positions(tokens, hidden.device)
         num_frames = x.size(1)
@@ -152,7 +152,7 @@ class VideoDiT(VideoChunk):
         else:
             past = () if reading is None else reading.past
             plan = AttentionPlan.causal(self.options.window, first_frame, num_frames, past)
-        run = Run(num_frames, tokens.tp_size, table, plan, reading, known)
+        run = Run(num_frames, tokens.tp_size, table, plan, reading, text_key_values)
         for block in self.blocks.values():
             assert isinstance(block, Block)
             if block.number < self.options.recompute_blocks and torch.is_grad_enabled():
