@@ -174,8 +174,8 @@ def watch_fsync() -> mmap.mmap:
 def damage_checkpoint(target: Target) -> None:
     """Change a byte in the newest checkpoint, delete the copies in memory, and end by SIGKILL.
 
-    The copies go too, since a run that still has them does not read the checkpoint. It waits first for
-    a save under way, which would give the run a newer checkpoint.
+    The copies go too, since a run that still has them does not read the checkpoint. It first waits
+    for a save under way, which would give the run a newer checkpoint.
     """
     until = time.monotonic() + _SECONDS_FOR_A_SAVE
     while target.save is not None and any(target.save.glob("iter_???????.*")):
