@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ext.layers import attention, causal_parts, sdpa
+from megatron_ext.layers import causal_parts, sdpa
 from megatron_ext.layers.causal_parts import CUDNN, PartKernel, Saved, attend_in_parts
 from megatron_ext.layers.compiled import compiled_on_cpu
 from megatron_ext.parallel.context import ParallelContext
@@ -121,8 +121,8 @@ def test_context_parallel_slices_equal_plain_arithmetic(
         calls.append((query.size(2), key.size(2)))
         return attend_in_parts(query, key, value, scale, CPU)
 
-    monkeypatch.setattr(attention, "prefers_parts", lambda *given: True)
-    monkeypatch.setattr(attention, "attend_in_parts", watched)
+    monkeypatch.setattr(causal_parts, "prefers_parts", lambda *given: True)
+    monkeypatch.setattr(causal_parts, "attend_in_parts", watched)
     check_part(context, kind, "causal", groups, torch.float64)
     check_part(context, kind, "causal", groups, torch.float32)
     # Of the 16 positions a rank has two slices of 4; the first of all has no earlier keys.

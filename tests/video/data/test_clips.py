@@ -251,7 +251,7 @@ def test_clips_in_tar_files_are_those_of_files(tmp_path: Path) -> None:
 
 
 def test_members_of_a_sample_may_lie_apart_and_be_links(tmp_path: Path) -> None:
-    """As ``tar`` writes a folder: in no order, and equal files once."""
+    """``tar`` writes a folder in no order, and equal files once."""
     archive = tmp_path / "0.tar"
     with tarfile.open(archive, "w") as tar:
         files = {
@@ -279,7 +279,7 @@ def test_members_of_a_sample_may_lie_apart_and_be_links(tmp_path: Path) -> None:
 
 
 def test_captions_of_windows_are_read(tmp_path: Path) -> None:
-    """With a byte-order mark, and with an ending in capitals."""
+    """A file may begin with a byte-order mark, and have an ending in capitals."""
     write(tmp_path / "a.mp4", "")
     write(tmp_path / "a.txt", "\ufeffa cat")
     write(tmp_path / "b.mp4", "")
