@@ -35,7 +35,7 @@ from megatron_ext.planning.memory import fullest, worst_case
 from megatron_ext.planning.step_time import estimate
 from megatron_ext.text.task import TEXT, with_tokenizer
 from megatron_ext.train.callbacks.evaluation import evaluate_split
-from megatron_ext.train.loop import IntervalMetrics, take_step
+from megatron_ext.train.loop import IntervalMetrics, count_step, next_inputs
 from megatron_ext.train.main import main as run_trainer
 from megatron_ext.train.main import silence_known_warnings
 from megatron_ext.train.run import Run
@@ -81,7 +81,13 @@ def measure_here(name: str, steps: int) -> int:
 
     def work(run: Run) -> None:
         metrics = IntervalMetrics(run)
-        step: Callable[[], object] = lambda: take_step(run, metrics)  # noqa: E731
+
+        def train() -> None:
+            inputs, stats = next_inputs(run)
+            result = run.runner.train(inputs, run.batch_size.global_batch_size)
+            count_step(run, metrics, result, stats)
+
+        step: Callable[[], object] = train
         step()  # allocates gradients and optimizer states
         if name == EVALUATION:
             step = lambda: evaluate_split(run, "validation")  # noqa: E731

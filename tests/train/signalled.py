@@ -68,7 +68,7 @@ def slowed(moment: str, folder: Path) -> Callable[[list[str]], int]:
     pretrain = main.pretrain
     main.pretrain = leaving_its_id
     if moment == "training":
-        slow(loop, "take_step", is_late=lambda run, _: run.progress.iteration >= _FIRST_STEP)
+        slow(loop, "next_inputs", is_late=lambda run: run.progress.iteration >= _FIRST_STEP)
     elif moment == "evaluation":
         slow(evaluation, "evaluate")
     elif moment.endswith("save"):

@@ -38,7 +38,7 @@ def main():
     path.write_text(os.environ["MEGATRON_EXT_HOST_FOLDER"])
     time.sleep(0.05)
     os.kill(os.getpid(), 9) if os.environ["RANK"] == "1" else time.sleep(60)
-flags = {"fault_tolerance": {"max_restarts": 10_000}, "parallel": {"nproc_per_node": 2}}
+flags = {"fault_tolerance": {"max_restarts": 10_000}, "parallel": {"world_size": 2}}
 supervision = Resilience(RunConfig.from_dict(flags, ()))
 supervision.prepare(lambda size: supervision.config)
 cpu = Device("cpu", "gloo")
