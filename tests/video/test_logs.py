@@ -102,7 +102,7 @@ def _count_clips(run: Run, folder: Path) -> None:
     (source,) = run.valid_sources
     next_step = source.next_step
 
-    def counted(num_microbatches: int, seq_length: int | None) -> Any:
+    def counted(num_microbatches: int, seq_length: int | None = None) -> Any:
         batches: Any = next_step(num_microbatches, seq_length)
         images = torch.cat([batch.targets.velocity.sum((1, 2)) for batch in batches])
         torch.save(images, folder / f"{len(list(folder.iterdir()))}.pt")
