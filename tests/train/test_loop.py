@@ -31,7 +31,9 @@ FEATURES = {
 def test_a_run_has_the_callbacks_that_its_flags_need(context: ParallelContext) -> None:
     for words, names in FEATURES.items():
         run = build([*FLAGS, *words.split()], context)
-        built = [type(each).__name__ for each in callbacks_of(run, EarlyStopping(run))]
+        built = [
+            type(each).__name__ for each in callbacks_of(run, EarlyStopping(run), run.runner.settle)
+        ]
         assert sorted(built) == sorted([*names, "NonFinite"]), words
 
 
@@ -41,7 +43,9 @@ def test_a_run_that_saves_or_evaluates_has_callbacks_for_it(
 ) -> None:
     words = f"--save {tmp_path} --save-interval 2 --eval-iters 1 --eval-interval 2"
     run = build([*FLAGS, *words.split()], context)
-    built = [type(each).__name__ for each in callbacks_of(run, EarlyStopping(run))]
+    built = [
+        type(each).__name__ for each in callbacks_of(run, EarlyStopping(run), run.runner.settle)
+    ]
     assert [name for name in built if name != "DataLedger"] == [
         "NonFinite", "Evaluation", "StopConditions", "EarlyStopping", "SaveWatch",
     ]  # fmt: skip
