@@ -203,11 +203,15 @@ def tokenizer_lines(config: RunConfig, assets: Any) -> list[str]:
 
 
 def data_ledger(run: Run) -> Callback | None:
-    """Return what records which samples a run in the direct order reads: the add-on ``ledger``."""
-    if run.config.checkpoint.save is None or not run.progress.data_order:
+    """Return what records which samples a run in the direct order reads: the add-on ``ledger``.
+
+    It is None on ranks that write no record.
+    """
+    writes = run.context.rank == 0 and run.config.checkpoint.save is not None
+    if not writes or not run.progress.data_order:
         return None
     ledger = extras.part("ledger", "recording")
-    built: Callback | None = None if ledger is None else ledger.DataLedger.of_run(run)
+    built: Callback | None = None if ledger is None else ledger.DataLedger(run)
     return built
 
 

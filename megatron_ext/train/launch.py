@@ -124,7 +124,7 @@ def _start_of(pid: int) -> float:
 
 @dataclass
 class End:
-    """The end of a launch: the exit code of the program, which is 1 if it raises an error."""
+    """The end of a launch, or of a rank: its exit code, 1 unless something else is known."""
 
     exit_code: int = 1
 
@@ -176,14 +176,8 @@ def _tell_torchrun(message: str) -> None:
         Path(path).write_text(text, encoding="utf-8")
 
 
-class RankEnd:
-    """How a rank ends: its exit code, 0 as long as nothing else is known."""
-
-    code = 0
-
-
 @contextmanager
-def rank_end() -> Iterator[RankEnd]:
+def rank_end() -> Iterator[End]:
     """Yield the end of the rank that runs in the block; a failure is printed with its number.
 
     A MegatronExtError, or an error caused by the failure of another rank, is printed as a sentence.
@@ -191,32 +185,32 @@ def rank_end() -> Iterator[RankEnd]:
     rank 0 prints it first, and its exit ends the others. An interruption is not printed, as it
     comes to all ranks and to their launcher.
     """
-    end = RankEnd()
+    end = End(exit_code=0)
     try:
         yield end
         return
     except MegatronExtError as error:
         message = str(error)
-        end.code = 1 if isinstance(error, MachineFault) else EXIT_CODE_USER_ERROR
+        end.exit_code = 1 if isinstance(error, MachineFault) else EXIT_CODE_USER_ERROR
         if os.environ.get("RANK", "0") != "0":
             time.sleep(_SECONDS_FOR_RANK_0_OF_A_RUN)
     except KeyboardInterrupt:
         _tell_torchrun("interrupted")
-        end.code = EXIT_CODE_INTERRUPTED
+        end.exit_code = EXIT_CODE_INTERRUPTED
         return
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             return
         fault = contact_fault(error)
         message = limits.sentence(error) or traceback.format_exc()
-        end.code = 1
+        end.exit_code = 1
         if _lacks_memory(error):
             message = f"{message.rstrip()}\n{_WITHOUT_MEMORY}"
-            end.code = EXIT_CODE_NO_MEMORY
+            end.exit_code = EXIT_CODE_NO_MEMORY
         if fault is not None:
             message = fault.value
             timed_out = fault is NoAnswer.TIMEOUT
-            end.code = EXIT_CODE_NO_ANSWER if timed_out else EXIT_CODE_LOST_CONTACT
+            end.exit_code = EXIT_CODE_NO_ANSWER if timed_out else EXIT_CODE_LOST_CONTACT
     # One write keeps the text in one piece, as other ranks print too.
     text = f"[rank {os.environ.get('RANK', '0')}] {message}"
     sys.stderr.write(f"{text}\n")
@@ -227,8 +221,8 @@ def rank_end() -> Iterator[RankEnd]:
 def run_rank(main: Main) -> int:
     """Run one rank, and return its exit code; see `rank_end`."""
     with rank_end() as end:
-        end.code = main() or 0
-    return end.code
+        end.exit_code = main() or 0
+    return end.exit_code
 
 
 def _lacks_memory(error: BaseException) -> bool:
@@ -270,8 +264,8 @@ def launch(
         if nproc_per_node == 1 and supervision.max_restarts is None:
             exit_signal.end_by_sigterm(tell)
             with _only_rank() as end:
-                end.code = main() or 0
-            code = end.code
+                end.exit_code = main() or 0
+            code = end.exit_code
         else:
             code = _start_ranks(
                 main,
@@ -322,7 +316,7 @@ def _run_started_rank(
 
 
 @contextmanager
-def _only_rank() -> Iterator[RankEnd]:
+def _only_rank() -> Iterator[End]:
     """Let this process be the only rank of a run inside the block; see `rank_end`."""
     ours = _environment(0, 1)
     before = {name: os.environ[name] for name in ours if name in os.environ}

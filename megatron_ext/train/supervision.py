@@ -74,7 +74,7 @@ class Supervision:
     ) -> int:
         """Fork ranks as often as `max_restarts` allows, and return the exit code of the run.
 
-        ``fork`` is `launch.forked`, and ``main_of`` gives what a rank does, by the number of ranks.
+        ``main_of`` gives what a rank does, by the number of ranks, which ``fork`` starts.
         """
         raise NotImplementedError
 

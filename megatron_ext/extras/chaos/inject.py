@@ -26,8 +26,8 @@ from megatron_ext.disk.host_folder import generation, host_folder
 from megatron_ext.disk.writing import open_to_append, write_text
 from megatron_ext.extras.chaos.strikes import FROM_ANY_THREAD, STRIKES, Target, watch_fsync
 from megatron_ext.parallel.recorder import Recorder
+from megatron_ext.train.main import INJECTED as VARIABLE
 
-VARIABLE = "MEGATRON_EXT_FAULTS"
 SLOW = "slow rank"
 KINDS = (*STRIKES, SLOW)
 _SECONDS_OF_A_SLOW_PASS = 0.05

@@ -32,12 +32,6 @@ class DataLedger(Callback):
     record that cannot be written ends without ending the run.
     """
 
-    @classmethod
-    def of_run(cls, run: Run) -> DataLedger | None:
-        """Return the callback of a run; None on ranks that write no record."""
-        writes = run.context.rank == 0 and run.config.checkpoint.save is not None
-        return cls(run) if writes and run.progress.data_order else None
-
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._writer: RecordWriter | None = None

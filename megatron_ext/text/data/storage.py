@@ -49,12 +49,6 @@ class StorageNotes(Callback):
         store: the store that the run reads from.
     """
 
-    @classmethod
-    def of_run(cls, run: Run) -> StorageNotes | None:
-        """Return the callback of a run; None without addresses, and where nothing is printed."""
-        store = store_of(run.config.section(DataConfig))
-        return cls(run, store) if run.reporters.sinks and store.is_used else None
-
     def __init__(self, run: Run, store: ObjectStore) -> None:
         super().__init__(run)
         self._store = store
@@ -90,4 +84,5 @@ def note_of(counts: dict[str, int]) -> str:
 
 def storage_notes(run: Run) -> StorageNotes | None:
     """Return the notes of a run; None without addresses, and where nothing is printed."""
-    return StorageNotes.of_run(run)
+    store = store_of(run.config.section(DataConfig))
+    return StorageNotes(run, store) if run.reporters.sinks and store.is_used else None
