@@ -1,9 +1,10 @@
-"""All that determines the tokens of a conversation: tokenizer, chat template, columns of a row.
+"""Everything that determines a conversation's tokens: tokenizer, chat template, columns of a row.
 
-The loss masks need to know where the first n messages end in a conversation's text. To apply the
-template to the first n messages for every n takes quadratic time. But most templates write one
-message after the other, independently of later messages. If the syntax tree of a template shows
-this, the template is applied only once, with a mark before each message; the marks give all places.
+To make the loss mask we must know where the first n messages end in a conversation's text.
+Applying the template to the first n messages for every n takes quadratic time. But most templates
+write messages one after another, independently of later messages. If the syntax tree of a template
+shows this, we apply the template only once, with a mark before each message, and the positions of
+the marks are the ends that we need.
 """
 
 import copy
@@ -33,7 +34,8 @@ from megatron_ext.text.tokenizers.huggingface import (
     tokenizer_folder,
 )
 
-_OURS = (
+# Keywords of `apply_chat_template` that the user must not set, because this package sets them.
+_RESERVED_KEYWORDS = (
     "conversation add_generation_prompt continue_final_message tokenize return_dict tools "
     "return_assistant_tokens_mask return_tensors padding truncation max_length tokenizer_kwargs"
 ).split()
@@ -57,17 +59,17 @@ class ChatTokenizer(Protocol):
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
     """Raise a ConfigError for keywords of `apply_chat_template` that this module sets itself."""
     for name in kwargs:
-        if name in _OURS:
+        if name in _RESERVED_KEYWORDS:
             raise ConfigError(
                 f"`--sft-template-kwargs` ({name}) must not hold what the tokenization of "
-                f"conversations sets itself ({', '.join(_OURS)}); leave it out."
+                f"conversations sets itself ({', '.join(_RESERVED_KEYWORDS)}); leave it out."
             )
 
 
 class Template:
     """The chat template, ready to be applied to the first messages of one conversation.
 
-    A row's `enable_thinking` overrides that of ``--sft-template-kwargs``.
+    `enable_thinking` in a row overrides the value in ``--sft-template-kwargs``.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class Template:
             self._kwargs["tools"] = list(conversation.tools)
 
     def of(self, conversation: Conversation) -> "Template":
-        """Return the template of another conversation with the same tools or other ones."""
+        """Return this template for another conversation, with the tools of that conversation."""
         return Template(self.tokenizer, conversation, self._given)
 
     @cached_property
@@ -102,12 +104,18 @@ class Template:
             raise RefusedByTemplate(self, count, _reason(error)) from error
 
     def ids(self, count: int, *, prompt: bool = False) -> list[int]:
-        """Return the first ``count`` messages' token ids; ``prompt`` adds the generation prompt."""
+        """Return the token ids of the first ``count`` messages.
+
+        ``prompt`` adds the generation prompt.
+        """
         options = {"tokenize": True, "return_dict": True, "add_generation_prompt": prompt}
         return list(self.apply(count, **options)["input_ids"])
 
     def text(self, count: int, *, prompt: bool = False, **kwargs: Any) -> str:
-        """Return the first ``count`` messages' text; ``prompt`` adds the generation prompt."""
+        """Return the text of the first ``count`` messages.
+
+        ``prompt`` adds the generation prompt.
+        """
         return str(self.apply(count, tokenize=False, add_generation_prompt=prompt, **kwargs))
 
     def source(self) -> str:
@@ -116,11 +124,15 @@ class Template:
         return self.tokenizer.get_chat_template(own, self._kwargs.get("tools"))
 
     def encode(self, text: str) -> Any:
-        """Return `input_ids` and `offset_mapping` (in characters) of a text from the template."""
+        """Tokenize a text that the template has written.
+
+        Return `input_ids` and `offset_mapping`, whose offsets count characters. Raise a DataError
+        if the tokenizer refuses the text.
+        """
         try:
             with refused_panic(getattr(self.tokenizer, "name_or_path", "")):
                 return self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        except Exception as error:  # such as half a surrogate pair, in ways of their own
+        except Exception as error:  # tokenizers refuse half a surrogate pair with various errors
             name = next(self._half_pairs(), None)
             if name is not None:
                 raise DataError(
@@ -133,7 +145,7 @@ class Template:
             ) from error
 
     def _half_pairs(self) -> Iterator[str]:
-        """Yield the name of each text of the conversation with half a surrogate pair."""
+        """Yield the name of each text of the conversation that has half a surrogate pair."""
         conversation = self.conversation
         values = {
             conversation.name(index, key): value
@@ -158,10 +170,10 @@ class RefusedByTemplate(DataError):
         super().__init__(self._sentence(f"the first {count} of {total} messages"))
 
     def with_part(self) -> DataError:
-        """Return the error that names the part at fault, found by trials on fewer messages.
+        """Return an error that names the message or the tools that the template refuses.
 
-        They take time, and many refusals are only those of a mark in the row, so that this is left
-        to whoever shows the error.
+        To find them, apply the template again to fewer messages. This takes time, and many
+        refusals are caught and never shown, so call this only to show the error.
         """
         template = self._template
         conversation = template.conversation
@@ -197,7 +209,7 @@ def _refusal(template: Template, count: int) -> str | None:
 
 
 def _described(message: Message) -> str:
-    """Return the role of a message, and which keys it has and lacks, for an error."""
+    """Return the role of a message, its keys and the keys it lacks, to show in an error."""
     names = [name for key in message for name in _names_below(message[key], key) if key != "role"]
     needed = ["content", *(["tool_call_id"] if message["role"] == "tool" else [])]
     lacking = [key for key in needed if key not in message]
@@ -215,7 +227,7 @@ def _described(message: Message) -> str:
 
 
 def _texts_below(value: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Yield each text in a value, with its name."""
+    """Yield (name, text) of each text at any depth in a value; ``name`` names the value itself."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _texts_below(item, f"{name}.{key}")
@@ -227,7 +239,10 @@ def _texts_below(value: Any, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _names_below(value: Any, name: str) -> Iterator[str]:
-    """Yield the name of each value below, without the numbers of lists; arguments stay whole."""
+    """Yield the name of each value at any depth in a value, with `[]` for each index of a list.
+
+    Do not enter the arguments of tool calls.
+    """
     if isinstance(value, dict) and value and not name.endswith("arguments"):
         for key, item in value.items():
             yield from _names_below(item, f"{name}.{key}")
@@ -243,16 +258,16 @@ def _reason(error: Exception) -> str:
 
 
 CONTENT_VERSION = 1
-"""A version to increase whenever this package makes other tokens or masks of the same rows."""
+"""Increase this whenever the same rows give other tokens or masks than before."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """The tokenizer and options of conversations.
+    """The tokenizer, its chat template and the options with which conversations are tokenized.
 
     Attributes:
         sft: the options; ``sft_date`` is set if the template writes a date.
-        identity: all that determines tokens.
+        identity: everything that determines tokens; a store with another identity is not reused.
         date_is_given: whether the user gave the date that the template writes.
         unread: keywords of ``--sft-template-kwargs`` that the template does not read.
     """
@@ -277,7 +292,7 @@ def build_chat(tokenizer: Tokenizer, settings: TokenizerConfig, sft: SftConfig) 
 
     Raise a ConfigError without a chat template, a DataError if a file cannot be read.
     """
-    # Where a file's digest identifies the tokenizer, its path does not count.
+    # A digest identifies the tokenizer wherever its file is, so a moved file keeps its stores.
     about = dict(tokenizer.unique_identifiers)
     if "sha256" in about:
         about.pop("path", None)
@@ -303,7 +318,8 @@ def build_chat(tokenizer: Tokenizer, settings: TokenizerConfig, sft: SftConfig) 
             **{name: importlib.metadata.version(name) for name in ("transformers", "tokenizers")},
         },
     }
-    # A flag with its default value leaves the identity of stores as it was before the flag.
+    # These flags are newer than some stores. At their defaults they are left out of the identity,
+    # so that stores made before them are still reused.
     defaults = SftConfig()
     for name in ("sft_tool_arguments", "sft_on_unrendered", "sft_split_turns"):
         if getattr(sft, name) != getattr(defaults, name):
@@ -329,13 +345,13 @@ def build_chat(tokenizer: Tokenizer, settings: TokenizerConfig, sft: SftConfig) 
 
 
 def _sources(tokenizer: ChatTokenizer, kwargs: Mapping[str, Any]) -> list[str]:
-    """Return the Jinja source of each template that conversations may get."""
+    """Return the Jinja source of each template that may be applied to a conversation."""
     own = kwargs.get("chat_template") or tokenizer.chat_template
     return [own] if isinstance(own, str) else list(own.values())
 
 
 def dated(chat: Chat, date: str) -> Chat:
-    """Return ``chat`` with templates that write ``date`` wherever they ask for the time."""
+    """Return ``chat`` with templates that write ``date`` in place of the current time."""
     tokenizer = dated_tokenizer(chat.tokenizer, date)
     sft = dataclasses.replace(chat.sft, sft_date=date)
     identity = {**chat.identity, "date": date}
@@ -350,10 +366,11 @@ def writes_date(tokenizer: ChatTokenizer) -> bool:
 def with_known_date(
     tokenizer: ChatTokenizer, trained: str | None
 ) -> tuple[ChatTokenizer, str | None]:
-    """Return ``tokenizer`` with a template that writes one date, and a sentence on which one.
+    """Fix the date that the tokenizer's chat template writes.
 
-    It is the date ``trained`` of the model's training, else today's. The sentence is None for a
-    template that writes no date.
+    The date is ``trained``, which the model was trained with, or today's if that is None. Return
+    the tokenizer and a sentence that names the date; the sentence is None if the template writes
+    no date.
     """
     if not writes_date(tokenizer):
         return tokenizer, None
@@ -380,10 +397,10 @@ _AFTER_DATE = " }}{%- endmacro %}\n"
 
 
 def with_date(source: str, day: datetime.date) -> str:
-    """Return a template whose `strftime_now` gives ``day``; replace an earlier day.
+    """Return a template whose `strftime_now` gives ``day``, even if it already had a fixed day.
 
-    A macro takes the place of transformers' function. The newline after it is the one that
-    transformers' environment takes out after a block, so that the text is the same otherwise.
+    A macro replaces transformers' function `strftime_now`. transformers' environment removes one
+    newline after a block, so the newline after the macro does not show in the text.
     """
     if source.startswith(_BEFORE_DATE):
         source = source[source.index(_AFTER_DATE) + len(_AFTER_DATE) :]
@@ -397,7 +414,7 @@ def with_date(source: str, day: datetime.date) -> str:
 
 
 _DIRECTIVES = (*(f"-{letter}" for letter in "dmyjHIMS"), *"aAbBcdDeFGhHIjmMpSTuUVwWxXyYZz")
-"""Directives of `strftime` for a day, whose time is midnight."""
+"""The directives of `strftime` that the macro replaces; the time of the day is midnight."""
 
 
 def read_template(flag: str | None, path: str) -> str:
@@ -418,16 +435,16 @@ def load_chat_tokenizer(
     flag: str = "--sft",
     template_flag: str | None = "--sft-chat-template",
 ) -> Any:
-    """Load by transformers the tokenizer of ``tokenizer``, with a chat template.
+    """Load the same tokenizer by transformers, together with a chat template.
 
     Args:
-        template: a Jinja file that replaces the tokenizer's own template; None keeps that.
-        flag: the flag that needs a template.
-        template_flag: the flag that gives one; None if there is none.
+        template: a Jinja file that replaces the tokenizer's own template; None keeps its own.
+        flag: the flag that needs a template, for errors.
+        template_flag: the flag that names a template file, for errors; None if there is none.
 
     Raises:
         ConfigError: there is no chat template.
-        DataError: a file cannot be read, or transformers reads other tokens from it.
+        DataError: a file cannot be read, or transformers gives other token ids than ``tokenizer``.
     """
     if tokenizer.kind != "HuggingFaceTokenizer" or settings.tokenizer_model is None:
         raise ConfigError(
@@ -461,7 +478,7 @@ def _digest(value: Any) -> str:
 
 @lru_cache(maxsize=64)
 def reads_variable(source: str, name: str) -> bool:
-    """Tell whether a template reads a value from outside; True if that cannot be told."""
+    """Tell whether a template reads the variable ``name``; True if it cannot be parsed."""
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     try:
         tree = environment.parse(_GENERATION.sub("", source))
@@ -471,21 +488,26 @@ def reads_variable(source: str, name: str) -> bool:
 
 
 def key_of(*values: Any) -> str:
-    """Return the first 20 hex digits of a digest of JSON values, to name a file."""
+    """Return 20 hex digits of a digest of JSON values, for the name of a file."""
     return _digest(values)[:20]
 
 
-Beginning = Callable[[int, bool], int | None]
-"""A function of n and of a bool that adds the generation prompt: the number of characters of the
-first n messages' text; None if the whole text does not begin with that text."""
+FindEnd = Callable[[int, bool], int | None]
+"""A function ``(n, prompt)`` that returns the length in characters of the text of the first n
+messages, with the generation prompt if ``prompt``. It returns None if that text is not a prefix of
+the whole text."""
 
 _MARK = "\ue000message\ue001"
 _FOR = r"\{%[-+]?\s*for\s+\w+\s+in\s+(?:NAMES)\s*([-+]?%\})"
-_OF_PASSED_MESSAGES = ("first", "index", "index0", "previtem", "cycle", "changed")
+# Attributes of `loop` that depend only on this message and the ones before it.
+_BACKWARD_ATTRIBUTES = ("first", "index", "index0", "previtem", "cycle", "changed")
 
 
-def find_beginnings(template: Template, count: int, whole: str) -> Beginning:
-    """Return a function that finds the end of the first n messages in ``whole``, the full text."""
+def end_finder(template: Template, count: int, whole: str) -> FindEnd:
+    """Return a function that finds where the first n messages end in ``whole``, the full text.
+
+    It applies the template for every n only if the template cannot be marked (`_marked_ends`).
+    """
 
     def templated(messages: int, prompt: bool) -> int | None:
         text = template.text(messages, prompt=prompt)
@@ -498,18 +520,22 @@ def find_beginnings(template: Template, count: int, whole: str) -> Beginning:
     tails = [template.text(1, prompt=prompt) for prompt in (False, True)]
     if not all(text.startswith(first) for text in tails):
         return templated
+    # The text that the template adds after the last message, without and with generation prompt.
     closings = [text[len(first) :] for text in tails]
 
-    def beginning(messages: int, prompt: bool) -> int | None:
+    def marked(messages: int, prompt: bool) -> int | None:
         end = ends[messages]
         closing = closings[prompt]
         return end + len(closing) if whole.startswith(closing, end) else None
 
-    return beginning
+    return marked
 
 
 def _marked_ends(template: Template, count: int, whole: str) -> dict[int, int] | None:
-    """Return how many characters of ``whole`` the first n messages take, by n; None if unknown."""
+    """Return the length in characters of the first n messages in ``whole``, keyed by n.
+
+    Return None if the template cannot be marked, or if the marks change its text.
+    """
     source = marked_source(template.source())
     if source is None or count < 2 or _MARK in whole:
         return None
@@ -518,21 +544,24 @@ def _marked_ends(template: Template, count: int, whole: str) -> dict[int, int] |
     if before_loop not in (0, 1) or "".join(texts) != whole:
         return None
     ends = {}
-    at = 0
+    end = 0
     for messages, text in enumerate(texts[:-1], before_loop):
-        at += len(text)
-        ends[messages] = at
+        end += len(text)
+        ends[messages] = end
     return ends
 
 
 @lru_cache(maxsize=8)
 def marked_source(source: str) -> str | None:
-    """Return ``source`` with a mark before each message; None if a message may need later ones."""
+    """Return a template's ``source`` changed to write a mark before each message.
+
+    Return None if the text of a message may depend on later messages, so that marks would not help.
+    """
     try:
         tree = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
     except TemplateSyntaxError:
         return None
-    # The variables that are set to `messages`, or to all but the first of it, count as well.
+    # Templates also loop over a copy of `messages`, or over `messages[1:]` after a system message.
     names = {"messages"}
     for node in tree.find_all(nodes.Assign):
         if isinstance(node.target, nodes.Name) and _aliased(node, names) is not None:
@@ -547,7 +576,7 @@ def marked_source(source: str) -> str | None:
     pattern = re.compile(_FOR.replace("NAMES", "|".join(sorted(names))))
     if len(pattern.findall(source)) != 1:
         return None
-    # The new tag ends as the loop's did, so that the same white space is taken out after it.
+    # The added tag ends as the loop's tag does (`%}` or `-%}`), to strip the same white space.
     mark = f'{{{{ "{_MARK}" }}}}{{% set _ = 0 '
     return pattern.sub(lambda match: match[0] + mark + match[1], source)
 
@@ -558,7 +587,10 @@ def _over(loop: nodes.For, names: set[str]) -> bool:
 
 
 def _aliased(node: nodes.Assign, names: set[str]) -> nodes.Name | None:
-    """Return the variable in ``names`` that ``node`` copies, whole or from item 1 on; else None."""
+    """Return the variable of ``names`` that an assignment copies, whole or without its first item.
+
+    Return None for any other assignment.
+    """
     value = node.node
     if isinstance(value, nodes.Getitem) and isinstance(value.arg, nodes.Slice):
         part = value.arg
@@ -569,7 +601,10 @@ def _aliased(node: nodes.Assign, names: set[str]) -> nodes.Name | None:
 
 
 def _looks_ahead(tree: nodes.Template, loop: nodes.For, names: set[str]) -> bool:
-    """Tell whether a template may read later messages, by a variable in ``names`` or by `loop`."""
+    """Tell whether the loop over messages may read a later message than its own.
+
+    It can do so through a variable of ``names``, which hold messages, or through Jinja's `loop`.
+    """
     allowed = [loop.iter]
     for item in tree.find_all(nodes.Getitem):
         if isinstance(item.arg, nodes.Const) and item.arg.value == 0:
@@ -581,15 +616,15 @@ def _looks_ahead(tree: nodes.Template, loop: nodes.For, names: set[str]) -> bool
             return True
     loads = [name for name in tree.find_all(nodes.Name) if name.ctx == "load"]
     others = [name for name in loads if name.name in names and not any(name is k for k in allowed)]
-    return bool(others) or any(map(_asks_what_follows, loop.body))
+    return bool(others) or any(map(_reads_ahead_by_loop, loop.body))
 
 
-def _asks_what_follows(node: nodes.Node) -> bool:
-    """Tell whether a node may read later items from `loop`; ignore the `loop` of inner loops."""
+def _reads_ahead_by_loop(node: nodes.Node) -> bool:
+    """Tell whether a node may read later items through `loop`; skip the bodies of inner loops."""
     if isinstance(node, nodes.Getattr) and _is_loop(node.node):
-        return node.attr not in _OF_PASSED_MESSAGES
+        return node.attr not in _BACKWARD_ATTRIBUTES
     inner = [node.iter] if isinstance(node, nodes.For) else node.iter_child_nodes()
-    return _is_loop(node) or any(map(_asks_what_follows, inner))
+    return _is_loop(node) or any(map(_reads_ahead_by_loop, inner))
 
 
 def _is_loop(node: nodes.Node) -> bool:
@@ -597,7 +632,10 @@ def _is_loop(node: nodes.Node) -> bool:
 
 
 def _is_constant(tail: list[nodes.Node], tree: nodes.Template) -> bool:
-    """Tell whether the nodes after the loop write the same text for any number of messages."""
+    """Tell whether ``tail``, the nodes after the loop, writes the same text for any messages.
+
+    It does if it calls nothing and reads no variable that the template sets.
+    """
     stored = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
     output = nodes.Output(tail)
     names = {name.name for name in output.find_all(nodes.Name)}

@@ -1,13 +1,18 @@
 """Reads the conversation in a row of a jsonl, parquet or Arrow file, and checks every field.
 
-A row has one of five layouts: a column of messages as `apply_chat_template` of transformers takes
-them; a prompt and a response, as texts or as lists of messages; ShareGPT's column of `from`/`value`
-pairs; alpaca's instruction, input, output and history. A column or key that means nothing here goes
-to the chat template if it belongs to a message, and is counted as ignored otherwise.
+A row has one of five layouts:
 
-One rule for nulls, in jsonl and in tables, at any depth: a key whose value is null is as good as
-missing. Tables give every object the keys of all objects, so that a real null cannot be told there
-from a missing key.
+- messages in the form that `apply_chat_template` of transformers takes, in one column;
+- a prompt and a response, as texts;
+- a prompt and a completion, as lists of messages;
+- ShareGPT's column of `from`/`value` pairs;
+- alpaca's instruction, input, output and history.
+
+An unknown key of a message is passed on to the chat template. An unknown column is counted as
+ignored.
+
+A key whose value is null counts as missing, in jsonl and in tables, at any depth. Tables give every
+object the keys of all objects, and therefore cannot tell a null from a missing key.
 """
 
 import re
@@ -37,7 +42,7 @@ SHAREGPT_ROLES: Mapping[str, str] = {
 }
 
 MASKS = ("loss_mask", "weight", "train", "loss", "training", "trainable")
-"""Keys of a message that say whether it is trained: ours, and those of other programs."""
+"""Keys of a message that say whether it is trained; other programs use other keys than ours."""
 
 _LAYOUTS = (
     ({"conversations"}, "sharegpt"),
@@ -45,14 +50,14 @@ _LAYOUTS = (
     ({"instruction", "output"}, "alpaca"),
     ({"question", "answer"}, "prompt-response"),
 )
-"""Columns by which a row of another layout is known, to name its `--sft-row-format`."""
+"""The columns that identify a layout, so that an error can recommend its `--sft-row-format`."""
 
 
 _NUMBER = re.compile(r"\[\d+\]")
 
 
 class Place(NamedTuple):
-    """The origin of a row: its file, and its number in the file, from 1."""
+    """The file of a row, and the row's number in that file, from 1."""
 
     file: str
     row: int
@@ -63,14 +68,15 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversation:
-    """One checked conversation; masks and null values are removed from its messages.
+    """One checked conversation; its messages no longer hold masks or null values.
 
     Attributes:
-        trained: for each message, whether its tokens are trained (only an assistant's may be).
-        enable_thinking: the value in the row; None if ``--sft-template-kwargs`` decides.
+        trained: for each message, whether its tokens are trained. Only messages of the assistant
+            can be.
+        enable_thinking: the value in the row; None leaves it to ``--sft-template-kwargs``.
         intake: counts of what was read from the row.
-        names: for each message, the name of it and that of its content in the row, such as
-            `messages[1]` and `messages[1].content`.
+        names: for each message, where the message and its content are in the row, such as
+            (`messages[1]`, `messages[1].content`).
         tools_name: the name of the column of tools.
     """
 
@@ -84,7 +90,7 @@ class Conversation:
     tools_name: str = field(default="tools", compare=False)
 
     def name(self, index: int, *path: str | int) -> str:
-        """Return the name that a message, or a value in it, has in the row."""
+        """Return where a message, or the value at ``path`` in it, is in the row, for errors."""
         name, content = self.names[index]
         if path[:1] == ("content",):
             return content + steps(path[1:])
@@ -92,7 +98,7 @@ class Conversation:
 
 
 def steps(path: Sequence[str | int]) -> str:
-    """Return keys and indices as they stand in a name, such as `.tool_calls[0]`."""
+    """Write keys and indices as a suffix of a name, such as `.tool_calls[0]`."""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
 
 
@@ -104,7 +110,10 @@ def read_conversation(
 
 
 def plain(value: Any) -> Any:
-    """Convert nested numpy arrays of parquet readers to lists, and numpy scalars to Python's."""
+    """Convert numpy arrays at any depth to lists, and numpy scalars to Python's.
+
+    Parquet readers return them.
+    """
     if isinstance(value, np.ndarray):
         return [plain(item) for item in value.tolist()]
     if isinstance(value, np.generic):
@@ -126,12 +135,12 @@ def without_nulls(value: Any) -> Any:
 
 
 def _is_nothing(value: Any) -> bool:
-    """Tell whether a column holds nothing, as tables fill in for rows that lack it."""
+    """Tell whether a value is one of those with which tables fill a column that a row lacks."""
     return value is None or value in ("", [], {})
 
 
 class _Row:
-    """A row with its place, the options that name its columns, and what was used of it."""
+    """A row that is being read; it records which columns were used."""
 
     def __init__(self, columns: Mapping[str, Any], place: Place, sft: SftConfig) -> None:
         self.columns = columns
@@ -139,7 +148,7 @@ class _Row:
         self.sft = sft
         self.used: set[str] = set()
         self.texts: set[str] = set()
-        """Names of messages that are only a text in the row."""
+        """The columns that hold a message as a bare text."""
         self.intake = Intake()
 
     def conversation(self) -> Conversation:
@@ -197,7 +206,7 @@ class _Row:
         raise DataError(f"{self.place}: `{name}` {rule}.")
 
     def _take(self, name: str) -> Any:
-        """Return a column without nulls, and note its use; None if the row lacks it."""
+        """Return a column without nulls, and record it as used; None if the row lacks it."""
         self.used.add(name)
         return without_nulls(plain(self.columns.get(name)))
 
@@ -217,7 +226,7 @@ class _Row:
         return self._take(name)
 
     def _json(self, value: Any, name: str) -> Any:
-        """Return the value that a JSON text holds, where a list or an object is expected."""
+        """Parse a value if it is a JSON text of a list or an object; return others unchanged."""
         if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
             return value
         try:
@@ -228,7 +237,7 @@ class _Row:
         return without_nulls(parsed)
 
     def _list_of(self, value: Any, name: str) -> list[Any]:
-        """Return a list of messages; raise a DataError if ``value`` is none."""
+        """Return ``value`` as a list of messages; raise a DataError if it is not one."""
         value = self._json(value, name)
         if not isinstance(value, list) or not value:
             shown = "an empty list" if value == [] else type(value).__name__
@@ -240,7 +249,7 @@ class _Row:
         return items
 
     def _messages(self) -> tuple[list[tuple[str, Message]], list[bool]]:
-        """Return each message with its name, and whether it may be trained without a mask."""
+        """Return (name, message) of each message, and whether each is trained if it has no mask."""
         layout = self.sft.sft_row_format
         if layout == "sharegpt":
             listed = self._from_sharegpt()
@@ -297,7 +306,10 @@ class _Row:
         return [(name, {"role": "system", "content": text})]
 
     def _calls(self, text: str, name: str) -> Message:
-        """Return the message fields of tool calls; ``text`` is JSON of one call or a list."""
+        """Return the fields of a message with tool calls.
+
+        ``text`` is the JSON of one call or of a list of calls.
+        """
         try:
             value = without_nulls(parse_json(text, name))
         except UnreadableFile as error:
@@ -326,7 +338,7 @@ class _Row:
         ]
 
     def _from_prompt_completion(self) -> tuple[list[tuple[str, Message]], list[bool]]:
-        """Return the messages of a prompt, which is not trained, and of a completion, which is."""
+        """Return (name, message) of prompt and completion; only the completion is trained."""
         listed: list[tuple[str, Message]] = []
         trains: list[bool] = []
         columns = {"user": self.sft.prompt_column, ASSISTANT: self.sft.response_column}
@@ -343,9 +355,9 @@ class _Row:
         return [*system, *listed], [*(True for _ in system), *trains]
 
     def _from_alpaca(self) -> list[tuple[str, Message]]:
-        """Return earlier turns of `history`, which are trained too, then instruction and output.
+        """Return the turns of `history`, then the instruction and the output.
 
-        The input stands on a line of its own, below the instruction.
+        The turns of `history` are trained too. The input follows the instruction on a new line.
         """
         sft = self.sft
         listed: list[tuple[str, Message]] = []
@@ -373,7 +385,10 @@ class _Row:
         return listed
 
     def _checked(self, message: Message, name: str) -> tuple[Message, bool | None]:
-        """Check a message; return it without its mask, and whether the mask lets it be trained."""
+        """Check a message. Return it without its mask, and whether it is trained by the mask.
+
+        That is None if the message has no mask.
+        """
         role = message.get("role")
         if role is None and "from" in message and self.sft.sft_row_format == "messages":
             rule = "has `from` and no role, as in ShareGPT; give `--sft-row-format sharegpt` and "
@@ -393,7 +408,7 @@ class _Row:
         return kept, self._mask(message, name, role)
 
     def _mask(self, message: Message, name: str, role: str) -> bool | None:
-        """Return whether a message's mask lets it be trained; None if it has no mask."""
+        """Return whether a message is trained by its mask; None if it has no mask."""
         masks = {key: message[key] for key in MASKS if message.get(key) is not None}
         for key, mask in masks.items():
             if mask not in (0, 1):
@@ -409,7 +424,7 @@ class _Row:
         return bool(next(iter(masks.values()))) if masks else None
 
     def _read_calls(self, message: Message, name: str) -> None:
-        """Check the tool calls of a message, and read them where they are JSON text.
+        """Check the tool calls of a message in place, and parse those that are JSON text.
 
         OpenAI's older `function_call` becomes a tool call.
         """
@@ -427,7 +442,8 @@ class _Row:
         if not isinstance(calls, list):
             self._refuse(f"{name}.tool_calls", f"must be a list, not {type(calls).__name__}")
         if not calls:
-            # Tables fill it in for messages without calls, and some templates ask if it is there.
+            # Tables add an empty list to messages without calls. Some templates test whether the
+            # key exists, so it must go.
             del message["tool_calls"]
             return
         message["tool_calls"] = [
@@ -435,7 +451,10 @@ class _Row:
         ]
 
     def _call(self, call: Any, name: str) -> Any:
-        """Return a tool call whose parts are objects, but for arguments that may be JSON text."""
+        """Return a checked tool call; the call and its function are objects.
+
+        The arguments may stay JSON text.
+        """
         call = self._json(call, name)
         if not isinstance(call, dict):
             self._refuse(name, f"must be an object, not {type(call).__name__}")
@@ -451,14 +470,14 @@ class _Row:
         return call
 
     def _name_of(self, function: Message, name: str) -> None:
-        """Refuse a function whose name is no text."""
+        """Raise a DataError if the name of a function is not a text."""
         self._text(function.get("name"), f"{name}.name")
 
     def _tools(self) -> tuple[Any, ...] | None:
         """Return the tool schemas of the row; None if it has none.
 
-        The column, a tool, its function and its parameters may each be JSON text, since parquet
-        gives every object the keys of all objects.
+        The column, a tool, its function and its parameters may each be JSON text: writers of
+        parquet use it because parquet gives every object the keys of all objects.
         """
         name = self.sft.sft_tools_key
         tools = self._take(name)
@@ -478,7 +497,7 @@ class _Row:
         return tuple(self._schema(tool, f"{name}[{i}]") for i, tool in enumerate(read)) or None
 
     def _schema(self, tool: Message, name: str) -> Message:
-        """Return a tool whose function and parameters are objects."""
+        """Return a tool; parse its function and its parameters if they are JSON text."""
         read = dict(tool)
         for key in ("function", "parameters"):
             if key in read:
@@ -501,7 +520,7 @@ def _holds_messages(text: str) -> bool:
 
 
 def not_json(error: UnreadableFile) -> str:
-    """Return why a text is not JSON, for a sentence that says so itself."""
+    """Return the reason of an error without its words "it is no valid JSON"."""
     return error.reason.removeprefix("it is no valid JSON: ")
 
 
@@ -510,5 +529,5 @@ def _numbered(column: str, messages: Sequence[Message]) -> list[tuple[str, Messa
 
 
 def generic(name: str) -> str:
-    """Return the name of a value without the numbers of its lists."""
+    """Return the name of a value with `[]` for each index, to count rows under one name."""
     return _NUMBER.sub("[]", name)

@@ -1,9 +1,9 @@
 """The three splits of a fine-tuning run: rows of conversations as tensors, and their steps.
 
 A conversation of n tokens takes n - 1 positions of a row, since position t reads token t and
-predicts token t + 1. ``--sft-max-length`` counts tokens; ``--seq-length`` counts positions. No
-label belongs to another conversation than its input. Padding is recognized by its position, never
-by its id, which may be that of the end token.
+predicts token t + 1. ``--sft-max-length`` counts tokens; ``--seq-length`` counts positions. The
+label of an input always belongs to the same conversation. Padding is recognized by its position,
+never by its id, which may equal the id of the end token.
 """
 
 import hashlib
@@ -47,14 +47,17 @@ def kept_tokens(max_length: int, truncation: Truncation) -> slice:
 def lay_out(
     conversations: Mapping[int, tuple[ArrayLike, ArrayLike]], length: int, pad_id: int
 ) -> dict[str, NDArray[Any]]:
-    """Lay conversations side by side, each shifted by one, and pad the row.
+    """Put conversations one after another into a row, with labels shifted by one, and pad it.
 
     Position t reads ``ids[t]`` and predicts ``ids[t + 1]`` with the loss weight ``mask[t + 1]``.
     The first token is never a label.
 
     Args:
         conversations: ids and mask of each conversation (at least 2 tokens), by its number.
-        length: positions s of the row; raise a DataError if the conversations need more.
+        length: the number of positions s of the row.
+
+    Raises:
+        DataError: the conversations need more than s positions.
 
     Returns:
         ``tokens``, ``labels``, ``position_ids`` (0 in padding) and ``sample_ids`` (-1 in padding),
@@ -87,11 +90,14 @@ def lay_out(
 
 @dataclass(frozen=True)
 class Cut:
-    """The tokens and conversations that ``--sft-truncation`` takes from a split.
+    """Counts of the tokens and conversations that ``--sft-truncation`` removes from a split.
 
     Attributes:
-        shortened: number of conversations that are cut; they lose ``tokens`` tokens in all.
-        dropped: number of conversations that are left out, since they have no trained token then.
+        conversations: number of conversations before truncation.
+        shortened: number of conversations that are cut.
+        tokens: number of tokens that are cut off in all.
+        dropped: number of conversations that are removed, because truncation leaves them no
+            trained token.
     """
 
     conversations: int
@@ -102,7 +108,7 @@ class Cut:
     truncation: str
 
     def sentences(self, split: str) -> list[str]:
-        """Return a sentence on the split if conversations were cut or left out."""
+        """Return a sentence on the split ``split``; an empty list if nothing was cut or removed."""
         if not self.shortened and not self.dropped:
             return []
         total = f"{self.conversations:,} conversations of the {split} split"
@@ -120,13 +126,13 @@ class Cut:
 class SftDataset(StepDataset):
     """The conversations of one split; an item is a row, indexed by the tuple of its conversations.
 
-    ``members`` are the indices of the split's conversations in all stores together. Those without a
-    trained token, which truncation may take from them, are left out; n stay. With the truncation
-    "error", raise a DataError if one is longer than ``max_length`` tokens.
+    ``members`` are the indices of the split's conversations, counted through all stores. The n
+    conversations that have a trained token after truncation are kept. With the truncation "error",
+    raise a DataError if a conversation is longer than ``max_length`` tokens.
 
     Attributes:
-        lengths: positions that each conversation takes, ``[n]``.
-        cut: what truncation takes from the split's conversations.
+        lengths: number of positions that each conversation takes, ``[n]``.
+        cut: counts of what truncation removes from the split.
         plan: the rows of each step of a run; None until `build_splits` sets it.
     """
 
@@ -174,10 +180,10 @@ class SftDataset(StepDataset):
         self.lengths: Ints = np.minimum(tokens, max_length) - 1
 
     def _trains(self, long: Ints) -> NDArray[np.bool_]:
-        """Return which conversations have a trained token in what is kept of them.
+        """Return for each conversation whether truncation leaves it a trained token, ``[n]``.
 
-        Those that are not among ``long``, which are cut, have one unless their store is of an
-        earlier version, which kept all.
+        Only the conversations ``long``, which are cut, need to be read: a store holds no
+        conversation without a trained token. Stores of earlier versions do, so read all of theirs.
         """
         trains = np.ones(len(self._members), np.bool_)
         checked = {int(number) for number in long}
@@ -196,7 +202,10 @@ class SftDataset(StepDataset):
         return {**self.__dict__, "plan": None}
 
     def __getitem__(self, row: tuple[int, ...]) -> dict[str, Tensor]:
-        """Return the row of these conversations (`lay_out`); ``()`` gives a row of padding."""
+        """Return the row of the conversations in ``row``; ``()`` gives a row of padding.
+
+        `lay_out` describes its columns.
+        """
         conversations = {}
         for sample in row:
             store, number = self.place_of(sample)
@@ -213,11 +222,12 @@ class SftDataset(StepDataset):
 
 
 def cost_model(model: ModelConfig, moe: MoEConfig) -> CostModel:
-    """Return the compute of a forward pass as a function of document lengths L, up to a factor.
+    """Return the compute of a forward pass as a function of the document length L, up to a factor.
 
-    A layer of width h takes ``12 h**2 L + h L**2`` where the MLP is ``4 h`` wide, so that attention
-    costs as much as all else at ``L = 12 h``. The formula ``1 + s / (6 h) + ...`` of
-    Narayanan et al. 2021 (arXiv:2104.04473) counts full attention; here the causal half counts.
+    A layer of width h with an MLP of width ``4 h`` costs ``12 h**2 L + h L**2``. Attention scores
+    therefore cost as much as everything else at ``L = 12 h``. Narayanan et al. 2021
+    (arXiv:2104.04473) count full attention in their ``1 + s / (6 h) + ...``; this counts its causal
+    half.
     """
     products = token_products(model, moe, gated=model.swiglu)
     mlp = products["experts" if moe.num_experts else "dense"]
@@ -229,10 +239,10 @@ def cost_model(model: ModelConfig, moe: MoEConfig) -> CostModel:
 
 
 def _plan_steps(config: RunConfig, lengths: Ints, seed: int | None) -> StepPlan:
-    """Return the plan that says which conversations share a row, and which rows make up a step.
+    """Plan which conversations share a row, and which rows make up a step.
 
-    ``lengths`` are the positions that each conversation takes. ``seed`` shuffles each epoch anew;
-    without a seed all epochs are equal.
+    ``lengths`` holds the number of positions of each conversation. ``seed`` shuffles each epoch
+    differently; without a seed all epochs are equal.
     """
     micro_batch_size, batch = config.training.batch_sizes
     replicas = config.parallel.data_parallel_size
@@ -246,7 +256,8 @@ def _plan_steps(config: RunConfig, lengths: Ints, seed: int | None) -> StepPlan:
     elif batching == "packed":
         epochs = PackedEpochs(lengths, capacity, batch, replicas, cost, seed)
     else:
-        # megatron-core's interleaved schedule takes whole groups of micro-batches only.
+        # In megatron-core's interleaved schedule, the number of micro-batches must be a multiple of
+        # the pipeline size.
         interleaved = config.parallel.virtual_pipeline_model_parallel_size is not None
         group = config.parallel.pipeline_model_parallel_size if interleaved else 1
         epochs = BudgetEpochs(lengths, capacity, batch, replicas, cost, seed, multiple=group)
@@ -260,8 +271,8 @@ def _plan_steps(config: RunConfig, lengths: Ints, seed: int | None) -> StepPlan:
 class Splits:
     """The conversations of a run before their steps are planned.
 
-    ``datasets`` holds train, valid and test; one without conversations is None. ``cuts`` says by
-    the name of a split what was taken from it.
+    ``datasets`` holds train, valid and test; a split without conversations is None. ``cuts`` holds
+    what truncation removed from each split, by the name of the split.
     """
 
     chat: Chat
@@ -274,7 +285,10 @@ _NAMES = ("train", "valid", "test")
 
 
 def names_by_flag(data: DataConfig) -> dict[str, list[str] | None]:
-    """Return the names of conversations by the flag that gives them, one for each split or all."""
+    """Return the names of files of conversations, keyed by the flag that gives them.
+
+    The flag is ``--data-path`` for all splits together, or one flag for each split.
+    """
     if data.data_path is not None:
         return {"--data-path": data.data_path}
     return {f"--{name}-data-path": getattr(data, f"{name}_data_path") for name in _NAMES}
@@ -323,7 +337,8 @@ def open_splits(config: RunConfig, tokenizer: Tokenizer) -> Splits:
             seq_length=config.model.seq_length,
             max_length=sft.sft_max_length,
             truncation=cast("Truncation", sft.sft_truncation),
-            pad_id=chat.tokenizer.pad_token_id or 0,  # it may be the end token's
+            # Any id will do, also that of the end token: padding is recognized by its position.
+            pad_id=chat.tokenizer.pad_token_id or 0,
         )
         cuts[name] = dataset.cut
         datasets.append(dataset if len(dataset) else None)
@@ -331,7 +346,7 @@ def open_splits(config: RunConfig, tokenizer: Tokenizer) -> Splits:
 
 
 def build_splits(config: RunConfig, tokenizer: Tokenizer, *_: Any) -> Datasets:
-    """Build the splits, each with the plan of its steps, on every rank; see `Task.datasets`.
+    """Build the splits and plan their steps, on every rank; see `Task.datasets`.
 
     A split without conversations is None. Ranks that read no data need the plans too. Raise a
     ConfigError if data or chat template are not given, a DataError for unusable data.
@@ -340,7 +355,10 @@ def build_splits(config: RunConfig, tokenizer: Tokenizer, *_: Any) -> Datasets:
 
 
 def planned(config: RunConfig, splits: Splits) -> Datasets:
-    """Return the datasets of ``splits``, each with the plan of its steps; see `build_splits`."""
+    """Plan the steps of each dataset of ``splits``, and return the datasets.
+
+    Raise the errors of `build_splits` if the train split has no conversation.
+    """
     seeds = (config.training.seed, None, None)
     for dataset, seed in zip(splits.datasets, seeds, strict=True):
         if dataset is not None:
@@ -351,7 +369,7 @@ def planned(config: RunConfig, splits: Splits) -> Datasets:
 
 
 def _without_training(config: RunConfig, splits: Splits) -> ConfigError | DataError:
-    """Return the error of a run whose train split has no conversation."""
+    """Return the error that explains why the train split has no conversation."""
     data = config.section(DataConfig)
     if data.data_path is None and data.train_data_path is None:
         return ConfigError(
@@ -407,7 +425,7 @@ def report_conversations(config: RunConfig, tokenizer: Tokenizer) -> Conversatio
 
 
 def _empty_splits(config: RunConfig, splits: Splits) -> Iterator[str]:
-    """Yield a sentence if there is no validation although a share was given for it."""
+    """Yield a sentence if the valid split is empty although data or a share was given for it."""
     data = config.section(DataConfig)
     if splits.datasets[1] is not None or config.training.eval_iters == 0:
         return

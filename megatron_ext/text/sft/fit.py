@@ -1,8 +1,9 @@
 """Brings a conversation into the form that its chat template takes.
 
-Templates differ in three things that data sets do not agree on: whether arguments of tool calls are
-objects or JSON texts, whether a message may be a list of parts, and whether the role developer
-exists. Each is found out by applying the template to the row with marks in the place in question.
+Templates and data sets differ in three things: whether arguments of tool calls are objects or JSON
+texts, whether a message's content may be a list of parts, and whether the role developer exists. To
+find out what a template takes, we apply it to the row with a mark in the place in question, and
+look at how the text shows the mark.
 """
 
 import json
@@ -18,18 +19,18 @@ from megatron_ext.text.sft.conversation import Message, generic, not_json, witho
 
 _MARK = "zqmarkqz"
 _TEXT_PARTS = ("text", "input_text", "output_text")
-_MOST_KNOWN = 64
+_CACHE_SIZE = 64
 
 _forms: dict[str, str] = {}
-"""By the source of a template, the form in which it takes arguments, found by `_argument_form`."""
+"""The result of `_argument_form`, keyed by the source of the template."""
 _takes_parts: dict[str, bool] = {}
-"""By the source of a template, whether it writes the texts of a list of parts itself."""
+"""The result of `_takes_lists`, keyed by the source of the template."""
 
 
 def fitted(template: Template, sft: SftConfig) -> Template:
-    """Return the template with its conversation in the form that it takes.
+    """Return the template with its conversation converted to the form that the template takes.
 
-    Raise a DataError for arguments that are not JSON, and for parts that are no text.
+    Raise a DataError for arguments that are not JSON, and for parts that are not text.
     """
     template = _with_arguments(template, sft.sft_tool_arguments)
     template = _with_parts(template)
@@ -37,7 +38,10 @@ def fitted(template: Template, sft: SftConfig) -> Template:
 
 
 def _changed(template: Template, change: Callable[[int, Message], Message]) -> Template:
-    """Return the template of the conversation whose message i is ``change(i, message)``."""
+    """Return the template with each message i of its conversation replaced.
+
+    ``change(i, message)`` is the new message.
+    """
     messages = template.conversation.messages
     changed = tuple(change(index, message) for index, message in enumerate(messages))
     return template.of(replace(template.conversation, messages=changed))
@@ -48,13 +52,16 @@ def _refuse(template: Template, name: str, rule: str) -> NoReturn:
 
 
 def _remember(cache: dict[str, Any], source: str, value: Any) -> None:
-    if len(cache) >= _MOST_KNOWN:
+    if len(cache) >= _CACHE_SIZE:
         cache.clear()
     cache[source] = value
 
 
 def _with_arguments(template: Template, form: str) -> Template:
-    """Return the template with all arguments of tool calls as objects or as JSON texts."""
+    """Convert all arguments of tool calls to objects or to JSON texts.
+
+    ``form`` is "object", "string" or "auto", which takes the form that suits the template.
+    """
     given = [
         value
         for message in template.conversation.messages
@@ -88,15 +95,15 @@ def _with_arguments(template: Template, form: str) -> Template:
 
 
 def _function(call: Message) -> Message:
-    """Return the part of a tool call that has name and arguments."""
+    """Return the object within a tool call that holds `name` and `arguments`."""
     function = call.get("function")
     return function if isinstance(function, dict) else call
 
 
 def _replaced(message: Message, list_name: str, convert: Callable[[Any, str], Any]) -> Message:
-    """Return a message with other arguments in its tool calls: ``convert(arguments, name)``.
+    """Return a message with ``convert(arguments, name)`` as the arguments of each tool call.
 
-    ``list_name`` is the name of the message's list of tool calls.
+    ``list_name`` names the message's list of tool calls in the row, for errors.
     """
     if "tool_calls" not in message:
         return message
@@ -133,8 +140,8 @@ def _parsed(template: Template, text: str, name: str) -> Any:
 def _argument_form(template: Template) -> str:
     """Return the form in which the template takes arguments: "object", "string" or "either".
 
-    A template that puts an object into its text as Python writes it needs a text, and one that
-    puts a text in quotes, or in braces of its own, needs an object.
+    Try both forms. A template that writes an object in Python's notation needs a text. A template
+    that writes a text in quotes, or adds braces to it, needs an object.
     """
     source = template.source()
     if source in _forms:
@@ -157,7 +164,7 @@ def _argument_form(template: Template) -> str:
 
 
 def _attempt(template: Template) -> str:
-    """Return the text of all messages; an empty text if the template refuses them."""
+    """Return the text of all messages, or "" if the template refuses them."""
     try:
         return template.whole
     except DataError:
@@ -165,7 +172,7 @@ def _attempt(template: Template) -> str:
 
 
 def _with_parts(template: Template) -> Template:
-    """Return the template with each list of text parts joined, unless it takes lists itself."""
+    """Join each message's list of text parts into one text, unless the template takes lists."""
     lists = {
         index: _read_parts(
             template, message["content"], template.conversation.name(index, "content")
@@ -175,7 +182,7 @@ def _with_parts(template: Template) -> Template:
     }
     if not lists:
         return template
-    if _is_for_parts(template, lists):
+    if _takes_lists(template, lists):
         return _changed(template, lambda i, m: {**m, "content": lists[i]} if i in lists else m)
     intake = template.conversation.intake
     for index, parts in lists.items():
@@ -202,7 +209,12 @@ def _read_parts(template: Template, content: list[Any], name: str) -> list[Messa
     return parts
 
 
-def _is_for_parts(template: Template, lists: dict[int, list[Message]]) -> bool:
+def _takes_lists(template: Template, lists: dict[int, list[Message]]) -> bool:
+    """Tell whether the template writes the texts of a list of parts.
+
+    Other templates refuse the list, or write it in the notation of Python or JSON. ``lists`` holds
+    the lists of parts by the index of their message.
+    """
     source = template.source()
     if source not in _takes_parts:
         part = {"type": "text", "text": _MARK}
@@ -215,7 +227,7 @@ def _is_for_parts(template: Template, lists: dict[int, list[Message]]) -> bool:
 
 
 def _with_known_roles(template: Template) -> Template:
-    """Return the template with the role system for developer, where it only knows the former."""
+    """Rename the role developer to system, if the template knows only system."""
     developers = {
         index
         for index, message in enumerate(template.conversation.messages)

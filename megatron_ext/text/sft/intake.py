@@ -1,7 +1,8 @@
 """Counts of what was read from conversations, what was changed, and what was not used.
 
-Every part of a row is used, or counted here by its name, or refuses the row. The counts are stored
-with the tokens, so that a run that reads a finished store says the same as the one that made it.
+Every part of a row is used, or counted here under its name, or the row is refused. The counts are
+stored with the tokens, so that every run that reads a store reports the same as the run that made
+it.
 """
 
 from collections import Counter
@@ -9,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 _SHOWN = 40
-"""Most names that a sentence lists; all of them stand in the JSON file of the store."""
+"""The most names that a sentence lists; the JSON file of the store has all names."""
 
 _TITLES = {
     "changed": "read in another form",
@@ -21,14 +22,14 @@ _TITLES = {
 
 @dataclass
 class Intake:
-    """The counts of some rows; two of them are added by `add`.
+    """The counts of one or more rows.
 
     Attributes:
         counts: number of rows, conversations, turns and so on, by name.
-        changed: number of values that were read in another form, by what was done.
+        changed: number of values that were converted to another form, by conversion.
         ignored: number of values that nothing uses, by the name of their column or key.
-        unrendered: number of parts that the chat template leaves out of the text, by name.
-        dropped: number of conversations that are left out as a whole, by reason.
+        unrendered: number of values that the chat template leaves out of the text, by name.
+        dropped: number of conversations that are not used, by reason.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -60,15 +61,15 @@ class Intake:
         return whole
 
     def summary(self) -> str:
-        """Return one line with the numbers of what was read."""
+        """Return the counts of what was read, in one line."""
         return ", ".join(f"{count:,} {name}" for name, count in self.counts.items() if count)
 
     def notes(self) -> list[str]:
-        """Return a sentence on what was read in another form than it was given."""
+        """Return a sentence on the values that were converted; an empty list if none was."""
         return self._sentences("changed")
 
     def warnings(self) -> list[str]:
-        """Return a sentence for each way in which something was not used."""
+        """Return a sentence on each kind of values that were not used."""
         return self._sentences("ignored", "unrendered", "dropped")
 
     def _sentences(self, *kinds: str) -> list[str]:

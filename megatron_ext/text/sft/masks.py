@@ -1,12 +1,13 @@
-"""The token ids of a conversation and the mask of trained tokens, found by the chat template.
+"""Tokenizes a conversation by its chat template, and masks the tokens that are trained.
 
-A template with ``{% generation %}`` marks the trained text itself. With any other template, each
-assistant turn is found by applying the template to the messages before the turn (with the
-generation prompt), and to the messages up to and including the turn. The tokens between the two
+A template with ``{% generation %}`` marks the trained text itself. With any other template, we find
+an assistant turn by applying the template twice: to the messages before the turn, with the
+generation prompt, and to the messages up to and including the turn. The tokens between the two
 ends belong to the turn: its words, its end-of-turn token and all that the template writes after it.
-Both results must be beginnings of the whole conversation, token for token. Texts are compared
-first, which needs only one tokenization. If a turn begins or ends inside a token of the whole
-conversation, the two results are tokenized and compared instead.
+
+Both results must be prefixes of the whole conversation. We compare texts first, because this needs
+only one tokenization. If a turn begins or ends inside a token of the whole conversation, we
+tokenize both results and compare tokens instead.
 """
 
 import datetime
@@ -23,7 +24,7 @@ from megatron_ext.text.sft.chat import (
     ChatTokenizer,
     RefusedByTemplate,
     Template,
-    find_beginnings,
+    end_finder,
     reads_variable,
     with_date,
 )
@@ -44,10 +45,10 @@ class TokenizedConversation(NamedTuple):
 def tokenize_conversation(
     tokenizer: ChatTokenizer, conversation: Conversation, sft: SftConfig | None = None
 ) -> TokenizedConversation:
-    """Return the token ids and the mask of a conversation, which is not split.
+    """Return the token ids and the mask of a whole conversation, without splitting it into turns.
 
-    Raise a ConfigError without a chat template, a DataError if no ids or no mask can be found, or
-    if the template leaves something out.
+    Raise a ConfigError if there is no chat template. Raise a DataError if ids or mask cannot be
+    found, or if the template leaves something out.
     """
     sft = replace(sft or SftConfig(), sft_split_turns=False)
     return tokenize_samples(tokenizer, conversation, sft)[0]
@@ -56,11 +57,11 @@ def tokenize_conversation(
 def tokenize_samples(
     tokenizer: ChatTokenizer, conversation: Conversation, sft: SftConfig
 ) -> list[TokenizedConversation]:
-    """Return the token ids and the masks of the samples that a conversation makes.
+    """Return the token ids and the masks of the samples of a conversation.
 
-    It makes one, or with ``--sft-split-turns`` one for each trained turn. What was changed for the
-    template, and what the template leaves out, is counted in the conversation's `Intake`. Raise
-    the errors of `tokenize_conversation`.
+    A conversation is one sample; with ``--sft-split-turns`` each trained turn is a sample. The
+    conversation's `Intake` counts what was converted for the template, and what the template leaves
+    out. Raise the errors of `tokenize_conversation`.
     """
     kwargs = sft.template_kwargs
     if kwargs.get("chat_template") is None and not tokenizer.chat_template:
@@ -90,7 +91,7 @@ def _tokenized_samples(template: Template, sft: SftConfig) -> list[TokenizedConv
 
 
 def _split(template: Template) -> list[Template]:
-    """Return for each trained turn the template of the messages up to it, which trains it alone."""
+    """Return a template for each trained turn: of the messages up to it, with only it trained."""
     conversation = template.conversation
     turns = [index for index, trained in enumerate(conversation.trained) if trained]
     if not turns:
@@ -121,10 +122,10 @@ def _tokenized(template: Template, *, realign: bool) -> TokenizedConversation:
 
 
 def _by_generation_marks(template: Template, *, realign: bool) -> TokenizedConversation:
-    """Return ids and mask by the template's own marks, without turns whose `loss_mask` is 0.
+    """Return ids and mask by the template's generation marks, without turns whose mask is 0.
 
-    transformers drops all turns after one whose first character has no token, and marks all text
-    after one whose last character has none. To detect this, runs of marked tokens are counted.
+    transformers marks wrongly where a turn's first or last character has no token: it drops all
+    later turns, or it marks all later text. To detect this, count the runs of marked tokens.
     """
     conversation = template.conversation
     encoded = template.apply(
@@ -136,7 +137,8 @@ def _by_generation_marks(template: Template, *, realign: bool) -> TokenizedConve
     )
     ids = list(encoded["input_ids"])
     mask = list(encoded["assistant_masks"])
-    # All the tokens of a run's last character are trained; transformers marks only its first.
+    # Several tokens can share a character, as bytes of an emoji do. Of the last character of a
+    # turn, transformers marks only the first token; mark the others too.
     offsets = encoded["offset_mapping"]
     for i in range(1, len(mask)):
         if mask[i - 1] and not mask[i] and offsets[i][0] < offsets[i - 1][1]:
@@ -163,10 +165,10 @@ def _by_generation_marks(template: Template, *, realign: bool) -> TokenizedConve
 
 
 def _by_text(template: Template) -> TokenizedConversation | None:
-    """Return ids and mask by the turns' bounds in the text; None unless all are token boundaries.
+    """Return ids and mask by the positions in the text where turns begin and end.
 
-    If a byte-pair encoding has a token boundary at a position, no merge crosses it, and the text
-    before it has the same tokens when it is encoded alone.
+    Return None unless all these positions are token boundaries. In a byte-pair encoding no merge
+    crosses a token boundary, so the text before it has the same tokens when it is encoded alone.
     """
     conversation = template.conversation
     count = len(conversation.messages)
@@ -175,31 +177,34 @@ def _by_text(template: Template) -> TokenizedConversation | None:
     ids = list(encoded["input_ids"])
     offsets = encoded["offset_mapping"]
     mask = [0] * len(ids)
-    beginning = find_beginnings(template, count, whole)
+    find_end = end_finder(template, count, whole)
     for turn in (i for i, trained in enumerate(conversation.trained) if trained):
-        before = beginning(turn, True) if turn else None
-        upto = len(whole) if turn == count - 1 else beginning(turn + 1, False)
-        if not before or upto is None:
+        first = find_end(turn, True) if turn else None
+        last = len(whole) if turn == count - 1 else find_end(turn + 1, False)
+        if not first or last is None:
             return None
-        start = _edge(offsets, before)
-        end = len(ids) if turn == count - 1 else _edge(offsets, upto)
+        start = _token_at(offsets, first)
+        end = len(ids) if turn == count - 1 else _token_at(offsets, last)
         if start is None or end is None or end <= start:
             return None
         mask[start:end] = [1] * (end - start)
     return TokenizedConversation(ids, mask)
 
 
-def _edge(offsets: Sequence[tuple[int, int]], place: int) -> int | None:
-    """Return the index of the token that begins at character ``place``; None inside a token."""
-    token = bisect_left(offsets, place, key=lambda offset: offset[0])
-    return token if token and offsets[token - 1][1] == place else None
+def _token_at(offsets: Sequence[tuple[int, int]], character: int) -> int | None:
+    """Return the index of the token that begins at ``character``; None if none begins there.
+
+    ``offsets`` holds (start, end) in characters of each token.
+    """
+    token = bisect_left(offsets, character, key=lambda offset: offset[0])
+    return token if token and offsets[token - 1][1] == character else None
 
 
 def _by_prefixes(template: Template, *, realign: bool) -> TokenizedConversation:
-    """Return ids and mask by tokenizing the messages before, and up to, each trained turn.
+    """Return ids and mask by tokenizing the messages before each trained turn, and up to it.
 
     Both prefixes end at an assistant turn, never within a group of tool messages. A template that
-    merges such a group therefore writes it as in the whole conversation.
+    merges a group of tool messages therefore writes it as in the whole conversation.
     """
     conversation = template.conversation
     whole = template.ids(len(conversation.messages))
@@ -216,7 +221,10 @@ def _by_prefixes(template: Template, *, realign: bool) -> TokenizedConversation:
 
 
 def _exact_span(template: Template, whole: list[int], turn: int) -> tuple[int, int]:
-    """Return (start, end) of the tokens of one assistant turn, without the generation prompt."""
+    """Return (start, end) of an assistant turn's tokens in ``whole``, after the generation prompt.
+
+    Raise a DataError if the messages before the turn, or up to it, are not a prefix of ``whole``.
+    """
     before = template.ids(turn, prompt=True)
     if not _begins(whole, before):
         rule = "does not begin with the generation prompt: " + _MISMATCH.format("before")
@@ -238,13 +246,17 @@ _MISMATCH = (
 
 
 def _end_of_prefix(template: Template, whole: list[int], count: int) -> int | None:
-    """Count the tokens of the first ``count`` messages; None if ``whole`` begins otherwise."""
+    """Return the number of tokens of the first ``count`` messages in ``whole``.
+
+    Return None if ``whole`` does not begin with their tokens.
+    """
     prefix = template.ids(count)
     if _begins(whole, prefix):
         return len(prefix)
-    # Some templates close a text that asks for no answer: harmony ends its last turn otherwise, and
-    # Phi-3 adds `<|endoftext|>`. What stands before the generation prompt is that of the messages;
-    # if the prompt cannot be told, it is what is written with and without it.
+    # Some templates close a text that asks for no answer: harmony ends its last turn with another
+    # token, and Phi-3 adds `<|endoftext|>`. So apply the template with the generation prompt, and
+    # take what precedes the prompt. If we cannot tell what the prompt is, take the longest common
+    # prefix of the results with and without it.
     before_prompt = _before_generation_prompt(template, count)
     if before_prompt is not None and _begins(whole, before_prompt):
         return len(before_prompt)
@@ -253,9 +265,10 @@ def _end_of_prefix(template: Template, whole: list[int], count: int) -> int | No
 
 
 def _before_generation_prompt(template: Template, count: int) -> list[int] | None:
-    """Return the ids of the first ``count`` messages as they are written where an answer follows.
+    """Return the ids of the first ``count`` messages as the template writes them before an answer.
 
-    None if the messages before the last of them do not show what the generation prompt is.
+    Those are the ids with the generation prompt, less the prompt. The messages before the last one
+    show what the prompt is; return None if they do not.
     """
     if count < 2:
         return None
@@ -273,7 +286,7 @@ def _begins(whole: list[int], prefix: list[int]) -> bool:
 
 
 def _shared_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the longest common beginning of two sequences."""
+    """Return the length of the longest common prefix of two sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -287,40 +300,46 @@ def _refuse(template: Template, turn: int, rule: str) -> NoReturn:
 def _realigned_span(template: Template, whole: list[int], turn: int) -> tuple[int, int]:
     """Return (start, end) of a turn's tokens in ``whole``, the ids of the whole conversation.
 
-    If the first messages get other tokens alone than in ``whole``, their end is searched for.
+    If the messages before the turn have other tokens alone than in ``whole``, search for their end.
     A token that joins generation prompt and turn belongs to the turn.
     """
     messages = template.conversation.messages
-    at = _place_of(template, whole, turn)
+    prompt_start = _end_of_messages(template, whole, turn)
     bare = template.ids(turn)
     prompted = template.ids(turn, prompt=True)
     prompt = prompted[_shared_length(bare, prompted) :]
-    start = at + _shared_length(prompt, whole[at:])
+    start = prompt_start + _shared_length(prompt, whole[prompt_start:])
     if turn == len(messages) - 1:
         return start, len(whole)
     later = range(turn + 1, len(messages))
     following = next((i for i in later if messages[i]["role"] == ASSISTANT), None)
-    limit = len(whole) if following is None else _place_of(template, whole, following)
+    limit = len(whole) if following is None else _end_of_messages(template, whole, following)
     end = _end_of_prefix(template, whole, turn + 1)
     if end is None or not start < end <= limit:
-        end = _after_longest_tail(whole, template.ids(turn + 1), start, limit)
+        end = _end_of_longest_suffix(whole, template.ids(turn + 1), start, limit)
     if end is None:
         _refuse(template, turn, "cannot be found in the whole conversation; drop the row")
     return start, end
 
 
-def _place_of(template: Template, whole: list[int], count: int) -> int:
-    """Return the token index in ``whole`` at which the first ``count`` messages end."""
-    at = _end_of_prefix(template, whole, count)
-    if at is None:
-        at = _after_longest_tail(whole, template.ids(count), 0, len(whole))
-    if at is None:
+def _end_of_messages(template: Template, whole: list[int], count: int) -> int:
+    """Return the token index in ``whole`` at which the first ``count`` messages end.
+
+    Raise a DataError if it cannot be found.
+    """
+    end = _end_of_prefix(template, whole, count)
+    if end is None:
+        end = _end_of_longest_suffix(whole, template.ids(count), 0, len(whole))
+    if end is None:
         _refuse(template, count, "cannot be found in the whole conversation; drop the row")
-    return at
+    return end
 
 
-def _after_longest_tail(whole: list[int], part: list[int], low: int, high: int) -> int | None:
-    """Return where ``part``'s longest suffix in ``whole`` ends, in (low, high]; None if absent."""
+def _end_of_longest_suffix(whole: list[int], part: list[int], low: int, high: int) -> int | None:
+    """Find the longest suffix of ``part`` that occurs in ``whole``, and return where it ends.
+
+    The end must be in (low, high]. Return None if not even the last token occurs there.
+    """
     best, length = None, 0
     for end in range(low + 1, high + 1):
         shared = 0

@@ -1,7 +1,7 @@
-"""Dynamic packing: which samples share a row, and which rows a data-parallel rank computes.
+"""Dynamic packing: decides which samples share a row, and which rows each data-parallel rank gets.
 
 Everything is computed from the samples' lengths and ``(seed, epoch, step)``, in integers and
-without communication: all ranks find the same rows, and a run can resume at any step.
+without communication. All ranks therefore compute the same rows, and a run can resume at any step.
 
 In an epoch every conversation is used exactly once. If the last step of an epoch has too few rows,
 it is filled with empty rows (``[]``), whose loss weight is 0.
@@ -19,12 +19,12 @@ from megatron_ext.data.samplers import Ints, Row, shuffled
 from megatron_ext.errors import ConfigError, DataError
 
 EVEN_ENOUGH = 1000
-"""Swapping of rows stops when the busiest rank is at most 1/1000 above the mean."""
+"""Rows are no longer swapped once the busiest rank is at most 1/1000 above the mean."""
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """The compute of a document of L tokens, ``linear * L + quadratic * L**2``, in integers."""
+    """The cost of a document of L tokens: ``linear * L + quadratic * L**2``, in integers."""
 
     linear: int
     quadratic: int
@@ -36,7 +36,7 @@ class CostModel:
 
 
 def cost(lengths_in_row: ArrayLike, model: CostModel) -> int:
-    """Return the compute of a packed row, in which documents do not attend to each other."""
+    """Return the cost of a packed row, whose documents do not attend to each other."""
     return int(model.of_documents(lengths_in_row).sum())
 
 
@@ -95,12 +95,12 @@ def fitting_lengths(lengths: ArrayLike, capacity: int) -> Ints:
 
 
 def balance(costs: ArrayLike, num_ranks: int) -> list[list[int]]:
-    """Deal the rows of one step to ranks: equally many for each, and about the same cost.
+    """Assign the rows of one step to ranks: equally many to each rank, at about the same cost.
 
     Each row, costliest first, goes to the cheapest rank that has room (Graham 1969). Then the
-    busiest rank swaps rows until it is near the mean, or no swap lowers the higher of two loads.
-    `small_ends` orders the rows of all ranks in the same way, since expert parallelism synchronizes
-    ranks in every micro-batch.
+    busiest rank swaps rows with others until its cost is near the mean, or no swap helps. All ranks
+    order their rows by `small_ends`, since expert parallelism synchronizes ranks in every
+    micro-batch.
 
     Return for each rank the indices of its rows in ``costs [rows]``, in the order of micro-batches.
     Raise a ConfigError if the number of rows is not a multiple of ``num_ranks``.
@@ -117,7 +117,10 @@ def balance(costs: ArrayLike, num_ranks: int) -> list[list[int]]:
 
 
 def _deal(weights: Ints, num_groups: int, most: int) -> list[list[int]]:
-    """Give each member, costliest first, to the cheapest group with fewer than ``most`` members."""
+    """Assign indices to groups: each, costliest first, to the cheapest group that has room.
+
+    A group has room for ``most`` indices.
+    """
     groups: list[list[int]] = [[] for _ in range(num_groups)]
     loads = [(0, group) for group in range(num_groups)]
     for member in np.argsort(-weights, kind="stable").tolist():
@@ -129,7 +132,10 @@ def _deal(weights: Ints, num_groups: int, most: int) -> list[list[int]]:
 
 
 def _swap_rows(ranks: Ints, weights: Ints) -> None:
-    """Swap rows in ``ranks [ranks, rows]`` until the busiest is near the mean or no swap helps."""
+    """Swap rows between ranks until the busiest rank is near the mean, or no swap helps.
+
+    ``ranks [ranks, rows]`` holds the row indices of each rank, and is changed in place.
+    """
     loads = weights[ranks].sum(axis=1)
     mean = int(loads.sum()) // len(loads)
     while True:
@@ -149,7 +155,7 @@ def _swap_rows(ranks: Ints, weights: Ints) -> None:
 
 
 def small_ends(members: Sequence[int], weights: Ints) -> list[int]:
-    """Order micro-batches by cost with cheap ones at both ends, where pipeline stages are idle."""
+    """Order micro-batches so that the cheap ones are first and last, when pipeline stages idle."""
     rising = sorted(members, key=lambda member: (int(weights[member]), member))
     return rising[::2] + rising[1::2][::-1]
 
@@ -157,11 +163,11 @@ def small_ends(members: Sequence[int], weights: Ints) -> list[int]:
 def token_budget(
     lengths: ArrayLike, budget: int, num_ranks: int, model: CostModel
 ) -> list[list[Row]]:
-    """Deal the samples of one step to ranks and to micro-batches of at most ``budget`` tokens.
+    """Assign the samples of one step to ranks, and to micro-batches of at most ``budget`` tokens.
 
-    Samples are dealt to ranks by cost. The rank that needs most micro-batches determines their
-    number, and every rank distributes its samples over this number; some may stay empty. Return for
-    each rank its micro-batches, each a list of indices in ``lengths``.
+    Samples are assigned to ranks by cost. All ranks get as many micro-batches as the rank that
+    needs the most, and spread their samples over them; some may stay empty. Return the
+    micro-batches of each rank, each a list of indices in ``lengths``.
     """
     sizes = fitting_lengths(lengths, budget)
     costs = model.of_documents(sizes)
@@ -195,10 +201,10 @@ def _filled(rows: list[Row], count: int) -> list[Row]:
 class PackedEpochs:
     """Rows of ``capacity`` tokens that several conversations share.
 
-    Every epoch is packed anew: samples of equal length change places, but the number of rows stays.
-    ``seed`` shuffles the rows, but the row that packing opened last stays last. Without a seed all
-    epochs are equal, in the order of packing. With fewer than eight rows per rank and step, swaps
-    may not suffice to balance the work.
+    ``seed`` shuffles each epoch differently: samples of equal length change places, then the rows
+    are shuffled. The number of rows stays the same, and the row that packing opened last, which may
+    be short, stays last. Without a seed all epochs are equal, in the order of packing. With fewer
+    than eight rows per rank and step, swaps may not suffice to balance the work.
     """
 
     lengths: ArrayLike
@@ -234,7 +240,7 @@ class PackedEpochs:
 class PaddedEpochs:
     """Rows of one conversation each; ranks take ``micro_batch_size`` rows of a step in turn.
 
-    The seed shuffles the conversations anew in each epoch; without one they keep their order.
+    ``seed`` shuffles the conversations differently in each epoch; without it they keep their order.
     """
 
     num_samples: int
@@ -260,7 +266,7 @@ class PaddedEpochs:
 class BudgetEpochs(PackedEpochs):
     """Steps of ``rows_per_step`` conversations, packed into as many rows as they need.
 
-    The seed shuffles the conversations. Each rank gets empty rows until its number of rows is a
+    ``seed`` shuffles the conversations. Each rank gets empty rows until its number of rows is a
     multiple of ``multiple``.
     """
 

@@ -68,7 +68,7 @@ KEYS = ("document", "mask")
 
 @dataclass(frozen=True)
 class ConversationEncoder:
-    """An encoder that turns each conversation into two documents: its token ids and its mask."""
+    """A `BlockEncoder` that turns a conversation into two documents: its token ids and its mask."""
 
     chat: Chat
 
@@ -83,7 +83,7 @@ class ConversationEncoder:
             except BadLine as bad:
                 refuse(number, str(bad))
                 continue
-            # The first token is never a label.
+            # The first token is never a label, so its mask does not count.
             trained = [sample for sample in samples if any(sample.mask[1:])]
             if len(trained) < len(samples):
                 read.dropped[WITHOUT_TRAINED_TOKEN] += len(samples) - len(trained)
@@ -108,7 +108,7 @@ class ConversationEncoder:
     def tokenize(self, line: bytes, number: int) -> tuple[list[TokenizedConversation], Intake]:
         """Return ids and masks of the samples of a line's conversation, and what was read.
 
-        Raise a BadLine if it is not usable.
+        Raise a BadLine if the line is not usable.
         """
         place = Place("", number)
         try:
@@ -151,16 +151,19 @@ class SftPreprocessOptions(PreprocessOptions):
 
     @property
     def columns(self) -> None:
-        """Return None: the columns of conversations are found in each row."""
+        """Return None, which reads all columns: rows may have different ones."""
         return None
 
     def dataset_prefix(self, key: str, piece: str | None = None) -> str:
-        """Return the prefix of a store's dataset; ``key`` is "document" (token ids) or "mask"."""
+        """Return the prefix of a dataset of the store.
+
+        ``key`` is "document" for the token ids, or "mask".
+        """
         return f"{self.output_prefix}_sft_{key}"
 
 
 class ConversationEncoding:
-    """The `Encoding` of conversations: two documents for each line, token ids and mask."""
+    """The `Encoding` that turns each line into two documents, token ids and mask."""
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
@@ -168,7 +171,7 @@ class ConversationEncoding:
         self.dtypes = (optimal_dtype(chat.vocab_size), np.dtype(np.uint8))
 
     def choose_engine(self, parts: Sequence[Part], say: Say) -> bool:
-        """Return False: the chat template and its special tokens need transformers."""
+        """Return False, for no fast engine: chat templates and special tokens need transformers."""
         return False
 
     def encoder(self, *, fast: bool) -> ConversationEncoder:
@@ -182,9 +185,9 @@ def conversation_encoding(options: PreprocessOptions) -> ConversationEncoding:
 
 
 def preprocess_sft(options: SftPreprocessOptions, say: Say = say_to_stderr) -> Report:
-    """Tokenize the conversations of the input files into a store, and say what was read.
+    """Tokenize the conversations of the input files into a store, and return a report.
 
-    Return a report.
+    Call ``say`` with each sentence on what was read.
     """
     tokenizer = build_tokenizer(options.tokenizer)
     for sentence in tokenizer.notes():
@@ -202,7 +205,7 @@ def chat_of(options: SftPreprocessOptions) -> Chat:
 
 
 def with_fixed_date(options: SftPreprocessOptions) -> SftPreprocessOptions:
-    """Return the options with the date that the template writes, for workers of all machines."""
+    """Fix the date that the template writes, so that workers on all machines write the same."""
     return dataclasses.replace(options, sft=chat_of(options).sft)
 
 
@@ -211,8 +214,8 @@ def write_store(
 ) -> tuple[Report, Intake]:
     """Tokenize conversations into a store; return a report, and the counts of what was read.
 
-    Raise a DataError if there is no conversation, or none with a trained token unless the store
-    ``may_be_empty``, being one of several.
+    Raise a DataError if there is no conversation. Raise one also if no conversation has a trained
+    token, unless the store ``may_be_empty`` because it is one of several.
     """
     start = time.monotonic()
     options = dataclasses.replace(options, sft=chat.sft)
@@ -240,7 +243,7 @@ WITHOUT_TRAINED_TOKEN = "conversations without a trained token, by their loss ma
 
 
 def report_lines(intakes: Sequence[Intake], chat: Chat, what: str) -> list[str]:
-    """Return lines on what was read of ``what``, in which form, and what was not used."""
+    """Return lines on what was read, converted and not used; ``what`` names the input."""
     intake = Intake.total(intakes)
     return [
         *([f"{what}: {intake.summary()}"] if intake.counts else []),
@@ -268,7 +271,10 @@ def chat_notes(chat: Chat) -> list[str]:
 def _conversations_of(
     parts: Sequence[Part], done: Mapping[int, PartMarker]
 ) -> list[tuple[str, int]]:
-    """Return each input file and the number of its conversations, in order."""
+    """Return (absolute path, number of conversations) of each input file, in order.
+
+    ``done`` holds the markers of the parts, by the number of the part.
+    """
     counts: list[tuple[str, int]] = []
     for i, part in enumerate(parts):
         before = counts.pop()[1] if counts and part.start > 0 else 0
@@ -289,10 +295,11 @@ def open_stores(
     vocab_size: int,
     say: Say = say_to_stderr,
 ) -> list[SftStore]:
-    """Open one store for each name: a file or a dataset of conversations, or a store's prefix.
+    """Open one store for each name; tokenize a file of conversations first.
 
     Args:
         flag: the flag that gives the names, for errors.
+        names: files or datasets of conversations, or prefixes of stores.
         cache: folder for tokenized files; None takes the folder ``cache`` beside each file.
 
     Raises:
@@ -312,7 +319,7 @@ def open_stores(
 
 
 def check_name(flag: str, name: str) -> None:
-    """Raise an error if a name of ``flag`` is no file, dataset or store of conversations."""
+    """Raise an error if ``name``, given by ``flag``, is not a file or store of conversations."""
     if is_number(name) and not os.path.exists(name):
         raise ConfigError(
             f"`{flag}` ({name}) is a weight, but `--sft` uses every conversation of its files "
@@ -326,19 +333,22 @@ def check_name(flag: str, name: str) -> None:
 
 
 def cache_of(name: str, cache: str | None) -> Path:
-    """Return the folder that keeps the store of a file, ``cache`` beside it unless it is given."""
+    """Return the folder of the cached store of a file: ``cache``, or "cache" beside the file."""
     return Path(cache or Path(name).parent / "cache")
 
 
 def cached_prefix(name: str, folder: Path, identity: Mapping[str, Any]) -> Path:
-    """Return the prefix of the store of a file in its cache."""
+    """Return the prefix of the cached store of a file.
+
+    It depends on the file's content and on ``identity``, everything else that determines tokens.
+    """
     return folder / f"{Path(name).name}.{key_of([identity_of(name)], identity)}"
 
 
 def with_date_of_stores(chat: Chat, names: Sequence[str], cache: str | None) -> Chat:
-    """Return ``chat`` with the date of stores that exist, so that a run keeps it from day to day.
+    """Return ``chat`` with the date of existing stores, so that a run reuses them on later days.
 
-    A date that the user gave stays. Among several dates of stores the latest is taken.
+    A date that the user gave is kept. If the stores have several dates, take the latest.
     """
     if chat.date is None or chat.date_is_given:
         return chat
@@ -371,7 +381,7 @@ def _tokenized(name: str, folder: Path, chat: Chat, say: Say) -> str:
         except Timeout:
             say(f"> waiting for another process, which tokenizes {name}")
             guard = lock.acquire()
-        with guard:  # freed when its process ends, however it ends
+        with guard:  # The system frees this lock even if the process is killed.
             if not has_intake(prefix):
                 say(f"> tokenizing {name} into {folder}")
                 _tokenize(name, prefix, chat, say)
@@ -394,7 +404,8 @@ def _tokenize(name: str, prefix: Path, chat: Chat, say: Say) -> None:
     try:
         write_store(options, chat, say, may_be_empty=True)
     except MegatronExtError as error:
-        if os.environ.get("RANK", "0") != "0":  # the first rank alone shows errors, but waits
+        # Only the first rank shows errors, and here it is still waiting for this process.
+        if os.environ.get("RANK", "0") != "0":
             for sentence in error.messages:
                 say(f"error: {sentence}")
         raise

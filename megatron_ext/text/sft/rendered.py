@@ -1,9 +1,9 @@
 """Finds the parts of a conversation that its chat template leaves out of the text.
 
-Every value of a conversation is marked at both ends, and the template is applied once more: the
-marks in the text tell which values it writes. Some values steer a template instead of being
-written, and some templates refuse marks. So a value whose marks are missing is changed in the row
-itself, and counts as left out only if the text stays the same.
+We add marks to both ends of every value of a conversation, and apply the template once more. The
+marks in the text show which values the template writes. But some values steer a template without
+being written, and some templates refuse marked values. We therefore change each value whose marks
+are missing, and count it as left out only if the text stays the same.
 """
 
 import json
@@ -18,17 +18,17 @@ from megatron_ext.text.sft.conversation import ASSISTANT, Conversation, generic,
 from megatron_ext.text.sft.intake import Intake
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a message that hold an assistant's reasoning; transformers treats them as one."""
+"""Keys of a message that hold an assistant's reasoning; data sets use one or another."""
 
 _SHORTEST_CODE = 7
-"""Letters of the shortest mark that takes the place of an identifier, which keeps its length."""
+"""The least length of an identifier that a mark replaces, padded to the identifier's length."""
 
 Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A value of a conversation that holds no other, and the keys and indices that lead to it."""
+    """A value of a conversation that is no list or object, and its path of keys and indices."""
 
     path: Path
     value: Any
@@ -42,14 +42,18 @@ class Leaf:
 
 @dataclass
 class Unrendered:
-    """The values that are left out of a text, by their paths, and the texts that are cut."""
+    """The values that a template leaves out of a text (``absent``) or cuts (``partly``)."""
 
     absent: dict[Path, Leaf]
     partly: dict[Path, Leaf]
 
 
 def find_left_out(samples: Sequence[Template]) -> Unrendered:
-    """Return what is left out by the texts of all samples of a conversation that have it."""
+    """Return the values of a conversation that no sample writes.
+
+    A later message is in some samples only. A value counts as left out if every sample that has its
+    message leaves it out, and as cut if every one leaves it out or cuts it.
+    """
     parts = [find_unrendered(sample) for sample in samples]
     lengths = [len(sample.conversation.messages) for sample in samples]
 
@@ -70,7 +74,7 @@ def find_left_out(samples: Sequence[Template]) -> Unrendered:
 
 
 def find_unrendered(template: Template) -> Unrendered:
-    """Return what the template leaves out of the text of its conversation."""
+    """Return the values that the template leaves out of the text of its conversation, or cuts."""
     whole = template.whole
     leaves = list(_leaves(template.conversation, whole))
     nonce = _nonce(whole)
@@ -106,7 +110,7 @@ def _is_code(value: str, mark: str) -> bool:
 
 
 def _other(value: Any, first: str, last: str) -> Any:
-    """Return another value that contains marks, of the same kind where the kind allows it."""
+    """Return a changed value with the marks, of the same type if possible."""
     if isinstance(value, str):
         # Some templates check the length of identifiers.
         return first.ljust(len(value), "z") if _is_code(value, first) else first + value + last
@@ -120,7 +124,7 @@ def _other(value: Any, first: str, last: str) -> Any:
 
 
 def _marks_in(value: Any, first: str, last: str) -> tuple[str, ...]:
-    """Return the texts by which `_other` of a value is recognized."""
+    """Return the texts that show that the changed value of `_other` was written."""
     if isinstance(value, str):
         return (first,) if _is_code(value, first) else (first, last)
     if isinstance(value, bool):
@@ -131,7 +135,10 @@ def _marks_in(value: Any, first: str, last: str) -> tuple[str, ...]:
 
 
 def _leaves(conversation: Conversation, whole: str) -> Iterator[Leaf]:
-    """Yield each value that a template may write; roles and empty texts are none."""
+    """Yield each value that a template may write, except roles, empty texts and constants.
+
+    Leave out tools that ``whole`` holds as JSON: all their values are written.
+    """
     for index, message in enumerate(conversation.messages):
         for key, value in message.items():
             if key != "role":
@@ -142,7 +149,7 @@ def _leaves(conversation: Conversation, whole: str) -> Iterator[Leaf]:
 
 
 def _is_written_whole(tool: dict[str, Any], whole: str) -> bool:
-    """Tell whether the text holds a whole tool, or its function, as JSON."""
+    """Tell whether the text ``whole`` holds a tool, or its function, as JSON."""
     values = [tool]
     if set(tool) <= {"type", "function"} and tool.get("type", "function") == "function":
         values.append(tool.get("function", tool))
@@ -165,7 +172,7 @@ def _below(value: Any, path: Path) -> Iterator[Leaf]:
 
 
 def _is_constant(value: Any, path: Path) -> bool:
-    """Tell whether a value is the word that each tool and tool call has as its type."""
+    """Tell whether a value is a `type` that is always the same: "function" or "text"."""
     is_call = len(path) == 5 and path[2] == "tool_calls"
     is_tool = len(path) == 3 and path[0] == "tools"
     is_part = len(path) == 5 and path[2] == "content"
@@ -177,7 +184,7 @@ def _is_constant(value: Any, path: Path) -> bool:
 def _text_with(
     template: Template, leaves: Sequence[Leaf], other: Callable[[Leaf], Any]
 ) -> str | None:
-    """Return the text with other values; None if the template refuses them."""
+    """Return the text with ``other(leaf)`` in place of each leaf; None if the template refuses."""
     changed = {leaf.path: leaf for leaf in leaves}
 
     def rebuilt(value: Any, path: Path) -> Any:
@@ -202,7 +209,10 @@ def _text_with(
 def _confirmed(
     template: Template, leaves: Sequence[Leaf], marks: dict[Path, tuple[str, str]], whole: str
 ) -> list[Leaf]:
-    """Return the values that may be changed without a change of the text."""
+    """Return the leaves whose values can be changed without changing the text.
+
+    Change all of them together; if the text changes, search each half.
+    """
     if not leaves:
         return []
     text = _text_with(template, leaves, lambda leaf: _other(leaf.value, *marks[leaf.path]))
@@ -218,7 +228,7 @@ def _confirmed(
 
 
 def _lines_are_in(value: Any, whole: str) -> bool:
-    """Tell whether each line of a text stands somewhere in the whole text, maybe as JSON."""
+    """Tell whether each line of a text occurs in the whole text, as it is or as JSON."""
     lines = [line.strip() for line in str(value).splitlines()]
     return all(
         line in whole or json.dumps(line, ensure_ascii=False)[1:-1] in whole for line in lines
@@ -228,10 +238,10 @@ def _lines_are_in(value: Any, whole: str) -> bool:
 def report_unrendered(
     conversation: Conversation, unrendered: Unrendered, sft: SftConfig, intake: Intake
 ) -> None:
-    """Count what the template leaves out; refuse what a model would have to learn or to know.
+    """Count the values that the template leaves out, in ``intake``; refuse the important ones.
 
     Raise a DataError for the first message, tool, tool call or reasoning of a trained turn that is
-    left out, unless ``--sft-on-unrendered note`` counts those too.
+    left out. ``--sft-on-unrendered note`` counts them instead.
     """
     tools = {
         index
@@ -262,7 +272,7 @@ def report_unrendered(
 
 
 def _tool_is_written(conversation: Conversation, index: int, unrendered: Unrendered) -> bool:
-    """Tell whether a template writes something of a tool, and its name if it has one."""
+    """Tell whether a template writes at least one value of a tool, and its name if it has one."""
     tool = (conversation.tools or ())[index]
     paths = [leaf.path for leaf in _below(tool, ("tools", index))]
     names = [path for path in paths if path[2:] in (("name",), ("function", "name"))]
@@ -274,7 +284,7 @@ def _tool_is_written(conversation: Conversation, index: int, unrendered: Unrende
 def _meaning(
     conversation: Conversation, leaf: Leaf, tools: set[int], *, realigned: bool
 ) -> str | None:
-    """Return what a value that is left out means for training; None if it may be ignored."""
+    """Name the part of the conversation that is lost with a value; None if it does not matter."""
     path = leaf.path
     if path[0] == "tools":
         return "a tool" if path[1] in tools else None
@@ -292,7 +302,7 @@ def _meaning(
 
 
 def _is_last_turn(conversation: Conversation, leaf: Leaf) -> bool:
-    """Tell whether no assistant's message follows that of a value."""
+    """Tell whether no message of the assistant follows the message that holds a value."""
     later = conversation.messages[int(leaf.path[1]) + 1 :]
     return not any(message["role"] == ASSISTANT for message in later)
 

@@ -2,7 +2,7 @@
 
 ``PREFIX_sft_document.bin/.idx`` holds the token ids, one untruncated document per conversation.
 ``PREFIX_sft_mask.bin/.idx`` holds 1 for each trained token, else 0 (uint8). ``PREFIX_sft.json``
-records tokenizer, template and options. It is written last; without it the store is incomplete.
+records tokenizer, template and options. It is written last, so a store without it is incomplete.
 """
 
 import json
@@ -35,9 +35,9 @@ def about_path(prefix: str | os.PathLike[str]) -> Path:
 
 
 def has_intake(prefix: str | os.PathLike[str]) -> bool:
-    """Tell whether a store is there and counts what was read.
+    """Tell whether a store exists and holds the counts of what was read.
 
-    Those of earlier versions do not, and may lack parts of their conversations.
+    Stores of earlier versions hold none, and may lack parts of their conversations.
     """
     try:
         return _INTAKE in read_json_object(about_path(prefix))
@@ -46,7 +46,7 @@ def has_intake(prefix: str | os.PathLike[str]) -> bool:
 
 
 def prefix_of(name: str) -> str:
-    """Return the prefix of a store, given the prefix itself or that of its document dataset."""
+    """Return the prefix of a store, given that prefix or the prefix of its document dataset."""
     return name.removesuffix(_SUFFIX)
 
 
@@ -66,7 +66,10 @@ def write_about(
 ) -> None:
     """Write the JSON file that completes a store.
 
-    ``files`` are (input file, conversations); ``intake`` are the counts of what was read from them.
+    Args:
+        identity: everything that determines the tokens; see `Chat.identity`.
+        files: (input file, number of its conversations), in order.
+        intake: the counts of what was read from the files.
     """
     path = about_path(prefix)
     temporary = Path(f"{path}.writing.{os.getpid()}")
@@ -81,9 +84,9 @@ def write_about(
 
 
 def store_prefixes(datasets: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """Return the prefixes of the stores whose datasets are among these, in their order.
+    """Return the prefixes of the stores whose datasets are both among ``datasets``, in order.
 
-    A dataset of token ids belongs to a store if the dataset of its masks is there too.
+    A store has a dataset of token ids and one of masks.
     """
     names = [os.fspath(name) for name in datasets]
     stores = [prefix_of(name) for name in names if name.endswith(_SUFFIX)]
@@ -91,9 +94,10 @@ def store_prefixes(datasets: Sequence[str | os.PathLike[str]]) -> list[str]:
 
 
 def merge_stores(prefixes: Sequence[str], output: str) -> int:
-    """Join stores, in order, to one store with the prefix ``output``; return its conversations.
+    """Join stores, in order, to one store with the prefix ``output``.
 
-    Raise a DataError if a store is damaged, or if they were not made in the same way.
+    Return the number of its conversations. Raise a DataError if a store is damaged, or if the
+    stores differ in tokenizer, template or options.
     """
     stores = [SftStore(prefix) for prefix in prefixes]
     first = stores[0]
@@ -121,8 +125,8 @@ def merge_stores(prefixes: Sequence[str], output: str) -> int:
 
 
 Arrays = tuple[NDArray[np.int64], NDArray[Any], NDArray[np.uint8]]
-"""The first token index of each of n conversations, with the end of the last, ``[n + 1]``; ids and
-mask of all tokens, ``[t]``."""
+"""The arrays of a store of n conversations and t tokens: the index of each conversation's first
+token, then t, ``[n + 1]``; token ids ``[t]``; mask ``[t]``."""
 
 
 class SftStore:
@@ -151,7 +155,7 @@ class SftStore:
         return len(self.lengths)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the mapped arrays, which a data loader's worker maps itself."""
+        """Return the state without memory-mapped arrays; a data loader's worker maps its own."""
         return {**self.__dict__, "_arrays": None}
 
     def _map(self, key: str) -> NDArray[Any]:
@@ -173,7 +177,10 @@ class SftStore:
         return ids[kept], mask[kept]
 
     def has_trained_token(self, number: int, kept: slice) -> bool:
-        """Tell whether a part of a conversation, a slice of its tokens, has a trained label."""
+        """Tell whether the tokens ``kept`` of a conversation have a trained label.
+
+        The first of them is never a label.
+        """
         return bool(self.conversation(number)[1][kept][1:].any())
 
     def source_of(self, number: int) -> tuple[str, int]:
@@ -189,7 +196,7 @@ class SftStore:
     ) -> None:
         """Raise a DataError if the store does not fit a run's tokenizer, template or vocabulary.
 
-        With ``date_is_given`` it must also have the run's date.
+        With ``date_is_given`` the store must also have the run's date.
         """
         for name, flag in (("tokenizer", "--tokenizer-model"), ("template", "--sft-chat-template")):
             if self.about.get(name) != identity[name]:

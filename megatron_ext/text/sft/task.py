@@ -61,6 +61,6 @@ def prepare_sft(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
 
 
 def conversation_lines(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
-    """Return lines on what a run reads of its conversations, and what it does not use."""
+    """Return lines on what a run reads from its conversations, and what it does not use."""
     report = report_conversations(config, tokenizer)
     return [*tokenizer.notes(), *report.notes, *report.warnings]

@@ -1,10 +1,10 @@
-"""Bounds on chat templates, which are programs of whoever made the tokenizer.
+"""Applies chat templates, untrusted programs that come with a tokenizer, within bounds.
 
-transformers runs them in jinja2's sandbox, which keeps them from Python's objects, but not from
-endless work. `apply_template` gives the same result, within bounds: each turn of a loop and each
-call of a macro is counted, numbers and texts that an operator makes are measured, and the memory
-that the process may map is limited for the time of a rendering. What is not bounded is the time of
-one call of a filter or of a text's method on values that fit into that memory.
+transformers renders them in jinja2's sandbox, which denies them Python's objects, but does not
+bound their work. `apply_template` gives the same result and bounds it: it counts each iteration of
+a loop and each call of a macro, checks the size of each number and text that an operator makes, and
+limits the memory that the process may map during a rendering. It cannot bound the time of a single
+call of a filter or of a string method, on values that fit into that memory.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from megatron_ext.errors import DataError
 from megatron_ext.text.tokenizers.huggingface import refused_panic
 
 MAX_SOURCE = 1 << 18
-"""Characters of a template."""
+"""The most characters of a template's source."""
 MAX_STEPS = 500_000
-"""Turns of loops and calls of macros in one rendering; those of a conversation take thousands."""
+"""The most loop iterations and macro calls in one rendering; a usual one takes thousands."""
 MAX_SECONDS = 30.0
-"""Seconds that a rendering may compute, without what other processes take."""
+"""The most CPU seconds of one rendering, in its thread."""
 MAX_TEXT = 1 << 26
-"""Characters of a rendering, and of a text or items of a list that an operator makes."""
+"""The most characters of a rendered text, and of a text (or items of a list) from an operator."""
 MAX_BITS = 1 << 14
-"""Bits of a number."""
+"""The most bits of a number."""
 MAX_MEMORY = 1 << 29
-"""Bytes that the process may map beyond those at the start of a rendering."""
-MAX_KNOWN = 64
+"""The most bytes that the process may map in addition, during a rendering."""
+MAX_CACHED = 64
 _STATM = Path("/proc/self/statm")
 
 
 class TooCostly(DataError):
-    """The error about a template that exceeds a bound."""
+    """Raised for a template that exceeds a bound."""
 
 
 class _Excess(Exception):
-    """The bound that a rendering exceeds, as a part of a sentence."""
+    """Raised where a rendering exceeds a bound; the message names the bound."""
 
 
 class _Budget:
-    """The turns and the time that one rendering has left, and its operators."""
+    """The steps and the time that one rendering has left, and the operators that check values."""
 
     def __init__(self) -> None:
         self.start()
@@ -60,20 +60,23 @@ class _Budget:
         self._end = time.thread_time() + MAX_SECONDS
 
     def step(self) -> None:
-        """Count one turn of a loop."""
+        """Count one loop iteration or macro call; raise an _Excess if none is left."""
         self._steps -= 1
         if self._steps < 0:
             raise _Excess(f"{MAX_STEPS:,} turns of its loops")
         self.timed()
 
     def timed(self, value: Any = None) -> Any:
-        """Return the value, which a filter or a function is about to get, if time is left."""
+        """Return ``value`` if time is left, else raise an _Excess.
+
+        Each filter and each call in a template passes its argument through this.
+        """
         if time.thread_time() > self._end:
             raise _Excess(f"{MAX_SECONDS:.0f} seconds of computing")
         return value
 
     def binop(self, _context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Do an arithmetic operation whose result is small enough."""
+        """Apply an arithmetic operator; raise an _Excess if the result would be too large."""
         if operator == "+":
             if isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
                 _check_length(len(left) + len(right))
@@ -90,7 +93,7 @@ class _Budget:
         return left**right
 
     def joined(self, *parts: Any) -> str:
-        """Return the text of ``~``."""
+        """Apply the operator ``~``, which joins texts; raise an _Excess if the text is too long."""
         texts = [str(part) for part in parts]
         _check_length(sum(map(len, texts)))
         return "".join(texts)
@@ -111,9 +114,9 @@ def _call(name: str, *arguments: nodes.Expr) -> nodes.Call:
 
 
 class _Counting(NodeTransformer):
-    """Adds a step to the body of each loop and macro, and measures what ``~`` makes.
+    """Inserts the calls of `_Budget` into a template.
 
-    The time is looked at before each filter and each call.
+    Loops and macros count a step, filters and calls check the time, and ``~`` checks its result.
     """
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
@@ -126,7 +129,10 @@ class _Counting(NodeTransformer):
 
 
 def _check_constants(tree: nodes.Template) -> None:
-    """Refuse powers of constants, which jinja2 computes before anything is counted."""
+    """Raise an _Excess for large powers of constants.
+
+    jinja2 computes them while it compiles the template, where `_Budget` cannot stop them.
+    """
     for power in tree.find_all(nodes.Pow):
         sides = (power.left, power.right)
         small = all(isinstance(x, nodes.Const) and abs(x.value) < 64 for x in sides)
@@ -136,16 +142,16 @@ def _check_constants(tree: nodes.Template) -> None:
 
 _rendering = threading.Lock()
 _bounded = set[str]()
-"""Sources that were found to be without costly constants."""
+"""The sources of templates that have passed `_check_constants`."""
 
 
 @contextmanager
 def _limited_memory() -> Iterator[None]:
-    """Limit the memory that the process maps anew; a MemoryError is raised beyond it."""
+    """Limit the additional memory that the process may map; beyond it Python raises MemoryError."""
     if not _STATM.is_file():
         yield
         return
-    # Two threads that set and restore the limit by turns would leave it set.
+    # Without the lock, a thread could save the limit that another has set, and restore it too late.
     with _rendering:
         before = resource.getrlimit(resource.RLIMIT_AS)
         mapped = int(_STATM.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -162,11 +168,11 @@ def _limited_memory() -> Iterator[None]:
 
 
 def apply_template(tokenizer: Any, messages: Any, **kwargs: Any) -> Any:
-    """Return what ``tokenizer.apply_chat_template`` returns, within the bounds of this module.
+    """Call ``tokenizer.apply_chat_template`` within the bounds of this module; return its result.
 
     Raises:
         TooCostly: the template exceeds a bound.
-        DataError: a pattern of the tokenizer does not end (`refused_panic`).
+        DataError: a regular expression of the tokenizer does not end (`refused_panic`).
         Exception: the template raises an error, which may be of any class.
     """
     try:
@@ -182,9 +188,9 @@ def apply_template(tokenizer: Any, messages: Any, **kwargs: Any) -> Any:
 
 
 def _bound(source: str) -> None:
-    """Bound the compiled template that transformers keeps for a source.
+    """Replace the compiled template that transformers caches for ``source`` by a bounded one.
 
-    It keeps some of them, so that this is called before each rendering.
+    The cache is small and may have dropped the bounded one, so call this before each rendering.
     """
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -193,7 +199,8 @@ def _bound(source: str) -> None:
     if len(source) > MAX_SOURCE:
         raise _Excess(f"{MAX_SOURCE:,} characters")
     with _limited_memory():
-        # An environment of transformers, with its own tags, parses without computing anything.
+        # Parse the source by transformers' environment, which knows its tags. Parsing computes
+        # nothing yet, so this is the place to look at constants.
         _check_constants(_compile_jinja_template("").environment.parse(source))
         compiled: JinjaTemplate = _compile_jinja_template(source)
         environment: Any = compiled.environment
@@ -203,7 +210,7 @@ def _bound(source: str) -> None:
         environment.joined_texts = budget.joined
         environment.count_step = budget.step
         environment.check_time = budget.timed
-        # Makes as many words as it is asked for.
+        # `lipsum` makes texts of any length.
         environment.globals.pop("lipsum", None)
         tree = _Counting().visit(environment.parse(source))
         code = environment.compile(tree)
@@ -221,6 +228,6 @@ def _bound(source: str) -> None:
 
     compiled.root_render_func = within_bounds
     compiled.blocks = bounded.blocks
-    if len(_bounded) >= MAX_KNOWN:
+    if len(_bounded) >= MAX_CACHED:
         _bounded.clear()
     _bounded.add(source)

@@ -10,7 +10,7 @@ import pytest
 from megatron_ext.errors import DataError
 from megatron_ext.text.config import SftConfig
 from megatron_ext.text.sft import chat
-from megatron_ext.text.sft.chat import Template, find_beginnings, marked_source
+from megatron_ext.text.sft.chat import Template, end_finder, marked_source
 from megatron_ext.text.sft.conversation import Place, read_conversation
 from megatron_ext.text.sft.masks import tokenize_conversation
 from tests.text.sft import tiny
@@ -329,17 +329,17 @@ def template_of(messages: list[dict[str, Any]], family: str, source: str | None 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("system", [False, True])
-def test_each_beginning_is_where_templating_it_alone_ends(family: str, system: bool) -> None:
+def test_the_first_messages_end_where_templating_it_alone_ends(family: str, system: bool) -> None:
     messages = talk(6, system=system and family != "gemma")
     template = template_of(messages, family)
     whole = template.text(len(messages))
-    beginning = find_beginnings(template, len(messages), whole)
+    find_end = end_finder(template, len(messages), whole)
     assert (marked_source(template.source()) is not None) == (family in MARKED)
     for turn in range(1 + system, len(messages)):
         for prompt in (False, True):
             text = template.text(turn, prompt=prompt)
             expected = len(text) if whole.startswith(text) else None
-            assert beginning(turn, prompt) == expected, (turn, prompt)
+            assert find_end(turn, prompt) == expected, (turn, prompt)
 
 
 @pytest.mark.parametrize(
@@ -373,9 +373,9 @@ def test_white_space_control_after_the_loop_is_kept() -> None:
         source = f"a\n  {{% for m in messages {close}\n  [{{{{ m.content }}}}]\n{{% endfor %}}"
         template = template_of(messages, "chatml", source)
         whole = template.text(4)
-        beginning = find_beginnings(template, 4, whole)
+        find_end = end_finder(template, 4, whole)
         for turn in (1, 2, 3):
-            assert beginning(turn, False) == len(template.text(turn))
+            assert find_end(turn, False) == len(template.text(turn))
 
 
 def test_a_long_conversation_is_templated_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
