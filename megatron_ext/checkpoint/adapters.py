@@ -49,10 +49,10 @@ def adapters_among(names: Iterable[str]) -> list[str]:
 def leave_out_new(
     path: Path, state: dict[str, Any], chunks: Iterable[str]
 ) -> dict[str, dict[str, Tensor]]:
-    """Remove from a sharded state, in place, the adapters and new branches that a checkpoint lacks.
+    """Remove from a sharded state, in place, the adapters and new branches missing in a checkpoint.
 
-    Return their tensors, by chunk and name. A new branch is a tensor marked as one that an older
-    checkpoint may lack (`is_new_branch`).
+    Return the removed tensors, by chunk and name. A new branch is a tensor that an older checkpoint
+    may lack; it carries a mark (`is_new_branch`).
     """
     stored = stored_entries(path)
     new: dict[str, dict[str, Tensor]] = {}
@@ -68,9 +68,10 @@ def leave_out_new(
 
 
 def new_branches(path: Path, new: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-    """Return sentences on the tensors in ``new`` that start anew, since a checkpoint lacks them.
+    """Return notes on the new branches in ``new``, which start anew in this run.
 
-    ``new`` is the result of `leave_out_new`; its adapters are not mentioned.
+    ``new`` is the result of `leave_out_new`: the checkpoint lacks these tensors. Adapters in it are
+    not mentioned.
     """
     names = [n for values in new.values() for n, value in values.items() if is_new_branch(value)]
     notes = [
@@ -88,13 +89,14 @@ def check_adapters(
 ) -> None:
     """Raise a CheckpointError if an adapter is only in the checkpoint or only in the run.
 
-    With a lenient ``strictness`` (``--dist-ckpt-strictness``) nothing is compared.
+    A lenient ``strictness`` (``--dist-ckpt-strictness``) skips the check.
     """
     if strictness in LENIENT:
         return
     entries = [entry for chunk in chunks for entry in state.get(chunk, {}).values()]
     keys = [getattr(entry, "key", "") for entry in entries]
-    # A stage without adapters, such as one without layers, cannot judge those of other stages.
+    # A pipeline stage without adapters, such as one without layers, cannot judge those of other
+    # stages.
     ours = adapters_among(keys)
     stored = adapters_among(stored_entries(path))
     layers = [key.rpartition(".")[0] for key in keys]
@@ -123,7 +125,7 @@ class FrozenBase:
 
     Attributes:
         path: folder of the checkpoint that holds the weights; None for random weights.
-        identity: a digest or a seed, equal for equal weights.
+        identity: a digest or a seed, which is the same for the same weights.
     """
 
     path: str | None
@@ -133,10 +135,10 @@ class FrozenBase:
     def at(cls, path: Path, *, average: bool = False) -> FrozenBase:
         """Return the identity of the weights in the checkpoint folder ``path``.
 
-        With ``average`` these are its averaged weights, if it has any.
+        With ``average``, identify the averaged weights if the checkpoint has any.
         """
         manifest = path / MANIFEST
-        # Megatron-LM writes no manifest; its metadata tell at least names and shapes.
+        # Megatron-LM writes no manifest. Its metadata at least identify names and shapes.
         file = manifest if manifest.is_file() else path / ".metadata"
         averaged = " averaged" if average and holds_averages(path) else ""
         return cls(str(path), f"{describe_file(file)['blake2b']}{averaged}")
@@ -216,10 +218,10 @@ def load_adapters(
     config: CheckpointConfig,
     context: ParallelContext,
 ) -> None:
-    """Load the adapters of a network that is not the run's model; all ranks call this together.
+    """Load the adapters of a second network, such as a critic; all ranks call this together.
 
-    ``model`` must have the weights of ``base`` already. In the checkpoint, ``section`` is the key
-    of the network's state and the prefix of its tensors' names.
+    ``model`` must already have the weights of ``base``. In the checkpoint, ``section`` is both the
+    key of this network's state and the prefix of its tensors' names.
     """
     verify(checkpoint, context)
     common = common_state_of(checkpoint.path)

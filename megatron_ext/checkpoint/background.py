@@ -1,9 +1,10 @@
 """Saves checkpoints while training goes on: ``--async-save``.
 
-At a step boundary each rank copies what it writes of a checkpoint to host memory, which costs a
-small part of the time of a save, and hands it to its `Helper`, a process that was forked before the
-rank had threads, process groups or a GPU. A save that fails is told and counted, and the next one
-is tried as usual; a helper that ends or hangs is replaced and gets its job again.
+At a step boundary each rank copies its part of the checkpoint to host memory, which takes a
+fraction of the time of a whole save. It then hands the copy to its `Helper`, a process that was
+forked before the rank had threads, process groups or a GPU. A failed save is reported and counted,
+and the next save is tried as usual. A helper that dies or hangs is replaced, and the new helper
+gets the same job.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from megatron_ext.parallel.collectives import gather_or_raise
 from megatron_ext.parallel.context import ParallelContext
 
 ATTEMPTS = 3
-"""Helpers that are tried for a job before it counts as failed."""
+"""Number of helpers that try a job before it counts as failed."""
 _SECONDS_BETWEEN_LOOKS = 0.005
 KNOWN, BUSY, UNKNOWN, BROKEN = range(4)
-"""Whether a rank can go on with a save: now, later, with a new plan only, or not at all."""
+"""Whether a rank can continue a save: now, later, only with a new plan, or not at all."""
 
 
 class Helper:
@@ -64,12 +65,12 @@ class Helper:
         theirs.close()
 
     def send(self, job: Job) -> None:
-        """Give the helper a job; one that has ended is found out by `reports`."""
+        """Give the helper a job. If the helper has died, only `reports` notices it."""
         with suppress(OSError):
             self.connection.send(job)
 
     def reports(self) -> list[Report] | None:
-        """Return the new messages of the helper without waiting; None if it has ended."""
+        """Return the helper's new messages without waiting; return None if the helper has died."""
         reports: list[Report] = []
         try:
             while self.connection.poll():
@@ -79,9 +80,9 @@ class Helper:
         return reports
 
     def end(self) -> str:
-        """End the process, and return what ended it, such as "SIGKILL"."""
+        """Kill the process, and return how it died, such as "SIGKILL"."""
         self.connection.close()
-        # An idle helper ends by itself; one that writes is of no use any more.
+        # An idle helper exits by itself. A helper that is writing is no longer useful.
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         try:
@@ -91,10 +92,10 @@ class Helper:
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
     def restart(self) -> str:
-        """Replace the process by a new one, and return what ended the old one.
+        """Replace the process by a new one, and return how the old one died.
 
-        The new process is no fork, since this one has threads, and memory that changes, by now. It
-        takes seconds to start, for which nobody waits.
+        The new process is spawned, not forked: by now the rank has threads, and its memory changes.
+        The start takes seconds, but nothing waits for it.
         """
         cause = self.end()
         self.connection, theirs = Pipe()
@@ -112,7 +113,7 @@ class Helper:
 
 @contextmanager
 def ending(process: Helper | None) -> Iterator[None]:
-    """End a helper when this context ends, so that nobody writes to the save folder afterwards."""
+    """End the helper when the context exits, so that it cannot write to the save folder later."""
     try:
         yield
     finally:
@@ -121,9 +122,10 @@ def ending(process: Helper | None) -> Iterator[None]:
 
 
 def nameless_file() -> SnapshotFile:
-    """Return a file in memory for a snapshot, which disappears with the processes that use it.
+    """Return an anonymous file in memory, which disappears with the processes that use it.
 
-    Unlike files of ``/dev/shm`` it needs no room in that file system, which containers keep small.
+    Unlike files in ``/dev/shm``, it does not count against that file system's size, which
+    containers keep small.
     """
     descriptor = os.memfd_create("checkpoint")
     file = SnapshotFile(Path(f"/proc/{os.getpid()}/fd/{descriptor}"))
@@ -142,7 +144,7 @@ class _Running:
     seen_bytes: int = 0
 
     def has_grown(self) -> bool:
-        """Return whether the files of the checkpoint are longer than at the last call."""
+        """Return whether the checkpoint's files have grown since the last call."""
         before, self.seen_bytes = self.seen_bytes, helper.written_bytes(self.job.folder)
         if self.seen_bytes <= before:
             return False
@@ -152,7 +154,7 @@ class _Running:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a save, known to rank 0; ``reason`` says why it failed, if it did."""
+    """The result of a save, known to rank 0 only. ``reason`` says why a failed save failed."""
 
     iteration: int
     seconds: float
@@ -160,14 +162,14 @@ class Outcome:
 
 
 class BackgroundSaves:
-    """The saves of a run that go on while it trains; all ranks call most methods together.
+    """The saves of a run that are written in the background; all ranks call most methods together.
 
     Attributes:
         num_failed: number of saves that failed after they had begun.
-        last_has_failed: whether the newest save is one of them.
+        last_has_failed: whether the newest save failed.
 
     Args:
-        seconds: time without a byte written, after which a rank's helper is replaced.
+        seconds: time without any byte written after which a rank's helper is replaced.
     """
 
     def __init__(
@@ -204,7 +206,7 @@ class BackgroundSaves:
     ) -> None:
         """Copy the run's state to host memory and let the helpers write it; all ranks call this.
 
-        If the memory of ``--async-save-buffer`` is in use, wait for a save before this one first.
+        If the memory of ``--async-save-buffer`` is in use, first wait for an earlier save to end.
 
         Args:
             state: returns the sharded and the common state.
@@ -248,9 +250,10 @@ class BackgroundSaves:
     def _copy(
         self, iteration: int, prepared: PreparedSave, counters: bytes
     ) -> tuple[SnapshotFile | None, str]:
-        """Copy a rank's part to a free slot; return it, or None and why that is impossible.
+        """Copy this rank's part to a free slot of memory.
 
-        Without room for a copy now, return None and no reason.
+        Return the slot and no reason. If the copy is impossible, return None and the reason. If no
+        slot is free now, return None and an empty reason.
         """
         slot = self._free_slot(prepared.num_bytes)
         if slot is None:
@@ -264,7 +267,7 @@ class BackgroundSaves:
         return slot, ""
 
     def _free_slot(self, num_bytes: int) -> SnapshotFile | None:
-        """Return memory for a copy, if ``--async-save-buffer`` has room for it now."""
+        """Return a slot of ``num_bytes`` if ``--async-save-buffer`` has room for it now."""
         if self._free:
             return self._free.pop()
         buffer = self._config.async_save_buffer
@@ -277,9 +280,9 @@ class BackgroundSaves:
     def _worst(self, verdict: int) -> int:
         """Return the largest verdict of any rank; all ranks call this together.
 
-        Every rank then knows too what only rank 0 knows: how many saves have failed.
+        The same reduction tells all ranks how many saves have failed, which only rank 0 knows.
         """
-        # What another rank was told about the newest save may be of one before it.
+        # What other ranks know about the newest save may be the result of the save before it.
         own = [verdict, self.num_failed, int(self.last_has_failed and self._context.rank == 0)]
         reduced = to_device(torch.tensor(own, dtype=torch.int32), self._device)
         torch.distributed.all_reduce(reduced, op=torch.distributed.ReduceOp.MAX)
@@ -304,7 +307,7 @@ class BackgroundSaves:
             world_size=self._context.layout.world_size,
             snapshot=str(slot.path),
             root=str(self._config.save),
-            # The other ranks' helpers may be replaced within this time.
+            # The helpers of other ranks may need replacing during this wait.
             seconds=ATTEMPTS * self._seconds,
             config=self._config,
             best=best,
@@ -315,9 +318,9 @@ class BackgroundSaves:
         self._helper.send(job)
 
     def poll(self) -> None:
-        """Take note of what this rank's helper has done, and replace one that ended or hangs.
+        """Read this rank's helper's messages, and replace a helper that died or hangs.
 
-        This costs microseconds while all is well. `ended` has the results.
+        This takes microseconds while all is well. `ended` returns the results.
         """
         if not self._running:
             return
@@ -357,7 +360,7 @@ class BackgroundSaves:
             self._running[0].attempt_began = time.monotonic()
 
     def _replace(self, fate: str) -> None:
-        """Start another helper, and give it the jobs; give up one that has had several."""
+        """Start another helper and give it the jobs; give up a job that several helpers had."""
         cause = self._helper.restart()
         oldest = self._running[0]
         what = f"The helper process that writes checkpoints was {fate.format(cause)}"
@@ -379,19 +382,19 @@ class BackgroundSaves:
 
     @staticmethod
     def _is_published(entry: _Running) -> bool:
-        """Return whether a save is done, so that only the removal of old checkpoints is left."""
+        """Return whether a checkpoint is published, so that only old ones are left to remove."""
         of_run = entry.job.rank == 0
         return of_run and (PUBLISHED in entry.stages or helper.is_published(entry.job))
 
     def ended(self) -> list[Outcome]:
-        """Return the saves that ended since the last call; only rank 0 knows of any."""
+        """Return the saves that ended since the last call; the list is empty except on rank 0."""
         self.poll()
         outcomes, self._ended = self._ended, []
         return outcomes
 
     def _wait_for_iteration(self, iteration: int) -> None:
         """Wait until a save of the same iteration has ended on all ranks."""
-        # All ranks have the same saves behind them, but rank 0 alone knows which are published.
+        # All ranks have started the same saves, but only rank 0 knows which are published.
         if self._count and iteration == self._last_iteration:
             self.wait()
 
@@ -402,7 +405,7 @@ class BackgroundSaves:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
 
     def look_at_newest(self) -> tuple[bool, bool]:
-        """Return whether a save goes on, and if not, whether the newest one failed.
+        """Return whether a save is running and, if none is, whether the newest save failed.
 
         All ranks call this together.
         """

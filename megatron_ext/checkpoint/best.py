@@ -11,7 +11,8 @@ class BestCheckpoint:
     """A checkpoint with one of the lowest validation losses.
 
     Attributes:
-        regular: whether it was saved for another reason too, such as ``--save-interval``.
+        regular: whether the checkpoint would also have been saved without ``--keep-best``, for
+            example by ``--save-interval``.
     """
 
     iteration: int
@@ -22,7 +23,7 @@ class BestCheckpoint:
 def with_candidate(
     best: Sequence[BestCheckpoint], new: BestCheckpoint, keep: int
 ) -> tuple[list[BestCheckpoint], list[BestCheckpoint]]:
-    """Rank ``best`` and ``new`` by loss; return the ``keep`` lowest, and the rest of ``best``."""
+    """Return the ``keep`` checkpoints with the lowest loss, and those of ``best`` that drop out."""
     others = [entry for entry in best if entry.iteration != new.iteration]
     ranked = sorted([*others, new], key=lambda entry: entry.loss)
     return ranked[:keep], [entry for entry in ranked[keep:] if entry is not new]

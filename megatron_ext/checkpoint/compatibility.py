@@ -1,8 +1,9 @@
 """Checks that a checkpoint fits a run, before anything is loaded, and decides what is loaded.
 
-Names and shapes of weights reveal most differences between two models. To reveal the others, each
-flag declares whether it may differ from the checkpoint's (`IfChanged`), so that no flag silently
-changes what a model computes. A checkpoint that does not fit raises a CheckpointError.
+Most differences between two models show in the names and shapes of their weights. For the others,
+each flag declares whether it may differ from the flag stored in the checkpoint (`IfChanged`). So no
+flag silently changes what a model computes. A checkpoint that does not fit raises a
+CheckpointError.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _MODEL_AXES = ("tensor", "pipeline", "expert")
 def is_new_branch(value: object) -> bool:
     """Return whether a tensor is marked as one that an older checkpoint may lack.
 
-    For example, the weights of an added module that starts at zero are marked.
+    Such a tensor is, for example, a weight of an added module that starts at zero.
     """
     return bool(getattr(value, "new_branch", False))
 
@@ -65,13 +66,13 @@ def same_model_ranks(arguments: Namespace, layout: Layout) -> bool:
 def check_model(
     path: Path, model_state: dict[str, Any], arguments: Namespace, layout: Layout, strictness: str
 ) -> None:
-    """Raise a CheckpointError if one of this rank's weights is not stored in the same shape.
+    """Raise a CheckpointError if a weight of this rank is missing or stored in another shape.
 
-    The padding of a vocabulary may differ.
+    Only the padding of the vocabulary may differ.
 
     Args:
         arguments: flags of the run that saved the checkpoint.
-        strictness: ``--dist-ckpt-strictness``; the lenient values let weights be missing.
+        strictness: ``--dist-ckpt-strictness``; its lenient values accept missing weights.
     """
     stored = stored_entries(path)
     for tensor in tensors_in(model_state):
@@ -84,7 +85,8 @@ def check_model(
             raise CheckpointError(f"{problem}; {advice}.")
         theirs = tuple(entry.size)
         ours = tuple(tensor.global_shape)
-        # Two sizes can be one vocabulary, padded for two tensor-parallel sizes.
+        # The sizes may differ because the same vocabulary was padded for different tensor-parallel
+        # sizes.
         ranks = getattr(arguments, "tensor_model_parallel_size", 1)
         unit = getattr(arguments, "make_vocab_size_divisible_by", 128)
         unit *= max(ranks, layout.tensor_model_parallel_size)
@@ -98,7 +100,7 @@ def check_model(
 
 
 def tensors_in(state: dict[str, Any]) -> Iterator[ShardedTensor]:
-    """Return the sharded tensors of a state, including those that its tensor factories make."""
+    """Yield the sharded tensors of a state, including those that its tensor factories produce."""
     expanded, _, _ = load_preprocess(state)
     return (value for value in nested_values(expanded) if isinstance(value, ShardedTensor))
 
@@ -115,14 +117,14 @@ def check_optimizer(
     """Raise a CheckpointError if the stored optimizer state cannot be resharded for this run.
 
     Args:
-        stored: the checkpoint's content metadata, which tells how its state is sharded.
+        stored: the checkpoint's content metadata, which says how its state is sharded.
         arguments: flags of the run that saved the checkpoint.
         distributed: whether this run's optimizer is distributed.
         has_main_weights: whether this run's optimizer keeps fp32 weights beside 16-bit ones.
     """
     kind = stored.get(SHARDING)
     if kind == FLAT:
-        # A memory checkpoint of this run, for which `recovery` has compared the layouts.
+        # This is a snapshot of this run. `recovery` has already compared the layouts.
         return
     if (kind is not None) != distributed:
         there, here = ("with", "without") if kind else ("without", "with")
@@ -158,15 +160,18 @@ def weights_in(state: dict[str, Any]) -> set[str]:
 
 
 def check_unexpected(path: Path, expected: Collection[str], strictness: str = "") -> list[str]:
-    """Return a list with one note if a network has no use for some weights of a checkpoint.
+    """Return a note if the checkpoint has weights that the network does not use.
 
-    The list is empty if the network takes all. A CheckpointError is raised if whole blocks would be
-    left out. Optimizer and random states, averages, and other networks are not compared.
+    Return an empty list if the network uses all weights. Optimizer state, random states, averages
+    and other networks are not compared.
 
     Args:
         expected: names of the network's weights on all ranks. In the second network of a run, all
             of them begin with `CRITIC`.
-        strictness: ``--dist-ckpt-strictness``; with the lenient values nothing is compared.
+        strictness: ``--dist-ckpt-strictness``; its lenient values skip the check.
+
+    Raises:
+        CheckpointError: whole blocks of the checkpoint would not be used.
     """
     if strictness in LENIENT:
         return []
@@ -195,7 +200,7 @@ def check_unexpected(path: Path, expected: Collection[str], strictness: str = ""
 
 
 def _blocks(names: Iterable[str]) -> dict[str, set[int]]:
-    """Return the block numbers that occur in weights' names, by block list (``decoder.layers``)."""
+    """Return the block numbers in ``names`` by list of blocks, such as ``decoder.layers``."""
     blocks: dict[str, set[int]] = {}
     for name in names:
         match = _OF_A_BLOCK.match(name)
@@ -207,8 +212,8 @@ def _blocks(names: Iterable[str]) -> dict[str, set[int]]:
 def check_resume(config: RunConfig) -> None:
     """Raise a CheckpointError if a run does not fit the checkpoint that it loads.
 
-    One process checks flags and optimizer state here, before the model is built. On loading, all
-    ranks repeat this and check the weights too.
+    A single process calls this before the model is built, and checks flags and optimizer state.
+    When the checkpoint is loaded, all ranks repeat the check and also compare the weights.
     """
     checkpoint = find_intact(config.checkpoint, {COMMON_STATE_FNAME, RUN_CONFIG}.intersection)
     if checkpoint is None:
@@ -253,7 +258,7 @@ def loads_random(
     layout: Layout,
     notes: list[str],
 ) -> bool:
-    """Return whether to load random states: the flags allow it, and those saved fit the layout."""
+    """Return whether the flags ask for random states and the stored ones fit the layout."""
     if checkpoint.weights_only or config.no_load_rng:
         return False
     if getattr(arguments, "no_save_rng", False):
@@ -296,7 +301,8 @@ def _changes(
 
     Args:
         sections: the run's configuration sections by name.
-        given, stored: values of the run's flags, and the checkpoint's, by section and field.
+        given: values of the run's flags, by section and field.
+        stored: values of the checkpoint's flags, by section and field.
     """
     for section, kind in sections.items():
         values = given[section]
@@ -304,12 +310,12 @@ def _changes(
         if not isinstance(before, Mapping):
             continue
         if section == "lora" and None in (values["lora_rank"], before.get("lora_rank")):
-            # The names of the weights tell whether there are adapters.
+            # The names of the weights already show whether there are adapters.
             continue
         for name, answer in if_changed(type(kind)).items():
             if name.startswith("rotary") and values["position_embedding_type"] != "rope":
                 continue
-            # Earlier versions stored some lists of layers and bases as integers.
+            # Earlier versions stored some lists of layers, and some RoPE bases, as integers.
             same = name in before and str(values[name]) == str(before[name])
             if answer != "allow" and name in before and not same and values[name] != before[name]:
                 yield Change(name, values[name], before[name], answer)
@@ -323,12 +329,12 @@ def check_changes(
     weights_only: bool,
     with_optimizer: bool,
 ) -> list[str]:
-    """Return sentences on flags of a run that differ from its checkpoint's.
+    """Return sentences on the flags of a run that differ from those of its checkpoint.
 
     Raise a CheckpointError if a flag differs that must be the same.
 
     Args:
-        weights_only: whether the run starts from the checkpoint's weights and does not resume.
+        weights_only: whether the run only starts from the checkpoint's weights, without resuming.
         with_optimizer: whether the run resumes with the checkpoint's optimizer state.
     """
     changes = _changes(config.by_name(), config.to_dict(), stored)
@@ -361,7 +367,7 @@ def check_changes(
 
 
 def _check_optimizer(path: Path, config: OptimizerConfig, stored: Mapping[str, Any]) -> None:
-    """Raise a CheckpointError if a flag that determines the kind of optimizer state has changed."""
+    """Raise a CheckpointError if a flag has changed that determines the kind of optimizer state."""
     kind = config.optimizer
     rate = config.decoupled_lr
     momentum = config.sgd_momentum
@@ -388,7 +394,7 @@ _BATCHES = "global_batch_size rampup_batch_size step_batch_size_schedule"
 
 
 def _check_schedule(path: Path, config: RunConfig, stored: Mapping[str, Any]) -> None:
-    """Raise a CheckpointError that names the flags by which the learning rate would jump."""
+    """Raise a CheckpointError that names the changed flags if the learning rate would jump."""
     flags = config.optimizer
     training = config.training
     decided = flags.override_opt_param_scheduler or flags.use_checkpoint_opt_param_scheduler
@@ -428,7 +434,7 @@ def _check_schedule(path: Path, config: RunConfig, stored: Mapping[str, Any]) ->
 
 
 def _moved(names: str, now: object, before: object) -> list[str]:
-    """Return the flags, with their values, that differ between two sections."""
+    """Return the flags, with both values, that differ between two sections."""
     values = {name: (getattr(now, name), getattr(before, name)) for name in names.split()}
     return [
         f"`--{name.replace('_', '-')}` ({_shown(value)}, before {_shown(earlier)})"

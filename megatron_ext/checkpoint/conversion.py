@@ -2,8 +2,8 @@
 
 A conversion runs in one process. Imported weights become the checkpoint of iteration 0, which loads
 in any layout. Adapters are merged into weights or exported for Hugging Face's peft. A task declares
-how its networks are built (`Network`) and what peft calls their layers (`PeftLayers`). A model that
-cannot be converted raises a CheckpointError.
+how to build its networks (`Network`) and peft's names of their layers (`PeftLayers`). A
+CheckpointError is raised for a model that cannot be converted.
 """
 
 from __future__ import annotations
@@ -67,9 +67,10 @@ def one_rank(seed: int, device: Device | None = None) -> Iterator[ParallelContex
 
 
 def read_settings(path: Path, advice: str) -> dict[str, Any]:
-    """Read a model's config.json; if it is unreadable, raise a CheckpointError with ``advice``."""
+    """Read a model's config.json; raise a CheckpointError with ``advice`` if that fails."""
     try:
-        # Some configurations have an infinite limit.
+        # Some configurations contain Infinity, for example as a limit, which strict JSON does not
+        # allow.
         raw = read_json(path, not_finite=True)
     except UnreadableFile as error:
         raise CheckpointError(f"{path} cannot be read ({error.reason}); {advice}") from error
@@ -90,7 +91,7 @@ def only_dtype(tensors: TensorSource) -> str:
 
 
 def refuse_checkpoints(save: Path) -> None:
-    """Raise a CheckpointError if the folder to import a model into holds checkpoints."""
+    """Raise a CheckpointError if the folder for an imported model already holds checkpoints."""
     if published(save):
         raise CheckpointError(f"`--save` ({save}) holds checkpoints; give a new folder.")
 
@@ -124,10 +125,10 @@ class Network:
 
     Attributes:
         build: builds a chunk of the network.
-        described: changes the configuration of a run into one whose model is the network.
+        described: turns the configuration of a run into one whose model is this network.
         section: key of the network's state in a checkpoint, and prefix of its tensors' names; None
             for the run's model.
-        base: returns, from a run's configuration, the folder of the checkpoint with the weights
+        base: takes a run's configuration and returns the folder of the checkpoint whose weights lie
             under the network's adapters.
     """
 
@@ -149,13 +150,13 @@ def merge_checkpoint(
 ) -> Path:
     """Merge a checkpoint's adapters into the weights under them, in one process.
 
-    Return the folder of the merged checkpoint in ``save``. It has the counters of the old one in
-    ``root``, and neither optimizer nor random states.
+    Return the folder of the merged checkpoint in ``save``. It keeps the counters of the old
+    checkpoint in ``root``, without optimizer and random states.
 
     Args:
         stored: the configuration of the run that saved the old checkpoint.
-        base: folder of checkpoints with the weights under the adapters, if the adapters were saved
-            without them; None for the folder that the run used.
+        base: if the adapters were saved alone, the folder of checkpoints with the weights under
+            them; None means the folder that the run used.
     """
     if root.resolve() == save.resolve():
         raise CheckpointError(f"`--save` ({save}) must be another folder than `--load`.")
@@ -237,9 +238,10 @@ class PeftLayers:
     """The layers of a Hugging Face model that correspond to our layers with adapters.
 
     Attributes:
-        name: matches the names of our adapter matrices that have a counterpart in that model.
-        parts: splits one of our matrices, given its name, into the matrices of that model.
-        target: returns peft's name of a layer (``target_modules``), given its path.
+        name: pattern of the names of our adapter matrices that have a counterpart in that model.
+        parts: takes one of our matrices and its name, and splits it into the matrices of that
+            model.
+        target: takes the path of a layer, and returns peft's name for it (``target_modules``).
         task: peft's ``task_type``.
     """
 
@@ -293,7 +295,7 @@ def export_adapters(
             tensors[f"{PREFIX}.{module}.lora_{kind}.weight"] = values.contiguous()
     description = _peft_config(lora, sorted(modules), base_model, layers.task)
     output.mkdir(parents=True, exist_ok=True)
-    # diffusers looks in the header for the configuration, under names like those of tensors.
+    # diffusers reads the configuration from the file's header, under names like those of tensors.
     own = {f"{PREFIX}.{name}": value for name, value in description.items()}
     header = {"format": "pt", "lora_adapter_metadata": json.dumps(own)}
     save_file(tensors, cleared(output / WEIGHTS), metadata=header)

@@ -1,8 +1,7 @@
 """The files of a folder of checkpoints: Megatron-LM's names, its tracker, and manifests.
 
 The tracker names the latest iteration. A manifest lists a checkpoint's files with sizes and
-checksums, and is written when all these files are complete. An unreadable file raises a
-CheckpointError.
+checksums, and is written after them. A CheckpointError is raised for a file that cannot be read.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from megatron_ext.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 TEMPORARY_SUFFIX = ".tmp"
-"""Ends the name of a checkpoint that is being written."""
+"""Suffix of the folder of a checkpoint that is being written."""
 REMOVED_SUFFIX = ".removed"
-"""Ends the name of an old checkpoint whose files are being removed."""
+"""Suffix of the folder of an old checkpoint whose files are being removed."""
 ANNOUNCEMENT = f".{TRACKER}{TEMPORARY_SUFFIX}"
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -47,7 +46,7 @@ def folder_of(root: Path, iteration: int) -> Path:
 
 
 def root_of(folder: Path) -> tuple[Path, int | None]:
-    """Split ``RUN/iter_0000100`` into ``RUN`` and 100; return any other folder with None."""
+    """Split ``RUN/iter_0000100`` into ``RUN`` and 100; for any other folder return it and None."""
     match = _FOLDER.fullmatch(folder.name)
     if match is None or match[2] or not folder.is_dir():
         return folder, None
@@ -89,14 +88,14 @@ def standing_folder_of(root: Path, iteration: int) -> Path:
 
 
 def announced(root: Path) -> int | None:
-    """Return the iteration that was published but did not get into the tracker, or None."""
+    """Return the newest published iteration if the tracker does not name it yet, else None."""
     text = _short_text(root / ANNOUNCEMENT) or ""
     is_number = _NUMBER.fullmatch(text) is not None
     return int(text) if is_number and folder_of(root, int(text)).is_dir() else None
 
 
 def _short_text(path: Path) -> str | None:
-    """Return the first word of a file that holds a number; None if there is no file."""
+    """Return the first word of a small text file; None if there is no file."""
     try:
         with open_regular(path) as file:
             return file.read(_MAX_NUMBER_BYTES).decode("utf-8", errors="replace").strip()
@@ -118,7 +117,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a new file that survives a power loss, in the place of what has its name."""
+    """Replace a file by a new one that survives a power loss."""
     write_text(path, text)
     make_durable(path)
 
@@ -139,7 +138,7 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> Files | None:
-    """Read the manifest of a folder; return None without one (Megatron-LM writes none)."""
+    """Read the manifest of a folder; return None if it has none, as Megatron-LM's checkpoints."""
     path = folder / MANIFEST
     try:
         return manifest_of(read_json_object(path), path)
@@ -155,7 +154,8 @@ def manifest_of(content: dict[str, Any], place: Path | str) -> Files:
     """Return the files that the content of a manifest lists.
 
     Raises:
-        CheckpointError: the manifest is of a later version or damaged; ``place`` names it.
+        CheckpointError: the manifest is damaged or of a later version. The message names it by
+            ``place``.
     """
     version = content.get("version", VERSION)
     if version != VERSION:

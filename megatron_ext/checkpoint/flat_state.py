@@ -1,9 +1,9 @@
-"""The state of optimizers and averages as it lies in a rank's memory, without communication.
+"""The state of optimizers and averages as it lies in a rank's memory, saved without communication.
 
-Each rank describes the elements that it updates itself as a part of a flattened weight: the fp32
-weight, the moments, and the average. Tensors are not copied, so that a snapshot costs little. The
-parts load in a layout with another number of replicas, but with the same tensor, pipeline and
-expert parallel sizes.
+Each rank describes the elements that it updates itself (fp32 weight, moments and average) as a part
+of a flattened weight. Tensors are not copied, which keeps a snapshot cheap. The parts load in a
+layout with another number of replicas, but only with the same tensor, pipeline and expert parallel
+sizes.
 """
 
 from __future__ import annotations
@@ -28,18 +28,20 @@ from megatron_ext.parallel.context import ParallelContext
 FLAT = "flat"
 """The value of megatron-core's ``distrib_optim_sharding_type`` for this format."""
 PLACE = "place"
-"""The key of a `Place` in the metadata that tell how a state is sharded."""
+"""The key of a `Place` in the metadata, which describes how a state is sharded."""
 RECORDS = "records"
-"""The key of what an optimizer's state holds besides tensors."""
+"""The key of everything but tensors in an optimizer's state."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The position of a rank among those that hold different weights, and among its replicas.
+    """The position of a rank in the model, and its number among the ranks with the same weights.
 
     Attributes:
-        dense, expert: a name of the position, for weights of either kind.
-        dense_replica, expert_replica: number of this rank among the ranks that hold the same.
+        dense: name of the position for dense weights.
+        expert: name of the position for weights of experts.
+        dense_replica: number of this rank among the ranks that hold the same dense weights.
+        expert_replica: number of this rank among the ranks that hold the same experts.
     """
 
     dense: str
@@ -60,7 +62,7 @@ class Place:
         )
 
     def sharded(self, name: str, tensor: Tensor, shard: Shard) -> ShardedTensor:
-        """Describe a tensor with as many elements as a shard as its part of the flat weight."""
+        """Describe a tensor with one element per element of ``shard`` as part of a flat weight."""
         is_expert = not getattr(shard.parameter, "allreduce", True)
         where = self.dense
         replica = self.dense_replica
@@ -76,13 +78,14 @@ class Place:
             (shard.parameter.numel(),),
             (shard.start,),
             axis_fragmentations=None,
-            # The shards of a distributed optimizer are parts of one copy.
+            # With a distributed optimizer, the shards of all ranks form a single copy of the
+            # weight.
             replica_id=replica if shard.group is None else 0,
         )
 
 
 def names_of(model: list[Any]) -> dict[Parameter, str]:
-    """Return the name of each parameter, with the number of its chunk."""
+    """Return the name of each parameter, prefixed by the number of its chunk."""
     chunks: list[Module] = unwrap_model(model)
     return {
         parameter: f"{number}.{name}"
@@ -109,7 +112,7 @@ def _inner(part: Any) -> Any:
 
 
 def optimizer_state(optimizer: MegatronOptimizer, model: list[Any], place: Place) -> dict[str, Any]:
-    """Return the state of an optimizer or a chain of them; its tensors are not copies."""
+    """Return the state of an optimizer, or of a chain of them, as live tensors without copies."""
     records = []
     for part in parts_of(optimizer):
         groups = getattr(_inner(part), "param_groups", [])
@@ -132,7 +135,7 @@ def optimizer_state(optimizer: MegatronOptimizer, model: list[Any], place: Place
 
 
 def _steps(part: Any, group: dict[str, Any]) -> float | None:
-    """Return torch's count of the updates of a group's parameters; None if it has none here."""
+    """Return torch's update count of a group's parameters; None if this rank has none of them."""
     states = (_inner(part).state.get(parameter, {}) for parameter in group["params"])
     return next((float(state["step"]) for state in states if "step" in state), None)
 
@@ -148,8 +151,8 @@ def load_optimizer(optimizer: MegatronOptimizer, model: list[Any], state: dict[s
     for name, _, own in _shards(optimizer, model):
         for kind, tensor in own.items():
             tensor.copy_(state[name][kind].view(tensor.shape))
-    # An optimizer keeps the tensors of its record, as of the loss scale, while those of a snapshot
-    # change with its memory.
+    # Copied in place: the optimizer must keep tensors of its own (such as the loss scale), because
+    # the memory behind a snapshot's tensors changes later.
     records = tree_map_only(Tensor, Tensor.clone, state[RECORDS])
     for part, record in zip(parts_of(optimizer), records, strict=True):
         *counts, of_any = record["steps"]

@@ -1,12 +1,12 @@
 """A process beside each rank that writes the rank's part of checkpoints while the rank trains.
 
-The rank copies its part to memory that this process maps (`snapshot`), and sends a `Job`. The
-helpers of a run do not communicate: each leaves its result in the folder of the checkpoint, and the
-helper of rank 0 waits for all results, for a limited time, before it publishes the checkpoint. So
-no helper that fails or hangs can stop the training.
+The rank copies its part to memory that this process maps (`snapshot`), and sends a `Job`. Helpers
+do not communicate with each other: each leaves its result in the folder of the checkpoint. The
+helper of rank 0 waits for all results, up to a time limit, and then publishes the checkpoint. So a
+helper that fails or hangs cannot stop the training.
 
-A helper that has ended is replaced by a new process, which gets the same job again. It must then
-take up the work at any point.
+A helper that has died is replaced by a new process, which gets the same job. So each step of a job
+must be safe to repeat.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_LOOKS = 0.02
 _SECONDS_FOR_THE_FOLDER = 5.0
-"""Time until a folder that rank 0 has made is seen on every machine."""
+"""Seconds until every machine sees a folder that rank 0 has made."""
 _NICENESS = 5
-"""Priority below the ranks, which share the processors with their helpers."""
+"""Added to the helpers' niceness, so that ranks on the same processors come first."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Job:
         root: the save folder.
         seconds: time limit for the results of all ranks, counted from the last byte written.
         best: the checkpoints with the lowest validation losses, lowest first.
-        superseded: iterations whose checkpoints are to be removed.
+        superseded: iterations whose checkpoints should be removed.
     """
 
     number: int
@@ -73,7 +73,7 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """Return the folder that is written before it is published."""
+        """Return the temporary folder of the checkpoint, which is renamed when it is published."""
         return publish.temporary_folder_of(Path(self.root), self.iteration)
 
 
@@ -87,12 +87,12 @@ class Report:
 
 
 WRITTEN, PUBLISHED, TIDIED, FAILED = "written", "published", "tidied", "failed"
-"""Stages of a job: its rank's files are written; the checkpoint is published, and can fail no more;
+"""Stages of a job: its rank's files are written; the checkpoint is published and can no longer fail;
 old checkpoints are removed; the checkpoint could not be written."""
 
 
 def serve(connection: Connection, rank_process: int) -> None:
-    """Do the jobs that arrive on a connection, until the rank closes it or ends."""
+    """Do the jobs that arrive on a connection, until the rank closes it or dies."""
     leave_signals_to(rank_process)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     tell_bus_errors()
@@ -141,7 +141,7 @@ def _do(job: Job, connection: Connection) -> str:
 
 
 def _tidy(job: Job) -> None:
-    """Remove the checkpoints that are not kept; what cannot be removed does not undo the save."""
+    """Remove the checkpoints that are not kept. A failed removal does not make the save fail."""
     root = Path(job.root)
     try:
         publish.tidy(root, job.iteration, job.config, job.best, job.superseded)
@@ -151,12 +151,12 @@ def _tidy(job: Job) -> None:
 
 
 def is_published(job: Job) -> bool:
-    """Return whether a helper that has ended since had published this checkpoint already."""
+    """Return whether an earlier helper had published this checkpoint before it died."""
     return not job.folder.is_dir() and folder_of(Path(job.root), job.iteration).is_dir()
 
 
 class _ValuePlanner(DefaultSavePlanner):
-    """A planner that knows the value of each item of a plan."""
+    """A planner that already has the value of each item of a plan."""
 
     def __init__(self, plan: SavePlan, values: list[Tensor | bytes]) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class _ValuePlanner(DefaultSavePlanner):
 
 
 def _alone(value: Tensor) -> Tensor:
-    """Return a view of a tensor's memory that torch saves without copying what is around it."""
+    """Return a view of a tensor's memory that torch saves without the memory around it."""
     if not value.numel():
         return value.clone()
     data = value.reshape(-1).view(torch.uint8).numpy()
@@ -180,7 +180,7 @@ def _alone(value: Tensor) -> Tensor:
 
 
 def _write_shards(job: Job, plan: SavePlan, values: list[Tensor | bytes]) -> None:
-    """Write a rank's file and its result, unless a helper that has ended since has done so."""
+    """Write a rank's file and its result, unless an earlier helper wrote them before it died."""
     result = _result_of(job.folder, job.rank)
     if result.exists():
         return
@@ -204,8 +204,8 @@ def _write_common(
     metadata: Metadata,
     results: list[tuple[Any, Files]],
 ) -> Files:
-    """Write the files that belong to no rank; return size and checksum of all files."""
-    # A view of the copied memory would be saved with all that is around it.
+    """Write the files that belong to no single rank; return size and checksum of all files."""
+    # torch would save a view of the copied memory together with all memory around it.
     storage.save_common(tree_map_only(Tensor, Tensor.clone, common), job.folder)
     writer = storage.file_writer(job.folder)
     writer.finish(metadata, [written for written, _ in results])
@@ -225,14 +225,14 @@ def _failure_of(folder: Path, rank: int) -> Path:
 
 
 def tell_failure(folder: Path, rank: int, reason: str) -> None:
-    """Tell the helper of rank 0 by a file that a rank's part of a checkpoint cannot be written."""
+    """Leave a file that tells the helper of rank 0 that a rank's part cannot be written."""
     failure = _failure_of(folder, rank)
     unfinished = failure.with_suffix(".part")
     try:
         write_text(unfinished, reason)
         os.replace(unfinished, failure)
     except OSError:
-        # A full disk may still take an empty file.
+        # Even a full disk may have room for an empty file.
         write_text(failure, "")
 
 
@@ -249,7 +249,7 @@ def _results(job: Job) -> list[tuple[Any, Files]]:
         for rank in sorted(missing):
             failure = _failure_of(job.folder, rank)
             if failure.exists():
-                # The reason is missing where the disk is full.
+                # The file is empty if the disk was full.
                 reason = failure.read_text(encoding="utf-8") or "it could not even say why"
                 raise CheckpointError(f"rank {rank} could not write its part: {reason}")
             if _result_of(job.folder, rank).exists():
@@ -276,9 +276,9 @@ def written_bytes(folder: Path) -> int:
 
 
 def _listed(folder: Path) -> Files | None:
-    """Return the manifest that a helper that has ended since has written; None without a whole one.
+    """Return the manifest that an earlier helper wrote before it died; None if incomplete.
 
-    The results of the other ranks may be gone from then on.
+    Once the manifest is written, the results of the other ranks may be gone.
     """
     try:
         return read_manifest(folder)
@@ -294,7 +294,7 @@ def _publish(job: Job, files: Files) -> None:
 
 
 def _give_up(job: Job, reason: str) -> None:
-    """Tell the helper of rank 0 about a failure; on rank 0 remove what is written so far."""
+    """Tell the helper of rank 0 about a failure. On rank 0, remove what has been written so far."""
     with suppress(OSError):
         if job.rank == 0:
             shutil.rmtree(job.folder)
@@ -303,5 +303,5 @@ def _give_up(job: Job, reason: str) -> None:
 
 
 def main(descriptor: int, rank_process: int) -> None:
-    """Serve a rank whose first helper has ended; the connection is an inherited descriptor."""
+    """Serve a rank whose first helper has died; ``descriptor`` is the inherited connection."""
     serve(Connection(descriptor), rank_process)

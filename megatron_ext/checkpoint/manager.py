@@ -44,9 +44,9 @@ class CheckpointManager:
     """Saves and loads checkpoints; all ranks call each method together.
 
     Args:
-        base: the model's frozen weights, if checkpoints hold only its adapters.
-        section: a prefix for weights' names in the checkpoint, used if only weights are loaded. A
-            weight that is not stored under this prefix is loaded by its bare name.
+        base: identity of the model's frozen weights, if checkpoints hold only its adapters.
+        section: prefix of the weights' names in the checkpoint, used if only weights are loaded. A
+            weight that is not stored under this prefix is loaded by its name alone.
         background: writes checkpoints while training goes on, if given.
     """
 
@@ -80,13 +80,13 @@ class CheckpointManager:
         superseded: Collection[int] = (),
         waits: bool = False,
     ) -> Path:
-        """Write a checkpoint to a temporary folder, verify and publish it, and remove old ones.
+        """Write a checkpoint to a temporary folder, verify and publish it, then remove old ones.
 
         Return its folder. If one rank cannot write, all ranks raise a CheckpointError. With a
-        ``background``, return once the state is copied, unless ``waits`` is set.
+        ``background``, return as soon as the state is copied, unless ``waits`` is set.
 
         Args:
-            progress: counters that JSON can hold.
+            progress: counters of the run, as values for JSON.
             run_config: the resolved configuration, as sections of plain values.
             best: the checkpoints with the lowest validation losses, lowest first; they are kept.
             superseded: iterations to remove, since they are no longer among the best.
@@ -134,13 +134,13 @@ class CheckpointManager:
         progress: dict[str, Any],
         run_config: dict[str, Any],
     ) -> None:
-        """Write and publish a checkpoint; if one rank cannot, all raise a CheckpointError."""
+        """Write and publish a checkpoint; if one rank fails, all raise a CheckpointError."""
         temporary = publish.temporary_folder_of(root, iteration)
         remote = remote_of(self._config, root)
         strategy = storage.save_strategy(self._config, self._context.pgs.dp_cp)
         try:
             if remote is not None:
-                # Machines do not share the staging folder.
+                # Each machine has a staging folder of its own.
                 root.mkdir(parents=True, exist_ok=True)
                 own_folder(temporary)
             storage.write_state(state(), temporary, strategy)
@@ -151,7 +151,7 @@ class CheckpointManager:
             on_first_rank(lambda: publish.publish(root, iteration, files), what)
         except CheckpointError:
             if self._context.rank == 0 or remote is not None:
-                # What is written so far may be what fills the disk.
+                # The half-written checkpoint may be what fills the disk.
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
 
@@ -165,10 +165,10 @@ class CheckpointManager:
         ema: ShardedEMA | None,
         extra_state: ExtraState | None,
     ) -> dict[str, Any]:
-        """Return all state of this rank in the format of `flat_state`, as memory checkpoints do.
+        """Return all state of this rank in the format of `flat_state`, for memory checkpoints.
 
-        Its tensors are the live ones. Only random states that differ between replicas, and what a
-        task adds, may be communicated, so all ranks call this together.
+        The tensors are the live ones, not copies. All ranks call this together: random states that
+        differ between replicas, and the state that a task adds, may need communication.
         """
         whole = dataclasses.replace(self._config, no_save_optim=False, no_save_rng=False)
         saver = CheckpointManager(whole, self._context, self._base)
@@ -184,13 +184,13 @@ class CheckpointManager:
         ema: ShardedEMA | None,
         extra_state: ExtraState | None,
     ) -> list[str]:
-        """Put the values of `state_in_memory` of this rank into its model, optimizer and so on.
+        """Copy the values of `state_in_memory` into this rank's model, optimizer and so on.
 
-        Return notes on what starts anew. The memory of the values may change afterwards.
+        Return notes on what starts anew. Afterwards nothing refers to the memory of ``values``.
         """
         notes = list[str]()
         copied = {*chunk_keys(model), "optimizer", EMA}
-        # What is not copied into tensors of the run would change with the memory.
+        # The run keeps these values as they are, so they must not share the memory of the snapshot.
         values = {
             key: value if key in copied else tree_map_only(Tensor, Tensor.clone, value)
             for key, value in values.items()
@@ -254,12 +254,13 @@ class CheckpointManager:
     ) -> LoadedCheckpoint | None:
         """Load the checkpoint that the flags choose (`find`); return None if there is none.
 
-        A given ``checkpoint`` has been verified before, and is loaded instead.
-        With ``whole`` flags do not leave out its optimizer or random states.
-
         The model changes only after the checkpoint has been verified and found to fit. Averages
         start from the loaded weights if the checkpoint has no averages or only weights are loaded.
-        ``run_config`` has the flags to compare with the stored ones; without it none are compared.
+
+        Args:
+            run_config: the flags to compare with the stored ones; None compares none.
+            checkpoint: a verified checkpoint to load instead.
+            whole: load optimizer and random states even if the flags leave them out.
         """
         if whole:
             self._config = dataclasses.replace(self._config, no_load_optim=False, no_load_rng=False)
@@ -322,7 +323,7 @@ class CheckpointManager:
         return result
 
     def _chosen_checkpoint(self) -> CheckpointRef | None:
-        """Return the checkpoint that the flags choose, with verified files."""
+        """Return the checkpoint that the flags choose, after its files have been verified."""
         bring(self._config)
         checkpoint = on_first_rank(lambda: find(self._config), "looking for a checkpoint")
         if checkpoint is not None:
@@ -332,8 +333,8 @@ class CheckpointManager:
     def _restore_base(self, path: Path, recorded: adapters.FrozenBase, model: Chunks) -> None:
         """Load the frozen weights under a checkpoint's adapters from ``--pretrained-checkpoint``.
 
-        Without that flag the model keeps its random weights. The adapters were trained on the
-        ``recorded`` weights. If the model gets other weights, raise a CheckpointError.
+        Without that flag the model keeps its random weights. Raise a CheckpointError if these
+        weights are not the ``recorded`` ones, on which the adapters were trained.
         """
         given = self._config.pretrained_checkpoint
         average = self._config.pretrained_average
@@ -355,9 +356,9 @@ class CheckpointManager:
         common: dict[str, Any],
         notes: list[str],
     ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-        """Return the sharded state to fill from a checkpoint, and the new weights that it lacks.
+        """Return the sharded state to fill from a checkpoint, and the new weights missing there.
 
-        Before that, raise a CheckpointError if the checkpoint does not fit the model.
+        Raise a CheckpointError if the checkpoint does not fit the model.
         """
         path = checkpoint.path
         layout = self._context.layout
@@ -406,7 +407,7 @@ class CheckpointManager:
 def _result(
     checkpoint: CheckpointRef, common: dict[str, Any], notes: list[str]
 ) -> LoadedCheckpoint:
-    """Return counters and configuration of a loaded checkpoint; no counters if only weights are."""
+    """Return configuration and counters of a loaded checkpoint; zero counters for weights only."""
     iteration = 0
     progress = dict[str, Any]()
     if not checkpoint.weights_only:

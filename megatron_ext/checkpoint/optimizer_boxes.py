@@ -2,10 +2,10 @@
 
 Each data-parallel rank holds the state of a range of elements of each parameter. megatron-core's
 ``fully_reshardable`` format gathers the state of all parameters on every rank, which costs time and
-memory, and then lets the ranks share the writing. The same file format can hold a tensor in boxes
-of any size. A range of elements in row-major order is a union of few boxes, so that each rank can
-write its own range as it is. A checkpoint in boxes has the same tensors as a gathered one, and any
-reader of the format loads it in any layout.
+memory, and then divides the writing among the ranks. But the same file format can store a tensor as
+boxes of any size. A range of elements in row-major order is a union of a few boxes, so each rank
+can write its own range directly. A checkpoint in boxes has the same tensors as a gathered one, so
+any reader of the format loads it in any layout.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from megatron_ext.optim.update import parts_of
 PREFIX = "optimizer.state"
 _STEP = "step"
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""First index and size along each axis."""
+"""The first index along each axis, and the size along each axis."""
 
 
 def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
-    """Yield boxes that hold the elements ``start`` to ``end`` of a row-major tensor, in order.
+    """Yield, in order, boxes that cover elements ``start`` to ``end`` of a row-major tensor.
 
     The elements of each box are contiguous. With n axes there are at most 2n - 1 boxes.
     """
@@ -69,7 +69,7 @@ def sharded_optimizer_state(
     The state of distributed optimizers is cut into boxes instead of being gathered.
 
     Raises:
-        CheckpointError: a weight is stored in another form than as a view of its elements.
+        CheckpointError: a weight's shard is not a view of the weight's elements.
     """
     parts = parts_of(optimizer)
     if len(parts) > 1:
@@ -89,7 +89,7 @@ def sharded_optimizer_state(
 def _of_part(
     part: DistributedOptimizer, entries: dict[int, Any]
 ) -> Iterator[dict[str, list[ShardedTensor]]]:
-    """Yield, for each parameter in a rank's ranges, its state's sharded tensors by kind of state.
+    """Yield, for each parameter with elements on this rank, its sharded state by kind of state.
 
     Args:
         entries: the model's sharded tensors and factories, by the ids of their parameters.
@@ -112,13 +112,13 @@ def _of_part(
 def in_boxes(
     entry: ShardedTensor | ShardedTensorFactory, prefix: str, values: Tensor, start: int
 ) -> list[ShardedTensor]:
-    """Return sharded tensors of values that belong to a range of elements of a parameter.
+    """Return sharded tensors for values that belong to a range of elements of a parameter.
 
     Args:
-        entry: the parameter's own sharded tensor, or a factory of several.
-        prefix: comes before the parameter's name.
+        entry: the parameter's own sharded tensor, or a factory that makes several.
+        prefix: prefix of the parameter's name.
         values: one fp32 value per element, in any shape.
-        start: the first element in the flattened parameter.
+        start: index of the first element in the flattened parameter.
     """
     return list(_cut(_shards(entry), prefix, values, start, 0))
 
@@ -147,7 +147,7 @@ def _cut(
                 tuple(shard.global_shape),
                 tuple(a + b for a, b in zip(shard.global_offset, place, strict=True)),
                 None,
-                # The ranks of a data-parallel group hold different elements.
+                # Replica 0: the ranks of a data-parallel group hold different elements, not copies.
                 replica_id=(*shard.replica_id[:-1], instance),
                 allow_shape_mismatch=shard.allow_shape_mismatch,
             )
@@ -157,7 +157,7 @@ def _cut(
 def _shards(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
     """Return a parameter's sharded tensors, whose data are views of a tensor without memory.
 
-    A factory makes several of a parameter, such as the two halves of a gated layer.
+    A factory makes several tensors of one parameter, such as the two halves of a gated layer.
     """
     whole = torch.empty(entry.data.shape, device="meta")
     if isinstance(entry, ShardedTensor):

@@ -1,13 +1,15 @@
-"""Mends six faults of megatron-core's optimizers when their state is saved and loaded.
+"""Works around six faults of megatron-core's optimizers in saving and loading their state.
 
 - With torch's own Adam, the distributed optimizer cannot list its state before the first update.
-- The distributed optimizer fails on torch's step count of each parameter, or resets the count.
+- The distributed optimizer fails on the step count that torch keeps for each parameter, or resets
+  it.
 - A checkpoint cannot be loaded if only the saving or only the loading run has expert parallelism.
   With expert parallelism, experts have an optimizer of their own.
 - On a pipeline stage without experts, the experts' optimizer has no parameters. It then cannot be
-  saved, or is saved without the count of its updates.
-- A 16-bit run with a parameter group that is empty on a pipeline stage cannot load its state.
-- The distributed optimizer saves no weight that lacks Adam's second moment, as Muon's matrices do.
+  saved, or is saved without its step count.
+- A 16-bit run cannot load its state if a parameter group is empty on a pipeline stage.
+- The distributed optimizer does not save a weight without Adam's second moment, such as a matrix
+  that Muon updates.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ def is_distributed(optimizer: MegatronOptimizer | None) -> bool:
 
 
 def has_main_weights(optimizer: MegatronOptimizer | None) -> bool:
-    """Return whether an optimizer keeps fp32 weights beside 16-bit ones and is not distributed."""
+    """Return whether an optimizer that is not distributed keeps fp32 weights beside 16-bit ones."""
     return any(isinstance(part, Float16OptimizerWithFloat16Params) for part in parts_of(optimizer))
 
 
@@ -62,9 +64,10 @@ def _adams(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 def step_count(optimizer: MegatronOptimizer) -> float | None:
-    """Return the updates so far, None without any; all ranks call this together.
+    """Return the number of updates so far, None before the first; all ranks call this together.
 
-    A pipeline stage may train no parameter that could tell, as one without adapters.
+    A pipeline stage may train no parameter, for example without adapters. It then needs the count
+    of another rank.
     """
     entries = [entry for adam in _adams(optimizer) for entry in adam.state.values()]
     own = next((float(entry["step"]) for entry in entries if "step" in entry), None)
@@ -73,7 +76,7 @@ def step_count(optimizer: MegatronOptimizer) -> float | None:
 
 @contextmanager
 def counted(optimizer: MegatronOptimizer, count: float | None) -> Iterator[None]:
-    """Lend optimizers without parameters the ``count`` of `step_count`, in this context.
+    """Within the context, give optimizers without parameters the step ``count``.
 
     One rank saves the step count for all ranks, and its optimizer may have no parameters.
     """
@@ -89,7 +92,7 @@ def counted(optimizer: MegatronOptimizer, count: float | None) -> Iterator[None]
 
 @contextmanager
 def completed(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Lend Muon's matrices a second moment of zeros in distributed optimizers, in this context."""
+    """Within the context, give Muon's matrices in distributed optimizers a zero second moment."""
     muons = [
         part.optimizer
         for part in parts_of(optimizer)
@@ -107,9 +110,9 @@ def completed(optimizer: MegatronOptimizer) -> Iterator[None]:
 
 
 def leave_out_second_moments(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Remove, in place, the second moments lent by `completed` from fully reshardable state.
+    """Remove, in place, the second moments that `completed` has added, from reshardable state.
 
-    The other format holds parameters as they lie in buffers, so that its files keep the zeros.
+    The other format stores whole buffers of parameters, so its files keep the zeros.
     """
     for part, part_state in zip(parts_of(optimizer), _states_of(optimizer, state), strict=True):
         muon = getattr(part, "optimizer", None)
@@ -127,9 +130,9 @@ _NOTHING: Any = "no parameter"
 def leave_out_nothing(state: dict[Any, Any]) -> None:
     """Remove, in place, the entries that only optimizers without parameters have.
 
-    These are empty entries and the step count lent by `counted`; other ranks do not save them.
-    The list of each group's fp32 weights becomes a mapping from group numbers to weights. Groups
-    without parameters on this pipeline stage are left out of it.
+    These are empty entries, and the step count that `counted` has added; other ranks do not save
+    them. The list of each group's fp32 weights becomes a mapping from group numbers to weights,
+    which leaves out groups without parameters on this pipeline stage.
     """
     for part in (state, *_numbered(state)):
         inner = part.get("optimizer", part)
@@ -151,16 +154,17 @@ def drop_main_weights(common: dict[Any, Any]) -> None:
 
 
 def _states_of(optimizer: MegatronOptimizer | None, state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the states of a chain's optimizers; a single optimizer gives a list of one."""
+    """Return the states of the optimizers in a chain; a single optimizer gives a list of one."""
     return [state] if len(parts_of(optimizer)) == 1 else _numbered(state)
 
 
-# The shards of fp32 weights are views of parameters, into which values are copied.
+# The shards of fp32 weights are views of parameters, and loading copies values into them.
 @torch.no_grad()
 def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Load an optimizer or a chain of them, even if saved with other expert parallelism."""
+    """Load an optimizer, or a chain of them, also if it was saved with other expert parallelism."""
     parts = parts_of(optimizer)
-    # Several optimizers may read the state of one, or one the state of several.
+    # With other expert parallelism, several optimizers may read the state of one, or one of
+    # several.
     numbered = len(_numbered(state))
     regroups = numbered < len(state) if len(parts) > 1 else numbered > 0
     for each in (state, *_numbered(state)):
@@ -169,7 +173,8 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
     if not is_distributed(optimizer):
         states = _regrouped_whole(parts, state) if regroups else _states_of(optimizer, state)
         inner = [each.get("optimizer", each).setdefault("state", {}) for each in states]
-        # megatron-core leaves the count out of a checkpoint where it is 0; all have the same.
+        # megatron-core omits the step count from a checkpoint where it is 0. All optimizers have
+        # the same.
         count = next((x["common_step"] for x in inner if "common_step" in x), torch.zeros(()))
         for part, part_state in zip(parts, inner, strict=True):
             if isinstance(getattr(part, "optimizer", None), ADAMS):
@@ -190,10 +195,11 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
 
 @contextmanager
 def _found_by_kind(parts: list[Any], states: list[dict[str, Any]]) -> Iterator[None]:
-    """Let megatron-core find saved parameter groups whatever their rates, in this context.
+    """Within the context, let megatron-core match parameter groups by kind, whatever their rates.
 
-    Newer releases find a group by its learning rates and weight decay too. Here a saved group gets
-    those of the run's group of its kind; after the load the run's group gets the saved ones.
+    Newer releases also match groups by learning rate and weight decay. So each saved group first
+    gets the rates of the run's group of the same kind. After the load, the run's group gets the
+    saved rates.
     """
     saved: list[tuple[Any, int, dict[str, Any]]] = []
     for part, state in zip(parts, states, strict=True):
@@ -207,7 +213,7 @@ def _found_by_kind(parts: list[Any], states: list[dict[str, Any]]) -> Iterator[N
                 saved.append((part, number, rates))
     yield
     for part, number, rates in saved:
-        # Loading has put new groups into the place of the old ones.
+        # Loading has replaced the group dictionaries by new ones.
         part.optimizer.param_groups[number].update(rates)
 
 
@@ -216,7 +222,7 @@ def _kind_of(group: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def is_decoupled(group: dict[str, Any]) -> bool:
-    """Return whether a parameter group has a decoupled learning rate, under either of two keys."""
+    """Return whether a parameter group has a decoupled learning rate, under either of its keys."""
     return bool(group.get("is_decoupled_lr")) or not group.get("default_config", True)
 
 
@@ -226,8 +232,8 @@ def _numbered(state: dict[Any, Any]) -> list[dict[str, Any]]:
 
 
 def _regrouped(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """Return one state per distributed optimizer, from a checkpoint that holds more or fewer."""
-    # The tensors are already there, since the checkpoint has them by the names of the parameters.
+    """Return one state per distributed optimizer, from a checkpoint with more or fewer."""
+    # The tensors need no regrouping: the checkpoint stores them under their parameters' names.
     alone = {key: value for key, value in state.items() if not isinstance(key, int)}
     numbered = _numbered(state)
     saved = [each for each in (alone, *numbered) if "optimizer" in each]
@@ -241,8 +247,8 @@ def _regrouped(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
 
 
 def _regrouped_whole(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """Return one state per unsharded optimizer, from a checkpoint that holds more or fewer."""
-    # Their state lies under "optimizer" where fp32 weights stand beside it, else at the top.
+    """Return one state per unsharded optimizer, from a checkpoint with more or fewer."""
+    # The state lies under "optimizer" if there are fp32 weights beside it, else at the top level.
     alone = {key: value for key, value in state.items() if not isinstance(key, int)}
     numbered = _numbered(state)
     own, theirs = (numbered, [alone]) if len(parts) > 1 else ([alone], numbered)
@@ -263,9 +269,9 @@ def _regrouped_whole(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, 
 
 
 def _group_like(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the saved parameter group whose settings in `KIND_OF_GROUP` are those of ``group``.
+    """Return the saved parameter group with the same `KIND_OF_GROUP` settings as ``group``.
 
-    The two may differ in whether they hold experts. Without such a group, raise a CheckpointError.
+    Only the setting for experts may differ. Raise a CheckpointError if there is no such group.
     """
     kind = [group.get(key) for key in KIND_OF_GROUP]
     for candidate in (group for each in saved for group in each["optimizer"]["param_groups"]):
@@ -289,8 +295,8 @@ def _load_part(part: Any, state: dict[str, Any]) -> None:
         return
     part.load_state_dict({k: v for k, v in state.items() if k != "param_state"})
     inner = part.optimizer.state
-    # Core copies every entry of the state, but the checkpoint holds the step for all at once: one
-    # format lacks the entry, the other has this rank's own step from before the load.
+    # Core copies every entry of the state, but the checkpoint holds one step for all parameters.
+    # One of its formats lacks the entry; the other has this rank's own step from before the load.
     steps = {p: entry.pop("step") for p, entry in inner.items() if "step" in entry}
     load(state.get("param_state", {}))
     for parameter, step in steps.items():

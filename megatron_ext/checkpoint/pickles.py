@@ -1,10 +1,11 @@
 """A small machine for pickles, which calls nothing that a pickle names.
 
-Python's own unpickler imports what a pickle names, calls it, and sets attributes on whatever lies
-on its stack, classes included. `Machine` follows the same instructions, but a name stays a `Name`
-on its stack: a subclass decides what a call or a state makes, from a list of its own, and
-instructions that the writers of checkpoints do not use are refused. `MetadataMachine` makes the
-index of a checkpoint, and `Scan` makes nothing: it refuses a pickle that would be costly to read.
+Python's own unpickler imports whatever a pickle names, calls it, and sets attributes on any object
+on its stack, even on classes. `Machine` follows the same instructions, but a name on its stack is
+only a `Name`, never the object itself. A subclass decides, from a list of its own, what a call or a
+state produces. Instructions that the writers of checkpoints do not use are refused.
+`MetadataMachine` builds the index of a checkpoint. `Scan` builds nothing: it refuses pickles that
+would be costly to read.
 """
 
 from __future__ import annotations
@@ -22,29 +23,29 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
 MAX_BYTES = 1 << 32
-"""Size of the largest pickle that is read; 400,000 entries of an index take about 80 MB."""
+"""Size limit of a pickle; 400,000 entries of an index take about 80 MB."""
 MAX_NESTING = 100
-"""Depth of values within values, beyond which Python's own functions would overflow its stack."""
+"""Limit of nesting; far beyond it Python's own functions would overflow the stack."""
 MAX_KEY = 64
-"""Elements of a tuple that is a key, or dimensions of a size."""
+"""Limit of elements of a tuple that is a key, and of dimensions of a size."""
 MAX_IN_TUPLE = 10_000
-"""Elements of a tuple with the tuples in it, each as often as it occurs there."""
+"""Limit of elements of a tuple, counted with those of each tuple inside it."""
 MAX_SAME_HASH = 1_000
-"""Keys whose hash is that of another one, which a mapping compares with each other."""
+"""Limit of keys with equal hashes, since a mapping compares them with each other."""
 MAX_REUSE = 8
-"""Bytes and elements that calls take, for each byte of the pickle."""
+"""Limit of bytes and elements that calls consume per byte of the pickle."""
 
 
 class ForeignName(ValueError):
-    """The error about a class or function that does not belong into a checkpoint."""
+    """A pickle names a class or function that does not belong in a checkpoint."""
 
 
 class Refused(ValueError):
-    """The error about an instruction or a value that no checkpoint has; its text says which."""
+    """A pickle has an instruction or a value that no checkpoint has; the message says which."""
 
 
 class Name:
-    """The name of a class or function; the object itself never gets onto a machine's stack."""
+    """The name of a class or function. The object itself never gets onto a machine's stack."""
 
     __slots__ = ("full", "module", "name")
 
@@ -56,14 +57,14 @@ class Name:
 
 _SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
 _WITHOUT_EQUALS = frozenset({int, bool, bytes, type(None)})
-"""Classes of which, of small integers and of what Python hashes with a secret, few share a hash."""
+"""Few values of these classes share a hash: integers are small, bytes are hashed with a secret."""
 _LARGEST_KEY = 1 << 63
 
 
 def _is_key(value: Any) -> bool:
     """Return whether a value is cheap to hash: a scalar, or a short tuple of scalars."""
     if type(value) is int:
-        # Of larger numbers many have the same hash.
+        # Python's hash is a remainder, so many larger integers could share one hash.
         return -_LARGEST_KEY < value < _LARGEST_KEY
     if type(value) is tuple:
         return len(value) <= MAX_KEY and all(type(x) is not tuple and _is_key(x) for x in value)
@@ -71,10 +72,10 @@ def _is_key(value: Any) -> bool:
 
 
 class Machine:
-    """The instructions of pickles of protocol 2 to 5, as far as checkpoints use them.
+    """The instructions of pickle protocols 2 to 5, as far as checkpoints use them.
 
-    `load` returns the value of the pickle that starts at ``at``, which is then where it ends.
-    Content that ends early or is inconsistent raises an error of any class.
+    `load` returns the value of the pickle that starts at offset ``at``, and moves ``at`` to its
+    end. Content that ends early or is inconsistent raises an error of any class.
     """
 
     def __init__(self, content: bytes, at: int = 0) -> None:
@@ -86,23 +87,23 @@ class Machine:
         self._same_hash = 0
 
     def name(self, module: str, name: str) -> Any:
-        """Return what stands for a class or function; raise ForeignName if it does not belong."""
+        """Return what stands for a class or function; raise ForeignName if it is not allowed."""
         raise ForeignName(f"{module}.{name}")
 
     def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
-        """Return what a function, or a class, makes of arguments."""
+        """Return the result of a call of a function or class."""
         raise Refused("it calls a function")
 
     def new(self, kind: Any, arguments: tuple[Any, ...]) -> Any:
-        """Return an instance of a class that has no state yet."""
+        """Return an instance of a class, before it gets its state."""
         raise Refused("it makes an instance")
 
     def build(self, target: Any, state: Any) -> None:
-        """Give an instance that this machine has made its state, once."""
+        """Set the state of an instance that this machine has made; refuse a second state."""
         raise Refused("it sets a state")
 
     def stored(self, key: Any) -> Any:
-        """Return the content of a storage that lies beside the pickle."""
+        """Return the content of a storage that is saved beside the pickle."""
         raise Refused("it names a value outside of the file")
 
     def is_key(self, value: Any) -> bool:
@@ -110,7 +111,7 @@ class Machine:
         return _is_key(value)
 
     def check_key(self, key: Any) -> None:
-        """Raise Refused for what is no key, or one of too many with equal hashes."""
+        """Raise Refused if a value cannot be a key, or if too many keys may have equal hashes."""
         if type(key) is str:
             return
         if not self.is_key(key):
@@ -122,16 +123,16 @@ class Machine:
             self._count_same_hash()
 
     def _count_same_hash(self) -> None:
-        """Count a key whose hash may be that of another one; raise Refused for too many."""
+        """Count a key whose hash may equal that of another key; raise Refused at too many."""
         self._same_hash += 1
         if self._same_hash > MAX_SAME_HASH:
             raise Refused(f"it has more than {MAX_SAME_HASH} keys with the hash of another one")
 
     def check_tuple(self, value: tuple[Any, ...]) -> None:
-        """Raise Refused if a tuple is too large for its reader."""
+        """Raise Refused if a tuple is too large for the code that reads it."""
 
     def load(self) -> Any:
-        """Follow the instructions up to the end of the pickle."""
+        """Follow the instructions to the end of the pickle, and return its value."""
         content = self._content
         at = self.at
         text = content.__getitem__
@@ -280,7 +281,7 @@ class Machine:
                 raise Refused(f"it has an instruction ({code:#04x}) that no checkpoint has")
 
     def _size(self, code: int, shorter: tuple[int, int], at: int) -> tuple[int, int]:
-        """Return the size of a text or of bytes, of 1, 4 or 8 bytes, and where they start."""
+        """Return the size of a text or of bytes, given in 1, 4 or 8 bytes, and its offset."""
         if code == shorter[0]:
             return self._content[at], at + 1
         width = 4 if code == shorter[1] else 8
@@ -295,7 +296,7 @@ def _too_deep() -> NoReturn:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Return the values directly within one of a machine's."""
+    """Return the values directly inside a value that a machine has made."""
     kind = type(value)
     if kind is dict or kind is OrderedDict:
         return iter(value.values())
@@ -307,7 +308,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def check_nesting(value: Any) -> None:
-    """Raise Refused for a value that lies within itself, or with values too deep in others."""
+    """Raise Refused if a value contains itself, or if values are nested too deeply."""
     heights: dict[int, int] = {}
     inner = {id(value): 0}
     path = [(value, _parts(value))]
@@ -348,7 +349,7 @@ _FIELDS: dict[type, dict[str, tuple[type, ...]]] = {
         "planner_data": _ANY,
         "storage_meta": (metadata.StorageMeta, _MAYBE),
         "version": (str, _MAYBE),
-        # megatron-core keeps its plans beside the metadata, to write the next checkpoint sooner.
+        # megatron-core stores its plans beside the metadata, to prepare the next checkpoint faster.
         "all_local_plans": _ANY,
         "mcore_data": _ANY,
     },
@@ -403,7 +404,7 @@ _FIELDS: dict[type, dict[str, tuple[type, ...]]] = {
     planner.BytesIOWriteData: {"nbytes": _COUNT},
 }
 """The classes of an index, with the types that their fields may have; `_ANY` is any value of the
-machine. Fields that other releases of torch add are left out."""
+machine. Fields that other releases of torch add are ignored."""
 _RECORDS = {kind: fields for kind, fields in _FIELDS.items() if fields}
 _NEEDED = {
     kind: {
@@ -422,7 +423,7 @@ _LEAVES = {
     metadata.TensorProperties,
     metadata.BytesStorageMetadata,
 }
-"""Classes whose values hold none that could hold others."""
+"""Classes whose values cannot contain other values."""
 
 _FORMATS = {
     metadata._MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT: torch.contiguous_format,
@@ -448,7 +449,7 @@ def _layout(name: Any) -> torch.layout:
 
 
 def _path_of(kind: type[PurePath]) -> Callable[..., PurePath]:
-    """Return a function from parts to a path of a class that asks no file system."""
+    """Return a function that joins parts to a path without touching the file system."""
 
     def make(*parts: Any) -> PurePath:
         if any(type(part) is not str for part in parts):
@@ -459,7 +460,7 @@ def _path_of(kind: type[PurePath]) -> Callable[..., PurePath]:
 
 
 def member_of(kind: type[Enum]) -> Callable[..., Enum]:
-    """Return a function from a value to the member of an enumeration."""
+    """Return a function that maps a value to the member of an enumeration."""
 
     def member(value: Any) -> Enum:
         if type(value) not in (int, str):
@@ -485,17 +486,17 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
         for name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
     },
 }
-"""Functions in the places of those that an index names; each checks its arguments."""
+"""Replacements for the functions that an index names; each checks its arguments."""
 _CORE = "megatron.core.dist_checkpointing.strategies.torch"
 _CLASSES = {f"{kind.__module__}.{kind.__name__}": kind for kind in _FIELDS} | {
-    # Classes of earlier releases of megatron-core, with the fields of torch's.
+    # Classes of earlier releases of megatron-core, which have the fields of torch's classes.
     f"{_CORE}.MCoreMetadata": metadata.Metadata,
     f"{_CORE}.MCoreSavePlan": planner.SavePlan,
 }
 
 
 class MetadataMachine(Machine):
-    """Makes the index of a checkpoint: instances of torch's few classes, with checked fields."""
+    """Builds the index of a checkpoint: instances of a few torch classes, with checked fields."""
 
     def __init__(self, content: bytes) -> None:
         super().__init__(content)
@@ -569,11 +570,11 @@ def read_index(content: bytes) -> metadata.Metadata:
     """Return the index of a checkpoint from its pickle.
 
     Raises:
-        ForeignName: it names a class or function that does not belong there.
-        Exception: it is damaged, or no index.
+        ForeignName: the pickle names a class or function that does not belong in an index.
+        Exception: the pickle is damaged, or is not an index.
     """
     collects = gc.isenabled()
-    # None of the many new objects is garbage yet.
+    # All the new objects are still in use, so garbage collection would only cost time.
     gc.disable()
     try:
         index = MetadataMachine(content).load()
@@ -606,11 +607,11 @@ _HASHING = frozenset(
     {f"{module}.set" for module in ("builtins", "__builtin__")}
     | {"collections.Counter", "collections.OrderedDict"}
 )
-"""Functions that hash the elements of what they are given."""
+"""Functions that hash the elements of their argument."""
 
 
 class Unknown:
-    """A value that `Scan` does not make; ``parts`` are the values from which it would be made."""
+    """A value that `Scan` does not build; ``parts`` are the values that it would be built from."""
 
     __slots__ = ("has_state", "parts")
 
@@ -620,11 +621,11 @@ class Unknown:
 
 
 class Scan(Machine):
-    """Follows a pickle of ``torch.save`` without making anything of what it names.
+    """Follows a pickle of ``torch.save`` without building any object that it names.
 
-    torch's own restricted reader decides what may be named. Beforehand this refuses what would
-    take that reader's stack, memory or time: values too deep in others, and keys that are costly
-    to hash.
+    torch's own restricted reader decides which names are allowed. Before it runs, this class
+    refuses pickles that would exhaust that reader's stack, memory or time: values nested too
+    deeply, and keys that are costly to hash.
     """
 
     def __init__(self, content: bytes, at: int = 0) -> None:
@@ -657,7 +658,7 @@ class Scan(Machine):
 
     def build(self, target: Any, state: Any) -> None:
         if type(target) is Unknown:
-            # A second state would free memory that a tensor may share by then.
+            # A second state would free memory that a tensor may share by now.
             if target.has_state:
                 raise Refused("it sets the state of an object twice")
             target.has_state = True
@@ -671,14 +672,15 @@ class Scan(Machine):
         return Unknown(key)
 
     def is_key(self, value: Any) -> bool:
-        # Such as a pair of dtypes, by which the distributed optimizer keeps its buffers.
+        # For example a pair of dtypes, the key under which the distributed optimizer keeps its
+        # buffers.
         if type(value) is tuple and len(value) <= MAX_KEY:
             return all(type(x) is Name or (type(x) is not tuple and _is_key(x)) for x in value)
         return type(value) in (Name, Unknown) or _is_key(value)
 
     def check_key(self, key: Any) -> None:
         if type(key) is Unknown:
-            # Such as a member of an enumeration, or a size, whose hash is not known here.
+            # For example a member of an enumeration, or a size: its hash is not known here.
             self._count_same_hash()
         else:
             super().check_key(key)
@@ -689,5 +691,5 @@ class Scan(Machine):
         if inner and size > MAX_IN_TUPLE:
             raise Refused(f"it has tuples in tuples with more than {MAX_IN_TUPLE} elements")
         self._sizes[id(value)] = size
-        # While it is kept here no other tuple gets its id.
+        # Keep the tuple, so that no other tuple can get its id.
         self._tuples.append(value)

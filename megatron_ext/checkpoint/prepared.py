@@ -1,8 +1,8 @@
 """Decides what each rank writes of a checkpoint, so that other processes can do the writing.
 
-The decision takes communication: ranks compare their shards, share the replicas' work, and rank 0
-makes the index of the checkpoint. It holds for later checkpoints too, as long as every rank's state
-has the same structure, which each rank sees without communication.
+The decision needs communication: ranks compare their shards and divide the replicas' work, and rank
+0 makes the index of the checkpoint. The decision is reused for later checkpoints as long as the
+structure of every rank's state stays the same, which each rank can see without communication.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class PreparedSave:
     """The part of a checkpoint that one rank writes.
 
     Attributes:
-        plan: torch's plan of this rank's file, and on rank 0 the index of all, pickled.
+        plan: torch's plan of this rank's file, and on rank 0 also the index of all files, pickled.
         values: the value of each item of the plan: a tensor, or bytes.
-        common: the common state, empty but on rank 0.
+        common: the common state on rank 0; empty on other ranks.
     """
 
     plan: bytes
@@ -73,7 +73,7 @@ class SavePreparer:
         self._plan = b""
 
     def prepare_alike(self, state: dict[str, Any]) -> PreparedSave | None:
-        """Return this rank's part of a checkpoint of the last one's structure; None for another.
+        """Return this rank's part of a checkpoint with the structure of the last one, else None.
 
         This needs no communication. The factories in ``state`` are applied in place.
         """
@@ -127,7 +127,7 @@ class SavePreparer:
 
 
 class _PlanRecorder(FileSystemWriter):
-    """A writer that writes nothing, but keeps the plan of a rank and rank 0's index."""
+    """A writer that writes nothing. It keeps the plan of a rank and rank 0's index."""
 
     def __init__(self) -> None:
         super().__init__(Path())
@@ -171,11 +171,11 @@ def _value_of(entry: Any, size: Iterable[int] | None) -> Tensor | bytes:
 
 
 def _stored(value: Any) -> bytes:
-    """Return an object as megatron-core stores it: pickled in the list of all of its key."""
+    """Return an object as megatron-core stores it: a pickled list of the objects of one key."""
     file = io.BytesIO()
     torch.save([value], file)
     return file.getvalue()
 
 
 _NOTHING = _stored(None)
-"""The bytes that are stored for a layer without extra state, as most are."""
+"""The stored bytes of a layer without extra state; most layers have none."""

@@ -1,8 +1,8 @@
 """Publishes a checkpoint under its final name and removes old ones; only rank 0 does this.
 
-A lock lets one run at a time write to a folder of checkpoints. It is a POSIX lock, which the kernel
-frees when rank 0 ends, however it ends, and which shared file systems support. Processes that rank
-0 forks, such as data loaders, do not inherit it, unlike a lock of flock or filelock.
+A lock lets only one run at a time write to a folder of checkpoints. It is a POSIX lock, because
+shared file systems support it and the kernel frees it however rank 0 ends. Unlike a lock of flock
+or filelock, it is not inherited by processes that rank 0 forks, such as data loaders.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _SECONDS_FOR_A_DYING_RUN = 2.0
 
 
 def prepare(root: Path, iteration: int, in_flight: Collection[int] = ()) -> None:
-    """Make the empty temporary folder of an iteration; remove what killed runs left behind.
+    """Make the empty temporary folder of an iteration, and remove what killed runs have left.
 
-    The folders of iterations ``in_flight`` are being written now, so that they stay.
+    The folders of the iterations ``in_flight`` stay, since they are being written now.
     """
     root.mkdir(parents=True, exist_ok=True)
     kept = [temporary_folder_of(root, other) for other in in_flight]
@@ -54,7 +54,7 @@ def prepare(root: Path, iteration: int, in_flight: Collection[int] = ()) -> None
 
 
 def temporary_folder_of(root: Path, iteration: int) -> Path:
-    """Return where the files of an iteration are written before they are published."""
+    """Return the folder where an iteration is written before it is published."""
     final = folder_of(root, iteration)
     return final.with_name(final.name + files.TEMPORARY_SUFFIX)
 
@@ -62,9 +62,9 @@ def temporary_folder_of(root: Path, iteration: int) -> Path:
 def publish(root: Path, iteration: int, listed: files.Files) -> None:
     """Write the manifest, rename the folder to its final name, and update the tracker last.
 
-    This order survives a kill at any moment: a folder with its final name is complete, and so is
-    the folder that the tracker names. The announcement file lets a loader find a folder that is
-    newer than the tracker.
+    After a kill at any moment, a folder with a final name is complete, and so is the folder that
+    the tracker names. The announcement file lets a loader find a folder that is newer than the
+    tracker.
     """
     temporary = temporary_folder_of(root, iteration)
     final = folder_of(root, iteration)
@@ -72,9 +72,9 @@ def publish(root: Path, iteration: int, listed: files.Files) -> None:
     files.sync_folder(temporary)
     files.write_durably(root / files.ANNOUNCEMENT, str(iteration))
     replaced = files.replaced_folder_of(root, iteration)
-    # Also of a link, whose target stays as it is.
+    # This also removes a link; its target stays.
     if os.path.lexists(final):
-        # Loaders fall back to this name until the new folder stands.
+        # Until the new folder has its final name, loaders fall back to this one.
         os.rename(final, replaced)
     os.rename(temporary, final)
     files.sync_folder(root)
@@ -82,13 +82,13 @@ def publish(root: Path, iteration: int, listed: files.Files) -> None:
 
 
 def write_manifest(folder: Path, listed: files.Files) -> None:
-    """Write the list of a checkpoint's files, which are complete by now."""
+    """Write the list of a checkpoint's files, which must be complete by now."""
     content = {"version": files.VERSION, "files": dict(sorted(listed.items()))}
     files.write_durably(folder / files.MANIFEST, json.dumps(content, indent=1))
 
 
 def complete(root: Path, iteration: int) -> None:
-    """Do what is left of `publish` once the folder has its final name; may be done twice."""
+    """Do the rest of `publish` once the folder has its final name; safe to repeat."""
     if files.announced(root) == iteration:
         os.replace(root / files.ANNOUNCEMENT, root / files.TRACKER)
         files.sync_folder(root)
@@ -103,7 +103,7 @@ def tidy(
     best: Sequence[BestCheckpoint],
     superseded: Collection[int],
 ) -> None:
-    """Name the best checkpoint in its file, and remove those that the flags do not keep."""
+    """Record the best checkpoint in its file, and remove those that the flags do not keep."""
     if best:
         write_best(root, best[0])
     remove_old(root, newest, config, {entry.iteration for entry in best}, superseded)
@@ -120,8 +120,8 @@ def expired(
     """Return the older checkpoints to remove after a new one was published, in ascending order.
 
     Args:
-        retain: ``--save-retain-interval``. Multiples of it stay. As in Megatron-LM, the checkpoint
-            just before the new one is removed if it is no multiple.
+        retain: ``--save-retain-interval``. Multiples of it stay. As in Megatron-LM, only the
+            checkpoint just before the new one is removed, if it is no multiple.
         keep: ``--keep-last``. This many stay, the new one included.
         best: the checkpoints of ``--keep-best``. They stay and do not count towards ``keep``.
         superseded: checkpoints to remove, since they are no longer among the best.
@@ -142,7 +142,7 @@ def remove_old(
     best: Collection[int],
     superseded: Collection[int],
 ) -> None:
-    """Remove the checkpoints that `expired` returns, except symbolic links; only log a failure."""
+    """Remove the checkpoints that `expired` returns, except symbolic links; log a failure."""
     older = [iteration for iteration in published(root) if iteration < newest]
     retain = config.save_retain_interval
     keep = config.keep_last
@@ -150,10 +150,11 @@ def remove_old(
         folder = folder_of(root, iteration)
         if folder.is_symlink():
             continue
-        # No name of a save: the next save removes what it takes for the half of an earlier one.
+        # This must not look like a name of a save: the next save would take it for a half-written
+        # one.
         aside = folder.with_name(folder.name + files.REMOVED_SUFFIX)
         try:
-            # Renamed first, so that a kill in the middle leaves no partial checkpoint.
+            # Renamed first, so that a kill during the removal leaves no partial checkpoint.
             remove(aside)
             os.rename(folder, aside)
             remove(aside)
@@ -176,7 +177,7 @@ def write_best(root: Path, best: BestCheckpoint) -> None:
 def hold_save_folder(save: str | None, context: ParallelContext) -> Iterator[None]:
     """Keep other runs from writing to ``--save`` in this context; all ranks call this together.
 
-    Others may still load. If another run writes to it already, every rank raises a CheckpointError.
+    Other runs may still load. If another run is writing there, every rank raises a CheckpointError.
     """
     if save is None:
         yield
@@ -190,16 +191,16 @@ def hold_save_folder(save: str | None, context: ParallelContext) -> Iterator[Non
 
 
 def check_save_folder(save: str | None) -> None:
-    """Raise a CheckpointError if another run writes to ``--save``; needs no process group."""
+    """Raise a CheckpointError if another run is writing to ``--save``; needs no process group."""
     lock = None if save is None else _lock(Path(save))
     if lock is not None:
         os.close(lock)
 
 
 def _lock(save: Path) -> int | None:
-    """Lock the folder; return the lock file's descriptor, or None if its file system has no locks.
+    """Lock the folder; return the lock file's descriptor, None if its file system has no locks.
 
-    If another run holds the lock, or the folder cannot be written, raise a CheckpointError.
+    Raise a CheckpointError if another run holds the lock, or if the folder is not writable.
     """
     try:
         save.mkdir(parents=True, exist_ok=True)

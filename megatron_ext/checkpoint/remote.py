@@ -1,9 +1,10 @@
-"""Checkpoints at an address of object storage, such as ``s3://bucket/run``, through fsspec.
+"""Checkpoints in object storage, at an address such as ``s3://bucket/run``, through fsspec.
 
 A run writes to a folder on its machine, the staging folder, as if that were its save folder, and
-copies from there. Object storage cannot rename. So a checkpoint is whole there when its manifest,
-which is copied after all other files, lists files that have their sizes. The tracker is copied
-last. What a killed run has copied of a checkpoint has no manifest, and is ignored and removed.
+uploads from there. Object storage cannot rename, so completeness needs another sign: a checkpoint
+in the object store is whole if it has a manifest and the files listed there have their sizes. The
+manifest is uploaded after all other files, and the tracker last. An upload that a killed run left
+without a manifest is ignored and removed.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PAUSES = (1.0, 4.0)
-"""Seconds before each further attempt, besides those that an implementation makes itself."""
+"""Seconds before each retry, in addition to the retries of fsspec's implementations."""
 _LOCK = ".staging.lock"
 
 
 def remote_of(config: CheckpointConfig, folder: Path) -> RemoteFolder | None:
-    """Return the storage that a folder of checkpoints is the staging folder of; None if of none."""
+    """Return the storage whose staging folder is ``folder``; None if it is no staging folder."""
     for name, address in config.addresses.items():
         root = split_address(address)[0]
         if staging_folder(root) == folder.absolute():
@@ -56,7 +57,7 @@ def _remote(flag: str, address: str, folder: Path) -> RemoteFolder:
 
 
 def bring(config: CheckpointConfig) -> None:
-    """Copy what is to be loaded from addresses to every machine; all ranks call this together."""
+    """Download what the run loads from addresses to every machine; all ranks call this together."""
     for folder, step, _ in candidates(config):
         remote = remote_of(config, Path(folder))
         if remote is not None:
@@ -65,12 +66,12 @@ def bring(config: CheckpointConfig) -> None:
 
 
 class RemoteFolder:
-    """The checkpoints and records of a run at an address, and the staging folder for them.
+    """The checkpoints and records of a run in an object store, and their staging folder.
 
     Attributes:
         flag: the flag that gave the address.
         root: the staging folder.
-        notes: sentences on what was passed over.
+        notes: sentences on the checkpoints that were skipped.
     """
 
     def __init__(self, flag: str, address: str, root: Path) -> None:
@@ -82,13 +83,13 @@ class RemoteFolder:
 
     @property
     def _place(self) -> tuple[Any, str]:
-        """Return the file system, which belongs to this process, and the path of the address."""
+        """Return this process's own file system, and the path of the address in it."""
         return file_system(self.address, f"`{self.flag}` ({self.address})", CheckpointError)
 
     def _tried(self, what: str, work: Callable[[], T]) -> T:
-        """Do work that may fail for a while; raise a CheckpointError if it does not stop failing.
+        """Retry work that may fail for a while; raise a CheckpointError if all attempts fail.
 
-        A missing file stays an OSError.
+        A FileNotFoundError is not retried.
         """
         for pause in (*PAUSES, None):
             try:
@@ -103,7 +104,7 @@ class RemoteFolder:
         raise AssertionError
 
     def _entries(self, name: str = "") -> dict[str, dict[str, Any]]:
-        """Return what fsspec knows of the files in a folder there, by name; empty without one."""
+        """Return fsspec's entry of each file in a folder, by name; empty if there is no folder."""
         fs, place = self._place
         path = f"{place}/{name}".rstrip("/")
 
@@ -127,14 +128,14 @@ class RemoteFolder:
             return None
 
     def _put(self, path: Path, name: str) -> None:
-        """Copy a file there, and raise a CheckpointError if it does not arrive whole."""
+        """Upload a file, and raise a CheckpointError if it does not arrive whole."""
         fs, place = self._place
         target = f"{place}/{name}"
         size = path.stat().st_size
 
         def put() -> None:
             if not fs.async_impl:
-                # Object storage has no folders, and may take them for buckets to make.
+                # Object storage has no folders. Some clients would try to create them as buckets.
                 fs.makedirs(target.rpartition("/")[0], exist_ok=True)
             fs.put_file(str(path), target)
             fs.invalidate_cache()
@@ -148,7 +149,7 @@ class RemoteFolder:
             raise CheckpointError(f"{self.address}/{name}: {storage.one_line(error)}") from error
 
     def _remove(self, name: str) -> None:
-        """Remove a folder there, its manifest first, so that no part of it passes for a whole."""
+        """Remove a remote folder, its manifest first, so that the rest never looks whole."""
         fs, place = self._place
         for path, recursive in ((f"{place}/{name}/{MANIFEST}", False), (f"{place}/{name}", True)):
             try:
@@ -157,12 +158,12 @@ class RemoteFolder:
                 continue
 
     def _iterations(self) -> list[int]:
-        """Return the iterations of which anything lies there, in ascending order."""
+        """Return the iterations with any file in the object store, in ascending order."""
         matches = (re.fullmatch(r"iter_(\d{7,})", name) for name in self._entries())
         return sorted(int(match[1]) for match in matches if match)
 
     def check_writable(self) -> None:
-        """Raise a CheckpointError if nothing can be written there; remove what killed runs left."""
+        """Raise a CheckpointError if the address is not writable; clean up after killed runs."""
         probe = self.root / ".probe"
         probe.parent.mkdir(parents=True, exist_ok=True)
         write_text(probe, "megatron_ext")
@@ -183,12 +184,14 @@ class RemoteFolder:
                 self._remove(name)
 
     def upload(self, folder: Path, iteration: int, listed: Files) -> None:
-        """Copy a checkpoint that is not published yet; all ranks call this together.
+        """Upload a checkpoint that is not published yet; all ranks call this together.
 
-        Each rank copies the files that it wrote. Then rank 0 copies the others, and the manifest.
+        Each rank uploads the files that it wrote. Then rank 0 uploads the others, and last the
+        manifest.
 
         Raises:
-            CheckpointError: on all ranks, if the copy of one fails; no manifest is there then.
+            CheckpointError: on all ranks, if an upload fails on one. The manifest is not uploaded
+                then.
         """
         name = folder_of(self.root, iteration).name
         rank = torch.distributed.get_rank()
@@ -215,7 +218,7 @@ class RemoteFolder:
         best: Sequence[BestCheckpoint],
         superseded: Collection[int],
     ) -> None:
-        """Let the tracker name a checkpoint, copy the records, and remove old checkpoints there.
+        """Upload the tracker and the records, and remove old checkpoints from the object store.
 
         All ranks call this together, after the checkpoint has been published in the staging folder.
         """
@@ -238,7 +241,7 @@ class RemoteFolder:
         on_first_rank(work, f"{self.address} cannot be written")
 
     def copy_records(self) -> None:
-        """Copy metrics, configuration, events and reports there, if they have changed."""
+        """Upload metrics, configuration, events and reports that have changed."""
         paths = [*self.root.glob("[!.]*"), *self.root.glob("postmortem_*/*")]
         for path in paths:
             if not path.is_file() or path.name == TRACKER:
@@ -253,7 +256,7 @@ class RemoteFolder:
     def fetch_records(self) -> None:
         """Download each record that is missing or shorter here than in the object store.
 
-        So a run goes on on another machine.
+        This lets a run continue its records on another machine.
         """
         fs, place = self._place
         self.root.mkdir(parents=True, exist_ok=True)
@@ -267,10 +270,10 @@ class RemoteFolder:
                 )
 
     def fetch(self, step: int | None = None, *, passes_over: bool = False) -> int | None:
-        """Copy a checkpoint to the staging folder: ``step``, or the one that the tracker names.
+        """Download the checkpoint of ``step``, or the one that the tracker names.
 
-        Return its iteration, or None if there is none. Of a damaged one, ``passes_over`` says
-        whether to take the next older whole one; else a CheckpointError is raised.
+        Return its iteration, or None if there is none. If the checkpoint is damaged, download the
+        next older whole one with ``passes_over``; without it raise a CheckpointError.
         """
         with self._alone():
             here = published(self.root)
@@ -301,18 +304,18 @@ class RemoteFolder:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Keep other processes of this machine from copying here in this context."""
+        """Let only one process of this machine download at a time in this context."""
         self.root.mkdir(parents=True, exist_ok=True)
         with os.fdopen(open_descriptor(self.root / _LOCK, os.O_RDWR | os.O_CREAT), "w") as lock:
             fcntl.lockf(lock, fcntl.LOCK_EX)
             yield
 
     def _listed(self, iteration: int) -> bytes | None:
-        """Return the manifest of a checkpoint there; None if it was never whole."""
+        """Return the manifest of a checkpoint in the object store; None if it was never whole."""
         return self._read(f"{folder_of(self.root, iteration).name}/{MANIFEST}")
 
     def _drop_unless_same(self, iteration: int, is_there: bool) -> None:
-        """Remove a checkpoint from the staging folder if it is not the one at the address."""
+        """Remove a checkpoint from the staging folder if it differs from the one at the address."""
         folder = folder_of(self.root, iteration)
         own = folder / MANIFEST
         if is_there and own.is_file() and read_bytes(own) == self._listed(iteration):
@@ -328,7 +331,7 @@ class RemoteFolder:
         return files.manifest_of(content, place)
 
     def _size_fault(self, iteration: int) -> str | None:
-        """Describe the first file there that is missing or of another size; None if all fit."""
+        """Describe the first remote file that is missing or has a wrong size; None if all fit."""
         there = self._entries(folder_of(self.root, iteration).name)
         try:
             for name, expected in self._known(iteration).items():
@@ -342,7 +345,7 @@ class RemoteFolder:
         return None
 
     def _download(self, iteration: int) -> str | None:
-        """Copy a checkpoint here, unless it is here; return why that is impossible, or None."""
+        """Download a checkpoint unless it is here; return why that is impossible, or None."""
         final = folder_of(self.root, iteration)
         if (fault := self._size_fault(iteration)) is not None:
             return fault
@@ -351,7 +354,8 @@ class RemoteFolder:
             return None
         temporary = publish.temporary_folder_of(self.root, iteration)
         if final.is_dir():
-            # The machine of rank 0 has published the part that its ranks have written.
+            # The staging folder may hold a published checkpoint with only the files of this
+            # machine's ranks.
             shutil.rmtree(temporary, ignore_errors=True)
             os.rename(final, temporary)
         own_folder(temporary)
@@ -367,7 +371,7 @@ class RemoteFolder:
         return None
 
     def _get(self, name: str, path: Path, expected: dict[str, Any]) -> None:
-        """Copy a file here and check its size and checksum, unless it is here whole already."""
+        """Download a file and check its size and checksum, unless it is here whole already."""
         fs, place = self._place
 
         def get() -> None:

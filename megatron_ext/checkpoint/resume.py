@@ -1,7 +1,7 @@
-"""Gives a run the newest state that there is: of snapshots, of its checkpoints, or of its flags.
+"""Chooses the newest state for a run: its snapshots, its checkpoints, or a fresh start.
 
-A run that has been restarted after a fault goes on from its snapshots where they are as new as its
-newest checkpoint, and passes over a damaged checkpoint, which it tells, to the next older one.
+A run that is restarted after a fault resumes from its snapshots if they are at least as new as its
+newest checkpoint. If that checkpoint is damaged, the run reports it and uses the next older one.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class SnapshotStore(Protocol):
 
     Attributes:
         stays: whether the snapshots stay when the run ends.
-        left: whether a killed run with the same save folder has left its snapshots there.
-        is_behind: whether its snapshots are of another number of replicas.
+        left: whether a killed run with the same save folder has left snapshots there.
+        is_behind: whether the snapshots were taken with another number of replicas.
     """
 
     stays: bool
@@ -44,40 +44,40 @@ class SnapshotStore(Protocol):
     is_behind: bool
 
     def remove(self) -> None:
-        """Remove the snapshots at the end of a run, unless they stay."""
+        """Remove the snapshots at the end of a run, unless ``stays`` is set."""
 
 
 class SnapshotRecovery(Protocol):
-    """Finds the snapshots of a store, as the add-on ``resilience`` does in `recovery.Recovery`.
+    """Finds the snapshots of a store; the add-on ``resilience`` provides one.
 
     All ranks call each method together.
     """
 
     @property
     def memory(self) -> SnapshotStore:
-        """Return the store."""
+        """Return the store of the snapshots."""
 
     def newest(self, newer_than: int, *, with_earlier: bool = False) -> Any:
-        """Return the newest snapshots of all ranks; None if none are ``newer_than`` this."""
+        """Return the newest snapshots of all ranks; None if none is above ``newer_than``."""
 
     def source(self, chosen: Any) -> str:
-        """Return from where chosen snapshots come, in a word."""
+        """Return in a word where the chosen snapshots come from."""
 
     def state_of(self, chosen: Any) -> tuple[Any, Any, Any, Path]:
-        """Return this rank's values, counters, configuration and folder in chosen snapshots."""
+        """Return this rank's values, counters, configuration and folder of the chosen snapshots."""
 
     def publish(self, chosen: Any, save: str | None) -> CheckpointRef:
-        """Write snapshots of another layout as a temporary checkpoint."""
+        """Write snapshots of another layout as a temporary checkpoint, which loads in any."""
 
     def remove_temporary(self, checkpoint: CheckpointRef) -> None:
-        """Remove the checkpoint of `publish`."""
+        """Remove the checkpoint that `publish` has written."""
 
 
 class Resume:
-    """Finds and loads the state to go on from; all ranks call each method together.
+    """Finds and loads the state to resume from; all ranks call each method together.
 
     Attributes:
-        saved_at: iteration of the newest checkpoint, which snapshots may be ahead of; 0 for none.
+        saved_at: iteration of the newest checkpoint, 0 for none. Snapshots may be newer.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Resume:
         self._run_config = config
         self._context = context
         self._config = config.checkpoint
-        # A machine that has joined later was not restarted itself.
+        # A machine that joined later has no restarts of its own.
         self._generation = max(from_all_ranks(generation(), None))
         self._again = goes_on(config.fault_tolerance, self._generation)
         self._passes_over = self._again or config.fault_tolerance.may_be_restarted
@@ -101,14 +101,15 @@ class Resume:
     def load(
         self, recoveries: Sequence[SnapshotRecovery], **parts: Any
     ) -> tuple[LoadedCheckpoint | None, str]:
-        """Load the newest state; return what was loaded, and from where.
+        """Load the newest state; return what was loaded, and its source.
 
-        The sources: "memory", "peer" (a rank needed its neighbour's copy), "checkpoint", "start".
+        The source is "memory", "peer" (a rank needed its neighbour's copy), "checkpoint" or
+        "start".
 
         Args:
-            recoveries: sources of snapshots. A run that starts uses only snapshots that stay or
-                that a killed run has left.
-            parts: model, optimizer and so on, as for `CheckpointManager.load`.
+            recoveries: where to look for snapshots. At its first start a run uses only snapshots
+                that stay when a run ends, or that a killed run has left.
+            parts: model, optimizer and so on, the arguments of `CheckpointManager.load`.
         """
         checkpoint = self._find()
         while True:
@@ -124,7 +125,8 @@ class Resume:
                 loaded = self._loaded(checkpoint, parts)
                 self.saved_at = 0 if loaded is None else loaded.iteration
                 return loaded, "checkpoint"
-            # Snapshots that are older than a damaged checkpoint may be newer than the next one.
+            # The snapshots were older than the damaged checkpoint, but may be newer than the next
+            # one.
             checkpoint = self._find()
 
     def _newest_snapshots(
@@ -146,7 +148,7 @@ class Resume:
         return best
 
     def _loaded(self, checkpoint: CheckpointRef, parts: dict[str, Any]) -> LoadedCheckpoint | None:
-        """Load a checkpoint; load all of it, whatever the flags say, if this run has written it."""
+        """Load a checkpoint; if this run has written it, load even what the flags leave out."""
         return self._checkpoints.load(
             **parts,
             run_config=self._run_config,
@@ -155,14 +157,14 @@ class Resume:
         )
 
     def _continues(self, checkpoint: CheckpointRef | None) -> bool:
-        """Return whether a run that starts is to go on from an earlier run's state."""
+        """Return whether a run continues from an earlier run's state at its first start."""
         config = self._config
         asks = config.load is not None or config.resume_mode == "auto"
         explicit = config.finetune or config.ckpt_step is not None
         return asks and not explicit and (checkpoint is None or not checkpoint.weights_only)
 
     def _find(self) -> CheckpointRef | None:
-        """Return the newest whole checkpoint, and report those that are damaged."""
+        """Return the newest whole checkpoint, and report damaged ones."""
 
         def look() -> tuple[CheckpointRef | None, CheckpointRef | None, Damaged]:
             if not self._passes_over:
@@ -176,7 +178,7 @@ class Resume:
         return checkpoint
 
     def _newest_of_this_run(self) -> CheckpointRef | None:
-        """Return the newest whole checkpoint in ``--save`` that this run has written."""
+        """Return the newest whole checkpoint in ``--save`` that this run itself has written."""
         if self._config.save is None:
             return None
         root = Path(self._config.save)
@@ -189,9 +191,9 @@ class Resume:
         return None
 
     def _is_intact(self, checkpoint: CheckpointRef) -> bool:
-        """Return whether the files of a checkpoint match their checksums; report it if not.
+        """Return whether a checkpoint's files match their checksums; report it if they do not.
 
-        A run that does not pass over a damaged checkpoint raises a CheckpointError.
+        Raise a CheckpointError instead if the run does not skip damaged checkpoints.
         """
         try:
             storage.verify(checkpoint, self._context)

@@ -1,8 +1,8 @@
-"""Tells the checkpoints of the present run from older ones in ``--save``, so that it can go on.
+"""Tells the checkpoints of the present run from older ones in ``--save``, for a restart.
 
-A run that may be started again notes, when it starts for the first time, which checkpoints its
-folder holds already. After a restart `resume` prefers those that the run has written since,
-whatever it has started from.
+A run that may be restarted notes at its first start which checkpoints its folder already holds.
+After a restart, `resume` prefers the checkpoints that the run has written since then, whatever
+state it started from.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from megatron_ext.config.fault_tolerance import FaultToleranceConfig
 from megatron_ext.disk.reading import UnreadableFile, read_json_object
 
 RUN_VARIABLE = "MEGATRON_EXT_RUN_ID"
-"""Environment variable with the name that a launcher gives to a run and its restarts."""
+"""Environment variable: the name that a launcher gives to a run and its restarts."""
 RECORD = ".run.json"
 _ANY = "none"
-"""Name that torchrun gives to every run for which its user gives none."""
+"""torchrun's name of every run that its user does not name."""
 
 
 def run_id() -> str:
-    """Return the name that this run keeps over its restarts, which need not be its own alone."""
+    """Return a name that this run keeps over its restarts; other runs may have the same name."""
     return os.environ.get(RUN_VARIABLE) or os.environ.get("TORCHELASTIC_RUN_ID", _ANY)
 
 
 def goes_on(config: FaultToleranceConfig, restarts: int) -> bool:
-    """Return whether this run has been started before, by the number of its restarts so far.
+    """Return whether this run has been restarted; ``restarts`` counts its restarts so far.
 
-    A new agent of torchrun that joins an elastic run counts no restarts.
+    An elastic agent of torchrun that joins a run late counts no restarts.
     """
     return restarts > 0 or (config.is_elastic and run_id() != _ANY)
 
@@ -40,7 +40,7 @@ def goes_on(config: FaultToleranceConfig, restarts: int) -> bool:
 def own_checkpoints(root: Path, *, again: bool) -> list[int]:
     """Return the checkpoints of this run in its save folder, newest first; some may be damaged.
 
-    Unless the run has been started ``again``, there are none, and the present ones are noted.
+    At the first start (``again`` unset) there are none, and the present checkpoints are noted.
     """
     path = root / RECORD
     name = run_id()
@@ -62,7 +62,7 @@ def _written_at(root: Path, iteration: int) -> int:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the record of the last run in the folder; an empty one if there is none."""
+    """Return the record of the last run in the folder; empty if there is none."""
     try:
         return read_json_object(path)
     except UnreadableFile:

@@ -1,7 +1,7 @@
 """Reads and writes folders of safetensors files in the form of transformers' ``from_pretrained``.
 
-Tensors are read one at a time, and written one file at a time. A file that cannot be read, and a
-folder that would be overwritten, raise a CheckpointError.
+Tensors are read one at a time, and written one file at a time. A CheckpointError is raised for a
+file that cannot be read, and for a folder that would be overwritten.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def _safetensors() -> Any:
-    """Import safetensors, which only runs with such folders need."""
+    """Import safetensors, which only runs that use such folders need."""
     try:
         import safetensors.torch
     except ImportError as error:
@@ -65,7 +65,7 @@ class TensorFolder:
     """The tensors of ``model.safetensors``, or of the files that its index lists.
 
     Files are mapped into memory, so that a tensor takes memory only while it is used.
-    ``bytes_read`` counts the bytes of the blocks and tensors that were asked for.
+    ``bytes_read`` counts the bytes of all requested blocks and tensors.
     """
 
     def __init__(self, folder: Path, stem: str = "model") -> None:
@@ -126,7 +126,7 @@ class TensorFolder:
         return {name: tuple(part.get_shape()) for name, part in slices.items()}
 
     def dtype(self, name: str) -> str:
-        """Return the dtype of one tensor by torch's name, or by safetensors' if not in `DTYPES`."""
+        """Return torch's name of a tensor's dtype; safetensors' name if it is not in `DTYPES`."""
         kind = self._file(name).get_slice(name).get_dtype()
         return str(DTYPES.get(kind, kind))
 
@@ -134,7 +134,7 @@ class TensorFolder:
         return self._counted(self._file(name).get_tensor(name))
 
     def block(self, name: str, index: tuple[int | slice, ...]) -> Tensor:
-        """Return a block of a tensor as a view of its file: only what is used of it is read."""
+        """Return a block of a tensor as a view of its file, so that only the used part is read."""
         return self._counted(self._file(name).get_slice(name)[index])
 
     def _counted(self, values: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class TensorFolder:
 
 
 def _file_of_each(folder: Path, stem: str) -> dict[str, str]:
-    """Read the index, which maps tensors to files; return {} if a single file holds all."""
+    """Return the file of each tensor from the index; return {} if a single file holds all."""
     path = folder / index_of(stem)
     single = f"{stem}.safetensors"
     if path.is_file():
@@ -173,7 +173,7 @@ def _file_of_each(folder: Path, stem: str) -> dict[str, str]:
 
 
 def check_dtype(place: Path, name: str, kind: str, dtype: str) -> None:
-    """Raise a CheckpointError if a tensor has a dtype not in `DTYPES`, such as a quantized one."""
+    """Raise a CheckpointError if a tensor's dtype is not in `DTYPES`, for example quantized."""
     if dtype not in DTYPES.values():
         raise CheckpointError(
             f"{place} holds `{name}` as {kind}, which is no float32, bfloat16 or float16; use the "
@@ -186,12 +186,13 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 class Converted:
-    """Our parameters as tensors of another model, converted when their file is written.
+    """Our parameters as tensors of another model, converted only when their file is written.
 
     Args:
         shapes: the unsharded shape of each of our parameters, by name.
-        read: returns our parameters of the given names, unsharded.
-        convert: turns one of our parameters, given its name, into the other model's tensors.
+        read: takes names of our parameters, and returns them unsharded.
+        convert: takes the name and value of one of our parameters, and returns the other model's
+            tensors.
         dtype: dtype of the written tensors.
     """
 
@@ -213,11 +214,12 @@ class Converted:
             self._owner |= dict.fromkeys(parts, ours)
 
     def some(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return the tensors ``names`` of the converted model; no two of them share memory."""
+        """Return the tensors ``names`` of the converted model, without shared memory."""
         requested = set(names)
         tensors = dict[str, Tensor]()
         ours = self._read({self._owner[name] for name in requested})
-        while ours:  # what was read makes place for what is written
+        # Pop one by one: each converted parameter's memory is free for the next copies.
+        while ours:
             for theirs, part in self._convert(*ours.popitem()).items():
                 if theirs in requested:
                     tensors[theirs] = part.to(self._dtype, copy=True).contiguous()
@@ -233,10 +235,10 @@ def write_folder(
     max_shard_size: int | str,
     stem: str = "model",
 ) -> None:
-    """Write weights, config.json and copies of other files; write all of them, or nothing.
+    """Write weights, config.json and copies of other files: either all of them or nothing.
 
-    ``max_shard_size`` limits each file of weights, in bytes or as text like ``"5GB"``. The names of
-    these files begin with ``stem``.
+    ``max_shard_size`` limits each file of weights, in bytes or as text such as ``"5GB"``. The names
+    of these files begin with ``stem``.
     """
     check_target(target)
     with written_aside(target) as folder:
@@ -301,10 +303,12 @@ MADE_BY_TORCH = {"format": "pt"}
 def plan_files(
     folder: Path | None, described: dict[str, Tensor], max_shard_size: int | str, stem: str
 ) -> dict[str, list[str]]:
-    """Return the names of the tensors to write to each file of a folder, and write the index.
+    """Divide the tensors of a folder among files, and write the index.
+
+    Return the names of the tensors in each file.
 
     Args:
-        folder: where to write the index of several files; None writes nothing.
+        folder: where to write the index if there are several files; None writes nothing.
         described: all tensors, on the meta device.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
@@ -319,7 +323,7 @@ def plan_files(
 
 
 def write_tensors(path: Path, described: Mapping[str, Tensor], values: Iterable[Tensor]) -> None:
-    """Write a safetensors file tensor by tensor, so that memory holds one of them at a time.
+    """Write a safetensors file tensor by tensor, so that only one at a time is in memory.
 
     safetensors' own `save_file` needs all tensors of a file at once. The format is the length of a
     JSON header as a little-endian 64-bit integer, the header, and the values.

@@ -1,13 +1,14 @@
 """Copies of a rank's state in host memory, which survive the process that made them.
 
-A snapshot is a file, in a folder in memory (`/dev/shm`) or on a disk, that every process of the
-machine can map. Two files take turns, so that the older snapshot stays whole while the newer one is
-written. The header says that a snapshot is whole only after all its bytes are there, and a digest
-finds bytes that have changed since: a process that is killed at any moment leaves the other
-snapshot readable. The header has a checksum of its own, and is read only if it matches.
+A snapshot is a file that every process of the machine can map, in a folder in memory (`/dev/shm`)
+or on a disk. Two files take turns, so that the older snapshot stays whole while the newer one is
+written. The header marks a snapshot as whole only after all its bytes are written, and a digest
+detects bytes that have changed since. So if a process is killed at any moment, the other snapshot
+stays readable. The header has its own checksum, and is read only if that matches.
 
 A state is any nesting of dictionaries and lists with tensors and other values. Its tensors are
-copied to one region of the file, and all else, with the places of the tensors, is pickled after it.
+copied to one region of the file. Everything else, with the positions of the tensors, is pickled
+after that region.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _ALIGNMENT = 64
 _BLOCK_WORDS = 1 << 15
 """Number of 8-byte words that are summed into one number of the digest."""
 _ROOM_FOR_GROWTH = 1 << 16
-"""Bytes that a file has beyond its content, since pickled values change their size."""
+"""Bytes of a file beyond its content, since the size of pickled values changes."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,9 @@ class Content:
     """A state, split into its tensors and everything else.
 
     Attributes:
-        tensors: the tensors to copy, which may change their values between two snapshots.
-        skeleton: the pickled state, in which numbers stand for tensors.
-        num_bytes: size of the copied tensors, gaps for alignment included.
+        tensors: the tensors to copy. Their values may change between two snapshots.
+        skeleton: the pickled state, with numbers in place of tensors.
+        num_bytes: size of the copied tensors, with gaps for alignment.
         offsets: where the copy of each tensor begins, in bytes.
     """
 
@@ -70,7 +71,7 @@ class Content:
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler that collects the tensors of a state, and stores their numbers instead."""
+    """A pickler that collects the tensors of a state, and stores a number for each."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -84,7 +85,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """The inverse of `_Pickler`, which is given the tensors."""
+    """The inverse of `_Pickler`: it puts the given tensors in place of their numbers."""
 
     def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
         super().__init__(file)
@@ -96,15 +97,16 @@ class _Unpickler(pickle.Unpickler):
 
 
 def content_of(state: Any) -> Content:
-    """Split a state, which stays as it is, into tensors and a skeleton.
+    """Split a state into tensors and a skeleton; the state itself does not change.
 
-    megatron-core's factories of sharded tensors are replaced by what they make. A tensor that is
-    part of another one's memory, as of a weight that a factory splits, is not copied twice.
+    megatron-core's factories of sharded tensors are replaced by their results. A tensor that lies
+    within another tensor's memory, such as a part of a weight that a factory splits, is copied only
+    once.
     """
     file = io.BytesIO()
     pickler = _Pickler(file)
     if isinstance(state, dict):
-        state = dict_list_map_outplace(lambda value: value, state)  # a copy of the nesting
+        state = dict_list_map_outplace(lambda value: value, state)  # copies no tensor
         apply_factories(state)
     pickler.dump(state)
     copied = list[Tensor]()
@@ -113,7 +115,7 @@ def content_of(state: Any) -> Content:
     places: list[tuple[int, torch.dtype, torch.Size]] = [(0, torch.uint8, torch.Size())] * len(
         pickler.tensors
     )
-    whole: tuple[Tensor, int, int] | None = None  # the last tensor without gaps, begin and offset
+    whole: tuple[Tensor, int, int] | None = None  # last tensor without gaps, begin, offset
     for number in sorted(range(len(places)), key=lambda i: _extent(pickler.tensors[i])):
         tensor = pickler.tensors[number]
         begin, minus_bytes, gaps = _extent(tensor)
@@ -130,29 +132,30 @@ def content_of(state: Any) -> Content:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int, int]:
-    """Return a sorting key: where a tensor begins, its size in bytes with a minus, gaps or not."""
+    """Return a sorting key of a tensor: its address, its negative size in bytes, and its gaps."""
     num_bytes = tensor.numel() * tensor.element_size()
     return tensor.data_ptr(), -num_bytes, int(not tensor.is_contiguous())
 
 
 def _lies_within(tensor: Tensor, end: int, other: Tensor, begin: int) -> bool:
-    """Return whether a tensor's memory, up to address ``end``, is a part of that of another."""
+    """Return whether a tensor's memory, up to address ``end``, lies within that of another."""
     both = tensor.is_contiguous() and other.is_contiguous() and tensor.device == other.device
     return both and 0 < end <= begin + other.numel() * other.element_size()
 
 
 class _Mapping:
-    """A file of a fixed size, mapped into memory; a GPU copies to it directly."""
+    """A file of fixed size, mapped into memory; a GPU copies to it directly."""
 
     def __init__(self, path: Path, size: int | None = None) -> None:
         flags = os.O_RDWR if size is None else os.O_RDWR | os.O_CREAT
         descriptor = open_descriptor(path, flags, 0o600)
         try:
             if os.fstat(descriptor).st_uid != os.getuid():
-                # Pickled values can run code.
+                # Only this user may write the file, since its pickled values can run code.
                 raise PermissionError(errno.EPERM, "it is another user's", str(path))
             if size is not None:
-                # Reserved now: a write to a mapped page for which there is no room kills a process.
+                # Reserve the space now: on a full file system, a write to a mapped page would kill
+                # the process.
                 os.posix_fallocate(descriptor, 0, size)
             self.memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
             remember_size(path, len(self.memory))
@@ -177,13 +180,13 @@ class _Mapping:
             torch.cuda.current_stream().synchronize()
 
     def _pin(self) -> None:
-        """Let a GPU copy to this memory without staging it; once only."""
+        """Pin this memory once, so that a GPU can copy to it directly."""
         if not self._is_pinned:
             self._is_pinned = True
             _cuda_runtime().cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0)
 
     def unpin(self) -> None:
-        """Undo what `copy` did for a GPU, before the mapping is dropped."""
+        """Unpin the memory, before the mapping is dropped."""
         if self._is_pinned:
             self._is_pinned = False
             _cuda_runtime().cudaHostUnregister(self.bytes.data_ptr())
@@ -194,14 +197,14 @@ def _cuda_runtime() -> Any:
 
 
 class SnapshotFile:
-    """A file ``path`` that holds one snapshot, and is written again and again."""
+    """A file at ``path`` that holds one snapshot and is written again and again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._mapping: _Mapping | None = None
 
     def reserve(self, num_bytes: int) -> _Mapping:
-        """Give the file room for ``num_bytes`` of content, and return its memory.
+        """Enlarge the file to hold ``num_bytes`` of content, and return its memory.
 
         Raises:
             CheckpointError: the file system has no room, or cannot be written.
@@ -229,16 +232,17 @@ class SnapshotFile:
         *,
         with_digest: bool = True,
     ) -> Snapshot:
-        """Copy the tensors of ``content`` and write the rest; the header last.
+        """Copy the tensors of ``content``, then write the rest, and the header last.
 
-        The tensors may change as soon as this returns. ``facts`` are for `Snapshot.facts`. Without
-        a digest, which takes time, nobody can tell later whether the snapshot is intact.
+        The tensors may change as soon as this returns. ``facts`` are stored as `Snapshot.facts`.
+        The digest takes time; without it, a later reader cannot tell whether the snapshot is
+        intact.
         """
         at = _HEADER_BYTES + content.num_bytes
         end = at + len(content.skeleton)
         mapping = self.reserve(end - _HEADER_BYTES)
         memory = mapping.memory
-        memory[:8] = bytes(8)  # Not whole from here on.
+        memory[:8] = bytes(8)  # From here on the snapshot is not whole.
         mapping.copy(content)
         memory[at:end] = content.skeleton
         written = mapping.bytes[_HEADER_BYTES:end]
@@ -256,11 +260,11 @@ class SnapshotFile:
         return Snapshot(self.path, mapping, header)
 
     def write_raw(self, size: int, pieces: Iterable[tuple[int, Tensor]]) -> Snapshot | None:
-        """Write a copy of a snapshot from its `Snapshot.raw` bytes; its first bytes last.
+        """Write a copy of a snapshot from its `Snapshot.raw` bytes, and its first bytes last.
 
         Args:
             size: number of bytes of the raw snapshot.
-            pieces: its bytes in pieces, each uint8 ``[n]`` with the place where it begins.
+            pieces: offset and bytes of each piece, uint8 ``[n]``.
         """
         memory = self.reserve(size - _HEADER_BYTES).bytes
         memory[:8] = 0
@@ -276,12 +280,12 @@ class SnapshotFile:
         return self.read()
 
     def discard(self) -> None:
-        """Say in the header of an existing file that it holds no whole snapshot."""
+        """Mark an existing file as holding no whole snapshot."""
         with os.fdopen(open_descriptor(self.path, os.O_RDWR), "r+b") as file:
             file.write(bytes(8))
 
     def read(self) -> Snapshot | None:
-        """Return the snapshot in the file; None if it is not whole, or another user's."""
+        """Return the snapshot in the file; None if it is not whole, or belongs to another user."""
         try:
             mapping = _Mapping(self.path)
             length, checksum = struct.unpack(_START, mapping.memory[:8])
@@ -291,26 +295,26 @@ class SnapshotFile:
             header = parse_json(bytes(text), self.path, not_finite=True)
             snapshot = Snapshot(self.path, mapping, header)
             return snapshot if snapshot.num_bytes <= mapping.bytes.numel() - _HEADER_BYTES else None
-        # The file may be shorter than a header, or of another version of this program.
+        # The file may be shorter than a header, or written by another version of this program.
         except (OSError, ValueError, KeyError, TypeError, struct.error, UnreadableFile):
             return None
 
 
 def _view(memory: Tensor, at: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    """Return the tensor of ``shape`` that begins at byte ``at`` of a tensor of bytes."""
+    """Return the tensor of ``shape`` that begins at offset ``at`` of a tensor of bytes."""
     num_bytes = shape.numel() * dtype.itemsize
     return memory[at : at + num_bytes].view(dtype).view(shape)
 
 
 def _digest(content: Tensor, tensor_bytes: int) -> str:
-    """Return a digest of a snapshot's bytes, of which ``tensor_bytes`` are of tensors.
+    """Return a digest of a snapshot's bytes; the first ``tensor_bytes`` belong to tensors.
 
-    Words of tensors are added up in blocks at the speed of the memory, which a changed byte always
-    changes; their sums, and all else, are hashed.
+    The words of tensors are summed in blocks, at the speed of the memory; any changed byte changes
+    a sum. The sums and all other bytes are hashed.
     """
     words = content[:tensor_bytes].view(torch.int64)
     whole = words.numel() // _BLOCK_WORDS * _BLOCK_WORDS
-    # numpy adds integers several times as fast as it finds the sum of rows in torch.
+    # numpy sums integers several times as fast as torch sums rows.
     blocks = words[:whole].numpy().view(np.uint64).reshape(-1, _BLOCK_WORDS).sum(axis=1)
     rest = words[whole:].numpy().view(np.uint64).sum()
     digest = hashlib.blake2b(blocks.tobytes(), digest_size=16)
@@ -323,8 +327,8 @@ class Snapshot:
     """A whole snapshot in a file, as its header describes it.
 
     Attributes:
-        iteration: number of training steps that its state has seen.
-        facts: what the writer says about the snapshot, as JSON can hold it.
+        iteration: number of training steps of the state.
+        facts: what the writer stored about the snapshot, as values for JSON.
         num_bytes: size of the content.
         digest: checksum of the content.
     """
@@ -341,23 +345,23 @@ class Snapshot:
 
     @property
     def content(self) -> Tensor:
-        """Return the bytes of the content, uint8 ``[num_bytes]``, as they lie in the file."""
+        """Return the bytes of the content, uint8 ``[num_bytes]``, a view of the file."""
         return self._mapping.bytes[_HEADER_BYTES : _HEADER_BYTES + self.num_bytes]
 
     @property
     def raw(self) -> Tensor:
-        """Return header and content, uint8 ``[n]``: a file of these bytes holds the snapshot."""
+        """Return header and content, uint8 ``[n]``, which `SnapshotFile.write_raw` can copy."""
         return self._mapping.bytes[: _HEADER_BYTES + self.num_bytes]
 
     def is_intact(self) -> bool:
-        """Return whether the content still has the digest that it was written with."""
+        """Return whether the content still matches the digest in the header."""
         return _digest(self.content, self._tensor_bytes) == self.digest
 
     def state(self, *, to_pickle: bool = False) -> Any:
-        """Return the state that was written, whose tensors are views of the file's memory.
+        """Return the stored state; its tensors are views of the file's memory.
 
-        Who pickles a view pickles all memory around it. With ``to_pickle`` all tensors but those of
-        megatron-core's sharded tensors, which a checkpoint holds as they are, are copies.
+        Pickling a view would pickle all memory around it. So with ``to_pickle`` all tensors are
+        copies, except those in megatron-core's sharded tensors, which a checkpoint does not pickle.
         """
         content = self.content
         at = self._tensor_bytes
@@ -368,7 +372,7 @@ class Snapshot:
 
 
 def _apart(value: Any) -> Any:
-    """Return a value whose tensors are copies, except those of sharded tensors."""
+    """Return a value with copies of its tensors, except those of sharded tensors."""
     if isinstance(value, ShardedObject):
         value.data = tree_map_only(Tensor, Tensor.clone, value.data)
         return value
@@ -376,7 +380,7 @@ def _apart(value: Any) -> Any:
 
 
 class SnapshotPair:
-    """The two newest snapshots of a state, in two files that take turns.
+    """The two newest snapshots of a state, in two files that are written in turn.
 
     Args:
         folder: where the files lie.
@@ -388,12 +392,12 @@ class SnapshotPair:
         self._next: int | None = None
 
     def reserve(self, num_bytes: int) -> None:
-        """Give both files room for ``num_bytes``; raise a CheckpointError if there is none."""
+        """Enlarge both files to ``num_bytes``; raise a CheckpointError if there is no room."""
         for file in self.files:
             file.reserve(num_bytes)
 
     def turn(self) -> SnapshotFile:
-        """Return the file to write now: one without a whole snapshot, or with the older one."""
+        """Return the file to write next: one without a whole snapshot, else the older one."""
         if self._next is None:
             snapshots = [file.read() for file in self.files]
             ages = [-1 if snapshot is None else snapshot.iteration for snapshot in snapshots]

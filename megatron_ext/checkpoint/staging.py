@@ -1,6 +1,6 @@
-"""Prepares the staging folders of a run's addresses before its ranks start, once per machine.
+"""Prepares the staging folders of a run's addresses, once per machine, before its ranks start.
 
-What a run loads from an address is copied to the staging folder first, and is then loaded from
+Whatever a run loads from an address is first copied to the staging folder, and then loaded from
 there like any checkpoint.
 """
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def _apart(work: Callable[[], T]) -> T:
-    """Do work in a process of its own, as file systems start threads and ranks are forked later."""
+    """Do work in a separate process: file systems start threads, and ranks are forked later."""
     context = multiprocessing.get_context("fork")
     others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(1, context, leave_signals_to, (os.getpid(),)) as pool:
@@ -48,7 +48,7 @@ def _step_in(address: str) -> int | None:
 
 
 def fetched(flag: str, given: str, step: int | None = None) -> Path:
-    """Return a folder of checkpoints; of an address, its staging folder with the one to load."""
+    """Return a folder of checkpoints; download an address to its staging folder first."""
     if "://" not in given:
         return Path(given)
     root = split_address(given)[0]
@@ -58,9 +58,9 @@ def fetched(flag: str, given: str, step: int | None = None) -> Path:
 
 
 def stage(config: RunConfig, *, is_first: bool) -> list[str]:
-    """Copy here what the run loads from addresses; return notes, as every process of it does.
+    """Download what the run loads from addresses; return notes, the same in every process.
 
-    The ``is_first`` one checks too whether ``--save`` can be written.
+    The process with ``is_first`` also checks whether ``--save`` is writable.
 
     Raises:
         CheckpointError: an address cannot be used.
@@ -75,7 +75,7 @@ def stage(config: RunConfig, *, is_first: bool) -> list[str]:
 
 
 def _check_machines(config: RunConfig) -> None:
-    """Raise a CheckpointError if something asks for a folder that several machines share."""
+    """Raise a CheckpointError if a flag needs a folder that several machines share."""
     several = os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE")
     address = config.checkpoint.addresses.get("save")
     settings = config.checkpoint
@@ -95,7 +95,7 @@ def _stage(config: CheckpointConfig, *, needs_base: bool, writes: bool) -> list[
         flags = ", ".join(f"`--{name.replace('_', '-')}`" for name in own)
         notes.append(f"{address} ({flags}) has its copy on disk in {staging_folder(address)}.")
     if "save" in config.addresses and writes and config.save is not None:
-        # A run on this machine may be writing there; on others nothing tells of it.
+        # A run on this machine may be writing there. Runs on other machines cannot be seen.
         check_save_folder(config.save)
         target = remote_of(config, Path(config.save))
         assert target is not None
@@ -123,7 +123,7 @@ def _stage(config: CheckpointConfig, *, needs_base: bool, writes: bool) -> list[
 
 
 def _root(config: CheckpointConfig) -> Path:
-    """Return the folder of all checkpoints in which ``--pretrained-checkpoint`` lies."""
+    """Return the folder of all checkpoints that contains ``--pretrained-checkpoint``."""
     address = config.addresses.get("pretrained_checkpoint")
     if address is None:
         return Path(config.pretrained_checkpoint or "")
@@ -131,9 +131,9 @@ def _root(config: CheckpointConfig) -> Path:
 
 
 def copy_records(config: CheckpointConfig, *, is_first: bool) -> None:
-    """Copy the records of a run that has ended to its address; a failure is only told.
+    """Upload the records of a finished run to its address; a failure is only reported.
 
-    The ``is_first`` process of the run does it.
+    Only the process with ``is_first`` uploads.
     """
     remote = None if config.save is None else remote_of(config, Path(config.save))
     if remote is None or not is_first:

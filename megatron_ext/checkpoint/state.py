@@ -2,7 +2,7 @@
 
 It holds model, optimizer, schedule, random generators and averaged weights. An average is an fp32
 tensor ``ema.<name>`` with the shape and the shards of its weight. It loads in any layout, and tools
-read it as a weight. A task may add state of its own (`ExtraState`), such as other networks.
+read it like a weight. A task may add state of its own (`ExtraState`), such as other networks.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def content_metadata(
     """Return megatron-core's description of how the state is sharded, which a load needs.
 
     The distributed optimizer's state loads in any layout if it is reshardable. Otherwise it loads
-    only with the same tensor, pipeline and expert parallel sizes. With ``flat`` the state of any
-    optimizer, and averages, have the format of `flat_state`.
+    only with the same tensor, pipeline and expert parallel sizes. With ``flat``, optimizer state
+    and averages have the format of `flat_state`.
     """
     metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if flat:
@@ -69,7 +69,7 @@ def content_metadata(
 
 
 def sharding_of(metadata: dict[str, Any], context: ParallelContext) -> dict[str, Any]:
-    """Return `content_metadata` with what megatron-core and `flat_state` need on this rank."""
+    """Return `content_metadata` with the values that a save or load needs on this rank."""
     cut = {**metadata, "dp_cp_group": context.pgs.dp_cp}
     if metadata.get(SHARDING) == flat_state.FLAT:
         cut[flat_state.PLACE] = flat_state.Place.of(context)
@@ -102,7 +102,7 @@ def sharded_state(
 ) -> dict[str, Any]:
     """Return the sharded tensors of model and optimizer; all ranks call this together.
 
-    In the format of `flat_state` they are the live tensors, and nothing is communicated.
+    In the format of `flat_state` they are the live tensors, and no communication is needed.
     """
     state: dict[str, Any] = {
         key: chunk.sharded_state_dict(metadata=metadata)
@@ -146,7 +146,7 @@ def _sharded_optimizer(
 
 
 def flat_arguments(run_config: dict[str, Any], more: dict[str, Any]) -> argparse.Namespace:
-    """Return all sections' values, and ``more``, in one namespace like Megatron-LM's ``args``."""
+    """Return all sections' values and ``more`` in one namespace, like Megatron-LM's ``args``."""
     sections = [section for section in run_config.values() if isinstance(section, dict)]
     flat = {name: value for section in sections for name, value in section.items()}
     return argparse.Namespace(**flat | more)
@@ -155,7 +155,7 @@ def flat_arguments(run_config: dict[str, Any], more: dict[str, Any]) -> argparse
 def common_state(
     iteration: int, progress: dict[str, Any], run_config: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the state that all ranks share: flags, format version, iteration, FLOPs so far."""
+    """Return the state that all ranks share: flags, format version, iteration and FLOPs."""
     return {
         "args": flat_arguments(run_config, progress),
         "checkpoint_version": 3.0,
@@ -174,7 +174,7 @@ def apply_state(
 ) -> None:
     """Put loaded values into model, optimizer and schedule.
 
-    Without ``with_optimizer``, the optimizer only takes its fp32 weights from the loaded model.
+    Without ``with_optimizer``, the optimizer only copies its fp32 weights from the loaded model.
     """
     for key, chunk in zip(chunk_keys(model), model, strict=True):
         # An empty pipeline stage has nothing to load.
@@ -183,7 +183,7 @@ def apply_state(
     if optimizer is None:
         return
     if not with_optimizer:
-        # The fp32 copies follow the loaded weights.
+        # The fp32 copies must match the loaded 16-bit weights.
         optimizer.reload_model_params()
         return
     if not getattr(optimizer, "is_stub_optimizer", False):
@@ -203,18 +203,19 @@ def apply_state(
             raise CheckpointError(
                 f"The learning-rate schedule is not the checkpoint's ({error}); {_SCHEDULES}."
             ) from error
-        # megatron-core has set rates and decay before it read the decay of the checkpoint.
+        # megatron-core has set rates and weight decay before it read the checkpoint's decay. A step
+        # of 0 sets them again.
         scheduler.step(0)
 
 
 def _settle_rates(
     groups: list[dict[str, Any]], rates: list[dict[str, float]], scheduler: OptimizerParamScheduler
 ) -> None:
-    """Choose each parameter group's learning rates: those of the flags (``rates``) or loaded ones.
+    """Choose each parameter group's learning rates: the flags' (``rates``) or the loaded ones.
 
-    megatron-core prefers the rates in a group to the schedule's, so that loaded ones would override
-    `--override-opt-param-scheduler`. If decoupled rates differ and no flag chooses, raise a
-    CheckpointError.
+    megatron-core prefers the rates stored in a group to the schedule's. So loaded rates would
+    override `--override-opt-param-scheduler`. Raise a CheckpointError if decoupled rates differ and
+    no flag chooses between them.
     """
     for group, own in zip(groups, rates, strict=True):
         if scheduler.override_opt_param_scheduler:
@@ -252,7 +253,7 @@ def random_state(context: ParallelContext, *, every_replica: bool = False) -> Sh
     ranks = [context.pp_rank, context.tp_rank]
     replica = replicas.rank()
     if layout.expert_model_parallel_size > 1:
-        # Experts differ between data-parallel ranks, and so do their states.
+        # Experts differ between data-parallel ranks, and so do their random states.
         sizes = [*sizes, replicas.size()]
         ranks = [*ranks, replica]
         replica = 0
@@ -278,19 +279,19 @@ class ExtraState(Protocol):
     def state_to_save(self, metadata: dict[str, Any], *, with_optimizer: bool) -> dict[str, Any]:
         """Return sharded and common state, under keys that Megatron-LM does not use.
 
-        ``metadata`` tells megatron-core how to shard it. Without ``with_optimizer``, the state of
-        optimizers and their schedules is left out.
+        ``metadata`` is megatron-core's description of the sharding. Without ``with_optimizer``,
+        leave out the state of optimizers and their schedules.
         """
 
     def state_to_load(
         self, path: Path, metadata: dict[str, Any], *, with_optimizer: bool
     ) -> dict[str, Any]:
-        """Check that a checkpoint fits, or raise an error; return the state to fill from it."""
+        """Return the state to fill from a checkpoint; raise an error if it does not fit."""
 
     def load(self, loaded: dict[str, Any], *, with_optimizer: bool, notes: list[str]) -> None:
-        """Apply the state of `state_to_load` after it was filled from a checkpoint.
+        """Apply the state of `state_to_load` once it has been filled from a checkpoint.
 
-        ``notes`` gets sentences on what was left out or starts anew.
+        Append to ``notes`` sentences on what was left out or starts anew.
         """
 
 
@@ -298,7 +299,7 @@ class ExtraState(Protocol):
 class LoadedCheckpoint:
     """The result of a load: counters and configuration of the run that saved the checkpoint.
 
-    The iteration is 0 if only weights were loaded; notes say what was not loaded, and why.
+    The iteration is 0 if only weights were loaded. The notes say what was not loaded, and why.
     """
 
     iteration: int
@@ -317,7 +318,7 @@ def holds_averages(path: Path) -> bool:
 
 
 def goes_on_averaging(path: Path, ema: ShardedEMA | None, notes: list[str]) -> bool:
-    """Return whether checkpoint and run both have averaged weights; add a note if only one has."""
+    """Return whether both checkpoint and run have averaged weights; add a note if only one does."""
     there = gather_or_raise(lambda: holds_averages(path), f"{path} cannot be read")[0]
     if ema is not None and not there:
         notes.append(f"{path} holds no averaged weights, so they start from the loaded ones.")
@@ -331,9 +332,9 @@ def goes_on_averaging(path: Path, ema: ShardedEMA | None, notes: list[str]) -> b
 def take_named(
     path: Path, state: dict[str, Any], chunks: Iterable[str], prefixes: Sequence[str]
 ) -> None:
-    """Prefix the name of each weight, in place, so that the checkpoint holds the name.
+    """Prefix each weight's name, in place, so that the checkpoint has that name.
 
-    The first of ``prefixes`` that gives such a name is taken. If none does, the name stays.
+    The first of ``prefixes`` that leads to a stored name is used. If none does, the name stays.
     """
     stored = stored_entries(path)
     for chunk in chunks:
@@ -363,9 +364,9 @@ def averages_to_save(
 def averages_to_load(
     ema: ShardedEMA, model: Chunks, state: dict[str, Any], metadata: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return a state sharded like the weights in ``state``, to load averages into.
+    """Return a state for loading averages, sharded like the weights in ``state``.
 
-    It is initialized with the weights in fp32. Vocabulary rows that the checkpoint lacks (padding)
+    Its values are the weights in fp32. Rows of the vocabulary that the checkpoint lacks (padding)
     keep these values.
     """
     if metadata.get(SHARDING) == flat_state.FLAT:
@@ -379,7 +380,7 @@ def averages_to_load(
 
 
 def load_averages(ema: ShardedEMA, model: Chunks, loaded: dict[str, Tensor]) -> None:
-    """Copy to ``ema`` the averages that were loaded into the state of `averages_to_load`."""
+    """Copy the averages that were loaded into the state of `averages_to_load` to ``ema``."""
     if not (loaded and all(key.isdigit() for key in loaded)):
         flat_state.load_averages(ema, model, loaded)
         return

@@ -1,9 +1,9 @@
-"""Writes, verifies and reads the sharded state of a checkpoint; no rank waits for a failed one.
+"""Writes, verifies and reads the sharded state of a checkpoint; a failed rank makes no rank wait.
 
-When a helper process of megatron-core's default writer dies, as on a full disk or without psutil,
-the job hangs. torch's own writer of the same format needs no helpers. It reports the failure of one
-rank on all ranks, where it becomes a CheckpointError. Each rank writes with one thread, since torch
-loses the errors of further threads.
+If a helper process of megatron-core's default writer dies, for example because the disk is full or
+psutil is missing, the job hangs. torch's own writer of the same format needs no helpers, and
+reports the failure of one rank on all ranks. Here it becomes a CheckpointError. Each rank writes
+with one thread, since torch loses the errors of other threads.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ BACKEND, VERSION = "torch_dist", 1
 
 
 class DiskWriter(FileSystemWriter):
-    """The writer of one file per rank of torch, without threads; it names a disk that is full."""
+    """torch's writer of one file per rank, without threads; its errors name a full disk."""
 
     def __init__(self, folder: str | Path, **options: Any) -> None:
         super().__init__(folder, thread_count=1, sync_files=True, **options)
@@ -90,13 +90,13 @@ class DiskWriter(FileSystemWriter):
 
 
 def bytes_of(plan: SavePlan) -> int:
-    """Return how many bytes the tensors of a plan take."""
+    """Return the size in bytes of the tensors in a plan."""
     described = [item.tensor_data for item in plan.items if item.tensor_data is not None]
     return sum(x.chunk.sizes.numel() * x.properties.dtype.itemsize for x in described)
 
 
 def file_writer(folder: str | Path) -> FileSystemWriter:
-    """Return the writer of one file per rank."""
+    """Return a writer of one file per rank."""
     return DiskWriter(folder)
 
 
@@ -104,7 +104,7 @@ class InProcessSaveStrategy(core.TorchDistSaveShardedStrategy):  # type: ignore[
     """A writer of megatron-core's ``torch_dist`` format that uses torch's FileSystemWriter.
 
     Args:
-        writer: makes the writer of a folder.
+        writer: takes a folder and returns its writer.
     """
 
     def __init__(self, writer: Callable[[str | Path], StorageWriter]) -> None:
@@ -112,7 +112,7 @@ class InProcessSaveStrategy(core.TorchDistSaveShardedStrategy):  # type: ignore[
         self._writer = writer
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        """Write this rank's shards; if any rank fails, all raise a CheckpointException."""
+        """Write this rank's shards; if a rank fails, all raise a CheckpointException."""
         renamed, _, _ = core._replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, self.keep_only_main_replica
         )
@@ -126,7 +126,7 @@ class InProcessSaveStrategy(core.TorchDistSaveShardedStrategy):  # type: ignore[
 
 
 class PlainLoadStrategy(core.TorchDistLoadShardedStrategy):  # type: ignore[misc]
-    """megatron-core's reader of ``torch_dist``, which here runs no code that a file may hold.
+    """megatron-core's reader of ``torch_dist``, changed so that no code in a file can run.
 
     `load` differs from megatron-core's only in its reader and its planner.
     """
@@ -134,7 +134,7 @@ class PlainLoadStrategy(core.TorchDistLoadShardedStrategy):  # type: ignore[misc
     def load(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, *_async_strategy: str
     ) -> StateDict:
-        """Load a sharded state's values; if any rank fails, all raise a CheckpointException."""
+        """Load a sharded state's values; if a rank fails, all raise a CheckpointException."""
         tensors = [x for x in nested_values(sharded_state_dict) if isinstance(x, ShardedTensor)]
         renamed, flat, names = core._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         state = core.mcore_to_pyt_state_dict(renamed, True)
@@ -182,8 +182,8 @@ def save_strategy(
 def write_state(state: dict[str, Any], folder: Path, strategy: Any) -> None:
     """Write sharded and common state in the format of `dist_checkpointing.save`.
 
-    megatron-core's function may fail on rank 0 alone. Here all ranks raise a CheckpointError if
-    one rank cannot write.
+    megatron-core's function may fail on rank 0 alone. Here all ranks raise a CheckpointError if one
+    cannot write.
     """
     sharded, common = save_preprocess(state)
     on_first_rank(lambda: save_common(common, folder), COMMON_STATE_FNAME)
@@ -197,7 +197,7 @@ def write_state(state: dict[str, Any], folder: Path, strategy: Any) -> None:
 
 
 def save_common(common: dict[str, Any], folder: Path) -> None:
-    """Write the state that all ranks have in common."""
+    """Write the state that is the same on all ranks."""
     with naming_disk(folder):
         torch.save(common, cleared(folder / COMMON_STATE_FNAME))
 
@@ -210,8 +210,8 @@ def write_format(folder: Path) -> None:
 def describe_written(folder: Path, progress: dict[str, Any], run_config: dict[str, Any]) -> Files:
     """Write counters and configuration as JSON; return the size and checksum of every file.
 
-    Each rank reads back the files that it wrote. If one cannot be read or is too short, every rank
-    raises a CheckpointError.
+    Each rank reads back the files that it wrote. All ranks raise a CheckpointError if one of them
+    is too short or cannot be read.
     """
     rank = torch.distributed.get_rank()
 
@@ -227,13 +227,16 @@ def describe_written(folder: Path, progress: dict[str, Any], run_config: dict[st
 
 
 def describe_shards(folder: Path, rank: int) -> Files:
-    """Make the files that a rank wrote durable, read them back, and return size and checksum."""
+    """Flush a rank's files to the disk, read them back, and return sizes and checksums."""
     with naming_disk(folder):
         return _read_back(sorted(folder.glob(f"__{rank}_*")))
 
 
 def describe_common(folder: Path, progress: dict[str, Any], run_config: dict[str, Any]) -> Files:
-    """Write counters and configuration; do as `describe_shards` for the files of no single rank."""
+    """Write counters and configuration, then describe the files that belong to no single rank.
+
+    They are flushed and read back, as in `describe_shards`.
+    """
     with naming_disk(folder):
         write_text(folder / RUN_CONFIG, json.dumps(run_config, indent=1))
         write_text(folder / PROGRESS, json.dumps(progress, indent=1))
@@ -247,7 +250,7 @@ def _read_back(paths: list[Path]) -> Files:
 
 
 def check_index(folder: Path, files: Files) -> None:
-    """Raise a CheckpointError if a file is shorter than the index of tensors says."""
+    """Raise a CheckpointError if a file is shorter than the index of tensors requires."""
     metadata = MetadataReader(str(folder)).read_metadata()
     for index, place in metadata.storage_data.items():
         size = files.get(place.relative_path, {"bytes": -1})["bytes"]
@@ -267,7 +270,7 @@ def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
 
 
 def one_line(error: BaseException, folder: Path | None = None) -> str:
-    """Return the first line of an error, or which disk is full, by default that of ``folder``."""
+    """Return the first line of an error, or the name of the full disk (that of ``folder``)."""
     if isinstance(error, CheckpointException):
         error = first_failure(error)[1]
     fault = limits.limit_fault(error, folder)
@@ -277,10 +280,10 @@ def one_line(error: BaseException, folder: Path | None = None) -> str:
 
 @contextmanager
 def naming_disk(folder: Path, needed: int | None = None) -> Iterator[None]:
-    """Turn an error of a write that does not fit on a disk into a CheckpointError that names it.
+    """Turn an error of a write to a full disk into a CheckpointError that names the disk.
 
-    torch's writer reports only where in its own code the file came out too short. The process that
-    writes looks at the disk at once, since the files that fill it are removed next.
+    torch's writer reports only the place in its own code where the file was too short. The writing
+    process checks the disk at once, because the files that fill it are removed next.
     """
     try:
         yield
@@ -292,7 +295,7 @@ def naming_disk(folder: Path, needed: int | None = None) -> Iterator[None]:
 
 
 def verify(checkpoint: CheckpointRef, context: ParallelContext) -> None:
-    """Raise a CheckpointError if a file fails its checksum; each rank checks some of the files."""
+    """Raise a CheckpointError if a file fails its checksum; ranks share the files to check."""
 
     def own(files: Files) -> list[str]:
         largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
@@ -304,14 +307,14 @@ def verify(checkpoint: CheckpointRef, context: ParallelContext) -> None:
 def _load_state(
     state: dict[str, Any], path: Path, strategy: Any, strict: StrictHandling
 ) -> tuple[dict[str, Any], set[str], set[str]]:
-    """Do what `dist_checkpointing.load` does in any release of megatron-core, without running code.
+    """Do the work of `dist_checkpointing.load` for any release of megatron-core, running no code.
 
-    Return all values, the names that only the checkpoint has, and those that only the run has.
+    Return all values, the names that only the checkpoint has, and the names that only the run has.
     """
     force_all_tensors_to_non_fp8(state)
     requested, own, factories = load_preprocess(state)
     loaded = common_state_of(path)
-    # megatron-core saves fp32 weights that are no parameters' as empty entries.
+    # megatron-core saves an empty entry for each fp32 weight that belongs to no parameter.
     drop_main_weights(loaded.get("optimizer", {}))
     merge(loaded, own)
     requested, _ = extract_sharded_base(requested)
@@ -333,9 +336,9 @@ def read_state(
     context: ParallelContext,
     notes: list[str],
 ) -> dict[str, Any]:
-    """Return the values of a sharded state, and the common state; all ranks call this together.
+    """Read a sharded state's values and the common state; all ranks call this together.
 
-    If ``--dist-ckpt-strictness`` asks for it, ``notes`` gets sentences on the entries that only
+    Depending on ``--dist-ckpt-strictness``, append to ``notes`` sentences on the entries that only
     the checkpoint or only the run has.
     """
     strategy: Any = PlainLoadStrategy()
@@ -357,7 +360,7 @@ def read_state(
             "saved with, or `--no-load-optim` where only the optimizer differs."
         ) from error
     if StrictHandling.requires_returning_mismatch_keys(strict):
-        # A note already says that random states of another layout are left.
+        # A note already says that random states of another layout are not loaded.
         missing = {key for key in missing if not key.startswith("rng_state")}
         named = {"not wanted by the run": missing, "not in it": unexpected}
         of_path = {kind: sorted(keys) for kind, keys in named.items() if keys}

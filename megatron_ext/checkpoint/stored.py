@@ -1,6 +1,6 @@
 """Finds the checkpoint to load, and reads the parts of it that need no model.
 
-A checkpoint that is damaged, or required but missing, raises a CheckpointError.
+A CheckpointError is raised for a checkpoint that is damaged, or required but missing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CheckpointRef:
 def check_files(
     checkpoint: CheckpointRef, own: Callable[[Files], Iterable[str]] = lambda listed: listed
 ) -> None:
-    """Raise a CheckpointError if a file that ``own`` selects does not match its stored checksum."""
+    """Raise a CheckpointError if a file chosen by ``own`` does not match its stored checksum."""
     listed = files.read_manifest(checkpoint.path) or {}
     fault = files.checksum_fault(checkpoint.path, listed, own(listed))
     if fault is not None:
@@ -49,33 +49,33 @@ def check_files(
 
 
 class DamagedFile(CheckpointError):
-    """A file of a checkpoint that does not match its checksum.
+    """A file of a checkpoint does not match its checksum.
 
     Attributes:
-        fault: what is wrong with which file, without advice on what to do.
+        fault: which file is damaged and how, without advice.
     """
 
     fault = ""
 
 
 Damaged = dict[Path, str]
-"""By folder of a checkpoint that is passed over, what is wrong with it."""
+"""The fault of each checkpoint that is skipped, by folder."""
 
 
 def cause_of(error: CheckpointError) -> str:
-    """Return why a checkpoint is passed over, which needs no advice."""
+    """Return why a checkpoint is skipped, without advice."""
     return error.fault if isinstance(error, DamagedFile) else str(error).rstrip(".")
 
 
 def passes_over_damaged(config: CheckpointConfig) -> bool:
-    """Return whether a damaged checkpoint is no error: the run has been or may be restarted."""
+    """Return whether a damaged checkpoint is skipped: the run has been, or may be, restarted."""
     return config.passes_over_damaged or generation() > 0
 
 
 def find_intact(
     config: CheckpointConfig, own: Callable[[Files], Iterable[str]]
 ) -> CheckpointRef | None:
-    """Return what `find` does, after the files that ``own`` selects have passed their checksum."""
+    """Return the result of `find`, after checking the checksums of the files chosen by ``own``."""
     damaged: Damaged | None = {} if passes_over_damaged(config) else None
     while (checkpoint := find(config, damaged)) is not None:
         try:
@@ -92,9 +92,9 @@ def find_intact(
 def find(config: CheckpointConfig, damaged: Damaged | None = None) -> CheckpointRef | None:
     """Return the checkpoint that the flags choose, or None if the run starts anew.
 
-    With ``damaged``, the next older whole checkpoint is taken in the place of a damaged one, which
-    is added there; those that are there already are passed over. Without it `passes_over_damaged`
-    decides.
+    With ``damaged``, skip the checkpoints in it, and fall back to the next older whole checkpoint
+    if the chosen one is damaged; the damaged one is added to ``damaged``. Without it,
+    `passes_over_damaged` decides whether to fall back.
     """
     if damaged is None and passes_over_damaged(config):
         damaged = {}
@@ -126,7 +126,7 @@ def find(config: CheckpointConfig, damaged: Damaged | None = None) -> Checkpoint
             f"`--pretrained-checkpoint` ({config.pretrained_checkpoint}) holds no checkpoint; "
             "give a folder that does."
         )
-    # A folder without a checkpoint may have local ones, which are looked for later.
+    # There may still be snapshots in `--non-persistent-local-ckpt-dir`, which are looked up later.
     has_local = config.non_persistent_local_ckpt_dir is not None
     if config.load is not None and not has_local and not _same_folder(config.load, config.save):
         raise CheckpointError(
@@ -141,7 +141,7 @@ def _same_folder(path: str, other: str | None) -> bool:
 
 
 def load_notes(config: CheckpointConfig) -> list[str]:
-    """Return a note if ``--load`` holds no checkpoint, and what the run starts from instead."""
+    """Return a note if ``--load`` holds no checkpoint; it says what the run starts from instead."""
     if config.load is None or config.starts_elsewhere or find(config) is not None:
         return []
     local = config.non_persistent_local_ckpt_dir
@@ -157,13 +157,14 @@ def load_notes(config: CheckpointConfig) -> list[str]:
 
 
 def candidates(config: CheckpointConfig) -> list[tuple[str, int | None, bool]]:
-    """Return the folders to try in order, each with an iteration and whether to load only weights.
+    """Return the folders to try, in order, with an iteration and whether to load only weights.
 
     The iteration is None for the latest.
     """
     folders: list[tuple[str, int | None, bool]] = []
     if config.resume_mode == "auto" and config.save is not None:
-        # The same command resumes from its own checkpoints, whatever weights it started from.
+        # The same command later resumes from its own checkpoints, whatever weights it first started
+        # from.
         folders.append((config.save, None, False))
     if config.load is not None:
         folders.append((config.load, config.ckpt_step, config.finetune))
@@ -174,7 +175,7 @@ def candidates(config: CheckpointConfig) -> list[tuple[str, int | None, bool]]:
 
 
 def check_weights(flag: str, folder: str | None) -> None:
-    """Raise a CheckpointError if the folder of ``flag`` holds no checkpoint that can be loaded."""
+    """Raise a CheckpointError if the folder given by ``flag`` holds no loadable checkpoint."""
     if folder is None:
         return
     try:
@@ -195,7 +196,7 @@ def check_start(config: CheckpointConfig, *, initializes: bool) -> None:
 
 
 def fault_of(folder: Path) -> str | None:
-    """Return why a folder is no complete checkpoint, or None if it is one."""
+    """Return why a folder is not a complete checkpoint, or None if it is one."""
     if not folder.is_dir():
         return f"{folder} does not exist"
     try:
@@ -224,12 +225,12 @@ def fault_of(folder: Path) -> str | None:
 def choose(root: Path, step: int | None, damaged: Damaged | None = None) -> int | None:
     """Return ``step``, or the latest iteration if it is None; None if there is no checkpoint.
 
-    If that iteration is missing or damaged, raise a CheckpointError naming the newest whole one.
-    With ``damaged`` return the next older whole one instead, if there is one (see `find`).
+    If that iteration is missing or damaged, raise a CheckpointError that names the newest whole
+    one. With ``damaged``, return the next older whole one instead if there is one (see `find`).
     """
     iteration = step
     if iteration is None:
-        # A kill between publication and tracker leaves an announcement of the newest checkpoint.
+        # A kill after publishing and before the tracker was written leaves an announcement file.
         iteration = files.announced(root)
     if iteration is None:
         iteration = files.read_tracker(root)
@@ -249,7 +250,7 @@ def choose(root: Path, step: int | None, damaged: Damaged | None = None) -> int 
 
 
 def refusal(root: Path, iteration: int, fault: str) -> str:
-    """Return the error message about a checkpoint, which suggests the newest complete one."""
+    """Return the error message about a checkpoint; it suggests the newest complete one."""
     others = [i for i in published(root) if i != iteration]
     whole = [i for i in others if fault_of(standing_folder_of(root, i)) is None]
     advice = "there is no other whole one, so remove `--load` to start anew"
@@ -275,9 +276,9 @@ def read_run_config(root: Path, step: int | None = None) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a mapping from a JSON file of a checkpoint; return an empty one if there is no file."""
+    """Read a mapping from a JSON file of a checkpoint; return {} if there is no file."""
     try:
-        # An option that is infinite is written like that.
+        # An infinite option is stored as Infinity, which strict JSON does not allow.
         return read_json_object(path, not_finite=True)
     except UnreadableFile as error:
         if error.missing:
@@ -288,7 +289,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_settings(path: Path) -> dict[str, dict[str, Any]]:
-    """Read the flags of the run that wrote a checkpoint, by section and field; {} without them."""
+    """Read the flags of the run that wrote a checkpoint, by section and field; {} if not stored."""
     stored = read_json(path / RUN_CONFIG)
     wrong = next((name for name, values in stored.items() if not isinstance(values, dict)), None)
     if wrong is not None and wrong != "device":
@@ -304,7 +305,7 @@ def _is_number(value: object) -> bool:
 
 
 def _is_best(value: object) -> bool:
-    """Return whether a value is a list of the best checkpoints, as `BestCheckpoint` has them."""
+    """Return whether a value is a list of best checkpoints with the fields of `BestCheckpoint`."""
     return isinstance(value, list) and all(
         isinstance(entry, dict)
         and entry.keys() == {"iteration", "loss", "regular"}
@@ -342,11 +343,11 @@ _FORMS: dict[str, tuple[Callable[[object], bool], str]] = {
     "data_plan": (lambda x: isinstance(x, str), "a text"),
     "data_order": (lambda x: x is None or isinstance(x, dict), "an object"),
 }
-"""The values that counters of a checkpoint may have, in words."""
+"""For each counter of a checkpoint: a check of its value, and the allowed values in words."""
 
 
 def read_progress(path: Path) -> dict[str, Any]:
-    """Read the counters of a checkpoint; return {} if it has none of ours."""
+    """Read the counters of a checkpoint; return {} if another program wrote it."""
     stored = read_json(path / PROGRESS)
     for name, value in stored.items():
         fits, words = _FORMS.get(name, (lambda _: True, ""))

@@ -1,9 +1,9 @@
-"""Reads the pickled parts of a checkpoint without running code that they may hold.
+"""Reads the pickled parts of a checkpoint without running code that they may contain.
 
 An ordinary reader calls whatever a pickle names. Three parts of a checkpoint are pickles: the index
-of the shards (``.metadata``), the common state (``common.pt``), and the objects among the shards,
-of which the common state is one where newer releases of megatron-core saved it. The readers here
-allow only the few classes that belong there; any other raises a CheckpointError.
+of the shards (``.metadata``), the common state (``common.pt``), and objects among the shards. Newer
+releases of megatron-core save the common state as such an object. The readers here allow only a few
+classes and raise a CheckpointError for any other.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from megatron_ext.disk.reading import read_bytes
 from megatron_ext.errors import CheckpointError
 
 _MAX_INDEX_BYTES = 4 << 30
-"""The largest index of shards that is read; one of 400,000 shards has 0.1 GB."""
+"""Size limit of an index of shards; 400,000 shards take 0.1 GB."""
 COMMON_STATE = "common_state"
 """Name of the common state among the shards."""
 _OBJECT = f"{COMMON_STATE}/shard_0_1"
 _OF_NEWER_FLAGS = ("CudaGraphModule", "InferenceCudaGraphScope")
-"""Enumerations of flags, which stock checkpoints hold and older releases of megatron-core lack."""
+"""Enumerations in stock checkpoints' flags that older releases of megatron-core lack."""
 _OLD_PICKLES = 5
-"""Pickles at the start of a file of torch.save that is no archive."""
+"""Number of pickles at the start of a torch.save file in the old format, without an archive."""
 _NUMBERS = re.compile(r"[<>=|]?(b1|[iu][1248]|f[248]|c(8|16))")
 _FOREIGN = re.compile(r"GLOBAL (\S+) w")
-"""The part of torch's error that names a class which its restricted reader refuses."""
+"""Matches the name of the class that torch's restricted reader refuses, in its error."""
 
 
 def refused(path: Path | str, name: str) -> CheckpointError:
-    """Return the error about a file that names a class which does not belong there."""
+    """Return the error for a file that names a class which does not belong in it."""
     return CheckpointError(
         f"{path} names `{name}`, which does not belong into a checkpoint and could run code, so "
         "nothing of the file is used; load a checkpoint from a source that you trust."
@@ -62,16 +62,16 @@ def refused(path: Path | str, name: str) -> CheckpointError:
 
 
 class MetadataReader(FileSystemReader):
-    """A reader of shards; their index can neither run code nor name files in other folders.
+    """A reader of shards whose index can neither run code nor name files in other folders.
 
-    `read_metadata` keeps the index that it has read. It has no parameter ``rank``, since torch
-    would otherwise look for one index for each rank.
+    `read_metadata` caches the index. It has no parameter ``rank``, since torch would otherwise look
+    for one index per rank.
     """
 
     _known: Metadata | None = None
 
     def read_metadata(self) -> Metadata:
-        """Read ``.metadata`` once; if it is damaged or not safe, raise a CheckpointError."""
+        """Read ``.metadata`` once; raise a CheckpointError if it is damaged or unsafe."""
         if self._known is None:
             self._known = _read_metadata(Path(self.path) / ".metadata")
             self._known.storage_meta = StorageMeta(load_id=self.load_id)
@@ -99,7 +99,7 @@ def _read_metadata(path: Path) -> Metadata:
 
 
 def stored_entries(path: Path) -> dict[str, Any]:
-    """Return the metadata of each stored tensor or object of a checkpoint, by name."""
+    """Return the metadata of each tensor or object stored in a checkpoint, by name."""
     entries: dict[str, Any] = MetadataReader(str(path)).read_metadata().state_dict_metadata
     return entries
 
@@ -107,13 +107,13 @@ def stored_entries(path: Path) -> dict[str, Any]:
 def plain_content(file: Path | BytesIO, place: Path | str, *, mmap: bool = False) -> Any:
     """Read a file of ``torch.save``: tensors, plain values and megatron-core's enumerations.
 
-    Other content raises a CheckpointError, in which ``place`` names the file. With ``mmap`` a
+    A CheckpointError is raised for other content; it names the file by ``place``. With ``mmap``, a
     tensor is read only when it is used.
     """
     try:
         _scan(file)
         with _restricted_names():
-            # Said outright, so that no variable of the environment changes it.
+            # Given explicitly, so that no environment variable can change it.
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     # Damaged archives and pickles raise errors of any class.
     except Exception as error:
@@ -126,7 +126,7 @@ def plain_content(file: Path | BytesIO, place: Path | str, *, mmap: bool = False
 
 
 def _scan(file: Path | BytesIO) -> None:
-    """Refuse pickles that are costly to read, in a file of ``torch.save`` of either format."""
+    """Refuse a file of ``torch.save``, of either format, whose pickles are costly to read."""
     if isinstance(file, Path):
         with file.open("rb") as opened:
             _scan_opened(opened)
@@ -139,11 +139,12 @@ def _scan(file: Path | BytesIO) -> None:
 def _scan_opened(file: IO[bytes]) -> None:
     if _is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
-            # torch.save packs nothing, and what is packed may be a thousand times as large.
+            # torch.save never compresses, and compressed content may unpack to a thousand times its
+            # size.
             if any(record.compress_type != zipfile.ZIP_STORED for record in archive.infolist()):
                 raise Refused("it is packed")
         file.seek(0)
-        # torch's own reader, so that both see the same record of the archive.
+        # Use torch's own archive reader, so that the scan and torch see the same record.
         Scan(torch._C.PyTorchFileReader(file).get_record("data.pkl")).load()
         return
     content = file.read()
@@ -156,7 +157,7 @@ def _scan_opened(file: IO[bytes]) -> None:
 
 @contextmanager
 def _restricted_names() -> Iterator[None]:
-    """Let torch's restricted reader use this module's list of names, and no others, for a while."""
+    """Within the context, restrict torch's reader to the names listed in this module."""
     usual = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     torch.serialization.add_safe_globals(_safe_names())
@@ -169,12 +170,12 @@ def _restricted_names() -> Iterator[None]:
 
 @functools.cache
 def _safe_names() -> list[Any]:
-    """Return what may stand for a name in a file of ``torch.save``, besides torch's own classes.
+    """Return the replacements for names in a file of ``torch.save``, besides torch's own classes.
 
-    It is megatron-core's list, but for what it has of shared objects and of raw memory: torch's
-    reader sets a state on each instance of a class of the list. A member of an enumeration is the
-    same object for the whole process, so that functions return the members here; and numpy takes
-    bytes of the file as addresses of objects, so that arrays are made by `PlainArray`.
+    The list is megatron-core's, without shared objects and raw memory. torch's reader sets a state
+    on each instance of a listed class, but a member of an enumeration is one object for the whole
+    process. So functions return the members here. numpy would take bytes of the file as addresses
+    of objects, so `PlainArray` makes the arrays.
     """
     kinds = [kind for kind in SAFE_GLOBALS if kind.__module__.split(".")[0] != "numpy"]
     members = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum)]
@@ -188,12 +189,12 @@ def _safe_names() -> list[Any]:
 
 
 def _plain_value(value: object) -> object:
-    """Return the value of an enumeration's member that this megatron-core does not know."""
+    """Return a value in place of an enumeration's member that this megatron-core lacks."""
     return value
 
 
 class PlainType:
-    """The type of a pickled array: plain numbers of one size, in one order of bytes."""
+    """The type of a pickled array: plain numbers of one size and one byte order."""
 
     def __init__(self, code: Any, align: Any = False, copy: Any = True) -> None:
         if type(code) is not str or not _NUMBERS.fullmatch(code):
@@ -208,7 +209,7 @@ class PlainType:
 
 
 class PlainArray(np.ndarray):
-    """An array of plain numbers that is made from the bytes of a pickle, whose size is checked."""
+    """An array of plain numbers, made from the bytes of a pickle after a check of their size."""
 
     def __new__(cls, *arguments: Any) -> PlainArray:
         raise Refused("it makes an array from raw memory")
@@ -220,18 +221,18 @@ class PlainArray(np.ndarray):
         super().__setstate__((version, shape, kind.dtype, by_column, content))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle it as numpy's own class: ranks that load together send it to each other."""
+        """Pickle the array as numpy's own class, since ranks that load together exchange arrays."""
         return self.view(np.ndarray).__reduce_ex__(protocol)
 
 
 def _new_array(kind: Any, shape: Any, code: Any) -> PlainArray:
-    """Return an empty array, of which the pickle then sets shape, type and content."""
+    """Return an empty array; the pickle sets its shape, type and content next."""
     array: PlainArray = np.ndarray.__new__(PlainArray, (0,), np.int8)
     return array
 
 
 class PlainObjectsPlanner(MCoreLoadPlanner):  # type: ignore[misc]
-    """megatron-core's load planner, which here reads objects without running code."""
+    """megatron-core's load planner, changed so that reading objects runs no code."""
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
         name = read_item.dest_index.fqn
@@ -243,14 +244,14 @@ class PlainObjectsPlanner(MCoreLoadPlanner):  # type: ignore[misc]
 
 
 def holds_common_state(path: Path) -> bool:
-    """Return whether a checkpoint has its common state, in either of two places."""
+    """Return whether a checkpoint has its common state in one of the two possible places."""
     return (path / COMMON_STATE_FNAME).is_file() or _OBJECT in stored_entries(path)
 
 
 def common_state_of(path: Path) -> dict[str, Any]:
-    """Return the values of a checkpoint that are the same on all ranks, read without running code.
+    """Read the part of a checkpoint that is the same on all ranks, without running code.
 
-    They lie in ``common.pt``, or among the shards where newer releases of megatron-core wrote them.
+    It lies in ``common.pt``, or among the shards if a newer release of megatron-core wrote it.
     """
     place = path / COMMON_STATE_FNAME
     if place.is_file() or not holds_common_state(path):
@@ -281,7 +282,7 @@ def read_tensors(path: Path, names: list[str]) -> dict[str, Tensor]:
 
 
 def _fill(state: dict[str, Any], path: Path, reader: MetadataReader) -> None:
-    """Read the values of a state in place, without a process group, or raise a CheckpointError."""
+    """Fill a state in place, without a process group; raise a CheckpointError if that fails."""
     try:
         load(state, storage_reader=reader, planner=PlainObjectsPlanner(), no_dist=True)
     # torch's exception derives from BaseException, and would end a program with a traceback.
@@ -296,7 +297,7 @@ def _fill(state: dict[str, Any], path: Path, reader: MetadataReader) -> None:
 
 def _first_line(error: BaseException) -> str:
     if isinstance(error, pickle.UnpicklingError):
-        # torch's text advises to run the code of the file.
+        # torch's message advises to run the code in the file.
         return "it is no plain pickle"
     lines = str(error).strip().splitlines()
     return (lines[0] if lines else type(error).__name__).rstrip(".")
