@@ -87,8 +87,8 @@ class Report:
 
 
 WRITTEN, PUBLISHED, TIDIED, FAILED = "written", "published", "tidied", "failed"
-"""Stages of a job: its rank's files are written; the checkpoint is published and can no longer fail;
-old checkpoints are removed; the checkpoint could not be written."""
+"""Stages of a job: the rank's files are written; the checkpoint is published and can no longer
+fail; old checkpoints are removed; the checkpoint could not be written."""
 
 
 def serve(connection: Connection, rank_process: int) -> None:

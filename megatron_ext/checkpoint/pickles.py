@@ -403,7 +403,7 @@ _FIELDS: dict[type, dict[str, tuple[type, ...]]] = {
     },
     planner.BytesIOWriteData: {"nbytes": _COUNT},
 }
-"""The classes of an index, with the types that their fields may have; `_ANY` is any value of the
+"""The classes of an index, with the allowed types of their fields; `_ANY` is any value of the
 machine. Fields that other releases of torch add are ignored."""
 _RECORDS = {kind: fields for kind, fields in _FIELDS.items() if fields}
 _NEEDED = {
