@@ -44,7 +44,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(*, status: bool = False) -> argparse.ArgumentParser:
-    """Return the parser of the tool, or with ``status`` one that asks for no input."""
+    """Return the parser of the tool, or with ``status`` that of `--status`, without inputs."""
     parser = _Parser(
         prog="preprocess_data.py",
         description="Turn texts into Megatron's .bin/.idx datasets.",
@@ -70,7 +70,10 @@ def _parser(*, status: bool = False) -> argparse.ArgumentParser:
 
 
 def _sft_flags() -> list[Flag]:
-    """Return the flags of `SftConfig`, except those about lengths and batches."""
+    """Return the flags of `SftConfig`, except those about lengths and batches.
+
+    Those matter only to a run: a store holds whole conversations.
+    """
     of_batches = ("sft_max_length", "sft_truncation", "sft_batching")
     return [flag for flag in flags_of("sft", SftConfig) if flag.field not in of_batches]
 
@@ -118,7 +121,7 @@ def parse_options(argv: Sequence[str]) -> tuple[PreprocessOptions, list[str]]:
 
 
 def _about_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> list[str]:
-    """Return a sentence for each unknown argument, with the flag that may be meant."""
+    """Return a sentence on each unknown argument, which suggests the most similar flag."""
     options = [option for action in parser._actions for option in action.option_strings]
     wrong = []
     for flag in unknown:
@@ -130,7 +133,7 @@ def _about_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> l
 
 
 def _dashed(argv: Sequence[str]) -> list[str]:
-    """Return arguments with dashes for underscores in flags: `--json_keys` is `--json-keys`."""
+    """Replace underscores in the names of flags by dashes: `--json_keys` becomes `--json-keys`."""
     return [
         name.replace("_", "-") + equals + value if name.startswith("--") else name + equals + value
         for name, equals, value in (arg.partition("=") for arg in argv)
@@ -175,7 +178,10 @@ def _run_conversations(options: PreprocessOptions) -> Report | None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one command line; return 0, 1 for bad input, 2 for bad flags, 130 when interrupted."""
+    """Run one command line and return the exit code.
+
+    The code is 0 for success, 1 for bad input, 2 for bad flags, and 130 after an interrupt.
+    """
     before = signal.getsignal(signal.SIGTERM)
     interrupt_once(signal.SIGTERM)
     try:

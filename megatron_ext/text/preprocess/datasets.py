@@ -1,6 +1,7 @@
-"""Joins the files of encoded parts to datasets: the whole one, partitions or shards.
+"""Joins the files of encoded parts to datasets: one dataset, partitions or shards.
 
-Tokens are joined by kernel copies, with cumulative sums as indices.
+Files of tokens are copied within the kernel. Cumulative sums of the lengths tell where each
+document is.
 """
 
 import glob
@@ -28,7 +29,10 @@ _MOST_SHARDS = 99_999
 
 @dataclass(frozen=True)
 class Segment:
-    """Documents [start, end) in one output stream of a part; None for both means all documents."""
+    """Documents [start, end) in one output stream of a finished part.
+
+    If both are None, the segment has all documents.
+    """
 
     done: PartMarker
     stream: int
@@ -41,8 +45,8 @@ def _partitions(
 ) -> list[list[Segment]]:
     """Return the segments of each partition, in order.
 
-    Line n of the whole input goes to partition n % partitions; or, with
-    ``keep_sequential_samples``, each partition has ceil(lines / partitions) consecutive lines.
+    Line n of the whole input goes to partition n % partitions. With ``keep_sequential_samples``
+    each partition has ceil(lines / partitions) consecutive lines instead.
     """
     count = options.partitions
     if count == 1:
@@ -62,7 +66,10 @@ def _partitions(
 
 
 def _clip(folder: Path, done: PartMarker, first: int, last: int) -> list[Segment]:
-    """Return a list with the segment of a part's lines [first, last); empty if it has none."""
+    """Return the segment of a part's lines [first, last), in a list; [] if the range is empty.
+
+    The range may begin before the part, and end after it.
+    """
     first = max(first, 0)
     last = min(last, done.lines)
     if first >= last:
@@ -75,7 +82,10 @@ def _clip(folder: Path, done: PartMarker, first: int, last: int) -> list[Segment
 
 
 class Dataset:
-    """A `.bin/.idx` pair to write from segments of one key, first under temporary names."""
+    """A `.bin/.idx` pair that is written under temporary names, from segments of one key.
+
+    ``renames`` holds (temporary path, final path) of both files.
+    """
 
     def __init__(
         self, folder: Path, prefix: str, key: int, segments: Sequence[Segment], dtype: Any
@@ -101,15 +111,17 @@ class Dataset:
         return self._folder / f"{segment.done.stem}.k{self._key}.s{segment.stream}.{kind}"
 
     def _span(self, segment: Segment, kind: str) -> tuple[int, int | None]:
-        """Return start and end of a segment in its file; an end of None means the end of the file.
+        """Return where a segment starts and ends in its file of a kind: "doc", "len" or "bin".
 
-        Both count entries in files of the kinds "doc" and "len", and bytes in those of "bin".
+        The numbers count entries for "doc" and "len", and bytes for "bin". An end of None is the
+        end of the file.
         """
         start = segment.start
         end = segment.end
         if start is None or end is None:
             return 0, None
-        # Documents count sequences, and sequences count tokens.
+        # "doc" holds the number of sequences of each document, "len" the number of tokens of each
+        # sequence: so convert document numbers to sequence numbers, then to token numbers.
         for counted in {"doc": (), "len": ("doc",), "bin": ("doc", "len")}[kind]:
             counts = np.fromfile(self._file(segment, counted), "<i4")
             ends = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
@@ -128,10 +140,10 @@ class Dataset:
 def _shards(
     options: PreprocessOptions, folder: Path, markers: Sequence[PartMarker]
 ) -> list[list[Segment]]:
-    """Return the segments of each shard: the documents in order, cut where a shard is full.
+    """Return the segments of each shard, with the documents in order.
 
-    A shard has at most ``shard_tokens`` tokens of the first key, or one document that has more.
-    The cuts depend on the documents alone, not on the parts in which they were encoded.
+    A shard has at most ``shard_tokens`` tokens of the first key, or a single document that has
+    more. The shards depend on the documents only, not on the parts in which they were encoded.
     """
     limit = options.shard_tokens or 0
     shards: list[list[Segment]] = [[]]
@@ -159,7 +171,10 @@ def _shards(
 
 
 def _token_ends(folder: Path, done: PartMarker) -> npt.NDArray[np.int64]:
-    """Return the number of tokens of the first key before each document of a part, and of all."""
+    """Return the number of tokens before each of a part's n documents, then of all, ``[n + 1]``.
+
+    Count the tokens of the first key.
+    """
     counted: npt.NDArray[np.int64] | None = None
     for kind in ("len", "doc"):
         counts = np.fromfile(folder / f"{done.stem}.k0.s0.{kind}", "<i4")
@@ -172,7 +187,11 @@ def _token_ends(folder: Path, done: PartMarker) -> npt.NDArray[np.int64]:
 def publish_datasets(
     options: PreprocessOptions, folder: Path, markers: Sequence[PartMarker], dtypes: Sequence[Any]
 ) -> list[str]:
-    """Write and rename all datasets; return the prefixes of those that together have all lines."""
+    """Write all datasets, then rename them to their final names.
+
+    Return the prefixes of the datasets that together hold all lines: the whole datasets, or all
+    shards.
+    """
     sharded = options.shard_tokens is not None
     pieces = (_shards if sharded else _partitions)(options, folder, markers)
     whole = [segment for piece in pieces for segment in piece]
@@ -204,7 +223,7 @@ def publish_datasets(
 
 
 def _remove_other_shards(options: PreprocessOptions, count: int) -> None:
-    """Remove shards with numbers from ``count`` on, which an earlier run has left."""
+    """Remove the shards of an earlier run whose numbers are at least ``count``."""
     for key in options.json_keys:
         before, after = options.dataset_prefix(key, "*").rsplit("*", 1)
         for kind in ("idx", "bin"):
@@ -217,9 +236,9 @@ def _remove_other_shards(options: PreprocessOptions, count: int) -> None:
 def publish_rejected(
     options: PreprocessOptions, folder: Path, parts: Sequence[Part], markers: Sequence[PartMarker]
 ) -> Path | None:
-    """Write `PREFIX.rejected.jsonl`: file, line (from 1), reason and text of each refused line.
+    """Write file, line (from 1), reason and text of each refused line to `PREFIX.rejected.jsonl`.
 
-    Return its path, or None without such lines; an older file is then removed.
+    Return its path. If no line was refused, remove an older file and return None.
     """
     path = Path(f"{options.output_prefix}.rejected.jsonl")
     if not any(marker.rejected for marker in markers):
@@ -228,10 +247,10 @@ def publish_rejected(
     temporary = Path(f"{path}.joining")
     before = 0
     try:
-        # A name of a file that is not UTF-8 is written by JSON's own escapes.
+        # The name of an input file need not be UTF-8; write its odd bytes as escapes.
         with open_new(temporary, errors="backslashreplace") as out:
             for part, marker in zip(parts, markers, strict=True):
-                if part.start == 0:  # a new file, maybe the same one again
+                if part.start == 0:  # This part begins a file, perhaps one that is given twice.
                     before = 0
                 for record in read_rejected(folder, marker):
                     if "reason" not in record:

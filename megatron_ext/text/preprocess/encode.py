@@ -1,8 +1,8 @@
-"""Encodes lines of JSON as token arrays, block by block; splits text into sentences.
+"""Encodes lines of JSON as arrays of tokens, block by block; splits texts into sentences.
 
 Sentences are split by rules, without a model. A sentence ends at `. ! ? …` (with closing quotes or
-brackets) before white space. It does not end if the period closes a known abbreviation, an initial
-or an ordinal number, or if the next word starts in lower case. It also ends at the full stops of
+brackets) before white space. It does not end after an abbreviation of the language, an initial or
+an ordinal number, nor if the next word starts in lower case. It also ends at the full stops of
 Chinese, Japanese and Hindi, which need no white space.
 """
 
@@ -24,23 +24,24 @@ from megatron_ext.text.tokenizers.fast import FastEncoder, InexactEngine
 
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _SHOWN_KEYS = 12
-"""Most keys of a line that an error lists."""
+"""The most keys of a line that an error lists."""
 
 
 class BadLine(Exception):
-    """Raised at a line without a usable document; the message completes "The line ..."."""
+    """Raised for a line without a usable document; the message completes "The line ..."."""
 
 
 def parse_line(line: bytes, keys: Sequence[str]) -> list[list[str]]:
     """Return the texts under each key: one for a string, several for a list of strings.
 
-    Raise a BadLine if the line is no JSON object, or a key has neither a string nor such a list.
+    Raise a BadLine if the line is not a JSON object, or if the value of a key is neither a string
+    nor a list of strings.
     """
     return _texts_of(read_object(line, keys), keys)
 
 
 def _texts_of(document: dict[str, Any], keys: Sequence[str]) -> list[list[str]]:
-    """Return the texts under each key of the object of a line; see `parse_line`."""
+    """Return the texts under each key of a line's object; see `parse_line`."""
     texts: list[list[str]] = []
     for key in keys:
         value = document.get(key)
@@ -57,7 +58,7 @@ def _texts_of(document: dict[str, Any], keys: Sequence[str]) -> list[list[str]]:
 
 
 def _keys_of(document: Mapping[str, Any]) -> str:
-    """Return which keys a line has, and the flag that names others, for an error."""
+    """Return the end of an error: the keys that a line has, and the flag that names keys."""
     names = [f"{key:.40}" for key in document]
     if len(names) > _SHOWN_KEYS:
         names[_SHOWN_KEYS:] = [f"{len(names) - _SHOWN_KEYS} more"]
@@ -67,7 +68,8 @@ def _keys_of(document: Mapping[str, Any]) -> str:
 def read_object(line: bytes, keys: Sequence[str] = ()) -> dict[str, Any]:
     """Return the JSON object of a line.
 
-    Raise a BadLine if it is no JSON object, or a text under ``keys`` has half a surrogate pair.
+    Raise a BadLine if it is not a JSON object, or if a text under ``keys`` has half a surrogate
+    pair.
     """
     try:
         document = orjson.loads(line)
@@ -81,26 +83,27 @@ def read_object(line: bytes, keys: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _has_twice(line: bytes, key: str) -> bool:
-    """Tell whether a line's object has a key twice; parsers would keep only the last value.
+    """Tell whether a line's object has a key twice, of which parsers keep only the last value.
 
     The keys of inner objects do not count.
     """
-    if line.count(f'"{key}"'.encode()) < 2:  # a text that holds the name has it in escaped quotes
+    # A quick test that rules out most lines. Within texts the quotes are escaped, so do not match.
+    if line.count(f'"{key}"'.encode()) < 2:
         return False
     pairs: list[tuple[str, Any]] = []
 
     def remember(entries: list[tuple[str, Any]]) -> None:
-        pairs[:] = entries  # the outermost object is the last to end
+        pairs[:] = entries  # The outermost object ends last, so its pairs are the ones that stay.
 
     json.loads(line.decode("utf-8-sig"), object_pairs_hook=remember)
     return sum(name == key for name, _ in pairs) > 1
 
 
 def read_exactly(line: bytes) -> tuple[dict[str, Any], str | None]:
-    """Return the object of a line, and a key that an object in it has twice, at any depth, or None.
+    """Return the object of a line, and a key that occurs twice in an object at any depth, or None.
 
-    `read_object` must take the line. It reads an integer of more than 64 bits as the nearest
-    float, which shows where a value and not a text is used.
+    Call this only for a line that `read_object` accepts. `read_object` reads integers of more than
+    64 bits as floats; here they keep all their digits.
     """
     repeated: list[str] = []
 
@@ -115,9 +118,9 @@ def read_exactly(line: bytes) -> tuple[dict[str, Any], str | None]:
 
 
 def _read_leniently(line: bytes, keys: Sequence[str], complaint: str) -> Any:
-    """Return the content of a line by Python's parser, which unlike orjson accepts NaN.
+    """Parse a line that orjson refuses by Python's parser, which accepts NaN.
 
-    A byte-order mark is left out, which stands within a file where files were joined. Raise a
+    Ignore a byte-order mark, which can begin any line of a file that was joined from files. Raise a
     BadLine for half a surrogate pair or invalid JSON; ``complaint`` is orjson's message.
     """
     try:
@@ -136,25 +139,25 @@ def _read_leniently(line: bytes, keys: Sequence[str], complaint: str) -> Any:
 
 
 UNREAD = "unread key "
-"""The beginning of a note on a key of lines that is not used; the key follows."""
+"""The kind under which keys of lines that nothing reads are counted."""
 TWICE = "twice the key "
-"""The beginning of a note on a key that a line has more than once; the key follows."""
+"""The kind under which keys that a line has more than once are counted."""
 EMPTY = "empty text under "
-"""The beginning of a note on texts without a character; their key follows."""
+"""The kind under which empty texts are counted, by their key."""
 ENDS_WITHIN = "end of document within a text"
-"""The note on end-of-document tokens that stand within texts, where they are spelled out."""
+"""The kind under which end-of-document tokens that are spelled out in texts are counted."""
 _CHECKED_CHARACTERS = 16_384
-"""A longer text is not used to compare the engines during the run."""
+"""The engines are not compared on longer texts during the run, since that would take too long."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Documents as the dataset stores them.
+    """Encoded documents, in the arrays of a dataset.
 
     Attributes:
-        tokens: the ids of all documents.
-        lengths: number of tokens in each sequence.
-        documents: number of sequences in each document.
+        tokens: the ids of all documents, one after another.
+        lengths: number of tokens of each sequence.
+        documents: number of sequences of each document.
     """
 
     tokens: npt.NDArray[Any]
@@ -165,7 +168,11 @@ class Encoded:
 def choose_engine(
     tokenizer: Tokenizer, samples: Sequence[str], engine: str
 ) -> tuple[FastEncoder | None, str]:
-    """Return (fast engine, message); the engine is None if unwanted or inexact on ``samples``."""
+    """Return the fast engine, and a sentence on the choice.
+
+    The engine is None if ``engine`` is "native", or if it gives other ids than the tokenizer on
+    ``samples``.
+    """
     if engine == "native":
         return None, f"Tokenizing with {tokenizer.kind}'s own library, as asked."
     try:
@@ -180,11 +187,11 @@ def choose_engine(
 
 
 Refuse = Callable[[int, str], None]
-"""A function called with the number of a bad line in its part, from 0, and the reason."""
+"""A callback ``(line, reason)`` for a bad line; ``line`` is its number in the part, from 0."""
 Write = Callable[[int, int, Encoded], None]
-"""A function called with the index of a key, the index of a stream, and documents to write."""
+"""A callback ``(key, stream, encoded)`` that writes documents; key and stream are indices."""
 Tally = Callable[[Mapping[str, Mapping[str, int]]], None]
-"""A function called with counts for the report, by kind and name, which it adds up."""
+"""A callback that adds counts, by kind and name, to those of the report."""
 
 
 Splitter = Callable[[str], list[str]]
@@ -195,9 +202,10 @@ class BlockEncoder(Protocol):
     def encode(
         self, lines: Sequence[bytes], first: int, refuse: Refuse, write: Write, tally: Tally
     ) -> int:
-        """Encode lines of an input part, numbered from ``first``; return how many are kept.
+        """Encode lines of an input part; return the number of lines that are not refused.
 
-        Documents go to ``write``, bad lines to ``refuse``, and counts for the report to ``tally``.
+        The first line has the number ``first`` in the part. Documents go to ``write``, bad lines to
+        ``refuse``, and counts for the report to ``tally``.
         """
         ...
 
@@ -207,8 +215,8 @@ class TextEncoder:
     """A `BlockEncoder` of the texts under ``keys`` in each line.
 
     Line i of an input part goes to output stream ``i % streams``. Each document that is not empty
-    ends with the id ``eod``, unless that is None. If ``fast`` is given, it encodes in place of
-    the tokenizer, which checks one text of each batch.
+    ends with the id ``eod``, unless that is None. If ``fast`` is given, it encodes instead of the
+    tokenizer, and the tokenizer checks one text of each batch.
     """
 
     tokenizer: Tokenizer
@@ -242,7 +250,7 @@ class TextEncoder:
         try:
             within = self._encode_streams(texts, kept, write)
         except (ValueError, OverflowError):
-            # The tokenizer refuses some text; only now is it worth asking which.
+            # The tokenizer refuses at least one text. This is rare, so only now look for it.
             good = [i for i, number in enumerate(kept) if self._accepts(texts[i], number, refuse)]
             kept = [kept[i] for i in good]
             texts = [texts[i] for i in good]
@@ -272,9 +280,9 @@ class TextEncoder:
     def _encode_streams(
         self, texts: list[list[list[str]]], numbers: list[int], write: Write
     ) -> dict[str, int]:
-        """Encode all texts before writing, so that nothing is written if a text is refused.
+        """Encode all texts, then write them, so that nothing is written if a text is refused.
 
-        Return how many end-of-document tokens stand within the texts of each key.
+        Return the number of end-of-document tokens that are spelled out in texts, by key.
         """
         encoded = []
         for stream in range(self.streams):
@@ -290,11 +298,14 @@ class TextEncoder:
         return within
 
     def _encode(self, documents: Sequence[list[str]]) -> Encoded:
-        """Encode documents, each a list of sequences; raise an InexactEngine if engines differ."""
+        """Encode documents, each a list of sequences.
+
+        Raise an InexactEngine if the fast engine and the tokenizer differ on the text checked.
+        """
         texts = [text for document in documents for text in document]
         ids = (self.tokenizer if self.fast is None else self.fast).encode_batch(texts)
         if self.fast is not None and texts:
-            # One document of each batch is compared, at another place each time.
+            # Compare one text of each batch. The prime spreads its position over the batches.
             self.batches += 1
             at = self.batches * 7919 % len(texts)
             if len(texts[at]) > _CHECKED_CHARACTERS:
@@ -345,8 +356,8 @@ _LAST_WORD = re.compile(r"[^\s(\[\"'“‘«„¿¡]*$")
 def sentence_splitter(lang: str, *, keep_newlines: bool) -> Splitter:
     """Return a function that splits a text in ``lang``, one of `LANGUAGES`, into sentences.
 
-    White space between sentences is dropped. With `keep_newlines` it stays at the end of the
-    preceding sentence, and the joined sentences are the text.
+    White space between sentences is dropped. With ``keep_newlines`` it stays at the end of the
+    preceding sentence, so that the joined sentences are the text.
     """
     abbreviations = frozenset((_COMMON + " " + _ABBREVIATIONS[lang]).split())
     ordinals = lang in ("german", "dutch")
@@ -374,7 +385,7 @@ def _ends_here(
         return False
     if match["mark"] != "." or "\n\n" in match["space"] or match["close"]:
         return True
-    # A word longer than any abbreviation needs no look further back.
+    # Look back 24 characters only: no abbreviation is longer.
     word = _LAST_WORD.search(text, max(0, match.start() - 24), match.start())
     last = word[0] if word else ""
     initial = len(last) == 1 and last.isalpha() and last.isupper() and last != "I"

@@ -1,8 +1,8 @@
-"""Folders as inputs: texts, one document in each file, and Hugging Face datasets saved to disk.
+"""Reads folders as inputs: folders of texts, and Hugging Face datasets that were saved to disk.
 
-The texts of a folder are all files below it, in the order of their paths; hidden files, hidden
-folders and links to folders are left out. Their names are written to a list in the work directory,
-which is cut into parts.
+In a folder of texts each file is a document. It takes all files below the folder, in the order of
+their paths, except hidden files, hidden folders and links to folders. The paths are written to a
+list in the work directory, and the list is cut into parts.
 """
 
 import hashlib
@@ -21,13 +21,14 @@ from megatron_ext.text.preprocess.packed import BLOCK_BYTES, MAX_LINE_BYTES
 _NO_TEXTS = frozenset(
     ".arrow .bz2 .feather .gz .jsonl .parquet .tar .tgz .warc .xz .zip .zst".split()
 )
-"""Endings of files that hold many documents, or none."""
+"""Suffixes of files that hold many documents, or none, and so cannot be texts of a folder."""
 
 
 def files_of(folder: str) -> list[str]:
-    """Return the Arrow files of a dataset that `save_to_disk` wrote; for texts, the folder itself.
+    """Return the input files of a folder.
 
-    Raise a DataError for a folder that is neither.
+    These are the Arrow files of a dataset that `save_to_disk` wrote, or the folder itself if it
+    holds texts. Raise a DataError for any other folder.
     """
     if os.path.isfile(os.path.join(folder, "dataset_dict.json")):
         names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
@@ -71,7 +72,7 @@ def _saved_files(folder: str, state: str) -> list[str]:
 
 
 def texts_below(folder: str) -> Iterator[tuple[str, int]]:
-    """Yield path and size of each file below a folder, sorted; hidden ones are left out.
+    """Yield (path, size) of each file below a folder, sorted, without hidden ones.
 
     Raise a DataError for a folder that cannot be read.
     """
@@ -101,7 +102,7 @@ def identity_of_texts(folder: str) -> str:
 
 
 def write_list(folder: str, target: Path) -> None:
-    """Write path and size of each text of a folder to ``target``, one JSON list in each line."""
+    """Write ``[path, size]`` of each text of a folder to ``target``, one JSON list per line."""
     temporary = target.with_suffix(".listing")
     with open_new(temporary, "wb") as out:
         for path, size in texts_below(folder):
@@ -110,7 +111,10 @@ def write_list(folder: str, target: Path) -> None:
 
 
 def list_spans(path: str, part_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Cut a list at lines; yield first and last byte of each piece, and the size of its texts."""
+    """Cut a list of texts at line ends; yield (start, end, bytes of its texts) of each piece.
+
+    Start and end count bytes of the list. A piece has about ``part_bytes`` bytes of texts.
+    """
     start = at = size = 0
     with open(path, "rb") as stream:
         for line in stream:
@@ -132,9 +136,10 @@ def listed(path: str, start: int, end: int) -> list[str]:
 
 
 def text_lines(paths: Sequence[str], key: str) -> Iterator[tuple[bytes, int]]:
-    """Yield (lines of JSON with the text of some files under ``key``, size of these files).
+    """Yield (lines of JSON, size of their files); a line holds the text of a file under ``key``.
 
-    A file that is not UTF-8 is yielded as it is, without line ends, and refused as such a line.
+    A file that is not UTF-8 becomes a line with its bytes, without line ends, so that the line is
+    refused with its name.
     """
     lines = list[bytes]()
     size = 0
@@ -160,7 +165,7 @@ def text_lines(paths: Sequence[str], key: str) -> Iterator[tuple[bytes, int]]:
 
 
 def key_of_texts(folder: str, keys: Sequence[str] | None) -> str:
-    """Return the one key of the texts of a folder; raise a ConfigError unless there is one."""
+    """Return the key for a folder's texts; raise a ConfigError unless ``keys`` has just one."""
     if keys is None or len(keys) != 1:
         given = "`--sft`" if keys is None else f"`--json-keys` ({' '.join(keys)})"
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""Input files: finds them by patterns, cuts them into parts, and reads parts as lines of JSON.
+"""Finds input files by patterns, cuts them into parts, and reads parts as lines of JSON.
 
-Each row of a parquet or Arrow file is one line, and so is each text of a folder of texts.
+Each row of a parquet or Arrow file becomes a line, and so does each file of a folder of texts.
 """
 
 import glob
@@ -43,14 +43,14 @@ class Part:
     """A piece of one input, which one worker encodes into one set of part files.
 
     Attributes:
-        path: the file to read, such as the copy of a stream, the list of a folder's texts, or the
-            items of a JSON array, one in a line.
+        path: the file to read. It may be made from the input: the copy of a stream, the list of a
+            folder's texts, or the items of a JSON array, one per line.
         source: the input as the user named it.
-        start, end: bytes of a plain file or of a list of texts, both at line ends; groups of a
-            table; the whole size of a packed file.
-        packing: what the file is, as `packing_of` tells; "array" for items of a JSON array.
-        num_bytes: the part's share of the input, for figures of progress.
-        columns: the columns of a table that are read, or the key of texts; None reads all.
+        start, end: the range of the file, in bytes at line ends (plain file, list of texts), in
+            groups (table), or the whole size (packed file).
+        packing: the kind of the file, as `packing_of` returns it, or "array" for JSON array items.
+        num_bytes: the part's share of the input's bytes, to show progress.
+        columns: the columns of a table that are read, or the key for texts; None reads all.
     """
 
     path: str
@@ -62,12 +62,12 @@ class Part:
     columns: Sequence[str] | None = None
 
     def __str__(self) -> str:
-        """Name the input and the range of this part, for messages."""
+        """Return the input and the range of this part, for messages."""
         unit = _UNITS.get(self.packing, "groups" if is_table(self.packing) else "bytes")
         return f"{self.source}, {unit} {self.start} to {self.end}"
 
     def is_there(self) -> bool:
-        """Tell whether the file to read still exists, in full size if its bytes are known."""
+        """Tell whether the file still exists, and is long enough if the range counts its bytes."""
         if self.packing in _UNITS:
             return os.path.getsize(self.path) >= self.end
         return os.path.exists(self.path)
@@ -75,7 +75,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Source:
-    """An input to cut: the file to read, the name to show, and what the file is."""
+    """An input to cut into parts; ``shown`` is its name in messages."""
 
     path: str
     shown: str
@@ -83,10 +83,10 @@ class Source:
 
 
 def expand(patterns: Sequence[str]) -> list[str]:
-    """Return the files and folders that paths and globs name; those of one glob are sorted.
+    """Return the files and folders that match the patterns, sorted for each pattern.
 
-    A glob names folders only if it ends in a slash. Raise a DataError for a pattern without files,
-    an unreadable file or a stream named twice.
+    A glob matches folders only if it ends in a slash. Raise a DataError for a pattern without
+    matches, for an unreadable file, and for a stream that is named twice.
     """
     files: list[str] = []
     for pattern in patterns:
@@ -117,10 +117,11 @@ def expand(patterns: Sequence[str]) -> list[str]:
 
 
 def identity_of(path: str) -> list[Any]:
-    """Return values that differ if an input was changed; those of a stream always differ.
+    """Return values that change whenever the input changes; a stream's values are always new.
 
-    Size and modification time may survive a change (`rsync -t`, `touch -r`). Inode, change time
-    (ctime) and a digest of both ends of the content are therefore included.
+    Size and modification time can stay the same through a change (`rsync -t`, `touch -r`). The
+    values therefore include the inode, the change time (ctime) and a digest of the first and the
+    last bytes.
     """
     if is_stream(path):
         return [os.path.abspath(path), os.getpid(), time.time_ns()]
@@ -136,9 +137,10 @@ def identity_of(path: str) -> list[Any]:
 
 
 def needs_spool(files: Sequence[str], workers: int) -> list[str]:
-    """Return the inputs to copy or unpack: streams, and packed files if workers outnumber files.
+    """Return the inputs to copy or unpack before they are cut.
 
-    A table of several groups is cut between them instead.
+    These are all streams. If there are more workers than files, also the packed files and the
+    tables of one group, which could not be cut otherwise.
     """
     streams = [path for path in files if is_stream(path)]
     if len(files) >= workers:
@@ -167,7 +169,7 @@ def spool(source: str, target: Path, columns: Sequence[str] | None) -> None:
 
 
 def _whole(path: str, columns: Sequence[str] | None) -> Part:
-    """Return a file that is no folder as one part."""
+    """Return a whole file as one part."""
     size = os.path.getsize(path)
     packing = packing_of(path)
     end = len(group_sizes(path, packing, columns)) if is_table(packing) else size
@@ -181,9 +183,10 @@ def cut(
     smallest: int = 4_000_000,
     columns: Sequence[str] | None = None,
 ) -> list[Part]:
-    """Cut plain files at line ends, tables between groups, lists of texts; packed ones stay whole.
+    """Cut inputs into parts: files and lists of texts at line ends, tables between groups.
 
-    Without ``part_megabytes``, each worker gets about four parts, of at least ``smallest`` bytes.
+    Packed files stay whole. Without ``part_megabytes``, each worker gets about four parts, of at
+    least ``smallest`` bytes.
     """
     total = sum(map(_size, sources))
     if part_megabytes is None:
@@ -207,7 +210,7 @@ def _size(source: Source) -> int:
 def _spans(
     source: Source, part_bytes: int, columns: Sequence[str] | None
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield start, end and share of the input's bytes of each part; `Part` tells their units."""
+    """Yield ``start``, ``end`` and ``num_bytes`` of each part; see `Part`."""
     if source.packing == "texts":
         yield from folders.list_spans(source.path, part_bytes)
     elif source.packing in _LINES:
@@ -248,7 +251,8 @@ def blocks(part: Part) -> Iterator[tuple[bytes, int]]:
     Raises:
         DataError: the file is damaged, or a line is longer than `MAX_LINE_BYTES` unpacked.
     """
-    # A line of a plain file is no longer than the file itself, which somebody has stored.
+    # A few bytes of a packed file can unpack to an endless line, so its lines have a limit. A line
+    # of a plain file is no longer than the file.
     limit = math.inf if part.packing == "plain" else MAX_LINE_BYTES
     rest: list[bytes] = []
     seen = length = 0
@@ -272,7 +276,10 @@ def blocks(part: Part) -> Iterator[tuple[bytes, int]]:
 
 
 def _too_long(part: Part, number: int) -> DataError:
-    """Return the error on a line that is too long and ends in or after a piece, from 0."""
+    """Return the error on a line that is too long.
+
+    ``number`` is the index of the piece in which the line has become too long, from 0.
+    """
     line = sum(piece.count(b"\n") for piece, _ in islice(_pieces(part), number))
     path, line = place_of(part, line)
     return DataError(
@@ -282,7 +289,7 @@ def _too_long(part: Part, number: int) -> DataError:
 
 
 def is_end_of_input(part: Part) -> bool:
-    """Tell whether nothing but white space follows a part in its input."""
+    """Tell whether only white space follows a part in its input."""
     if part.packing not in _LINES:
         return True
     with open(part.path, "rb") as stream:
@@ -294,9 +301,9 @@ def is_end_of_input(part: Part) -> bool:
 
 
 def _pieces(part: Part) -> Iterator[tuple[bytes, int]]:
-    """Yield a part piece by piece: its bytes as text, and how many bytes of input they took.
+    """Yield (unpacked bytes, input bytes read for them) of each piece of a part.
 
-    A piece need not end with a line.
+    A piece may end within a line.
     """
     if part.packing in _LINES:
         yield from _plain(part)
@@ -315,10 +322,10 @@ def _pieces(part: Part) -> Iterator[tuple[bytes, int]]:
 
 
 def place_of(part: Part, line: int, before: int | None = None) -> tuple[str, int]:
-    """Return file and line (from 1) of a part's line with the number ``line`` (from 0).
+    """Return the file, and the line number in it from 1, of a part's line ``line``, from 0.
 
-    ``before`` is the number of lines in the parts of the same input before this one; they are
-    counted if it is None.
+    ``before`` is the number of lines in the earlier parts of the same input. If it is None, count
+    them.
     """
     if part.packing == "texts":
         return folders.listed(part.path, part.start, part.end)[line], 1

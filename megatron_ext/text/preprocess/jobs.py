@@ -1,7 +1,7 @@
-"""The job of a run: its parts, how their lines are encoded, and the encoding of one part.
+"""The job of a run: its parts, the encoder of their lines, and the function that encodes a part.
 
-Local workers, tasks of Slurm and tasks of Ray encode parts by the same function. A part depends on
-nothing but its lines and the options, so it does not matter where it is encoded, or how often.
+Local workers, tasks of Slurm and tasks of Ray encode parts by the same function. The result depends
+only on the part's lines and the options, so a part can be encoded anywhere, and more than once.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,32 +21,35 @@ from megatron_ext.text.preprocess.starts import check_encoding, is_blank
 from megatron_ext.text.preprocess.tables import is_table
 
 SECONDS_FOR_FILES = 30.0
-"""How long the files of another machine may take to be seen here, as on NFS."""
+"""The seconds after which a file of another machine must be visible here; NFS may be late."""
 
 Say = Callable[[str], None]
 
 
 class Encoding(Protocol):
-    """The means to turn lines into documents, made from the options alone."""
+    """Turns lines into documents; it is built from the options only."""
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return values that differ if the same lines give other tokens."""
+        """Return everything that determines the tokens of a line, as JSON values."""
         ...
 
     @property
     def dtypes(self) -> Sequence[Any]:
-        """Return the dtype of each key's dataset."""
+        """Return the dtype of the dataset of each key."""
         ...
 
     def choose_engine(self, parts: Sequence[Part], say: Say) -> bool:
-        """Return whether the fast engine is exact on samples of the parts; say which is used."""
+        """Return whether to use the fast engine, and report the choice by ``say``.
+
+        The fast engine is used if it is exact on samples of the parts.
+        """
         ...
 
     def encoder(self, *, fast: bool) -> BlockEncoder:
         """Return the encoder of lines.
 
-        Raise an InexactEngine if the fast engine is asked for and cannot be used.
+        Raise an InexactEngine if ``fast`` is True and the fast engine cannot be used.
         """
         ...
 
@@ -56,9 +59,13 @@ Build = Callable[[PreprocessOptions], Encoding]
 
 @dataclass(frozen=True)
 class Job:
-    """The objects that all workers share; ``key`` is the key of the plan in ``folder``.
+    """The objects that all workers share.
 
-    Another process makes the same encoder from ``options`` by ``build`` and ``fast``.
+    Attributes:
+        folder: the work directory.
+        key: the key of the plan in ``folder``.
+        build: builds ``encoding`` from ``options`` in another process.
+        fast: whether the encoder uses the fast engine.
     """
 
     options: PreprocessOptions
@@ -72,7 +79,7 @@ class Job:
 
 
 def unfinished(job: Job, numbers: Iterable[int]) -> list[int]:
-    """Return the numbers of those parts that have no marker."""
+    """Return those of ``numbers`` whose parts have no marker."""
     return [number for number in numbers if read_marker(job.folder, job.key, number) is None]
 
 
@@ -85,14 +92,15 @@ def progress_of(job: Job, todo: Sequence[int]) -> Progress:
 
 
 class StopAtLine(Exception):
-    """Raised with (line number in the part, reason) at a bad line that ends the run."""
+    """Raised with (line number in the part, reason) for a bad line that ends the run."""
 
 
 def encode_part(job: Job, number: int, advance: Advance) -> None:
-    """Encode one part and write its marker; raise a StopAtLine at a bad line that ends the run.
+    """Encode one part and write its marker.
 
-    ``advance`` gets the input bytes and the documents of each block. Blank lines at the end of an
-    input are skipped; others are bad lines.
+    ``advance`` is called with the input bytes and the documents of each block. Blank lines at the
+    end of an input are skipped; any other blank line is bad. Raise a StopAtLine for a bad line,
+    unless ``--on-bad-line`` sets it aside.
     """
     streams = job.options.streams
     dtypes = job.encoding.dtypes
@@ -129,7 +137,10 @@ def encode_part(job: Job, number: int, advance: Advance) -> None:
 def _encode_lines(
     job: Job, writer: PartWriter, lines: Sequence[bytes], first: int, *, stops: bool
 ) -> int:
-    """Encode lines of a part, numbered from ``first``; return the number of documents."""
+    """Encode lines of a part, whose first has the number ``first``; return how many documents.
+
+    With ``stops`` raise a StopAtLine for a bad line; else record it.
+    """
     refuse = partial(_refuse, None if stops else writer, lines, first)
     documents = job.encoder.encode(lines, first, refuse, writer.write, writer.tally)
     writer.count(len(lines), documents)
@@ -145,7 +156,7 @@ def _refuse(
 
 
 def bad_line(stop: StopAtLine, part: Part) -> DataError:
-    """Return the error for the user about a line that ended the run."""
+    """Return the error that tells the user which line ended the run."""
     number, reason = stop.args
     file, line = place_of(part, number)
     unit = "item" if part.packing == "array" else "line"

@@ -1,4 +1,4 @@
-"""The options of a preprocessing run, which are flags too, and the flags of its tokenizer."""
+"""The options of a preprocessing run, from which its flags are derived, and tokenizer flags."""
 
 import argparse
 import os
@@ -27,7 +27,10 @@ _ADVICE = "leave it out for the default"
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """The checked options of one run; an output is for example `<prefix>_<key>_document.bin`."""
+    """The options of a preprocessing run; they are checked on construction.
+
+    An output file is for example `<output_prefix>_<key>_document.bin`.
+    """
 
     inputs: Sequence[str]
     output_prefix: str
@@ -119,7 +122,7 @@ class PreprocessOptions:
     smallest_part: ClassVar[int] = 4_000_000
 
     def __post_init__(self) -> None:
-        # Names are made for each partition, so their number is checked first.
+        # `_wrong_names` makes names for each partition, so check the number of partitions first.
         wrong = list(range_errors(self).values()) or self._wrong_names()
         if wrong:
             raise ConfigError(wrong)
@@ -193,12 +196,12 @@ class PreprocessOptions:
 
     @property
     def streams(self) -> int:
-        """Return the number of output streams: ``partitions``, or 1 if these are contiguous."""
+        """Return the number of output streams of a part: ``partitions``, or 1 if contiguous."""
         return 1 if self.keep_sequential_samples else self.partitions
 
     @property
     def columns(self) -> Sequence[str] | None:
-        """Return the columns of a table that are read, or the key of a folder's texts."""
+        """Return the columns to read from tables; for a folder of texts, the key of the text."""
         return self.json_keys
 
     @property
@@ -207,7 +210,10 @@ class PreprocessOptions:
         return self.workers * self.slurm_tasks
 
     def dataset_prefix(self, key: str, piece: str | None = None) -> str:
-        """Return the prefix of the dataset of a key, for one partition or shard, or all lines."""
+        """Return the prefix of the dataset of a key.
+
+        ``piece`` is the number of a partition or shard; None is the dataset of all lines.
+        """
         part = "" if piece is None else f"_{piece}"
         return f"{self.output_prefix}{part}_{key}_{self.level}"
 
@@ -215,12 +221,12 @@ class PreprocessOptions:
 TOKENIZER_FLAGS = tuple(
     each
     for each in flags_of("tokenizer", TokenizerConfig)
-    if each.field != "tokenizer_hf_use_fast"  # the libraries used here are always the fast ones
+    if each.field != "tokenizer_hf_use_fast"  # Fast tokenizers are always used.
 )
 
 
 def add_flags(parser: argparse.ArgumentParser, title: str, flags: Iterable[Flag]) -> None:
-    """Add flags to a parser as a group; the parser does not check the ranges of their values."""
+    """Add flags to a parser as a group; the parser does not check that values are in range."""
     group = parser.add_argument_group(title)
     for each in flags:
         if each.type is bool:

@@ -1,4 +1,4 @@
-"""Packed files and streams: recognizes them, unpacks gzip and zstd, and copies streams to files."""
+"""Recognizes packed files and streams, unpacks gzip and zstd, and copies streams to files."""
 
 import gzip
 import os
@@ -15,7 +15,7 @@ from megatron_ext.errors import ConfigError, DataError
 
 BLOCK_BYTES = 4 << 20
 MAX_LINE_BYTES = 128 << 20
-"""The longest line, or text of a folder of texts; a few bytes of gzip may unpack to gigabytes."""
+"""The most bytes of a line, or of a file of a folder of texts; gzip may unpack to gigabytes."""
 _MAGIC = {
     b"\x1f\x8b": "gzip",
     b"\x28\xb5\x2f\xfd": "zstd",
@@ -29,9 +29,9 @@ _ZSTD_BYTES = 1 << 11
 
 
 def packing_of(path: str) -> str:
-    """Return what a file is: gzip, zstd, parquet, "arrow file", "arrow stream" or plain.
+    """Return the kind of a file: gzip, zstd, parquet, "arrow file", "arrow stream" or plain.
 
-    A folder is "texts", one document in each file. Raise a DataError for bzip2, xz and zip.
+    The kind of a folder is "texts". Raise a DataError for bzip2, xz and zip.
     """
     if os.path.isdir(path):
         return "texts"
@@ -55,12 +55,16 @@ def is_stream(path: str) -> bool:
 
 
 def copy_stream(source: str, out: BinaryIO) -> None:
-    """Copy a stream to its end; standard input, which may be a socket, is read by descriptor 0."""
+    """Copy a stream to its end.
+
+    Read standard input by its descriptor 0, since it may be a socket, which has no path to open.
+    """
     standard = source == "-"
     with suppress(OSError):
         standard = standard or os.path.samestat(os.stat(source), os.fstat(0))
     try:
-        # A pipe without a name, such as a shell's `<(command)`, never makes its reader wait.
+        # A FIFO without a writer yet must be waited for. The pipe of a shell's `<(command)` always
+        # has one; it is recognized because its path leads to no file.
         is_fifo = not standard and stat.S_ISFIFO(os.stat(source).st_mode)
         wait = is_fifo and os.path.exists(os.path.realpath(source))
         number = 0 if standard else os.open(source, os.O_RDONLY | (os.O_NONBLOCK if wait else 0))
@@ -76,15 +80,15 @@ def copy_stream(source: str, out: BinaryIO) -> None:
 
 
 def _await_writer(source: str, descriptor: int) -> bytes:
-    """Wait until a program has opened a FIFO for writing; return the 0 or 1 bytes read meanwhile.
+    """Wait until a program opens a FIFO for writing; return the 0 or 1 bytes read meanwhile.
 
-    Raise a DataError if no program has opened it after `_SECONDS_FOR_A_WRITER`.
+    Raise a DataError if no program opens it within `_SECONDS_FOR_A_WRITER`.
     """
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     first = b""
     if not poll.poll(_SECONDS_FOR_A_WRITER * 1000):
-        with suppress(BlockingIOError):  # a writer that has nothing to say yet
+        with suppress(BlockingIOError):  # A writer is there, but has not written yet.
             first = os.read(descriptor, 1)
             if not first:
                 raise DataError(
@@ -100,7 +104,7 @@ def unpacked(
 ) -> Iterator[tuple[bytes, int]]:
     """Yield (unpacked bytes, number of packed bytes read for them) of a gzip or zstd file.
 
-    A piece has about ``piece_bytes`` unpacked bytes.
+    Each piece has about ``piece_bytes`` unpacked bytes. Raise a DataError for a damaged file.
     """
     before = 0
     with open(path, "rb") as raw:
@@ -128,7 +132,8 @@ def _zstd(raw: BinaryIO, path: str, piece_bytes: int) -> Iterator[bytes]:
     fresh, window = True, None
     pending = []
     size = 0
-    # A few bytes of a frame may stand for 128 KiB, and one call returns all that its input holds.
+    # A call unpacks all of its input, and a few bytes of a frame can unpack to 128 KiB. So feed
+    # only a little at a time.
     while piece := raw.read(_ZSTD_BYTES):
         while piece:
             if window is None or window.eof:

@@ -1,10 +1,12 @@
-"""Files of encoded input parts in `<prefix>.parts/`, from which a killed run is resumed.
+"""The files of encoded parts in `<prefix>.parts/`, from which a killed run is resumed.
 
 The files `<stem>.k<key>.s<stream>.bin`, `.len` and `.doc` hold a part's tokens, tokens per sequence
 and sequences per document; `<stem>.rejected` holds refused lines. The marker `<part>.<plan>.json`
-is renamed into place last, so that its existence means complete files. A random number in the stem,
-and the key of the plan in the marker's name, prevent a worker that outlives its killed run, on this
-machine or another one, from writing into files of the next run.
+is renamed into place last: if it exists, the files are complete.
+
+A worker can outlive its killed run, on this machine or another one. It must not write into the
+files of the next run. Therefore the stem has a random number, and the marker's name has the key of
+the plan.
 """
 
 import json
@@ -39,21 +41,27 @@ from megatron_ext.text.preprocess.packed import MAX_LINE_BYTES
 
 _FORMAT = 3
 REFUSED = "refused "
-"""The beginning of a note on refused lines; the reason without its details follows."""
+"""The kind under which refused lines are counted, by their reason without its details."""
 SLURM_JOB = "slurm_job"
-"""The file with the number of the job array that encodes parts now."""
+"""The name of the file with the number of the job array that is encoding parts."""
 _MAX_REJECTED_BYTES = 1 << 40
 _SECONDS_FOR_DYING_WORKERS = 1.0
 
 
 @dataclass(frozen=True)
 class PartMarker:
-    """The marker of a finished part: numbers of lines read, documents, tokens and refused lines.
+    """The marker of a finished part.
 
-    Blank lines at the end of an input (``skipped``) are no documents, and not refused. The names of
-    the part's files begin with ``stem``; ``sizes`` in bytes detect later damage. The part is one of
-    the plan with this ``key``; ``host`` encoded it in ``seconds``, until the Unix time ``ended``.
-    ``tally`` holds counts for the report, by kind and name.
+    Attributes:
+        stem: the beginning of the names of the part's files.
+        key: the key of the plan to which the part belongs.
+        lines, documents, tokens, rejected: number of lines read, documents, tokens, refused lines.
+        skipped: number of blank lines at the end of an input, which are not refused.
+        sizes: bytes of each file, to detect later damage.
+        host: the machine that encoded the part.
+        seconds: how long the encoding took.
+        ended: the Unix time at which it ended.
+        tally: counts for the report, by kind and name.
     """
 
     stem: str
@@ -70,7 +78,7 @@ class PartMarker:
     tally: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def is_sound(self) -> bool:
-        """Return whether the values, which a stranger may have written, are of their types."""
+        """Tell whether all values have the right types; the file may come from anybody."""
         counts = [self.lines, self.documents, self.tokens, self.rejected, self.skipped]
         texts = self.stem, self.key, self.host
         seconds = self.seconds, self.ended
@@ -83,9 +91,9 @@ class PartMarker:
 
 
 class PartWriter:
-    """A writer of the files of one part, with a dtype for each dataset; `finish` marks the part.
+    """Writes the files of one part; `finish` writes its marker.
 
-    ``key`` is the key of the plan.
+    ``key`` is the key of the plan; ``dtypes`` has the dtype of the dataset of each key.
     """
 
     def __init__(
@@ -116,7 +124,7 @@ class PartWriter:
         self._counts["tokens"] += len(encoded.tokens)
 
     def reject(self, line: int, reason: str, raw: bytes) -> None:
-        """Record a refused line; `line` is its number within the part, from 0."""
+        """Record a refused line; ``line`` is its number within the part, from 0."""
         text = raw.decode("utf-8", errors="backslashreplace")
         record = {"line": line, "reason": reason, "text": text}
         self._rejected.write(json.dumps(record).encode() + b"\n")
@@ -124,7 +132,7 @@ class PartWriter:
         self.tally({REFUSED: {reason.partition(" (")[0]: 1}})
 
     def skip(self, line: int) -> None:
-        """Record a blank line by its number within the part."""
+        """Record a blank line, which is skipped, by its number within the part."""
         self._rejected.write(json.dumps({"line": line}).encode() + b"\n")
         self._counts["skipped"] += 1
 
@@ -140,7 +148,7 @@ class PartWriter:
                 total[name] = total.get(name, 0) + count
 
     def finish(self) -> None:
-        """Close the files and write the marker, which says that the part is finished."""
+        """Close the files, and write the marker that declares the part finished."""
         sizes = {}
         for name, stream in self._files.items():
             stream.close()
@@ -165,12 +173,16 @@ class PartWriter:
 
 
 def marker_path(folder: Path, key: str, number: int) -> Path:
-    """Return the path of the JSON file that marks a part of the plan with this key as finished."""
+    """Return the path of the marker of part ``number`` of the plan ``key``."""
     return folder / f"p{number:06}.{key}.json"
 
 
 def read_marker(folder: Path, key: str, number: int) -> PartMarker | None:
-    """Return the marker of a part of the plan with this key; None without one, or if files lack."""
+    """Return the marker of part ``number`` of the plan ``key``.
+
+    Return None if there is no valid marker, or if a file of the part is missing or has another
+    size.
+    """
     try:
         done = PartMarker(**read_json_object(marker_path(folder, key, number)))
         if not done.is_sound() or any(Path(n).name != n for n in (done.stem, *done.sizes)):
@@ -182,7 +194,7 @@ def read_marker(folder: Path, key: str, number: int) -> PartMarker | None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a small file so that a reader sees its old or its new content, never a part of it."""
+    """Write a small file atomically: a reader sees the old content or the new one."""
     temporary = path.with_suffix(f".{secrets.token_hex(6)}")
     write_text(temporary, text)
     os.replace(temporary, path)
@@ -190,7 +202,7 @@ def replace_file(path: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class Failure:
-    """The account of a task of Slurm that has failed; ``key`` is the key of its plan."""
+    """The error of a failed Slurm task, whose plan has the key ``key``."""
 
     kind: str
     messages: list[str]
@@ -198,7 +210,7 @@ class Failure:
 
 
 def failure_of(path: Path) -> Failure:
-    """Read the file of a task that has failed; raise an UnreadableFile if it is damaged."""
+    """Read the error that a failed task has written; raise an UnreadableFile if it is damaged."""
     content = read_json_object(path)
     kind, key, messages = (content.get(name) for name in ("kind", "key", "messages"))
     if not isinstance(messages, list) or not messages:
@@ -207,12 +219,12 @@ def failure_of(path: Path) -> Failure:
 
 
 def read_rejected(folder: Path, done: PartMarker) -> Iterator[dict[str, Any]]:
-    """Yield the records of one part's refused and blank lines, numbered from 0 within the part.
+    """Yield the records of a part's refused and blank lines, numbered from 0 within the part.
 
-    That of a blank line has nothing but the number.
+    The record of a blank line holds only its number.
     """
     if done.rejected or done.skipped:
-        # A refused line may be as long as a line of the input, and longer with its escapes.
+        # A record holds a whole line of the input, and escapes make it longer.
         path = folder / f"{done.stem}.rejected"
         limit = 7 * MAX_LINE_BYTES
         for line in lines_of(path, line_bytes=limit, limit=_MAX_REJECTED_BYTES):
@@ -227,8 +239,8 @@ def read_rejected(folder: Path, done: PartMarker) -> Iterator[dict[str, Any]]:
 class Plan:
     """The parts of a run, and the fingerprint of its input and settings.
 
-    The random ``key`` tells its markers from those of a former plan, whose workers may still run on
-    other machines.
+    The random ``key`` distinguishes markers of this plan from those of an earlier plan, whose
+    workers may still be running on other machines.
     """
 
     key: str
@@ -237,10 +249,10 @@ class Plan:
 
 
 class WorkDirectory:
-    """The folder `<prefix>.parts/`, locked by one run at a time.
+    """The folder `<prefix>.parts/`, which one run at a time locks.
 
-    It stays after a failure if a later run can read the same input again (``resumable``), and where
-    ``keep`` is set because others go on with the work.
+    It is kept after a failure if a later run can read the same input again (``resumable``). Set
+    ``keep`` to keep it in any case, for processes that continue the work.
 
     Raises:
         ConfigError: the folder cannot be made, or holds files that no run has written.
@@ -261,7 +273,8 @@ class WorkDirectory:
                     "work, but it holds other files; move them, or give another prefix."
                 )
             lock_path(self._lock.lock_file)
-            # The workers of a killed run hold the lock with it until they have ended too.
+            # Workers inherit the lock from their run. If that was killed, they hold the lock until
+            # they end, shortly after.
             self._lock.acquire(timeout=_SECONDS_FOR_DYING_WORKERS)
         except Timeout:
             raise DataError(
@@ -281,7 +294,7 @@ class WorkDirectory:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, _trace: object
     ) -> None:
-        """Unlock the folder; remove it after success, or if there is nothing to resume."""
+        """Unlock the folder; remove it after success, and if there is nothing to resume."""
         begun = any(any(self.folder.glob(names)) for names in ("p[0-9]*.json", "*.log"))
         keep = self.keep or (kind is not None and self.resumable and begun)
         if not keep:
@@ -295,7 +308,10 @@ class WorkDirectory:
             ) from value
 
     def resumed_parts(self, fingerprint: dict[str, Any]) -> list[Part] | None:
-        """Return the parts of an earlier run with the same fingerprint, else None."""
+        """Adopt the plan of an earlier run with the same fingerprint, and return its parts.
+
+        Return None if there is none, or if its input files are gone.
+        """
         try:
             plan = read_plan(self.folder)
             same = plan.fingerprint == _plain(fingerprint)
@@ -308,28 +324,34 @@ class WorkDirectory:
 
     @property
     def key(self) -> str:
-        """Return the key of the plan, which markers of its parts have too."""
+        """Return the key of the plan."""
         return self._plan.key
 
     def begin(self, fingerprint: dict[str, Any], parts: list[Part]) -> None:
-        """Record a new run's parts, and the fingerprint by which a later run may resume them."""
+        """Write the plan of a new run; a later run with the same fingerprint can resume it."""
         self._plan = Plan(secrets.token_hex(6), _plain(fingerprint), parts)
         replace_file(self.folder / "plan.json", json.dumps(asdict(self._plan)))
 
     def restart(self) -> None:
-        """Remove all encoded parts, and disown those that workers elsewhere still finish."""
+        """Remove all encoded parts, and begin the plan again under a new key.
+
+        Parts that workers elsewhere still finish have the old key, and are ignored.
+        """
         for path in self.folder.glob("p[0-9]*.*"):
             path.unlink()
         self.begin(self._plan.fingerprint, self._plan.parts)
 
     def clear(self) -> None:
-        """Remove the files of an earlier run, except its lock and its Slurm job."""
+        """Remove the files of an earlier run, except the lock and the number of its Slurm job."""
         for path in self.folder.iterdir():
             if path.name not in ("lock", SLURM_JOB):
                 path.unlink()
 
     def finished(self, count: int) -> dict[int, PartMarker]:
-        """Return the markers of finished parts by number; remove the files of unfinished ones."""
+        """Return the markers of finished parts by number; remove the files of unfinished parts.
+
+        ``count`` is the number of parts.
+        """
         done = {
             i: marker for i in range(count) if (marker := read_marker(self.folder, self.key, i))
         }
@@ -361,5 +383,5 @@ def read_plan(folder: Path) -> Plan:
 
 
 def _plain(fingerprint: dict[str, Any]) -> Any:
-    """Return ``fingerprint`` with the format version of part files, as read back from JSON."""
+    """Add the format version to a fingerprint, and convert it as JSON does, to compare it."""
     return json.loads(json.dumps({"format": _FORMAT, **fingerprint}))

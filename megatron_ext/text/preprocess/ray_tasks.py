@@ -1,6 +1,6 @@
 """Encodes the parts of a run as tasks of Ray, on machines that share its file system.
 
-A process of Ray's loads the tokenizer once, for all tasks of a run that it gets.
+A process of Ray loads the tokenizer once, for all tasks of a run that it gets.
 """
 
 import os
@@ -40,12 +40,12 @@ _SECONDS_TO_CONNECT = 10.0
 _LENGTH_OF_REASON = 200
 _ROOT = str(Path(__file__).resolve().parents[3])
 _PATIENCE = "RAY_gcs_server_port_wait_time_s"
-"""The variable with the number of attempts, of 40 seconds each, to reach a cluster; Ray has 20."""
+"""The variable that sets how often Ray tries to reach a cluster, 40 seconds each; 20 by default."""
 
 
 @dataclass(frozen=True)
 class _Setting:
-    """The values from which a process of Ray's makes its job."""
+    """The values from which a process of Ray makes its job."""
 
     options: PreprocessOptions
     folder: Path
@@ -57,27 +57,28 @@ class _Setting:
 
 
 _jobs: dict[str, Job] = {}
-"""The job that this process of Ray's works on, by the key of its plan."""
+"""The job of this process of Ray, keyed by the key of its plan."""
 
 
 def encode_here(key: str, setting: list[Any], number: int) -> bytes:
-    """Encode one part in a task; return nothing, or the error that ended it, pickled.
+    """Encode one part in a task of Ray; return b"", or the pickled error that ended it.
 
-    ``setting`` holds a reference, which is read once a process.
+    ``setting`` holds a Ray reference to a pickled `_Setting`. It is in a list, because Ray would
+    fetch a bare reference for each task; here each process fetches it once.
     """
     import ray
 
     try:
         if key not in _jobs:
-            given: _Setting = pickle.loads(ray.get(setting[0]))
+            made_from: _Setting = pickle.loads(ray.get(setting[0]))
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
-            os.chdir(given.cwd)
-            encoding = given.build(given.options)
-            encoder = encoding.encoder(fast=given.fast)
+            os.chdir(made_from.cwd)
+            encoding = made_from.build(made_from.options)
+            encoder = encoding.encoder(fast=made_from.fast)
             _jobs.clear()
             _jobs[key] = Job(
-                given.options, given.folder, given.key, given.parts, encoding, encoder,
-                given.build, given.fast,
+                made_from.options, made_from.folder, made_from.key, made_from.parts, encoding,
+                encoder, made_from.build, made_from.fast,
             )  # fmt: skip
         encode_part(_jobs[key], number, lambda _read, _documents: None)
     except (StopAtLine, InexactEngine, MegatronExtError, OSError) as error:
@@ -86,10 +87,11 @@ def encode_here(key: str, setting: list[Any], number: int) -> bytes:
 
 
 def _task_of(root: str) -> Callable[..., bytes]:
-    """Return the function of a task, which imports this package from the folder ``root``.
+    """Return the function that a task runs; it imports this package from the folder ``root``.
 
-    Ray sends it as code, because its processes know the paths of this one only in part. Settings
-    and errors are sent as bytes for the same reason: a server of Ray's clients reads values.
+    Ray's processes may lack this process's import paths, so the function must be sent as code, not
+    by its name: hence the nested function. Settings and errors are sent as pickled bytes for the
+    same reason, since a server of Ray unpickles other values.
     """
 
     def encode(key: str, setting: list[Any], number: int) -> bytes:
@@ -105,16 +107,16 @@ def _task_of(root: str) -> Callable[..., bytes]:
 
 
 def encode_by_ray(job: Job, todo: Sequence[int], say: Say) -> None:
-    """Encode the parts with the numbers ``todo`` in tasks, ``--workers`` at a time.
+    """Encode the parts with the numbers ``todo`` in tasks of Ray, ``--workers`` at a time.
 
-    The cluster is the one that `RAY_ADDRESS` names or that runs on this machine; without one, Ray
-    is started here for the time of the run. A part whose process dies, or finds no file or space,
-    is encoded again after the others, ``ATTEMPTS`` times in all.
+    The cluster is the one that `RAY_ADDRESS` names, or the one that runs on this machine. If there
+    is none, start Ray on this machine for the time of the run. If the process of a part dies, or
+    cannot read or write, the part is encoded again after the others, ``ATTEMPTS`` times in all.
 
     Raises:
         ConfigError: Ray is not installed, or its cluster is not found.
         DataError: a bad line, or a damaged file.
-        MachineFault: the processes of a part have died too often, or a disk failed.
+        MachineFault: a part has failed in all its attempts.
         InexactEngine: the fast engine gives other ids than the tokenizer.
     """
     ray, ours = _connect(job.options.workers, say)
@@ -128,7 +130,7 @@ def encode_by_ray(job: Job, todo: Sequence[int], say: Say) -> None:
     finally:
         for reference in running:
             ray.cancel(reference, force=True)
-        if running:  # whoever removes the work directory shall find nobody writing there
+        if running:  # The caller may remove the work directory, so nobody must write there now.
             ray.wait(list(running), num_returns=len(running), timeout=_SECONDS_TO_CANCEL)
         progress.close()
         if ours:
@@ -138,7 +140,11 @@ def encode_by_ray(job: Job, todo: Sequence[int], say: Say) -> None:
 def _encode_all(
     ray: Any, job: Job, todo: Sequence[int], running: dict[Any, int], progress: Progress, say: Say
 ) -> None:
-    """Encode parts in tasks; ``running`` holds the number of the part of each task that runs."""
+    """Encode parts in tasks.
+
+    ``running`` maps each running task to the number of its part; it is changed in place, so that
+    the caller can cancel the tasks after an error.
+    """
     task = _task(ray, job)
     waiting = deque(todo)
     faults = Counter[int]()
@@ -168,9 +174,10 @@ def _encode_all(
 
 
 def _task(ray: Any, job: Job) -> Callable[[int], Any]:
-    """Return a function that starts the task of a part; Ray itself repeats none of them.
+    """Return a function that starts the task of a part.
 
-    Ray would repeat a task without end, and without a word, that it has stopped for lack of memory.
+    Ray must not retry tasks itself: it would silently retry forever a task that it killed for lack
+    of memory.
     """
     setting = _Setting(
         job.options, job.folder, job.key, job.parts, job.build, job.fast, os.getcwd()
@@ -181,7 +188,10 @@ def _task(ray: Any, job: Job) -> Callable[[int], Any]:
 
 
 def _connect(workers: int, say: Say) -> tuple[Any, bool]:
-    """Return the module ray, connected to a cluster, and whether this call has connected it."""
+    """Connect to a cluster, or start Ray here; return the module ray, and whether it was connected.
+
+    It was not if it had been connected before.
+    """
     try:
         import ray
     except ImportError:
@@ -195,18 +205,18 @@ def _connect(workers: int, say: Say) -> tuple[Any, bool]:
     address = os.environ.get("RAY_ADDRESS", "")
     before = signal.getsignal(signal.SIGTERM)
     try:
-        if address == "local" or not _found(ray, address, quiet):
+        if address == "local" or not _joined(ray, address, quiet):
             say(
                 f"Starting Ray with {workers} CPUs on this machine; `RAY_ADDRESS` names no cluster."
             )
             ray.init(address="local", num_cpus=workers, include_dashboard=False, **quiet)
     finally:
-        signal.signal(signal.SIGTERM, before)  # Ray has put its own in the place of it
+        signal.signal(signal.SIGTERM, before)  # Ray has replaced it by a handler of its own.
     return ray, True
 
 
-def _found(ray: Any, address: str, quiet: dict[str, Any]) -> bool:
-    """Connect to the cluster that is running; return False if there is none and none is named.
+def _joined(ray: Any, address: str, quiet: dict[str, Any]) -> bool:
+    """Connect to a running cluster; return False if ``address`` is "" and none runs here.
 
     Raise a ConfigError if the cluster that `RAY_ADDRESS` names cannot be used.
     """
@@ -233,22 +243,22 @@ def _found(ray: Any, address: str, quiet: dict[str, Any]) -> bool:
 
 
 def _knock(ray: Any, address: str) -> None:
-    """Raise an OSError if nobody listens at a host and port.
+    """Raise an OSError if nobody listens at an address of the form host:port.
 
-    Ray itself would wait for minutes. Other forms of an address, such as "auto", are left to it.
+    Ray itself would wait for minutes. Do not check other forms of an address, such as "auto".
     """
     match = re.fullmatch(r"(ray://)?\[?([^/\[\]]+)\]?:(\d+)", address)
     if match:
         client, host, port = match.groups()
         if not client and host in ("localhost", "127.0.0.1", "::1"):
-            host = ray.util.get_node_ip_address()  # as Ray reads such an address
+            host = ray.util.get_node_ip_address()  # Ray replaces local names in the same way.
         socket.create_connection((host, int(port)), _SECONDS_TO_CONNECT).close()
 
 
 def _fault(ray: Any, reference: Any, part: Part) -> str | None:
-    """Return None if a task has succeeded, or why its part must be encoded again.
+    """Return None if a task has succeeded, or the reason why its part must be encoded again.
 
-    Raise the error of a task that another attempt would not mend, as an error of ours.
+    Raise the error of the task if another attempt would end in the same way.
     """
     try:
         pickled = ray.get(reference)

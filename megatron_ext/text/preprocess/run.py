@@ -1,4 +1,4 @@
-"""One preprocessing run from options to published datasets."""
+"""Runs preprocessing, from the options to the published datasets."""
 
 import json
 import os
@@ -33,16 +33,20 @@ from megatron_ext.text.preprocess.workers import encode_parts
 from megatron_ext.text.tokenizers.fast import InexactEngine
 
 _MOST_REMARKS = 40
-"""Reasons or keys that one sentence of the report names at most."""
+"""The most reasons or keys that one sentence of the report names."""
 
 
 @dataclass(frozen=True)
 class Report:
     """The outcome of a run.
 
-    ``tokens`` sums all keys; ``prefixes`` names the datasets that together have all lines, and
-    ``shown`` the same in bash's short form for numbered shards; none without a token. ``remarks``
-    are sentences on what was not used of the input, or used otherwise than one may think.
+    Attributes:
+        prefixes: the datasets that together hold all lines; empty if there is no token.
+        shown: the same, with numbered shards in bash's short form.
+        tokens: number of tokens of all keys together.
+        rejected_path: the file of refused lines; None if there are none.
+        remarks: sentences on parts of the input that were not used, or used in a surprising way.
+        resumed_parts: number of parts that an earlier run had finished.
     """
 
     prefixes: Sequence[str]
@@ -61,7 +65,7 @@ def preprocess(options: PreprocessOptions, say: Say = say_to_stderr) -> Report:
     """Tokenize the input into one dataset for each key.
 
     Raises:
-        ConfigError, DataError, MachineFault: bad options or input, or workers that die; finished
+        ConfigError, DataError, MachineFault: options or input are bad, or workers die. Finished
             parts are kept for the next run.
     """
     start = time.monotonic()
@@ -85,10 +89,10 @@ def encoded(
 ) -> Iterator[tuple[Job, dict[int, PartMarker], int]]:
     """Encode all parts of the input; yield the job, the markers, and how many parts were resumed.
 
-    The work directory is there in the body, and removed after it. ``encoding`` is what ``build``
-    makes of the options, where the caller has it already.
+    The work directory exists within the `with` block and is removed after it. ``encoding`` is the
+    result of ``build(options)`` if the caller already has it.
     """
-    # Every worker is a process of its own; threads inside the libraries would only compete.
+    # Workers are processes, one per core; threads inside the libraries would compete with them.
     with _without_threads():
         encoding = encoding or build(options)
         with planned(options, encoding.identity, say) as (work, parts, done):
@@ -135,7 +139,7 @@ def _job(
 
 
 def plan_for_slurm(options: PreprocessOptions, build: Build, say: Say = say_to_stderr) -> None:
-    """Cut the input, and write the script of a job array that encodes it; submit nothing."""
+    """Cut the input, and write the script of a job array that encodes it, without submitting it."""
     from megatron_ext.text.preprocess.slurm import write_script
 
     encoding = build(options)
@@ -163,8 +167,8 @@ def planned(
 ) -> Iterator[tuple[WorkDirectory, list[Part], dict[int, PartMarker]]]:
     """Lock the work directory; yield it, the parts of the input, and markers of finished parts.
 
-    The parts of an interrupted run with the same input and settings (``identity``) are resumed;
-    otherwise the input is cut anew.
+    Resume an interrupted run with the same input and settings (``identity``); else cut the input
+    into new parts.
     """
     files = inputs.expand(options.inputs)
     resumable = not any(map(is_stream, files))
@@ -192,7 +196,7 @@ def planned(
 def _sources(
     options: PreprocessOptions, files: Sequence[str], folder: Path, say: Say
 ) -> list[Source]:
-    """Return what is to be cut: files, copies of streams and of packed files, lists of texts.
+    """Return the sources to cut: files, copies of streams and packed files, and lists of texts.
 
     Their paths are absolute, so that a run that is resumed in another folder reads the same files.
     """
@@ -231,7 +235,7 @@ def _sources(
 
 
 def run_parts(job: Job, done: dict[int, PartMarker], say: Say) -> None:
-    """Encode the unfinished parts where ``executor`` says, and add their markers to `done`."""
+    """Encode the unfinished parts by the executor of the options; add their markers to ``done``."""
     todo = [i for i in range(len(job.parts)) if i not in done]
     if todo:
         _executor(job.options.executor)(job, todo, say)
@@ -265,9 +269,10 @@ def publish_job(
     *,
     may_be_empty: bool = False,
 ) -> Report:
-    """Publish datasets and refused lines of a job; return a report, timed from ``start``.
+    """Publish datasets and refused lines of a job; return a report.
 
-    Datasets without a token are published if they ``may_be_empty``.
+    ``start`` is the monotonic time at which the run started. Datasets without a token are
+    published only if they ``may_be_empty``.
     """
     markers = [done[i] for i in range(len(job.parts))]
     prefixes = []
@@ -288,9 +293,9 @@ def publish_job(
 
 
 def _remarks(markers: Sequence[PartMarker], path: Path) -> list[str]:
-    """Return sentences on blank lines and on what the encoders have counted.
+    """Return sentences on blank lines and on everything that the encoders have counted.
 
-    Where a sentence would have too many names, the file at ``path`` gets all of them.
+    If there are too many names for a sentence, write all of them to the file ``path``.
     """
     skipped = sum(marker.skipped for marker in markers)
     within = sum(sum(marker.tally.get(ENDS_WITHIN, {}).values()) for marker in markers)
@@ -314,21 +319,21 @@ def _remarks(markers: Sequence[PartMarker], path: Path) -> list[str]:
         replace_file(path, json.dumps(named, indent=1, ensure_ascii=False) + "\n")
         remarks.append(f"All of these names, with the number of lines of each, are in {path}.")
     else:
-        path.unlink(missing_ok=True)  # of an earlier run
+        path.unlink(missing_ok=True)  # An earlier run may have written it.
     return remarks
 
 
 def _counted(markers: Sequence[PartMarker], kind: str) -> dict[str, int]:
-    """Return the names that parts have counted under a kind, the most frequent first."""
+    """Sum the counts of one kind over all parts, by name, with the most frequent name first."""
     counts: Counter[str] = Counter()
     for marker in markers:
         counts.update(marker.tally.get(kind, {}))
-    counts = +counts  # Encoders count zeros too.
+    counts = +counts  # Drop zeros: encoders tally every key.
     return dict(sorted(counts.items(), key=lambda entry: (-entry[1], entry[0])))
 
 
 def _named(counts: Mapping[str, int]) -> str:
-    """Return the first of the counted names, each with its number of lines."""
+    """Return the first names as text, each with its number of lines."""
     shown = [f"{name} ({count})" for name, count in list(counts.items())[:_MOST_REMARKS]]
     more = len(counts) - len(shown)
     return ", ".join([*shown, *([f"and {more} more"] if more else [])])
@@ -349,10 +354,7 @@ def _short(options: PreprocessOptions, prefixes: Sequence[str]) -> Sequence[str]
 
 
 def run_or_explain(run: Callable[[], Report | None], say: Say = say_to_stderr) -> int:
-    """Call ``run`` and print its report, if any, or its errors, one per line.
-
-    Return the exit code.
-    """
+    """Call ``run``, print its report or its errors, one per line, and return the exit code."""
     try:
         report = run()
     except MegatronExtError as error:

@@ -1,8 +1,8 @@
 """Encodes the parts of a run in a job array of Slurm, on machines that share its file system.
 
-The script of the array holds the parts of each task. A task encodes its parts in processes of its
-machine (`task.py`) and leaves a marker for each, so that markers alone tell what is finished. Parts
-without one when the array has ended are submitted again, each as a task of its own.
+The script of the array lists the parts of each task. A task encodes its parts in processes of its
+machine (`task.py`) and writes a marker for each finished part; nothing else reports success. If the
+array ends and parts have no marker, they are submitted again, each as its own task.
 """
 
 import json
@@ -34,7 +34,7 @@ from megatron_ext.text.tokenizers.fast import InexactEngine
 _LONGEST_PAUSE = 15.0
 _TASKS_OF_ONE_PART = 100
 _UNKNOWN = "unknown: "
-"""The beginning of a state where squeue answers with an error."""
+"""The prefix of a task's state if squeue answers with an error."""
 _SCRIPT = """#!/usr/bin/env bash
 #SBATCH --job-name=preprocess
 #SBATCH --ntasks=1
@@ -65,7 +65,7 @@ exec "${{TASK[@]}}"
 
 
 def write_script(job: Job, todo: Sequence[int], path: Path, say: Say) -> None:
-    """Write the job script to ``path``, and the options for its tasks to the work directory."""
+    """Write the job script to ``path``, and the options of its tasks to the work directory."""
     options = job.options
     folder = Path(os.path.abspath(job.folder))
     about = {"options": asdict(options), "key": job.key, "fast": job.fast, "cwd": os.getcwd()}
@@ -90,7 +90,7 @@ def write_script(job: Job, todo: Sequence[int], path: Path, say: Say) -> None:
 
 
 def _dealt(numbers: Sequence[int], count: int) -> list[Sequence[int]]:
-    """Divide numbers into ``count`` runs of neighbours, or fewer, none of them empty."""
+    """Divide numbers into ``count`` consecutive pieces; fewer if some would be empty."""
     count = min(count, len(numbers))
     return [
         numbers[i * len(numbers) // count : (i + 1) * len(numbers) // count] for i in range(count)
@@ -98,7 +98,7 @@ def _dealt(numbers: Sequence[int], count: int) -> list[Sequence[int]]:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as text, such as ``0-3,7``; `numbers_of` reads it."""
+    """Write ascending numbers as a text such as ``0-3,7``, which `numbers_of` reads."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -109,7 +109,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def numbers_of(text: str) -> list[int]:
-    """Return the numbers of a text such as ``0-3,7``; raise a ConfigError for another text."""
+    """Parse a text such as ``0-3,7`` into its numbers; raise a ConfigError for any other text."""
     if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
         raise ConfigError(
             f"The parts of a task ({text}) must be numbers, such as 0-3,7; mend them."
@@ -122,9 +122,9 @@ def encode_by_slurm(job: Job, todo: Sequence[int], say: Say) -> None:
     """Encode the parts with the numbers ``todo`` in job arrays, and wait for them.
 
     Raises:
-        ConfigError: Slurm is not here, or refuses the job.
+        ConfigError: this machine has no Slurm, or Slurm refuses the job.
         DataError: the input cannot be used, or somebody has cancelled the job.
-        MachineFault: a part was not encoded in `ATTEMPTS` arrays.
+        MachineFault: `ATTEMPTS` arrays have not encoded a part.
         InexactEngine: the fast engine gives other ids than the tokenizer.
     """
     for program in ("sbatch", "squeue", "scancel"):
@@ -163,7 +163,7 @@ def encode_by_slurm(job: Job, todo: Sequence[int], say: Say) -> None:
 
 
 def _forget_former_run(folder: Path) -> None:
-    """Cancel the job of a coordinating process that was killed, and remove the errors of tasks."""
+    """Cancel the job of an earlier run that was killed, and remove the errors of its tasks."""
     if (folder / SLURM_JOB).exists():
         if number := _number_of_job(folder):
             _call("scancel", number)
@@ -173,13 +173,13 @@ def _forget_former_run(folder: Path) -> None:
 
 
 def _number_of_job(folder: Path) -> str:
-    """Return the number of the job array in a work directory; "" if the file holds none."""
+    """Return the job number that a work directory records; "" if the file holds none."""
     number = read_text(folder / SLURM_JOB, limit=1000).strip()
     return number if number.isalnum() else ""
 
 
 class _Watch:
-    """A view of a running array through its work directory: markers, errors that end the run."""
+    """Watches an array by the files in its work directory: markers, and errors of tasks."""
 
     def __init__(self, job: Job, todo: Sequence[int]) -> None:
         self._job = job
@@ -191,7 +191,7 @@ class _Watch:
         """Show the progress; return the unfinished parts, or raise the error of a task."""
         for path in self._job.folder.glob("failed.*.json"):
             failure = failure_of(path)
-            if failure.key != self._job.key:  # of a task that has outlived its plan
+            if failure.key != self._job.key:  # A task of an earlier plan was still running.
                 continue
             if failure.kind == "inexact":
                 raise InexactEngine(failure.messages[0])
@@ -207,7 +207,7 @@ class _Watch:
 
 
 class _Array:
-    """A job array from its submission to its end; leaving the block before cancels it."""
+    """A submitted job array; leaving the `with` block before its end cancels it."""
 
     def __init__(self, folder: Path, script: Path, tasks: Sequence[Sequence[int]]) -> None:
         self._folder = folder
@@ -217,7 +217,7 @@ class _Array:
         done = _call("sbatch", *words)
         if done.returncode:
             raise ConfigError(
-                f"sbatch refused the job array ({_said(done)}); change `--slurm-args` or "
+                f"sbatch refused the job array ({_reason(done)}); change `--slurm-args` or "
                 "`--slurm-tasks`."
             )
         self.number = done.stdout.strip().partition(";")[0]
@@ -254,18 +254,21 @@ class _Array:
         return left
 
     def _queued(self) -> Counter[str] | None:
-        """Return the numbers of tasks in each state; None if none is left."""
+        """Return the number of queued or running tasks by state; None if no task is left."""
         done = _call(
             "squeue", "--noheader", "--array", "--jobs", self.number, "--format", "%T (%r)"
         )
         if done.returncode:
-            # A job that ended minutes ago is forgotten; other errors are those of a busy server.
-            return None if "Invalid job id" in done.stderr else Counter([_UNKNOWN + _said(done)])
+            # Slurm forgets a job minutes after its end. Any other error means a busy server.
+            return None if "Invalid job id" in done.stderr else Counter([_UNKNOWN + _reason(done)])
         lines = [line.strip().replace(" (None)", "") for line in done.stdout.splitlines()]
         return Counter(filter(None, lines)) or None
 
     def _may_be_late(self, left: Iterable[int]) -> bool:
-        """Tell whether some unfinished part belongs to a task that Slurm does not call failed."""
+        """Tell whether the marker of an unfinished part may still appear, as late files on NFS do.
+
+        It may if Slurm does not report that the part's task has failed.
+        """
         states = self._states()
         return any(states.get(i, "COMPLETED") == "COMPLETED" for i in self._tasks_of(left))
 
@@ -274,7 +277,7 @@ class _Array:
         return [i for i, task in enumerate(self._tasks) if chosen & set(task)]
 
     def _states(self) -> dict[int, str]:
-        """Return the last state of each task by its index; empty where Slurm keeps no accounts."""
+        """Return the last state of each task, by its index; empty if Slurm does no accounting."""
         if shutil.which("sacct") is None:
             return {}
         words = "--noheader --parsable2 --allocations --array --format JobID,State".split()
@@ -288,9 +291,9 @@ class _Array:
         return states
 
     def faults(self, left: Iterable[int]) -> list[str]:
-        """Return a sentence for each task with parts that are left unfinished.
+        """Return a sentence on each task that has left parts unfinished.
 
-        Raise a DataError if one of them was cancelled.
+        Raise a DataError if one of these tasks was cancelled.
         """
         states = self._states()
         sentences = []
@@ -310,5 +313,5 @@ def _call(*words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(words, capture_output=True, text=True)
 
 
-def _said(done: "subprocess.CompletedProcess[str]") -> str:
+def _reason(done: "subprocess.CompletedProcess[str]") -> str:
     return " ".join(done.stderr.split()) or f"exit code {done.returncode}"

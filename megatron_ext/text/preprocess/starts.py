@@ -1,7 +1,7 @@
-"""How a file of lines begins: byte-order marks, other encodings than UTF-8, and JSON arrays.
+"""Looks at the beginning of a file of lines: byte-order marks, encodings, and JSON arrays.
 
-A JSON array of rows is a common form of small chat sets. Its items are written one in a line, and
-these lines are read as those of any jsonl file.
+Small sets of conversations are often a JSON array of rows. Its items are written to a file, one per
+line, which is then read like any jsonl file.
 """
 
 import codecs
@@ -17,7 +17,7 @@ from megatron_ext.text.preprocess.packed import BLOCK_BYTES, unpacked
 
 BYTE_ORDER_MARK = codecs.BOM_UTF8
 _HEAD_BYTES = 4096
-# UTF-32's mark begins with UTF-16's, so it is looked for first.
+# UTF-32 comes first, because its mark begins with the mark of UTF-16.
 _OTHER_ENCODINGS = {
     codecs.BOM_UTF32_LE: "UTF-32",
     codecs.BOM_UTF32_BE: "UTF-32",
@@ -31,16 +31,17 @@ _OTHER_ENCODINGS = {
 _ARRAY = re.compile(rb"\s*\[\s*(\{|\]|$)")
 _SPACE = re.compile(r"[ \t\r\n]*")
 _CUT_WITHIN = 16
-"""An item whose error is so near to the end of what was read may be cut there, not wrong."""
+"""If an item's error is at most so many characters before the end of the text read so far, the item
+may be cut off there, rather than wrong."""
 
 
 def is_blank(line: bytes) -> bool:
-    """Tell whether a line holds nothing but white space, and perhaps a byte-order mark."""
+    """Tell whether a line holds only white space, and perhaps a byte-order mark."""
     return not line.removeprefix(BYTE_ORDER_MARK).strip()
 
 
 def check_encoding(source: str, piece: bytes) -> None:
-    """Raise a DataError if the first bytes of a text are of UTF-16 or UTF-32."""
+    """Raise a DataError if ``piece``, the beginning of a text, is in UTF-16 or UTF-32."""
     for start, name in _OTHER_ENCODINGS.items():
         if piece.startswith(start):
             raise DataError(
@@ -50,7 +51,7 @@ def check_encoding(source: str, piece: bytes) -> None:
 
 
 def is_array(path: str, packing: str) -> bool:
-    """Tell whether a file, plain or packed, is a JSON array of objects, or an empty one."""
+    """Tell whether a file, plain or packed, is a JSON array that is empty or holds objects."""
     if packing not in ("plain", "gzip", "zstd"):
         return False
     head, _ = next(_pieces(path, packing, _HEAD_BYTES), (b"", 0))
@@ -60,7 +61,7 @@ def is_array(path: str, packing: str) -> bool:
 def write_items(path: str, packing: str, source: str, out: BinaryIO) -> None:
     """Write each item of a JSON array as a line; raise a DataError for a damaged array."""
     for item in _items(path, packing, source):
-        # JSON has line ends between its values only, never within a text.
+        # In JSON, line ends can only be white space between values; texts have them escaped.
         out.write(item.replace("\r", " ").replace("\n", " ").encode("utf-8") + b"\n")
 
 
@@ -74,31 +75,38 @@ def _pieces(path: str, packing: str, size: int) -> Iterator[tuple[bytes, int]]:
 
 
 def _items(path: str, packing: str, source: str) -> Iterator[str]:
-    """Yield the text of each item; read on where an item is cut, each time as much again."""
+    """Yield the text of each item of a JSON array.
+
+    ``text`` holds the part of the file that is being parsed, from ``position`` on. If an item is
+    cut off at its end, read at least as much again: reading a long item then takes linear time.
+    """
     decoder = json.JSONDecoder()
     texts = _texts(path, packing, source)
-    text, at, number, ended = "", 0, 0, False
+    text = ""
+    position = 0
+    number = 0
+    ended = False
 
     def more() -> None:
-        nonlocal text, at, ended
-        parts = [text[at:]]
+        nonlocal text, position, ended
+        parts = [text[position:]]
         size = 0
-        least = len(text) - at
+        least = len(text) - position
         while size <= least and not ended:
             piece = next(texts, None)
             ended = piece is None
             parts.append(piece or "")
             size += len(piece or "")
         text = "".join(parts)
-        at = 0
+        position = 0
 
     def next_character() -> str:
-        nonlocal at
+        nonlocal position
         while True:
-            space = _SPACE.match(text, at)
-            at = space.end() if space is not None else at
-            if at < len(text) or ended:
-                return text[at : at + 1]
+            space = _SPACE.match(text, position)
+            position = space.end() if space is not None else position
+            if position < len(text) or ended:
+                return text[position : position + 1]
             more()
 
     def damaged(why: str) -> DataError:
@@ -107,15 +115,15 @@ def _items(path: str, packing: str, source: str) -> Iterator[str]:
         )
 
     next_character()
-    at += 1  # the bracket, which `is_array` has seen
+    position += 1  # Skip the opening bracket, which `is_array` has seen.
     if next_character() == "]":
-        at += 1
+        position += 1
     else:
         while True:
             number += 1
             next_character()
             try:
-                _, end = decoder.raw_decode(text, at)
+                _, end = decoder.raw_decode(text, position)
             except json.JSONDecodeError as error:
                 cut = error.pos >= len(text) - _CUT_WITHIN or error.msg.startswith("Unterminated")
                 if ended or not cut:
@@ -125,14 +133,14 @@ def _items(path: str, packing: str, source: str) -> Iterator[str]:
                 continue
             except RecursionError:
                 raise damaged(f"its item {number} is nested too deeply") from None
-            if end == len(text) and not ended:  # a number may go on
+            if end == len(text) and not ended:  # If the item is a number, more digits may follow.
                 more()
                 number -= 1
                 continue
-            yield text[at:end]
-            at = end
+            yield text[position:end]
+            position = end
             mark = next_character()
-            at += 1
+            position += 1
             if mark == "]":
                 break
             if mark != ",":
@@ -144,20 +152,23 @@ def _items(path: str, packing: str, source: str) -> Iterator[str]:
 
 def _texts(path: str, packing: str, source: str) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    at = 0
+    decoded = 0
     try:
         for piece, _ in _pieces(path, packing, BLOCK_BYTES):
             yield decoder.decode(piece)
-            at += len(piece)
+            decoded += len(piece)
         yield decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{source} is not UTF-8 (byte {at + error.start + 1}); convert it by `iconv`."
+            f"{source} is not UTF-8 (byte {decoded + error.start + 1}); convert it by `iconv`."
         ) from None
 
 
 def unpack_array(path: str, packing: str, source: str, target: Path) -> None:
-    """Write the items of a JSON array to ``target``, which appears when it is whole."""
+    """Write the items of a JSON array to ``target``, one per line.
+
+    The file gets its name only when it is whole.
+    """
     temporary = target.with_suffix(".unpacking")
     with open_new(temporary, "wb") as out:
         write_items(path, packing, source, out)

@@ -1,4 +1,4 @@
-"""Tells how far a run is from the files in its work directory, without running anything."""
+"""Reports the progress of a run by the files in its work directory, without running anything."""
 
 import fcntl
 import glob
@@ -24,11 +24,11 @@ from megatron_ext.text.preprocess.parts import PartMarker, failure_of, read_mark
 
 _MOST_ROWS = 20
 _SECONDS_OF_SILENCE = 60.0
-"""A part whose files have not changed for so long is not taken for one that is being encoded."""
+"""A part counts as being encoded only if its files have changed within this time."""
 
 
 def show_status(prefix: str, console: Console | None = None) -> None:
-    """Print what is finished of the run at an output prefix, or the datasets that it has written.
+    """Print the progress of the run with an output prefix, or its datasets if it is finished.
 
     Raises:
         ConfigError: there is neither a run nor a dataset.
@@ -58,6 +58,8 @@ def show_status(prefix: str, console: Console | None = None) -> None:
 
 @dataclass(frozen=True)
 class _Row:
+    """The parts and markers behind a row of the table: one input, or several."""
+
     name: str
     parts: Sequence[Part]
     markers: Sequence[PartMarker | None]
@@ -84,7 +86,10 @@ class _Row:
 
 
 def _table(prefix: str, parts: Sequence[Part], markers: Sequence[PartMarker | None]) -> Table:
-    """Return a table with a row for each input, unfinished ones first where there are many."""
+    """Return a table with a row for each input.
+
+    If there are too many, show unfinished inputs first and sum up the rest in one row.
+    """
     pairs = list(zip(parts, markers, strict=True))
     rows = [
         _Row(name, *zip(*group, strict=True))
@@ -114,13 +119,13 @@ def _table(prefix: str, parts: Sequence[Part], markers: Sequence[PartMarker | No
 def _lines(
     folder: Path, parts: Sequence[Part], markers: Sequence[PartMarker | None]
 ) -> Iterable[str]:
-    """Yield sentences on what is running, how fast, until when, and what has failed."""
+    """Yield sentences on whether the run is running, its speed and remaining time, and failures."""
     now = time.time()
     started = _started(folder)
     recent = {i: m for i, m in enumerate(markers) if m and m.ended >= started}
     last = max((marker.ended for marker in recent.values()), default=started)
     begun = _begun(folder, markers, now)
-    is_locked = _is_held(folder)
+    is_locked = _is_locked(folder)
     state = "running" if is_locked or begun else "not running; the same command goes on with it"
     ago = f"a part was last finished {max(0.0, now - last):.0f} s ago"
     if not recent:
@@ -153,7 +158,7 @@ def _started(folder: Path) -> float:
 
 
 def _begun(folder: Path, markers: Sequence[PartMarker | None], now: float) -> int:
-    """Return how many parts without a marker have files that were written to lately."""
+    """Return the number of unfinished parts whose files were written to recently."""
     names = set()
     for path in folder.glob("p*.k0.s0.bin"):
         with suppress(FileNotFoundError):  # the run may end meanwhile
@@ -163,8 +168,8 @@ def _begun(folder: Path, markers: Sequence[PartMarker | None], now: float) -> in
     return sum(number < len(markers) and markers[number] is None for number in numbers)
 
 
-def _is_held(folder: Path) -> bool:
-    """Tell whether a process holds the lock of the work directory, which is not written."""
+def _is_locked(folder: Path) -> bool:
+    """Tell whether a process holds the lock of the work directory; do not write there."""
     try:
         with open_regular(folder / "lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

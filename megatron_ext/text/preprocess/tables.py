@@ -1,11 +1,11 @@
-"""Parquet and Arrow files as lines of JSON, one for each row.
+"""Reads parquet and Arrow files as lines of JSON, one for each row.
 
-A parquet file is read by row groups, an Arrow file by record batches; both are called groups here.
-A column is read only if it is asked for. Arrow files are those of `pyarrow.ipc` and of Hugging
-Face's `save_to_disk`, in the file format or the stream format, and are mapped into memory.
+A parquet file is read by row groups, an Arrow file by record batches; here both are called groups.
+Only the wanted columns are read. Arrow files, as `pyarrow.ipc` and Hugging Face's `save_to_disk`
+write them, may be in the file format or the stream format, and are memory-mapped.
 
-A row holds what a line of jsonl would: JSON texts in columns of Arrow's type json, which the
-datasets library writes for objects of unlike keys, become their values; maps become objects.
+A row becomes what a line of jsonl would hold. Maps become objects. Texts in columns of Arrow's type
+json become their values; the datasets library writes such columns for objects with different keys.
 """
 
 import os
@@ -25,7 +25,7 @@ _LENGTH_OF_REASON = 160
 
 
 def is_table(packing: str) -> bool:
-    """Tell whether a packing is one that this module reads."""
+    """Tell whether ``packing`` is the kind of a file that this module reads."""
     return packing == "parquet" or packing.startswith("arrow")
 
 
@@ -48,9 +48,10 @@ def _readable(path: str, packing: str) -> Iterator[None]:
 
 
 def group_sizes(path: str, packing: str, columns: Sequence[str] | None) -> list[int]:
-    """Return the bytes of each group of a table; they add up to about the file's size.
+    """Return the bytes of each group of a table; they add up to about the size of the file.
 
-    Raise a ConfigError unless the table has all ``columns``, and a DataError if it has one twice.
+    Raise a ConfigError unless the table has all ``columns``, and a DataError if it has one of them
+    twice.
     """
     with _readable(path, packing):
         if packing == "parquet":
@@ -74,7 +75,7 @@ def group_sizes(path: str, packing: str, columns: Sequence[str] | None) -> list[
 
 
 def unread_columns(path: str, packing: str, columns: Sequence[str] | None) -> list[str]:
-    """Return the columns of a table that are not among those to read; none for other files."""
+    """Return the columns of a table that are not among ``columns``; [] for other files."""
     if columns is None or not is_table(packing):
         return []
     with _readable(path, packing):
@@ -106,7 +107,7 @@ def _check_columns(path: str, names: Sequence[str], columns: Sequence[str] | Non
 
 @contextmanager
 def _batches(path: str, packing: str) -> Iterator[tuple[Sequence[str], Iterator[Any]]]:
-    """Open an Arrow file; yield the names of its columns, and its record batches in order."""
+    """Open an Arrow file; yield the names of its columns, and an iterator of its record batches."""
     import pyarrow
 
     with pyarrow.memory_map(path) as source:
@@ -122,9 +123,9 @@ def _batches(path: str, packing: str) -> Iterator[tuple[Sequence[str], Iterator[
 def rows_of(
     path: str, packing: str, start: int, end: int, columns: Sequence[str] | None
 ) -> Iterator[tuple[bytes, float]]:
-    """Yield (lines of JSON, share of the work done so far) of the groups [start, end) of a table.
+    """Yield (lines of JSON, share of the range read so far) of the groups [start, end) of a table.
 
-    Without ``columns`` the lines have all of them.
+    If ``columns`` is None, the lines have all columns.
     """
     chosen = None if columns is None else list(columns)
     with _readable(path, packing):
@@ -153,9 +154,10 @@ def _parquet_rows(
 
 
 def _lines(batch: Any) -> bytes:
-    """Return rows as lines of JSON; one with a text that is not UTF-8 becomes a line that is not.
+    """Return rows as lines of JSON.
 
-    Such a line is refused with its number, as the line of a text file is.
+    A row whose text is not UTF-8 becomes a line that is not UTF-8. That line is refused later, with
+    its number, like a line of a text file.
     """
     try:
         rows = batch.to_pylist()
@@ -173,11 +175,10 @@ def _lines(batch: Any) -> bytes:
 
 
 def _line(row: dict[str, Any]) -> bytes:
-    """Return a row as a line of JSON, without null fields in structs.
+    """Return a row as a line of JSON.
 
-    Bytes become an object that says how many there were, since JSON has none.
-
-    In parquet every struct has the keys of all rows, and missing ones are null.
+    Null fields of structs are left out: in parquet every struct has the keys of all rows, and
+    missing ones are null. JSON has no bytes, so a value of n bytes becomes ``{"bytes": n}``.
     """
     plain = {column: _without_nulls(value) for column, value in row.items()}
     return orjson.dumps(plain, default=_otherwise, option=_OPTIONS)
@@ -196,17 +197,17 @@ def _otherwise(value: Any) -> Any:
 
 
 Convert = Callable[[Any], Any]
-"""A function from a value as pyarrow gives it to what a line of jsonl would hold."""
+"""A function from a value of pyarrow to the value that a line of jsonl would hold."""
 
 
 def _converters(schema: Any) -> dict[str, Convert]:
-    """Return the function that converts a column's values, for each column that needs one."""
+    """Return a function that converts values, for each column whose values need it, by name."""
     converters = {field.name: _converter(field) for field in schema}
     return {name: convert for name, convert in converters.items() if convert is not None}
 
 
 def _converter(field: Any) -> Convert | None:
-    """Return the function that converts the values of an Arrow field; None if none is needed."""
+    """Return a function that converts the values of an Arrow field; None if they need none."""
     import pyarrow
 
     kind = field.type
@@ -253,5 +254,5 @@ def _convert_members(members: Mapping[str, Convert], value: dict[str, Any]) -> d
 
 
 def _from_json(text: str) -> Any:
-    """Return the value of a JSON text; raise a ValueError if it is none."""
+    """Return the value of a JSON text; raise a ValueError if the text is not JSON."""
     return orjson.loads(text)

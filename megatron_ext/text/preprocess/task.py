@@ -2,8 +2,9 @@
 
     python -m megatron_ext.text.preprocess.task FOLDER [PARTS]
 
-FOLDER is the work directory of a run that tools/preprocess_data.py has cut into parts, and PARTS
-their numbers, such as 0-3,7. Without PARTS the missing ones are encoded, and the datasets joined.
+FOLDER is the work directory of a run that tools/preprocess_data.py has cut into parts. PARTS are
+the numbers of the parts to encode, such as 0-3,7. Without PARTS, encode all missing parts and join
+the datasets.
 """
 
 import json
@@ -39,7 +40,7 @@ from megatron_ext.text.tokenizers.fast import InexactEngine
 
 
 def options_of(saved: dict[str, Any]) -> PreprocessOptions:
-    """Return the options that the coordinating process has saved, for processes of one machine."""
+    """Return the options that the coordinating process has saved, changed for a single machine."""
     values = {**saved["options"], "tokenizer": TokenizerConfig(**saved["options"]["tokenizer"])}
     if saved["kind"] == SftPreprocessOptions.__name__:
         values["sft"] = SftConfig(**values["sft"])
@@ -52,7 +53,7 @@ def _local(options: PreprocessOptions) -> PreprocessOptions:
 
 
 def finish(options: PreprocessOptions) -> int:
-    """Encode what is missing and join the datasets; return the exit code."""
+    """Encode the missing parts and join the datasets; return the exit code."""
     run: Callable[[], Report] = lambda: preprocess(options)  # noqa: E731
     if isinstance(options, SftPreprocessOptions):
         run = lambda: preprocess_sft(options)  # noqa: E731
@@ -60,10 +61,10 @@ def finish(options: PreprocessOptions) -> int:
 
 
 def encode(folder: Path, saved: dict[str, Any], numbers: list[int]) -> None:
-    """Encode the parts with these numbers, but for those that are finished.
+    """Encode the parts with these numbers, except those that are finished.
 
-    Raise a DataError if the folder has another plan than the one that was ``saved`` for its tasks,
-    or if the plan has no such parts.
+    Raise a DataError if the plan in the folder is not the one for which this task was ``saved``, or
+    if it has no such parts.
     """
     plan = read_plan(folder)
     if plan.key != saved["key"]:
@@ -87,7 +88,10 @@ def encode(folder: Path, saved: dict[str, Any], numbers: list[int]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Run one task; return 0, or 1 after an error, which the coordinating process is told."""
+    """Run one task, and return the exit code: 0, 1 after an error, or 2 for bad arguments.
+
+    The coordinating process reads the error in the work directory.
+    """
     if not 1 <= len(argv) <= 2:
         say_to_stderr(__doc__ or "")
         return 2
@@ -127,7 +131,7 @@ def main(argv: list[str]) -> int:
         kind = "refused" if isinstance(error, (ConfigError, DataError)) else "fault"
     for message in messages:
         say_to_stderr(f"error: {message}")
-    if kind != "fault":  # another attempt would end the same way
+    if kind != "fault":  # Another attempt would fail in the same way, so tell the coordinator.
         failed = {"kind": kind, "messages": messages, "key": saved["key"]}
         replace_file(folder / f"failed.{secrets.token_hex(6)}.json", json.dumps(failed))
     return 1

@@ -1,4 +1,4 @@
-"""How texts are encoded: the tokenizer and its engine, checked on samples of the input."""
+"""Encodes texts by a tokenizer, or by a fast engine that is exact on samples of the input."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +25,7 @@ _SAMPLE_BYTES = 8192
 
 
 class TextEncoding:
-    """The `Encoding` of texts: one document for each line and key.
+    """The `Encoding` that makes one document of each text of a line.
 
     Raise a ConfigError if documents should end with a token that the tokenizer lacks.
     """
@@ -48,7 +48,10 @@ class TextEncoding:
         }
 
     def choose_engine(self, parts: Sequence[Part], say: Say) -> bool:
-        """Return whether gigatoken is exact on texts from all over the input; say what is used."""
+        """Return whether gigatoken is used: whether it is exact on texts from all over the input.
+
+        Report the choice by ``say``.
+        """
         samples = _samples(parts, self._options.json_keys)
         self._fast, line = choose_engine(self._tokenizer, samples, self._options.engine)
         say(line)
@@ -77,7 +80,7 @@ class TextEncoding:
 
 
 def _end_of_document(options: PreprocessOptions, tokenizer: Tokenizer) -> int | None:
-    """Return the id that is appended to documents, None without ``--append-eod``."""
+    """Return the id that is appended to documents; None without ``--append-eod``."""
     if not options.append_eod:
         return None
     if options.eod_token is None:
@@ -99,10 +102,10 @@ def _end_of_document(options: PreprocessOptions, tokenizer: Tokenizer) -> int | 
 
 
 def _samples(parts: Sequence[Part], keys: Sequence[str]) -> list[str]:
-    """Return texts from places all over the input; skip bad lines, which the run reports later."""
+    """Return texts from all over the input; skip bad lines, which the run reports later."""
     chosen = [parts[i * len(parts) // _SAMPLE_PLACES] for i in range(_SAMPLE_PLACES) if parts]
     lines = [line for i, part in enumerate(chosen) for line in _lines_at(part, i)]
-    if not lines and parts:  # documents longer than the samples: one of them will do
+    if not lines and parts:  # All documents are longer than a sample; take the first one.
         lines = next(blocks(parts[0]), (b"", 0))[0].split(b"\n")[:1]
     texts: list[str] = []
     for line in lines:
@@ -114,7 +117,10 @@ def _samples(parts: Sequence[Part], keys: Sequence[str]) -> list[str]:
 
 
 def _lines_at(part: Part, place: int) -> list[bytes]:
-    """Return whole lines from one place of a part, or from its beginning if it is packed."""
+    """Return whole lines from within a part, or from its beginning if it is packed.
+
+    ``place`` chooses one of `_SAMPLE_PLACES` places in the part.
+    """
     if part.packing != "plain":
         return next(blocks(part), (b"", 0))[0][:_SAMPLE_BYTES].split(b"\n")[:-1]
     within = part.num_bytes * (place * 37 % _SAMPLE_PLACES) // _SAMPLE_PLACES

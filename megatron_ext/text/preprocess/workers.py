@@ -1,6 +1,6 @@
 """Encodes the parts of a run in worker processes of this machine.
 
-Workers inherit shared objects when they are forked; only the numbers of parts are pickled.
+Workers are forked and inherit the job; only the numbers of parts are pickled.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ from megatron_ext.text.tokenizers.fast import InexactEngine
 
 
 def encode_parts(job: Job, todo: Sequence[int], say: Say) -> None:
-    """Encode the parts with the numbers ``todo``; see `PartPool.run`.
+    """Encode the parts with the numbers ``todo`` in worker processes; see `PartPool.run`.
 
     Raises:
         DataError: a bad line, or a damaged file.
-        MachineFault: workers died at the same part, or a disk failed.
+        MachineFault: workers died repeatedly at the same part, or a disk failed.
         InexactEngine: the fast engine gives other ids than the tokenizer.
     """
     pool = PartPool(
