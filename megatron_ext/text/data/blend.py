@@ -1,4 +1,4 @@
-"""The dataset prefixes of each split, given by Megatron-LM's flags."""
+"""Reads the dataset prefixes of each split from Megatron-LM's flags."""
 
 import math
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class BlendSpec:
 
 
 def _blend(flag: str, words: Sequence[str] | None) -> Blend | None:
-    """Parse a list of prefixes, or of weights and prefixes in turn, as Megatron-LM does.
+    """Parse prefixes, or alternating weights and prefixes, as Megatron-LM does.
 
     Return None if there are no words. Raise a DataError for bad weights or a mix of both forms.
     """
@@ -112,10 +112,10 @@ def _words_of(entry: Any) -> list[str] | None:
 
 
 def given_lengths(data: DataConfig, spec: BlendSpec) -> dict[str, list[int]] | None:
-    """Return the counts that ``--per-dataset-sequences-path`` gives by prefix; None without it.
+    """Return the counts in the file of ``--per-dataset-sequences-path``, by prefix.
 
-    The counts are ``[sequences, document boundaries]``. Raise a DataError if the file cannot be
-    read, or lacks a prefix.
+    The counts are ``[sequences, document boundaries]``. Return None if the flag is not given. Raise
+    a DataError if the file cannot be read, or lacks a prefix.
     """
     path = data.per_dataset_sequences_path
     if path is None:
@@ -143,7 +143,7 @@ def given_lengths(data: DataConfig, spec: BlendSpec) -> dict[str, list[int]] | N
 
 
 def source_options(data: DataConfig, eod: int) -> dict[str, Any]:
-    """Return the options of `build_source`, the reader of batches, that the data flags set."""
+    """Return the keyword arguments of `build_source` that follow from the data flags."""
     return {
         "mask_documents_at": eod if data.reset_attention_mask else None,
         "cyclic": data.dataloader_type == "cyclic",

@@ -12,7 +12,7 @@ DEFAULT_SPLIT = "969, 30, 1"
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The flags of datasets and data loaders; names and defaults are Megatron-LM's."""
+    """The flags of datasets and data loaders, with Megatron-LM's names and defaults."""
 
     data_path: list[str] | None = flag(
         None, "dataset prefixes, or weights and prefixes in turn", nargs="+"
@@ -97,7 +97,7 @@ class DataConfig:
 
     @property
     def document_flags(self) -> list[str]:
-        """Return the given flags that need to know where a document ends."""
+        """Return those of the given flags that depend on where documents end."""
         names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
         return [spelling_of(self, name) for name in names if getattr(self, name)]
 
@@ -148,9 +148,9 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class FimConfig:
-    """The flags of fill-in-the-middle; names and defaults are Megatron-LM's.
+    """The flags of fill-in-the-middle, with Megatron-LM's names and defaults.
 
-    Megatron-LM's ``fim_eod_token`` is ``<|endoftext|>``, here the tokenizer's own by default.
+    One default differs: ``fim_eod_token`` is the tokenizer's own token, not ``<|endoftext|>``.
     """
 
     fim_data: bool = flag(
@@ -195,7 +195,7 @@ FIM_NEEDS = {
     ),
     "--fim-split-sample": "fim_fragment_rate",
 }
-"""Fields without effect unless the flag that is the key is given (`megatron_flags.NEEDS`)."""
+"""Fields that have an effect only with the flag that is their key (`megatron_flags.NEEDS`)."""
 
 
 def _is_split(split: str) -> bool:
@@ -207,7 +207,7 @@ def _is_split(split: str) -> bool:
 
 
 def is_number(word: str) -> bool:
-    """Tell whether a word of ``--data-path`` is a number, and hence a weight, not a prefix."""
+    """Tell whether a word of ``--data-path`` is a number, and therefore a weight, not a prefix."""
     try:
         float(word)
     except ValueError:
@@ -224,11 +224,14 @@ _NOT_WITH_DIRECT = {
     "num_dataset_builder_threads": "nothing is built",
     "mid_level_dataset_surplus": "no part of a blend is drawn in advance",
 }
-"""Flags that ``--data-order direct`` does not allow, each with the reason."""
+"""Flags that ``--data-order direct`` does not allow, with the reasons."""
 
 
 def direct_errors(data: DataConfig, run: RunConfig, *, sft: bool) -> list[str]:
-    """Return an error for each flag that the direct order does not allow, or that needs it."""
+    """Return an error for each flag that does not fit ``--data-order``.
+
+    Some flags do not go with the direct order, others need it.
+    """
     changed = changed_fields(data)
     if data.data_order != "direct":
         errors = [

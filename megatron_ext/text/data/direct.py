@@ -1,17 +1,17 @@
-"""Samples in the direct order: any range of sample numbers as one batch, without an index.
+"""Reads samples in the direct order: any range of sample numbers as one batch, without an index.
 
-A sample is a window of the token stream of a split, and its labels are the tokens one further, as
-in megatron-core's GPTDataset; masks and positions are made in the same way. What differs is what
-shares a sample. GPTDataset shuffles documents before it cuts the stream, which needs the lengths of
-all documents in the shuffled order: an index of all of them. Here the stream is cut in the order of
-the file, in each epoch at other places, and the windows are shuffled. So the documents of a sample
-are neighbours in the file, and a file that is sorted, for example by web site, gives samples of one
-site each. Shuffle such a corpus before it is preprocessed, or keep documents apart with
+A sample is a window of the token stream of a split, and its labels are the same window shifted by
+one token. Masks and positions are made as in megatron-core's GPTDataset. The difference is which
+documents share a sample. GPTDataset shuffles documents before it cuts the stream into samples, and
+for this needs an index of all documents in shuffled order. Here the stream is cut in the order of
+the file, at different places in each epoch, and the windows are shuffled. The documents of a sample
+are therefore neighbours in the file: if the file is sorted, for example by web site, each sample
+comes from one site. Shuffle such a corpus before preprocessing, or keep documents apart with
 ``--reset-attention-mask``.
 
-With ``--document-packing best_fit`` a sample holds documents that fit together (`packed_order`). A
-document that is cut at a sample's end has its next token as the label there; one that ends there
-has no label.
+With ``--document-packing best_fit`` a sample holds documents that fit together (`packed_order`). If
+a document is cut at the end of a sample, the last label is the document's next token. If a document
+ends there, the last position has no label.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,26 +34,26 @@ from megatron_ext.text.data.inspect import check_ids
 
 
 class Order(Protocol):
-    """An order of samples; `SampleOrder` is one."""
+    """An order of samples, such as `SampleOrder`."""
 
     def seq_length(self, number: int) -> int:
-        """Return the tokens of a sample."""
+        """Return the number of tokens of sample ``number``."""
         ...
 
     def locate(self, start: int, stop: int) -> Pieces:
-        """Return the pieces of the samples from ``start`` to ``stop`` - 1."""
+        """Return the pieces of text that make up the samples from ``start`` to ``stop`` - 1."""
         ...
 
 
 class EveryWindow:
-    """The order of a whole pass: all windows of all sources, one after another, as in the files.
+    """The order of one pass over the data: all windows of all sources, in the order of the files.
 
-    The tokens of a source after its last whole window, less than a sample, are left out.
+    The last tokens of a source, which do not fill a window, are left out.
     """
 
     def __init__(self, spans: Sequence[TokenSpan], seq_length: int) -> None:
         self._length = seq_length
-        # The last label of a window is the token after it.
+        # A window needs one token more than it has positions: its last label.
         counts = [max(0, span.tokens - 1) // seq_length for span in spans]
         self._ends = np.cumsum(counts, dtype=np.int64)
 
@@ -74,14 +74,14 @@ class EveryWindow:
 
 @dataclass(frozen=True)
 class Marks:
-    """The ids and flags that decide masks and positions.
+    """The ids and flags that determine loss masks and positions.
 
     Attributes:
-        eod: the end-of-document id.
-        pad: the id that is padding, below 0 if no id of a document is.
-        vocab_size: ids at or above it are refused.
-        eod_mask_loss: an end-of-document input has no target.
-        reset_position_ids: positions start again after each end of document.
+        eod: the id of the end of a document.
+        pad: the id that counts as padding wherever it occurs; negative if there is none.
+        vocab_size: ids must be smaller than this.
+        eod_mask_loss: whether positions whose input is ``eod`` have no loss.
+        reset_position_ids: whether positions start again after each end of document.
     """
 
     eod: int
@@ -96,18 +96,18 @@ def _collated(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class DirectDataset(StepDataset):
-    """The samples of one split by their number in the run.
+    """The samples of one split, indexed by their number in the run.
 
-    A data loader asks for a batch at once and gets it collated.
+    A data loader requests the numbers of a whole batch, and gets the collated batch.
 
     Args:
-        order: where the tokens of a sample are.
-        spans: the tokens of each source that the order names by its index.
-        size: number of samples; the order itself may go on.
+        order: finds the tokens of a sample.
+        spans: the tokens of each source, by the index of the source in the order.
+        size: number of samples; the order may have more.
         fim: moves the middle of documents to their end; None leaves them as they are.
 
     Attributes:
-        is_training: the split is read on from where a resumed run stood.
+        is_training: whether a resumed run continues in this split where it stopped.
     """
 
     is_training = False
@@ -132,7 +132,7 @@ class DirectDataset(StepDataset):
 
     @property
     def seq_length_of(self) -> Callable[[int], int] | None:
-        """Return the function from a sample's number to its tokens; None for a whole pass."""
+        """Return a function from a sample's number to its length; None if all lengths are equal."""
         return None if isinstance(self.order, EveryWindow) else self.order.seq_length
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
@@ -148,7 +148,7 @@ class DirectDataset(StepDataset):
 
     @property
     def expect(self) -> Callable[[Sequence[int]], None] | None:
-        """Return the function that begins to fetch samples; None if all are on this machine."""
+        """Return a function that prefetches samples, by their numbers; None if data is local."""
         remote = any(isinstance(span, RemoteSpan) for span in self.spans.values())
         return self._expect if remote else None
 
@@ -161,18 +161,19 @@ class DirectDataset(StepDataset):
 
     @property
     def collate(self) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-        """Return a function that leaves what `__getitems__` returned, which is collated."""
+        """Return the identity: `__getitems__` already returns a collated batch."""
         return _collated
 
     def batch(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Return the samples from ``start`` to ``stop`` - 1, which have one length s.
+        """Return a batch of the samples from ``start`` to ``stop`` - 1, all of the same length s.
 
-        ``tokens``, ``labels``, ``position_ids`` are ``[b, s]`` int64, ``loss_mask`` is float32. So
-        are ``sample_ids`` of packed samples, which number the documents of each.
+        It holds ``tokens``, ``labels``, ``position_ids``, ``[b, s]`` int64, and ``loss_mask``,
+        ``[b, s]`` float32. A batch of packed samples also holds ``sample_ids``, ``[b, s]`` int64:
+        the number of the document at each position, -1 in padding.
         """
         tokens, labels, documents = self._read(start, stop)
         if self.fim is not None:
-            # they may share memory
+            # Both may be views of the same memory, and are changed in place.
             tokens = tokens.copy()
             labels = labels.copy()
             self.fim.permute_rows(tokens, labels, documents, start)
@@ -193,7 +194,7 @@ class DirectDataset(StepDataset):
             positions = torch.arange(tokens.shape[1]).expand(rows, -1)
         targets = torch.from_numpy(labels)
         if marks.pad >= 0 or bool((targets[:, -1] < 0).any()):
-            # As GPTDataset does: padding has no loss, and an id that the embedding knows.
+            # As in GPTDataset: padding has no loss, and the id 0, which the embedding has.
             pad = marks.pad
             mask[(targets == pad) | (targets < 0)] = 0.0
             inputs = torch.where((inputs == pad) | (inputs < 0), 0, inputs)
@@ -205,9 +206,10 @@ class DirectDataset(StepDataset):
         return batch
 
     def _read(self, start: int, stop: int) -> tuple[Array, Array, Array | None]:
-        """Return tokens and labels ``[b, s]``, -1 where a sample has none.
+        """Return tokens, labels and piece numbers of samples, ``[b, s]`` each.
 
-        The third is the number of the piece at each position of packed samples, ``[b, s]``.
+        Tokens and labels are -1 where a sample has none. Piece numbers are None unless the samples
+        are packed.
         """
         pieces = self.order.locate(start, stop)
         length = self.order.seq_length(start)
@@ -228,10 +230,10 @@ class DirectDataset(StepDataset):
         return tokens, labels, None
 
     def _packed(self, pieces: PackedPieces, length: int) -> tuple[Array, Array, Array]:
-        """Return tokens, labels and numbers of pieces of packed samples, ``[b, s]``."""
+        """Return tokens, labels and piece numbers of packed samples, ``[b, s]`` each."""
         rows = len(pieces.goes_on)
         firsts = np.searchsorted(pieces.rows, np.arange(rows + 1))
-        # The token after the last piece is a label, where its document goes on.
+        # Read one token more after each sample's last piece: it is a label if its document goes on.
         lengths = pieces.lengths.copy()
         lengths[firsts[1:] - 1] += 1
         sources = pieces.sources[firsts[:-1]]
@@ -250,9 +252,9 @@ class DirectDataset(StepDataset):
         return text[:, :-1], labels, numbers
 
     def _fill(self, tokens: Array, labels: Array, pieces: Pieces, own: Ints, length: int) -> None:
-        """Put pieces of one length into their rows of ``tokens`` and ``labels``.
+        """Copy pieces of one length into their rows of ``tokens`` and ``labels``.
 
-        If both are the same array it takes a piece and the token after it.
+        If both are the same array, copy each piece and the token after it.
         """
         sources = pieces.sources[own]
         present = sources[:1] if len(own) == 1 else np.flatnonzero(np.bincount(sources))
@@ -277,9 +279,10 @@ class DirectDataset(StepDataset):
             check_ids(self.spans[source].name, text, self.marks.vocab_size)
 
     def token_ranges(self, start: int, stop: int) -> list[tuple[int, str, int, int]]:
-        """Return (sample, dataset, first token in its file, tokens) of each piece of samples.
+        """Return where each piece of the samples is: (sample, dataset, first token, length).
 
-        A range that passes the end of its split goes on at the split's first token.
+        The first token counts from the start of the dataset's file. A piece that passes the end of
+        its split continues at the first token of the split.
         """
         pieces = self.order.locate(start, stop)
         return [
@@ -292,7 +295,7 @@ class DirectDataset(StepDataset):
 
 
 def positions_after(ends: Array) -> Array:
-    """Return positions ``[b, s]`` that start at 0 and again after each end of document."""
+    """Return positions ``[b, s]`` that start at 0, and again after each True in ``ends [b, s]``."""
     places = np.broadcast_to(np.arange(ends.shape[1], dtype=np.int64), ends.shape)
     starts = np.zeros(ends.shape, dtype=np.int64)
     starts[:, 1:] = np.where(ends[:, :-1], places[:, 1:], 0)

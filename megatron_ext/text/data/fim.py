@@ -1,17 +1,16 @@
-"""Fill-in-the-middle: documents whose middle comes last (Bavarian et al. 2022, arXiv:2207.14255).
+"""Fill-in-the-middle: moves the middle of documents to their end (arXiv:2207.14255).
 
-A document is cut at two random characters into a prefix, a middle and a suffix, each is tokenized
+A document is cut at two random characters into a prefix, a middle and a suffix. Each is tokenized
 by itself, and they are put in one of two orders (section 3 of the paper):
 
     PSM  <prefix> prefix <suffix> suffix <middle> middle
     SPM  <prefix> <suffix> suffix <middle> prefix middle      (its variant 2)
 
-Choices, tokens and rates are those of Megatron-LM's GPTFIMDataset: a sample is cut at its ends of
-documents, each part is permuted at a rate, and the sample keeps its length, so that one that has
-become longer loses its end, and one that has become shorter is filled up. Two things differ. The
-random numbers follow from the seed, the sample's number and the place of the document in it, so
-that they do not depend on who reads the sample. And no end of document is lost where a document is
-empty, nor gets an empty one sentinels.
+As in Megatron-LM's GPTFIMDataset, a sample is cut at its ends of documents, and each part is
+permuted with a given probability. The sample keeps its length: if it has become longer it loses its
+end, if shorter it is padded. Two things differ from GPTFIMDataset. The random numbers depend only
+on the seed, the number of the sample and the position of the document in it, not on the process
+that reads the sample. And an empty document keeps its end of document, and gets no sentinels.
 """
 
 from dataclasses import dataclass
@@ -38,26 +37,29 @@ class _Ids:
 
 
 class _Draws:
-    """Random numbers of a part of a sample; raw PCG64 bits are the same in all numpy versions."""
+    """Random numbers for a part of a sample.
+
+    They are made from raw PCG64 bits, which are the same in all versions of numpy.
+    """
 
     def __init__(self, key: int, sample: int, part: int) -> None:
         self._bits = np.random.PCG64([key, sample, part])
 
     def uniform(self) -> float:
-        """Return a number from 0 to below 1."""
+        """Return a uniform random number in [0, 1)."""
         return float(int(self._bits.random_raw()) >> 11) / float(1 << 53)
 
     def boundary(self, length: int) -> int:
-        """Return a place from 0 to ``length`` in a text."""
+        """Return a random position in a text of ``length`` characters, from 0 to ``length``."""
         return int(self._bits.random_raw()) % (length + 1)
 
 
 class FillInTheMiddle:
-    """Permutes the documents of samples as the flags ``--fim-*`` ask.
+    """Permutes the documents of samples by the flags ``--fim-*``.
 
     Args:
         seed: seed of the run.
-        split: name of the split of the data, whose samples have their own random numbers.
+        split: name of the split; each split has random numbers of its own.
 
     Raises:
         ConfigError: the tokenizer lacks one of the tokens.
@@ -76,8 +78,8 @@ class FillInTheMiddle:
 
         Args:
             tokens, labels: ``[b, s]``; -1 where a sample has no token or no label.
-            sample_ids: number of the packed document at each position, ``[b, s]``; None where
-                samples are windows of the text. Padding gets -1.
+            sample_ids: number of the packed document at each position, ``[b, s]``; -1 is written
+                into padding. None if samples are windows of the text.
             first: number of the first sample.
         """
         length = tokens.shape[1]
@@ -103,9 +105,9 @@ class FillInTheMiddle:
     def _permuted_parts(
         self, text: Array, starts: list[int], sample: int
     ) -> list[tuple[Array, int]]:
-        """Return the parts of a sample in order, each with the number of its packed document.
+        """Return (part, number of its packed document) of each permuted part of a sample, in order.
 
-        Ends of documents are parts too.
+        An end of document is a part of its own.
         """
         parts: list[tuple[Array, int]] = []
         ends = [*starts[1:], len(text)]
@@ -117,7 +119,7 @@ class FillInTheMiddle:
         return parts
 
     def _permuted(self, part: Array, draws: _Draws) -> Array:
-        """Permute a document, or its fragments if it has any."""
+        """Permute a document, or each of its fragments if it contains the split token."""
         split = self._ids.split
         if split == NO_TOKEN or not (part == split).any():
             return self._moved(part, self._fim.fim_rate, draws)
@@ -131,7 +133,7 @@ class FillInTheMiddle:
         return np.concatenate(fragments)
 
     def _moved(self, ids: Array, rate: float, draws: _Draws) -> Array:
-        """Return ids with their middle at the end, at a rate; else return them as they are."""
+        """Move the middle of ids to their end with probability ``rate``, else return them as is."""
         if draws.uniform() >= rate:
             return ids
         text = self._tokenizer.detokenize(ids.tolist())
@@ -150,14 +152,14 @@ class FillInTheMiddle:
 
 
 def _cut_at(ids: Array, mark: int) -> list[Array]:
-    """Return the parts of ids between marks, and each mark by itself; no part is empty."""
+    """Cut ids before and after each ``mark``; return the parts, none of which is empty."""
     marks = np.flatnonzero(ids == mark)
     edges = np.union1d(marks, marks + 1)
     return [part for part in np.split(ids, edges) if len(part)]
 
 
 def _ids_of(fim: FimConfig, tokenizer: Tokenizer) -> _Ids:
-    """Return the ids of the flags' tokens; raise a ConfigError for those not in the vocabulary."""
+    """Return the ids of the flags' tokens; raise a ConfigError if the vocabulary lacks any."""
     spelled = {
         "prefix_token": fim.fim_prefix_token,
         "middle_token": fim.fim_middle_token,

@@ -1,8 +1,8 @@
-"""GPT datasets: megatron-core's GPTDataset and blending, with checks.
+"""Builds megatron-core's GPT datasets and blends, with additional checks.
 
-Additions to megatron-core: inputs are checked before anything is built; a split without documents
-is an error instead of an endless loop; the key of cached indices covers all that determines them,
-including path, size and modification time of the data files.
+Inputs are checked before anything is built. A split without documents is an error, not an endless
+loop. The key of cached indices covers everything that determines them, including path, size and
+modification time of the data files.
 """
 
 import copy
@@ -48,14 +48,14 @@ from megatron_ext.train.batch_size import split_sizes
 from megatron_ext.train.task import Datasets
 
 VOCABULARY_SAMPLE = 1 << 24
-"""Number of tokens in each dataset whose ids are checked before training."""
+"""The number of tokens of each dataset whose ids are checked before training."""
 INDEX_BYTES = 16
-"""Bytes that megatron-core needs per sample, and per document in it, to build its indices."""
+"""Bytes that megatron-core's indices take per sample, and per document of a sample."""
 
 
 @dataclass
 class KeyedGPTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
-    """A GPTDatasetConfig with a digest of the data files, and the vocabulary size."""
+    """A GPTDatasetConfig that also holds a digest of the data files, and the vocabulary size."""
 
     data_files: str = field(default="", kw_only=True)
     """Digest of the path, size and modification time of every data file."""
@@ -87,11 +87,12 @@ class KeyedGPTDataset(GPTDataset):  # type: ignore[misc]
         return GPTDataset.build_low_level_dataset(dataset_path, config)
 
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[Any, ...]:
-        """Return a sample's ids, then what else core returns; raise a DataError for a wrong id."""
-        # An embedding that is shared over ranks takes any id, and only a dataset's first were seen.
+        """Return what megatron-core returns; raise a DataError for an id outside the vocabulary."""
+        # Only a dataset's first ids are checked before training, and a vocabulary-parallel
+        # embedding accepts wrong ids silently.
         text, *others = super()._query_document_sample_shuffle_indices(idx)
         if text.min() < 0 or text.max() >= self.config.vocab_size:
-            # A sample that is filled up ends with the padding, whose id need not be an entry.
+            # A short sample ends with padding, whose id need not be in the vocabulary.
             content = np.flatnonzero(text != self._pad_token_id)
             last = int(content[-1]) if len(content) else -1
             check_ids(self.dataset_path, text[: last + 1], self.config.vocab_size)
@@ -99,7 +100,7 @@ class KeyedGPTDataset(GPTDataset):  # type: ignore[misc]
 
 
 def split_bounds(split: str, num_sequences: int) -> list[tuple[int, int]]:
-    """Return the first sequence and the end (exclusive) of each split, as megatron-core does."""
+    """Return the sequences [first, end) of each split, rounded as in megatron-core."""
     edges = accumulate(parse_and_normalize_split(split), initial=0.0)
     return list(pairwise(round(edge * float(num_sequences)) for edge in edges))
 
@@ -113,12 +114,12 @@ def check_inputs(
 ) -> str:
     """Check every data file, the splits and the vocabulary before anything is built.
 
-    ``sizes`` gives the samples that train, valid and test need; None means one epoch. Return a
-    digest of path, size and modification time of all files.
+    ``sizes`` holds the number of samples that train, valid and test need; None means one epoch.
+    Return a digest of path, size and modification time of all files.
 
     Raises:
-        DataError: a missing, truncated or corrupt file, an empty split that is needed, or token
-            ids beyond the vocabulary.
+        DataError: a file is missing, truncated or corrupt; a needed split is empty; or a token id
+            is outside the vocabulary.
     """
     digest = hashlib.sha256()
     for prefix in spec.prefixes():
@@ -147,8 +148,8 @@ def _check_index_memory(
 ) -> None:
     """Raise a DataError if the indices of samples do not fit into the memory of the machine.
 
-    megatron-core builds them whole in one process, with an entry for each sample of the run and
-    for each document that a sample reads. A split of size None (one epoch) is not counted.
+    megatron-core builds them in the memory of one process, with an entry for each sample of the run
+    and for each document of a sample. Splits of size None (one epoch) are not counted.
     """
     lengths = [read_index(prefix).lengths for prefix in spec.prefixes()]
     tokens = sum(int(each.sum(dtype=np.int64)) for each in lengths)
@@ -168,7 +169,7 @@ def _check_index_memory(
 
 
 def separator_warnings(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
-    """Return sentences on ends of documents that a run with GPTDataset misreads."""
+    """Return warnings about ends of documents that GPTDataset would misread."""
     data = config.section(DataConfig)
     if data.mock_data:
         return []
@@ -187,7 +188,7 @@ def separator_warnings(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
 
 
 def check_gpt_data(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Check indexed datasets before training starts; each rank does so with the same result.
+    """Check indexed datasets before training starts; every rank gets the same result.
 
     Raise a DataError if files, splits, token ids, cached indices or the counts of
     ``--per-dataset-sequences-path`` are bad, or if the indices of samples do not fit into memory.
@@ -209,7 +210,8 @@ def check_gpt_data(config: RunConfig, tokenizer: Tokenizer) -> None:
         return
     _check_index_memory(length, BlendSpec(None, None), sizes, mock=True)
     if training.full_validation and int(os.environ.get("RANK", "0")) == 0:
-        # Made-up data is long: a third of it, whatever ``--split``, takes minutes to go through.
+        # The validation split of mock data is a third of it, whatever ``--split`` is, and a full
+        # pass over it takes minutes: warn.
         lengths = MockGPTLowLevelDataset(tokenizer).sequence_lengths
         first, last = split_bounds("1,1,1", len(lengths))[1]
         samples = (int(lengths[first:last].sum(dtype=np.int64)) - 1) // length
@@ -226,7 +228,8 @@ def _check_splits(
 ) -> None:
     """Raise a DataError for an empty dataset, or for too few samples in datasets without weights.
 
-    Datasets without weights are read only once, so they must hold all samples of their split.
+    megatron-core reads datasets without weights only once, so they must hold all samples of their
+    split.
     """
     for index, (name, size) in enumerate(zip(SPLITS, sizes, strict=True)):
         prefixes, weights = (spec.per_split or [spec.blend] * len(sizes))[index] or ([], None)
@@ -289,8 +292,11 @@ def dataset_config(
 
 
 @contextmanager
-def _told_in_a_sentence(folder: str | None) -> Iterator[None]:
-    """Turn an OSError about the index cache into a DataError; silence a warning on mock data."""
+def _cache_errors_as_data_errors(folder: str | None) -> Iterator[None]:
+    """Turn an OSError about the index cache into a DataError.
+
+    Also silence megatron-core's warning that mock data is not cached.
+    """
 
     def is_other(record: logging.LogRecord) -> bool:
         return "Unable to save MockGPTDataset" not in record.getMessage()
@@ -314,7 +320,7 @@ def build_gpt_datasets(
     sizes: Sequence[int | None],
     is_built_on_rank: Callable[[], bool],
 ) -> Datasets:
-    """Build each split with as many samples as ``sizes`` says; None means one epoch.
+    """Build train, valid and test with ``sizes`` samples; a size of None means one epoch.
 
     All ranks call this together.
     """
@@ -328,13 +334,13 @@ def build_gpt_datasets(
         cls = KeyedGPTDataset
         data_files = check_inputs(data, config.model, spec, tokenizer, sizes)
     core_config = dataset_config(config, spec, tokenizer, data_files)
-    # Splits of which nothing is asked may hold nothing.
+    # megatron-core refuses an empty split even if no samples of it are needed: take it out.
     for name in ("split_matrix", "blend_per_split"):
         parts = getattr(core_config, name)
         if parts is not None:
             kept = [None if size == 0 else x for size, x in zip(sizes, parts, strict=True)]
             setattr(core_config, name, kept)
-    with _told_in_a_sentence(data.data_cache_path), warnings.catch_warnings():
+    with _cache_errors_as_data_errors(data.data_cache_path), warnings.catch_warnings():
         # megatron-core warns once for each split of each prefix; the tools warn once per dataset.
         warnings.filterwarnings("ignore", message="The pad token id in the tokenizer collides")
         builder = BlendedMegatronDatasetBuilder(cls, list(sizes), is_built_on_rank, core_config)

@@ -1,4 +1,4 @@
-"""Inspection of an indexed dataset: the range of its ids, a report, and its checksums.
+"""Inspects an indexed dataset: the range of its ids, a report, and its checksums.
 
 Checksums are in `PREFIX.sha256` next to the dataset, in the format of `sha256sum -c`.
 """
@@ -45,7 +45,7 @@ _DIGEST_BYTES = 1 << 22
 
 
 def check_ids(prefix: str, ids: Array | tuple[int, int] | None, vocab_size: int) -> None:
-    """Raise a DataError if an id (or a (smallest, largest) pair) is outside the vocabulary."""
+    """Raise a DataError if an id is outside the vocabulary; ``ids`` may be (smallest, largest)."""
     if ids is None or len(ids) == 0:
         return
     low = int(np.min(ids))
@@ -61,7 +61,7 @@ def check_ids(prefix: str, ids: Array | tuple[int, int] | None, vocab_size: int)
 def id_range(
     prefix: str | os.PathLike[str], max_tokens: int | None = None
 ) -> tuple[int, int] | None:
-    """Return the smallest and largest of about the first ``max_tokens`` ids.
+    """Return the smallest and the largest of about the first ``max_tokens`` ids.
 
     Read all ids if ``max_tokens`` is None; return None if the dataset has no tokens.
     """
@@ -102,9 +102,12 @@ def inspect_dataset(
 ) -> Inspection:
     """Check a dataset and describe it; raise a DataError if it is damaged.
 
-    The documents of a store of conversations (``is_store``) end as their chat template has it. The
-    report shows ``samples`` random documents, chosen by ``seed``. With ``scan``, all ids are
-    read, and an id outside the tokenizer's vocabulary gives a warning.
+    Args:
+        samples: number of random documents that the report shows.
+        seed: seed that chooses them.
+        scan: whether to read all ids, and warn if one is outside the tokenizer's vocabulary.
+        is_store: whether the dataset holds conversations, whose ends follow their chat template
+            and are not checked.
     """
     info = check_indexed_dataset(prefix)
     index = read_index(prefix)
@@ -143,12 +146,12 @@ def document_lengths(index: Index) -> Iterator[Any]:
 
 def length_counts(lengths: Array) -> Array:
     """Return the number of documents in each bin of lengths, ``[64]``."""
-    # frexp's exponent is the number of bits: exact where log2 would round.
+    # The exponent of frexp is the number of bits, exactly; log2 would round.
     return np.bincount(np.frexp(lengths.astype(np.float64))[1], minlength=64)
 
 
 def length_bin(number: int) -> tuple[int, int]:
-    """Return the first and the last length of one of the bins 0, 1, 2-3, 4-7, ..."""
+    """Return the shortest and the longest length in bin ``number`` of 0, 1, 2-3, 4-7, ..."""
     return 1 << number >> 1, (1 << number) - 1
 
 
@@ -217,7 +220,7 @@ def digest_path(prefix: str | os.PathLike[str]) -> Path:
 
 
 def digests_of(prefix: str | os.PathLike[str]) -> dict[str, str]:
-    """Return the SHA-256 of .bin and .idx by file name; raise a DataError if one is unreadable."""
+    """Return the SHA-256 of .bin and .idx, by file name; raise a DataError if one is unreadable."""
     return {path.name: _digest(path) for path in (bin_path(prefix), idx_path(prefix))}
 
 

@@ -1,7 +1,7 @@
-"""The direct order of a run: its sources, its mixtures, and what a resumed run takes over.
+"""Plans the direct order of a run: its sources, its mixtures, and where a resumed run continues.
 
-A checkpoint keeps the mixtures of its run in `Progress.data_order`, so that a run that goes on with
-other weights, or in another schedule, finds each source where it stood.
+A checkpoint stores the mixtures of its run in `Progress.data_order`. A run that resumes with other
+weights, or another schedule, therefore continues in each source where the earlier run stopped.
 """
 
 import dataclasses
@@ -36,26 +36,26 @@ class RunPlan:
     """The training samples of a run.
 
     Attributes:
-        order: the order of all samples, those of earlier runs of the same training included.
-        spans: the tokens of each source of the order, by its index, that is still read.
-        total: number of samples, fewer than ``asked`` where a limit ends the run.
-        asked: number of samples that the flags ask for.
-        exhausted: the sources that reached their limits, in time's order.
+        order: the order of all samples, including those before the run was resumed.
+        spans: the tokens of each source that is still read, by its index in the order.
+        total: number of samples; less than ``requested`` if a limit of epochs ends the run.
+        requested: number of samples according to the flags.
+        exhausted: the sources that reach their limits, in the order of time.
     """
 
     order: SampleOrder
     spans: Mapping[int, TokenSpan]
     total: int
-    asked: int
+    requested: int
     exhausted: Sequence[Exhausted]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `plan_run` needs to go on, as values that JSON can hold."""
+        """Return the JSON values from which `plan_run` continues the order."""
         return self.order.to_dict()
 
 
 def schedule_of(config: RunConfig) -> Schedule:
-    """Return the mixtures that ``--data-schedule`` or ``--data-path`` and its likes ask for."""
+    """Return the mixtures of ``--data-schedule``, or the one of ``--data-path`` and the like."""
     data = config.section(DataConfig)
     length = config.model.seq_length
     assert length is not None
@@ -70,11 +70,12 @@ def schedule_of(config: RunConfig) -> Schedule:
 def dataset_checks(config: RunConfig) -> list[Callable[[], Any]]:
     """Return a check of each indexed dataset of a run, and of the files that list them.
 
-    Datasets at addresses, which are looked up over a network, are left out.
+    Leave out datasets at addresses in the direct order, since checking them needs the network.
     """
     data = config.section(DataConfig)
     length = config.model.seq_length or 0
-    # The lengths in a schedule cannot be judged without `--seq-length`, which is reported itself.
+    # Without `--seq-length` the lengths in a schedule cannot be checked. Its lack is reported
+    # elsewhere.
     if data.mock_data or (data.data_schedule is not None and length < 1):
         return []
     try:
@@ -98,12 +99,12 @@ def _raise(error: DataError) -> None:
 
 
 def blend_of(spec: BlendSpec, split: int) -> Blend | None:
-    """Return the datasets and weights of a split, None if it has none of its own."""
+    """Return the datasets and weights of a split; None if the split has no data."""
     return spec.blend if spec.per_split is None else spec.per_split[split]
 
 
 def weights_of(blend: Blend, config: RunConfig, split: int) -> dict[str, Fraction]:
-    """Return the weight of each prefix: the given one, or else the tokens of its split."""
+    """Return the weight of each prefix: the given weight, or its number of tokens in the split."""
     totals: dict[str, Fraction] = {}
     prefixes, weights = blend
     for number, prefix in enumerate(prefixes):
@@ -116,7 +117,11 @@ def weights_of(blend: Blend, config: RunConfig, split: int) -> dict[str, Fractio
 
 
 def split_span(config: RunConfig, prefix: str, split: int) -> TokenSpan:
-    """Open the part of a dataset that ``--split`` gives to a split, or all of a split's own."""
+    """Open the tokens of a dataset that belong to a split.
+
+    These are the split's share by ``--split``, or all tokens of a dataset that is given for the
+    split alone.
+    """
     data = config.section(DataConfig)
     first = 0
     end: int | None = None
@@ -127,7 +132,7 @@ def split_span(config: RunConfig, prefix: str, split: int) -> TokenSpan:
 
 
 def checked_span(span: TokenSpan, split: int, window: int) -> TokenSpan:
-    """Return a span that holds at least a sample of ``window`` tokens; else raise a DataError."""
+    """Return ``span``; raise a DataError if it holds less than a sample of ``window`` tokens."""
     if span.tokens < window:
         raise DataError(
             f"The {SPLITS[split]} split of {span.name} holds {span.tokens} tokens, but a sample of "
@@ -138,7 +143,7 @@ def checked_span(span: TokenSpan, split: int, window: int) -> TokenSpan:
 
 
 def history_of(config: RunConfig) -> tuple[dict[str, Any] | None, int, int]:
-    """Return the data order, the consumed samples and the steps of the checkpoint to resume."""
+    """Return data order, consumed samples and number of steps of the checkpoint to resume."""
     checkpoint = find(config.checkpoint)
     if checkpoint is None or checkpoint.weights_only:
         return None, 0, 0
@@ -158,20 +163,21 @@ def plan_run(
     """Return the order of a run's training samples.
 
     Args:
-        history: `RunPlan.to_dict` of the run that is resumed; None for a new one.
-        consumed: samples of the run so far.
-        iteration: steps of the run so far; None takes all for steps of the present batch size.
+        history: `RunPlan.to_dict` of the run that is resumed; None for a new run.
+        consumed: number of samples of the run so far.
+        iteration: number of steps of the run so far; None if all had the present batch size.
 
     Raises:
-        DataError: a source is missing or too short, has changed since, or the lengths of samples do
-            not fit the windows of the run that is resumed.
+        DataError: a source is missing or too short, or has changed since the run began; or the
+            lengths of samples do not fit the windows of the resumed run.
     """
     schedule = schedule_of(config)
     length = config.model.seq_length
     assert length is not None
     planned = schedule.stages
     replicas = config.parallel.data_parallel_size
-    # As ranks can share it; a schedule goes with batches of one size only.
+    # The batch size rounded so that the ranks can share it. It is constant, since a schedule does
+    # not go with a ramp of the batch size.
     batch = BatchSize(config.training, length, replicas).global_batch_size
     past = history if consumed else None
     window = length if past is None else int(past["window"])
@@ -210,7 +216,7 @@ def plan_run(
     steps = number_of_iterations(config.training, length, replicas)
     total = split_sizes(config.training, length, replicas)[0] or 0
     if iteration is not None and config.training.train_samples is None:
-        # Steps before may have been larger than those which are left.
+        # If earlier steps had larger batches, the run takes more samples than steps × batch size.
         total = max(total, consumed + (steps - iteration) * config.training.batch_sizes[1])
     order, end, exhausted = limited(order, schedule.limits, total, stops=schedule.stops)
     indices = {source.name: index for index, source in enumerate(order.sources)}
@@ -219,9 +225,10 @@ def plan_run(
 
 
 def _after_moves(past: Mapping[str, Any], spans: Mapping[str, TokenSpan]) -> Mapping[str, Any]:
-    """Return the history of a run with the new names of sources that lie elsewhere now.
+    """Return the history of a run, with the new names of sources that have been moved.
 
-    A source has moved if one of the same file name and length has taken its place.
+    A source has been moved if it is no longer given, and exactly one new source has the same file
+    name and length.
     """
     new = {name: span for name, span in spans.items() if name not in past["tokens"]}
     moved: dict[str, str] = {}
@@ -244,17 +251,17 @@ def _after_moves(past: Mapping[str, Any], spans: Mapping[str, TokenSpan]) -> Map
 def _gone(
     order: SampleOrder, plan: Sequence[Stage], limits: Mapping[str, Fraction], consumed: int
 ) -> set[str]:
-    """Return the sources that a limit took out of the mixture before ``consumed`` samples.
+    """Return the sources that a limit removed from the mixture before sample ``consumed``.
 
-    Such a source is no longer in the order, though the plan names it there, since its next sample
-    would have passed the limit.
+    After its removal such a source is no longer in the stages of the order, although the plan has
+    it there, and its next sample would exceed the limit.
     """
     used = order.tokens_used(consumed)
     exhausted = set[str]()
     tokens = {source.name: source.tokens for source in order.sources}
     past = [stage for stage in order.stages if stage.start < consumed]
     for name in limits.keys() & used.keys():
-        named = [at for at, stage in enumerate(past) if stage.weights.get(name)]
+        named = [index for index, stage in enumerate(past) if stage.weights.get(name)]
         if not named or named[-1] + 1 == len(past):
             continue
         left = past[named[-1] + 1]
@@ -296,7 +303,7 @@ def _check_lengths(stages: Sequence[Planned], window: int, packing: str) -> None
 
 
 def use_table(plan: RunPlan) -> Table:
-    """Return a table of what a run reads of each source: samples, tokens and epochs."""
+    """Return a table of the samples, tokens and epochs that a run reads from each source."""
     table = Table(
         "source", "tokens of the split", "samples", "tokens read", "of all", "epochs",
         title=f"data of {plan.total:,} samples",
@@ -322,22 +329,22 @@ def use_table(plan: RunPlan) -> Table:
     return table
 
 
-LOOKED_AT = 16
-"""Blocks in which documents that are cut are counted before training."""
+SAMPLED_BLOCKS = 16
+"""The number of blocks in which cut documents are counted before training."""
 
 
 def cuts_by_source(order: PackedOrder, spans: Mapping[int, TokenSpan]) -> dict[int, Cuts]:
-    """Count, by source, the documents that packing cuts.
+    """Count the documents that packing cuts, by source.
 
-    At most 16 sources are sampled, each in at least one block.
+    Count in `SAMPLED_BLOCKS` blocks: of at most so many sources, and in at least one block each.
     """
-    chosen = list(spans)[:: -(-len(spans) // LOOKED_AT)]
-    most = max(1, LOOKED_AT // len(chosen))
+    chosen = list(spans)[:: -(-len(spans) // SAMPLED_BLOCKS)]
+    most = max(1, SAMPLED_BLOCKS // len(chosen))
     return {source: order.cuts(source, most) for source in chosen}
 
 
 def packing_sentence(order: PackedOrder, cuts: Mapping[int, Cuts]) -> str:
-    """Return a sentence on the documents that packing cuts, and concatenation would cut."""
+    """Return a sentence that compares how many documents packing and concatenation would cut."""
     total = sum(cuts.values(), Cuts(0, 0, 0, 0))
     documents = max(1, total.documents)
     shares = (total.packed, total.concatenated, total.longer)
@@ -350,7 +357,7 @@ def packing_sentence(order: PackedOrder, cuts: Mapping[int, Cuts]) -> str:
 
 
 def packing_table(plan: RunPlan, cuts: Mapping[int, Cuts]) -> Table:
-    """Return a table of the documents of each source that are cut, as counted."""
+    """Return a table of the share of cut documents of each source."""
     table = Table(
         "source", "documents counted", "longer than a sample", "cut by best-fit packing",
         "cut by concatenation", title="packing of documents",

@@ -1,4 +1,4 @@
-"""The file of ``--data-schedule``: mixtures that change during training.
+"""Reads the file of ``--data-schedule``: mixtures that change during training.
 
     stages:
       - tokens: 20B                  # or samples: 5000000; the last stage needs neither
@@ -11,8 +11,8 @@
     max_epochs: {data/math: 4}
     when_exhausted: reweight         # the other sources take its share; or stop: the run ends
 
-Sources are dataset prefixes. One that a stage does not name rests, and goes on where it stood when
-a later stage names it again.
+Sources are dataset prefixes. A source that a stage does not name pauses. If a later stage names it
+again, it continues where it stopped.
 """
 
 from collections.abc import Mapping
@@ -32,12 +32,12 @@ _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 @dataclass(frozen=True)
 class Schedule:
-    """Planned stages, and the limits of repetition.
+    """The planned stages of a run, and the limits on how often a source is repeated.
 
     Attributes:
-        limits: the most epochs of a source by name.
-        stops: end the run where the first source reaches its limit; otherwise the others take its
-            share.
+        limits: the most epochs of a source, by the source's name.
+        stops: whether the run ends when the first source reaches its limit. Otherwise the other
+            sources take its share.
     """
 
     stages: tuple[Planned, ...]
@@ -46,7 +46,7 @@ class Schedule:
 
 
 class _Reader:
-    """Reads one file, whose path is in every error."""
+    """Reads the file at ``path``, which every error names."""
 
     def __init__(self, path: str, seq_length: int) -> None:
         self._path = path
@@ -149,7 +149,7 @@ def read_schedule(path: str, seq_length: int) -> Schedule:
     """Read the file of ``--data-schedule``; ``seq_length`` is ``--seq-length``.
 
     Raises:
-        DataError: the file cannot be read, or is no schedule.
+        DataError: the file cannot be read, or is not a schedule.
     """
     reader = _Reader(path, seq_length)
     try:

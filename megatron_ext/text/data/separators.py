@@ -1,9 +1,10 @@
-"""Compares the token that ends the documents of a dataset with the tokenizer of its run.
+"""Compares the token that ends the documents of a dataset with the tokenizer of the run.
 
-A document should end with the tokenizer's end-of-document token, by which positions, attention and
-the loss can be cut. Two slips are common. Data ends with another token, such as a base model's
-``<|endoftext|>`` where an instruct tokenizer ends with ``<|im_end|>``. Or the token is the
-tokenizer's padding, which megatron-core's GPTDataset reads as id 0 and leaves out of the loss.
+A document should end with the tokenizer's end-of-document token: there positions and attention can
+be reset, and the loss masked. Two mistakes are common. Documents end with another token, such as a
+base model's ``<|endoftext|>``, while the instruct tokenizer of the run has ``<|im_end|>``. Or the
+end-of-document token is also the padding, which megatron-core's GPTDataset replaces by id 0 and
+excludes from the loss.
 """
 
 from collections import Counter
@@ -16,14 +17,14 @@ import numpy as np
 from megatron_ext.data.indexed import Array, Index, bin_path
 from megatron_ext.text.tokenizers.base import NO_TOKEN, Tokenizer
 
-LOOKED_AT = 1 << 20
-"""Tokens at the beginning of a dataset in which the ends of documents are looked at."""
+SAMPLED_TOKENS = 1 << 20
+"""The number of tokens at the beginning of a dataset in which ends of documents are compared."""
 
 
 def padding_id(tokenizer: Tokenizer, *, allow_ambiguous: bool = False) -> int:
-    """Return the id that megatron-core's GPTDataset takes for padding, -1 for none.
+    """Return the id that megatron-core's GPTDataset treats as padding; -1 if there is none.
 
-    A padding that is also the end of a sequence or document counts only if ``allow_ambiguous``.
+    A padding id that also ends sequences or documents counts only if ``allow_ambiguous``.
     """
     pad = tokenizer.pad
     if pad in (tokenizer.eos, tokenizer.eod) and not allow_ambiguous:
@@ -37,7 +38,7 @@ class Endings:
 
     Attributes:
         documents: number of documents that end within these tokens.
-        last_ids: how many of them end with each id.
+        last_ids: number of these documents that end with an id, by the id.
         ids: the tokens.
     """
 
@@ -46,33 +47,33 @@ class Endings:
     ids: Array
 
     def share(self, number: int) -> float:
-        """Return the share of documents that end with an id."""
+        """Return the share of documents that end with the id ``number``."""
         return self.last_ids[number] / max(1, self.documents)
 
 
 def endings_of(ids: Array, ends: Array) -> Endings:
-    """Return the endings of documents whose last tokens are at the places ``ends``."""
+    """Return the endings of documents whose last tokens have the indices ``ends`` in ``ids``."""
     last = ids[ends]
     return Endings(len(ends), Counter(last.tolist()), ids)
 
 
 def first_endings(prefix: Any, index: Index) -> Endings:
-    """Read the first tokens of a dataset on this machine; return the endings in them."""
-    ids = np.fromfile(bin_path(prefix), index.dtype, LOOKED_AT)
+    """Return the endings of documents in the first tokens of a dataset on this machine."""
+    ids = np.fromfile(bin_path(prefix), index.dtype, SAMPLED_TOKENS)
     return endings_of(ids, document_ends(index, 0, len(ids)))
 
 
 def document_ends(index: Index, first: int, tokens: int) -> Array:
-    """Return where documents end within the ``tokens`` tokens from token ``first`` of a file on.
+    """Return the indices of documents' last tokens within a range of a dataset's tokens.
 
-    A place is the distance of a document's last token from the first of these tokens.
+    The range has ``tokens`` tokens from token ``first`` on; indices count from ``first``.
     """
     width = index.dtype.itemsize
     edges = np.searchsorted(index.offsets, [first * width, (first + tokens) * width])
     low, high = np.searchsorted(index.documents, edges, side="right")
     last = np.asarray(index.documents[low : high + 1], dtype=np.int64) - 1
     last = last[last < len(index.lengths)]
-    # Empty documents and sequences end where those before them end.
+    # An empty document or sequence ends at the same token as the one before it.
     ends = np.unique(index.offsets[last] // width + index.lengths[last]) - first
     return ends[(ends > 0) & (ends <= tokens)] - 1
 
@@ -80,12 +81,12 @@ def document_ends(index: Index, first: int, tokens: int) -> Array:
 def ending_warnings(
     name: str, endings: Endings, tokenizer: Tokenizer, padding: int, needed_by: Sequence[str] = ()
 ) -> list[str]:
-    """Return sentences on ends of documents that a run does not see, or does not train.
+    """Return warnings about ends of documents that a run does not recognize, or does not train.
 
     Args:
         name: the dataset.
-        padding: the id that the run takes for padding, -1 where none is known by its id.
-        needed_by: the flags of the run that need the ends of documents.
+        padding: the id that the run treats as padding wherever it occurs; -1 if there is none.
+        needed_by: the flags of the run that depend on the ends of documents.
     """
     return [
         *_about_padding(name, endings, tokenizer, padding),
@@ -133,7 +134,10 @@ def _about_other_ends(
 
 
 def appended_warnings(tokenizer: Tokenizer, eod: int) -> list[str]:
-    """Return sentences on an end of document that a run with the same tokenizer misreads."""
+    """Return warnings about the token ``eod`` that preprocessing appends to documents.
+
+    A run with the same tokenizer may misread it.
+    """
     sentences = []
     if eod == padding_id(tokenizer):
         sentences.append(
@@ -151,14 +155,14 @@ def appended_warnings(tokenizer: Tokenizer, eod: int) -> list[str]:
 
 
 def special_ids(tokenizer: Tokenizer) -> set[int]:
-    """Return the ids of the tokens that a tokenizer names, or keeps apart from text."""
+    """Return the ids of a tokenizer's named special tokens and control tokens."""
     named = (tokenizer.eos, tokenizer.eod, tokenizer.bos, tokenizer.pad, tokenizer.unk)
     spelled_out = (tokenizer.token_id(text) for text in tokenizer.control_texts())
     return {number for number in (*named, *spelled_out) if number >= 0}
 
 
 def spelled(tokenizer: Tokenizer, number: int) -> str:
-    """Return an id with the text of its token, for messages."""
+    """Return an id and the text of its token, for messages."""
     if not 0 <= number < tokenizer.vocab_size:
         return f"{number}"
     text = tokenizer.detokenize([number], skip_special_tokens=False)

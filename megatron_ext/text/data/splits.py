@@ -1,6 +1,6 @@
-"""The splits of a run in the direct order: checked before training, built, and read on.
+"""Checks and builds the splits of a run in the direct order, and continues them after a resume.
 
-Every rank builds them, since that reads a few pages only.
+Every rank builds them, since this reads only a few pages of the data.
 """
 
 import dataclasses
@@ -53,13 +53,16 @@ from megatron_ext.train.run import Run
 from megatron_ext.train.task import Datasets
 
 CHECKED_IDS = 1 << 16
-"""Number of tokens of each train split whose ids are checked before training; others when read."""
+"""The number of tokens of each train split whose ids are checked before training.
+
+Other ids are checked when they are read."""
 
 
 def prepare_direct(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
-    """Check the data of a run in the direct order; return the configuration, perhaps shortened.
+    """Check the data of a run in the direct order, and return its configuration.
 
-    A limit of epochs that ends the run shortens it. ``--dry-run`` prints the use of each source.
+    If a limit of epochs ends the run, the configuration has fewer steps. ``--dry-run`` prints how
+    much is read from each source.
     """
     history, consumed, iteration = history_of(config)
     plan = plan_run(config, history, consumed, iteration)
@@ -85,9 +88,9 @@ def prepare_direct(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
 def separator_warnings(
     config: RunConfig, tokenizer: Tokenizer, plan: RunPlan | None = None
 ) -> list[str]:
-    """Return sentences on ends of documents that a run in the direct order does not see.
+    """Return warnings about ends of documents that a run in the direct order would misread.
 
-    ``plan`` is that of the run, which is made if it is None.
+    ``plan`` is the plan of the run; if it is None, plan the run first.
     """
     plan = plan_run(config, *history_of(config)) if plan is None else plan
     data = config.section(DataConfig)
@@ -102,7 +105,7 @@ def separator_warnings(
 
 
 def _report(config: RunConfig, plan: RunPlan) -> None:
-    """Print what packing cuts; under ``--dry-run``, also the use of each source."""
+    """Print how many documents packing cuts; under ``--dry-run`` also the use of each source."""
     tables = [use_table(plan)]
     if isinstance(plan.order, PackedOrder):
         cuts = cuts_by_source(plan.order, plan.spans)
@@ -116,7 +119,7 @@ def _report(config: RunConfig, plan: RunPlan) -> None:
 
 
 def _check_lengths(config: RunConfig, plan: RunPlan, consumed: int) -> None:
-    """Raise a ConfigError if ranks or kernels cannot take samples of a length that still comes."""
+    """Raise a ConfigError if a length in the rest of the schedule does not fit ranks or kernels."""
     path = config.section(DataConfig).data_schedule
     stages = plan.order.stages[plan.order.stage_at(consumed) :]
     lengths = {stage.seq_length for stage in stages if stage.start < plan.total}
@@ -146,8 +149,8 @@ def _check_lengths(config: RunConfig, plan: RunPlan, consumed: int) -> None:
 def _shortened(
     config: RunConfig, plan: RunPlan, consumed: int, iteration: int, *, tell: bool
 ) -> RunConfig:
-    """Return a configuration of as many whole steps as the plan's samples are enough for."""
-    if plan.total >= plan.asked:
+    """Return the configuration with as many whole steps as the samples of the plan allow."""
+    if plan.total >= plan.requested:
         return config
     batches = config.training, config.model.seq_length, config.parallel.data_parallel_size
     steps = number_of_iterations(*batches)
@@ -169,10 +172,11 @@ def _shortened(
 
 
 def marks_of(config: RunConfig, tokenizer: Tokenizer) -> Marks:
-    """Return the ids and flags that decide masks and positions.
+    """Return the ids and flags that determine loss masks and positions.
 
-    Padding is known by its place, so that the id of padding within a text is a token as others.
-    With ``--allow-ambiguous-pad-tokens`` it is padding wherever it stands, as for megatron-core.
+    Padding is recognized by its position, so the padding id within a text is an ordinary token.
+    With ``--allow-ambiguous-pad-tokens`` the padding id is padding wherever it occurs, as in
+    megatron-core.
     """
     data = config.section(DataConfig)
     ambiguous = data.allow_ambiguous_pad_tokens
@@ -186,7 +190,7 @@ def marks_of(config: RunConfig, tokenizer: Tokenizer) -> Marks:
 
 
 def fim_of(config: RunConfig, tokenizer: Tokenizer, split: int) -> FillInTheMiddle | None:
-    """Return what moves the middle of a split's documents; None without ``--fim-data``."""
+    """Return the fill-in-the-middle of a split; None without ``--fim-data``."""
     fim = config.section(FimConfig)
     if not fim.fim_data:
         return None
@@ -196,7 +200,7 @@ def fim_of(config: RunConfig, tokenizer: Tokenizer, split: int) -> FillInTheMidd
 def build_held_out(
     config: RunConfig, tokenizer: Tokenizer
 ) -> tuple[Dataset[Any] | list[Dataset[Any]] | None, Dataset[Any] | None]:
-    """Return the validation and the test split, each None where no samples are asked of it."""
+    """Return the validation and the test split; each is None if it has no samples or data."""
     training = config.training
     length = config.model.seq_length
     assert length is not None
@@ -228,9 +232,9 @@ def build_held_out(
 
 
 def _held_out_weights(config: RunConfig, split: int) -> dict[str, Fraction]:
-    """Return the weights of the sources of a held-out split that has a share of the data.
+    """Return the weights of the sources of the validation or test split; {} if it has no data.
 
-    With ``--data-schedule`` it has the mixture of the first stage, unless it has its own data.
+    With ``--data-schedule`` a split without data of its own has the mixture of the first stage.
     """
     data = config.section(DataConfig)
     own = (None, data.valid_data_path, data.test_data_path)[split]
@@ -246,7 +250,7 @@ def _held_out_weights(config: RunConfig, split: int) -> dict[str, Fraction]:
 
 
 def build_direct(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
-    """Build the splits on every rank; `goes_on` replaces the training split by that of a run."""
+    """Build the splits on every rank; `goes_on` replaces the train split after a resume."""
     plan = plan_run(config, *history_of(config))
     fim = fim_of(config, tokenizer, 0)
     train = DirectDataset(plan.order, plan.spans, marks_of(config, tokenizer), plan.total, fim)
@@ -255,7 +259,10 @@ def build_direct(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
 
 
 def goes_on(run: Run, dataset: Any) -> Any:
-    """Return a split; the training split with the order of the run so far, of its progress."""
+    """Return ``dataset``, or, if it is the train split, a new one that continues the run's order.
+
+    The order of the samples so far is in the progress of the run, which records the new order.
+    """
     if not isinstance(dataset, DirectDataset) or not dataset.is_training:
         return dataset
     progress = run.progress

@@ -1,4 +1,4 @@
-"""Datasets of a run at addresses of object storage: their cache, and notes on their requests."""
+"""Opens datasets at addresses of object storage through a cache, and reports on the requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INTERVAL = 600.0
 
 
 def store_of(data: DataConfig) -> ObjectStore:
-    """Return the reader of addresses, which knows what this process and its parent have asked."""
+    """Return the reader of addresses; calls with the same flags return the same reader."""
     given = data.object_storage_cache_path
     folder = user_cache() / "data" if given is None else Path(given)
     return _store(folder.absolute(), data.object_storage_cache_size)
@@ -31,45 +31,45 @@ def _store(folder: Path, gibibytes: float) -> ObjectStore:
 
 
 def index_of(data: DataConfig, prefix: str) -> Index:
-    """Return the index of a dataset on a disk or at an address."""
+    """Return the index of a dataset, which may be on a disk or at an address."""
     return store_of(data).index(prefix) if is_address(prefix) else read_index(prefix)
 
 
 def open_tokens(data: DataConfig, prefix: str, first: int, end: int | None) -> TokenSpan:
-    """Return the tokens of the sequences from ``first`` to ``end`` - 1 (None: to the last)."""
+    """Return the tokens of the sequences [first, end); an end of None is the dataset's end."""
     if is_address(prefix):
         return open_remote_span(prefix, first, end, store_of(data))
     return open_span(prefix, first, end, mapped=data.mmap_bin_files)
 
 
 class StorageNotes(Callback):
-    """Tells how the requests to object storage went, of all ranks on the reporting rank's machine.
+    """Reports the requests to object storage of all ranks on the reporting rank's machine.
 
     Args:
-        store: the store that the run reads from.
+        store: the store from which the run reads.
     """
 
     def __init__(self, run: Run, store: ObjectStore) -> None:
         super().__init__(run)
         self._store = store
         self._before = dict(store.counts())
-        self._told = time.monotonic()
+        self._last_report = time.monotonic()
 
     def after_step(self) -> None:
-        if time.monotonic() - self._told > INTERVAL:
-            self._tell()
+        if time.monotonic() - self._last_report > INTERVAL:
+            self._report()
 
     def on_train_end(self) -> None:
-        self._tell()
+        self._report()
 
-    def _tell(self) -> None:
-        self._told = time.monotonic()
+    def _report(self) -> None:
+        self._last_report = time.monotonic()
         counts = {k: v - self._before[k] for k, v in self._store.counts().items()}
         self.run.reporters.say(note_of(counts))
 
 
 def note_of(counts: dict[str, int]) -> str:
-    """Return a sentence on the requests of a machine; see `block_cache.COUNTS`."""
+    """Return a sentence on a machine's requests, counted as in `block_cache.COUNTS`."""
     bad = counts["failed"] + counts["given_up"] + counts["short"]
     share = bad / max(1, counts["requests"])
     lost = counts["not_kept"]
@@ -83,6 +83,6 @@ def note_of(counts: dict[str, int]) -> str:
 
 
 def storage_notes(run: Run) -> StorageNotes | None:
-    """Return the notes of a run; None without addresses, and where nothing is printed."""
+    """Return the callback of a run; None if it reads no addresses, or this rank prints nothing."""
     store = store_of(run.config.section(DataConfig))
     return StorageNotes(run, store) if run.reporters.sinks and store.is_used else None
