@@ -49,7 +49,7 @@ from benchmarks.gpu_setup import (
 from benchmarks.mmdit_block import Case, work_of
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.video.config.mmdit import SIZES
+from megatron_ext.video.networks.mmdit.config import SIZES
 
 STEPS = 3
 SMALL = Llama(layers=2, hidden=1024, ffn=2816, heads=8, groups=4, vocab=32000)

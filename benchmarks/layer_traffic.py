@@ -29,15 +29,16 @@ from megatron_ext.layers.attention import DotProductAttention
 from megatron_ext.layers.specs import torch_layer_spec
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.video.config.mmdit import MMDiTSizes
-from megatron_ext.video.config.wan import VideoDiTSizes
 from megatron_ext.video.model.attention import frame_rotary_table as frame_table
 from megatron_ext.video.model.attention import rotary_table
 from megatron_ext.video.model.chunk import Blueprint
-from megatron_ext.video.model.mmdit.blocks import DoubleBlock, MMDiTOptions, SingleBlock
 from megatron_ext.video.model.tokens import LocalTokens, TokenRange
-from megatron_ext.video.model.wan.attention import AttentionPlan, FrameWindow, VideoDiTOptions
-from megatron_ext.video.model.wan.blocks import Block, Conditioning, Run
+from megatron_ext.video.model.window import FrameWindow
+from megatron_ext.video.networks.mmdit.blocks import DoubleBlock, MMDiTOptions, SingleBlock
+from megatron_ext.video.networks.mmdit.config import MMDiTSizes
+from megatron_ext.video.networks.wan.attention import AttentionPlan, VideoDiTOptions
+from megatron_ext.video.networks.wan.blocks import Block, Conditioning, Run
+from megatron_ext.video.networks.wan.config import VideoDiTSizes
 
 Step = Callable[[], None]
 DTYPE = torch.bfloat16

@@ -1,8 +1,8 @@
 """One block of a video transformer (MMDiT) on one GPU: forward and backward at long sequences.
 
-Both kinds of block of `video.model.mmdit` at the width of Open-Sora 2.0's 11b, for one clip of so
-many video tokens and its text. FLOP are those of the matrix products, attention between all tokens
-counted in full; recomputation, of which there is none, would not count. MFU is the share of the
+Both kinds of block of `video.networks.mmdit` at the width of Open-Sora 2.0's 11b, for one clip of
+so many video tokens and its text. FLOP are those of the matrix products, all pairs of tokens are
+counted; recomputation, of which there is none, would not count. MFU is the share of the
 matrix rate that is measured in this same run.
 
 Target G5: an MFU of 55% at 8 k and 76 k video tokens.
@@ -43,11 +43,11 @@ from megatron_ext.device.gpus import seconds_of
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.planning.network import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD
-from megatron_ext.video.config.mmdit import SIZES, MMDiTSizes
 from megatron_ext.video.model.attention import rotary_table
 from megatron_ext.video.model.chunk import Blueprint
-from megatron_ext.video.model.mmdit.blocks import DoubleBlock, MMDiTOptions, SingleBlock
 from megatron_ext.video.model.tokens import LocalTokens, TokenRange
+from megatron_ext.video.networks.mmdit.blocks import DoubleBlock, MMDiTOptions, SingleBlock
+from megatron_ext.video.networks.mmdit.config import SIZES, MMDiTSizes
 
 BLOCKS = {"double": DoubleBlock, "single": SingleBlock}
 MODULATIONS = {"double": 12, "single": 3}
@@ -76,7 +76,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Count a forward and a backward pass as `video.cost.flops` does, without the embedders."""
+        """Count a forward and a backward pass as `flops_of_clip` does, without the embedders."""
         h, m, s = self.sizes.hidden_size, self.sizes.mlp_size, self.num_tokens
         products = s * (4 * h * h + 2 * h * m + 2 * s * h) + MODULATIONS[self.kind] * h * h
         return float(FORWARD_AND_BACKWARD * MULTIPLY_AND_ADD * products)

@@ -42,10 +42,11 @@ from benchmarks.streaming_setup import (
     table_row,
 )
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.video.config.wan import VideoDiTSizes
-from megatron_ext.video.model.wan.attention import FrameWindow, VideoDiTOptions
-from megatron_ext.video.model.wan.cache import KVCache
-from megatron_ext.video.model.wan.model import VideoDiT
+from megatron_ext.video.model.cache import KVCache
+from megatron_ext.video.model.window import FrameWindow
+from megatron_ext.video.networks.wan.attention import VideoDiTOptions
+from megatron_ext.video.networks.wan.config import VideoDiTSizes
+from megatron_ext.video.networks.wan.model import VideoDiT
 from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.decisions import passes
 from megatron_ext.video.streaming.loss import (

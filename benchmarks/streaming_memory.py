@@ -43,10 +43,11 @@ from benchmarks.streaming_setup import (
     table_row,
 )
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.video.config.wan import SIZES, VideoDiTSizes
-from megatron_ext.video.model.wan.attention import FrameWindow, VideoDiTOptions
-from megatron_ext.video.model.wan.cache import KVCache
-from megatron_ext.video.model.wan.model import VideoDiT
+from megatron_ext.video.model.cache import KVCache
+from megatron_ext.video.model.window import FrameWindow
+from megatron_ext.video.networks.wan.attention import VideoDiTOptions
+from megatron_ext.video.networks.wan.config import SIZES, VideoDiTSizes
+from megatron_ext.video.networks.wan.model import VideoDiT
 from megatron_ext.video.streaming import decisions
 from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.loss import dmd_loss, generator_losses

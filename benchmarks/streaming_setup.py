@@ -20,9 +20,9 @@ from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.parallel.context import ParallelContext, init_groups, seed_everything
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.train.main import silence_known_warnings
-from megatron_ext.video.config.wan import VideoDiTSizes
-from megatron_ext.video.model.wan.attention import VideoDiTOptions
-from megatron_ext.video.model.wan.model import VideoDiT
+from megatron_ext.video.networks.wan.attention import VideoDiTOptions
+from megatron_ext.video.networks.wan.config import VideoDiTSizes
+from megatron_ext.video.networks.wan.model import VideoDiT
 
 RESULTS = Path(__file__).parent / "results"
 SEED = 1234

@@ -44,9 +44,10 @@ from megatron_ext.config.flags import COUNT, NATURAL, SIZE
 from megatron_ext.errors import CheckpointError, MegatronExtError
 from megatron_ext.text.convert.huggingface import Export, Import, export_model, import_model
 from megatron_ext.train.main import silence_known_warnings
-from megatron_ext.video.convert.export import NETWORKS, export_wan, is_streaming
-from megatron_ext.video.convert.names import Naming
-from megatron_ext.video.convert.wan import import_wan, is_wan
+from megatron_ext.video.convert import NETWORKS, is_streaming
+from megatron_ext.video.networks.wan.convert.export import export_wan
+from megatron_ext.video.networks.wan.convert.names import Naming
+from megatron_ext.video.networks.wan.convert.weights import import_wan, is_wan
 
 
 def _parser() -> argparse.ArgumentParser:

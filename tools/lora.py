@@ -38,8 +38,8 @@ from megatron_ext.text.convert.adapters import peft_layers
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from megatron_ext.text.task import GPT
 from megatron_ext.train.main import silence_known_warnings
-from megatron_ext.video.convert.export import is_streaming
-from megatron_ext.video.convert.names import wan_adapters
+from megatron_ext.video.convert import is_streaming
+from megatron_ext.video.networks.wan.convert.names import wan_adapters
 from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.networks import network_of
 from megatron_ext.video.streaming.task import STREAMING

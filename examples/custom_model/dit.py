@@ -29,12 +29,13 @@ from megatron_ext.config.flags import changed
 from megatron_ext.errors import ConfigError
 from megatron_ext.train.batch_size import StepStats
 from megatron_ext.train.main import main
-from megatron_ext.video.config.mmdit import TIMESTEP_WIDTH, MMDiTConfig, MMDiTSizes
+from megatron_ext.video.config.sizes import TIMESTEP_WIDTH
 from megatron_ext.video.data.setup import video_step_stats
 from megatron_ext.video.model.attention import rotary_table, rotate
 from megatron_ext.video.model.linear import modulated, start_at_zero
-from megatron_ext.video.model.mmdit.blocks import stage_blocks
-from megatron_ext.video.model.mmdit.model import timestep_sinusoid
+from megatron_ext.video.networks.mmdit.blocks import stage_blocks
+from megatron_ext.video.networks.mmdit.config import MMDiTConfig, MMDiTSizes
+from megatron_ext.video.networks.mmdit.model import timestep_sinusoid
 from megatron_ext.video.task import FLOW
 
 if TYPE_CHECKING:

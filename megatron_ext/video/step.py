@@ -1,6 +1,6 @@
 """Flow matching common to all video networks: micro-batches from clips, forward step and loss.
 
-Each network subclasses `FlowNetwork`; `networks.network_of` returns the one of a run.
+Each network subclasses `FlowNetwork`; `networks.lookup.network_of` returns the one of a run.
 """
 
 from __future__ import annotations

@@ -6,7 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 from functools import partial
 
+import torch
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
 from megatron_ext.config.run import RunConfig
+from megatron_ext.losses.contract import LossFunction, StepCounts
+from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.planning.network import Case, TaskCost
 from megatron_ext.train.task import Task, TaskChoice
 from megatron_ext.video.config.rules import (
@@ -29,10 +35,12 @@ from megatron_ext.video.data.setup import (
     video_inputs,
     video_step_stats,
 )
-from megatron_ext.video.model.mmdit.flow import mmdit_boundary_shape
-from megatron_ext.video.model.wan.flow import wan_boundary_shape
-from megatron_ext.video.networks import build_chunk, forward_step, network_of
+from megatron_ext.video.model.chunk import VideoChunk
+from megatron_ext.video.networks.lookup import network_of
+from megatron_ext.video.networks.mmdit.flow import mmdit_boundary_shape
+from megatron_ext.video.networks.wan.flow import wan_boundary_shape
 from megatron_ext.video.sampling.samples import ClipSampler, SampleWhileTraining
+from megatron_ext.video.step import FlowMicrobatch
 from megatron_ext.video.streaming.task import STREAMING
 
 
@@ -50,6 +58,31 @@ def cases(config: RunConfig) -> Sequence[Case]:
         )
         for clip in planned_clips(config)
     ]
+
+
+def build_chunk(
+    config: RunConfig,
+    transformer_config: TransformerConfig,
+    context: ParallelContext,
+    *,
+    vp_stage: int | None = None,
+    **stage: bool,
+) -> VideoChunk:
+    """Build one pipeline chunk of the run's network, for virtual stage ``vp_stage``.
+
+    ``stage`` is unused, since ``context`` holds the pipeline stage.
+    """
+    network = network_of(config)
+    return network.chunk.build(
+        network.sizes, network.options, transformer_config, context, vp_stage=vp_stage
+    )
+
+
+def forward_step(
+    config: RunConfig, batch: FlowMicrobatch, model: torch.nn.Module, counts: StepCounts | None
+) -> tuple[Tensor, LossFunction]:
+    """Run one chunk on one micro-batch; return its output and the loss function."""
+    return network_of(config).forward_step(batch, model, counts)
 
 
 FLOW = Task(

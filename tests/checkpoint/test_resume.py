@@ -23,11 +23,11 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.text.task import TEXT
-from megatron_ext.video.config.wan import SIZES
+from megatron_ext.video.networks.wan.config import SIZES
 from tests.ranks import run_on_ranks
 from tests.training_runs import TINY, mock_data, train_on_ranks
-from tests.video.model.wan.problem import Problem
-from tests.video.networks import build
+from tests.video.networks.harness import build
+from tests.video.networks.wan.problem import Problem
 from tests.video.streaming.runs import attempt, run
 from tests.video.test_starts import I2V, T2V, latents
 from tests.video.test_starts import train_on_latents as train

@@ -16,14 +16,14 @@ from matplotlib.image import imread
 from benchmarks import streaming_convergence, streaming_memory, streaming_setup, streaming_speed
 from benchmarks.streaming_memory import SavedTensors
 from megatron_ext.config.run import RunConfig
-from megatron_ext.video.config.wan import SIZES
+from megatron_ext.video.networks.wan.config import SIZES
 from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.task import VIDEO
 from tests.examples.scripts import EXAMPLES, calls, smoke, stub, succeed
 from tests.examples.scripts import rows as rows_of
 from tests.ranks import ParallelContext, ranks
 from tests.training_runs import config_of
-from tests.video.model.wan.plain import num_parameters
+from tests.video.networks.wan.plain import num_parameters
 
 STREAMING = EXAMPLES / "streaming"
 LONGTUNE = STREAMING / "longtune_1.3b.sh"

@@ -8,8 +8,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron_ext.video.model import linear
-from megatron_ext.video.model.mmdit import pointwise as mmdit
-from megatron_ext.video.model.wan import pointwise as wan
+from megatron_ext.video.networks.mmdit import pointwise as mmdit
+from megatron_ext.video.networks.wan import pointwise as wan
 from tests.gpu_proof.cases import RMS, Case, D, H, S, half, hidden, single
 
 TXT, IMG = S // 8, S - S // 8

@@ -15,7 +15,7 @@ from megatron_ext.parallel.grid import Layout
 from megatron_ext.train.launch import fork_ranks
 from tests.text.convert.models import in_child, make
 from tests.training_runs import config_of
-from tests.video.convert import models as wan
+from tests.video.networks.wan.convert import models as wan
 
 TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
 

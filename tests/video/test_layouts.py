@@ -14,7 +14,7 @@ from megatron_ext.video.task import VIDEO
 from tests.training_runs import training_rows
 from tests.video.clips import Rows, steps
 from tests.video.clips import train as train_mmdit
-from tests.video.networks import gradient_errors
+from tests.video.networks.harness import gradient_errors
 from tests.video.wan_run import KINDS, Truth, check_run, record, train, truth_of
 
 TP2, CP2 = "--tensor-model-parallel-size 2", "--context-parallel-size 2"

@@ -27,7 +27,7 @@ from tests.training_runs import train_on_ranks
 from tests.video import clips
 from tests.video.clips import POOLED, SHORT, TEXT, WIDTH, write_clips
 from tests.video.data.making import UMT5_WIDTH, write_umt5
-from tests.video.networks import Tensors, check_weights
+from tests.video.networks.harness import Tensors, check_weights
 from tests.video.streaming.runs import FLAGS as STREAMING_FLAGS
 from tests.video.streaming.runs import run as stream
 from tests.video.streaming.runs import runner_of

@@ -16,7 +16,7 @@ from megatron_ext.video.config.run import VideoConfig
 from megatron_ext.video.data.dataset import collate
 from megatron_ext.video.data.geometry import Bucket
 from megatron_ext.video.data.setup import EVALUATION_SEED, VideoSource, VideoSplit, open_split
-from megatron_ext.video.networks import network_of
+from megatron_ext.video.networks.lookup import network_of
 from megatron_ext.video.task import FLOW, FLOW_OF_DIT
 from tests.video import wan_run
 from tests.video.clips import IMAGE, LONG, SHORT, train, write_clips

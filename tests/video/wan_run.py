@@ -12,15 +12,15 @@ from torch import Tensor
 from megatron_ext.layers.initialization import shards_of
 from megatron_ext.train.run import Run
 from megatron_ext.video.config.run import FlowConfig
-from megatron_ext.video.config.wan import SIZES
 from megatron_ext.video.data.randomness import draw_noise, draw_normals, draw_uniforms
 from megatron_ext.video.model.tokens import pack, unpack
+from megatron_ext.video.networks.wan.config import SIZES
 from megatron_ext.video.sampling.samples import velocity_of
 from megatron_ext.video.task import FLOW_OF_DIT
 from tests.video import clips
 from tests.video.clips import CHANNELS, SHORT, SIDE, TEXT, WIDTH, clip
-from tests.video.model.wan.problem import Problem
-from tests.video.networks import Truth, check_gradients, check_weights, relative
+from tests.video.networks.harness import Truth, check_gradients, check_weights, relative
+from tests.video.networks.wan.problem import Problem
 
 SIZES_OF_CLIPS = dataclasses.replace(SIZES["tiny"], channels=CHANNELS, text_width=WIDTH)
 FRAMES, PATCH, SEED = 3, 2, 5

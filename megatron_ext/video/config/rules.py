@@ -18,7 +18,6 @@ from megatron_ext.config.run import LeftOut, RunConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.encoding import UMT5, CodecConfig, EncodeConfig, TextEncoderConfig
-from megatron_ext.video.config.mmdit import MMDiTConfig, model_of
 from megatron_ext.video.config.run import (
     ConditionConfig,
     FlowConfig,
@@ -26,7 +25,10 @@ from megatron_ext.video.config.run import (
     TextDropoutConfig,
     VideoConfig,
 )
-from megatron_ext.video.config.wan import WINDOW, VideoDiTConfig
+from megatron_ext.video.config.sizes import model_of
+from megatron_ext.video.config.window import WINDOW
+from megatron_ext.video.networks.mmdit.config import MMDiTConfig
+from megatron_ext.video.networks.wan.config import VideoDiTConfig
 from megatron_ext.video.streaming.config import StreamingConfig, StreamingSampleConfig
 from megatron_ext.video.streaming.rules import sample_errors, streaming_errors, teacher_errors
 

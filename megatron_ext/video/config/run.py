@@ -22,7 +22,8 @@ from megatron_ext.config.flags import (
     range_errors,
 )
 from megatron_ext.errors import ConfigError
-from megatron_ext.video.config.wan import CAUSAL, VIDEO_MODELS
+from megatron_ext.video.networks import NETWORKS
+from megatron_ext.video.networks.wan.config import CAUSAL
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class VideoConfig:
     video_model: str = flag(
         "mmdit",
         "network that flow matching trains; streaming starts from the video DiTs",
-        choices=VIDEO_MODELS,
+        choices=tuple(NETWORKS),
         if_changed="allow",
     )
     video_data_path: list[str] | None = flag(

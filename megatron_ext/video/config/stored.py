@@ -8,7 +8,8 @@ from typing import Any
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.run import VideoConfig
-from megatron_ext.video.config.wan import CAUSAL, WINDOW
+from megatron_ext.video.config.window import WINDOW
+from megatron_ext.video.networks.wan.config import CAUSAL
 
 _STREAMING, _MMDIT, _OTHER = "streaming", "mmdit", "other"
 _NAMES = {

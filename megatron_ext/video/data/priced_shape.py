@@ -18,7 +18,7 @@ from megatron_ext.video.data.codec import VideoCodec
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.text_encoders import build_text_encoder
 from megatron_ext.video.model.tokens import grid
-from megatron_ext.video.networks import network_of
+from megatron_ext.video.networks.lookup import network_of
 
 
 def prepare_shape(config: RunConfig) -> RunConfig:

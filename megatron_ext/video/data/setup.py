@@ -60,7 +60,7 @@ from megatron_ext.video.data.sets import (
 from megatron_ext.video.data.shards import MANIFEST, read_null
 from megatron_ext.video.data.text_encoders import encoder_checks
 from megatron_ext.video.model.tokens import grid
-from megatron_ext.video.networks import network_of
+from megatron_ext.video.networks.lookup import network_of
 from megatron_ext.video.sampling.generate import check_sampling
 from megatron_ext.video.step import FlowMicrobatch
 

@@ -22,7 +22,7 @@ from megatron_ext.layers import sdpa
 from megatron_ext.layers.context_parallel import heads_to_sequence, sequence_to_heads
 from megatron_ext.layers.pointwise import NormSpec as Norm
 from megatron_ext.layers.pointwise import RMSNorm, spec_of, weights_of
-from megatron_ext.video.config.mmdit import EPSILON
+from megatron_ext.video.config.sizes import EPSILON
 from megatron_ext.video.model.chunk import Blueprint, Part
 
 Table = tuple[Tensor, Tensor]

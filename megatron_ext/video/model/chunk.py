@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -104,3 +105,18 @@ class VideoChunk(Part):
     def set_input_tensor(self, tensors: Tensor | Sequence[Tensor | None] | None) -> None:
         """Store the hidden tensor sent by the previous stage; `boundary_shape` gives its shape."""
         self.entering = tensors if tensors is None or isinstance(tensors, Tensor) else tensors[0]
+
+
+def stage_blocks(num_blocks: int, num_stages: int) -> list[range]:
+    """Return the indices of each stage's blocks; stages differ by at most one block.
+
+    Raises:
+        ConfigError: there are fewer blocks than stages.
+    """
+    if num_stages > num_blocks:
+        raise ConfigError(
+            f"the pipeline has {num_stages} stages, but the model only {num_blocks} blocks; use a "
+            "smaller `--pipeline-model-parallel-size`."
+        )
+    ends = [stage * num_blocks // num_stages for stage in range(num_stages + 1)]
+    return [range(a, b) for a, b in itertools.pairwise(ends)]

@@ -26,7 +26,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.layers.compiled import compiled
 from megatron_ext.layers.initialization import Initialize, Marked
 from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megatron_ext.video.config.mmdit import EPSILON
+from megatron_ext.video.config.sizes import EPSILON
 from megatron_ext.video.model.chunk import Blueprint
 
 

@@ -29,7 +29,7 @@ from megatron_ext.video.data.conditions import Text
 from megatron_ext.video.data.geometry import Bucket
 from megatron_ext.video.data.randomness import draw_noise
 from megatron_ext.video.data.text_encoders import TextEncoder, check_text_encoder
-from megatron_ext.video.networks import network_of
+from megatron_ext.video.networks.lookup import network_of
 from megatron_ext.video.sampling.flow import References, sample
 from megatron_ext.video.sampling.requests import (
     ClipRequest,

@@ -19,7 +19,7 @@ from megatron_ext.video.config.run import ConditionConfig, FlowConfig, SampleCon
 from megatron_ext.video.data.conditions import Text
 from megatron_ext.video.data.setup import manifest_of, null_text_of
 from megatron_ext.video.data.text_encoders import text_encoder_from_manifest
-from megatron_ext.video.networks import network_of
+from megatron_ext.video.networks.lookup import network_of
 from megatron_ext.video.sampling.clips import write_clips
 from megatron_ext.video.sampling.generate import (
     build_codec_of,

@@ -17,7 +17,7 @@ from megatron_ext.video.config.rules import ENCODING
 from megatron_ext.video.config.run import SampleConfig
 from megatron_ext.video.config.stored import stored_network
 from megatron_ext.video.data.setup import manifest_of
-from megatron_ext.video.networks import network_of
+from megatron_ext.video.networks.lookup import network_of
 from megatron_ext.video.sampling.generate import check_sampling
 from megatron_ext.video.sampling.samples import ClipSampler
 from megatron_ext.video.task import VIDEO

@@ -13,10 +13,10 @@ from torch import Tensor
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.schedules.forward import collect_outputs, evaluating
 from megatron_ext.schedules.runtime import PipelineEngine
-from megatron_ext.video.config.mmdit import MMDiTSizes
 from megatron_ext.video.data.dataset import pad_text
-from megatron_ext.video.model.mmdit.model import SWITCHES, check_inputs
 from megatron_ext.video.model.tokens import LatentShape, position_ids
+from megatron_ext.video.networks.mmdit.config import MMDiTSizes
+from megatron_ext.video.networks.mmdit.model import SWITCHES, check_inputs
 from megatron_ext.video.sampling.flow import Velocity
 
 if TYPE_CHECKING:

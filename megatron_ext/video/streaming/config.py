@@ -18,8 +18,9 @@ from megatron_ext.config.flags import (
     derived,
     flag,
 )
-from megatron_ext.video.config.mmdit import model_of
-from megatron_ext.video.config.wan import SIZES, VideoDiTSizes, WanConfig
+from megatron_ext.video.config.sizes import model_of
+from megatron_ext.video.config.window import WindowConfig
+from megatron_ext.video.networks.wan.config import SIZES, VideoDiTSizes
 
 if TYPE_CHECKING:
     from megatron_ext.config.model import ModelConfig
@@ -32,7 +33,7 @@ _named_size = partial(flag, choices=tuple(SIZES), if_changed="allow")
 
 
 @dataclass(frozen=True)
-class StreamingConfig(WanConfig):
+class StreamingConfig(WindowConfig):
     """The three networks of ``--task streaming``, and the data and losses that train them.
 
     `video.streaming.rules` checks that the values fit together.

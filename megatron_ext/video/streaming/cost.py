@@ -19,8 +19,10 @@ from megatron_ext.planning.stages import FP32, Ranks, Stage
 from megatron_ext.planning.state import State, Weight, distinct, rank_state
 from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
 from megatron_ext.video.cost.clip import Clip
-from megatron_ext.video.cost.wan import DiTNetwork, dit_weights
-from megatron_ext.video.model.wan.attention import AttentionPlan, stage_blocks, window_of
+from megatron_ext.video.model.chunk import stage_blocks
+from megatron_ext.video.model.window import window_of
+from megatron_ext.video.networks.wan.attention import AttentionPlan
+from megatron_ext.video.networks.wan.cost import DiTNetwork, dit_weights
 from megatron_ext.video.streaming.config import Role, StreamingConfig
 from megatron_ext.video.streaming.rules import TeacherSizes, teacher_sizes
 

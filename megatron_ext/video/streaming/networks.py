@@ -23,8 +23,8 @@ from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.optim.builder import build_optimizer
 from megatron_ext.optim.schedule import Schedule, build_scheduler
 from megatron_ext.optim.update import UpdateResult, update_parameters
-from megatron_ext.video.model.wan.attention import wan_options
-from megatron_ext.video.model.wan.model import VideoDiT
+from megatron_ext.video.networks.wan.attention import wan_options
+from megatron_ext.video.networks.wan.model import VideoDiT
 from megatron_ext.video.streaming.config import Role, StreamingConfig
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.parallel.collectives import on_first_of_replica, share
 from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
 from megatron_ext.video.config.run import SampleConfig
-from megatron_ext.video.config.wan import FrameBlocks
+from megatron_ext.video.config.window import FrameBlocks
 from megatron_ext.video.data.clips import Clip
 from megatron_ext.video.data.codec import VideoCodec
 from megatron_ext.video.data.codecs import build_codec

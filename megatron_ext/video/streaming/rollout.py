@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.video.loss import x0_from_flow
-from megatron_ext.video.model.wan.attention import FrameWindow
-from megatron_ext.video.model.wan.cache import KVCache
-from megatron_ext.video.model.wan.model import recache
+from megatron_ext.video.model.cache import KVCache, recache
+from megatron_ext.video.model.window import FrameWindow
 from megatron_ext.video.streaming.noise_schedule import NoiseSchedule, mixed
 
 Network = Callable[..., Tensor]
@@ -75,7 +74,7 @@ class Generator:
     """The generator network with its cache and its noise schedule.
 
     Attributes:
-        recache: refills the cache; see `video.model.wan.model.recache`.
+        recache: refills the cache; see `video.networks.wan.model.recache`.
     """
 
     network: Network

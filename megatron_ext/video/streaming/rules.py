@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.video.model.wan.attention import window_of
+from megatron_ext.video.model.window import window_of
 from megatron_ext.video.streaming.config import StreamingConfig, StreamingSampleConfig
 from megatron_ext.video.streaming.decisions import can_grow
 

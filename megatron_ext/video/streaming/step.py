@@ -16,8 +16,8 @@ from megatron_ext.optim.schedule import Schedule
 from megatron_ext.optim.update import UpdateResult
 from megatron_ext.planning.network import FORWARD_AND_BACKWARD
 from megatron_ext.train.step import StepInputs, StepResult, StepRunner, mean_of, reduce_reports
-from megatron_ext.video.cost.flops import flops_of_pass
-from megatron_ext.video.model.wan.model import VideoDiT
+from megatron_ext.video.networks.wan.flops import flops_of_pass
+from megatron_ext.video.networks.wan.model import VideoDiT
 from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.decisions import Pass, passes
 from megatron_ext.video.streaming.loss import (

@@ -26,7 +26,7 @@ from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import peers, secondary_groups
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.schedules.forward import collect_outputs, forward_engine
-from megatron_ext.video.model.wan.blocks import check_inputs
+from megatron_ext.video.networks.wan.blocks import check_inputs
 from megatron_ext.video.sampling.velocity import from_last_stage
 from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.networks import build_network, load_weights, of_role

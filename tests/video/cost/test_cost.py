@@ -20,14 +20,15 @@ from megatron_ext.planning.stages import Stage
 from megatron_ext.planning.state import Weight, distinct
 from megatron_ext.planning.step_time import estimate
 from megatron_ext.train.main import main
-from megatron_ext.video.config.mmdit import SIZES as MMDIT_SIZES
-from megatron_ext.video.config.mmdit import MMDiTConfig
-from megatron_ext.video.config.wan import SIZES as DIT_SIZES
 from megatron_ext.video.cost.clip import Clip
-from megatron_ext.video.cost.flops import flops_of_clip, flops_of_pass
-from megatron_ext.video.cost.wan import dit_weights
 from megatron_ext.video.data.setup import planned_clips
-from megatron_ext.video.networks import network_of
+from megatron_ext.video.networks.lookup import network_of
+from megatron_ext.video.networks.mmdit.config import SIZES as MMDIT_SIZES
+from megatron_ext.video.networks.mmdit.config import MMDiTConfig
+from megatron_ext.video.networks.mmdit.cost import flops_of_clip
+from megatron_ext.video.networks.wan.config import SIZES as DIT_SIZES
+from megatron_ext.video.networks.wan.cost import dit_weights
+from megatron_ext.video.networks.wan.flops import flops_of_pass
 from megatron_ext.video.streaming import cost
 from megatron_ext.video.task import VIDEO
 from tests.planning.measure import (
@@ -41,9 +42,9 @@ from tests.planning.measure import (
 )
 from tests.ranks import ranks
 from tests.video.clips import CHANNELS, LONG, POOLED, SIDE, TEXT, WIDTH, write_clips
-from tests.video.model.wan.plain import num_parameters
-from tests.video.model.wan.problem import ALONE, BIDIRECTIONAL, Problem, cached, frames_of
-from tests.video.networks import one
+from tests.video.networks.harness import one
+from tests.video.networks.wan.plain import num_parameters
+from tests.video.networks.wan.problem import ALONE, BIDIRECTIONAL, Problem, cached, frames_of
 from tests.video.streaming.runs import flags_of
 
 COMMON = (

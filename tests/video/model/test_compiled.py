@@ -9,9 +9,9 @@ from megatron_ext.layers.compiled import compiled_on_cpu
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.model import linear
 from megatron_ext.video.model.attention import _attend as joint_attention
-from megatron_ext.video.model.mmdit import pointwise as mmdit
-from megatron_ext.video.model.wan import pointwise as wan
-from megatron_ext.video.model.wan.attention import AttentionPlan, FrameAttention
+from megatron_ext.video.networks.mmdit import pointwise as mmdit
+from megatron_ext.video.networks.wan import pointwise as wan
+from megatron_ext.video.networks.wan.attention import AttentionPlan, FrameAttention
 from tests.layers.test_compiled import operations
 from tests.layers.test_compiled_layers import called, holders
 from tests.layers.test_pointwise import (
@@ -31,10 +31,10 @@ from tests.layers.test_pointwise import (
 from tests.layers.test_sdpa import Copies, through
 from tests.layers.test_sdpa import S as LENGTH
 from tests.ranks import ranks
-from tests.video.model.mmdit.problem import Problem as MMDiTProblem
-from tests.video.model.wan.problem import BIDIRECTIONAL
-from tests.video.model.wan.problem import Problem as WanProblem
-from tests.video.networks import Problem, Tensors, largest, one
+from tests.video.networks.harness import Problem, Tensors, largest, one
+from tests.video.networks.mmdit.problem import Problem as MMDiTProblem
+from tests.video.networks.wan.problem import BIDIRECTIONAL
+from tests.video.networks.wan.problem import Problem as WanProblem
 
 TEXT = 5
 FRAMES = 3

@@ -10,16 +10,13 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.video.config.mmdit import SIZES as MMDIT_SIZES
-from megatron_ext.video.model.mmdit.blocks import DoubleBlock, MMDiTOptions, SingleBlock
-from megatron_ext.video.model.mmdit.model import timestep_sinusoid
-from megatron_ext.video.model.wan.attention import FrameWindow, VideoDiTOptions
+from megatron_ext.video.model.window import FrameWindow
+from megatron_ext.video.networks.mmdit.blocks import DoubleBlock, MMDiTOptions, SingleBlock
+from megatron_ext.video.networks.mmdit.config import SIZES as MMDIT_SIZES
+from megatron_ext.video.networks.mmdit.model import timestep_sinusoid
+from megatron_ext.video.networks.wan.attention import VideoDiTOptions
 from tests.ranks import ranks
-from tests.video.model.mmdit.problem import Problem as MMDiTProblem
-from tests.video.model.wan.plain import num_parameters
-from tests.video.model.wan.problem import BIDIRECTIONAL, CAUSAL, frames_of, new_cache, plain_of
-from tests.video.model.wan.problem import Problem as WanProblem
-from tests.video.networks import (
+from tests.video.networks.harness import (
     Problem,
     build,
     core_config,
@@ -29,6 +26,10 @@ from tests.video.networks import (
     relative,
     train_step,
 )
+from tests.video.networks.mmdit.problem import Problem as MMDiTProblem
+from tests.video.networks.wan.plain import num_parameters
+from tests.video.networks.wan.problem import BIDIRECTIONAL, CAUSAL, frames_of, new_cache, plain_of
+from tests.video.networks.wan.problem import Problem as WanProblem
 
 NETWORKS = pytest.mark.parametrize("network", [MMDiTProblem, WanProblem], ids=["mmdit", "wan"])
 

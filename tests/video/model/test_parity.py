@@ -13,12 +13,9 @@ import pytest
 import torch
 
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.video.model.mmdit.blocks import MMDiTOptions
+from megatron_ext.video.networks.mmdit.blocks import MMDiTOptions
 from tests.ranks import on_ranks, run_on_ranks
-from tests.video.model.mmdit.problem import Problem as MMDiTProblem
-from tests.video.model.wan.problem import ALONE, BIDIRECTIONAL, CAUSAL, streaming_step
-from tests.video.model.wan.problem import Problem as WanProblem
-from tests.video.networks import (
+from tests.video.networks.harness import (
     Problem,
     Truth,
     check_step,
@@ -27,6 +24,9 @@ from tests.video.networks import (
     truth,
     write_weights,
 )
+from tests.video.networks.mmdit.problem import Problem as MMDiTProblem
+from tests.video.networks.wan.problem import ALONE, BIDIRECTIONAL, CAUSAL, streaming_step
+from tests.video.networks.wan.problem import Problem as WanProblem
 
 TOLERANCE = 1e-5
 DELICATE = (

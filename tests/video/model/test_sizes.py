@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.video.config.mmdit import SIZES as MMDIT
-from megatron_ext.video.config.wan import SIZES as WAN
-from megatron_ext.video.config.wan import FrameBlocks
-from megatron_ext.video.model.mmdit.blocks import MMDiTOptions, stage_blocks
-from megatron_ext.video.model.wan.attention import FrameWindow, VideoDiTOptions
-from megatron_ext.video.model.wan.attention import stage_blocks as wan_stage_blocks
-from tests.video.model.mmdit.plain import PlainMMDiT
-from tests.video.model.wan.plain import frame_mask, num_parameters
+from megatron_ext.video.config.window import FrameBlocks
+from megatron_ext.video.model.chunk import stage_blocks as wan_stage_blocks
+from megatron_ext.video.model.window import FrameWindow
+from megatron_ext.video.networks.mmdit.blocks import MMDiTOptions, stage_blocks
+from megatron_ext.video.networks.mmdit.config import SIZES as MMDIT
+from megatron_ext.video.networks.wan.attention import VideoDiTOptions
+from megatron_ext.video.networks.wan.config import SIZES as WAN
+from tests.video.networks.mmdit.plain import PlainMMDiT
+from tests.video.networks.wan.plain import frame_mask, num_parameters
 
 
 def test_11b_is_open_sora_2_and_1_3b_and_14b_are_wan() -> None:

@@ -22,7 +22,7 @@ from megatron_ext.video.model.tokens import (
     unpack,
 )
 from tests.ranks import ranks
-from tests.video.model.mmdit import plain
+from tests.video.networks.mmdit import plain
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,9 @@ from megatron.core import dist_checkpointing
 from megatron_ext.config.optimizer import LoraConfig
 from megatron_ext.layers.lora import attach_adapters, merge_adapters
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.video.model.mmdit.blocks import MMDiTOptions
+from megatron_ext.video.networks.mmdit.blocks import MMDiTOptions
 from tests.ranks import ranks, run_on_ranks
-from tests.video.model.mmdit.problem import Problem as MMDiTProblem
-from tests.video.model.wan.problem import CAUSAL, frames_of, new_cache, stream
-from tests.video.model.wan.problem import Problem as WanProblem
-from tests.video.networks import (
+from tests.video.networks.harness import (
     Problem,
     Tensors,
     build,
@@ -27,6 +24,9 @@ from tests.video.networks import (
     one,
     write_weights,
 )
+from tests.video.networks.mmdit.problem import Problem as MMDiTProblem
+from tests.video.networks.wan.problem import CAUSAL, frames_of, new_cache, stream
+from tests.video.networks.wan.problem import Problem as WanProblem
 
 FIRST = {"tp": 2, "pp": 2}
 MMDIT, WAN = MMDiTProblem(), WanProblem()

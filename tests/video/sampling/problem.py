@@ -10,14 +10,14 @@ from megatron.core.transformer.module import Float16Module
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.schedules.forward import forward_engine
 from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
-from megatron_ext.video.config.mmdit import SIZES
 from megatron_ext.video.config.run import FlowConfig, SampleConfig
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.text_encoders import build_text_encoder
+from megatron_ext.video.networks.mmdit.config import SIZES
 from megatron_ext.video.sampling.requests import ClipRequest, SampleShape
 from megatron_ext.video.sampling.velocity import ParallelVelocity
-from tests.video.model.mmdit.problem import Problem
-from tests.video.networks import build, wrapped
+from tests.video.networks.harness import build, wrapped
+from tests.video.networks.mmdit.problem import Problem
 
 SHAPE = SampleShape(num_frames=9, height=32, width=32, fps=8)
 CODEC = build_codec(CodecConfig(codec_spatial=4, codec_temporal=4, codec_channels=4))

@@ -12,19 +12,19 @@ from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.video.config.mmdit import SIZES
 from megatron_ext.video.data.clips import Clip
 from megatron_ext.video.data.conditions import Text
 from megatron_ext.video.data.frames import decode
 from megatron_ext.video.data.randomness import draw_noise
-from megatron_ext.video.model.mmdit.blocks import MMDiTOptions
 from megatron_ext.video.model.tokens import position_ids
+from megatron_ext.video.networks.mmdit.blocks import MMDiTOptions
+from megatron_ext.video.networks.mmdit.config import SIZES
 from megatron_ext.video.sampling.flow import References, sample
 from megatron_ext.video.sampling.generate import decoded, encode_on_reporting_rank, generate_latents
 from megatron_ext.video.sampling.requests import ClipRequest, encode_requests
 from tests.ranks import ranks, run_on_ranks
-from tests.video.model.mmdit.problem import Problem
-from tests.video.networks import gathered_weights, layout_of
+from tests.video.networks.harness import gathered_weights, layout_of
+from tests.video.networks.mmdit.problem import Problem
 from tests.video.sampling.problem import (
     CODEC,
     ENCODER,

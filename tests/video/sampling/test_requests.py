@@ -14,7 +14,7 @@ from PIL import Image
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
 from megatron_ext.video.config.run import ConditionConfig, SampleConfig
-from megatron_ext.video.config.wan import FrameBlocks
+from megatron_ext.video.config.window import FrameBlocks
 from megatron_ext.video.data.clips import Clip, with_suffix
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.conditions import Text

@@ -12,12 +12,12 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.schedules.runtime import PipelineEngine
-from megatron_ext.video.config.mmdit import SIZES
+from megatron_ext.video.networks.mmdit.config import SIZES
 from megatron_ext.video.sampling.velocity import ParallelVelocity
 from tests.ranks import ranks
-from tests.video.model.mmdit.problem import I2V as DISTILLED
-from tests.video.model.mmdit.problem import Problem
-from tests.video.networks import gathered_weights, wrapped
+from tests.video.networks.harness import gathered_weights, wrapped
+from tests.video.networks.mmdit.problem import I2V as DISTILLED
+from tests.video.networks.mmdit.problem import Problem
 from tests.video.sampling.problem import I2V, LATENT, NUM_IMAGE, velocity_on
 
 

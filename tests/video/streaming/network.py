@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.video.config.wan import FrameBlocks
+from megatron_ext.video.config.window import FrameBlocks
 from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.noise_schedule import NoiseSchedule
 from megatron_ext.video.streaming.rollout import Generator, StreamClip

@@ -15,7 +15,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.encoding import TextEncoderConfig
 from megatron_ext.video.config.run import VideoConfig
-from megatron_ext.video.config.wan import VideoDiTConfig
+from megatron_ext.video.networks.wan.config import VideoDiTConfig
 from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.task import VIDEO
 from tests.checkpoint.tiny import whole_tensors

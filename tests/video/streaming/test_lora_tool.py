@@ -15,8 +15,8 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.layers.chunks import build_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.video.config.wan import SIZES
-from megatron_ext.video.convert.names import Naming, to_wan, wan_names
+from megatron_ext.video.networks.wan.config import SIZES
+from megatron_ext.video.networks.wan.convert.names import Naming, to_wan, wan_names
 from megatron_ext.video.streaming.networks import network_of
 from megatron_ext.video.streaming.task import STREAMING
 from tests.checkpoint.tiny import whole_tensors

@@ -32,8 +32,8 @@ from megatron_ext.video.streaming.rollout import (
 from megatron_ext.video.streaming.sequence import Replica
 from tests.checkpoint.tiny import whole_tensors
 from tests.ranks import ranks
-from tests.video.model.wan.problem import ALONE, CAUSAL, Problem, new_cache, plain_of
-from tests.video.networks import largest, one
+from tests.video.networks.harness import largest, one
+from tests.video.networks.wan.problem import ALONE, CAUSAL, Problem, new_cache, plain_of
 from tests.video.sampling.test_clips import read
 from tests.video.streaming import network as harness
 from tests.video.streaming.runs import observed, run, runner_of

@@ -26,8 +26,8 @@ from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.teacher import ParallelTeacher, build_teacher
 from megatron_ext.video.task import VIDEO
 from tests.ranks import on_ranks, ranks
-from tests.video.model.wan.plain import num_parameters
-from tests.video.networks import gathered_weights
+from tests.video.networks.harness import gathered_weights
+from tests.video.networks.wan.plain import num_parameters
 from tests.video.streaming.runs import after_each_step, flags_of, observed, runner_of
 
 TENSOR, STAGES = "--teacher-tensor-model-parallel-size", "--teacher-pipeline-model-parallel-size"

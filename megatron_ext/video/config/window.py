@@ -1,0 +1,115 @@
+"""Blocks of latent frames that are denoised together, and flags of a causal window over them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from megatron_ext.config.flags import NATURAL, SIZE, flag
+from megatron_ext.errors import DataError
+
+WINDOW = ("frame_block", "independent_first_frame", "window_frames", "sink_frames")
+"""Flags of `WindowConfig` that say which frames a causal model attends to."""
+
+
+@dataclass(frozen=True)
+class FrameBlocks:
+    """The blocks of latent frames that are denoised together: where each begins and ends.
+
+    Nothing else knows where blocks begin.
+
+    Attributes:
+        block: number of frames in a block, B.
+        first_alone: whether the first frame of a video is a block of its own, so that blocks begin
+            at frames 0, 1, 1 + B, 1 + 2 B and so on, instead of at multiples of B.
+    """
+
+    block: int = 3
+    first_alone: bool = field(default=False, kw_only=True)
+
+    @property
+    def first(self) -> int:
+        """Return the number of frames in the first block."""
+        return 1 if self.first_alone else self.block
+
+    def size_of(self, start: int) -> int:
+        """Return the number of frames in the block that begins at ``start``."""
+        return self.block if start else self.first
+
+    def begins(self, frame: int) -> bool:
+        """Return whether a block begins at a frame; the frames before it are whole blocks then."""
+        return self.at_or_before(frame) == frame
+
+    def at_or_before(self, frame: int) -> int:
+        """Return the start of the block in which a frame lies."""
+        return 0 if frame < self.first else frame - (frame - self.first) % self.block
+
+    def at_or_after(self, frame: int) -> int:
+        """Return the first start of a block from a frame on."""
+        if frame <= 0:
+            return 0
+        return self.first + max(0, -((self.first - frame) // self.block)) * self.block
+
+    def blocks(self, first_frame: int, num_frames: int) -> Iterator[int]:
+        """Return the first frame of each block among ``num_frames`` frames from ``first_frame`` on.
+
+        Raises:
+            DataError: the frames are not whole blocks.
+        """
+        end = first_frame + num_frames
+        head = "1 + " if self.first_alone and first_frame == 0 else ""
+        for name, value, fits, rule in (
+            ("first_frame", first_frame, self.begins(first_frame),
+             "0 or 1 + a" if self.first_alone else "a"),
+            ("num_frames", num_frames, num_frames >= 0 and self.begins(end), f"{head}a"),
+        ):  # fmt: skip
+            if not fits:
+                raise DataError(
+                    f"`{name}` ({value}) must be {rule} multiple of the frame block "
+                    f"({self.block}); run whole blocks, which are denoised together."
+                )
+        later = range(max(first_frame, self.first), end, self.block)
+        return itertools.chain(range(first_frame, min(end, 1)), later)
+
+    def count(self, num_frames: int) -> int:
+        """Return how many blocks the first ``num_frames`` frames of a video are."""
+        return len([*self.blocks(0, num_frames)])
+
+    @property
+    def rule(self) -> str:
+        """Return words for what the length of a video must be, to put after "must be"."""
+        if self.first_alone:
+            return f"1 + a multiple of `--frame-block` ({self.block})"
+        return f"a positive multiple of `--frame-block` ({self.block})"
+
+
+_FRAMES = "latent frames"
+
+
+@dataclass(frozen=True)
+class WindowConfig:
+    """Flags of networks that streaming trains, which flow matching also takes for such a network.
+
+    `StreamingConfig` inherits them.
+    """
+
+    zero_head: bool = flag(
+        True, "the last layers of new networks start at zero", if_changed="allow"
+    )
+    recompute_blocks: int = flag(
+        0, "first blocks that keep only their inputs", NATURAL, if_changed="allow"
+    )
+    frame_block: int = flag(3, "frames that are denoised together", SIZE, _FRAMES)
+    independent_first_frame: bool = flag(
+        False,
+        "the first frame of a video is a block of its own, so that an image is exactly that block; "
+        "lengths of videos and chunks are then 1 + a multiple of --frame-block",
+    )
+    window_frames: int = flag(12, "frames that a frame sees, sinks included", SIZE, _FRAMES)
+    sink_frames: int = flag(3, "first frames of a video, which are always seen", NATURAL, _FRAMES)
+
+    @property
+    def blocks(self) -> FrameBlocks:
+        """Return where blocks begin; also for flags of the window that do not fit together."""
+        return FrameBlocks(max(1, self.frame_block), first_alone=self.independent_first_frame)

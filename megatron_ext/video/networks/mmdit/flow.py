@@ -1,0 +1,193 @@
+"""Flow matching with an MMDiT.
+
+The network's inputs are packed image tokens, text tokens and pooled text. Flags may add reference
+frames and a guidance strength. A rank's output is the velocity of its image tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
+
+from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.schedules.runtime import PipelineEngine
+from megatron_ext.video.config.run import MODES, ConditionConfig, VideoConfig
+from megatron_ext.video.cost.clip import Clip
+from megatron_ext.video.data.conditions import condition, place_references, sections
+from megatron_ext.video.data.dataset import VideoBatch
+from megatron_ext.video.data.encode import reference_name
+from megatron_ext.video.data.randomness import Randomness
+from megatron_ext.video.data.sampler import Geometry
+from megatron_ext.video.loss import FlowTargets
+from megatron_ext.video.model.tokens import TokenRange, pack, position_ids
+from megatron_ext.video.networks.mmdit.blocks import MMDiTOptions, stage_blocks
+from megatron_ext.video.networks.mmdit.config import MMDiTConfig, MMDiTSizes
+from megatron_ext.video.networks.mmdit.cost import MMDiTNetwork, flops_of_clip
+from megatron_ext.video.networks.mmdit.model import MMDiT
+from megatron_ext.video.sampling.velocity import ParallelVelocity
+from megatron_ext.video.step import (
+    FlowBatchBuilder,
+    FlowMicrobatch,
+    FlowNetwork,
+    num_stages,
+    sharing_ranks,
+)
+
+
+class MMDiTBatchBuilder(FlowBatchBuilder):
+    """A builder of an MMDiT's micro-batches, which consist of packed tokens."""
+
+    def _own(self, whole: FlowTargets, num_text: int) -> FlowTargets:
+        """Return the targets of the image tokens that this context-parallel rank holds."""
+        cp = self._context.pgs.cp
+        tokens = TokenRange.whole(num_text, whole.weights.size(1))
+        own = tokens.part(cp.rank(), cp.size()).image
+        return dataclasses.replace(
+            whole, velocity=whole.velocity[:, own], weights=whole.weights[:, own]
+        )
+
+    def _inputs(
+        self, batch: VideoBatch, randomness: Randomness, x_t: Tensor, times: Tensor, masks: Tensor
+    ) -> dict[str, Tensor | None]:
+        b, _, t, h, w = x_t.shape
+        ids = position_ids((t, h, w), self._patch, x_t.device).expand(b, -1, -1)
+        txt_ids = ids.new_zeros(b, batch.text.size(1), 3)
+        inputs: dict[str, Tensor | None] = {"img_ids": ids, "txt_ids": txt_ids}
+        if not self._context.is_first_stage:
+            return inputs
+        mmdit = self._config.section(MMDiTConfig)
+        text = self.text_of(batch, randomness)
+        sizes = mmdit.sizes(self._config.model)
+        inputs |= {"img": pack(x_t, self._patch), "timesteps": times}
+        inputs |= {"txt": text.sequence, "y_vec": text.pooled}
+        if sizes.cond_embed:
+            references = _references(batch, randomness.modes.tolist(), self._conditions)
+            inputs["cond"] = pack(condition(references, masks), self._patch)
+        if sizes.guidance_embed:
+            like = randomness.normals
+            inputs["guidance"] = torch.full_like(like, mmdit.guidance, device=masks.device)
+        return inputs
+
+
+def _references(batch: VideoBatch, modes: Sequence[int], config: ConditionConfig) -> Tensor:
+    """Return latents ``[b, c, t, h, w]`` with each clip's reference frames, and zeros elsewhere."""
+    placed = []
+    latents = batch.latents
+    for row, mode in enumerate(modes):
+        pieces = []
+        for section in sections(MODES[mode], latents.size(2), config):
+            name = reference_name("tail" if section.start else "head", section.length)
+            if name not in batch.references:
+                raise DataError(
+                    f"The clips have no reference {name}, but a condition mode needs it; "
+                    f"preprocess them with `--reference-lengths {section.length}`."
+                )
+            pieces.append((section, batch.references[name][row]))
+        placed.append(place_references(pieces, latents.shape[1:], latents.dtype, latents.device))
+    return torch.stack(placed)
+
+
+class MMDiTFlow(FlowNetwork):
+    """A run's MMDiT, which predicts the velocity of the rank's image tokens."""
+
+    builder = MMDiTBatchBuilder
+    chunk = MMDiT
+
+    @property
+    def sizes(self) -> MMDiTSizes:
+        return self.config.section(MMDiTConfig).sizes(self.config.model)
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Return the number of ranks over which the tokens of [text; image] are split equally."""
+        return sharing_ranks(self.config.parallel)
+
+    def with_widths(self, manifest: Mapping[str, Any]) -> RunConfig:
+        if not manifest["pooled_width"]:
+            paths = self.config.section(VideoConfig).video_data_path or ()
+            raise ConfigError(
+                f"`--video-data-path` ({' '.join(paths)}) holds "
+                "captions without pooled vectors, as umt5 gives them, but the MMDiT needs these; "
+                "give `--video-model video-dit` or causal-video-dit, or encode the captions with "
+                "t5-clip."
+            )
+        mmdit = dataclasses.replace(
+            self.config.section(MMDiTConfig),
+            channels=manifest["latent_channels"],
+            caption_width=manifest["text_width"],
+            pooled_caption_width=manifest["pooled_width"],
+        )
+        return self.config.with_section(mmdit)
+
+    def checked(self) -> RunConfig:
+        """Return the configuration, with ``cond_embed`` True unless text-to-video is the only mode.
+
+        Raises:
+            ConfigError: there are too many stages, or ``a2a`` cannot split the heads equally.
+        """
+        references = self.config.section(ConditionConfig).modes != ("t2v",)
+        mmdit = dataclasses.replace(self.config.section(MMDiTConfig), cond_embed=references)
+        sizes = mmdit.sizes(self.config.model)
+        parallel = self.config.parallel
+        stage_blocks(sizes, num_stages(parallel), mmdit.double_block_cost)
+        shared = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+        if parallel.cp_comm_type[0] == "a2a" and sizes.num_heads % shared:
+            raise ConfigError(
+                f"`--cp-comm-type a2a` trades heads ({sizes.num_heads}), which must be divisible "
+                f"by tensor x context parallel size ({shared}); use all_gather."
+            )
+        return self.config.with_section(mmdit)
+
+    def flops(self, sequence: Geometry) -> float:
+        return flops_of_clip(self.sizes, sequence.num_text, sequence.num_image)
+
+    def planned(self, clip: Clip) -> MMDiTNetwork:
+        return MMDiTNetwork.of(self.config, clip)
+
+    def recomputing(self, mode: str) -> RunConfig:
+        blocks = None if mode == "full" else 0
+        mmdit = dataclasses.replace(
+            self.config.section(MMDiTConfig),
+            recompute_double_blocks=blocks,
+            recompute_single_blocks=blocks,
+        )
+        return self.config.with_section(mmdit)
+
+    @property
+    def options(self) -> MMDiTOptions:
+        """Return the options that the flags set; a recomputation flag of None means all blocks."""
+        mmdit = self.config.section(MMDiTConfig)
+        sizes = self.sizes
+        double = mmdit.recompute_double_blocks
+        single = mmdit.recompute_single_blocks
+        return MMDiTOptions(
+            adaln_zero=mmdit.adaln_zero,
+            recompute_double_blocks=sizes.num_double_blocks if double is None else double,
+            recompute_single_blocks=sizes.num_single_blocks if single is None else single,
+            cp_comm_type=self.config.parallel.cp_comm_type[0],
+            double_block_cost=mmdit.double_block_cost,
+        )
+
+    def sampled(
+        self, engine: PipelineEngine, chunks: Sequence[torch.nn.Module], context: ParallelContext
+    ) -> ParallelVelocity:
+        sizes = self.sizes
+        mmdit = self.config.section(MMDiTConfig)
+        guidance = mmdit.guidance if sizes.guidance_embed else None
+        return ParallelVelocity(
+            engine, chunks, context, patch_size=sizes.patch_size, guidance=guidance
+        )
+
+
+def mmdit_boundary_shape(batch: FlowMicrobatch, chunk: torch.nn.Module) -> list[int]:
+    """Return the shape ``[s + 1, b, h]`` of the tensor that stages send for a micro-batch."""
+    shape_of = get_attr_wrapped_model(chunk, "boundary_shape")
+    shape: list[int] = shape_of(batch.num_text, batch.num_image, batch.size)
+    return shape

@@ -1,0 +1,206 @@
+"""The pointwise parts of the MMDiT's blocks as pure functions; see `layers.compiled`.
+
+A function that splits a joint tensor into text and image, or joins them, handles both streams. This
+saves copies of the streams.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_ext.layers.compiled import FusedResidual, compiled
+from megatron_ext.layers.pointwise import NormSpec as Norm
+from megatron_ext.layers.pointwise import norm, norm_and_statistics, norm_gradients
+from megatron_ext.video.config.sizes import EPSILON
+from megatron_ext.video.model.attention import rotate
+from megatron_ext.video.model.linear import modulated
+
+Pair = tuple[Tensor, Tensor]
+"""The text's tensor and the image's tensor."""
+
+_MODULATED: Norm = ("LayerNorm", EPSILON, True)
+"""`modulated` as a norm, whose weight is each sample's scale, and whose bias is its shift."""
+
+
+def _modulated(x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor]:
+    return (modulated(x, shift, scale),)
+
+
+def _modulated_and_statistics(x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    return norm_and_statistics(x, scale, shift, _MODULATED)
+
+
+def _gradients(
+    beside: Tensor, of_y: Tensor, x: Tensor, shift: Tensor, scale: Tensor, *statistics: Tensor
+) -> tuple[Tensor, ...]:
+    """Return the gradients of x, shift and scale; that of x is added to ``beside``."""
+    plan = 1, (0, 1, 2)
+    of_x, of_scale, of_shift = norm_gradients(
+        beside, plan, of_y, x, scale, shift, _MODULATED, *statistics
+    )
+    return of_x, of_shift, of_scale
+
+
+def _modulated_gradients(
+    of_x: Tensor, plan: tuple[int, tuple[int, ...]], *given: Tensor
+) -> tuple[Tensor, ...]:
+    gradients = _gradients(of_x, *given)
+    return tuple(gradients[i] for i in plan[1])
+
+
+residual_and_modulated = FusedResidual(
+    _modulated, saving=_modulated_and_statistics, gradients=_modulated_gradients, num_outputs=1
+)
+"""Return x ``[s, b, h]``, and the result of `modulated` for it."""
+
+
+def _modulated_streams(
+    hidden: Tensor,
+    num_text: int,
+    txt_shift: Tensor,
+    txt_scale: Tensor,
+    img_shift: Tensor,
+    img_scale: Tensor,
+) -> Pair:
+    txt, img = torch.split(hidden, [num_text, hidden.size(0) - num_text])
+    return modulated(txt, txt_shift, txt_scale), modulated(img, img_shift, img_scale)
+
+
+def _streams_and_statistics(hidden: Tensor, num_text: int, *vectors: Tensor) -> tuple[Tensor, ...]:
+    """Return both streams normed and modulated, then the text's statistics and the image's."""
+    txt, img = torch.split(hidden, [num_text, hidden.size(0) - num_text])
+    of_txt = _modulated_and_statistics(txt, *vectors[:2])
+    of_img = _modulated_and_statistics(img, *vectors[2:])
+    return of_txt[0], of_img[0], *of_txt[1:], *of_img[1:]
+
+
+def _streams_gradients(
+    of_hidden: Tensor,
+    plan: tuple[int, tuple[int, ...]],
+    of_txt: Tensor,
+    of_img: Tensor,
+    hidden: Tensor,
+    num_text: int,
+    *rest: Tensor,
+) -> tuple[Tensor, ...]:
+    """Return the gradients in ``plan``; ``rest`` are 4 shifts and scales, then 4 statistics."""
+    sizes = [num_text, hidden.size(0) - num_text]
+    (txt, img), (txt_beside, img_beside) = (torch.split(x, sizes) for x in (hidden, of_hidden))
+    txt_x, *txt_vectors = _gradients(txt_beside, of_txt, txt, *rest[:2], *rest[4:6])
+    img_x, *img_vectors = _gradients(img_beside, of_img, img, *rest[2:4], *rest[6:])
+    gradients = [torch.cat((txt_x, img_x)), *txt_vectors, *img_vectors]
+    # The argument at 1 is num_text, which has no gradient.
+    return tuple(gradients[i - (i > 1)] for i in plan[1])
+
+
+residual_and_modulated_streams = FusedResidual(
+    _modulated_streams,
+    saving=_streams_and_statistics,
+    gradients=_streams_gradients,
+    num_outputs=2,
+)
+"""Return hidden ``[s, b, h]``, then the results of `modulated` for its text and its image."""
+
+
+@compiled
+def add_gated(
+    x: Tensor, output: Tensor, other: Tensor | None, bias: Tensor, gate: Tensor
+) -> Tensor:
+    """Return ``x + gate * (output + other + bias)``: x ``[s, b, h]``, gate ``[b, h]``."""
+    total = output if other is None else output + other
+    return x + gate * (total + bias)
+
+
+def _added(
+    hidden: Tensor,
+    txt_output: Tensor,
+    img_output: Tensor,
+    txt_bias: Tensor,
+    img_bias: Tensor,
+    txt_gate: Tensor,
+    img_gate: Tensor,
+) -> Pair:
+    txt, img = torch.split(hidden, [txt_output.size(0), img_output.size(0)])
+    return (txt + txt_gate * (txt_output + txt_bias), img + img_gate * (img_output + img_bias))
+
+
+@compiled
+def add_streams(hidden: Tensor, *added: Tensor) -> Tensor:
+    """Return text and image, each ``x + gate * (output + bias)``, as one joint tensor.
+
+    ``hidden`` holds both tensors x; ``added`` holds the outputs, biases and gates, text first.
+    """
+    return torch.cat(_added(hidden, *added))
+
+
+@compiled
+def add_and_modulate_streams(hidden: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sum that `add_streams` returns, and its text and image normed and modulated.
+
+    ``parts`` are the arguments of `add_streams`, then text shift and scale, image shift and scale.
+    """
+    *added, txt_shift, txt_scale, img_shift, img_scale = parts
+    txt, img = _added(hidden, *added)
+    normed = modulated(txt, txt_shift, txt_scale), modulated(img, img_shift, img_scale)
+    return torch.cat((txt, img)), *normed
+
+
+def _split(
+    qkv: Tensor, bias: Tensor | None, q_weight: Tensor, k_weight: Tensor, spec: Norm
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split ``[s, b, n * 3 * d]`` plus bias into normed queries and keys, and values."""
+    if bias is not None:
+        qkv = qkv + bias
+    d = q_weight.size(0)
+    # No -1: a rank may hold no text, and nothing tells the sizes of an empty view.
+    heads = qkv.view(*qkv.shape[:-1], qkv.size(-1) // (3 * d), 3, d)
+    query, key, value = heads.unbind(-2)
+    query = norm(query, q_weight, None, spec)
+    key = norm(key, k_weight, None, spec)
+    return query.to(value.dtype), key.to(value.dtype), value
+
+
+@compiled
+def heads(
+    qkv: Tensor,
+    bias: Tensor | None,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    spec: Norm,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries and keys, normed and rotated, and values, ``[s, b, n, d]`` each.
+
+    Args:
+        qkv: output of the projection before its ``bias`` is added, ``[s, b, n * 3 * d]``: for each
+            head its query, key and value.
+        q_weight, k_weight: scales of the norms, ``[d]``.
+        cos, sin: result of `attention.rotary_table`, ``[s, b, 1, d / 2]``.
+    """
+    query, key, value = _split(qkv, bias, q_weight, k_weight, spec)
+    # A compiled function may return no view of its argument.
+    copied = value.clone(memory_format=torch.contiguous_format)
+    return rotate(query, (cos, sin)), rotate(key, (cos, sin)), copied
+
+
+@compiled
+def joint_heads(
+    img_qkv: Tensor,
+    img_bias: Tensor | None,
+    txt_qkv: Tensor,
+    txt_bias: Tensor | None,
+    img_q_weight: Tensor,
+    img_k_weight: Tensor,
+    txt_q_weight: Tensor,
+    txt_k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    spec: Norm,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values of [text; image]; each stream has its own norms and bias."""
+    txt = _split(txt_qkv, txt_bias, txt_q_weight, txt_k_weight, spec)
+    img = _split(img_qkv, img_bias, img_q_weight, img_k_weight, spec)
+    query, key, value = (torch.cat(pair) for pair in zip(txt, img, strict=True))
+    return rotate(query, (cos, sin)), rotate(key, (cos, sin)), value

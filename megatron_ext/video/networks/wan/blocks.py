@@ -1,0 +1,264 @@
+"""The block of a Wan network: self-attention, attention to the text, feed-forward layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ext.errors import DataError
+from megatron_ext.layers import sdpa
+from megatron_ext.layers.pointwise import LayerNorm, activated, spec_of, weights_of
+from megatron_ext.video.config.sizes import TIMESTEP_WIDTH
+from megatron_ext.video.model.attention import Table, trades_heads
+from megatron_ext.video.model.cache import CachePass
+from megatron_ext.video.model.chunk import Blueprint, Part
+from megatron_ext.video.model.linear import VectorEmbedder, column, heads_of, mark_replicated, row
+from megatron_ext.video.model.tokens import FrameTokens, pack, parts_first
+from megatron_ext.video.model.window import KeyValue
+from megatron_ext.video.networks.wan.attention import AttentionPlan, FrameAttention
+from megatron_ext.video.networks.wan.config import VideoDiTSizes
+from megatron_ext.video.networks.wan.pointwise import (
+    FullWidthRMSNorm,
+    ModulationTable,
+    added_and_modulated,
+    gated,
+    gated_and_normed,
+    heads,
+    residual_and_modulated,
+    squares_of_heads,
+    summed,
+)
+
+
+def check_inputs(sizes: VideoDiTSizes, x: Tensor, timesteps: Tensor, text: Tensor) -> None:
+    """Check the inputs of a forward pass against the sizes and each other.
+
+    Raises:
+        DataError: the shape or type of an input does not fit.
+    """
+    if x.dim() != 5 or x.size(2) != sizes.channels or 0 in x.shape:
+        raise DataError(
+            f"`x` has the shape {list(x.shape)}, but the model takes [b, t, {sizes.channels}, h, "
+            "w], latent frames before channels."
+        )
+    b, t = x.shape[:2]
+    if timesteps.shape not in ((b,), (b, t)):
+        raise DataError(
+            f"`timesteps` has the shape {list(timesteps.shape)}, but must be [{b}] for one of each "
+            f"sample or [{b}, {t}] for one of each frame."
+        )
+    if timesteps.dtype not in (torch.float32, torch.float64):
+        raise DataError(
+            f"`timesteps` has the type {timesteps.dtype}, but must be float32: in 16 bits "
+            "timesteps near 1000 have steps of 4."
+        )
+    if text.dim() != 3 or text.size(0) != b or text.size(2) != sizes.text_width or 0 in text.shape:
+        raise DataError(
+            f"`text` has the shape {list(text.shape)}, but must be [{b}, l, {sizes.text_width}]."
+        )
+
+
+MAX_PERIOD = 10_000.0
+
+
+def timestep_sinusoid(timesteps: Tensor) -> Tensor:
+    """Return 128 cosines of ``t * 10000 ** (-j / 128)``, then 128 sines, in float64 as in Wan.
+
+    j is 0 to 127. Timesteps t from 0 to 1000, ``[n]``, give ``[n, 256]``.
+    """
+    half = TIMESTEP_WIDTH // 2
+    exponents = torch.arange(half, dtype=torch.float64, device=timesteps.device) / half
+    angles = timesteps.double()[:, None] * MAX_PERIOD**-exponents
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+class Conditioning(NamedTuple):
+    """Embedded timesteps and text, the same for every block.
+
+    Attributes:
+        time: embedded timesteps, ``[f, b, h]``; f is 1 if all frames have one timestep.
+        modulation: shifts, scales and gates projected from ``time``, ``[f, b, 6h]``.
+        text: embedded text, ``[l, b, h]``; l is 0 if the blocks' keys and values of the
+            text are cached.
+    """
+
+    time: Tensor
+    modulation: Tensor
+    text: Tensor
+
+    def rows(self) -> Tensor:
+        """Return one tensor ``[7 f + l, b, h]``, with 7 rows per timestep and 1 per text token."""
+        modulation = torch.unflatten(self.modulation, -1, (6, -1)).permute(0, 2, 1, 3).flatten(0, 1)
+        return torch.cat((self.time, modulation, self.text))
+
+    @classmethod
+    def from_rows(cls, rows: Tensor, num_times: int) -> Conditioning:
+        """Restore the conditioning, with ``num_times`` timesteps, from the result of `rows`."""
+        time, modulation, text = rows.tensor_split((num_times, 7 * num_times))
+        parts = torch.unflatten(modulation, 0, (num_times, 6)).permute(0, 2, 1, 3).flatten(2)
+        return cls(time, parts, text)
+
+
+class Embedder(Part):
+    """The layers by which the first stage embeds latents, timesteps and text."""
+
+    def __init__(self, plan: Blueprint) -> None:
+        super().__init__(plan)
+        sizes = plan.sizes
+        h = plan.sizes.hidden_size
+        self.patch_size = sizes.patch_size
+        self.patch_in = torch.nn.Linear(sizes.token_width, h)
+        self.text_in = torch.nn.Linear(sizes.text_width, h)
+        self.text_out = torch.nn.Linear(h, h)
+        self.time_in = VectorEmbedder(TIMESTEP_WIDTH, h)
+        self.time_projection = torch.nn.Linear(h, 6 * h)
+        for module in (self.patch_in, self.time_in, self.time_projection):
+            mark_replicated(module, plan.config)
+
+    def tokens(self, x: Tensor, tokens: FrameTokens) -> Tensor:
+        """Embed this rank's tokens of whole latents ``[b, t, c, h, w]`` as ``[s, b, h]``."""
+        packed = pack(x.transpose(1, 2), self.patch_size)
+        own = torch.unflatten(packed, 1, (tokens.num_frames, -1))[:, :, tokens.held].flatten(1, 2)
+        embedded: Tensor = self.patch_in(own.to(self.patch_in.weight.dtype))
+        return embedded.transpose(0, 1)
+
+    def conditioning(self, timesteps: Tensor, text: Tensor) -> Conditioning:
+        """Embed timesteps ``[b, f]`` and text ``[b, l, text_width]``, where l may be 0.
+
+        Every rank embeds the whole text and all timesteps. Under sequence parallelism the gradient
+        of timesteps comes from the rank's own tokens, the gradient of text from all ranks' tokens.
+        """
+        b, f = timesteps.shape
+        embedded = self.time_in(timestep_sinusoid(timesteps.flatten()))
+        time = embedded.view(b, f, -1).transpose(0, 1)
+        words = F.gelu(self.text_in(text.to(self.text_in.weight.dtype)), approximate="tanh")
+        modulation = self.time_projection(F.silu(time))
+        return Conditioning(time, modulation, self.text_out(words).transpose(0, 1))
+
+
+WithBias = tuple[Tensor, Tensor]
+"""The output of a linear layer, and the bias still to be added to it."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Values that all blocks share in one forward pass.
+
+    Attributes:
+        num_frames: number of frames of this pass, t.
+        parts: number of ranks that split the tokens in sequence parallelism; 1 without it.
+        table: rotary table of the tokens in the context-parallel rank's slice.
+        plan: the key frames to which each block of frames attends.
+        text: keys and values of the text by block number; a block computes and stores those that
+            are missing. If None, blocks compute them in every pass, with gradients.
+    """
+
+    num_frames: int
+    parts: int
+    table: Table
+    plan: AttentionPlan
+    cached: CachePass | None
+    text: dict[int, KeyValue] | None
+
+
+class SelfAttention(Part):
+    """Self-attention of frames; a window, if set, limits the frames that each frame sees."""
+
+    def __init__(self, plan: Blueprint) -> None:
+        super().__init__(plan)
+        h = plan.config.hidden_size
+        self.linear_qkv = column(plan, h, h, projections=3)
+        self.q_norm = FullWidthRMSNorm(plan)
+        self.k_norm = FullWidthRMSNorm(plan)
+        self.linear_proj = row(plan, h, h)
+        self.attention = FrameAttention(plan.groups.cp, trades_heads=trades_heads(plan))
+
+    def forward(self, x: Tensor, number: int, run: Run) -> WithBias:
+        """Return the output ``[s, b, h]`` of block ``number``'s attention, and the bias to add."""
+        fused, bias = self.linear_qkv(x)
+        q, k, v = self.attention.exchange(*self._heads(fused, bias, run))
+        past = run.cached.past_key_values(number) if run.cached is not None else ()
+        if run.cached is not None:
+            run.cached.record(number, k, v)
+        attended = self.attention(q, (k, v), past, run.plan)
+        out: WithBias = self.linear_proj(parts_first(attended, run.parts).flatten(2))
+        return out
+
+    def _heads(self, fused: Tensor, bias: Tensor, run: Run) -> tuple[Tensor, Tensor, Tensor]:
+        """Return normed, rotated queries and keys, and values, ``[t, m, b, heads, d]`` each."""
+        config = self.config
+        total = None
+        if self.tp_group.size() > 1:
+            total = summed(squares_of_heads(fused, bias, config.kv_channels), self.tp_group)
+        sizes = (config.kv_channels, config.hidden_size, config.layernorm_epsilon)
+        norms = self.q_norm(None), self.k_norm(None)
+        return heads(fused, bias, total, *norms, *run.table, sizes, run.parts, run.num_frames)
+
+
+class CrossAttention(Part):
+    """Attention to all tokens of the text; padding, whose features are zero, is not masked."""
+
+    def __init__(self, plan: Blueprint) -> None:
+        super().__init__(plan)
+        h = plan.config.hidden_size
+        self.linear_q = column(plan, h, h)
+        self.linear_kv = column(plan, h, h, projections=2, whole_input=True)
+        self.q_norm = FullWidthRMSNorm(plan)
+        self.k_norm = FullWidthRMSNorm(plan)
+        self.linear_proj = row(plan, h, h)
+
+    def forward(self, x: Tensor, text: Tensor, number: int, run: Run) -> WithBias:
+        """Return the output for x ``[s, b, h]`` and text ``[l, b, h]``, and the bias to add."""
+        projected, bias = self.linear_q(x)
+        (query,) = heads_of(projected, 1, self.config.kv_channels)
+        key, value = self._key_value(text, number, run.text)
+        q, k, v = (y.permute(1, 2, 0, 3) for y in (self.q_norm(query, bias), key, value))
+        attended = sdpa.attend(q, k, v).permute(2, 0, 1, 3)
+        out: WithBias = self.linear_proj(attended.flatten(2))
+        return out
+
+    def _key_value(self, text: Tensor, number: int, cache: dict[int, KeyValue] | None) -> KeyValue:
+        """Return the text's keys and values, ``[l, b, n, d]``; ``cache``, if given, keeps them."""
+        if cache is not None and number in cache:
+            return cache[number]
+        projected, bias = self.linear_kv(text)
+        key, value = heads_of(projected + bias, 2, self.config.kv_channels)
+        pair = self.k_norm(key), value
+        if cache is not None:
+            cache[number] = pair
+        return pair
+
+
+class Block(Part):
+    """Block ``number`` of the whole model; each frame may have its own modulation."""
+
+    def __init__(self, plan: Blueprint, number: int) -> None:
+        super().__init__(plan)
+        self.number = number
+        config = plan.config
+        h = config.hidden_size
+        ffn = config.ffn_hidden_size
+        self.modulation = ModulationTable(config, 6)
+        self.self_attention = SelfAttention(plan)
+        self.cross_norm = LayerNorm(h, config.layernorm_epsilon, zero_centered=False)
+        mark_replicated(self.cross_norm, config)
+        self.cross_attention = CrossAttention(plan)
+        self.linear_fc1 = column(plan, h, ffn)
+        self.linear_fc2 = row(plan, ffn, h)
+
+    def forward(self, hidden: Tensor, given: Conditioning, run: Run) -> Tensor:
+        """Return the block's output for this rank's tokens of the frames, ``[s, b, h]``."""
+        parts = self.modulation(torch.unflatten(given.modulation, -1, (6, -1)))
+        shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = parts
+        hidden, normed = residual_and_modulated(hidden, shift, scale)
+        attended = self.self_attention(normed, self.number, run)
+        norm = self.cross_norm
+        hidden, normed = gated_and_normed(hidden, *attended, gate, *weights_of(norm), spec_of(norm))
+        cross_attended = self.cross_attention(normed, given.text, self.number, run)
+        hidden, normed = added_and_modulated(hidden, *cross_attended, ffn_shift, ffn_scale)
+        narrow = activated(*self.linear_fc1(normed), None, "gelu_tanh", False)
+        return gated(hidden, *self.linear_fc2(narrow), ffn_gate)

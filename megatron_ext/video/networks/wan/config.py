@@ -1,0 +1,108 @@
+"""Sizes and flags of the video DiT, from ``tiny`` (tests on a CPU) to ``14b`` (Wan 2.1)."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron_ext.config.flags import Changeable, derived, flag
+from megatron_ext.errors import ConfigError
+from megatron_ext.video.config.sizes import Sizes
+
+
+@dataclass(frozen=True)
+class VideoDiTSizes(Sizes):
+    """All sizes that decide the shapes of a video DiT's parameters, whether causal or not.
+
+    Sizes that do not fit together raise ConfigError.
+
+    Attributes:
+        hidden_size, num_heads: h and n; the size of a head d is h / n.
+        ffn_size: width of the feed-forward layers.
+        num_blocks: transformer blocks.
+        channels: c of the latents.
+        patch_size: p; a token holds p x p latent pixels of one frame, c * p * p numbers.
+        text_width: features of a text token (4096 for umT5-XXL).
+        rope_theta: base of the rotary frequencies.
+    """
+
+    hidden_size: int
+    num_heads: int
+    ffn_size: int
+    num_blocks: int
+    channels: int = 16
+    patch_size: int = 2
+    text_width: int = 4096
+    rope_theta: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        for name in _POSITIVE:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"`{name}` ({getattr(self, name)}) must be 1 or more.")
+        self.check_heads()
+        if self.head_dim % 2 or self.head_dim < 6:
+            raise ConfigError(
+                f"the size of a head, hidden_size / num_heads ({self.head_dim}), must be even and "
+                "6 or more, so that pairs of features rotate with frame, row and column."
+            )
+
+    @property
+    def axes_dim(self) -> tuple[int, int, int]:
+        """Return how many features of a head RoPE rotates by frame, by row and by column."""
+        space = 2 * (self.head_dim // 6)
+        return self.head_dim - 2 * space, space, space
+
+    def transformer_fields(self) -> dict[str, Any]:
+        """Return the fields of megatron-core's TransformerConfig that follow from the sizes."""
+        return self.fields_of(self.num_blocks, self.ffn_size)
+
+
+_POSITIVE = "hidden_size num_heads ffn_size num_blocks channels patch_size text_width".split()
+
+SIZES = {
+    "tiny": VideoDiTSizes(64, 4, 128, 2, channels=4, text_width=32),
+    "mini": VideoDiTSizes(128, 4, 512, 4, text_width=64),
+    "small": VideoDiTSizes(384, 6, 1536, 8, text_width=512),
+    "base": VideoDiTSizes(768, 12, 3072, 16),
+    "1.3b": VideoDiTSizes(1536, 12, 8960, 30),
+    "14b": VideoDiTSizes(5120, 40, 13824, 40),
+}
+"""Named sizes; ``1.3b`` and ``14b`` are those of Wan 2.1 text to video (arXiv:2503.20314)."""
+
+
+CAUSAL = "causal-video-dit"
+"""The value of ``--video-model`` of the network with causal attention."""
+
+
+@dataclass(frozen=True)
+class VideoDiTConfig(Changeable):
+    """The flags of a video DiT that ``--task flow`` trains.
+
+    A streaming run can start from a checkpoint of this video DiT. The flags that also apply to the
+    networks of streaming are in `WindowConfig`.
+
+    Attributes:
+        dit_channels, dit_text_width: latent channels and text features of the data.
+    """
+
+    SECTION: ClassVar[str] = "video_dit"
+
+    video_dit_size: str = flag("tiny", "named size of the video DiT", choices=tuple(SIZES))
+    independent_block_timesteps: bool = flag(
+        False,
+        "each frame block has a timestep of its own, as if it were streamed",
+        if_changed="refuse_to_resume",
+    )
+    dit_channels: int | None = derived(None)
+    dit_text_width: int | None = derived(None)
+
+    @property
+    def sizes(self) -> VideoDiTSizes:
+        """Return the named size with the channels and text width of the data."""
+        named = SIZES[self.video_dit_size]
+        return dataclasses.replace(
+            named,
+            channels=self.dit_channels or named.channels,
+            text_width=self.dit_text_width or named.text_width,
+        )

@@ -1,0 +1,206 @@
+"""Translates the config.json of Wan 2.1 into a named size of the video DiT, and back.
+
+The entries of a file are the arguments of diffusers' ``WanTransformer3DModel`` or of the original
+``WanModel``. An entry that the file leaves out has the default of the class that the file names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.checkpoint.conversion import read_settings
+from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.video.config.sizes import EPSILON, TIMESTEP_WIDTH
+from megatron_ext.video.networks.wan.config import SIZES, VideoDiTSizes
+from megatron_ext.video.networks.wan.convert.names import Naming, wan_names
+
+CLASS = "_class_name"
+CLASSES = {
+    "WanTransformer3DModel": Naming.DIFFUSERS,
+    "WanModel": Naming.ORIGINAL,
+    "CausalWanModel": Naming.ORIGINAL,
+}
+"""Classes that can be converted; Self-Forcing and LongLive derive CausalWanModel from WanModel."""
+_PATCH = (1, 2, 2)
+_USUAL_HEAD = 128
+_FREE: dict[Naming, dict[str, int]] = {
+    Naming.DIFFUSERS: {
+        "num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "num_layers": 40,
+        "in_channels": 16, "text_dim": 4096,
+    },
+    Naming.ORIGINAL: {
+        "num_heads": 16, "dim": 2048, "ffn_dim": 8192, "num_layers": 32, "in_dim": 16,
+        "text_dim": 4096,
+    },
+}  # fmt: skip
+"""Entries of config.json that decide the sizes, with the defaults of the classes."""
+_SETTLED: dict[Naming, dict[str, Any]] = {
+    Naming.DIFFUSERS: {
+        "patch_size": _PATCH,
+        "freq_dim": TIMESTEP_WIDTH,
+        "cross_attn_norm": True,
+        "qk_norm": "rms_norm_across_heads",
+        "eps": EPSILON,
+        "image_dim": None,
+        "added_kv_proj_dim": None,
+        "pos_embed_seq_len": None,
+    },
+    Naming.ORIGINAL: {
+        "model_type": "t2v",
+        "patch_size": _PATCH,
+        "freq_dim": TIMESTEP_WIDTH,
+        "cross_attn_norm": True,
+        "qk_norm": True,
+        "eps": EPSILON,
+    },
+}
+"""Entries whose only value that the video DiT supports is the default of the classes."""
+_OUTPUT = {
+    Naming.DIFFUSERS: ("in_channels", "out_channels"),
+    Naming.ORIGINAL: ("in_dim", "out_dim"),
+}
+
+
+@dataclass(frozen=True)
+class WanModel:
+    """A model of Wan as its config.json or the shapes of its tensors describe it.
+
+    ``size`` names a size of the video DiT. ``sizes`` is that size with the model's own text width.
+    """
+
+    size: str
+    sizes: VideoDiTSizes
+    naming: Naming
+
+
+def read_json(folder: Path) -> dict[str, Any]:
+    """Read the config.json of a folder; raise CheckpointError if it cannot be read."""
+    path = folder / "config.json"
+    if not path.is_file() and (folder / "transformer" / "config.json").is_file():
+        raise CheckpointError(f"{folder} holds a whole pipeline; give {folder / 'transformer'}.")
+    return read_settings(path, "give the folder of the model.")
+
+
+def understand(raw: Mapping[str, Any], path: Path) -> WanModel:
+    """Return the model that a config.json describes.
+
+    ``raw`` is the content of the file at ``path``. A class that cannot be converted, an entry that
+    the video DiT does not support, and sizes that match no named size raise CheckpointError.
+    """
+    naming = CLASSES.get(str(raw.get(CLASS)))
+    if naming is None:
+        raise CheckpointError(
+            f"{path} says `{CLASS}` {raw.get(CLASS)!r}, which cannot be converted; use one of "
+            f"{', '.join(CLASSES)}."
+        )
+    for name, value in _SETTLED[naming].items():
+        entry = raw.get(name, value)
+        if (tuple(entry) if isinstance(entry, list) else entry) != value:
+            raise CheckpointError(
+                f"{path} says `{name}` {entry!r}, but the video DiT has {value!r}; use Wan 2.1 "
+                "text to video."
+            )
+    values = {name: raw.get(name, default) for name, default in _FREE[naming].items()}
+    taken, given = _OUTPUT[naming]
+    if raw.get(given, values[taken]) not in (values[taken], None):
+        raise CheckpointError(
+            f"{path} says `{given}` {raw[given]!r} and `{taken}` {values[taken]!r}, but the video "
+            "DiT has as many channels behind as in front; use Wan 2.1 text to video."
+        )
+    bad = [name for name, value in values.items() if not isinstance(value, int)]
+    if bad:
+        raise CheckpointError(
+            f"{path} says `{bad[0]}` {values[bad[0]]!r}, which must be an integer; mend it."
+        )
+    heads, width, *others = values.values()
+    h = heads * width if naming is Naming.DIFFUSERS else width
+    return _named([h, heads, *others], naming, path)
+
+
+def understand_shapes(
+    shapes: Mapping[str, tuple[int, ...]], naming: Naming, path: Path
+) -> WanModel:
+    """Return the model at ``path``, inferred from ``shapes``, those of its tensors by name.
+
+    No shape shows the number of heads; it is taken from a named size of the same hidden size.
+    Tensors that are not Wan's, or whose sizes match no named size, raise CheckpointError.
+    """
+
+    def shape(ours: str, dimensions: int) -> tuple[int, ...]:
+        (name,) = wan_names(ours, naming)
+        if len(shapes.get(name, ())) != dimensions:
+            raise CheckpointError(
+                f"{path} holds no `{name}` of {dimensions} dimensions; give weights of Wan 2.1 "
+                "text to video."
+            )
+        return shapes[name]
+
+    h, channels = shape("embedder.patch_in.weight", 5)[:2]
+    text = shape("embedder.text_in.weight", 2)[1]
+    ffn = shape("blocks.0.linear_fc1.weight", 2)[0]
+    blocks = len({name.split(".")[1] for name in shapes if name.startswith("blocks.")})
+    heads = [z.num_heads for z in SIZES.values() if z.hidden_size == h]
+    heads.append(max(1, h // _USUAL_HEAD))
+    return _named([h, heads[0], ffn, blocks, channels, text], naming, path)
+
+
+_COMPARED = "hidden_size num_heads ffn_size num_blocks channels patch_size rope_theta".split()
+
+
+def _named(values: list[int], naming: Naming, path: Path) -> WanModel:
+    """Return the model whose sizes are ``values``, which must match a named size.
+
+    ``values`` are hidden size, heads, feed-forward width, blocks, latent channels and text width.
+    Any text width is allowed. If no named size fits, a CheckpointError gives the nearest one.
+    """
+    h, heads, ffn, blocks, channels, text = values
+    try:
+        described = VideoDiTSizes(h, heads, ffn, blocks, channels, _PATCH[1], text)
+    except (ConfigError, ZeroDivisionError) as error:
+        raise CheckpointError(f"{path} is no model: {error}") from error
+    same = {name: dataclasses.replace(z, text_width=text) for name, z in SIZES.items()}
+    for name, sizes in same.items():
+        if sizes == described:
+            return WanModel(name, sizes, naming)
+
+    def distance(name: str) -> float:
+        """Return how far a named size is from the model, by the sum of absolute log ratios."""
+        pairs = ((getattr(same[name], x), getattr(described, x)) for x in _COMPARED)
+        return sum(abs(math.log(x / y)) for x, y in pairs)
+
+    nearest = min(same, key=distance)
+    pairs = ((x, getattr(described, x), getattr(same[nearest], x)) for x in _COMPARED)
+    differs = ", ".join(
+        f"{x} {ours} instead of {theirs}" for x, ours, theirs in pairs if ours != theirs
+    )
+    raise CheckpointError(
+        f"{path} describes a model that is no named size, the nearest being `{nearest}` "
+        f"({differs}); give the weights of a named size ({', '.join(SIZES)}), or add one to SIZES "
+        "in megatron_ext/video/networks/wan/config.py."
+    )
+
+
+def config_json(sizes: VideoDiTSizes, naming: Naming) -> dict[str, Any]:
+    """Return the content of a model's config.json, in the form that `understand` reads."""
+    width = sizes.head_dim if naming is Naming.DIFFUSERS else sizes.hidden_size
+    x = sizes
+    free = (x.num_heads, width, x.ffn_size, x.num_blocks, x.channels, x.text_width)
+    values: dict[str, Any] = {
+        **_SETTLED[naming],
+        **dict(zip(_FREE[naming], free, strict=True)),
+        CLASS: next(name for name, kind in CLASSES.items() if kind is naming),
+        "patch_size": list(_PATCH),
+        _OUTPUT[naming][1]: sizes.channels,
+    }
+    if naming is Naming.DIFFUSERS:
+        return values
+    left_out = {"patch_size", "cross_attn_norm", "qk_norm"}
+    if sizes.text_width == _FREE[naming]["text_dim"]:
+        left_out.add("text_dim")
+    # The original's class does not take these entries from a file.
+    return {k: v for k, v in values.items() if k not in left_out} | {"text_len": 512}

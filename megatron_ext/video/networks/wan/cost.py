@@ -1,0 +1,289 @@
+"""Formulas of the video DiT (`video.networks.wan`): weights, activations, operations, traffic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megatron_ext.config.optimizer import LoraConfig
+from megatron_ext.config.run import RunConfig
+from megatron_ext.planning.network import (
+    FORWARD_AND_BACKWARD,
+    MULTIPLY_AND_ADD,
+    Flops,
+    Volume,
+    ring,
+)
+from megatron_ext.planning.stages import FP32, LayerBytes, Ranks, Stage, in_order, recomputed
+from megatron_ext.planning.state import Linear, Weight, with_frozen
+from megatron_ext.video.config.run import VideoConfig
+from megatron_ext.video.config.window import WindowConfig
+from megatron_ext.video.cost.clip import BlockBytes, Clip, ClipNetwork
+from megatron_ext.video.model.chunk import stage_blocks
+from megatron_ext.video.model.window import window_of
+from megatron_ext.video.networks.wan.attention import AttentionPlan
+from megatron_ext.video.networks.wan.config import VideoDiTConfig, VideoDiTSizes
+from megatron_ext.video.networks.wan.convert.names import shapes
+from megatron_ext.video.networks.wan.flops import flops_of_sample
+
+
+def dit_weights(lora: LoraConfig, sizes: VideoDiTSizes, tp: int, stage: Stage) -> list[Weight]:
+    """Return a stage's parameters on one of ``tp`` ranks, in the order of the stage's module."""
+    prefixes = [f"blocks.{number}." for number in stage.layers]
+    prefixes += ["embedder."] * stage.embedding + ["head."] * stage.head
+    weights = list[Weight]()
+    for name, shape in shapes(sizes).items():
+        layer, _, kind = name.rpartition(".")
+        own = layer.rpartition(".")[2]
+        if not name.startswith(tuple(prefixes)):
+            continue
+        if own == "modulation" or own.endswith("norm"):
+            parts = tp if own in ("q_norm", "k_norm") else 1
+            weights.append(Weight(name, math.prod(shape) // parts, parts=parts))
+        elif kind == "weight":  # the bias comes with it
+            ranks = tp if name.startswith("blocks.") else 1
+            outputs, inputs = shape
+            cut = (1, ranks) if own in ("linear_proj", "linear_fc2") else (ranks, 1)
+            weights += Linear(layer, outputs, inputs, *cut).weights(lora)
+    return with_frozen(lora, weights)
+
+
+@dataclass(frozen=True)
+class DiTNetwork(ClipNetwork):
+    """Formulas for the cost of a video DiT on clips of one shape.
+
+    Attributes:
+        plan: the new and cached frames to which each block of frames attends.
+        num_times: number f of timesteps of a clip: 1, or one for each frame.
+    """
+
+    model: VideoDiTSizes
+    plan: AttentionPlan
+    num_times: int = 1
+
+    @classmethod
+    def of(cls, config: RunConfig, clip: Clip) -> DiTNetwork:
+        """Return the formulas for one bucket's clips and a resolved configuration's video DiT."""
+        plan = AttentionPlan.bidirectional(clip.frames)
+        dit = config.section(VideoDiTConfig)
+        if config.section(VideoConfig).is_causal:
+            window = window_of(config.section(WindowConfig))
+            plan = AttentionPlan.causal(window, 0, clip.frames, ())
+        times = clip.frames if dit.independent_block_timesteps else 1
+        ranks = replace(Ranks.of(config), b=clip.micro_batch_size)
+        return cls(config, ranks, dit.sizes, clip, plan, times)
+
+    def blocks_of_stages(self, num_stages: int) -> Sequence[range]:
+        """Return the indices of each stage's blocks; stages differ by at most one block."""
+        return stage_blocks(self.model.num_blocks, num_stages)
+
+    def weights(self, stage: Stage) -> list[Weight]:
+        """Return the parameters of a stage, in the order of its module's parameters."""
+        return dit_weights(self.config.lora, self.model, self.sizes.tp, stage)
+
+    @cached_property
+    def block_bytes(self) -> BlockBytes:
+        """Return the byte counts of a block's tensors, with a row for each image token."""
+        x = self.sizes
+        return BlockBytes(x, self.model.hidden_size, self.clip.num_image // x.cp * x.b)
+
+    @property
+    def _text_rows(self) -> int:
+        return self.clip.num_text * self.sizes.b
+
+    @property
+    def boundary(self) -> int:
+        """Return the bytes sent to the next stage, ``[s + 7 f + l, b, h]``.
+
+        The rows are s hidden states, 7 for each of f timesteps, and l text tokens.
+        """
+        rows = 7 * self.num_times * self.sizes.b + self._text_rows
+        return self.block_bytes.stream + rows * self.model.hidden_size * self.sizes.width
+
+    @property
+    def _vector(self) -> int:
+        """Return the bytes of one shift, scale or gate of the modulation, ``[f, b, h]``."""
+        rows = self.num_times * self.sizes.b
+        return rows * self.model.hidden_size * self.sizes.width
+
+    def activations(self, stage: Stage) -> LayerBytes:
+        """Return the memory of one micro-batch's activations in a stage."""
+        x = self.sizes
+        model = self.model
+        table = self.block_bytes.rows // x.b * model.head_dim * FP32
+        parts = [self._entering() if stage.embedding else LayerBytes(0, 0), LayerBytes(table, 0)]
+        blocks = [self.layer()] * len(stage.layers)
+        limit = self._run_again(stage)
+        parts += recomputed(blocks, self.block_bytes.stream, size=1, limit=limit)
+        if stage.head:
+            parts += [self._final(), self.velocity_loss(self.clip.num_image * x.b)]
+        return in_order(*parts)
+
+    def _entering(self) -> LayerBytes:
+        """Return the memory of the embedder: packed latents, the text's MLP, and the timesteps."""
+        x = self.sizes
+        model = self.model
+        h = self.model.hidden_size
+        latents = (
+            self.clip.num_image * x.b // (x.cp * x.sequence_size) * model.token_width * x.width
+        )
+        text = self._text_rows * 3 * h * x.width
+        copies = self._text_rows * model.text_width * x.width if x.half else 0
+        weight = max(6 * h, model.text_width) * h * x.width
+        return LayerBytes(
+            latents + text + copies + 10 * self._vector, weight + self.block_bytes.stream
+        )
+
+    def _selected(self) -> int:
+        """Return how many frames' keys and values attention copies; each copy of a frame counts."""
+        frames = sum(_count(seen) for _, seen in self.plan.blocks if len(seen) > 1)
+        if self.plan.past:
+            frames += len(self.plan.past) + self.clip.frames
+        return frames
+
+    def _self_attention(self) -> int:
+        """Return the bytes that self-attention keeps between its two projections."""
+        x = self.sizes
+        width = self.block_bytes
+        h = self.model.hidden_size
+        wide = 2 * width.rows * h // x.tp * FP32 if x.half else 0
+        rows = width.rows * self.model.num_heads // x.tp
+        # The scaled queries and keys, for the weights of their norms.
+        scaled = 2 * width.cut(h) * self._trains + 3 * width.rows * FP32
+        kept = width.cut(3 * h) + wide + scaled + 2 * width.cut(h) + 2 * width.cut(h) + rows * FP32
+        # Values, and the outputs, in another order: by frames, and by ranks.
+        kept += 2 * width.cut(h) * (x.sequence_size > 1)
+        shared = x.cp if not self.trades_heads else 1
+        kept += 2 * self._selected() * width.cut(h) // self.clip.frames * shared
+        return kept + width.exchanged(self.trades_heads)
+
+    def _cross_attention(self) -> int:
+        """Return the bytes that cross-attention keeps: queries, keys, values and norms."""
+        x = self.sizes
+        width = self.block_bytes
+        h = self.model.hidden_size
+        of_text = self._text_rows * h // x.tp
+        wide = (width.rows * h // x.tp + of_text) * FP32 if x.half else 0
+        rows = width.rows * self.model.num_heads // x.tp
+        queries = (3 + self._trains) * width.cut(h) + (2 * width.rows + self._text_rows) * FP32
+        return queries + wide + (3 + self._trains) * of_text * x.width + rows * FP32
+
+    @property
+    def _trains(self) -> bool:
+        """Return whether all weights are trained, rather than only adapters."""
+        return self.config.lora.lora_rank is None
+
+    def _adapters(self) -> int:
+        """Return the bytes of LoRA's products ``A x``, which the adapters of a block keep."""
+        lora = self.config.lora
+        width = self.block_bytes
+        rows = {"linear_qkv": 1, "linear_proj": 2, "linear_q": 1, "linear_fc1": 1, "linear_fc2": 1}
+        targets = lora.lora_target_modules or []
+        tokens = width.rows * sum(rows.get(name, 0) for name in targets)
+        tokens += self._text_rows * ("linear_kv" in targets)
+        return tokens * (lora.lora_rank or 0) * self.sizes.width
+
+    def layer(self) -> LayerBytes:
+        """Return the memory of one block."""
+        width = self.block_bytes
+        h = self.model.hidden_size
+        vectors = LayerBytes(8 * self._vector, width.stream + 6 * self._vector)
+        modulation = LayerBytes(vectors.kept + self._adapters(), vectors.transient)
+        # The input and the modulated norm that the layer takes; where timesteps have a gradient
+        # the norm itself, and what the gate scales.
+        moved = self._trains * width.stream
+        entering = 2 * width.stream + width.statistics + moved
+        attention = LayerBytes(
+            entering + self._self_attention() + moved, width.stream + width.gradients(3 * h)
+        )
+        crossed = LayerBytes(
+            2 * width.stream + width.statistics + self._cross_attention(),
+            width.stream + width.gradients(h),
+        )
+        inner = self.mlp(self.model.ffn_size)
+        fed = LayerBytes(entering + inner.kept + moved, width.stream + inner.transient)
+        # Where heads lie on several ranks, a CPU adds the biases of qkv and queries twice.
+        twice = 4 * width.cut(h) * (self.sizes.tp > 1 and not self.sizes.gpu)
+        block = in_order(LayerBytes(twice, 0), modulation, attention, crossed, fed)
+        if not self._trains:
+            return block
+        # Into qkv, queries and fc1, fc2, and both times the heads, which attention keeps too.
+        alone = 3 * width.stream + width.cut(self.model.ffn_size) + width.cut(h)
+        return self.kept_in_8_bits(block, alone=alone, shared=width.cut(h))
+
+    def without_gradient(self) -> int:
+        """Return the most bytes of activations that a pass without gradient holds at a time."""
+        width = self.block_bytes
+        h = self.model.hidden_size
+        wide = 2 * width.cut(3 * h) if self.sizes.half else 0
+        past = 2 * self._selected() * width.cut(h) // self.clip.frames
+        attention = width.cut(3 * h) + 4 * width.cut(h) + past + wide
+        return 3 * width.stream + max(attention, 2 * width.cut(self.model.ffn_size))
+
+    def _final(self) -> LayerBytes:
+        width = self.block_bytes
+        output = self.clip.num_image * self.sizes.b * self.model.token_width * self.sizes.width
+        kept = 3 * width.stream + width.statistics + output + 3 * self._vector
+        return LayerBytes(kept, 2 * width.stream)
+
+    def _attended(self) -> list[tuple[int, int]]:
+        """Return, for each block of frames, its number of tokens and the number it attends to."""
+        per_frame = self.clip.rows * self.clip.columns
+        return [
+            ((own.stop - own.start) * per_frame, _count(seen) * per_frame)
+            for own, seen in self.plan.blocks
+        ]
+
+    def _block_flops(self) -> Flops:
+        """Return the operations of a block for one micro-batch on one rank."""
+        h = self.model.hidden_size
+        x = self.sizes
+        text = self.clip.num_text
+        tokens = self.clip.num_image / x.cp
+        linear = tokens * (6 * h * h + 2 * h * self.model.ffn_size) + 2 * text * h * h
+        pairs = sum(queries * keys for queries, keys in self._attended())
+        scores = 2 * h * (pairs / x.cp + tokens * text)
+        both = [MULTIPLY_AND_ADD * count * x.b / x.tp for count in (linear, scores)]
+        block = Flops(both[0], scores=both[1], weights=both[0] * self._trains)
+        return self.in_8_bits(block)
+
+    def _run_again(self, stage: Stage) -> int:
+        """Return how many blocks of a stage the backward pass runs again."""
+        limit = self.config.section(WindowConfig).recompute_blocks - min(stage.layers)
+        return max(0, min(len(stage.layers), limit))
+
+    def flops(self, stage: Stage) -> Flops:
+        """Return the operations of a stage's blocks for one micro-batch on one rank."""
+        block = self._block_flops()
+        total = sum((block for _ in stage.layers), Flops())
+        return total + block.recomputed(self._run_again(stage))
+
+    def sample_flops(self) -> float:
+        """Return the operations of one clip, forward and backward, without recomputation."""
+        return FORWARD_AND_BACKWARD * flops_of_sample(
+            self.model, self._attended(), num_text=self.clip.num_text, num_times=1
+        )
+
+    def traffic(self, stage: Stage) -> Volume:
+        """Return the bytes that a rank of a stage sends for one micro-batch, forward and backward.
+
+        In each direction self-attention, cross-attention and the feed-forward layers each need one
+        gather and one reduce-scatter (or one all-reduce) over the tensor-parallel ranks. Under
+        sequence parallelism each needs another gather in the backward pass.
+        """
+        x = self.sizes
+        count = len(stage.layers)
+        gathers = 6 * ring(x.tp) * self.block_bytes.whole
+        # Under sequence parallelism the inputs of three matrices are gathered once more.
+        backward = gathers * (1.5 if x.sequence_parallel else 1.0)
+        again = self._run_again(stage) / count
+        context = self.context_bytes() * (2 + again)
+        messages = self.messages(stage)
+        tensor = count * (gathers * (1 + again) + backward)
+        return Volume(tensor=tensor, context=count * context, pipeline=messages)
+
+
+def _count(parts: Sequence[slice]) -> int:
+    return sum(part.stop - part.start for part in parts)

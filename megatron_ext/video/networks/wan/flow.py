@@ -1,0 +1,198 @@
+"""Flow matching with a Wan network, causal or bidirectional.
+
+The network's inputs are whole latents, timesteps from 0 to 1000 per clip or per frame, and the text
+tokens. Its output is the velocity of all tokens, on every rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
+
+from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.schedules.runtime import PipelineEngine
+from megatron_ext.video.config.run import VideoConfig
+from megatron_ext.video.config.window import WindowConfig
+from megatron_ext.video.cost.clip import Clip
+from megatron_ext.video.data.dataset import VideoBatch
+from megatron_ext.video.data.randomness import Randomness, draw_normals
+from megatron_ext.video.data.sampler import Geometry
+from megatron_ext.video.loss import FlowTargets
+from megatron_ext.video.model.chunk import stage_blocks
+from megatron_ext.video.model.tokens import LatentShape, grid, pack, unpack
+from megatron_ext.video.networks.wan.attention import VideoDiTOptions, wan_options
+from megatron_ext.video.networks.wan.config import VideoDiTConfig, VideoDiTSizes
+from megatron_ext.video.networks.wan.cost import DiTNetwork
+from megatron_ext.video.networks.wan.flops import flops_of_frames
+from megatron_ext.video.networks.wan.model import VideoDiT
+from megatron_ext.video.sampling.flow import Velocity
+from megatron_ext.video.sampling.velocity import ParallelVelocity, from_last_stage
+from megatron_ext.video.step import (
+    FlowBatchBuilder,
+    FlowMicrobatch,
+    FlowNetwork,
+    num_stages,
+    sharing_ranks,
+)
+
+MAX_TIMESTEP = 1000.0
+"""The timestep at time 1, where there is only noise."""
+
+
+class WanBatchBuilder(FlowBatchBuilder):
+    """A builder of a Wan network's micro-batches, which consist of whole latents."""
+
+    def _normals(self, randomness: Randomness, samples: Sequence[int], num_frames: int) -> Tensor:
+        if not self._config.section(VideoDiTConfig).independent_block_timesteps:
+            return randomness.normals
+        blocks = self._config.section(WindowConfig).blocks
+        normals = draw_normals(self._seed, samples, "timestep", blocks.count(num_frames))
+        # A tensor of the blocks' sizes would make the host wait for a GPU.
+        first = normals[:, :1].repeat_interleave(blocks.first, dim=1)
+        later = normals[:, 1:].repeat_interleave(blocks.block, dim=1)
+        return torch.cat([first, later], dim=1)
+
+    def _own(self, whole: FlowTargets, num_text: int) -> FlowTargets:
+        """Return all targets; a token has its weight on one context-parallel rank, 0 on others."""
+        times = whole.times
+        num_tokens = whole.weights.size(1)
+        if times.dim() == 2:
+            times = times.repeat_interleave(num_tokens // times.size(1), dim=1)
+        cp = self._context.pgs.cp
+        part = torch.arange(num_tokens, device=times.device) * cp.size() // num_tokens
+        weights = torch.where(part == cp.rank(), whole.weights, 0.0)
+        return dataclasses.replace(whole, weights=weights, times=times)
+
+    def _inputs(
+        self, batch: VideoBatch, randomness: Randomness, x_t: Tensor, times: Tensor, masks: Tensor
+    ) -> dict[str, Tensor | None]:
+        """Return the inputs of `VideoDiT.forward`; stages after the first use only their shapes."""
+        return {
+            "x": x_t.transpose(1, 2),
+            "timesteps": MAX_TIMESTEP * times,
+            "text": self.text_of(batch, randomness).sequence,
+        }
+
+
+class VideoDiTVelocity(ParallelVelocity):
+    """A velocity predictor with a `VideoDiT`, whose last stage returns all tokens on each rank."""
+
+    gives_parts = False
+
+    def of_shape(self, shape: LatentShape) -> Velocity:
+        """Return a predictor for latents (t, h, w); raise DataError if patches do not fit."""
+        grid(shape, self.patch_size)
+        return partial(self.predict_whole, shape)
+
+    @torch.no_grad()
+    def predict_whole(
+        self, shape: LatentShape, x: Tensor, t: Tensor, text: Tensor, pooled: Tensor, cond: Tensor
+    ) -> Tensor:
+        """Return the velocity of a clip's tokens on every rank; ignore ``pooled`` and ``cond``."""
+        inputs = {
+            "x": unpack(x, shape, self.patch_size).transpose(1, 2),
+            "timesteps": MAX_TIMESTEP * t,
+            "text": text,
+        }
+        outputs = self._run(inputs, self._models[0].boundary_shape(**inputs))
+        whole = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        if self.context.is_last_stage:
+            whole = pack(outputs[0].float().transpose(1, 2), self.patch_size)
+        return from_last_stage(whole, self.context)
+
+
+class WanFlow(FlowNetwork):
+    """A run's Wan network, which predicts the velocity of whole latents."""
+
+    builder = WanBatchBuilder
+    chunk = VideoDiT
+
+    @property
+    def _dit(self) -> VideoDiTConfig:
+        return self.config.section(VideoDiTConfig)
+
+    @property
+    def sizes(self) -> VideoDiTSizes:
+        return self._dit.sizes
+
+    def with_widths(self, manifest: Mapping[str, Any]) -> RunConfig:
+        widths = {"dit_channels": "latent_channels", "dit_text_width": "text_width"}
+        given = {field: manifest[name] for field, name in widths.items()}
+        return self.config.with_section(dataclasses.replace(self._dit, **given))
+
+    @property
+    def options(self) -> VideoDiTOptions:
+        causal = self.config.section(VideoConfig).is_causal
+        return wan_options(self.config.section(WindowConfig), self.config.parallel, causal=causal)
+
+    def checked(self) -> RunConfig:
+        """Return the configuration unchanged; raise ConfigError if ranks cannot split the model."""
+        sizes = self.sizes
+        parallel = self.config.parallel
+        stage_blocks(sizes.num_blocks, num_stages(parallel))
+        shared = parallel.tensor_model_parallel_size
+        if self.options.cp_comm_type == "a2a":
+            shared *= parallel.context_parallel_size
+        if sizes.num_heads % shared:
+            raise ConfigError(
+                f"`--video-dit-size {self._dit.video_dit_size}` has {sizes.num_heads} attention "
+                f"heads, which {shared} ranks cannot share equally; use fewer tensor-parallel "
+                "ranks, or all_gather instead of a2a."
+            )
+        return self.config
+
+    def check_clips(self, shape: tuple[int, int, int], what: str) -> None:
+        frames, rows, columns = grid(shape, self.patch_size)
+        ranks = sharing_ranks(self.config.parallel)
+        if rows * columns % ranks:
+            raise ConfigError(
+                f"{what} have {rows} x {columns} = {rows * columns} tokens in a latent frame, "
+                f"which {ranks} ranks (context parallel, times tensor parallel with sequence "
+                "parallelism) cannot share equally; use fewer ranks or another resolution."
+            )
+        blocks = self.config.section(WindowConfig).blocks
+        if self.config.section(VideoConfig).is_causal and not blocks.begins(frames):
+            rule = f"divisible by `--frame-block` ({blocks.block})"
+            raise ConfigError(
+                f"{what} have {frames} latent frames, which must be "
+                f"{blocks.rule if blocks.first_alone else rule}; use another length or block."
+            )
+
+    def flops(self, sequence: Geometry) -> float:
+        frames = sequence.shape[1]
+        window = self.options.window
+        return flops_of_frames(
+            self.sizes, window, num_text=sequence.num_text, num_frames=frames,
+            tokens_per_frame=sequence.num_image // frames,
+        )  # fmt: skip
+
+    def planned(self, clip: Clip) -> DiTNetwork:
+        return DiTNetwork.of(self.config, clip)
+
+    def recomputing(self, mode: str) -> RunConfig:
+        count = (self.config.model.num_layers or 0) if mode == "full" else 0
+        wan = dataclasses.replace(self.config.section(WindowConfig), recompute_blocks=count)
+        return self.config.with_section(wan)
+
+    def sampled(
+        self, engine: PipelineEngine, chunks: Sequence[torch.nn.Module], context: ParallelContext
+    ) -> ParallelVelocity:
+        return VideoDiTVelocity(engine, chunks, context, patch_size=self.patch_size)
+
+    def velocity(self, output: Tensor) -> Tensor:
+        """Return the output of the last stage, velocities ``[b, t, c, h, w]``, as packed tokens."""
+        return pack(output.transpose(1, 2), self.patch_size)
+
+
+def wan_boundary_shape(batch: FlowMicrobatch, chunk: torch.nn.Module) -> list[int]:
+    """Return the shape of the hidden states, timesteps and text of a micro-batch between stages."""
+    shape: list[int] = get_attr_wrapped_model(chunk, "boundary_shape")(**batch.inputs)
+    return shape

@@ -1,0 +1,160 @@
+"""Published configurations, names and shapes are understood; other models are refused."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+
+from megatron_ext.errors import CheckpointError
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.networks.wan.config import SIZES
+from megatron_ext.video.networks.wan.convert.config import (
+    WanModel,
+    config_json,
+    read_json,
+    understand,
+    understand_shapes,
+)
+from megatron_ext.video.networks.wan.convert.names import (
+    Naming,
+    from_wan,
+    shapes,
+    to_wan,
+    wan_names,
+)
+from tests.ranks import ranks
+from tests.video.networks.wan.convert.models import TINY, bare, network, options_of, original_names
+from tests.video.networks.wan.plain import num_parameters
+
+PATH = Path("config.json")
+ORIGINAL: dict[str, Any] = {
+    "_class_name": "WanModel", "_diffusers_version": "0.30.0", "dim": 1536, "eps": 1e-06,
+    "ffn_dim": 8960, "freq_dim": 256, "in_dim": 16, "model_type": "t2v", "num_heads": 12,
+    "num_layers": 30, "out_dim": 16, "text_len": 512,
+}  # fmt: skip
+"""The config.json of Wan-AI/Wan2.1-T2V-1.3B."""
+DIFFUSERS: dict[str, Any] = {
+    "_class_name": "WanTransformer3DModel", "_diffusers_version": "0.33.0.dev0",
+    "added_kv_proj_dim": None, "attention_head_dim": 128, "cross_attn_norm": True, "eps": 1e-06,
+    "ffn_dim": 13824, "freq_dim": 256, "image_dim": None, "in_channels": 16,
+    "num_attention_heads": 40, "num_layers": 40, "out_channels": 16, "patch_size": [1, 2, 2],
+    "qk_norm": "rms_norm_across_heads", "rope_max_seq_len": 1024, "text_dim": 4096,
+}  # fmt: skip
+"""The config.json of Wan-AI/Wan2.1-T2V-14B-Diffusers."""
+
+
+def test_published_models_have_names_and_are_written_alike() -> None:
+    small = WanModel("1.3b", SIZES["1.3b"], Naming.ORIGINAL)
+    assert understand(ORIGINAL, PATH) == small
+    assert understand({**ORIGINAL, "_class_name": "CausalWanModel"}, PATH) == small
+    assert understand(DIFFUSERS, PATH) == WanModel("14b", SIZES["14b"], Naming.DIFFUSERS)
+    # Defaults are those of diffusers' class, and the width of the text is free.
+    assert understand({"_class_name": CLASS}, PATH) == understand(DIFFUSERS, PATH)
+    found = understand({**DIFFUSERS, "text_dim": 48}, PATH)
+    assert (found.size, found.sizes) == ("14b", dataclasses.replace(SIZES["14b"], text_width=48))
+    assert config_json(SIZES["1.3b"], Naming.ORIGINAL) == {
+        name: value for name, value in ORIGINAL.items() if name != "_diffusers_version"
+    }
+    written, config = config_json(TINY, Naming.DIFFUSERS), dict(network().config)
+    assert {**config, **written} == {**config, "patch_size": [1, 2, 2], "_class_name": CLASS}
+    assert config.keys() - written.keys() == {"rope_max_seq_len", "_use_default_values"}
+
+
+CLASS = "WanTransformer3DModel"
+
+
+@pytest.mark.parametrize("naming", Naming)
+@pytest.mark.parametrize("name", SIZES)
+def test_what_is_written_is_understood(name: str, naming: Naming) -> None:
+    written = json.loads(json.dumps(config_json(SIZES[name], naming)))
+    assert understand(written, PATH) == WanModel(name, SIZES[name], naming)
+
+
+@pytest.mark.parametrize("naming", Naming)
+@pytest.mark.parametrize("name", ["tiny", "1.3b", "14b"])
+def test_shapes_tell_the_size(name: str, naming: Naming) -> None:
+    found: dict[str, tuple[int, ...]] = {}
+    for ours, shape in shapes(SIZES[name]).items():
+        names = wan_names(ours, naming)
+        rows = (shape[0] // len(names), *shape[1:])
+        found |= dict.fromkeys(names, rows)
+    patch = (SIZES[name].hidden_size, SIZES[name].channels, 1, 2, 2)
+    found["patch_embedding.weight"] = patch
+    assert understand_shapes(found, naming, PATH) == WanModel(name, SIZES[name], naming)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"_class_name": "WanVACETransformer3DModel"}, "cannot be converted; use one of WanTransf"),
+    ({"image_dim": 1280}, "`image_dim` 1280, but the video DiT has None; use Wan 2.1 text to"),
+    ({"added_kv_proj_dim": 5120}, "`added_kv_proj_dim` 5120"),
+    ({"qk_norm": None}, "`qk_norm` None"),
+    ({"eps": 1e-5}, "`eps` 1e-05, but the video DiT has 1e-06"),
+    ({"patch_size": [2, 2, 2]}, "`patch_size` [2, 2, 2]"),
+    ({"in_channels": 36}, "`out_channels` 16 and `in_channels` 36"),
+    ({"num_layers": "40"}, "`num_layers` '40', which must be an integer"),
+    ({"num_layers": 0}, "`num_blocks` (0) must be 1 or more"),
+    (
+        {"num_layers": 30, "ffn_dim": 14336},
+        "no named size, the nearest being `14b` (ffn_size 14336 instead of 13824, num_blocks 30 "
+        "instead of 40); give the weights of a named size (tiny, mini, small, base, 1.3b, 14b), or "
+        "add one to SIZES in megatron_ext/video/networks/wan/config.py.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changed", "sentence"), REFUSED)
+def test_other_models_are_refused(changed: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        understand({**DIFFUSERS, **changed}, PATH)
+    assert sentence in str(caught.value)
+
+
+def test_other_models_of_the_original_are_refused() -> None:
+    for changed in ({"model_type": "i2v"}, {"qk_norm": False}, {"out_dim": 8}):
+        with pytest.raises(CheckpointError, match=f"says `{next(iter(changed))}`"):
+            understand({**ORIGINAL, **changed}, PATH)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot be read .*; give the folder of the model"):
+        read_json(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(CheckpointError, match="must hold names and values"):
+        read_json(tmp_path)
+    pipeline = tmp_path / "pipeline"
+    (pipeline / "transformer").mkdir(parents=True)
+    (pipeline / "transformer" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"whole pipeline; give .*/pipeline/transformer\."):
+        read_json(pipeline)
+    with pytest.raises(CheckpointError, match=r"no `patch_embedding.weight` of 5 dimensions"):
+        understand_shapes({"patch_embedding.weight": (3, 4)}, Naming.ORIGINAL, PATH)
+
+
+@ranks()
+def test_shapes_are_those_of_the_model(context: ParallelContext) -> None:
+    built = {name: tuple(p.shape) for name, p in bare(context, TINY).named_parameters()}
+    assert built == shapes(TINY)
+    for name, shape in built.items():
+        tensor = torch.randn(shape)
+        assert torch.equal(from_wan(name, to_wan(name, tensor, TINY), TINY), tensor), name
+
+
+@pytest.mark.parametrize("name", ["tiny", "1.3b", "14b"])
+def test_names_and_shapes_are_those_of_diffusers(name: str) -> None:
+    sizes = SIZES[name]
+    with torch.device("meta"):
+        state = WanTransformer3DModel(**options_of(sizes)).state_dict()
+    original = original_names(sizes.num_blocks)
+    found: dict[str, tuple[int, ...]] = {}
+    for ours, shape in shapes(sizes).items():
+        names = wan_names(ours, Naming.DIFFUSERS)
+        assert wan_names(ours, Naming.ORIGINAL) == tuple(original[name] for name in names)
+        parts = to_wan(ours, torch.empty(shape, device="meta"), sizes)
+        found |= {name: tuple(part.shape) for name, part in zip(names, parts, strict=True)}
+    assert found == {name: tuple(tensor.shape) for name, tensor in state.items()}
+    assert sum(map(math.prod, found.values())) == num_parameters(sizes)
