@@ -1,7 +1,7 @@
 """A Megatron-style 3D-parallel training framework on top of the PyPI package megatron-core.
 
-The way from raw data to a checkpoint:
-raw jsonl / video -> .bin/.idx -> samples -> batch -> model chunks -> schedule -> loss
+The path from raw data to a checkpoint: raw jsonl / video -> .bin/.idx -> samples -> batch -> model
+chunks -> schedule -> loss
     -> gradients -> distributed optimizer (+EMA) -> checkpoint
 
 Packages import each other in one direction only; CONTRIBUTING.md has their order.
@@ -9,6 +9,7 @@ Packages import each other in one direction only; CONTRIBUTING.md has their orde
 
 import warnings
 
-# megatron-core says this at import, once for each of five files; the run's notes say it once.
+# megatron-core prints this warning at import, in each of five files; the notes of a run have it
+# once.
 warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
 warnings.filterwarnings("ignore", message="Apex is not installed")

@@ -1,6 +1,6 @@
-"""Differences between the releases of megatron-core, each settled by what the installed one offers.
+"""Differences between releases of megatron-core, decided by the features of the installed one.
 
-Everything else in the package calls megatron-core as if there were one release.
+The rest of the package calls megatron-core as if there were a single release.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ HAS_HYBRID_MODEL = importlib.util.find_spec("megatron.core.models.hybrid") is no
 
 @functools.cache
 def takes(function: Callable[..., Any], name: str) -> bool:
-    """Return whether a function has a parameter of this name, from a cache: each step asks."""
+    """Return whether a function has a parameter of this name; cached for use in each step."""
     return name in inspect.signature(function).parameters
 
 
 def backward_step(
     entering: Tensor | None, output: Tensor, gradient: Tensor | None, config: TransformerConfig
 ) -> Any:
-    """Run the backward pass of a micro-batch in a chunk; return the gradient of its input."""
+    """Run the backward pass of a micro-batch through a chunk; return the gradient of its input."""
     kind = [ModelType.encoder_or_decoder] if takes(schedules.backward_step, "model_type") else []
     return schedules.backward_step(entering, output, gradient, *kind, config)
 
@@ -58,7 +58,7 @@ def slice_batch(batch: dict[str, Any], cp_group: Any) -> dict[str, Any]:
 
 
 def gradients_for_norm(optimizer: MegatronOptimizer) -> list[Tensor]:
-    """Return the gradients that this rank counts in the norm; each is counted on one rank."""
+    """Return the gradients that this rank adds to the gradient norm; one rank counts each."""
     names = "get_main_grads_for_grad_norm", "get_grads_for_grad_norm"
     gradients: list[Tensor] = next(getattr(optimizer, x) for x in names if hasattr(optimizer, x))()
     return gradients
@@ -75,14 +75,14 @@ def mtp_on_this_chunk(config: TransformerConfig, vp_stage: int | None) -> bool:
 
 
 def scale_mtp_losses(scale: Tensor) -> None:
-    """Set the gradient with which the MTP losses that megatron-core's own models attach start."""
+    """Set the initial gradient of the MTP losses that megatron-core's own models attach."""
     multi_token_prediction.MTPLossAutoScaler.set_loss_scale(scale)
 
 
 def take_mtp_losses() -> Tensor | None:
-    """Return the losses ``[depths]`` that core's own models logged since the last call, and reset.
+    """Return and reset the MTP losses ``[depths]`` that core's own models have logged.
 
-    Each is the mean over the tokens of a micro-batch on this rank. None if no model logged one.
+    Each is the mean over the tokens of a micro-batch on this rank. Return None if none was logged.
     """
     tracker = multi_token_prediction.MTPLossLoggingHelper.tracker
     values = tracker.get("values", tracker.get("loss_values"))
@@ -98,19 +98,19 @@ MTP_LAYER = next(
     for name in ("mtp_model_layer", "transformer_layer")
     if takes(MultiTokenPredictionLayerSubmodules, name)
 )
-"""Attribute of a depth of multi-token prediction that holds its transformer layer.
+"""Attribute of an MTP depth (multi-token-prediction module) that holds its transformer layer.
 
-In checkpoints, and so for `Shard.name`, it is called ``transformer_layer`` in all releases.
+In checkpoints, and therefore in `Shard.name`, all releases call it ``transformer_layer``.
 """
 
 
 def numbered_after_the_decoder(
     config: TransformerConfig, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a layer's arguments, so that the layers of depths are numbered after the decoder's.
+    """Return arguments of an MTP depth's layer that number it after the decoder's layers.
 
-    Newer releases number them from 1 and pass ``is_mtp_layer``; dropout, scaling by layer and logs
-    depend on the number.
+    Newer releases number these layers from 1 and pass ``is_mtp_layer``. Dropout, scaling by layer
+    and logs depend on the number.
     """
     numbered = dict(arguments)
     if numbered.pop("is_mtp_layer", False):
@@ -120,10 +120,10 @@ def numbered_after_the_decoder(
 
 
 def kinds_by_layer(kinds: list[str], config: TransformerConfig) -> list[str]:
-    """Return the decoder layers' kinds of context parallelism as megatron-core looks them up.
+    """Return the decoder layers' kinds of context parallelism for megatron-core's lookups.
 
-    Layers are numbered from 1, which older releases forget when they take a kind by a layer's
-    number. Layers of multi-token prediction follow the decoder's, and communicate like the last.
+    Layers are numbered from 1, but older releases use the number as an index from 0. Layers of
+    multi-token prediction follow the decoder's, and communicate like its last layer.
     """
     forgets = "cp_comm_type[self.layer_number]" in inspect.getsource(TransformerLayer.__init__)
     return [*kinds[: int(forgets)], *kinds, *kinds[-1:] * (config.mtp_num_layers or 0)]
@@ -137,25 +137,25 @@ RECOMPUTES_DEPTHS = any(
     takes(MultiTokenPredictionLayer._checkpointed_forward, name)
     for name in ("padding_mask", "kwargs")
 )
-"""Whether full recomputation takes the arguments that megatron-core calls it with for a depth."""
+"""Whether full recomputation of an MTP depth accepts the arguments that megatron-core passes."""
 
 
 def moe_submodules(mlp: Any) -> Any:
-    """Return the submodules of a spec of experts, with its router; None for other specs."""
+    """Return the submodules of an MoE spec, which has a router; None for other specs."""
     bound = mlp.keywords if isinstance(mlp, functools.partial) else vars(mlp or object)
     submodules = bound.get("submodules")
     return submodules if hasattr(submodules, "router") else None
 
 
 def experts_builder(module: type, submodules: MLPSubmodules) -> Any:
-    """Return what a spec provider's `grouped_mlp_modules` returns for these modules."""
+    """Return what `grouped_mlp_modules` of a spec provider returns for these modules."""
     if takes(TransformerLayer.__init__, "is_mtp_layer"):
         return functools.partial(module, submodules=submodules)
     return module, submodules
 
 
 def log_auxiliary_loss(router: Router, name: str, loss: Tensor) -> None:
-    """Add an auxiliary loss ``[]`` of a layer's router to the log of this step."""
+    """Add the auxiliary loss ``[]`` of a layer's router to the log of this step."""
     config = router.config
     num_layers = config.num_layers + (config.mtp_num_layers or 0)
     is_mtp_layer = getattr(router, "is_mtp_layer", False)
@@ -167,14 +167,14 @@ def log_auxiliary_loss(router: Router, name: str, loss: Tensor) -> None:
 
 
 def take_auxiliary_losses() -> dict[str, Tensor]:
-    """Return this rank's part of each auxiliary loss by layer ``[layers]``; empty the log."""
+    """Return this rank's part of each auxiliary loss ``[layers]`` by name, and empty the log."""
     if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker"):
         entries = moe_utils.get_moe_layer_wise_logging_tracker()
         logged = {name: entry["values"] for name, entry in entries.items()}
     else:
         logged = {name: entry.values for name, entry in _metrics_tracker().metrics.items()}
     taken = {name: values.clone() for name, values in logged.items()}
-    # In place, since a CUDA graph adds to the same tensors when it runs again.
+    # In place, since a replayed CUDA graph adds to the same tensors.
     for values in logged.values():
         values.zero_()
     return taken

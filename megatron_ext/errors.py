@@ -1,6 +1,6 @@
 """The kinds of error that a user can meet, and how programs and their processes end.
 
-An error's message is a sentence: what is wrong, its value, the broken rule, and what to do.
+The message of an error is one sentence: the name, its value, the broken rule and the remedy.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from megatron_ext import limits
 EXIT_CODE_INTERRUPTED = 130
 """Exit code after Ctrl-C, the same as a shell's (128 + SIGINT)."""
 EXIT_CODE_BROKEN_PIPE = 141
-"""Exit code if nobody reads the output any more, the same as a shell's (128 + SIGPIPE)."""
+"""Exit code if the reader of the output has gone, the same as a shell's (128 + SIGPIPE)."""
 EXIT_CODE_NOT_SAVED = 125
-"""Exit code of a run with ``--exit-signal-handler`` that was asked to end, and has not saved."""
+"""Exit code of a run with ``--exit-signal-handler`` that was stopped before it could save."""
 STOP_SIGNALS = (
     signal.SIGTERM,
     signal.SIGINT,
@@ -33,13 +33,13 @@ STOP_SIGNALS = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
-"""Signals by which people and schedulers end a program; `--exit-signal` names one of them."""
+"""Signals with which people and schedulers stop a program; `--exit-signal` names one of them."""
 SECONDS_OF_ONE_INTERRUPTION = 1.0
-"""Time after Ctrl-C for which more of them count as the same."""
+"""Seconds after a Ctrl-C in which further ones count as the same."""
 
 
 class MegatronExtError(Exception):
-    """The base class of every error that this package raises on purpose; holds its messages."""
+    """The base class of every error that this package raises on purpose."""
 
     def __init__(self, messages: str | Sequence[str]) -> None:
         self.messages = (messages,) if isinstance(messages, str) else tuple(messages)
@@ -47,32 +47,32 @@ class MegatronExtError(Exception):
 
 
 class ConfigError(MegatronExtError):
-    """A flag, or a combination of flags, that cannot be run."""
+    """A flag or a combination of flags is not allowed."""
 
 
 class DataError(MegatronExtError):
-    """Input data that cannot be used."""
+    """Input data cannot be used."""
 
 
 class CheckpointError(MegatronExtError):
-    """A checkpoint that is partial, damaged, or does not fit the run."""
+    """A checkpoint is incomplete, damaged, or does not fit the run."""
 
 
 class MachineFault(MegatronExtError):
-    """A fault of a machine: no error of the user's, so that a restart makes sense."""
+    """A machine has failed. The user made no mistake, so a restart makes sense."""
 
 
 class DeviceNotSupported(MegatronExtError):
-    """A call that needs a GPU, on a machine without one."""
+    """A call needs a GPU, but this machine has none."""
 
 
 def end_on_interrupt() -> None:
-    """Let Ctrl-C end this process at once, without cleaning up; meant for the time of slow imports.
+    """Make Ctrl-C end this process at once, without cleanup; meant for slow imports.
 
-    If SIGINT is ignored, as for the background jobs of a script, it stays ignored. SIGTERM ends a
-    program that is to save at a signal with the code that it has not, and any other as it does
-    without this. From now on an error that comes from a limit of the operating system ends the
-    program with a sentence.
+    If SIGINT is ignored, as in background jobs of a script, it stays ignored. SIGTERM ends a
+    program with ``--exit-signal-handler`` with the exit code for a run that has not saved, and any
+    other program as usual. From now on, an error caused by a limit of the operating system is
+    printed as a sentence.
     """
     sys.excepthook = _tell_limit
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -89,7 +89,7 @@ def _end(_number: int, _frame: FrameType | None) -> None:
 def _tell_limit(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    """Print the limit that an error comes from in a sentence; print any other as Python does."""
+    """Print an error caused by a limit of the system as a sentence, any other as Python does."""
     sentence = None if issubclass(kind, KeyboardInterrupt) else limits.sentence(error)
     if sentence is None:
         sys.__excepthook__(kind, error, traceback)
@@ -103,12 +103,11 @@ def _end_unsaved(_number: int, _frame: FrameType | None) -> None:
 
 
 def interrupt_once(number: int = signal.SIGINT) -> None:
-    """Let a signal, by default that of Ctrl-C, raise KeyboardInterrupt, once.
+    """Make a signal (by default Ctrl-C's) raise KeyboardInterrupt once.
 
-    More of them within a second change nothing, as people press twice, and a launcher passes on
-    what the terminal has sent already. A later one ends the process without cleaning up. SIGTERM is
-    ignored meanwhile, which torchrun sends after a second one. If the signal is ignored, it stays
-    ignored.
+    More signals within a second are ignored: people press Ctrl-C twice, and a launcher repeats the
+    terminal's signal. A later one ends the process without cleanup. Meanwhile SIGTERM is ignored,
+    which torchrun sends after a second Ctrl-C. If the signal is ignored now, it stays ignored.
     """
     if signal.getsignal(number) is not signal.SIG_IGN:
         signal.signal(number, _interrupt)
@@ -129,23 +128,23 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
 def pass_over(_number: int, _frame: FrameType | None) -> None:
     """Handle a signal by doing nothing.
 
-    With SIG_IGN instead, Python would print a traceback for a signal that came a moment before.
+    With SIG_IGN, Python would print a traceback for a signal that arrived just before.
     """
 
 
 def _on_unraisable(error: sys.UnraisableHookArgs) -> None:
-    """End an interrupted process where the interruption cannot be raised, as in a destructor."""
+    """End an interrupted process if KeyboardInterrupt cannot be raised, as in a destructor."""
     if issubclass(error.exc_type, KeyboardInterrupt):
         _end(signal.SIGINT, None)
     sys.__unraisablehook__(error)
 
 
 def run_program(main: Callable[[list[str]], int | None]) -> NoReturn:
-    """Run a program's ``main`` on the command line's arguments, and exit with the code it returns.
+    """Run a program's ``main`` with the command line's arguments, and exit with its return value.
 
     Ctrl-C raises KeyboardInterrupt in ``main``, which may clean up. The process then prints
-    "interrupted" instead of a traceback. It ends without one too if nobody reads its output any
-    more, as after ``--help | head``.
+    "interrupted" instead of a traceback. It also exits without a traceback if the reader of its
+    output has gone, as after ``--help | head``.
     """
     interrupt_once()
     sys.unraisablehook = _on_unraisable
@@ -159,7 +158,7 @@ def run_program(main: Callable[[list[str]], int | None]) -> NoReturn:
     except BrokenPipeError:
         if _has_reader(sys.stdout):
             raise
-        # Python would fail once more when it flushes the stream at its end.
+        # Otherwise Python would fail again when it flushes the stream at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_CODE_BROKEN_PIPE
     except KeyboardInterrupt:
@@ -176,17 +175,17 @@ def _has_reader(stream: TextIO) -> bool:
 
 
 def say_to_stderr(line: str) -> None:
-    """Print a line to stderr at once; stdout is left to the output of the program."""
+    """Print a line to stderr at once; stdout is reserved for the program's output."""
     print(line, file=sys.stderr, flush=True)
 
 
 _PR_SET_PDEATHSIG = 1
 _AT_START = os.getpid(), os.getppid()
-"""This process and its parent when this module was imported, which programs do first."""
+"""The ids of this process and its parent when this module was imported, which programs do first."""
 
 
 def parent_at_start() -> int:
-    """Return the process that has started this one, which may have ended during the imports."""
+    """Return the id of the process that started this one. It may have ended during the imports."""
     process, parent = _AT_START
     return parent if process == os.getpid() else os.getppid()
 
@@ -194,7 +193,7 @@ def parent_at_start() -> int:
 def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     """Make Linux kill this process when the process ``parent`` ends; exit if it has ended already.
 
-    Does nothing on other systems. The signal ``number`` may ask for an end instead of killing.
+    Do nothing on other systems. A signal ``number`` other than SIGKILL lets the process clean up.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
@@ -204,9 +203,9 @@ def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
 @contextmanager
 def held_signals() -> Iterator[None]:
-    """Keep back `STOP_SIGNALS` in this context, so that processes can be started in it.
+    """Block `STOP_SIGNALS` in this context, so that processes can be started in it.
 
-    They start with the signals kept back, so that none reaches them before they are ready.
+    The new processes inherit the blocked signals, so that none arrives before they are ready.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -216,15 +215,15 @@ def held_signals() -> Iterator[None]:
 
 
 def release_signals() -> None:
-    """Let `STOP_SIGNALS` reach this process, which was started within `held_signals`."""
+    """Unblock `STOP_SIGNALS` in a process that was started within `held_signals`."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def leave_signals_to(parent: int) -> None:
     """Ignore `STOP_SIGNALS` in this helper process, which ends when its ``parent`` does.
 
-    A terminal, a scheduler and torchrun send signals to a whole group of processes. What follows is
-    the parent's decision: a rank may need the helper to save.
+    A terminal, a scheduler and torchrun send signals to a whole process group. The parent decides
+    what to do: a rank may still need the helper to save.
     """
     ignore_stop_signals()
     release_signals()
@@ -232,21 +231,21 @@ def leave_signals_to(parent: int) -> None:
 
 
 def ignore_stop_signals() -> None:
-    """Ignore `STOP_SIGNALS` from now on."""
+    """Ignore `STOP_SIGNALS` in this process."""
     for number in STOP_SIGNALS:
         signal.signal(number, pass_over)
 
 
 def loader_ends_with_parent() -> Callable[[int], None]:
-    """Return a DataLoader's ``worker_init_fn`` for workers that leave signals to this process.
+    """Return a DataLoader's ``worker_init_fn`` that leaves signals to the parent process.
 
-    Each worker ends when this process does. Without that the workers of a killed rank live on for
+    Each worker ends when its parent does. Otherwise the workers of a killed rank would live on for
     seconds and print tracebacks.
     """
     return partial(_follow, os.getpid())
 
 
 def _follow(parent: int, _worker: int) -> None:
-    # A fork server, Python's default from 3.14 on, is the parent of its processes.
+    # With a fork server, Python's default since 3.14, the workers' parent is the server.
     if os.getppid() == parent:
         leave_signals_to(parent)

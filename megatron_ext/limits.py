@@ -1,8 +1,8 @@
 """Says in plain words which limit of the operating system an error comes from, and its value.
 
-Open files, address space, processes and threads, shared memory, and disks that are full. Libraries
-report these in their own ways, some with an error number and some only with a text. This module
-imports the standard library alone, so that it also works when an import is what has failed.
+The limits are open files, address space, processes and threads, shared memory, and disk space.
+Libraries report them in different ways, some with an error number and some only with a text. This
+module uses only the standard library, so that it also works if an import has failed.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _TEXTS = (
     ("disk quota exceeded", "disk quota"),
     ("file too large", "file size"),
 )
-"""A part of an error's text in lower case, and the limit that it stands for; the first one counts.
-"""
+"""Parts of error messages, in lower case, with the limit that each stands for; the first match
+counts."""
 _KINDS = {
     errno.EMFILE: "open files",
     errno.ENFILE: "files of the system",
@@ -50,15 +50,15 @@ _KINDS = {
     errno.EFBIG: "file size",
 }
 _SHORT_WRITE = re.compile(r"inline_container\.cc|\d+ requested and \d+ written")
-"""Texts of a file that could not be written whole, by torch's writer and by numpy's."""
+"""Messages of torch's and numpy's writers about a file that was written only in part."""
 _FULL = 1 << 20
-"""Free bytes up to which a disk counts as full after a write has failed."""
+"""Free bytes below which a disk counts as full after a failed write."""
 _PLENTY = 1 << 30
-"""Free bytes from which on a disk that nothing names is hardly the one that a write has filled."""
+"""Free bytes above which a disk is probably not the one that was full, if the error names none."""
 
 
 def sentence(error: BaseException) -> str | None:
-    """Return a sentence on the limit that an error comes from; None if it comes from no limit."""
+    """Return a sentence on the limit that caused an error; None if no limit did."""
     fault = limit_fault(error)
     return None if fault is None else f"{fault[:1].upper()}{fault[1:]}."
 
@@ -66,9 +66,9 @@ def sentence(error: BaseException) -> str | None:
 def cause(
     error: BaseException, folder: str | os.PathLike[str] | None = None, needed: int | None = None
 ) -> str:
-    """Return what an error says, as a part of a sentence, and a limit by its name and value.
+    """Return an error's message as a clause; if a limit caused it, return the limit and its value.
 
-    ``folder`` and ``needed`` are as for `limit_fault`.
+    ``folder`` and ``needed`` are as in `limit_fault`.
     """
     fault = limit_fault(error, folder, needed)
     if fault is not None:
@@ -80,10 +80,11 @@ def cause(
 def limit_fault(
     error: BaseException, folder: str | os.PathLike[str] | None = None, needed: int | None = None
 ) -> str | None:
-    """Return the limit that an error or its cause comes from, as a part of a sentence, or None.
+    """Return a clause on the limit that caused an error or its cause; None if no limit did.
 
     Args:
-        folder: where something was to be written; by default the error or the command line says.
+        folder: where something was to be written; by default taken from the error or the command
+            line.
         needed: how many bytes were to be written there.
     """
     for part in _chain(error):
@@ -98,7 +99,7 @@ def limit_fault(
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and those that it comes from, the first cause first."""
+    """Yield an error and its chain of causes, the first cause first."""
     before = error.__cause__ or error.__context__
     if before is not None and before is not error:
         yield from _chain(before)
@@ -109,7 +110,7 @@ def _kind(error: BaseException) -> str | None:
     text = str(error)
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (named := _NUMBER.search(text)):
-        # An error of a worker process, or of a library in another language, has only the text.
+        # Errors of worker processes, or of libraries in other languages, have nothing but the text.
         number = int(named[1] or named[2])
     if number in _KINDS:
         return _KINDS[number]
@@ -123,7 +124,7 @@ def _kind(error: BaseException) -> str | None:
 
 
 def _comes_from_fork(traceback: TracebackType | None) -> bool:
-    """Return whether an error was raised where a process or a thread is started."""
+    """Return whether an error was raised while a process or thread was being started."""
     names = set[str]()
     while traceback is not None:
         names |= {traceback.tb_frame.f_code.co_name, *traceback.tb_frame.f_code.co_names}
@@ -157,7 +158,7 @@ def _described(
     if kind == "address space":
         limit = _soft(resource.RLIMIT_AS)
         if limit is None:
-            return None  # The memory of the machine is what lacks, which no limit's name explains.
+            return None  # the machine's memory is full, which no limit explains
         return (
             f"this process may have an address space of {_size(limit)} (RLIMIT_AS), which is "
             "too little; raise the limit with `ulimit -v unlimited`"
@@ -181,9 +182,9 @@ def _described(
 
 
 def _processes() -> str:
-    """Return the limit of processes and threads: that of the user, or a lower one of a container.
+    """Return the limit of processes and threads: the user's, or a lower one of the container.
 
-    The superuser's is never enforced.
+    The superuser's limit is never enforced.
     """
     limit = _soft(resource.RLIMIT_NPROC)
     group = None
@@ -202,7 +203,7 @@ def _processes() -> str:
 
 
 def shared_memory_fault() -> str:
-    """Return how much shared memory there is, and what to do where it is too little."""
+    """Return a clause on the size of shared memory, with advice if it is too small."""
     space = ""
     with suppress(OSError):
         usage = shutil.disk_usage(SHARED_MEMORY)
@@ -215,9 +216,9 @@ def shared_memory_fault() -> str:
 
 
 def disk_fault(place: str | os.PathLike[str] | None, needed: int | None = None) -> str:
-    """Return which disk is full, with the bytes that are free and needed.
+    """Return which disk is full, with the free and the needed bytes.
 
-    Without a ``place`` the fullest disk that the command line names is meant, or else the shared
+    If ``place`` is None, take the fullest disk that the command line names, or else the shared
     memory.
     """
     folder = _fullest(place)
@@ -225,7 +226,7 @@ def disk_fault(place: str | os.PathLike[str] | None, needed: int | None = None) 
         return "the disk is full; free some space"
     usage = shutil.disk_usage(folder)
     if place is None and usage.free >= _PLENTY:
-        # Semaphores and queues lie in shared memory; their errors name no file.
+        # Semaphores and queues are in shared memory, and their errors name no file.
         with suppress(OSError):
             if shutil.disk_usage(SHARED_MEMORY).free < _FULL:
                 return shared_memory_fault()
@@ -247,7 +248,7 @@ def disk_fault(place: str | os.PathLike[str] | None, needed: int | None = None) 
 
 
 def mount_of(path: Path) -> Path:
-    """Return the folder at which the file system of a path is mounted."""
+    """Return the mount point of the file system that holds a path."""
     path = path.resolve()
     while not path.is_mount():
         path = path.parent
@@ -255,7 +256,7 @@ def mount_of(path: Path) -> Path:
 
 
 def _fullest(place: str | os.PathLike[str] | None) -> Path | None:
-    """Return the nearest folder that exists of a place, or the fullest one that may be meant."""
+    """Return the nearest existing folder of a place; without a place, the fullest candidate."""
     if place is not None:
         return _existing(place)
     words = [word.partition("=")[2] or word for word in sys.argv[1:]]
@@ -266,7 +267,7 @@ def _fullest(place: str | os.PathLike[str] | None) -> Path | None:
 
 
 def _existing(place: str | os.PathLike[str]) -> Path | None:
-    """Return the nearest folder above or at a path that exists; None if none can be looked at."""
+    """Return the path or its nearest existing parent; None if none can be examined."""
     with suppress(OSError):
         folder = Path(place).absolute()
         while not folder.is_dir() and folder != folder.parent:
@@ -277,7 +278,7 @@ def _existing(place: str | os.PathLike[str]) -> Path | None:
 
 
 def _soft(kind: int) -> int | None:
-    """Return the limit of this process that counts; None without one."""
+    """Return the soft limit of this process; None if unlimited."""
     limit = resource.getrlimit(kind)[0]
     return None if limit == resource.RLIM_INFINITY else limit
 
@@ -288,7 +289,7 @@ def _number(kind: int) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    """Return a number of bytes with a unit that suits it."""
+    """Return a number of bytes in a suitable unit."""
     size = float(num_bytes)
     units = ["bytes", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:

@@ -1,4 +1,4 @@
-"""The batches of one training step on one rank: documents, targets, loss weights, slices.
+"""The batches of one training step on one rank, with documents, targets and loss weights.
 
 The first tensor-parallel rank of a pipeline stage reads the samples of a step and broadcasts them
 to its tensor-parallel peers.
@@ -11,9 +11,9 @@ token t (1 at a target, 0 elsewhere), and n_i the sum of w_t over the sample i t
     sample     w_t / n_i      every sample has the same weight
     square     w_t / sqrt n_i every sample weighs the square root of its number of targets
 
-The loss of a step is the weighted mean over all micro-batches, data- and context-parallel ranks.
-In packed rows each document is a sample; in others the whole row is one. Samples without targets
-weigh nothing.
+The loss of a step is the weighted mean over all micro-batches, data- and context-parallel ranks. In
+packed rows each document is a sample; otherwise the whole row is one sample. A sample without
+targets has no weight.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Batch:
         tokens, labels, position_ids: ``[b, s/c]`` int64.
         loss_weights: weight of each label, ``[b, s/c]`` float32.
         attention_mask: the document index of each position of the whole sequences, ``[b, s]``
-            int32; attention does not cross documents. None means that it is causal alone.
+            int32; attention does not cross documents. None means plain causal attention.
         mtp_labels, mtp_loss_weights: labels and their weights for each MTP depth (a
             multi-token-prediction module).
-        sample_ids: index in the dataset of the sample that each position belongs to, or number in
-            its row of the packed document, -1 in padding, ``[b, s/c]`` int64; None if the dataset
-            does not provide them.
+        sample_ids: for each position the index of its sample in the dataset, or in packed rows the
+            number of its document in the row; -1 in padding, ``[b, s/c]`` int64. None if the
+            dataset does not provide them.
         loss_inputs: values that a custom loss has prepared for this micro-batch.
     """
 
@@ -71,10 +71,10 @@ def documents_of_positions(position_ids: Tensor) -> Tensor:
 
 
 def shift_left(tensor: Tensor, documents: Tensor | None = None) -> Tensor:
-    """Shift ``[b, s]`` left by one position, with 0 at the end of the sequence or a document.
+    """Shift ``[b, s]`` left by one position, with 0 at the end of the sequence or document.
 
-    ``documents`` is the document index of each position, negative in padding, ``[b, s]`` or
-    ``[1, s]``; None means that the sequence is one document.
+    ``documents`` is the document index of each position, negative in padding, ``[b, s]`` or ``[1,
+    s]``; None means that the sequence is one document.
     """
     shifted = torch.roll(tensor, -1, dims=1)
     shifted[:, -1] = 0
@@ -88,8 +88,8 @@ def with_mtp_targets(batch: Batch, depths: int, documents: Tensor | None = None)
     """Add the labels and loss weights of each MTP depth to a full-sequence batch.
 
     The target of a position at depth k is the main model's target k positions later. It has weight
-    0 beyond the end of the sequence or document (see `shift_left`). Targets are made before the
-    sequence is sliced for context parallelism, so that no rank needs its neighbour's tokens.
+    0 beyond the end of the sequence or document (see `shift_left`). Call this before the sequence
+    is sliced for context parallelism, so that no rank needs its neighbour's tokens.
     """
     labels = [batch.labels]
     weights = [batch.loss_weights]
@@ -102,7 +102,7 @@ def with_mtp_targets(batch: Batch, depths: int, documents: Tensor | None = None)
 def slice_for_context_parallel(batch: Batch, cp_group: ProcessGroup) -> Batch:
     """Return the batch with this context-parallel rank's slice of each sequence.
 
-    The mask stays whole.
+    ``attention_mask`` stays whole.
     """
     if cp_group.size() == 1:
         return batch
@@ -114,7 +114,8 @@ def slice_for_context_parallel(batch: Batch, cp_group: ProcessGroup) -> Batch:
     fields: dict[str, Any] = {name: cut[name] for name in plain}
     for name in ("mtp_labels", "mtp_loss_weights"):
         fields[name] = tuple(cut[f"{name} {i}"] for i in range(len(batch.mtp_labels)))
-    # Queries attend to keys of other ranks, whose documents are needed too.
+    # The queries here attend to keys of other ranks, so the mask needs the documents of all
+    # positions.
     return Batch(**fields, attention_mask=batch.attention_mask)
 
 
@@ -125,9 +126,9 @@ def reduced_weights(weights: Tensor, documents: Tensor | None, reduction: str) -
     """Return the weights of tokens under a reduction (token, sample, square), ``[b, s]`` float32.
 
     Args:
-        weights: weights that the data gives the tokens of whole rows, ``[b, s]`` float32, >= 0.
-        documents: for each position, the index of its sample within the row, -1 in padding,
-            ``[b, s]`` or ``[1, s]``; None means that a row is one sample.
+        weights: the data's own weights of the tokens of whole rows, ``[b, s]`` float32, >= 0.
+        documents: for each position, the index of its sample within the row, -1 in padding, ``[b,
+            s]`` or ``[1, s]``; None means that a row is one sample.
     """
     exponent = EXPONENTS[reduction]
     if not exponent:
@@ -155,15 +156,15 @@ class StepLoader:
     """A loader of the micro-batches of this rank's pipeline stage, one step at a time.
 
     Attributes:
-        samples: iterator over collated samples with ``tokens``, ``labels``, ``position_ids``
-            (``[b, s]`` int64) and ``loss_mask`` (``[b, s]`` float32); None on tensor-parallel ranks
-            other than the first, which receive by broadcast.
+        samples: iterator over collated samples with ``tokens``, ``labels``, ``position_ids`` (``[b,
+            s]`` int64) and ``loss_mask`` (``[b, s]`` float32); None on tensor-parallel ranks other
+            than the first, which receive by broadcast.
         shape: ``(micro_batch_size, seq_length)``, unless a step gives another length.
-        mask_documents_at: end-of-document id; neither attention nor multi-token prediction
-            crosses it, or leaves a packed document. With None no token ends a document.
-        documents_by_position: a document begins wherever a position id is 0; this setting
-            overrides ``mask_documents_at``.
-        with_sample_ids: the samples have ``sample_ids`` too.
+        mask_documents_at: end-of-document id; neither attention nor multi-token prediction crosses
+            it. With None no token ends a document.
+        documents_by_position: a document begins wherever a position id is 0, whatever
+            ``mask_documents_at`` says.
+        with_sample_ids: the samples also have ``sample_ids``.
         ignore_index: the label of positions that get the loss weight 0.
     """
 
@@ -182,7 +183,7 @@ class StepLoader:
         self._keys = ("tokens", "labels", "position_ids", "sample_ids")[: 3 + self.with_sample_ids]
 
     def next_step(self, num_microbatches: int, seq_length: int | None = None) -> list[Batch]:
-        """Return the micro-batches of the next step, in order, with samples of ``seq_length``.
+        """Return the micro-batches of the next step, with samples of ``seq_length`` tokens.
 
         Raises:
             StopIteration: the data has ended.
@@ -213,13 +214,13 @@ class StepLoader:
         return batches
 
     def _receive(self, num_microbatches: int, seq_length: int) -> tuple[Tensor, Tensor]:
-        """Return m micro-batches: ids of k keys ``[m, k, b, s]``, loss masks ``[m, b, s]``."""
+        """Receive m micro-batches: ids of k keys ``[m, k, b, s]`` and loss masks ``[m, b, s]``."""
         if self.samples is not None:
             parts = list[Tensor]()
             own = list[Tensor]()
             for _ in range(num_microbatches):
                 sample = next(self.samples)
-                # Copies, since what a loader's process has sent keeps a file open for each tensor.
+                # Copied, because each tensor from a worker process keeps a file open.
                 parts.append(torch.stack([sample[key] for key in self._keys]))
                 own.append(sample["loss_mask"].clone())
             ids = to_device(torch.stack(parts), self.device)
@@ -248,7 +249,7 @@ class Sample(dict[str, Any]):
 
     @property
     def loss_weights(self) -> Tensor:
-        """Return the part of ``loss_mask`` that this context-parallel rank counts; else ones."""
+        """Return this context-parallel rank's part of ``loss_mask``; ones without a mask."""
         mask = self.get("loss_mask")
         if not isinstance(mask, Tensor):
             first = next(x for x in self.values() if isinstance(x, Tensor))

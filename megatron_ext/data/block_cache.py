@@ -1,12 +1,12 @@
-"""A cache of pages of remote objects on a machine's disk, which all processes there share.
+"""A cache of pages of remote objects on a machine's disk, shared by all its processes.
 
-The cache is one file of slots and one table that names the page in each slot. Both have their full
-size from the beginning, so that the cache cannot outgrow its limit. A page may lie in any of a few
-slots, which its number determines, and takes the place of the one that was not used for longest.
+The cache is a file of slots and a table that says which page is in each slot. Both have their full
+size from the beginning, so the cache cannot outgrow its limit. The number of a page determines the
+few slots where it may lie. A new page evicts the least recently used page of these slots.
 
-A lock, which the kernel takes back from a process that dies, orders reads and writes. A slot is
-named only after its page is written, so that a killed process leaves no half of a page. After a
-restart of the machine, which may have lost what was not on the disk yet, the cache begins empty.
+A lock orders reads and writes; the kernel releases it if its process dies. The table names a page
+only after the page is written, so a killed process leaves no half page. After a restart of the
+machine the cache begins empty, because its latest writes may have been lost.
 """
 
 from __future__ import annotations
@@ -32,24 +32,23 @@ from megatron_ext.disk.writing import cleared, is_regular, open_descriptor, open
 from megatron_ext.errors import DataError
 
 PAGE = 1 << 16
-"""Bytes of a page, a multiple of the size of every type of token."""
+"""Bytes of a page: a multiple of the size of every token dtype."""
 COUNTS = ("requests", "bytes", "failed", "given_up", "short", "waited_us", "not_kept")
-"""Numbers that the processes of a machine count together: requests to the storage and their bytes,
-those that failed, took too long or were answered short, microseconds of waiting, and pages that
-found no space on the disk."""
+"""Counters that all processes of a machine share: requests to the storage and their bytes; requests
+that failed, took too long or returned too few bytes; microseconds of waiting; and pages for which
+the disk had no space."""
 _WAYS = 16
 _HEADER = 16
 _RECORD = 3
-"""Words of a record: the object's key, the page's number plus 1 (0: empty), and when it was used.
-"""
+"""Words of a record: the object's key, the page's number plus 1 (0: empty), and the time of use."""
 _BYTES_PER_SLOT = PAGE + 8 * _RECORD
 
 
 class BlockCache:
-    """The pages in a folder; each process makes an object of its own.
+    """The pages in a folder; each process creates its own object.
 
     Args:
-        folder: a folder of this machine.
+        folder: a local folder of this machine.
         limit: the most bytes on the disk.
 
     Raises:
@@ -61,8 +60,8 @@ class BlockCache:
         self._mutex = threading.Lock()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # The locks of fcntl go when any descriptor of the file is closed: there is one, for
-            # ever, and it is a plain number, which nothing closes.
+            # A process loses its fcntl locks when it closes any descriptor of the file. So there is
+            # a single descriptor, a plain number that nothing closes.
             self._lock = open_descriptor(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
             with self._locked(fcntl.LOCK_EX):
                 self._open(folder, limit)
@@ -74,14 +73,14 @@ class BlockCache:
             ) from error
 
     def _open(self, folder: Path, limit: int) -> None:
-        """Open the files, and make them anew if they are of another size, machine or start."""
+        """Open the files; create them anew if their size, machine or boot is another."""
         table = folder / "table"
         pages = folder / "pages"
         size = 8 * (_HEADER + _RECORD * self.slots)
         boot = Path("/proc/sys/kernel/random/boot_id")
         started = boot.read_text() if boot.is_file() else ""
         mark = key_of("pages 1", PAGE, self.slots, platform.node(), started)
-        # Whoever uses the files holds this lock for its lifetime.
+        # Every process that uses the files holds this lock as long as it lives.
         self._users = open_descriptor(folder / "users", os.O_RDWR | os.O_CREAT, 0o644)
         fcntl.flock(self._users, fcntl.LOCK_SH)
         same = is_regular(table) and is_regular(pages) and table.stat().st_size == size
@@ -104,7 +103,8 @@ class BlockCache:
             new.tofile(cleared(table))
             fcntl.flock(self._users, fcntl.LOCK_SH)
         self._pages = open_descriptor(pages, os.O_RDWR)
-        # Pages are written through the file, since a full disk ends a process that writes to a map.
+        # Write pages through the file: on a full disk, a write to the memory map would kill the
+        # process.
         self._content = mmap.mmap(self._pages, self.slots * PAGE, access=mmap.ACCESS_READ)
         self._words = np.memmap(table, np.uint64, "r+", shape=(size // 8,))
         self._table = self._words[_HEADER:].reshape(self.slots // _WAYS, _WAYS, _RECORD)
@@ -120,19 +120,19 @@ class BlockCache:
 
     @contextmanager
     def reading(self) -> Iterator[BlockCache]:
-        """Keep every page where it is in this context; nothing may be written in it."""
+        """Keep every page in its slot within this context, in which nothing may be written."""
         with self._locked(fcntl.LOCK_SH):
             yield self
 
     def view(self, dtype: np.dtype[Any]) -> Array:
-        """Return all slots as one array; a page begins at its slot times the entries of a page."""
+        """Return all slots as one array; a slot begins at its number times entries per page."""
         entries: Array = np.frombuffer(self._content, dtype)
         return entries
 
     def find(self, key: int, pages: Ints) -> Ints:
-        """Return the slot of each page ``[n]`` of an object, -1 where it is not here.
+        """Return the slot of each page ``[n]`` of an object, -1 for a page that is not cached.
 
-        Call this while `reading`.
+        Call this within `reading`.
         """
         sets = self._sets(key, pages)
         records = self._table[sets]
@@ -146,7 +146,7 @@ class BlockCache:
         return slots
 
     def put(self, key: int, first: int, content: bytes) -> None:
-        """Keep the pages of an object from number ``first`` on; the object's last may be short."""
+        """Store consecutive pages of an object from number ``first`` on; its last may be short."""
         pages = np.arange(first, first + -(-len(content) // PAGE), dtype=np.int64)
         sets = self._sets(key, pages)
         data = memoryview(content)
@@ -173,18 +173,18 @@ class BlockCache:
             self._words[1 + COUNTS.index("not_kept")] += np.uint64(1)
 
     def _sets(self, key: int, pages: Ints) -> Ints:
-        """Return the group of slots in which each page may lie."""
+        """Return the set of slots where each page may lie."""
         spread = derived(np.full(len(pages), key, dtype=np.uint64), pages)
         sets: Ints = (spread % np.uint64(len(self._table))).astype(np.int64)
         return sets
 
     def count(self, **counts: int) -> None:
-        """Add to the numbers that the processes of this machine count together."""
+        """Add to the counters that the processes of this machine share."""
         with self._locked(fcntl.LOCK_EX):
             for name, value in counts.items():
                 self._words[1 + COUNTS.index(name)] += np.uint64(value)
 
     def counts(self) -> Mapping[str, int]:
-        """Return what all processes of this machine have counted since the cache was made."""
+        """Return the counters of all processes of this machine since the cache was created."""
         with self.reading():
             return dict(zip(COUNTS, self._words[1 : 1 + len(COUNTS)].tolist(), strict=True))

@@ -1,11 +1,11 @@
-r"""Indexed datasets: the pair `<prefix>.bin` (tokens) and `<prefix>.idx` (where they lie).
+r"""Indexed datasets: the pair `<prefix>.bin` (tokens) and `<prefix>.idx` (their positions).
 
 Layout of `.idx`, little endian: magic `MMIDIDX\0\0`, u64 version 1, u8 dtype code, u64 number of
 sequences Q, u64 number of document boundaries D + 1, i32 lengths [Q] in tokens, i64 byte offsets
 [Q], i64 boundaries [D + 1] in sequences (first 0, last Q), and i8 modes [Q] in multimodal sets.
 `.bin` holds the tokens alone.
 
-This module reads and checks datasets with numpy only, so that tools start without torch.
+This module needs only numpy, so that tools can read and check datasets without torch.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ def idx_path(prefix: str | os.PathLike[str]) -> Path:
 
 
 def is_address(prefix: str | os.PathLike[str]) -> bool:
-    """Tell whether a prefix is an address, such as ``s3://bucket/web``, and not a path."""
+    """Return whether a prefix is an address, such as ``s3://bucket/web``, and not a path."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", os.fspath(prefix)) is not None
 
 
 def plain_prefix(prefix: str) -> str:
-    """Return the path of a ``file://`` address, and any other prefix as it is."""
+    """Return the path of a ``file://`` address; return any other prefix unchanged."""
     return "/" + prefix[7:].lstrip("/") if prefix.startswith("file://") else prefix
 
 
 @dataclass(frozen=True)
 class IndexInfo:
-    """The header and sizes of one indexed dataset; in a multimodal one each sequence has a mode."""
+    """The header and sizes of one indexed dataset; only multimodal ones have modes."""
 
     prefix: str
     dtype: np.dtype[Any]
@@ -197,7 +197,7 @@ def _map_arrays(
 
 
 def path_of_tokens(prefix: str | os.PathLike[str]) -> Path:
-    """Return the path of the tokens beside an index; raise a DataError if there is no such file."""
+    """Return the path of an index's tokens; raise a DataError if there is no such file."""
     data = bin_path(prefix)
     if not data.is_file():
         raise DataError(f"{data} does not exist beside its index {idx_path(prefix)}; copy both.")
@@ -213,10 +213,10 @@ def check_present(prefix: str | os.PathLike[str]) -> None:
 def check_indexed_dataset(prefix: str | os.PathLike[str]) -> IndexInfo:
     """Check that `.idx` and `.bin` are complete and match; return the dataset's header and sizes.
 
-    The check of a billion sequences takes seconds.
+    For a billion sequences this takes seconds.
 
     Raises:
-        DataError: a file is missing or damaged, or the two disagree; the message names the fault.
+        DataError: a file is missing or damaged, or the two disagree; the message says how.
     """
     index = read_index(prefix)
     data = path_of_tokens(prefix)
@@ -277,9 +277,9 @@ def _check_documents(prefix: str | os.PathLike[str], index: Index) -> None:
 
 
 def _why_no_array(path: Path) -> str | None:
-    """Return a clause on why a ``.npy`` file is no array of numbers that fits its size, or None.
+    """Return a clause that says why a ``.npy`` file is not a whole array of numbers, or None.
 
-    An empty file is left by a run that was killed; megatron-core cannot unpickle it.
+    A killed run leaves an empty file; megatron-core cannot unpickle it.
     """
     distrust = "could run code; remove it if you do not trust where the data comes from"
     headers = {(1, 0): np.lib.format.read_array_header_1_0}
@@ -294,14 +294,14 @@ def _why_no_array(path: Path) -> str | None:
             file.seek(0)
             version = np.lib.format.read_magic(file)
             shape, _, dtype = headers[version](file, max_header_size=10_000)
-            # The pickle of objects follows such a header.
+            # A pickle of objects would follow such a header.
             if dtype.hasobject:
                 return f"holds objects instead of numbers, and {distrust}"
             if file.tell() + math.prod(shape) * dtype.itemsize > size:
                 return "is cut, as by a run that was killed; remove it"
     except UnreadableFile as error:
         return f"cannot be read ({error.reason}); remove it"
-    # A header is a literal of Python, in which numpy's parser trips over much.
+    # The header is a Python literal, and numpy's parser fails on malformed ones in many ways.
     except Exception as error:
         why = " ".join(str(error).split())[:80]
         return f"is no array of numpy, for its header is damaged ({why}), and {distrust}"
@@ -313,7 +313,8 @@ def check_cached_indices(prefixes: Iterable[str], data_cache_path: str | None, n
 
     The folder is ``data_cache_path`` or, without it, ``<prefix>/cache/<name>_indices`` for each
     prefix; ``name`` is the dataset's class. megatron-core lets numpy unpickle a cached file that is
-    not an array, which can run code of an untrusted dataset. megatron-core's rank 0 writes there.
+    not an array, which could run code that came with the dataset. megatron-core's rank 0 writes to
+    the folder.
 
     Raises:
         DataError: a `.npy` file holds no array, or a folder without such files is not writable.
@@ -332,7 +333,7 @@ def check_cached_indices(prefixes: Iterable[str], data_cache_path: str | None, n
             if (reason := _why_no_array(path)) is not None:
                 raise DataError(f"{path} {reason}, or give another `--data-cache-path`.")
         reason = why_not_writable(folder)
-        # A cache that was filled before may lie where nobody writes.
+        # A full cache may lie in a read-only folder.
         if reason is not None and not files:
             raise DataError(
                 f"The indices of samples cannot be written to {folder} ({reason}); give a folder "

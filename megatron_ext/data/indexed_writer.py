@@ -34,11 +34,11 @@ def write_index(
 ) -> None:
     """Write one `.idx` in chunks, so that memory does not grow with the dataset.
 
-    ``durable`` waits until it is on the disk, where a failure of power leaves it.
+    With ``durable``, wait until the file would survive a power loss.
 
-    The last three arguments are functions, each of which returns all chunks of an array anew at
-    every call: the tokens of each sequence, the sequences of each document, and the mode of each
-    sequence (multimodal datasets only).
+    ``lengths`` returns the tokens of each sequence, ``document_lengths`` the sequences of each
+    document, and ``modes`` the mode of each sequence (multimodal datasets only). Each call returns
+    all chunks of the array from the beginning.
     """
     code = indexed.CODE_OF_DTYPE[dtype.name]
     sequences = sum(len(piece) for piece in lengths())
@@ -62,9 +62,10 @@ def write_index(
 
 
 def _running(pieces: Iterable[Array], scale: int, *, inclusive: bool) -> Iterator[Array]:
-    """Yield the running sums of ``scale`` times the values of all arrays, array by array, i64.
+    """Yield the running sums of ``scale`` times the values of all arrays together, array by array.
 
-    With ``inclusive`` a sum includes the value at its own index, else only earlier values.
+    The sums are int64. With ``inclusive``, a sum includes the value at its own index; otherwise
+    only the earlier values.
     """
     total = 0
     for piece in pieces:
@@ -83,7 +84,7 @@ def append_file(
     *,
     advance: Callable[[int], object] = int,
 ) -> None:
-    """Append bytes [start, end) of `source` to `out`, copied by the kernel where possible.
+    """Append bytes [start, end) of `source` to `out`; the kernel copies them if it can.
 
     ``advance`` is called after each copy with the number of bytes copied.
 
@@ -110,7 +111,7 @@ def _kernel_copy(source: int, target: int, at: int, count: int) -> int:
     try:
         return int(os.copy_file_range(source, target, count, offset_src=at))
     except (OSError, AttributeError):
-        pass  # not between these file systems: sendfile or plain reads do it
+        pass  # the kernel refuses these file systems: try sendfile or plain reads
     try:
         return os.sendfile(target, source, at, count)
     except OSError:
@@ -121,10 +122,11 @@ def _kernel_copy(source: int, target: int, at: int, count: int) -> int:
 def publish(pairs: Sequence[tuple[Path, Path]]) -> None:
     """Rename finished temporary files to their final names, all `.idx` files last.
 
-    An old `.idx` is removed before its `.bin` is replaced, so that old and new are never paired.
+    An old `.idx` is removed before its `.bin` is replaced, so that an old index is never paired
+    with new tokens.
 
     Raises:
-        DataError: a folder has the name of a final file; then no file is changed.
+        DataError: a folder has a final file's name; no file is changed then.
     """
     for _, final in pairs:
         if final.is_dir():
@@ -146,8 +148,9 @@ def merge_indexed(
     """Join datasets in the given order into one.
 
     Raises:
-        DataError: there is no input, an input is damaged, dtypes differ, modes are present or
-            absent contrary to ``multimodal``, or the output cannot be written.
+        DataError: there is no input, an input is damaged, dtypes differ, an input has modes
+            although ``multimodal`` is unset, or lacks them although it is set, or the output cannot
+            be written.
     """
     if not prefixes:
         raise DataError(
@@ -182,7 +185,8 @@ def merge_indexed(
             idx_path(temporary),
             first.dtype,
             lambda: _pieces(index.lengths for index in indices),
-            # Neighbours share a boundary, so that their differences lose none.
+            # Neighbouring chunks share a boundary, so that no difference between boundaries is
+            # missing.
             lambda: map(np.diff, _pieces((i.documents for i in indices), shared=1)),
             (lambda: _pieces(modes)) if multimodal else None,
         )
@@ -209,7 +213,7 @@ class IndexedWriter:
     """A context manager that writes one dataset, document by document, under temporary names.
 
     Leaving the block renames the files to `<prefix>.bin` and `.idx`; an exception removes them.
-    ``durable`` waits until they are on the disk, where a failure of power leaves them.
+    With ``durable``, wait until the files would survive a power loss.
     """
 
     def __init__(
@@ -244,8 +248,8 @@ class IndexedWriter:
             modes: mode of each sequence, used in a multimodal dataset only; None means 0.
 
         Raises:
-            DataError: lengths do not add up to the tokens, modes do not match the lengths, or an id
-                is outside the dtype.
+            DataError: the lengths do not add up to the tokens, the modes do not match the lengths,
+                or an id does not fit the dtype.
         """
         if sum(lengths) != tokens.size or (modes is not None and len(modes) != len(lengths)):
             raise DataError(
@@ -281,7 +285,7 @@ def narrow(ids: Array, dtype: np.dtype[Any]) -> Array:
     """Cast ids to ``dtype``.
 
     Raises:
-        DataError: an id does not fit; numpy would silently wrap it.
+        DataError: an id does not fit (numpy would silently wrap it).
     """
     if ids.size and np.issubdtype(dtype, np.integer) and ids.dtype != dtype:
         low = int(ids.min())

@@ -1,17 +1,18 @@
 """Deterministic interleaving of sources by exact weights.
 
-Let w_i be the share of source i in a mixture. The schedule here gives sample n to a source such
-that at every n the number of samples of each source differs from n * w_i by less than one. It is
-the "pfair" schedule of one processor (Baruah, Cohen, Plaxton and Varvel 1996): sample j of source i
-may take the places from floor(j / w_i) to ceil((j + 1) / w_i) - 1, which keeps the difference below
-one, and each place goes to the sample with the earliest deadline. Such a schedule always exists,
-since fractions of the samples could be spread evenly, and the earliest deadline finds it. Weights
-are fractions of whole numbers, so nothing is rounded however large n is.
+Let w_i be the share of source i in a mixture. A schedule assigns place n of the mixture (n = 0, 1,
+...) to a source, such that at every n the number of samples of source i differs from n * w_i by
+less than one. This is the "pfair" schedule of one processor (Baruah, Cohen, Plaxton and Varvel
+1996). Sample j of source i may take the places from floor(j / w_i) to ceil((j + 1) / w_i) - 1,
+which keeps the difference below one. Each place goes to the sample with the earliest deadline. A
+valid schedule always exists, since fractions of the samples could be spread evenly, and the rule of
+the earliest deadline finds it. Weights are exact fractions, so nothing is rounded however large n
+is.
 
-Any place can be looked up without going through all places before it: two schedules by earliest
-deadlines that start from different counts, each within one of its quota, agree from the time on
-when every sample that waited at their start has met its deadline, which is 2 / w places later for
-the smallest weight w. Hence the schedule may start so much earlier, from any counts that meet all
+Any place can be looked up without computing all places before it. Take two such schedules that
+start from different counts, each within one of its quota. They agree as soon as every sample that
+was waiting at their start has met its deadline: after 2 / w places, with w the smallest weight.
+Hence the schedule may start 2 / w places before the requested place, from any counts that meet all
 deadlines.
 """
 
@@ -29,16 +30,16 @@ from numpy.typing import NDArray
 from megatron_ext.data.permutation import Ints
 
 BLOCK = 1024
-"""Places that are scheduled together."""
+"""Number of places that are scheduled together."""
 _BLOCKS_KEPT = 64
 _CYCLE = 16 * BLOCK
-"""Places of a cycle where the period of the weights is shorter."""
+"""Number of places in a cycle if the period of the weights is shorter."""
 
 Places = NDArray[np.uint16]
 
 
 class Interleave:
-    """The places of the samples of some sources under constant weights, from place 0 on.
+    """The sources of all places of a mixture under constant weights, from place 0 on.
 
     Args:
         weights: weights of the sources, at least 0 and not all 0; only their ratios matter.
@@ -51,7 +52,7 @@ class Interleave:
         self._shares = [each // common for each in whole]
         self._present = [i for i, share in enumerate(self._shares) if share]
         self.period = sum(self._shares)
-        # Short periods are scheduled several at a time, so that a block holds many places.
+        # A short period is repeated several times in a cycle, so that a block holds many places.
         repeats = max(1, _CYCLE // self.period)
         self._cycle = repeats * self.period
         self._per_cycle = [repeats * x for x in self._shares]
@@ -70,9 +71,9 @@ class Interleave:
         return [rounds * share + c for share, c in zip(self._per_cycle, counts, strict=True)]
 
     def places(self, start: int, stop: int) -> tuple[Places, Ints]:
-        """Return the source of each place from ``start`` to ``stop`` - 1, and its number there.
+        """Return the source and the sample's number for places ``start`` to ``stop`` - 1.
 
-        Both arrays are ``[stop - start]``; the numbers count the samples of each source from 0.
+        Both arrays are ``[stop - start]``. The numbers count the samples of each source from 0.
         """
         parts = []
         at = start
@@ -86,14 +87,14 @@ class Interleave:
         return sources, numbered(sources, self.counts(start))
 
     def place_of(self, source: int, number: int) -> int:
-        """Return the place of a sample of a source, whose samples are numbered from 0."""
+        """Return the place of sample ``number`` of a source; samples are numbered from 0."""
         share = self._shares[source]
         first = number * self.period // share
         sources, numbers = self.places(first, -(-(number + 1) * self.period // share))
         return first + int(np.flatnonzero((sources == source) & (numbers == number))[0])
 
     def _block(self, number: int) -> tuple[Places, list[int], list[int]]:
-        """Return the sources of a block of places of a cycle, and the counts before and after."""
+        """Return the sources of a block of places in a cycle, and the counts around it."""
         if number in self._blocks:
             self._blocks.move_to_end(number)
             return self._blocks[number]
@@ -109,9 +110,9 @@ class Interleave:
     def _counts_before(self, place: int) -> list[int]:
         """Return the counts at a place of the cycle, from a schedule that starts shortly before.
 
-        It starts after the last block in the cache, if that is nearer. Otherwise it starts with
-        the whole part of each quota, and one more for the sources whose next deadlines come first,
-        so that all deadlines are met.
+        It starts after the last cached block if that is near enough. Otherwise it starts from the
+        integer part of each quota, plus one for the sources with the next deadlines. These counts
+        meet all deadlines.
         """
         least = min(self._shares[i] for i in self._present)
         start = place - 2 * -(-self.period // least) - 1
@@ -132,7 +133,7 @@ class Interleave:
         return self._schedule(counts, start, place)[1]
 
     def _schedule(self, counts: list[int], start: int, stop: int) -> tuple[list[int], list[int]]:
-        """Schedule the places from ``start`` on after ``counts``; return sources and new counts."""
+        """Schedule places ``start`` to ``stop`` - 1; return their sources and the new counts."""
         period = self.period
         shares = self._shares
         counts = list(counts)
@@ -158,7 +159,7 @@ class Interleave:
 def numbered(sources: Places, counts: Sequence[int]) -> Ints:
     """Return, for each place, how many samples of its source come before it.
 
-    ``counts`` are those of each source before the first place.
+    ``counts`` are the samples of each source before the first place.
     """
     order = np.argsort(sources, kind="stable")
     sizes = np.bincount(sources, minlength=len(counts))

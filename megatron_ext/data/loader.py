@@ -32,27 +32,27 @@ from megatron_ext.parallel.context import ParallelContext, mtp_rank
 def stage_reads_data(
     model: ModelConfig, parallel: ParallelConfig, context: ParallelContext
 ) -> bool:
-    """Tell whether this pipeline stage needs token ids, labels, or masks made from token ids."""
+    """Return whether this pipeline stage needs token ids, labels, or masks made from token ids."""
     if context.is_first_stage or context.is_last_stage or model.document_masks:
         return True
     return context.pp_rank == mtp_rank(model, parallel)
 
 
 def reads_dataset(model: ModelConfig, parallel: ParallelConfig, context: ParallelContext) -> bool:
-    """Tell whether this rank opens the dataset and broadcasts samples to its TP peers."""
+    """Return whether this rank opens the dataset and broadcasts samples to its TP peers."""
     return stage_reads_data(model, parallel, context) and context.tp_rank == 0
 
 
 class StepDataset(Dataset[Any]):
-    """A dataset that tells the loader how to draw its samples; a subclass says what differs.
+    """A dataset that tells the loader how to draw its samples; subclasses override the defaults.
 
-    Any other torch dataset is read by its indices, and torch collates its samples. What a subclass
-    says it must say on every rank, as far as a rank has the dataset at all.
+    Any other torch dataset is read by index, and torch collates its samples. Every rank that has
+    the dataset must get the same answers from it.
 
     Attributes:
-        plan: which samples form the micro-batches of each step, whose samples have ``sample_ids``;
+        plan: which samples form the micro-batches of each step; these samples have ``sample_ids``.
             None lets a sampler decide.
-        packs_documents: the samples have ``sample_ids`` of packed documents.
+        packs_documents: whether ``sample_ids`` number the documents that are packed in a sample.
     """
 
     plan: StepPlan | None = None
@@ -60,17 +60,17 @@ class StepDataset(Dataset[Any]):
 
     @property
     def seq_length_of(self) -> Callable[[int], int] | None:
-        """Return the function from a sample's number to its tokens; None if all are alike."""
+        """Return a function from a sample's number to its length; None if all are equal."""
         return None
 
     @property
     def expect(self) -> Callable[[Sequence[int]], None] | None:
-        """Return a function that begins to fetch samples of these numbers; None if none must."""
+        """Return a function that starts fetching the given samples; None if no fetch is needed."""
         return None
 
     @property
     def collate(self) -> Callable[[Any], dict[str, Tensor]] | None:
-        """Return the function that makes a batch of what ``__getitems__`` returned, or None."""
+        """Return the function that makes a batch from the result of ``__getitems__``, or None."""
         return None
 
 
@@ -78,12 +78,12 @@ _PLAIN = StepDataset()
 
 
 def told_by(dataset: Any) -> StepDataset:
-    """Return the dataset if it is a `StepDataset`, else one that has only the defaults."""
+    """Return the dataset if it is a `StepDataset`, else a `StepDataset` with the defaults."""
     return dataset if isinstance(dataset, StepDataset) else _PLAIN
 
 
 class Loader(Protocol):
-    """The micro-batches of one split on this rank, drawn step by step."""
+    """The micro-batches of one split on this rank, read step by step."""
 
     def next_step(self, num_microbatches: int, seq_length: int | None = None) -> list[Any]:
         """Return a step's micro-batches, with samples of ``seq_length`` if it is given.
@@ -99,13 +99,13 @@ class BatchSource:
 
     Args:
         loader: None on stages that read no data.
-        num_samples: length of the split, None on ranks that do not open it.
+        num_samples: length of the split; None on ranks that do not open it.
         plan: which samples form the micro-batches of each step; None if the dataset has no plan.
         first_step: index in the plan of the next step.
-        whole_epochs: the steps repeat the whole split in order without end; the last step of each
-            pass is padded with samples that have no targets.
-        seq_length_of: function from the number of a sample in the run to its length in tokens; None
-            if all samples have ``--seq-length``.
+        whole_epochs: whether the steps repeat the whole split in order without end. Samples without
+            targets pad the last step of each pass.
+        seq_length_of: function from a sample's number in the run to its length in tokens; None if
+            all samples have ``--seq-length``.
     """
 
     def __init__(
@@ -126,16 +126,17 @@ class BatchSource:
         self._coming = first_step
 
     def num_microbatches(self, usual: int) -> int:
-        """Return the next step's number of micro-batches; ``usual`` if there is no `StepPlan`."""
+        """Return the next step's number of micro-batches; ``usual`` if there is no plan."""
         return usual if self.plan is None else self.plan.num_microbatches(self._coming)
 
     def next_step(self, num_microbatches: int, seq_length: int | None = None) -> list[Any] | None:
         """Return the micro-batches of the next step; None on stages that read no data.
 
-        ``seq_length`` is the length of this step's samples, where it changes during the run.
+        ``seq_length`` is the length of this step's samples if it changes during the run.
 
         Raises:
-            DataError: the data has ended, a file of it was cut, or the dataset raised a DataError.
+            DataError: the data has ended, one of its files was truncated, or the dataset raised a
+                DataError.
         """
         self._coming += 1
         if self.loader is None:
@@ -150,7 +151,7 @@ class BatchSource:
         except (DataError, MachineFault) as error:
             raise without_traceback(error) from None
         except Exception:
-            # Garbage out of a file that was cut is refused in many ways.
+            # The random content of a truncated file can raise errors of many classes.
             if (cut := cut_file()) is not None:
                 raise cut from None
             raise
@@ -160,7 +161,7 @@ class BatchSource:
 
 
 def without_traceback(error: MegatronExtError) -> MegatronExtError:
-    """Return the error of a loader's process without its traceback, which torch puts before it."""
+    """Return a worker process's error without the worker's traceback, which torch prepends."""
     return type(error)(str(error).rpartition(f"{type(error).__name__}: ")[2].strip())
 
 
@@ -185,8 +186,8 @@ def build_source(
         consumed_samples: samples used so far by all data-parallel ranks together.
         mask_documents_at: the end-of-document id that attention may not cross; None lets attention
             cross documents.
-        cyclic: shuffle anew in each epoch; else take the samples in order.
-        data_sharding: with ``cyclic``, let each replica shuffle a shard of its own.
+        cyclic: shuffle anew in each epoch; otherwise take the samples in order.
+        data_sharding: with ``cyclic``, let each replica shuffle its own shard.
         full_epoch: repeat the whole split in order without end (full validation).
         as_mappings: return micro-batches with the dataset's own keys, see `MappingLoader`.
     """
@@ -199,9 +200,9 @@ def build_source(
     if not packs and not stage_reads_data(config.model, config.parallel, context):
         return source(None, None)
     if not full_epoch:
-        # Megatron-LM's loaders take this number from torch's generator when they start, so its
-        # dropout on a CPU follows from it. Ours have a generator of their own, since only one of
-        # the tensor-parallel ranks, which must drop alike, has a loader.
+        # Megatron-LM's loaders draw a number from torch's global generator when they start, which
+        # changes its dropout on a CPU. Ours have their own generator: only one of the
+        # tensor-parallel ranks has a loader, but all of them must drop the same values.
         torch.empty((), dtype=torch.int64).random_()
     samples: Iterator[dict[str, Tensor]] | None = None
     length = None
@@ -238,7 +239,7 @@ def _steps_done(training: TrainingConfig, consumed_samples: int) -> int:
     """Return the number of global batches in ``consumed_samples``.
 
     Raises:
-        DataError: the samples are no whole number of global batches.
+        DataError: the samples are not a whole number of global batches.
     """
     _, batch = training.batch_sizes
     if consumed_samples % batch:
@@ -287,7 +288,7 @@ def _samples(
     """Return this rank's collated micro-batches from a dataset that has no `StepPlan`."""
     micro_batch_size, global_batch_size = training.batch_sizes
     if full_epoch:
-        # Whole global batches, so that every pass over the split starts at its beginning.
+        # The split is padded to whole global batches, so that every pass starts at its beginning.
         dataset = FilledUp(dataset, global_batch_size)
     length: int = len(dataset)  # type: ignore[arg-type]
     replicas = context.dp_rank, context.layout.data_parallel_size
@@ -307,7 +308,7 @@ def _loader(
     traits = told_by(dataset)
     expect = traits.expect
     if expect is not None and not training.num_workers:
-        # Worker processes read ahead by themselves.
+        # Worker processes prefetch by themselves.
         sampler = Announced(sampler, expect)
     return DataLoader(
         dataset,

@@ -1,10 +1,10 @@
-"""The inverse of the order of samples: which samples of a run read some tokens of a source.
+"""Finds the samples of a run that read given tokens of a source: the inverse of `order`.
 
-The windows of an epoch that hold the tokens follow from its first token, their places in the order
-from the inverse of the epoch's permutation, and the numbers in the run from the schedule of the
-sources. So nothing is searched, but the parts that a change of length has left over, which are few.
-In a packed order, windows are packed samples: the blocks that hold the tokens are packed again, one
-or two for each epoch and document.
+The given tokens and the first token of an epoch determine the windows that hold the tokens. The
+inverse of the epoch's permutation gives the places of these windows in the order, and the schedule
+of the sources gives the samples' numbers in the run. So nothing is searched except the few parts
+that a change of the sample length has left over. In a packed order, the blocks that hold the tokens
+are packed again: one or two for each epoch and document.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def samples_with(order: SampleOrder, source: int, begin: int, end: int, stop: in
 
 
 def _numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> list[int]:
-    """Return the samples that hold tokens, numbered within the phase."""
+    """Return the samples that hold any of the tokens, numbered within the phase."""
     left_over = taken.phase.rest_samples
     numbers = _rest_numbers(order, taken, begin, end)
     if taken.end > left_over:
@@ -49,7 +49,7 @@ def _numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> list[int
 
 
 def _packed_numbers(order: PackedOrder, taken: Taken, begin: int, end: int) -> list[int]:
-    """Return the packed samples that hold tokens, numbered within the phase, their only one."""
+    """Return the packed samples that hold any of the tokens; a packed source has a single phase."""
     source = taken.source
     numbers = list[int]()
     count = order.sources[source].windows
@@ -69,13 +69,13 @@ def _packed_numbers(order: PackedOrder, taken: Taken, begin: int, end: int) -> l
 def _meets(
     order: SampleOrder, source: int, begins: Ints, lengths: Ints, begin: int, end: int
 ) -> NDArray[np.bool_]:
-    """Return which ranges of a circle share a token with the one from ``begin`` to ``end`` - 1."""
+    """Return which ranges of a circle overlap the range from ``begin`` to ``end`` - 1."""
     tokens = order.sources[source].tokens
     return ((begin - begins) % tokens < lengths) | ((begins - begin) % tokens < end - begin)
 
 
 def _rest_numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> list[int]:
-    """Return the samples made of left-over parts, numbered within the phase, that hold tokens."""
+    """Return the samples that hold any of the tokens among those made of left-over parts."""
     source = order.sources[taken.source]
     phase = taken.phase
     numbers = range(taken.first, min(taken.end, phase.rest_samples))
@@ -93,7 +93,7 @@ def _rest_numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> lis
 
 
 def _fresh_numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> Ints:
-    """Return the samples of a phase after its rests, numbered from there, that hold tokens."""
+    """Return the samples that hold any of the tokens after a phase's left-over parts, from 0."""
     phase = taken.phase
     own = order.sources[taken.source]
     length = phase.seq_length
@@ -115,7 +115,7 @@ def _fresh_numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> In
     windows, begins = _windows(order, taken.source, begin, end, low, high)
     whole = (windows - phase.first_window) * per_window
     firsts, counts, _ = groups(whole, zero, size, group, per_window)
-    # All parts of these windows, of which some hold the tokens.
+    # These are all parts of the windows; only some of them hold the tokens.
     at = np.repeat(np.arange(len(windows)), per_window)
     part = np.tile(np.arange(per_window), len(windows))
     lengths = np.full(len(part), length)
@@ -131,9 +131,9 @@ def _fresh_numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> In
 def _windows(
     order: SampleOrder, source: int, begin: int, end: int, low: int, high: int
 ) -> tuple[Ints, Ints]:
-    """Return the windows from ``low`` to ``high`` - 1, counted over epochs, that hold tokens.
+    """Return the windows from ``low`` to ``high`` - 1, counted over epochs, that hold the tokens.
 
-    The second array has the first token of each, which is counted on past the circle's end.
+    The second array is the first token of each window, which may lie past the circle's end.
     """
     count = order.sources[source].windows
     epochs = np.arange(low // count, (high - 1) // count + 1, dtype=np.int64)
@@ -146,10 +146,10 @@ def _windows(
 def _places(
     order: SampleOrder, source: int, begin: int, end: int, epochs: Ints
 ) -> tuple[Ints, Ints, Ints]:
-    """Return epoch, place in the epoch, and first token of each window in the range of tokens."""
+    """Return epoch, place in the epoch and first token of each window in the token range."""
     own = order.sources[source]
     window = order.window
-    # Counted from the first token of an epoch, a range may pass the end of the circle once.
+    # Counted from an epoch's first token, a range may cross the end of the circle once.
     shifts = order.first_tokens(source, epochs)
     starts = (begin - shifts) % own.tokens
     ends = starts + end - begin

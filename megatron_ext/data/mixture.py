@@ -1,8 +1,9 @@
-"""Mixtures that change during a run: planned stages, a history that goes on, limits of repetition.
+"""Mixtures that change during a run: planned stages, resumed histories, and limits of repetition.
 
-Everything is counted in samples of the run from its start, and a stage's shares are exact
-(`interleave`). A ramp is a staircase of up to `STEPS` mixtures whose counts are whole numbers: at
-the end of each, every source is within one sample of the integral of its share.
+Everything is counted in samples from the start of the run, and a stage's shares are exact
+(`interleave`). A ramp is a staircase of up to `STEPS` mixtures with whole numbers of samples. At
+the end of each step of the staircase, every source is within one sample of the integral of its
+share.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from fractions import Fraction
 from megatron_ext.data.order import SampleOrder, Stage
 
 STEPS = 64
-"""Mixtures of a ramp."""
+"""Largest number of mixtures in a ramp."""
 
 Weights = Mapping[str, Fraction]
 
@@ -28,7 +29,7 @@ class Planned:
         weights: weight of each source by name.
         seq_length: tokens of a sample.
         samples, tokens: length of the stage; without both it lasts to the end of the run.
-        ramp: the weights change linearly from those of the stage before to these.
+        ramp: whether the weights change linearly, from the previous stage's weights to these.
     """
 
     weights: Weights
@@ -39,17 +40,18 @@ class Planned:
 
     @property
     def size(self) -> int | None:
-        """Return the number of samples, enough for ``tokens``; None if the stage does not end."""
+        """Return the number of samples, enough for ``tokens``; None if the stage has no end."""
         if self.samples is not None or self.tokens is None:
             return self.samples
         return -(-self.tokens // self.seq_length)
 
 
 def stages_of(planned: Sequence[Planned], begin: int = 0, batch: int = 1) -> list[Stage]:
-    """Return the mixtures of a schedule by the sample at which each starts.
+    """Return the mixtures of a schedule, each with the sample at which it starts.
 
-    A change of the length waits for the first step of ``batch`` samples, counted from sample
-    ``begin`` on, that begins at or after the planned sample; later stages move with it.
+    A change of the sample length waits for the first step that begins at or after the planned
+    sample. Steps have ``batch`` samples, counted from sample ``begin`` on. Later stages shift with
+    the change.
     """
     stages: list[Stage] = []
     at = 0
@@ -90,13 +92,13 @@ def _staircase(old: Weights, ramp: Planned, start: int) -> list[Stage]:
 
 
 def shares(weights: Weights) -> dict[str, Fraction]:
-    """Return weights divided by their sum."""
+    """Return the weights divided by their sum."""
     total = sum(weights.values())
     return {name: weight / total for name, weight in weights.items()}
 
 
 def _apportioned(amounts: Mapping[str, Fraction], total: int) -> dict[str, int]:
-    """Return whole numbers near ``amounts`` with the given sum, by largest remainders."""
+    """Scale ``amounts`` to the sum ``total`` and round them by the method of largest remainders."""
     scale = Fraction(total) / sum(amounts.values())
     exact = {name: value * scale for name, value in amounts.items()}
     counts = {name: math.floor(value) for name, value in exact.items()}
@@ -107,10 +109,10 @@ def _apportioned(amounts: Mapping[str, Fraction], total: int) -> dict[str, int]:
 
 
 def continued(history: Sequence[Stage], plan: Sequence[Stage], number: int) -> list[Stage]:
-    """Return the stages of a run that goes on at sample ``number`` with another plan.
+    """Return the stages of a run that continues at sample ``number`` with another plan.
 
-    What came before stays. A mixture that is the same before and after goes on unchanged, unless
-    the plan begins a stage there, as it would without the interruption.
+    The past does not change. If the mixture before ``number`` is also the planned one, it continues
+    without a new stage, unless the plan itself begins a stage there.
     """
     if not history or number == 0:
         return list(plan)
@@ -124,7 +126,7 @@ def continued(history: Sequence[Stage], plan: Sequence[Stage], number: int) -> l
 
 @dataclass(frozen=True)
 class Exhausted:
-    """A source that a limit takes out of the mixture before sample ``number``."""
+    """A source that reaches its limit of epochs: it gives no sample from ``number`` on."""
 
     name: str
     number: int
@@ -133,12 +135,13 @@ class Exhausted:
 def limited(
     order: SampleOrder, limits: Mapping[str, Fraction], total: int, *, stops: bool
 ) -> tuple[SampleOrder, int, list[Exhausted]]:
-    """Keep each source within its limit of epochs; return the order, its end, and what ran out.
+    """Limit the epochs of each source; return the order, its end, and the exhausted sources.
 
     Args:
-        limits: the most epochs by name of source.
+        limits: the most epochs, by name of source.
         total: samples of the run.
-        stops: end where the first source runs out; otherwise the others take its share.
+        stops: whether the order ends where the first source is exhausted; otherwise the other
+            sources take over its share.
     """
     exhausted: list[Exhausted] = []
     tokens = {source.name: source.tokens for source in order.sources}
@@ -160,7 +163,7 @@ def limited(
 
 
 def _last_within(order: SampleOrder, name: str, budget: Fraction, total: int) -> int:
-    """Return the most samples of the run, at most ``total``, that keep a source within a budget."""
+    """Return the most samples, up to ``total``, for which a source stays within a budget."""
     low = 0
     high = total
     while low < high:
@@ -173,7 +176,7 @@ def _last_within(order: SampleOrder, name: str, budget: Fraction, total: int) ->
 
 
 def _without(stages: Sequence[Stage], names: Collection[str], number: int) -> list[Stage] | None:
-    """Return the stages without some sources from a sample on; None if nothing would be left."""
+    """Return the stages without some sources from sample ``number`` on; None if none is left."""
     remaining = [stage for stage in stages if stage.start < number]
     now = [stage for stage in stages if stage.start <= number][-1]
     for stage in (replace(now, start=number), *(s for s in stages if s.start > number)):

@@ -1,9 +1,9 @@
 """Indexed datasets at addresses of object storage, such as ``s3://bucket/web``.
 
-An index is copied to this machine once, by one process while the others wait. Tokens are fetched in
-ranges, and their pages kept in a `BlockCache`. Where the objects of a run fit into the cache, a
-range is some megabytes long, so that each byte is fetched once by few requests. Otherwise it is a
-page or two, since what surrounds a sample would be gone before it is read.
+An index is copied to this machine once: one process copies it while the others wait. Tokens are
+fetched in ranges, and their pages are kept in a `BlockCache`. If the objects of a run fit into the
+cache, a range is some megabytes long, so that few requests fetch each byte once. Otherwise a range
+is only a page or two: the tokens around a sample would be evicted before they are used.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from megatron_ext.disk.writing import lock_path, open_descriptor, remove, why_no
 from megatron_ext.errors import DataError
 
 RANGE = 64
-"""Pages of a request for objects that fit into the cache, and the most of any request."""
+"""Pages of a request if the objects fit into the cache; no request is larger."""
 _FITS = 0.8
-"""Share of the cache that objects may fill; near to it, pages compete for the same slots."""
+"""Share of the cache that objects may fill. Beyond it, pages compete for the same slots."""
 _RECHECK = 300.0
-"""Seconds after which an object is asked again whether it is still the same."""
+"""Seconds after which an object's version is checked again."""
 
 
 class _Process:
-    """The parts that a process does not share with those that it forks."""
+    """Connections and threads of one process, which a forked process must not share."""
 
     def __init__(self, store: ObjectStore) -> None:
         self.pid = os.getpid()
@@ -56,7 +56,7 @@ class ObjectStore:
     """Reads objects through a cache in a folder of this machine.
 
     Args:
-        limit: the most bytes of pages in the cache; the copies of indices come on top.
+        limit: the most bytes of pages in the cache, without the copies of indices.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -82,7 +82,7 @@ class ObjectStore:
         return self._process
 
     def described(self, address: str) -> StoredObject:
-        """Return an object's size and version, which are asked for once in a run."""
+        """Return an object's size and version, which are requested once in a run."""
         if address not in self._objects:
             requests = self._own.requests
             self._objects[address] = requests.wait(requests.describe(address))
@@ -91,15 +91,15 @@ class ObjectStore:
 
     @property
     def is_used(self) -> bool:
-        """Tell whether the run has objects here."""
+        """Return whether the run reads any object from this store."""
         return bool(self._objects)
 
     def counts(self) -> Mapping[str, int]:
-        """Return what the processes of this machine have counted; see `block_cache.COUNTS`."""
+        """Return the counters of the processes of this machine; see `block_cache.COUNTS`."""
         return self._own.cache.counts()
 
     def index(self, prefix: str) -> Index:
-        """Return the index of a dataset from its copy on this machine, which is made if needed.
+        """Return a dataset's index from its local copy, which is made first if there is none.
 
         Raises:
             DataError: the index does not exist, cannot be read or copied, or is damaged.
@@ -123,7 +123,7 @@ class ObjectStore:
         return read_index(copy)
 
     def _copy_index(self, source: StoredObject, place: Path, version: str, name: str) -> None:
-        """Copy and check an index, and remove the copies of what it was before."""
+        """Copy and check an index, and remove copies of its earlier versions."""
         part = place / "part"
         remove(part)
         part.mkdir()
@@ -164,17 +164,17 @@ class ObjectStore:
         return source
 
     def expect(self, source: StoredObject, pages: Ints) -> None:
-        """Begin to fetch those of some pages that are not here, and return at once."""
+        """Start fetching the pages that are not cached, and return at once."""
         with self._own.cache.reading() as cache:
             missing = pages[cache.find(_key(source), pages) < 0]
         if len(missing):
             self._request(source, missing)
 
     def fetch(self, source: StoredObject, pages: Ints) -> dict[int, bytes]:
-        """Return pages by number from the storage; they are kept in the cache as well.
+        """Fetch pages from the storage, by number; also store them in the cache.
 
         Raises:
-            DataError: one cannot be read, or the object has changed.
+            DataError: a page cannot be read, or the object has changed.
         """
         started = time.monotonic()
         fetched = dict[int, bytes]()
@@ -188,11 +188,11 @@ class ObjectStore:
         return fetched
 
     def reading(self) -> Any:
-        """Return a context in which the pages of the cache stay where they are."""
+        """Return a context in which the pages of the cache stay in their slots."""
         return self._own.cache.reading()
 
     def _request(self, source: StoredObject, pages: Ints) -> list[Future[tuple[int, bytes]]]:
-        """Ask for pages that nobody in this process has asked for; return all their answers."""
+        """Request the pages that this process has not requested yet; return all futures."""
         own = self._own
         key = _key(source)
         answers = []
@@ -212,7 +212,7 @@ class ObjectStore:
     async def _fetch(
         self, own: _Process, source: StoredObject, key: int, first: int, stop: int
     ) -> tuple[int, bytes]:
-        """Fetch and keep the pages from ``first`` to ``stop`` - 1; return ``first`` and them."""
+        """Fetch and cache pages ``first`` to ``stop`` - 1; return ``first`` and their bytes."""
         try:
             if time.monotonic() - self._checked[source.address] > _RECHECK:
                 self._checked[source.address] = time.monotonic()
@@ -237,7 +237,7 @@ def _key(source: StoredObject) -> int:
 
 
 def _ranges(pages: Ints, unit: int, total: int) -> Iterator[tuple[int, int]]:
-    """Yield the first page and the end of each request: whole units, neighbours joined."""
+    """Yield the first and the end page of each request, which covers whole adjacent units."""
     units = np.unique(pages // unit)
     most = max(1, RANGE // unit)
     for run in np.split(units, np.flatnonzero(np.diff(units) != 1) + 1):
@@ -247,10 +247,10 @@ def _ranges(pages: Ints, unit: int, total: int) -> Iterator[tuple[int, int]]:
 
 
 def open_remote_span(prefix: str, first: int, end: int | None, store: ObjectStore) -> RemoteSpan:
-    """Return the tokens of the sequences from ``first`` to ``end`` - 1 (None: to the last).
+    """Return the tokens of sequences ``first`` to ``end`` - 1 (None: to the last).
 
     Raises:
-        DataError: an object is missing, damaged or of another length than the index says.
+        DataError: an object is missing or damaged, or its length is not the index's.
     """
     index = store.index(prefix)
     source = store.open_tokens(f"{prefix}.bin")
@@ -269,7 +269,7 @@ class RemoteSpan(TokenSpan):
         self._source = store.open_tokens(f"{name}.bin")
 
     def expect(self, begins: Ints, lengths: Ints) -> None:
-        """Begin to fetch ranges that are read soon; each may go on around the circle."""
+        """Start fetching token ranges that will be read soon; they may wrap around the circle."""
         pages, _ = self._pages_of(*self._cut(begins, lengths))
         self._store.expect(self._source, pages)
 
@@ -300,7 +300,7 @@ class RemoteSpan(TokenSpan):
         return tokens
 
     def _cut(self, begins: Ints, lengths: Ints) -> tuple[Ints, Ints]:
-        """Return ranges in order, of which those around the circle are cut at its end."""
+        """Split the ranges that wrap around the circle, and return all ranges in order."""
         over = np.flatnonzero(begins + lengths > self.tokens)
         rest = begins[over] + lengths[over] - self.tokens
         begins = np.insert(begins, over + 1, 0)
@@ -309,7 +309,7 @@ class RemoteSpan(TokenSpan):
         return begins, lengths
 
     def _contents(self, pages: Ints) -> Array:
-        """Return copies of pages ``[p, tokens of a page]``; those not here are fetched together."""
+        """Return copies of pages ``[p, tokens of a page]``; missing ones are fetched together."""
         copies = np.zeros((len(pages), PAGE // self.dtype.itemsize), dtype=self.dtype)
         with self._store.reading() as cache:
             slots = cache.find(_key(self._source), pages)
@@ -324,9 +324,10 @@ class RemoteSpan(TokenSpan):
         return copies
 
     def _pages_of(self, begins: Ints, length: Ints | int) -> tuple[Ints, Ints]:
-        """Return the pages that ranges touch, ascending, and for each range its places in them.
+        """Return the pages that ranges touch, ascending, and each range's indices among them.
 
-        The places are ``[m, k]``; k is the most pages of a range, and others repeat their last.
+        The indices are ``[m, k]``, with k the most pages of any range; shorter ranges repeat their
+        last.
         """
         size = self.dtype.itemsize
         first = (self.first + begins) * size // PAGE
@@ -337,9 +338,9 @@ class RemoteSpan(TokenSpan):
         return pages, places.reshape(touched.shape)
 
     def _take(self, content: Array, slots: Ints, begins: Ints, length: int) -> Array:
-        """Copy ranges out of ``content``, where a page's tokens begin at its slot.
+        """Copy ranges out of ``content``, in which a page's tokens begin at its slot.
 
-        ``slots`` has the slots ``[m, k]`` of the pages of each range.
+        ``slots`` are the slots ``[m, k]`` of the pages of each range.
         """
         per_page = PAGE // self.dtype.itemsize
         starts = (self.first + begins) % per_page

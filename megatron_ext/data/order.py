@@ -1,13 +1,14 @@
 """The order of samples as a function of (seed, history of mixtures, sample number).
 
-A source is a range of tokens, closed to a circle. Each epoch cuts it into windows of equal length
-from a random token on, and permutes the windows by a key of its own; the tokens that are no whole
-window rest until the next epoch. Nothing is built or stored: a sample number gives a source
-(`interleave`), the source's own count gives an epoch and a place in it, and `permutation` gives the
-window. All ranks, workers and micro-batches ask the same function, so the order does not depend on
-them.
+A source is a range of tokens, closed to a circle. Each epoch picks a random first token, cuts the
+circle from there into windows of equal length, and permutes them with its own key. Tokens that do
+not fill a window are left for other epochs. Nothing is built or stored: `interleave` maps a sample
+number to a source and to a count within that source, the count gives an epoch and a place in it,
+and `permutation` gives the window. All ranks, workers and micro-batches call the same function, so
+the order does not depend on them.
 
-Samples of another length than the windows are parts of windows, or join some; see `windows`.
+If samples and windows differ in length, samples are parts of windows or join several; see
+`windows`.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from megatron_ext.disk.reading import is_count
 from megatron_ext.errors import DataError
 
 BLOCK = 1024
-"""Samples that are located together."""
+"""Number of samples that are located together."""
 _BLOCKS_KEPT = 16
 _ORDER, _SHIFT = 1, 2
-"""Purposes of keys: the windows of an epoch, and its first token."""
+"""Purposes of keys: to permute the windows of an epoch, and to choose its first token."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A mixture from sample ``start`` of the run on.
+    """A mixture that starts at sample ``start`` of the run.
 
     Attributes:
         seq_length: tokens of a sample.
-        weights: weight of each source by name; sources that are not named have none.
+        weights: weight of each source by name; a source without a name here has weight 0.
     """
 
     start: int
@@ -72,10 +73,10 @@ _WEIGHT = re.compile(r"[0-9]{1,200}(/0*[1-9][0-9]{0,200})?")
 
 
 def check_recorded(values: object, place: str) -> None:
-    """Check that values of a file are what `SampleOrder.to_dict` gives.
+    """Check that values from a file have the form of `SampleOrder.to_dict`.
 
     Raises:
-        DataError: they are not; ``place`` names the file.
+        DataError: they have not; the message names the file by ``place``.
     """
     try:
         if isinstance(values, Mapping) and _is_recorded(values):
@@ -112,15 +113,15 @@ def _is_recorded(values: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Ranges of tokens that form samples; a sample is one piece unless windows were joined.
+    """Ranges of tokens that form samples; a sample has several if it joins windows.
 
-    All are ``[p]`` int64, ordered by row and column.
+    All arrays are ``[p]`` int64, ordered by row and column.
 
     Attributes:
-        rows: index of the sample, from 0.
-        columns: first position in the sample.
-        sources: index of the source.
-        begins: first token in the circle of the source.
+        rows: index of each piece's sample, from 0.
+        columns: first position of the piece in the sample.
+        sources: index of the piece's source.
+        begins: first token of the piece in the circle of the source.
         lengths: number of tokens.
     """
 
@@ -131,7 +132,7 @@ class Pieces:
     lengths: Ints
 
     def between(self, start: int, stop: int, row: int) -> Pieces:
-        """Return the pieces of rows from ``start`` to ``stop`` - 1, with rows from ``row`` on."""
+        """Return the pieces of rows ``start`` to ``stop`` - 1, renumbered from ``row`` on."""
         a, b = np.searchsorted(self.rows, [start, stop])
         arrays = (self.columns, self.sources, self.begins, self.lengths)
         return Pieces(self.rows[a:b] - start + row, *(x[a:b] for x in arrays))
@@ -147,12 +148,12 @@ def joined(parts: Sequence[Pieces]) -> Pieces:
 
 @dataclass(frozen=True)
 class Taken:
-    """The samples of one source in one stage, among a range of samples of the run.
+    """The samples of one source in one stage, within a range of samples of the run.
 
     Attributes:
         stage, source: indices in the order.
-        phase: the samples of the source between two changes of their length; equal phases of equal
-            sources (`SampleOrder.to_dict`) have the same samples, also in different runs.
+        phase: the samples of the source between two changes of their length. Equal phases of equal
+            sources (`SampleOrder.to_dict`) have the same samples, even in different runs.
         first, end: range of the samples, numbered within the phase.
     """
 
@@ -165,7 +166,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class _Placed:
-    """A stage with the phases of its sources, and how many samples of each phase came before."""
+    """A stage with its sources' phases, and the number of earlier samples in each phase."""
 
     stage: Stage
     interleave: Interleave
@@ -178,8 +179,8 @@ class SampleOrder:
 
     Args:
         tokens: tokens of each source by name, at least ``window`` of each.
-        stages: the mixtures, the first from sample 0 on.
-        window: tokens of a window; it divides every length of samples, or is a multiple of it.
+        stages: the mixtures; the first starts at sample 0.
+        window: tokens of a window: a divisor or a multiple of every sample length.
         seed: seed of the run.
     """
 
@@ -200,7 +201,7 @@ class SampleOrder:
         self._blocks: OrderedDict[tuple[int, int], Pieces] = OrderedDict()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what determines the order, as values that JSON can hold."""
+        """Return the values that determine the order, in a form for JSON."""
         return {
             "seed": self.seed,
             "window": self.window,
@@ -210,12 +211,12 @@ class SampleOrder:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SampleOrder:
-        """Build the order from the values of `to_dict`; other keys are ignored."""
+        """Build the order from the values of `to_dict`, ignoring other keys."""
         stages = [Stage.from_dict(stage) for stage in values["stages"]]
         return cls(dict(values["tokens"]), stages, int(values["window"]), int(values["seed"]))
 
     def with_stages(self, stages: Sequence[Stage]) -> SampleOrder:
-        """Return the order of the same sources under other mixtures."""
+        """Return the order of the same sources with other mixtures."""
         tokens = {source.name: source.tokens for source in self.sources}
         return SampleOrder(tokens, stages, self.window, self.seed)
 
@@ -246,11 +247,11 @@ class SampleOrder:
         return bisect.bisect_right(self._starts, number) - 1
 
     def seq_length(self, number: int) -> int:
-        """Return the tokens of a sample."""
+        """Return the number of tokens of a sample."""
         return self.stages[self.stage_at(number)].seq_length
 
     def counts(self, number: int) -> list[list[int]]:
-        """Return how many samples of each source the first ``number`` samples hold, by stage."""
+        """Return the number of samples of each source among the first ``number``, by stage."""
         counts = []
         for index, placed in enumerate(self._placed):
             stop = self._starts[index + 1] if index + 1 < len(self._starts) else number
@@ -260,7 +261,7 @@ class SampleOrder:
         return counts
 
     def taken(self, start: int, stop: int) -> list[Taken]:
-        """Return what the samples from ``start`` to ``stop`` - 1 take of each source, by stage."""
+        """Return the share of each source in the samples ``start`` to ``stop`` - 1, by stage."""
         taken = []
         for index, placed in enumerate(self._placed):
             begin = placed.stage.start
@@ -278,31 +279,31 @@ class SampleOrder:
         return taken
 
     def number_of(self, stage: int, source: int, number: int) -> int:
-        """Return the sample of the run that a sample of a source is, numbered within its phase."""
+        """Return the number in the run of a source's sample; ``number`` counts within its phase."""
         placed = self._placed[stage]
         place = placed.interleave.place_of(source, number - placed.used[source])
         return placed.stage.start + place
 
     def first_tokens(self, source: int, epochs: Ints) -> Ints:
-        """Return the first token of the windows of some epochs of a source, in its circle."""
+        """Return the first token of each of the given epochs of a source, in its circle."""
         own = self.sources[source]
         keys = derived(np.full(len(epochs), own.key, dtype=np.uint64), epochs, _SHIFT)
         shifts: Ints = (keys % np.uint64(own.tokens)).astype(np.int64)
         return shifts
 
     def windows_at(self, source: int, epochs: Ints, places: Ints) -> Ints:
-        """Return the windows of a source, counted over epochs, that read places of its circle.
+        """Return the windows, counted over epochs, at the given places of a source's circle.
 
-        Place p of an epoch is its p-th window from the epoch's first token on.
+        Place p of an epoch is its p-th window, counted from the epoch's first token.
         """
         own = self.sources[source]
         keys = derived(np.full(len(epochs), own.key, dtype=np.uint64), epochs, _ORDER)
         return epochs * own.windows + unpermute(places, own.windows, keys)
 
     def tokens_used(self, number: int) -> dict[str, int]:
-        """Return the tokens that the first ``number`` samples take of each source.
+        """Return how many tokens of each source the first ``number`` samples use.
 
-        Padding after a change of length is counted too, less than a sample for each change.
+        The count includes padding after a change of length, less than a sample per change.
         """
         totals = [0] * len(self.sources)
         for stage, counts in zip(self.stages, self.counts(number), strict=False):
@@ -310,7 +311,7 @@ class SampleOrder:
         return {source.name: total for source, total in zip(self.sources, totals, strict=True)}
 
     def locate(self, start: int, stop: int) -> Pieces:
-        """Return the pieces of the samples from ``start`` to ``stop`` - 1."""
+        """Return the pieces of samples ``start`` to ``stop`` - 1."""
         parts = []
         at = start
         while at < stop:
@@ -338,7 +339,7 @@ class SampleOrder:
         return pieces
 
     def _located(self, placed: _Placed, first: int) -> Pieces:
-        """Return the pieces of a block of samples of a stage."""
+        """Return the pieces of a block of samples that lie in one stage."""
         places, numbers = placed.interleave.places(first, first + BLOCK)
         sources = places.astype(np.int64)
         rests = np.array([phase.rest_samples for phase in placed.phases])
@@ -356,7 +357,7 @@ class SampleOrder:
         return Pieces(*(getattr(pieces, name)[order] for name in names))
 
     def _fresh(self, placed: _Placed, rows: Ints, sources: Ints, numbers: Ints) -> Pieces:
-        """Return the pieces of samples after the rests of their phases, counted from there."""
+        """Return the pieces of samples after their phase's left-over parts, numbered from there."""
         length = placed.stage.seq_length
         window = self.window
         first = np.array([phase.first_window for phase in placed.phases])[sources]

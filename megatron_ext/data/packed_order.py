@@ -1,9 +1,9 @@
-"""The order of packed samples as a function: blocks are packed when their samples are read.
+"""The order of packed samples as a function; a block is packed only when its samples are read.
 
-An epoch has the windows of `order`, and some hundred of them that stand side by side in the text
-are a block, which `packing` packs into as many samples. Blocks are permuted by the epoch's key, and
-the samples of `BLOCKS` of them at a time are permuted together. Only these blocks need to be known,
-so nothing is built before the first sample, and memory does not grow with the data. A sample number
+An epoch has the windows of `order`. Some hundreds of adjacent windows form a block, which `packing`
+turns into as many samples. The epoch's key permutes the blocks, and the samples of `BLOCKS`
+consecutive blocks are permuted together. To look up a sample, only these blocks are needed. So
+nothing is built before the first sample, and memory does not grow with the data. A sample number
 stands for the same tokens on every rank and in every process, and an epoch reads every token once.
 """
 
@@ -24,19 +24,19 @@ from megatron_ext.data.permutation import Ints, Words, derived, permute, unpermu
 SAMPLES = 1024
 FEWEST = 128
 TOKENS = 1 << 22
-"""Samples of a block, which are packed together: the most, the fewest, and its tokens between."""
+"""Most and fewest samples of a block, and its tokens if they allow a number between."""
 BLOCKS = 8
-"""Blocks whose samples are permuted together."""
+"""Number of consecutive blocks whose samples are permuted together."""
 _BLOCK_ORDER, _SAMPLE_ORDER = 4, 5
-"""Purposes of keys: the blocks of an epoch, and the samples of some blocks."""
+"""Purposes of keys: to permute the blocks of an epoch, and the samples of some blocks."""
 
 
 @dataclass(frozen=True)
 class PackedPieces(Pieces):
-    """Pieces of packed samples, each of one document.
+    """Pieces of packed samples; each piece belongs to one document.
 
     Attributes:
-        goes_on: whether the document of a row's last piece goes on after it, ``[rows]``.
+        goes_on: whether the document of a row's last piece continues in another row, ``[rows]``.
     """
 
     goes_on: NDArray[np.bool_]
@@ -44,12 +44,13 @@ class PackedPieces(Pieces):
 
 @dataclass(frozen=True)
 class Cuts:
-    """How many documents packing cuts, counted in some blocks.
+    """Counts of the documents in some blocks, and of those that are cut.
 
     Attributes:
         documents: documents that begin in the blocks.
-        longer: those longer than a sample, which are cut in any case.
-        packed, concatenated: those that lie in several samples with packing, and without it.
+        longer: documents longer than a sample, which are always cut.
+        packed: documents that packing spreads over several samples.
+        concatenated: documents that plain concatenation would spread over several samples.
     """
 
     documents: int
@@ -66,8 +67,8 @@ class PackedOrder(SampleOrder):
     """A `SampleOrder` whose samples are packed; all have the length of a window.
 
     Args:
-        documents: where the documents of each source start, by name. A source that only earlier
-            runs of the training have read needs none.
+        documents: the function that returns where documents start, by name of source. It is not
+            needed for a source that only earlier parts of the training have read.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class PackedOrder(SampleOrder):
         )
         for number, (source, epoch, block) in enumerate(keys.T.tolist()):
             packed, first = self.packed_block(source, epoch, block)
-            # numpy 2.0 keeps the axis.
+            # numpy 2.0 keeps the axis in `which`, other versions flatten it.
             own = np.flatnonzero(which.reshape(-1) == number)
             counts, columns, begins, lengths = packed.pieces_of(samples[own])
             begins = (first + begins) % self.sources[source].tokens
@@ -112,11 +113,11 @@ class PackedOrder(SampleOrder):
         return PackedPieces(rows, columns, windows.sources[rows], begins, lengths, goes_on)
 
     def _begins(self, sources: Ints, windows: Ints, offsets: Ints) -> Ints:
-        """Return the numbers of the windows, whose tokens `locate` looks up when they are read."""
+        """Return the windows' numbers; `locate` looks up their tokens after packing."""
         return windows
 
     def _places(self, sources: Ints, windows: Ints) -> tuple[Ints, Ints, Ints]:
-        """Return epoch, block and number in the block of windows counted through all epochs."""
+        """Return epoch, block, and index in the block of windows that are counted over epochs."""
         counts = self._windows[sources]
         keys = self._keys[sources]
         epochs, places = np.divmod(windows, counts)
@@ -124,7 +125,7 @@ class PackedOrder(SampleOrder):
         sizes, group_keys = self._groups(counts, keys, epochs, groups)
         nth, samples = np.divmod(permute(inside, sizes, group_keys), self.block_samples)
         nth += groups * BLOCKS
-        # The last block may be shorter, and then it comes last.
+        # The last block may be shorter. It keeps its place at the end.
         whole = counts // self.block_samples
         is_whole = nth < whole
         blocks = nth.copy()
@@ -133,7 +134,7 @@ class PackedOrder(SampleOrder):
         return epochs, blocks, samples
 
     def windows_at(self, source: int, epochs: Ints, places: Ints) -> Ints:
-        """Return the windows of a source, counted over epochs, that are some packed samples.
+        """Return the windows, counted over epochs, that stand for some packed samples of a source.
 
         Place p of an epoch is sample p % `block_samples` of its block p // `block_samples`.
         """
@@ -153,7 +154,7 @@ class PackedOrder(SampleOrder):
     def _groups(
         self, counts: Ints | int, keys: Words, epochs: Ints, groups: Ints
     ) -> tuple[Ints, Words]:
-        """Return the samples of groups of blocks, and the keys that permute them."""
+        """Return the number of samples in groups of blocks, and the keys that permute them."""
         most = self.block_samples * BLOCKS
         sizes: Ints = np.minimum(counts - groups * most, most)
         return sizes, derived(derived(keys, epochs, _SAMPLE_ORDER), groups)
@@ -173,7 +174,7 @@ class PackedOrder(SampleOrder):
         return packed, first
 
     def _range(self, source: int, epoch: int, block: int) -> tuple[int, int]:
-        """Return the first token of a block in its circle, and the one after its last."""
+        """Return the first token of a block in its circle, and the end of the block."""
         tokens = self.sources[source].tokens
         windows = self.sources[source].windows
         shift = int(self.first_tokens(source, np.array([epoch]))[0])
@@ -182,7 +183,7 @@ class PackedOrder(SampleOrder):
         return first, first + min(self.block_samples, windows - begin) * self.window
 
     def cuts(self, source: int, most: int) -> Cuts:
-        """Count documents that are cut in up to ``most`` blocks of the first epoch of a source."""
+        """Count the cut documents in up to ``most`` blocks of the first epoch of a source."""
         blocks = -(-self.sources[source].windows // self.block_samples)
         total = Cuts(0, 0, 0, 0)
         for block in np.unique(np.linspace(0, blocks - 1, most).astype(int)).tolist():
@@ -203,9 +204,9 @@ class PackedOrder(SampleOrder):
         return total
 
     def _document_starts(self, source: int, first: int, end: int) -> tuple[Ints, bool]:
-        """Return where documents start in a range, its first token included.
+        """Return where documents start in a range, including its first token.
 
-        Also tell whether a document ends with the range. The range may pass the circle's end.
+        Also return whether a document ends with the range. The range may cross the circle's end.
         """
         starts = self._documents[self.sources[source].name]
         tokens = self.sources[source].tokens
@@ -215,6 +216,6 @@ class PackedOrder(SampleOrder):
         return np.unique(np.concatenate(documents)), self._is_start(source, end % tokens)
 
     def _is_start(self, source: int, token: int) -> bool:
-        """Tell whether a document starts at a token, as one does where the circle is closed."""
+        """Return whether a document starts at a token; the circle's first token is a start."""
         starts = self._documents[self.sources[source].name]
         return token == 0 or len(starts(token, token + 1)) > 0

@@ -1,14 +1,15 @@
 """Best-fit packing: a block of the token stream as samples that cut few documents.
 
-Concatenation cuts the stream every ``length`` tokens, through most documents. Packing puts whole
-documents where they fit best ("best-fit decreasing", Ding et al. 2024, arXiv:2404.10830). As there,
-a document longer than a sample is cut into whole samples and a rest, and the rest is packed.
+Concatenation cuts the stream every ``length`` tokens, which cuts most documents. Packing puts whole
+documents where they fit best ("best-fit decreasing", Ding et al. 2024, arXiv:2404.10830). As in
+that paper, a document longer than a sample is cut into whole samples and a remainder, and the
+remainder is packed.
 
-In the paper the number of samples follows from the packing, and gaps are padded. Here a block is
-packed into exactly the samples that its tokens fill: documents that fit nowhere as a whole are cut
-and fill the gaps, the largest gap first, so that cuts are few. Hence samples have no padding, an
-epoch has as many of them as with concatenation, and it reads every token once. In a sample only the
-last document can be cut at its end, so that all others are followed by their end-of-document token.
+In the paper the number of samples depends on the packing, and gaps are padded. Here a block is
+packed into exactly the samples that its tokens fill. Documents that fit nowhere as a whole are cut
+and fill the gaps, the largest gap first, so that there are few cuts. Hence samples have no padding,
+an epoch has as many samples as with concatenation, and it reads every token once. Only the last
+document of a sample can be cut at its end; all others keep their end-of-document token.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from megatron_ext.data.indexed import Index
 from megatron_ext.data.permutation import Ints
 
 DocumentStarts = Callable[[int, int], Ints]
-"""``(begin, end)`` to the first tokens of the documents that start at ``begin`` to ``end`` - 1."""
+"""A function ``(begin, end)`` that returns the first tokens of the documents in this range."""
 
 
 class IndexedDocuments:
-    """The starts of the documents of an indexed dataset, looked up in its mapped index.
+    """The first tokens of an indexed dataset's documents, looked up in its mapped index.
 
     Args:
         read: opens the index, once in each process.
-        first: number in its file of the token that is counted as token 0.
+        first: position in the file of the token that counts as token 0.
     """
 
     def __init__(self, read: Callable[[], Index], first: int) -> None:
@@ -49,7 +50,7 @@ class IndexedDocuments:
             self._index = self._read()
         offsets = self._index.offsets
         size = self._index.dtype.itemsize
-        # numpy's search would copy the whole array, which is not aligned in its file.
+        # numpy's search would copy the whole array, because the file does not align it.
         a, b = (bisect.bisect_left(offsets, (self._first + at) * size) for at in (begin, end))
         starts: Ints = np.unique(offsets[a:b].astype(np.int64)) // size - self._first
         return starts
@@ -57,13 +58,13 @@ class IndexedDocuments:
 
 @dataclass(frozen=True)
 class PackedBlock:
-    """The samples of a block; sample i has the pieces from ``firsts[i]`` to ``firsts[i + 1]`` - 1.
+    """The samples of a block; sample i consists of pieces ``firsts[i]`` to ``firsts[i + 1]`` - 1.
 
     Attributes:
         firsts: ``[samples + 1]``.
         begins: first token of each piece, counted from the block's first token, ``[pieces]``.
         lengths: tokens of each piece, ``[pieces]``.
-        goes_on: whether the document of a sample's last piece goes on after it, ``[samples]``.
+        goes_on: whether the document of a sample's last piece continues elsewhere, ``[samples]``.
     """
 
     firsts: NDArray[np.int32]
@@ -89,12 +90,12 @@ class PackedBlock:
 def best_fit(sizes: Ints, capacity: int, count: int) -> Ints:
     """Put each item, largest first, into the fullest of ``count`` bins that has room for it.
 
-    Of equally full bins the first is taken, and of equal items the first comes first.
+    Among equally full bins, and among items of equal size, the first one is taken.
 
     Return the bin of each item, ``[items]``; -1 if no bin has room for it.
     """
     bin_of = np.full(len(sizes), -1, dtype=np.int64)
-    # Room and number of each bin in one integer, rising.
+    # Room and index of each bin, packed into one integer and sorted in ascending order.
     bins = [capacity * count + number for number in range(count)]
     for item in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[item])
@@ -109,12 +110,13 @@ def best_fit(sizes: Ints, capacity: int, count: int) -> Ints:
 
 
 def pack_block(starts: Ints, end: int, length: int, *, ends_document: bool) -> PackedBlock:
-    """Pack consecutive tokens into samples of ``length`` tokens, which they fill exactly.
+    """Pack consecutive tokens into samples of ``length`` tokens, without gaps.
 
     Args:
-        starts: the first token, and the first of each further document, ``[documents]``.
-        end: the token after the last.
-        ends_document: a document ends with the last token; otherwise it goes on after it.
+        starts: the first token of each document, ``[documents]``. The first document may begin
+            earlier.
+        end: the position after the last token.
+        ends_document: whether the last document ends with the last token; otherwise it continues.
     """
     sizes = np.diff(starts, append=end)
     whole, rests = np.divmod(sizes, length)
@@ -147,15 +149,15 @@ def pack_block(starts: Ints, end: int, length: int, *, ends_document: bool) -> P
 def _placed(
     begins: Ints, sizes: Ints, length: int, samples: int, open_item: int
 ) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
-    """Place documents, or rests of documents, of less than a sample; cut those that do not fit.
+    """Place documents, or remainders of documents, that are shorter than a sample; cut the misfits.
 
     Args:
         begins, sizes: first token and number of tokens of each, ``[items]``.
-        open_item: the item whose document goes on after it; -1 if there is none.
+        open_item: the item whose document continues after the block; -1 if there is none.
 
     Returns:
-        First token, sample and number of tokens of each piece, and whether its document goes on
-        after it. A sample has one such piece at most.
+        First token, sample and number of tokens of each piece, and whether its document continues
+        after it. A sample has at most one piece whose document continues.
     """
     bins = best_fit(sizes, length, samples)
     whole = np.flatnonzero(bins >= 0)
@@ -164,7 +166,7 @@ def _placed(
     gaps = length - np.bincount(bins[whole], sizes[whole], samples).astype(np.int64)
     if not gaps.any():
         return begins[whole], bins[whole], sizes[whole], goes_on
-    # The last gap ends with the last document. So it may come before a piece that goes on.
+    # The last gap ends with the end of a document, so it may come before a piece that is cut.
     after = np.zeros(samples, dtype=np.bool_)
     after[bins[whole[goes_on]]] = True
     gap_bins = np.lexsort((-gaps, after))

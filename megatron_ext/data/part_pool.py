@@ -1,7 +1,7 @@
-"""Worker processes that work on the numbered parts of a run that prepares data.
+"""Worker processes that work on the numbered parts of a data-preparation run.
 
-A part leaves its result on disk, and a run goes on with the parts that have none. The first error
-ends the run at once. The death of a worker ends its pool, and another pool goes on.
+A part leaves its result on disk; when a run is repeated, it does only the parts without a result.
+The first error ends the run at once. If a worker dies, its pool ends and a new pool continues.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ from megatron_ext.errors import (
 )
 
 ATTEMPTS = 3
-"""How often a part is tried whose worker dies or whose machine fails, before the run gives up."""
+"""How often a part is tried if its worker dies or its machine fails, before the run gives up."""
 _SECONDS_BETWEEN_LOOKS = 0.1
 
 Advance = Callable[[int, int], None]
-"""A function called with the amount and the number of items of each piece of a part that is done;
-the amount is what the progress counts, such as bytes."""
+"""Called with the amount and the number of items of each finished piece of a part. The amount is
+what the progress counts, such as bytes."""
 Work = Callable[[Any, Advance], None]
-"""A function that works on a part, as `PartPool.part_of` returns it."""
+"""A function that does the work of a part, given the result of `PartPool.part_of`."""
 
 
 @dataclass(frozen=True)
 class PartPool:
-    """The processes that work on parts, and how they do it.
+    """The worker processes of a run, and how they treat the parts.
 
     Attributes:
         start: called once in each worker with the worker's number, before its first part; returns
             the worker's `Work`.
-        name_of: names the part with a number in messages.
-        part_of: returns what a worker gets for a number, which is pickled; the number itself where
-            workers know the parts.
-        place: path whose file system an error of a worker is blamed on.
-        passed: classes of errors that reach the caller as they are, besides those for users.
-        unfinished: returns those of some parts that have no result on disk.
+        name_of: returns the name of a part, for messages.
+        part_of: returns the picklable object that a worker gets for a part; the part's number if
+            workers already know the parts.
+        place: path on the file system that messages blame for a worker's error.
+        passed: classes of errors that reach the caller unchanged, besides errors for users.
+        unfinished: returns the given parts that have no result on disk.
         method: "fork" shares the objects of this process; "spawn" pickles ``start``, and is needed
-            where this process has used a GPU.
+            if this process has used a GPU.
     """
 
     workers: int
@@ -77,13 +77,13 @@ class PartPool:
         say: Callable[[str], None],
         on_done: Callable[[int], None] = lambda number: None,
     ) -> None:
-        """Work on the parts with the numbers ``todo``; ``on_done`` is called after each.
+        """Work on the parts with the numbers ``todo``; call ``on_done`` after each.
 
-        A part whose worker dies is tried again after the others, alone, so that it has the whole
-        memory; ``ATTEMPTS`` times in all.
+        If a worker dies, its part is tried again after all others, alone, so that it has the whole
+        memory to itself. Each part is tried at most ``ATTEMPTS`` times.
 
         Raises:
-            MachineFault: workers died at the same part, or a disk failed.
+            MachineFault: workers died at the same part each time, or a disk failed.
         """
         context = multiprocessing.get_context(self.method)
         board = _Board(context, max(todo, default=0) + 1)
@@ -122,7 +122,7 @@ class PartPool:
         progress: Progress,
         on_done: Callable[[int], None],
     ) -> None:
-        """Work on some parts in a pool of workers; the first failure ends the pool."""
+        """Work on some parts in one pool of workers; the first failure ends the pool."""
         context = _Started(context)
         setup = _Setup(self.start, self.passed, self.place, board, context.Value("i", 0))
         count = min(self.workers, len(batch))
@@ -153,7 +153,7 @@ class PartPool:
     def _death(
         self, processes: Sequence[BaseProcess], batch: Sequence[int], board: _Board
     ) -> _WorkerDied:
-        """Return an error about the worker that died; the pool ended the other ones by SIGTERM."""
+        """Return the error about the worker that died; the pool ended the others by SIGTERM."""
         codes = [process.exitcode for process in processes]
         worker = next((i for i, code in enumerate(codes) if code not in (0, -signal.SIGTERM)), 0)
         code = codes[worker]
@@ -166,7 +166,7 @@ class PartPool:
 
 
 class _Started:
-    """A context of multiprocessing that keeps the processes which it has made."""
+    """A multiprocessing context that remembers the processes it has started."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -182,7 +182,7 @@ class _Started:
 
 
 class _Board:
-    """Shared memory in which workers write amount, items and process id of each part."""
+    """Shared memory in which workers note each part's amount, items and process id."""
 
     def __init__(self, context: Any, num_parts: int) -> None:
         self._shared = context.RawArray("q", 3 * num_parts)
@@ -198,11 +198,11 @@ class _Board:
         return identities
 
     def advance(self, number: int, amount: int, items: int) -> None:
-        """Add to the counts of a part; only the worker that works on it may call this."""
+        """Add to the counts of a part; only the worker on that part may call this."""
         self._rows[:2, number] += (amount, items)
 
     def clear(self, numbers: Sequence[int]) -> None:
-        """Set parts back to what they were before a worker began them."""
+        """Reset the counts of parts that will be done again."""
         self._rows[:, numbers] = 0
 
     def totals(self) -> tuple[int, int]:
@@ -217,7 +217,7 @@ class _WorkerDied(Exception):
 
 @dataclass(frozen=True)
 class _Setup:
-    """The values that a worker process starts with; ``counter`` numbers the workers."""
+    """The start values of a worker process; ``counter`` numbers the workers."""
 
     start: Callable[[int], Work]
     passed: tuple[type[Exception], ...]
@@ -228,13 +228,13 @@ class _Setup:
 
 _setup: _Setup
 _work: Work | None = None
-"""The setup and the work of a worker process."""
+"""The work of this worker process."""
 
 
 def begin_worker(parent: int) -> None:
-    """Set up a process that was started within `held_signals`, and ends with its parent.
+    """Set up a new process: it ends with its parent and ignores Ctrl-C, which the parent handles.
 
-    It ignores Ctrl-C, which the parent handles.
+    The process must have been started within `held_signals`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -249,7 +249,7 @@ def _start_worker(setup: _Setup, parent: int) -> None:
 
 
 def _work_on(number: int, part: Any) -> None:
-    """Work on one part in a worker; raise a RuntimeError with the traceback of unknown errors."""
+    """Work on one part in a worker; an unknown error becomes a RuntimeError with traceback."""
     global _work
     setup = _setup
     setup.board.process_ids[number] = os.getpid()

@@ -1,16 +1,16 @@
 """Keyed permutations of [0, n) in constant memory: the order of an epoch as a function.
 
-A Feistel network permutes the integers of b bits for any round function (Luby and Rackoff 1988).
-Here the two halves take turns, so that b may be odd, and the round function is the finalizer of
-SplitMix64 (Steele, Lea and Flood 2014) under a key of its own for each round. Where n is no power
-of two, b is the least that holds n, and an image of n or more is permuted again until it is below n
+A Feistel network permutes the integers of b bits, whatever its round function (Luby and Rackoff
+1988). Here the two halves alternate, so that b may be odd. The round function is the finalizer of
+SplitMix64 (Steele, Lea and Flood 2014), with another key in each round. If n is not a power of two,
+b is the least number of bits for n, and an image of n or more is permuted again until it is below n
 ("cycle walking", Black and Rogaway 2002, method 2 of "Ciphers with Arbitrary Finite Domains"). The
-orbit of an index returns to [0, n), so this is a bijection of [0, n), and it takes less than two
-passes on average. A network of a few bits would favour some permutations, so up to n = 32 the image
-of an index is the rank of its key among the keys of all n.
+orbit of an index returns to [0, n), so this is a bijection of [0, n). On average it takes less than
+two passes. A network of a few bits would favour some permutations, so up to n = 32 another method
+is used: each index gets a key, and its image is the rank of its key among all n keys.
 
-All functions work on arrays, each element with a size and a key of its own, and give the same
-numbers on every machine and in every release of numpy.
+All functions work on arrays with a size and a key for each element, and give the same numbers on
+every machine and in every release of numpy.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Words = NDArray[np.uint64]
 
 _ROUNDS = 8
 _RANKED = 32
-"""The largest n whose permutations rank keys."""
+"""The largest n that is permuted by ranks of keys."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
 _ONE = np.uint64(1)
 LARGEST = 1 << 62
-"""The largest n."""
+"""The largest allowed n."""
 
 
 def key_of(*parts: object) -> int:
@@ -42,7 +42,7 @@ def key_of(*parts: object) -> int:
 
 
 def mixed(values: Words) -> Words:
-    """Return SplitMix64's finalizer of each word: a bijection whose output bits look random."""
+    """Return SplitMix64's finalizer of each word, a bijection with random-looking output bits."""
     values = (values ^ (values >> np.uint64(30))) * _FIRST
     values = (values ^ (values >> np.uint64(27))) * _SECOND
     words: Words = values ^ (values >> np.uint64(31))
@@ -50,7 +50,7 @@ def mixed(values: Words) -> Words:
 
 
 def derived(keys: Words, numbers: Ints, purpose: int = 0) -> Words:
-    """Return a key for each pair of a key and a number; keys of another purpose are independent."""
+    """Return a key for each pair of key and number; each ``purpose`` gives independent keys."""
     words = numbers.astype(np.uint64) * _GOLDEN + np.uint64(purpose)
     return mixed(keys + mixed(words + _GOLDEN))
 
@@ -60,8 +60,8 @@ def permute(indices: Ints, sizes: Ints | int, keys: Words | int) -> Ints:
 
     Args:
         indices: ``[m]``, each at least 0 and below its size.
-        sizes: the size of each element, ``[m]``, or of all; from 1 to `LARGEST`.
-        keys: the key of each element, ``[m]``, or of all.
+        sizes: the size for each element, ``[m]``, or one for all; from 1 to `LARGEST`.
+        keys: the key for each element, ``[m]``, or one for all.
     """
     return _walked(indices, sizes, keys, _ranks, _network)
 
@@ -77,9 +77,10 @@ _Bijection = Callable[[Words, Words, Words], Words]
 def _walked(
     values: Ints, sizes: Ints | int, keys: Words | int, small: _Bijection, network: _Bijection
 ) -> Ints:
-    """Permute values by ``small`` up to size `_RANKED`, else by ``network`` until it is in range.
+    """Permute values by ``small`` if their size is at most `_RANKED`, else by cycle walking.
 
-    The inverse of a network walks the same cycle backwards.
+    Cycle walking repeats ``network`` until the value is in range. With the inverse network it walks
+    the same cycle backwards.
     """
     count = len(values)
     size = np.broadcast_to(np.asarray(sizes, dtype=np.uint64), (count,))
@@ -99,7 +100,7 @@ def _walked(
 
 
 def _weights(sizes: Words, keys: Words) -> tuple[Words, NDArray[np.bool_]]:
-    """Return the keys of all values up to the largest size, and which lie below each size."""
+    """Return the keys of all integers below the largest size, and which are below each size."""
     all_values = np.arange(int(sizes.max()), dtype=np.int64)
     return derived(keys[:, None], all_values), all_values < sizes.astype(np.int64)[:, None]
 
@@ -113,7 +114,7 @@ def _ranks(values: Words, sizes: Words, keys: Words) -> Words:
 
 
 def _of_ranks(ranks: Words, sizes: Words, keys: Words) -> Words:
-    """Return the value whose key has a rank among the keys of all values below its size."""
+    """Return the value of each rank: the inverse of `_ranks`."""
     weights, is_inside = _weights(sizes, keys)
     order = np.lexsort((weights, ~is_inside), axis=1)
     values = np.take_along_axis(order, ranks.astype(np.int64)[:, None], axis=1)[:, 0]
@@ -121,9 +122,9 @@ def _of_ranks(ranks: Words, sizes: Words, keys: Words) -> Words:
 
 
 def _halves(values: Words, sizes: Words) -> tuple[Words, Words, Words, Words, Words]:
-    """Cut words of b bits, where b is the number of bits of ``sizes - 1``.
+    """Split words of b bits into halves, where b is the number of bits of ``sizes - 1``.
 
-    Return both halves, the masks of both, and the number of bits of the right one.
+    Return both halves, their masks, and the number of bits of the right half.
     """
     bits = _bit_lengths(sizes - _ONE)
     low = bits >> _ONE
@@ -146,7 +147,7 @@ def _network(values: Words, sizes: Words, keys: Words) -> Words:
 
 
 def _inverse_network(values: Words, sizes: Words, keys: Words) -> Words:
-    """Return the words that `_network` permutes to ``values``: its rounds, the last one first."""
+    """Invert `_network`: apply its rounds in reverse order."""
     left, right, high_mask, low_mask, low = _halves(values, sizes)
     round_keys = keys + np.uint64(_ROUNDS * int(_GOLDEN) % 2**64)
     for _ in range(_ROUNDS // 2):
@@ -160,7 +161,7 @@ def _inverse_network(values: Words, sizes: Words, keys: Words) -> Words:
 
 def _bit_lengths(values: Words) -> Words:
     """Return the number of bits of each word, exact up to 2**62."""
-    # frexp is exact on halves of 32 bits, where a conversion of the whole word would round.
+    # frexp is exact for halves of 32 bits; converting the whole word to a float would round it.
     high = (values >> np.uint64(32)).astype(np.float64)
     low = (values & np.uint64(0xFFFFFFFF)).astype(np.float64)
     lengths = np.where(high > 0, np.frexp(high)[1] + 32, np.frexp(low)[1])

@@ -1,4 +1,4 @@
-"""The progress of a run that prepares data: a bar or lines on stderr, with rate and time left."""
+"""Shows the progress of a data-preparation run on stderr, with rate and remaining time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Progress:
 
     Args:
         total: amount of the whole run: bytes of its input, or items.
-        earlier: amount that was done before the run.
-        items: the word for the things that the run makes, such as "documents".
+        earlier: amount that was done before this run.
+        items: the word for the run's results, such as "documents".
         log_interval: least number of items between two lines.
         in_bytes: whether amounts are bytes; otherwise they are items.
-        verb: the beginning of a line, such as "Looked at".
+        verb: the first word of a line, such as "Encoded".
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Progress:
         )  # fmt: skip
 
     def show(self, done: int, items: int) -> None:
-        """Show the amount that this run has done, and the number of items that it has made."""
+        """Show the amount done by this run, and the number of items that it has made."""
         if not self._bar.disable:
             if self._in_bytes:
                 self._bar.set_postfix_str(f"{items} {self._items}", refresh=False)

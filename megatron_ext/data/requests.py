@@ -1,13 +1,12 @@
-"""Requests to object storage through fsspec: each has a time limit, and failed ones are repeated.
+"""Requests to object storage through fsspec, with a time limit each; failed requests are repeated.
 
-A request that hangs is given up after a few times the duration that is usual for requests of this
-process, so that one bad connection costs a moment and not the minute of a library's own time-out.
-A limit grows with each attempt, since a storage may be slow from now on. Answers of a wrong length
-are repeated as well.
+A request that hangs is given up after a few times the usual duration of this process's requests. So
+a bad connection costs a moment, not the minute of a library's own time-out. The limit grows with
+each attempt, since the storage may have become slow. Answers of a wrong length are repeated, too.
 
-fsspec is used and not obstore, since credentials and endpoints are then those of ``--save s3://``,
-and since fsspec starts anew in a forked process, as ranks and the workers of loaders are. A client
-of obstore 0.12.1 that the parent has used hangs there.
+Why fsspec and not obstore: credentials and endpoints are then the same as for ``--save s3://``, and
+fsspec starts anew in a forked process, such as a rank or a loader's worker. A client of obstore
+0.12.1 that the parent has used hangs there.
 """
 
 from __future__ import annotations
@@ -31,24 +30,24 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PAUSES = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Seconds before each further attempt."""
+"""Seconds before each retry."""
 SHORTEST, LONGEST = 2.0, 60.0
-"""Limits in seconds of a first attempt and of any."""
+"""Smallest time limit of a first attempt, and largest of any attempt, in seconds."""
 _PATIENCE = 8
-"""Limit of a first attempt in usual durations."""
+"""Time limit of a first attempt, in multiples of the usual duration."""
 _CONCURRENT = 16
-"""Requests of a process at a time."""
+"""Number of simultaneous requests of a process."""
 _REFUSALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
 
 
 @dataclass(frozen=True)
 class StoredObject:
-    """An object of the storage as it was when a run began.
+    """An object in the storage, as it was at the start of the run.
 
     Attributes:
-        version: text that is another one when the object has changed.
-        is_versioned: the storage tells what changes with the content. Otherwise the version is that
-            of one description, and nothing that is kept is used again by another run.
+        version: text that changes whenever the object changes.
+        is_versioned: whether the storage provides such a text. If not, the version is unique to
+            this description, and no other run reuses what is kept of the object.
     """
 
     address: str
@@ -57,18 +56,18 @@ class StoredObject:
     is_versioned: bool = True
 
     def is_still(self, other: StoredObject) -> bool:
-        """Tell whether a later description is one of the same content, as far as is known."""
+        """Return whether the content is unchanged, as far as the storage can tell."""
         return self.size == other.size and (not self.is_versioned or self.version == other.version)
 
 
 def file_system(
     address: str, named: str, kind: type[MegatronExtError], **options: Any
 ) -> tuple[Any, str]:
-    """Return the file system of an address, which belongs to this process, and its path there.
+    """Return this process's own file system for an address, and the path in it.
 
     Args:
-        named: the address with its flag, as the error names it.
-        kind: the error that is raised for a scheme without a package.
+        named: the address with its flag, for the error message.
+        kind: the class of error to raise if the scheme's package is missing.
         options: arguments of the file system, besides those in fsspec's configuration.
     """
     try:
@@ -90,10 +89,10 @@ def file_system(
 
 
 class Requests:
-    """Reads ranges of objects, several at a time; each process has an object of its own.
+    """Reads ranges of objects, several at a time; each process creates its own object.
 
     Args:
-        count: adds to the counts of `block_cache.COUNTS` by name.
+        count: adds to the counters of `block_cache.COUNTS` by name.
     """
 
     def __init__(self, count: Callable[..., None]) -> None:
@@ -105,7 +104,7 @@ class Requests:
         self.loop: asyncio.AbstractEventLoop = get_loop()
 
     def wait(self, work: Awaitable[T]) -> T:
-        """Do work on the thread of requests, and return its result."""
+        """Run ``work`` on the thread for requests, and return its result."""
 
         async def done() -> T:
             return await work
@@ -113,7 +112,7 @@ class Requests:
         return asyncio.run_coroutine_threadsafe(done(), self.loop).result()
 
     async def describe(self, address: str) -> StoredObject:
-        """Ask for an object's size and version.
+        """Request an object's size and version.
 
         Raises:
             DataError: it does not exist, cannot be read, or has no size.
@@ -132,7 +131,7 @@ class Requests:
                 f"{address} has no size that its server tells, so that its length cannot be "
                 "checked; copy it to a disk or to an object storage."
             )
-        # ETag, generation, mtime, LastModified, Last-Modified: what a storage has.
+        # Storages name the version ETag, generation, mtime, LastModified or Last-Modified.
         names = ("etag", "generation", "mtime", "lastmodified", "last-modified", "content-md5")
         marks = {key.lower(): str(value) for key, value in info.items() if value is not None}
         validators = [f"{name}={marks[name]}" for name in names if name in marks]
@@ -141,7 +140,7 @@ class Requests:
         return StoredObject(address, int(info["size"]), version, bool(validators))
 
     async def check_ranges(self, address: str) -> None:
-        """Raise a DataError if the server of an ``http`` address answers with whole files only."""
+        """Raise a DataError if the server of an ``http`` address can only send whole files."""
         fs, path = await self._place(address)
         if address.partition("://")[0] not in ("http", "https"):
             return
@@ -168,7 +167,7 @@ class Requests:
         """Return the bytes of an object from ``begin`` to ``end`` - 1.
 
         Raises:
-            DataError: no attempt was answered whole.
+            DataError: all attempts failed or returned too few bytes.
         """
 
         async def ask() -> bytes:
@@ -185,16 +184,16 @@ class Requests:
     async def _place(self, address: str) -> tuple[Any, str]:
         """Return the file system and the path of an address."""
         if address not in self._places:
-            # Some packages ask for credentials here, on the thread of requests if they were let.
+            # Some packages fetch credentials here, which would block the event loop.
             self._places[address] = await asyncio.to_thread(_place, address)
         return self._places[address]
 
     async def _tried(
         self, address: str, ask: Callable[[], Awaitable[Any]], length: int | None = None
     ) -> Any:
-        """Return the first answer, of ``length`` bytes; raise a DataError after the last attempt.
+        """Return the first answer of ``length`` bytes; raise a DataError after the last attempt.
 
-        What another attempt cannot change is raised at once.
+        An error that another attempt cannot change is raised at once.
         """
         for attempt, pause in enumerate((*PAUSES, None)):
             limit = max(SHORTEST, _PATIENCE * self._usual) * 2.0**attempt
@@ -235,7 +234,7 @@ class Requests:
 def _place(address: str) -> tuple[Any, str]:
     if address.partition("://")[0] not in ("s3", "s3a"):
         return file_system(address, address, DataError)
-    # What botocore and s3fs repeat by themselves is neither counted nor limited in time.
+    # Retries inside botocore and s3fs would be neither counted nor limited in time.
     given = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
     settings = {"retries": {"max_attempts": 0}, "max_pool_connections": _CONCURRENT, **given}
     fs, path = file_system(address, address, DataError, config_kwargs=settings)
@@ -244,7 +243,7 @@ def _place(address: str) -> tuple[Any, str]:
 
 
 def _refuse(address: str, error: Exception, why: str) -> None:
-    """Raise a DataError for what another attempt cannot change; return for any other error."""
+    """Raise a DataError for an error that a retry cannot change; return for any other."""
     if isinstance(error, FileNotFoundError):
         raise DataError(
             f"{address} does not exist; give the address without .bin/.idx, and copy both files."

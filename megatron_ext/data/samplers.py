@@ -26,7 +26,7 @@ Row = list[int]
 
 @dataclass(eq=False)
 class Announced(Sampler[list[int]]):
-    """The batches of a sampler, each told to ``expect`` a few batches before its turn."""
+    """Passes on the batches of a sampler, and announces each to ``expect`` a few batches ahead."""
 
     batches: Iterable[list[int]]
     expect: Callable[[Sequence[int]], None]
@@ -86,7 +86,7 @@ class RandomSampler(Sampler[list[int]]):
     index of the epoch, as in Megatron-LM.
 
     Raises:
-        DataError: the dataset has fewer samples than one micro-batch on every rank needs.
+        DataError: the dataset is too small for one micro-batch on every rank.
     """
 
     total_samples: int
@@ -107,7 +107,7 @@ class RandomSampler(Sampler[list[int]]):
     def _epoch_order(self, epoch: int, offset: int) -> list[int]:
         """Return this rank's remaining samples of an epoch.
 
-        ``offset`` counts the epoch's samples that all ranks together have used.
+        ``offset`` is the number of the epoch's samples that all ranks together have used.
         """
         unit = self._stride if self.data_sharding else self.micro_batch_size
         size = self.total_samples // unit * self.micro_batch_size
@@ -129,7 +129,7 @@ class RandomSampler(Sampler[list[int]]):
 
 
 def shuffled(length: int, *seeds: int) -> Ints:
-    """Return a permutation ``[length]`` from raw PCG64 bits, the same in all versions of numpy."""
+    """Return a permutation ``[length]`` from raw PCG64 bits, the same in all numpy versions."""
     return np.argsort(np.random.PCG64(seeds).random_raw(length), kind="stable").astype(np.int64)
 
 
@@ -148,10 +148,10 @@ class StepPlan:
 
     Args:
         micro_batch_size: rows of one micro-batch.
-        identity: digest of everything that determines the samples of a step, which does not
-            include the parallel layout.
-        packs_documents: a row may hold several documents, each with positions from 0, and neither
-            attention nor multi-token prediction crosses from one into the next.
+        identity: digest of everything that determines the samples of a step. The parallel layout
+            does not.
+        packs_documents: a row may hold several documents. Each has positions from 0, and neither
+            attention nor multi-token prediction crosses into the next.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class StepPlan:
         return self._last[1]
 
     def num_microbatches(self, step: int) -> int:
-        """Return each rank's number of micro-batches in the run's step of index ``step``."""
+        """Return each rank's number of micro-batches in step ``step`` of the run, from 0."""
         return len(self._rows(step)[0]) // self._micro_batch_size
 
     def microbatches(self, step: int, rank: int) -> list[list[tuple[int, ...]]]:
@@ -191,7 +191,7 @@ class StepPlan:
 
 @dataclass(eq=False)
 class StepSampler(Sampler[list[tuple[int, ...]]]):
-    """Yields a rank's micro-batches of a `StepPlan` from ``first_step`` on, without end."""
+    """Yields a rank's micro-batches of a `StepPlan`, from ``first_step`` on, without end."""
 
     plan: StepPlan
     dp_rank: int

@@ -1,12 +1,12 @@
 """Batches of token ranges from indexed datasets.
 
-A span is the part of a `.bin` file that a split takes: whole sequences, one after another, closed
-to a circle (`order`). It is read through a memory map, which copies a batch without Python code for
-each range, or, with ``--no-mmap-bin-files``, by one `pread` for each range. `object_store` has
+A span is the part of a `.bin` file that belongs to a split: consecutive whole sequences, closed to
+a circle (`order`). It is read through a memory map, which copies a batch without a Python loop over
+its ranges. With ``--no-mmap-bin-files`` there is one `pread` per range instead. `object_store` has
 another subclass of `TokenSpan`, for tokens at addresses.
 
-Where a batch took long, since its pages were not in memory, the kernel is asked for all pages of
-the next batch at once, before the first of them is read.
+If a batch took long because its pages were not in memory, the kernel is asked to read all pages of
+the next batch at once, before the first of them is used.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from megatron_ext.disk.bus import cut_in_use, remember_size
 from megatron_ext.errors import DataError
 
 _SLOW = 20e-6
-"""Seconds for a range that tell a read from a disk."""
+"""Seconds per range above which a batch must have been read from a disk."""
 
 
 class TokenSpan(ABC):
-    """A range of tokens that are read as a circle.
+    """A range of tokens that is read as a circle.
 
     Args:
         name: the dataset's prefix.
-        dtype: type of a token in the file.
-        first: number in the file of the range's first token.
+        dtype: dtype of a token in the file.
+        first: position of the range's first token in the file.
         tokens: length of the range.
     """
 
@@ -68,7 +68,7 @@ class TokenSpan(ABC):
     def gather_ranges(self, begins: Ints, lengths: Ints) -> Array:
         """Return the tokens of ranges of different lengths ``[m]``, one after another.
 
-        Each begins within the circle, and may go on around it.
+        Each range begins within the circle and may wrap around its end.
         """
         ranges = zip(begins.tolist(), lengths.tolist(), strict=True)
         parts = [self.gather(np.array([begin]), length)[0] for begin, length in ranges]
@@ -76,11 +76,11 @@ class TokenSpan(ABC):
 
     @abstractmethod
     def read(self, begins: Ints, length: int) -> Array:
-        """Return the tokens ``[m, length]`` from each of ``begins`` on, none past the end."""
+        """Return the tokens ``[m, length]`` from each of ``begins`` on; no range wraps around."""
 
 
 class MappedSpan(TokenSpan):
-    """A span in a memory map, which is opened at the first read of a process."""
+    """A span in a memory map, which each process opens at its first read."""
 
     _map: mmap.mmap | None = None
     _was_slow = False
@@ -111,18 +111,18 @@ class MappedSpan(TokenSpan):
         return joined
 
     def _windows(self, length: int) -> Array:
-        """Return all ranges of a length, ``[tokens - length + 1, length]``, without a copy."""
+        """Return all ranges of a length as a view, ``[tokens - length + 1, length]``."""
         if self._map is None:
             path = bin_path(self.name)
             with readable(path), open(path, "rb") as stream:
                 self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
                 remember_size(path, len(self._map))
             if hasattr(mmap, "MADV_RANDOM"):
-                # The pages beside a sample are read much later, if at all.
+                # Turn read-ahead off: the pages after a sample are used much later, if at all.
                 self._map.madvise(mmap.MADV_RANDOM)
         needed = (self.first + self.tokens) * self.dtype.itemsize
         if (rest := self._map.size()) < needed:
-            # Up to the end of its last page a file that was cut reads as zeros.
+            # A truncated file reads as zeros up to the end of its last page.
             raise DataError(cut_in_use(bin_path(self.name), rest, f"at least {needed}"))
         size = self.dtype.itemsize
         shape = (self.tokens - length + 1, length)
@@ -141,7 +141,7 @@ class MappedSpan(TokenSpan):
 
 
 class ReadSpan(TokenSpan):
-    """A span read by `pread`, one call for each range, through a file that each process opens."""
+    """A span that is read with one `pread` per range; each process opens the file itself."""
 
     _file: int | None = None
     _owner = 0
@@ -176,7 +176,7 @@ class ReadSpan(TokenSpan):
         return tokens
 
     def _read_rest(self, row: memoryview, offset: int) -> None:
-        """Read a range that one call has not read whole; raise a DataError at the file's end."""
+        """Read the rest of a range after a partial read; raise a DataError at the file's end."""
         assert self._file is not None
         done = 0
         while done < len(row):
@@ -199,13 +199,13 @@ def tokens_before(index: Index, sequence: int) -> int:
 
 
 def open_span(prefix: str, first: int, end: int | None, *, mapped: bool = True) -> TokenSpan:
-    """Return the tokens of the sequences from ``first`` to ``end`` - 1 (None: to the last).
+    """Return the tokens of sequences ``first`` to ``end`` - 1 (None: to the last).
 
-    The files are checked in constant time: their sizes, and the index's first and last entries.
-    `check_indexed_dataset` reads the whole index.
+    Only the files' sizes and the index's first and last entries are checked, in constant time.
+    `check_indexed_dataset` checks the whole index.
 
     Raises:
-        DataError: a file is missing, damaged or of another length than the index says.
+        DataError: a file is missing or damaged, or its length is not the index's.
     """
     index = read_index(prefix)
     path = path_of_tokens(prefix)
@@ -217,9 +217,9 @@ def open_span(prefix: str, first: int, end: int | None, *, mapped: bool = True) 
 def token_bounds(
     index: Index, first: int, end: int | None, path: str, size: int
 ) -> tuple[int, int]:
-    """Return the first token of a range of sequences, and the one after its last.
+    """Return the first token of a range of sequences, and the end of its last.
 
-    Raise a DataError if ``path``, the tokens' file, has another ``size`` than the index says.
+    Raise a DataError if the ``size`` of ``path``, the file of tokens, is not the index's.
     """
     total = tokens_before(index, len(index.lengths))
     needed = total * index.dtype.itemsize

@@ -1,10 +1,10 @@
-"""The windows of one source: which of them a sample reads when the length of samples changes.
+"""The windows of one source, and which of them a sample reads when the sample length changes.
 
-Windows have the length that a run began with, at best its longest one, and are numbered through all
-epochs. Shorter samples are parts of a window: the parts of `GROUP` windows are permuted together,
-so that neighbours of the text do not meet in a batch. Longer samples join windows. Where the length
-changes within a group, its parts that are left over come first, cut or joined; the last of them may
-be filled up with padding. A group lies within an epoch. So no token is lost or repeated.
+Windows have the sample length that the run began with (at best its longest), and are numbered
+through all epochs. Shorter samples are parts of windows. The parts of `GROUP` windows are permuted
+together, so that neighbours in the text do not share a batch. Longer samples join windows. If the
+length changes within a group, the group's left-over parts are used first, cut or joined; padding
+may fill the last of them. A group lies within an epoch. So no token is lost or repeated.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import numpy as np
 from megatron_ext.data.permutation import Ints, Words, derived, key_of, permute
 
 GROUP = 4096
-"""Windows whose parts are permuted together when samples are shorter than windows."""
+"""Number of windows whose parts are permuted together if samples are shorter than windows."""
 PARTS = 3
 """The purpose of the keys that permute the parts of a group."""
 
 
 @dataclass(frozen=True)
 class Rest:
-    """Parts of a group that a change of length left over, as a range of the group's tokens.
+    """Parts of a group that a change of the sample length left over: a range of the group's tokens.
 
     Attributes:
         first_window: number of the group's first window, counted through all epochs.
         parts: number of the group's parts.
         key: key of the permutation of the group's parts.
         part: tokens of a part.
-        begin, end: range in tokens of the permuted parts.
+        begin, end: range of tokens, in the permuted order of the parts.
     """
 
     first_window: int
@@ -48,8 +48,8 @@ class Phase:
 
     Attributes:
         seq_length: tokens of a sample.
-        key: key of the groups of this phase.
-        first_window: number of the first window after the rests, counted through all epochs.
+        key: key for the groups of this phase.
+        first_window: number of the first window after the left-over parts, through all epochs.
         rests: parts that earlier phases left over; they come first.
     """
 
@@ -68,7 +68,7 @@ class Phase:
 
 
 class Source:
-    """The windows of one source, in the order of their reading.
+    """The windows of one source, in the order in which they are read.
 
     Args:
         name: identifies the source in the history of a run, and determines its keys.
@@ -83,7 +83,8 @@ class Source:
         self.window = window
         self.windows = tokens // window
         self.group = min(GROUP, self.windows)
-        # Without its folder, so that data which moves, for example to object storage, stays itself.
+        # The folder is not part of the name, so that data which moves, for example to object
+        # storage, keeps its order.
         self.key = key_of(seed, name.rpartition("/")[2])
         self._phases = 0
 
@@ -154,19 +155,20 @@ class Source:
 def groups(
     numbers: Ints, first: Ints, windows: Ints, group: Ints, per_window: int
 ) -> tuple[Ints, Ints, Ints]:
-    """Return the groups that hold some samples shorter than a window.
+    """Return the groups of some samples that are shorter than a window.
 
     Args:
         numbers: samples of a phase, counted from its first window.
         first: first window of the phase, counted through all epochs.
-        windows, group: windows of an epoch, and of a whole group.
+        windows: windows of an epoch.
+        group: windows of a whole group.
         per_window: samples in a window.
 
     Returns:
         The first window of each sample's group, the group's number of windows, and the number of
         the sample in the group.
     """
-    # The phase may begin within an epoch, whose other windows come first.
+    # The phase may begin in the middle of an epoch, after other windows of that epoch.
     here = windows - first % windows
     later = numbers - here * per_window
     epoch, within = np.divmod(later, windows * per_window)
@@ -177,7 +179,7 @@ def groups(
 
 
 def group_keys(keys: Words, first_windows: Ints) -> Words:
-    """Return the keys that permute the parts of groups, from those of their phases."""
+    """Return the keys that permute the parts of groups, derived from the keys of their phases."""
     return derived(keys, first_windows, PARTS)
 
 

@@ -1,4 +1,4 @@
-"""Worker processes of data loaders, which leave signals to their rank."""
+"""Worker processes of data loaders; only their rank reacts to signals."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from megatron_ext.errors import held_signals
 
 
 class _Popen(Popen):
-    """A forked process that no signal reaches before it is ready to ignore it."""
+    """A forked process that receives no signal before it is ready to ignore signals."""
 
     def _launch(self, process_obj: BaseProcess) -> None:
-        # The worker's `loader_ends_with_parent` releases them.
+        # In the worker, `loader_ends_with_parent` unblocks the signals.
         with held_signals():
             super()._launch(process_obj)  # type: ignore[misc]
 
     def terminate(self) -> None:
-        """Kill the process, since it ignores the signal that asks for its end.
+        """Kill the process, since it ignores the signal that requests its end.
 
-        torch's handler of SIGCHLD takes a killed worker for a fault, so it is left out until
-        nothing is left of this one.
+        torch's handler of SIGCHLD would report a killed worker as a fault, so the handler is
+        removed until this process is gone.
         """
         if threading.current_thread() is not threading.main_thread():
             self.kill()
@@ -33,7 +33,7 @@ class _Popen(Popen):
             self.kill()
             self.wait()
         finally:
-            # None: a handler of the C library's, which Python cannot put back.
+            # None means a handler of the C library, which Python cannot restore.
             signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
 
 

@@ -1,7 +1,7 @@
-"""The device that ranks run on: CUDA with NCCL, or the CPU with Gloo.
+"""The device of the ranks: CUDA with NCCL, or the CPU with Gloo.
 
-`select` is the only place in the package that checks whether a GPU exists. Asynchronous copies and
-helpers for CUDA graphs are here too.
+`select` is the only place in the package that decides between them. This module also has
+asynchronous copies and helpers for CUDA graphs.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class Device:
 
 
 def keep_launch_order() -> None:
-    """Have GPUs before Blackwell start kernels in the order in which they are launched.
+    """Make GPUs before Blackwell start kernels in the order of their launches.
 
-    megatron-core's overlap of tensor-parallel communication relies on this order. One hardware
-    queue keeps it, which users of Megatron-LM must ask for by ``CUDA_DEVICE_MAX_CONNECTIONS``. The
-    driver reads the variable when it starts, and `select` starts it, so call this before. A value
-    that is set stays.
+    megatron-core's overlap of tensor-parallel communication relies on this order. A single hardware
+    queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) ensures it; users of Megatron-LM must set the variable
+    themselves. Here a value that is already set stays. Call this before `select`: the driver reads
+    the variable when it starts.
     """
     if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         return
@@ -73,9 +73,9 @@ BLACKWELL = 10
 
 
 def _generation() -> int | None:
-    """Return the major compute capability of the first GPU without starting the driver for CUDA.
+    """Return the major compute capability of the first GPU, without starting the CUDA driver.
 
-    NVIDIA's management library tells it. Return None where this library or a GPU is missing.
+    NVIDIA's management library knows it. Return None if that library or a GPU is missing.
     """
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
@@ -101,7 +101,7 @@ def select(backend: str | None = None) -> Device:
     becomes Gloo, so that a launch script runs unchanged.
 
     Raises:
-        ConfigError: a backend that is neither ``nccl`` nor ``gloo``.
+        ConfigError: the backend is neither ``nccl`` nor ``gloo``.
     """
     if backend not in (None, "nccl", "gloo"):
         raise ConfigError(
@@ -118,8 +118,8 @@ def select(backend: str | None = None) -> Device:
 def to_device(host: Tensor, device: torch.device) -> Tensor:
     """Return a copy on the device, or the tensor itself if it is there already.
 
-    The copy to a GPU runs from pinned memory on a stream of its own. It overlaps the kernels
-    launched before it, and the host does not wait for it.
+    The copy to a GPU goes from pinned memory through a separate stream. So it overlaps kernels
+    launched earlier, and the host does not wait for it.
     """
     if device.type != "cuda" or host.device.type != "cpu":
         return host.to(device, non_blocking=True)
@@ -161,8 +161,9 @@ class HostCopy:
 def other_threads_go_on() -> Iterator[None]:
     """Let other threads use the GPU while this thread captures CUDA graphs inside the block.
 
-    In the default capture mode a data loader's pinning thread would break the capture and fail
-    itself. `torch.cuda.make_graphed_callables` takes no mode, so `torch.cuda.graph` is replaced.
+    In the default capture mode, the pinning thread of a data loader would fail and break the
+    capture. `torch.cuda.make_graphed_callables` has no argument for the mode, so `torch.cuda.graph`
+    is replaced.
     """
     original = torch.cuda.graph
     torch.cuda.graph = functools.partial(original, capture_error_mode="thread_local")  # type: ignore[assignment,misc]
@@ -173,7 +174,7 @@ def other_threads_go_on() -> Iterator[None]:
 
 
 def destroy_graphs() -> None:
-    """Destroy all CUDA graphs of this process; otherwise NCCL's shutdown would wait for them.
+    """Destroy all CUDA graphs of this process, for which NCCL's shutdown would otherwise wait.
 
     The traceback of a failed step may keep graphs alive:
     https://docs.nvidia.com/dl-cuda-graph/troubleshooting/process-hang.html

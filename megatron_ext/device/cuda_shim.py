@@ -1,8 +1,9 @@
 """The shim that stands in for ``torch.cuda`` on a machine without a GPU.
 
 megatron-core uses attributes of ``torch.cuda`` directly. `install` replaces them by the stand-ins
-of `TABLE`, and `uninstall` restores them. Each row of the table gives a file of megatron-core that
-uses the attribute, with the line in 0.16.1, and how the stand-in differs from a GPU (`Heading`).
+of `TABLE`, and `uninstall` restores them. Each row of the table names a file of megatron-core that
+uses the attribute (with the line in 0.16.1), and says how the stand-in differs from a GPU
+(`Heading`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class _Done:
-    """A stand-in for asynchronous work on a device, which is always finished."""
+    """Stands in for asynchronous work on a device; it is always finished."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         """Accept and ignore the arguments of CUDA's streams and events."""
@@ -37,7 +38,7 @@ class _Done:
 
 
 class CpuStream(_Done):
-    """A CUDA stream on a CPU: all streams are the same one."""
+    """Stands in for a CUDA stream; all streams are equal."""
 
     cuda_stream = 0
     stream_id = 0
@@ -50,7 +51,7 @@ class CpuStream(_Done):
         return hash(CpuStream)
 
     def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
-        """Return an event that has happened already."""
+        """Return an event that has already happened."""
         return event if event is not None else CpuEvent()
 
     def __enter__(self) -> CpuStream:
@@ -61,7 +62,7 @@ class CpuStream(_Done):
 
 
 class CpuEvent(_Done):
-    """A CUDA event on a CPU: it has always happened, at an unknown time."""
+    """Stands in for a CUDA event that has already happened, at an unknown time."""
 
     record = wait = _Done.synchronize
 
@@ -78,7 +79,7 @@ class CpuEvent(_Done):
 
 
 def as_cpu(device: Any) -> Any:
-    """Return the CPU for a CUDA device (an integer is its index), else the argument itself."""
+    """Return the CPU for a CUDA device or a device index; return any other argument unchanged."""
     is_index = isinstance(device, int) and not isinstance(device, bool)
     if is_index or (isinstance(device, str) and device.split(":")[0] == "cuda"):
         return CPU
@@ -86,7 +87,7 @@ def as_cpu(device: Any) -> Any:
 
 
 def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a tensor factory: a CUDA ``device=`` means the CPU, and ``pin_memory=`` is ignored."""
+    """Wrap a tensor factory: redirect a CUDA ``device=`` to the CPU and ignore ``pin_memory=``."""
 
     @functools.wraps(factory)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -99,7 +100,7 @@ def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def moves_to_cpu(move: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Tensor.to``: a CUDA device as first argument or ``device=`` means the CPU."""
+    """Wrap ``Tensor.to``: redirect a CUDA device, positional or ``device=``, to the CPU."""
     moved = on_cpu(move)
 
     @functools.wraps(move)
@@ -152,8 +153,9 @@ class Row:
     """The attribute ``name`` of ``owner`` and its stand-in.
 
     Attributes:
-        needed_by: a place in ``megatron/core/`` that uses the attribute; if DENIED, a reason.
-        make: a function from the original attribute to its stand-in.
+        needed_by: a place in ``megatron/core/`` that uses the attribute; the reason if it is
+            DENIED.
+        make: takes the original attribute and returns its stand-in.
     """
 
     owner: Any
@@ -247,7 +249,7 @@ _TENSORS = [
     Row(torch.Tensor, "cuda", REDIRECTED, "models/common/embeddings/rope_utils.py:63", stays),
     Row(torch.Tensor, "pin_memory", REDIRECTED, "models/common/embeddings/rope_utils.py:63",
         stays),
-    # The distributed optimizer sorts parameters by this name and refuses any other.
+    # The distributed optimizer sorts parameters by this type name, and accepts only CUDA's names.
     Row(torch.Tensor, "type", Heading.UNTRUE, "optimizer/distrib_optimizer.py:361",
         claims_cuda_type),
 ]  # fmt: skip
@@ -271,7 +273,7 @@ _saved: list[tuple[Any, str, Any]] = []
 
 
 def _filter(record: logging.LogRecord) -> bool:
-    """Return False, so as not to log, for the warning that the CPU's random state changed."""
+    """Drop the warning that the CPU's random state changed."""
     return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
 
 
@@ -288,8 +290,8 @@ def install() -> None:
             "`cuda_shim.install` was called on a machine with a GPU, where its answers would be "
             "wrong; use `device.select()`, or hide the GPU with `CUDA_VISIBLE_DEVICES=`."
         )
-    # torch looks its factories up when a device is first used as a context, and then knows no
-    # others. It must find its own, or models that are built on "meta" keep buffers on the CPU.
+    # When a device is first used as a context, torch makes a fixed list of its factory functions.
+    # The list must have the original ones, or models built on "meta" would keep buffers on the CPU.
     with CPU:
         torch.empty(0)
     for row in TABLE:
@@ -302,7 +304,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Restore torch as it was; without an earlier `install` this does nothing."""
+    """Restore torch; do nothing if `install` was not called."""
     if not _saved:
         return
     while _saved:

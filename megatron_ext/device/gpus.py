@@ -1,16 +1,16 @@
 """Kinds of GPUs: rates, memory and links by NVIDIA's datasheets, and measured rates.
 
-Rates are dense (datasheets quote twice as much with sparsity). Links are bytes a second in one
-direction: NVLink's datasheet figure counts both directions, so it is halved here. Between nodes the
-table assumes one InfiniBand port for each GPU, 400 Gbit/s with Hopper and Blackwell (DGX
+Rates are dense (datasheets quote twice as much with sparsity). Link rates are bytes a second in one
+direction: NVLink's figure in the datasheet counts both directions and is halved here. Between nodes
+the table assumes one InfiniBand port for each GPU, 400 Gbit/s with Hopper and Blackwell (DGX
 H100/H200/B200), 200 Gbit/s with Ampere (DGX A100).
 
-Sources: NVIDIA A100 Tensor Core GPU Datasheet (nvidia-a100-datasheet-nvidia-us-2188504),
-NVIDIA H100 Tensor Core GPU Datasheet, NVIDIA H200 Tensor Core GPU Datasheet, NVIDIA HGX and DGX
-B200 datasheets (a system's figures divided by its eight GPUs), NVIDIA L40S Datasheet.
+Sources: NVIDIA A100 Tensor Core GPU Datasheet (nvidia-a100-datasheet-nvidia-us-2188504), NVIDIA
+H100 Tensor Core GPU Datasheet, NVIDIA H200 Tensor Core GPU Datasheet, NVIDIA HGX and DGX B200
+datasheets (a system's figures divided by its eight GPUs), NVIDIA L40S Datasheet.
 
-``python -m megatron_ext.device.gpus --index 0`` prints measured rates of a GPU as JSON, in a
-process of its own, so that a broken driver ends that process only.
+``python -m megatron_ext.device.gpus --index 0`` prints the measured rates of a GPU as JSON. It runs
+in a separate process, so that a broken driver kills only that one.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class Measured:
     """Rates of a GPU that ``tools/doctor.py --json`` measured and wrote into the file ``source``.
 
     Attributes:
-        bf16, fp8: operations a second of large matrix products; fp8 is None on GPUs without it.
-        copy: bytes a second, read plus written, of a copy within the GPU's memory.
+        bf16, fp8: operations a second of large matrix products; fp8 is None on GPUs without 8-bit
+            units.
+        copy: bytes a second (read and written) of a copy within the GPU's memory.
     """
 
     bf16: float
@@ -52,10 +53,12 @@ class Gpu:
     """One kind of GPU.
 
     Attributes:
-        bf16, fp8, fp32: dense operations a second (fp32 without TensorFloat); fp8 may be None.
-        memory, memory_bandwidth: bytes, and bytes a second.
-        link, network: bytes a second in one direction, to a GPU of the same and of another node.
-        hopper: True for Hopper and newer, whose cuBLAS takes more memory.
+        bf16, fp8, fp32: dense operations a second; fp8 may be None, and fp32 is without TF32.
+        memory: bytes.
+        memory_bandwidth: bytes a second.
+        link: bytes a second in one direction, to a GPU of the same node.
+        network: bytes a second in one direction, to a GPU of another node.
+        hopper: whether it is Hopper or newer, where cuBLAS uses more memory.
     """
 
     name: str
@@ -71,7 +74,7 @@ class Gpu:
     measured: Measured | None = None
 
     def peak(self, width: int) -> float:
-        """Return the operations a second of dense matrix products of ``width``-byte numbers.
+        """Return the peak operations a second of dense matrix products of ``width``-byte numbers.
 
         Raises:
             ConfigError: fp8 on a GPU without it.
@@ -104,17 +107,17 @@ GPUS = {
         _gpu("B200", 2250, 4500, 80, 180, 8000, 900, 50),
     )
 }
-"""The kinds that a run can be planned for (`config.output.GPU_NAMES`)."""
+"""The kinds of GPU that a run can be planned for (`config.output.GPU_NAMES`)."""
 
 PEAK_FLOPS_BF16 = {name: gpu.bf16 for name, gpu in GPUS.items()} | {
     "H100 PCIe": 756e12, "H800": 989e12, "GB200": 2500e12, "A800": 312e12, "A40": 150e12,
     "A10G": 70e12, "RTX 4090": 165e12,
 }  # fmt: skip
-"""Dense bfloat16 operations a second, by a part of the device's name."""
+"""Dense bfloat16 operations a second, by a part of torch's device name."""
 
 
 def peak_flops(device_name: str | None) -> float | None:
-    """Return the dense bfloat16 operations a second of a GPU by torch's name; None if unknown."""
+    """Return the dense bfloat16 operations a second of a GPU by torch's device name, or None."""
     if device_name is None:
         return None
     matches = [name for name in PEAK_FLOPS_BF16 if name in device_name]
@@ -132,7 +135,7 @@ FIRST: dict[str, Capability] = {
 """The lowest compute capability that supports each fp8 recipe of Transformer Engine."""
 
 CONSUMER_BLACKWELL: Capability = (12, 0)
-"""The compute capability from which on MXFP8 is again not supported."""
+"""From this compute capability on, MXFP8 is again not supported."""
 
 
 def engine_recipes(capability: Capability) -> tuple[str, ...]:
@@ -154,7 +157,7 @@ COPIED = 2**30
 def seconds_of(
     work: Callable[[], object], device: torch.device, *, repeats: int = 10, warm_ups: int = 3
 ) -> float:
-    """Return the median seconds of one call, by CUDA events on a GPU, else by the host's clock."""
+    """Return the median seconds of a call, measured by CUDA events or the host's clock."""
     for _ in range(warm_ups):
         work()
     if device.type != "cuda":
@@ -172,7 +175,7 @@ def seconds_of(
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Tell whether the device multiplies 8-bit floats: Ada (sm_89), Hopper and newer do."""
+    """Return whether the device multiplies 8-bit floats: Ada (sm_89), Hopper and newer do."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8
 
 
@@ -199,7 +202,7 @@ def matrix_rate(
     if eight:
         one = torch.ones((), device=device)
         scaled = partial(torch._scaled_mm, scale_a=one, scale_b=one, use_fast_accum=True)
-        # The second factor must lie column by column.
+        # cuBLAS needs the second fp8 factor in column-major order.
         seconds = seconds_of(lambda: scaled(a, b.t(), out_dtype=torch.bfloat16), device)
     else:
         out = torch.empty_like(a)

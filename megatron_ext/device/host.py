@@ -1,4 +1,4 @@
-"""The host of a process: cores, memory, shared memory, limits of a process, RDMA cards."""
+"""The host of a process: cores, memory, shared memory, process limits and RDMA cards."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Host:
     Attributes:
         cores: number of cores; a fraction if a container limits the processor time.
         memory: bytes of main memory.
-        shared_memory: bytes that ``/dev/shm`` holds, None without ``/dev/shm``.
+        shared_memory: bytes of ``/dev/shm``, None if it does not exist.
         open_files: number of files that may be open at a time.
-        locked_memory: bytes that may be locked in memory, which keeps them from being swapped.
+        locked_memory: bytes of memory that may be locked against swapping.
         rdma: names of the RDMA network cards.
     """
 

@@ -1,1 +1,1 @@
-"""Reads files that strangers may have written, and writes files where strangers may have been."""
+"""Reads untrusted files, and writes into folders where other users may have placed links."""

@@ -1,14 +1,15 @@
-"""Turns a bus error into a sentence that names the file, instead of the end of the process.
+"""Turns a bus error into an error that names the file, where it would otherwise kill the process.
 
-The kernel sends SIGBUS for a page of a mapped file that it cannot provide: the file was cut since
-it was mapped, its file system in memory is full, or its disk does not answer. Libraries guess at
-the cause, and only ever at shared memory. The handler here looks up the file that lies at the
-address, puts zeros in its place so that the interrupted instruction can end, and lets Python raise
-the error at once, so that it takes the way of any other: from a worker process to its rank, and
-from a rank to the launcher.
+The kernel sends SIGBUS when it cannot provide a page of a mapped file: the file was truncated after
+it was mapped, its in-memory file system is full, or its disk does not answer. Libraries only guess
+at the cause, always at shared memory. The handler here looks up the file at the address, maps zeros
+over it so that the interrupted instruction can finish, and makes Python raise the error at once.
+From there the error travels like any other: from a worker process to its rank, and from a rank to
+the launcher.
 
-Python runs its handlers after the interrupted instruction, which would never end. So the kernel
-calls this one directly, through `ctypes`. On other systems than Linux nothing happens.
+Python runs its own handlers only after the interrupted instruction, which would never finish. So
+the kernel calls this handler directly, through `ctypes`. On systems other than Linux nothing
+happens.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ from megatron_ext.disk.host_folder import host_folder
 from megatron_ext.errors import DataError, MachineFault, MegatronExtError, loader_ends_with_parent
 from megatron_ext.limits import SHARED_MEMORY, shared_memory_fault
 
-_SIGINFO = 4  # SA_SIGINFO: the handler gets the address.
+_SIGINFO = 4  # SA_SIGINFO: pass the address to the handler
 _CODE_AT = 8
 _ADDRESS_AT = 16
-"""Offsets in bytes in the kernel's description of a signal: of its origin, which is at most 0 where
-a process has sent it, and of the address."""
+"""Offsets in bytes in the kernel's ``siginfo_t``: of the signal's origin, which is at most 0 if a
+process sent it, and of the address."""
 _DELETED = " (deleted)"
 _LATER = signal.SIGRTMIN + 5 if sys.platform == "linux" else signal.SIGINT
-"""The signal that lets Python raise the error after the interrupted instruction."""
+"""The signal at which Python raises the error, after the interrupted instruction."""
 
 mapped_sizes: dict[str, int] = {}
-"""By path, the size in bytes that a mapped file had when it was checked."""
+"""The size in bytes of each mapped file when it was checked, by path."""
 _inodes: dict[str, tuple[int, int]] = {}
-"""By path, the process that checked it and the number of the very file then; another one may have
-taken its name since."""
+"""By path, the process that checked the file and the file's inode then; another file may have taken
+its name since."""
 _fault: list[MegatronExtError] = []
-"""The newest fault, until Python raises it."""
+"""The newest fault, kept until Python raises it."""
 
 
 class _Action(ctypes.Structure):
@@ -61,11 +62,11 @@ class _Action(ctypes.Structure):
 
 
 _before = _Action()
-"""The handler of SIGBUS before this one."""
+"""The handler of SIGBUS that was installed before this one."""
 
 
 def remember_size(path: str | os.PathLike[str], size: int) -> None:
-    """Note the size that a file has while it is mapped, to tell it if the file is cut later."""
+    """Note the size of a mapped file, to report it if the file is truncated later."""
     real = os.path.realpath(path)
     with suppress(OSError):
         _inodes[real] = os.getpid(), os.stat(real).st_ino
@@ -73,13 +74,13 @@ def remember_size(path: str | os.PathLike[str], size: int) -> None:
 
 
 def cut_file(number: int | None = None) -> DataError | None:
-    """Return what is wrong with a mapped file of this process that is shorter than it was.
+    """Return an error for a mapped file of this process that is shorter than it was, or None.
 
-    Up to the end of its last page such a file reads as zeros, without a signal. A file that another
-    one has replaced stays whole in memory. None means that all are whole.
+    Up to the end of its last page, a truncated file reads as zeros, without a signal. A file that
+    has been replaced by another stays whole in memory.
 
     Args:
-        number: look at one file alone, in turn for rising numbers; by default at all.
+        number: check only one file, a different one for each number; None checks all files.
     """
     paths = list(mapped_sizes)
     if number is not None and paths:
@@ -97,7 +98,7 @@ def cut_file(number: int | None = None) -> DataError | None:
 
 
 def cut_in_use(path: str | os.PathLike[str], size: int, had: int | str) -> str:
-    """Return a sentence on a file that has become shorter since a run has opened it."""
+    """Return a sentence on a file that has become shorter since the run opened it."""
     return (
         f"{os.fspath(path)} was cut while it was in use: it has {size} bytes, but had {had} when "
         "it was opened; copy or make it again, and leave it alone while a run uses it."
@@ -106,7 +107,7 @@ def cut_in_use(path: str | os.PathLike[str], size: int, had: int | str) -> str:
 
 @dataclass(frozen=True)
 class _Mapped:
-    """A part of a file in this process's memory, from ``begin`` to ``end`` in bytes."""
+    """A mapped part of a file in this process's memory: addresses ``begin`` to ``end``."""
 
     begin: int
     end: int
@@ -116,7 +117,7 @@ class _Mapped:
 
 
 def _mapped_at(address: int) -> _Mapped | None:
-    """Return the file that lies at an address of this process."""
+    """Return the file mapped at an address of this process; None if there is none."""
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
         for line in file:
             words = line.rstrip("\n").split(maxsplit=5)
@@ -128,19 +129,19 @@ def _mapped_at(address: int) -> _Mapped | None:
 
 
 def _fault_at(mapped: _Mapped, address: int) -> MegatronExtError:
-    """Return what is wrong with the file that lies at an address, as an error."""
+    """Return the error for a mapped file whose page at an address is missing."""
     path = mapped.path.removesuffix(_DELETED)
     place = mapped.offset + address - mapped.begin
     in_memory = path.startswith((SHARED_MEMORY, "/memfd:"))
     size: int | None = None
     with suppress(OSError):
-        # The link leads to the very file, also where another one has its name by now.
+        # The link leads to the mapped file itself, even if another file has its name by now.
         size = os.stat(f"/proc/self/map_files/{mapped.begin:x}-{mapped.end:x}").st_size
     if size is None and mapped.path == path:
         with suppress(OSError):
             size = os.stat(path).st_size
     if size is not None and size <= place:
-        # A mapping ends with the page that its file ended in.
+        # A mapping extends to the end of the page in which its file ended.
         least = mapped.offset + mapped.end - mapped.begin - mmap.PAGESIZE
         had = mapped_sizes.get(os.path.realpath(path), f"more than {least}")
         host = host_folder()
@@ -157,7 +158,7 @@ def _fault_at(mapped: _Mapped, address: int) -> MegatronExtError:
 
 
 def _on_bus_error(_number: int, information: int, _context: int) -> None:
-    """Handle SIGBUS; where its address lies in no file, leave it to the handler before."""
+    """Handle SIGBUS; pass it to the previous handler if no file is mapped at the address."""
     is_sent = ctypes.c_int.from_address(information + _CODE_AT).value <= 0
     try:
         address = 0 if is_sent else ctypes.c_uint64.from_address(information + _ADDRESS_AT).value
@@ -166,20 +167,20 @@ def _on_bus_error(_number: int, information: int, _context: int) -> None:
             fault = _fault_at(mapped, address)
             if _put_zeros(address, mapped):
                 _fault.append(fault)
-                # It waits until this handler has ended.
+                # Python handles the signal after this handler has returned.
                 signal.pthread_kill(threading.get_ident(), _LATER)
                 return
     except Exception as error:
         with suppress(OSError):
             os.write(2, f"the cause of SIGBUS is unknown: {error!r}\n".encode())
-    # The instruction is tried again and ends the process.
+    # The instruction runs again and now kills the process.
     ctypes.CDLL(None).sigaction(signal.SIGBUS, ctypes.byref(_before), None)
     if is_sent:
         os.kill(os.getpid(), signal.SIGBUS)
 
 
 def _put_zeros(address: int, mapped: _Mapped) -> bool:
-    """Put memory with zeros in the place of a mapped file, from an address to its end."""
+    """Map zeros over a mapped file, from an address to the end of the mapping."""
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -191,10 +192,10 @@ def _put_zeros(address: int, mapped: _Mapped) -> bool:
 
 
 def _raise(_number: int, frame: FrameType | None) -> None:
-    """Raise the newest fault in the main thread, a moment after it happened."""
+    """Raise the newest fault in the main thread, just after it happened."""
     while frame is not None:
         if frame.f_code is _on_bus_error.__code__:
-            # Another thread's fault; this thread still handles one of its own.
+            # The fault is another thread's. This thread may still be handling one of its own.
             signal.pthread_kill(threading.get_ident(), _LATER)
             return
         frame = frame.f_back
@@ -207,13 +208,13 @@ def _raise(_number: int, frame: FrameType | None) -> None:
 _HANDLER: Any = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(
     _on_bus_error
 )
-"""Kept, since the kernel calls it as long as the process lives."""
+"""A global, because the kernel may call it as long as the process lives."""
 
 
 def tell_bus_errors() -> None:
-    """Let a bus error of this process raise a DataError or a MachineFault that names the file.
+    """Make a bus error of this process raise a DataError or a MachineFault that names the file.
 
-    Call this in the main thread, after whatever else handles SIGBUS.
+    Call this in the main thread, after any other handler of SIGBUS has been installed.
     """
     if sys.platform != "linux":
         return
@@ -233,8 +234,10 @@ def tell_bus_errors() -> None:
 
 
 def worker_setup() -> Callable[[int], None]:
-    """Return a DataLoader's ``worker_init_fn``: each worker ends with this process, and tells bus
-    errors, which torch takes for a lack of shared memory.
+    """Return a DataLoader's ``worker_init_fn``, for workers that end with this process.
+
+    The workers also report bus errors as errors that name the file; torch would blame shared
+    memory.
     """
     return partial(_set_up_worker, loader_ends_with_parent())
 

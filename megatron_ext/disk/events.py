@@ -1,7 +1,7 @@
-"""The list of a run's faults and rescues: one JSON object a line in ``faults.jsonl``.
+"""The log of a run's faults and recoveries: one JSON object per line in ``faults.jsonl``.
 
-Every process of the run may add a line, also one that watches ranks. Readers are the report of a
-run, `tools/chaos.py`, and people.
+Every process of the run may append a line, including processes that watch ranks. The report of a
+run, `tools/chaos.py` and people read the log.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ REPORT, TIMELINE, PICTURE = "report.txt", "timeline.json", "picture.svg"
 
 
 def append_event(folder: str | Path | None, kind: str, **facts: Any) -> None:
-    """Add a line to the list in the save folder ``folder``; without a folder do nothing.
+    """Append a line to the log in the save folder ``folder``; do nothing if it is None.
 
-    ``facts`` are what is known, such as iteration, rank and generation; those that are None are
-    left out, and a number that is not finite becomes text, as JSON has none. A line is written at
-    once and whole, so that lines of several processes do not mix. A list that cannot be written
-    fails no run.
+    ``facts`` are details such as iteration, rank and generation. Facts that are None are omitted,
+    and numbers that are not finite become text, since JSON has none. Each line is a single write,
+    so lines of several processes do not mix. A failed write does not fail the run.
     """
     if folder is None:
         return
@@ -40,7 +39,7 @@ def append_event(folder: str | Path | None, kind: str, **facts: Any) -> None:
         descriptor = open_descriptor(Path(folder) / EVENTS_FILE, flags)
         try:
             size = os.fstat(descriptor).st_size
-            # A line that a full disk has cut must not spoil this one.
+            # End a line that a full disk has cut short, so that this one stays readable.
             cut = size and os.pread(descriptor, 1, size - 1) != b"\n"
             os.write(descriptor, f"{chr(10) if cut else ''}{line}\n".encode())
         finally:
@@ -53,15 +52,15 @@ def append_event(folder: str | Path | None, kind: str, **facts: Any) -> None:
 
 
 def read_events(folder: str | Path) -> list[dict[str, Any]]:
-    """Return the events of a save folder, oldest first; none if nothing has happened.
+    """Return the events of a save folder, oldest first; an empty list if there are none.
 
-    A line that is not whole, as after a full disk, is left out.
+    An incomplete line, for example after a full disk, is left out.
     """
     return list(rows_of(Path(folder) / EVENTS_FILE, lambda row: isinstance(row.get("kind"), str)))
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that strict JSON can hold."""
+    """Return a value that strict JSON can represent."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""The host folder: files that the processes of one run share on one machine, in memory if possible.
+"""The host folder: files that the processes of a run share on one machine, in memory if possible.
 
-It holds the board of heartbeats, stacks, flight records and memory checkpoints. A launcher that
-forks its ranks makes the folder and removes it. Under torchrun the ranks of a machine meet in the
-folder of their agent, which outlives them, so the folder survives a restart of the workers.
+It holds heartbeats, stacks, flight records and memory checkpoints. A launcher that forks its ranks
+creates and removes the folder. Under torchrun, the ranks of a machine use a folder named after
+their agent. The agent outlives them, so the folder survives a restart of the workers.
 """
 
 from __future__ import annotations
@@ -27,33 +27,34 @@ GENERATION_VARIABLE = "MEGATRON_EXT_GENERATION"
 _PREFIX = f"megatron_ext_{os.getuid()}_"
 _OF_AGENT = "_of_agent"
 _SAVE = "save_folder"
-"""The file that names the save folder of the run."""
+"""Name of the file that stores the path of the run's save folder."""
 SNAPSHOTS = ("snapshots", "non_persistent")
-"""The folders of memory checkpoints within a host folder."""
+"""Subfolders of a host folder that hold memory checkpoints."""
 RESIZE = "resize"
-"""The file that asks the ranks to save and to end, for another number of them."""
+"""Name of the file that asks the ranks to save and exit, so that another number of them can
+start."""
 TAKEN_OVER = "taken_over"
-"""The file that says that the memory checkpoints are those of an earlier run."""
+"""Name of the file that marks the memory checkpoints as those of an earlier run."""
 _SECONDS_FOR_DYING_RANKS = 2.0
 _LEFT = "exit_code_"
 _SECONDS_UNTIL_STALE = 600.0
-"""Age from which a folder that no process holds is removed."""
+"""Age in seconds above which a folder that no process uses is removed."""
 
 
 def host_folder() -> Path | None:
-    """Return the host folder of this run, None if it has none."""
+    """Return the host folder of this run, or None."""
     name = os.environ.get(FOLDER_VARIABLE)
     return Path(name) if name else None
 
 
 def generation() -> int:
-    """Return how often this run has been restarted so far, by its launcher or by torchrun."""
+    """Return how often this run has been restarted, by its launcher or by torchrun."""
     given = os.environ.get(GENERATION_VARIABLE) or os.environ.get("TORCHELASTIC_RESTART_COUNT")
     return int(given or 0)
 
 
 def is_asked_to_resize() -> bool:
-    """Return whether the launcher has asked the ranks to save and to end."""
+    """Return whether the launcher has asked the ranks to save and exit."""
     folder = host_folder()
     return folder is not None and (folder / RESIZE).exists()
 
@@ -64,17 +65,18 @@ def is_under_torchrun() -> bool:
 
 
 def restarts_by_torchrun() -> int:
-    """Return how often torchrun starts ranks that fail again; 0 without torchrun."""
+    """Return how often torchrun restarts ranks that fail; 0 without torchrun."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
 
 
 def ticks_at_start(pid: int) -> int | None:
-    """Return when a process began, in ticks of the kernel's clock; None if the system hides it.
+    """Return the start time of a process in kernel clock ticks; None if the system hides it.
 
-    psutil gives the time of day, which changes with the clock and is exact to a second only.
+    psutil's start time is unsuitable: it shifts when the clock is set, and is exact only to a
+    second.
     """
     try:
-        # The 22nd field; the 2nd, in brackets, may contain spaces.
+        # This is field 22. Field 2, in brackets, may contain spaces.
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         return int(text.rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
@@ -83,13 +85,14 @@ def ticks_at_start(pid: int) -> int | None:
 
 @contextmanager
 def shared_host_folder(save: str | None = None) -> Iterator[Path | None]:
-    """Make or join the host folder of this run, and name it in the environment meanwhile.
+    """Create or join the host folder of this run, and put its path into the environment.
 
-    What killed runs with the same save folder, ``save``, have left in memory is taken over.
+    Memory checkpoints that killed runs with the same save folder, ``save``, have left are taken
+    over.
 
-    A process that torchrun has started joins its agent's folder, and any other makes a new one. The
-    folder is removed at the end, unless it was there before or this is a rank that raises an error.
-    Where no folder can be made, a line says so and the run goes on without one.
+    A process that torchrun has started joins its agent's folder; any other process creates a new
+    one. At the end the folder is removed, unless it existed before or this rank raises an error. If
+    no folder can be created, print a note and continue without one.
     """
     if host_folder() is not None:
         _take_over(host_folder(), save)
@@ -115,23 +118,23 @@ def shared_host_folder(save: str | None = None) -> Iterator[Path | None]:
 
 @contextmanager
 def _sockets_in(folder: Path) -> Iterator[None]:
-    """Let this process and its children keep the sockets of multiprocessing in a folder.
+    """Make this process and its children keep multiprocessing's sockets in ``folder``.
 
-    A data worker hands its tensors over by a socket in a folder in the temporary folder, which it
-    removes at its end. But it is killed when its rank has ended, so that the folder would stay.
+    A data worker sends its tensors through a socket in a temporary folder, which it removes at its
+    end. But a worker whose rank has ended is killed, so that its folder would stay.
     """
     config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     if config.get("tempdir") is not None:
-        yield  # those of a caller
+        yield  # keep the caller's
         return
-    # Where `multiprocessing.util.get_temp_dir` looks, and what a child copies from its parent.
+    # `multiprocessing.util.get_temp_dir` looks here, and children copy it from their parent.
     config["tempdir"] = str(folder)
     before = multiprocessing.active_children()
     try:
         yield
     finally:
         config["tempdir"] = None
-        # One that ended later would look in vain for its socket, and say so.
+        # A worker that ended later would miss its socket and print an error.
         for child in multiprocessing.active_children():
             if child.daemon and child not in before:
                 child.terminate()
@@ -139,17 +142,17 @@ def _sockets_in(folder: Path) -> Iterator[None]:
 
 
 def _name_of_agent(agent: int) -> str:
-    """Return a name for a process that no later process with its id shares.
+    """Return a name for a process that no later process with the same id gets.
 
-    Containers give the same ids again and again, and may share one ``/dev/shm``.
+    Containers reuse process ids often, and may share one ``/dev/shm``.
     """
     return f"{agent}_{ticks_at_start(agent)}{_OF_AGENT}"
 
 
 def leave_host_folder() -> None:
-    """Remove the host folder of a rank that has failed, unless torchrun starts it again.
+    """Remove the host folder of a failed rank, unless torchrun will restart the rank.
 
-    A folder that an agent of `train.torchrun` has made is left to it.
+    A folder that an agent of `train.torchrun` has created is left to that agent.
     """
     folder = host_folder()
     used = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -160,7 +163,7 @@ def leave_host_folder() -> None:
 
 
 def leave_exit_code(code: int) -> None:
-    """Leave the exit code of this rank to its agent, for `exit_codes_left`."""
+    """Store the exit code of this rank for its agent, which reads it by `exit_codes_left`."""
     folder = host_folder()
     if folder is not None:
         with suppress(OSError):
@@ -177,7 +180,7 @@ def exit_codes_left(folder: Path) -> list[int]:
 
 
 def _make(name: str | None, save: str | None) -> tuple[Path | None, int]:
-    """Make or open the folder called ``name``, by default a new one; return it with its lock."""
+    """Create or open the folder ``name`` (by default a new one); return it with its lock."""
     fault: OSError | None = None
     for root in (Path("/dev/shm"), Path(tempfile.gettempdir())):
         try:
@@ -190,7 +193,7 @@ def _make(name: str | None, save: str | None) -> tuple[Path | None, int]:
             lock = open_descriptor(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(lock, fcntl.LOCK_SH)
             _take_over(folder, save)
-            # Only now, since the folder of an agent is old too when its ranks start again.
+            # Not earlier: the agent's folder is old as well when its ranks are restarted.
             _remove_stale(root)
             return folder, lock
         except OSError as error:
@@ -204,8 +207,8 @@ def _make(name: str | None, save: str | None) -> tuple[Path | None, int]:
 def _take_over(folder: Path | None, save: str | None) -> None:
     """Move the snapshots of killed runs with the same save folder here, and remove their folders.
 
-    The newest come first; what is whole among them is for `checkpoint.resume` to find out. The
-    first rank of a machine does this, before the ranks meet.
+    The newest come first. Later, `checkpoint.resume` finds out which of them are whole. The first
+    rank of a machine does this, before the ranks synchronize.
     """
     if folder is None or save is None or os.environ.get("LOCAL_RANK", "0") != "0":
         return
@@ -227,7 +230,7 @@ def _take_over(folder: Path | None, save: str | None) -> None:
 
 
 def _newest_change(folder: Path) -> float:
-    """Return when something in a folder was last made or written."""
+    """Return the time of the newest change of a file or subfolder."""
     times = [0.0]
     with suppress(OSError):
         times += [path.stat().st_mtime for path in folder.rglob("*")]
@@ -236,9 +239,9 @@ def _newest_change(folder: Path) -> float:
 
 @contextmanager
 def _unused(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder that no living process uses; raise an OSError if one does.
+    """Lock a folder that no living process uses; raise an OSError if one does.
 
-    The ranks of a run that was just killed may take a moment to end.
+    The ranks of a run that was just killed may take a moment to exit.
     """
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
     patience = time.monotonic() + _SECONDS_FOR_DYING_RANKS
@@ -257,16 +260,16 @@ def _unused(folder: Path) -> Iterator[None]:
 
 
 def _is_of_living_agent(folder: Path) -> bool:
-    """Return whether a folder is that of an agent of torchrun that lives."""
+    """Return whether a folder belongs to an agent of torchrun that is alive."""
     name = folder.name.removeprefix(_PREFIX)
     owner = name.partition("_")[0]
     return owner.isdecimal() and name == _name_of_agent(int(owner))
 
 
 def _check_private(folder: Path) -> None:
-    """Raise an OSError unless only this user may open the folder, whose name others know.
+    """Raise an OSError unless only this user can open the folder, whose name others can guess.
 
-    What is read from it is unpickled.
+    The check matters because files in it are unpickled.
     """
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
@@ -274,9 +277,9 @@ def _check_private(folder: Path) -> None:
 
 
 def _remove_stale(root: Path) -> None:
-    """Remove folders of earlier runs that were killed: they are old, and no process holds them.
+    """Remove folders of killed runs, which are old and used by no process.
 
-    An agent of torchrun that lives may be about to start its ranks again.
+    The folder of a living torchrun agent stays: the agent may be about to restart its ranks.
     """
     for folder in root.glob(f"{_PREFIX}*"):
         if _is_of_living_agent(folder):

@@ -1,9 +1,9 @@
-"""Reads JSON, YAML and lines of files that may come from strangers, within bounds.
+"""Reads untrusted JSON, YAML and lines of text, within limits.
 
-A file is read only if it is a regular file of a bounded size, so that a pipe or a device in its
-place cannot make a program wait for ever. Its content may be nested `MAX_DEPTH` deep and may hold
-no integer of more than 128 bits. Whatever is wrong with it ends in an `UnreadableFile`, which
-names the file: no error of a parser leaves this module.
+Only regular files of limited size are read, so that a pipe or a device in place of a file cannot
+block a program for ever. Content may be nested at most `MAX_DEPTH` deep, and integers may have at
+most 128 bits. Every fault becomes an `UnreadableFile` that names the file: no error of a parser
+leaves this module.
 """
 
 from __future__ import annotations
@@ -23,22 +23,24 @@ import yaml
 from megatron_ext.errors import DataError
 
 MAX_BYTES = 256 << 20
-"""The largest JSON file that is read; a large vocabulary of words has 30 MiB."""
+"""Size limit of a JSON file; a large vocabulary of words has 30 MiB."""
 MAX_YAML_BYTES = 4 << 20
 MAX_LINES_BYTES = 4 << 30
-"""The largest file of lines, of which a million steps write a quarter."""
+"""Size limit of a file of lines; a million steps write a quarter of it."""
 MAX_LINE_BYTES = 16 << 20
 MAX_DEPTH = 64
-"""The deepest nesting; configurations of models are nested 5 deep, and JSON schemas 20."""
+"""Limit of nesting; configurations of models are nested 5 deep, and JSON schemas 20."""
 MAX_JSON_VALUES = 5_000_000
-"""The most values in a JSON file; a large vocabulary with its rules has 2 million."""
+"""Limit of values in a JSON file; a large vocabulary with its rules has 2 million."""
 MAX_NODES = 2_000_000
-"""The most values in a YAML file, where each use of an alias counts as the values it stands for."""
+"""Limit of values in a YAML file. Each use of an alias counts as all the values that it stands
+for."""
 _MAX_DIGITS = 1_000
 _MAX_INTEGER = 1 << 128
-"""Above 1e30, which transformers writes as the length of a model that has none."""
+"""Limit of integers. It is above 1e30, which transformers writes for a model without a maximum
+length."""
 _MAX_KEY = 1 << 63
-"""Many larger integers have the same hash, so that a mapping compares each with each."""
+"""Limit of integer keys. Many larger integers could share a hash, which makes a mapping slow."""
 _PLAIN_TAGS = ("map", "seq", "str", "int", "float", "bool", "null")
 _PIPES_OF_SHELLS = ("/dev/fd", "/proc/self/fd")
 
@@ -46,11 +48,11 @@ StrPath = str | os.PathLike[str]
 
 
 class UnreadableFile(DataError):
-    """A file that cannot be read, or whose content breaks the rules of this module.
+    """A file cannot be read, or its content breaks the limits of this module.
 
     Attributes:
         reason: a clause that says what is wrong.
-        missing: whether there is no such file.
+        missing: whether the file does not exist.
     """
 
     def __init__(self, path: StrPath, reason: str, *, missing: bool = False) -> None:
@@ -61,12 +63,12 @@ class UnreadableFile(DataError):
 
 
 def open_regular(path: StrPath) -> BinaryIO:
-    """Open a regular file for reading in binary; never wait for the writer of a pipe.
+    """Open a regular file for reading in binary, without ever waiting for the writer of a pipe.
 
-    A pipe that a shell has made for a command, as in ``--config <(command)``, is read too.
+    The exception is a pipe that a shell has made for a command, as in ``--config <(command)``.
 
     Raises:
-        UnreadableFile: there is no file, it may not be read, or it is not regular.
+        UnreadableFile: the file does not exist, may not be read, or is not regular.
     """
     name = os.fspath(path)
     given_by_shell = os.path.dirname(name) in _PIPES_OF_SHELLS or name == "/dev/stdin"
@@ -89,11 +91,11 @@ def read_bytes(path: StrPath, limit: int = MAX_BYTES) -> bytes:
     """Return the content of a regular file of at most ``limit`` bytes.
 
     Raises:
-        UnreadableFile: it cannot be read, or it is larger.
+        UnreadableFile: the file cannot be read or is larger.
     """
     with open_regular(path) as file:
         try:
-            # Asked first, so that a sparse file of a terabyte costs nothing.
+            # The size is checked first, so that a sparse file of a terabyte costs nothing.
             content = b"" if os.fstat(file.fileno()).st_size > limit else file.read(limit + 1)
             size = max(len(content), os.fstat(file.fileno()).st_size)
         except OSError as error:
@@ -104,7 +106,7 @@ def read_bytes(path: StrPath, limit: int = MAX_BYTES) -> bytes:
 
 
 def read_text(path: StrPath, limit: int = MAX_BYTES) -> str:
-    """Return the text of a regular file in UTF-8, without a byte-order mark; see `read_bytes`."""
+    """Return the text of a regular UTF-8 file without its byte-order mark; see `read_bytes`."""
     return _decoded(read_bytes(path, limit), path)
 
 
@@ -116,10 +118,10 @@ def _decoded(content: bytes, path: StrPath) -> str:
 
 
 def read_json(path: StrPath, *, not_finite: bool = False, limit: int = MAX_BYTES) -> Any:
-    """Read a JSON file; ``not_finite`` allows NaN and infinities, which JSON itself has not.
+    """Read a JSON file; with ``not_finite`` accept NaN and Infinity, which strict JSON lacks.
 
     Raises:
-        UnreadableFile: the file or its content breaks a rule of this module.
+        UnreadableFile: the file or its content breaks the limits of this module.
     """
     return parse_json(read_bytes(path, limit), path, not_finite=not_finite)
 
@@ -133,15 +135,15 @@ def read_json_object(path: StrPath, *, not_finite: bool = False) -> dict[str, An
 
 
 def parse_json(text: str | bytes, source: StrPath, *, not_finite: bool = False) -> Any:
-    """Parse JSON text; ``source`` is the file or the flag that it comes from.
+    """Parse JSON text; ``source`` names its file or flag in errors.
 
     Raises:
-        UnreadableFile: the text is not JSON, names a key twice, or breaks a rule of this module.
+        UnreadableFile: the text is not JSON, repeats a key, or breaks the limits of this module.
     """
     if isinstance(text, bytes):
         text = _decoded(text, source)
     constant = None if not_finite else _refuse_constant
-    # Punctuation within texts counts too: a bound, not a count.
+    # Punctuation inside strings is counted too, so this is only an upper bound.
     if sum(map(text.count, "[{,")) > MAX_JSON_VALUES:
         raise UnreadableFile(source, f"it has more than {MAX_JSON_VALUES:,} values")
     try:
@@ -187,7 +189,7 @@ def _values(content: Any) -> Iterator[tuple[Any, int]]:
 
 
 def _check_values(content: Any) -> None:
-    """Raise a ValueError or RecursionError for a value that breaks a rule of this module."""
+    """Raise a ValueError or RecursionError for a value that breaks the limits of this module."""
     for value, depth in _values(content):
         if depth > MAX_DEPTH:
             raise RecursionError
@@ -213,14 +215,14 @@ def _check_finite(content: Any) -> None:
 
 
 def kind_of(value: Any) -> str:
-    """Return what a value is called in JSON and YAML, with its article."""
+    """Return the JSON and YAML name of a value's type, with its article."""
     kinds: dict[type, str] = {dict: "an object", list: "a list", str: "a text", bool: "a boolean"}
     kinds |= {int: "a number", float: "a number", type(None): "nothing"}
     return kinds.get(type(value), f"a value of type {type(value).__name__}")
 
 
 def shortened(value: Any, length: int = 60) -> str:
-    """Return the ``repr`` of a value of a stranger's file for a message, cut to a length."""
+    """Return the ``repr`` of an untrusted value, truncated to ``length`` characters."""
     shown = repr(value[: 2 * length] if isinstance(value, str | bytes) else value)
     return shown if len(shown) <= length else f"{shown[: length - 3]}..."
 
@@ -231,14 +233,14 @@ def read_yaml(path: StrPath) -> Any:
 
 
 def parse_yaml(text: str, source: StrPath) -> Any:
-    """Parse YAML of plain values; ``source`` is the file or the flag that it comes from.
+    """Parse YAML of plain values; ``source`` names its file or flag in errors.
 
-    libyaml's loader recurses without a limit, and a few aliases of aliases stand for billions of
-    values. So the events of its parser, which does not recurse, are counted before anything is
+    libyaml's loader recurses without limit, and a few nested aliases can stand for billions of
+    values. Its parser does not recurse, so the parser's events are counted before anything is
     built.
 
     Raises:
-        UnreadableFile: the text is not YAML, or breaks a rule of this module.
+        UnreadableFile: the text is not YAML, or breaks the limits of this module.
     """
     if len(text) > MAX_YAML_BYTES:
         raise UnreadableFile(source, f"it is larger than {MAX_YAML_BYTES:,} bytes")
@@ -256,7 +258,7 @@ def parse_yaml(text: str, source: StrPath) -> Any:
         raise UnreadableFile(source, f"it is no valid YAML{place}: {problem}") from None
     except yaml.YAMLError as error:
         raise UnreadableFile(source, f"it is no valid YAML: {_one_line(error)}") from None
-    # What PyYAML's constructors raise for a value that is not as its tag says.
+    # PyYAML's constructors raise these errors for a value that does not match its tag.
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
         raise UnreadableFile(source, f"it is no valid YAML: {_one_line(error)}") from None
     return content
@@ -268,8 +270,8 @@ def _one_line(error: Exception) -> str:
 
 @lru_cache(1)
 def _loader() -> type:
-    """Return the loader of plain values, which refuses a key that stands twice in a mapping."""
-    # The C parser takes a tenth of the time, where it was built.
+    """Return a loader of plain values that refuses repeated keys in a mapping."""
+    # The C parser is ten times as fast, but not always built.
     base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
     class Loader(base):  # type: ignore[misc]
@@ -283,7 +285,8 @@ def _loader() -> type:
             for key, _ in node.value:
                 if not isinstance(key, yaml.ScalarNode) or key.tag.endswith(":merge"):
                     continue
-                # 0x1 is 1, and Python takes 1 and 1.0 and true for the same key.
+                # Compare values, not texts: 0x1 is 1, and Python treats 1, 1.0 and true as the same
+                # key.
                 value = self.construct_object(key)
                 if isinstance(value, int) and not -_MAX_KEY < value < _MAX_KEY:
                     raise _refused(key, "it has an integer of more than 64 bits as a key")
@@ -292,7 +295,7 @@ def _loader() -> type:
                 seen.add(value)
 
         def flatten_mapping(self, node: yaml.MappingNode) -> None:
-            # Before the keys of `<<` are put in, which the mapping's own may replace.
+            # Check before the keys of `<<` are merged in: the mapping's own keys may replace those.
             self._refuse_twice(node)
             super().flatten_mapping(node)
 
@@ -301,7 +304,7 @@ def _loader() -> type:
         for tag, make in base.yaml_constructors.items()
         if tag is None or tag.rpartition(":")[2] in _PLAIN_TAGS
     }
-    # A date without quotes is a text, as it is in JSON.
+    # A date without quotes stays a string, as in JSON.
     Loader.yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
         for first, resolvers in base.yaml_implicit_resolvers.items()
@@ -314,7 +317,7 @@ def _refused(node: yaml.Node, problem: str) -> yaml.constructor.ConstructorError
 
 
 def _check_events(text: str) -> None:
-    """Raise a ValueError or RecursionError if YAML is too deep, too long or refers to itself."""
+    """Raise a ValueError or RecursionError if YAML is too deep, too long or contains itself."""
     base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     total = 0
     sizes = dict[str, tuple[int, int]]()
@@ -356,8 +359,8 @@ def _check_events(text: str) -> None:
 
 
 def _check_scalar(event: yaml.ScalarEvent) -> None:
-    """Raise a ValueError for a number of many digits, which takes time of the square of them."""
-    # A quoted text is no number unless a tag says so.
+    """Raise a ValueError for a number with many digits, which Python parses in quadratic time."""
+    # A quoted scalar is a number only if it has a tag.
     is_text = not event.implicit[0] and event.tag in (None, "!", "tag:yaml.org,2002:str")
     if len(event.value) > _MAX_DIGITS and not is_text:
         if event.value.lstrip("+-")[:1].isdigit() or event.tag is not None:
@@ -367,12 +370,12 @@ def _check_scalar(event: yaml.ScalarEvent) -> None:
 def lines_of(
     path: StrPath, *, line_bytes: int = MAX_LINE_BYTES, limit: int = MAX_LINES_BYTES
 ) -> Iterator[bytes | None]:
-    """Yield the lines of a regular file with their ends; None for a line that is too long.
+    """Yield the lines of a regular file with their line ends; None for a line that is too long.
 
-    Memory holds one line.
+    Only one line is in memory at a time.
 
     Raises:
-        UnreadableFile: it cannot be read, or is larger than ``limit``.
+        UnreadableFile: the file cannot be read, or is larger than ``limit``.
     """
     with open_regular(path) as file:
         try:
@@ -390,7 +393,7 @@ def lines_of(
 
 
 def row_of(line: bytes | None) -> dict[str, Any] | None:
-    """Return the JSON object of a line; None if it holds none that keeps to the rules."""
+    """Return the JSON object of a line; None if the line is no object or breaks the limits."""
     if line is None:
         return None
     row: Any = None
@@ -407,7 +410,7 @@ def row_of(line: bytes | None) -> dict[str, Any] | None:
 
 
 def rows_of(path: StrPath, is_row: Callable[[dict[str, Any]], bool]) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a file of lines for which ``is_row`` holds; nothing without a file.
+    """Yield the JSON objects in a file of lines that satisfy ``is_row``; none without a file.
 
     Other lines are left out.
 
@@ -423,5 +426,5 @@ def rows_of(path: StrPath, is_row: Callable[[dict[str, Any]], bool]) -> Iterator
 
 
 def is_count(value: object) -> bool:
-    """Return whether a value of a file is an integer from 0 to 2**53, as counters are."""
+    """Return whether a value is an integer from 0 to 2**53, as counters are."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 1 << 53

@@ -1,9 +1,9 @@
-"""Writes files into folders that existed before, such as a save folder that a stranger has made.
+"""Writes files into existing folders, such as a save folder that another user has made.
 
-A link at the name of a file is never followed: a file that is written whole takes the place of
-the link, and a file that is appended to must be regular. A pipe or a device is treated likewise,
-so that no write waits for a reader. Folders that a user names may themselves be links; only what
-lies in them is checked.
+A link at the name of a file is never followed. A file that is written whole replaces the link; a
+file that is appended to must be regular. The same holds for pipes and devices, so that no write
+waits for a reader. Folders named by the user may be links themselves; only their content is
+checked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ACCESS = os.O_RDONLY | os.O_WRONLY | os.O_RDWR
 
 
 class NotRegular(OSError):
-    """A link, pipe or device in the place of a file that would be written."""
+    """A link, pipe or device is at the path of a file to be written."""
 
     def __init__(self, path: StrPath, kind: str) -> None:
         reason = f"{os.fspath(path)} is {kind}, which is not written to; remove it"
@@ -38,14 +38,14 @@ def open_descriptor(path: StrPath, flags: int, permissions: int = 0o666) -> int:
     """Open a regular file like ``os.open``, without following a link at its name.
 
     Raises:
-        NotRegular: a link, pipe, device or file of several names stands there.
-        OSError: it cannot be opened.
+        NotRegular: there is a link, pipe or device at the path, or a file with several names.
+        OSError: the file cannot be opened.
     """
-    # A descriptor of a process, such as shared memory without a name, only looks like a link.
+    # An open descriptor of a process, such as nameless shared memory, only looks like a link.
     is_open_already = _DESCRIPTOR.fullmatch(os.fspath(path)) is not None
     safe = (0 if is_open_already else os.O_NOFOLLOW) | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        # Nothing may be cut before it is known to be a regular file.
+        # The file must not be truncated before it is known to be regular.
         descriptor = os.open(path, (flags & ~os.O_TRUNC) | safe, permissions)
     except OSError as error:
         if error.errno == errno.ELOOP or os.path.islink(path):
@@ -77,7 +77,7 @@ def open_new(path: StrPath, mode: Literal["wb"], **options: Any) -> BinaryIO: ..
 
 
 def open_new(path: StrPath, mode: str = "w", **options: Any) -> IO[Any]:
-    """Open an empty new file like ``open``, in the place of whatever file or link has its name."""
+    """Open an empty new file like ``open``, replacing any file or link with its name."""
     descriptor = open_descriptor(cleared(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     return _as_file(descriptor, mode, options)
 
@@ -93,7 +93,7 @@ def open_to_append(path: StrPath, mode: Literal["ab"], **options: Any) -> Binary
 def open_to_append(path: StrPath, mode: str = "a", **options: Any) -> IO[Any]:
     """Open a file like ``open`` with mode ``a`` or ``ab``; see `open_descriptor` for its errors.
 
-    A file that has other names too is first replaced by a copy, which has none.
+    A file with several names (hard links) is first replaced by a copy.
     """
     with suppress(FileNotFoundError):
         about = os.lstat(path)
@@ -128,16 +128,16 @@ def write_bytes(path: StrPath, content: bytes) -> None:
 
 
 def cleared(path: StrPath) -> Path:
-    """Remove the file or link that has a name, if any, so that a library can write there."""
+    """Remove any file or link at a path, so that a library can write there; return the path."""
     with suppress(FileNotFoundError):
         os.unlink(path)
     return Path(path)
 
 
 def remove(path: StrPath) -> None:
-    """Remove a file, a link or a whole folder; a link's target stays, and nothing is no error."""
+    """Remove a file, a link (not its target) or a whole folder; do nothing if there is none."""
     while os.path.lexists(path):
-        # Another process may be removing the same folder, and be faster with one of its files.
+        # Another process may be removing the same folder, and may remove some files first.
         with suppress(FileNotFoundError):
             if stat.S_ISDIR(os.lstat(path).st_mode):
                 shutil.rmtree(path)
@@ -146,9 +146,9 @@ def remove(path: StrPath) -> None:
 
 
 def own_folder(path: StrPath, permissions: int = 0o777) -> Path:
-    """Make a folder inside of a folder that exists, unless it is there; return its path.
+    """Create a folder inside an existing folder, unless it is there; return its path.
 
-    A link or a pipe at its name is replaced.
+    A link or a pipe with its name is replaced.
 
     Raises:
         FileExistsError: a file has its name.
@@ -162,28 +162,28 @@ def own_folder(path: StrPath, permissions: int = 0o777) -> Path:
     try:
         os.mkdir(path, permissions)
     except FileExistsError:
-        # Another process may have made it meanwhile.
+        # Another process may have created it meanwhile.
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             raise
     return Path(path)
 
 
 def is_regular(path: StrPath) -> bool:
-    """Return whether a regular file, and no link to one, has a name."""
+    """Return whether the path is a regular file and not a link."""
     with suppress(OSError):
         return stat.S_ISREG(os.lstat(path).st_mode)
     return False
 
 
 def lock_path(path: StrPath) -> str:
-    """Return the path of a lock file, where filelock would empty the target of a link.
+    """Return the path of a lock file that is safe for filelock, which would empty a link's target.
 
-    A link or pipe at this name is removed, and so is a name of a file that has others, as in a
-    folder copied by ``cp -al``.
+    A link or pipe at the path is removed. So is a name of a file with several names, as in a folder
+    copied by ``cp -al``.
 
     Raises:
-        BlockingIOError: a run holds the lock, whose file got its other names since; without its
-            name a second run would not see the first one.
+        BlockingIOError: a run holds the lock of a file that got several names. If this name were
+            removed, a second run would not notice the first one.
     """
     if os.path.lexists(path):
         if not is_regular(path):
@@ -197,7 +197,7 @@ def lock_path(path: StrPath) -> str:
 
 
 def _is_locked(path: StrPath) -> bool:
-    """Return whether another process has locked a file, by a lock of either kind."""
+    """Return whether another process has locked a file, by flock or by fcntl."""
     descriptor = open_descriptor(path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -212,9 +212,9 @@ def _is_locked(path: StrPath) -> bool:
 
 
 def why_not_writable(folder: Path) -> str | None:
-    """Return why a folder, which need not exist yet, cannot be written to; None if it can.
+    """Return why files cannot be written to a folder, which may not exist yet; None if they can.
 
-    A temporary file is written, since permissions do not reveal a read-only mount or a full disk.
+    This writes a temporary file, since permissions do not reveal a read-only mount or a full disk.
     """
     nearest = folder.absolute()
     while not nearest.exists() and nearest != nearest.parent:
@@ -230,7 +230,7 @@ def why_not_writable(folder: Path) -> str | None:
 
 
 def write_error(flag: str, given: str, *, is_file: bool = False) -> str | None:
-    """Return a sentence if the folder or file that a flag gives cannot be written; else None."""
+    """Return a sentence if the folder or file given by a flag cannot be written, else None."""
     reason = why_not_writable(Path(given).parent if is_file else Path(given))
     if reason is None:
         return None

@@ -1,7 +1,7 @@
-"""Trains with several releases of megatron-core, each in an environment that holds it.
+"""Trains with several releases of megatron-core, each in its own environment.
 
-A process of the environment's Python records all layouts, and says on its standard output when each
-is complete. The process that started it reads the recordings and compares them.
+A process of the environment's Python records all layouts, and prints each complete one. The process
+that started it reads the recordings and compares them.
 """
 
 from __future__ import annotations
@@ -69,11 +69,12 @@ def find_environments(root: Path) -> Iterator[Environment]:
 def choose_environments(names: str, root: Path) -> list[Environment]:
     """Return an environment for each of the comma-separated releases, such as ``0.16.1,0.19``.
 
-    A release without its last number is any that begins so. ``root`` holds environments, and
-    ``constraints.txt`` with the releases that they are made of.
+    A release without its last number matches any that begins with it. ``root`` holds the
+    environments, and ``constraints.txt`` with their pinned releases.
 
     Raises:
-        ConfigError: no environment has a release, two names mean one release, or none is named.
+        ConfigError: no environment has a named release, two names mean the same release, or there
+            are no names.
     """
     environments = list(find_environments(root))
     chosen = list[Environment]()
@@ -95,7 +96,7 @@ def choose_environments(names: str, root: Path) -> list[Environment]:
 
 
 def _missing(name: str, environments: Sequence[Environment], root: Path) -> str:
-    """Return the sentence that tells how to make an environment with the release ``name``."""
+    """Return a sentence that says how to make an environment with the release ``name``."""
     here = ", ".join(dict.fromkeys(f"{e.core} in {e.python}" for e in environments))
     constraints = (root / "constraints.txt").read_text(encoding="utf-8")
     pins = list(dict.fromkeys(re.findall(r"^megatron-core==([\w.]+)", constraints, re.MULTILINE)))
@@ -119,8 +120,8 @@ def record_on(
 ) -> Iterator[Recording]:
     """Train in each layout in a process of ``environment``, and yield each complete recording.
 
-    The process runs ``script``, which calls `serve`. A layout that it does not reach is yielded
-    with a ``failure``. Closing the iterator ends the process.
+    The process runs ``script``, which calls `serve`. A layout that the process does not reach
+    yields a recording with a ``failure``. Closing the iterator ends the process.
     """
     command = [str(environment.python), str(script), "--record-into", str(folder)]
     command += ["--steps", str(steps)]
@@ -154,9 +155,10 @@ def serve(
     folder: Path,
     device: Device,
 ) -> None:
-    """Record each layout in a folder below ``folder``, for the `record_on` of the parent process.
+    """Record each layout in a subfolder of ``folder``, for `record_on` in the parent process.
 
-    Standard output carries the names of complete folders; what a run prints there goes to stderr.
+    Standard output is reserved for the names of complete folders; the runs' own output goes to
+    stderr.
     """
     end_with_parent(os.getppid())
     with os.fdopen(os.dup(1), "w") as complete:
@@ -164,7 +166,7 @@ def serve(
         for index, layout in enumerate(layouts):
             recording = record(program, words, layout, steps, folder / str(index), device)
             stored = {name: getattr(recording, name) for name in _STORED}
-            # What the runs imported, not what the metadata say.
+            # The release that the runs have imported, which the metadata may not show.
             stored["core"] = megatron.core.__version__.partition("+")[0]
             write_text(recording.folder / _FILE, json.dumps(stored))
             print(index, file=complete, flush=True)

@@ -1,6 +1,7 @@
 """Short names of parallel layouts, such as ``tp2sp``, ``pp2vpp2`` or ``pp4zbh1``.
 
-Tells which of them draw the same random numbers, and so can be compared where dropout is on.
+This module also decides which layouts draw the same random numbers; only those can be compared if
+dropout is on.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def split_layouts(text: str) -> list[NamedLayout]:
 def parse_layout(name: str) -> NamedLayout:
     """Parse a layout's name, such as ``tp2sp``, which may end with more flags in brackets.
 
-    Experts share the ranks of the other dimensions, so ``ep2`` alone takes two data-parallel ranks.
+    Expert parallelism reuses the ranks of other dimensions, so ``ep2`` alone means two
+    data-parallel ranks.
     """
     position = 0
     sizes = dict.fromkeys(SIZES, 1)
@@ -90,12 +92,13 @@ def refuse_random_draws(
     steps: int,
     device: Device,
 ) -> None:
-    """Check that no layout draws other random numbers in its forward passes than ``truth`` does.
+    """Check that all layouts draw the same random numbers in their forward passes as ``truth``.
 
-    A layout that cannot be parsed is left to `record`, which tells why.
+    A layout that cannot be parsed is skipped; `record` reports it.
 
     Raises:
-        ConfigError: dropout or noise depends on the layout; the sentence names flags and layout.
+        ConfigError: dropout or noise depends on the layout; the message names the flags and the
+            layout.
     """
     reference, *others = (
         _config(program, flags_of_run(words, layout, steps), device) for layout in (truth, *layouts)
@@ -131,15 +134,15 @@ def _config(program: Task | TaskChoice, flags: Sequence[str], device: Device) ->
 
 
 def _places(config: RunConfig) -> tuple[object, ...]:
-    """Return what decides which generator draws for which element, in which order."""
-    # A stage runs its forward passes in the same order in all schedules of the same chunks.
+    """Return the facts that decide which random generator draws which elements, and when."""
+    # For the same chunks, a stage runs its forward passes in the same order in all schedules.
     schedule = "zb-v" if config.parallel.pipeline_schedule == "zb-v" else None
     grid = dataclasses.replace(config.parallel, pipeline_schedule=schedule)
     return grid, config.training.micro_batch_size
 
 
 def _drawn(config: RunConfig) -> dict[str, float]:
-    """Return the probabilities, by flag, with which the forward passes draw on each rank alone."""
+    """Return, by flag, the probabilities that the forward passes draw separately on each rank."""
     drawn = {
         "--hidden-dropout": config.model.hidden_dropout,
         "--attention-dropout": config.model.attention_dropout,

@@ -32,7 +32,7 @@ from megatron_ext.train.task import Task, TaskChoice, check_own_flags
 
 
 class GradientRecorder:
-    """Writes the gradients of each step; of equal copies on several ranks, only one is written."""
+    """Writes the gradients of each step; of equal copies on several ranks, it writes only one."""
 
     def __init__(self, folder: Path, run: Run) -> None:
         self.folder = folder
@@ -50,7 +50,7 @@ class GradientRecorder:
 
 
 def read_gradients(folder: Path, step: int) -> dict[str, Tensor]:
-    """Return the full gradients of one step by parameter name, joined from all ranks' shards."""
+    """Return the full gradients of a step by parameter name, joined from all ranks' shards."""
     full: dict[str, Tensor] = {}
     for path in sorted(folder.glob(f"gradients_{step:04d}_*.pt")):
         for name, shape, offset, part in torch.load(path, weights_only=True):
@@ -68,7 +68,7 @@ class Recording:
         folder: folder with the gradients of each step.
         rows: one for each step, with ``grad_norm`` and every loss by name.
         failure: why the run failed; None if it succeeded.
-        core: the release of megatron-core, where several are compared.
+        core: the release of megatron-core, if several are compared.
     """
 
     layout: NamedLayout
@@ -80,7 +80,7 @@ class Recording:
 
     @property
     def label(self) -> str:
-        """Return the layout's name, after the core's where there is one."""
+        """Return the layout's name, after the release of megatron-core if there are several."""
         return f"{self.core} {self.layout.name}".strip()
 
 
@@ -130,7 +130,7 @@ NOT_COMPARED = frozenset(
 
 @dataclass(frozen=True)
 class Tolerances:
-    """The largest relative differences that pass: ``loss`` is for losses and gradient norms."""
+    """The largest relative differences that pass; ``loss`` also applies to gradient norms."""
 
     loss: float = 1e-6
     gradient: float = 1e-5
@@ -148,7 +148,8 @@ class Parity:
     """The result of comparing one layout with the reference.
 
     Attributes:
-        loss, grad_norm, gradient: the largest difference of each kind, None where none was seen.
+        loss, grad_norm, gradient: the largest difference of each kind; None if the kind was not
+            compared.
         first: the worst value of the first step that is out of tolerance.
         problem: why the layout could not be compared.
     """
@@ -230,7 +231,7 @@ def _worst(differences: Sequence[Difference]) -> Difference | None:
 
 
 def table(results: Sequence[Parity], truth: Recording, tolerances: Tolerances) -> Table:
-    """Return a table with a row for each result; with a column of cores if ``truth`` has one."""
+    """Return a table with a row for each result, and a column of releases if ``truth`` has one."""
     columns = ("layout", "ranks", "loss", "grad norm", "gradient", "of", "", "first divergence")
     core = f" on megatron-core {truth.core}" if truth.core else ""
     title = (

@@ -32,9 +32,9 @@ def _values(
     token_weights: Tensor,
     gradients: Gradients,
 ) -> list[Tensor]:
-    """Return losses and extra values, each ``[s * b]``, and store their gradients in ``gradients``.
+    """Return losses and extra values, each ``[s * b]``; store their gradients in ``gradients``.
 
-    All values are 0 where the weight of the token is 0.
+    All values are 0 for tokens of weight 0.
     """
     count = len(tokens)
     rows = head.rows(count)
@@ -111,12 +111,12 @@ def blockwise_loss(
         loss: maps hidden states ``[C, h]``, the head and the inputs of a block to losses ``[C]``,
             or to losses and a dictionary of extra values ``[C]`` by name. It is called once for
             each block, with autograd enabled if a gradient is needed. The gradients of the hidden
-            states are summed over the tensor-parallel ranks. A term that does not go through the
-            head's methods must therefore be divided by the number of these ranks.
+            states are summed over the tensor-parallel ranks. So a term that does not use the head's
+            methods must be divided by the number of these ranks.
         hidden: ``[s, b, h]``, or ``[s/tp, b, h]`` under sequence parallelism.
         weight: this rank's part of the head, ``[v/tp, h]``.
         weights: weights of the tokens, ``[b, s]``.
-        inputs: by name, tensors ``[b, s, ...]`` that are cut into ``[C, ...]``, or scalars.
+        inputs: scalars, or tensors ``[b, s, ...]`` that are cut into ``[C, ...]``, by name.
         tp_group: ranks over which the head is split; None means that this rank holds all of it.
         block_size: C; None chooses an eighth of the tokens, at most 1024.
         bias: this rank's part of the head's bias, ``[v/tp]``.
@@ -129,8 +129,8 @@ def blockwise_loss(
         extra: the extra values by name, each ``[b, s]`` like the losses.
 
     Raises:
-        ConfigError: the loss returns wrong shapes or names, or options or types do not fit.
-        DataError: weights or inputs whose shape does not fit.
+        ConfigError: the loss returns wrong shapes or names, or an option or dtype does not fit.
+        DataError: the shape of the weights or of an input does not fit.
     """
     head = Head(block_size, tp_group, sequence_parallel, softcap=softcap)
     head.check(hidden, weight, weights, bias)

@@ -1,8 +1,8 @@
-"""The loss contract: a loss returns ``(sum, count, report)`` and leaves division to the step.
+"""The loss contract: a loss returns ``(sum, count, report)`` and leaves the division to the step.
 
-megatron-core's schedules also accept two values or a fractional count, and then crash or
-silently compute wrong gradients. `call_loss` refuses both.
-`weighted_token_loss` makes a loss that obeys the contract from per-token losses.
+megatron-core's schedules also accept two values or a fractional count, but then crash or silently
+compute wrong gradients. `call_loss` refuses both. `weighted_token_loss` turns per-token losses into
+a loss that obeys the contract.
 """
 
 import functools
@@ -19,7 +19,7 @@ from megatron_ext.layers.auxiliary_loss import MTPTargets
 
 Report = Mapping[str, Tensor]
 LossFunction = Callable[..., tuple[Tensor, Tensor, Report]]
-"""Takes the output of the last stage, and ``non_loss_data=True`` if the task collects such data."""
+"""Takes the last stage's output, and ``non_loss_data=True`` if the task collects such data."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class StepCounts:
     """Counts of a step's targets over all micro-batches, data- and context-parallel ranks.
 
     Attributes:
-        main: number N of the main loss's targets, by which the step divides its gradients; scalar.
-        weight: sum of these targets' weights, scalar float32; equal to N if all weights are 0 or 1.
-        mtp: sum of the weights of each of K multi-token-prediction depths, ``[K]`` float32.
+        main: scalar, number N of the main loss's targets. The step divides its gradients by N.
+        weight: scalar float32, sum of these targets' weights; equal to N if all weights are 0 or 1.
+        mtp: ``[K]`` float32, sum of the weights of each of K multi-token-prediction depths.
         num_microbatches: micro-batches of the step on each data-parallel rank.
     """
 
@@ -45,7 +45,7 @@ def pair(total: Tensor, count: Tensor) -> Tensor:
 
 
 def call_loss(loss: LossFunction, output: Tensor, *, non_loss_data: bool = False) -> Any:
-    """Return sum, count and report of a loss, or with ``non_loss_data`` the data it collects.
+    """Return sum, count and report of a loss, or the data collected with ``non_loss_data``.
 
     Raises:
         ConfigError: the loss breaks the contract; the error names it.
@@ -76,12 +76,12 @@ def call_loss(loss: LossFunction, output: Tensor, *, non_loss_data: bool = False
 
 
 def checked(loss: LossFunction) -> LossFunction:
-    """Return a loss function for megatron-core, which calls ``loss`` by `call_loss`."""
+    """Wrap a loss function for megatron-core, so that it is called through `call_loss`."""
     return functools.partial(call_loss, loss)
 
 
 def non_loss_data_of(loss: LossFunction, output: Tensor) -> Any:
-    """Return ``loss(output, non_loss_data=True)``; raise a ConfigError without such an argument."""
+    """Return ``loss(output, non_loss_data=True)``; raise a ConfigError if it lacks the argument."""
     parameters = inspect.signature(loss).parameters.values()
     if not any(p.name == "non_loss_data" or p.kind is p.VAR_KEYWORD for p in parameters):
         raise ConfigError(
@@ -92,7 +92,7 @@ def non_loss_data_of(loss: LossFunction, output: Tensor) -> Any:
 
 
 def _name(loss: LossFunction) -> str:
-    """Return the name of a loss for an error; a partial has the name of its function.
+    """Return the name of a loss for an error message; for a partial, its function's name.
 
     The repr of a partial would print its tensors, which waits for the GPU.
     """
@@ -108,7 +108,7 @@ def share_of_step(
     per_token: bool,
     usual_weight: Tensor | None = None,
 ) -> Tensor | float:
-    """Return a factor for a micro-batch's weighted sum, to make the loss a weighted mean.
+    """Return a factor for a micro-batch's weighted sum that makes the loss a weighted mean.
 
     The step divides its gradients by its number of targets N. Let D be the sum of the token weights
     in the step. The factor is then N / D, which is 1 if all weights are 0 or 1. Without
@@ -138,9 +138,9 @@ def weighted_token_loss(
 ) -> tuple[Tensor, Tensor, Report]:
     """Return the weighted sum of per-token losses, the number of targets, and what to log.
 
-    Losses and weights are ``[b, s]``; a weight is 0 where there is no target. ``share`` is a factor
-    on the sum only (`share_of_step`). The losses that the forward pass stored in ``mtp_targets``
-    are logged too.
+    Losses and weights are ``[b, s]``; a weight is 0 where there is no target. ``share`` multiplies
+    only the sum (`share_of_step`). Losses that the forward pass has stored in ``mtp_targets`` are
+    logged as well.
     """
     weights = weights.reshape(-1).float()
     total = torch.sum(losses.reshape(-1).float() * weights)

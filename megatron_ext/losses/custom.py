@@ -1,10 +1,9 @@
 """A user's own loss on the hidden states of a language model.
 
-``--loss my_module:MyLossConfig`` names a frozen dataclass that the user wrote. Its fields are the
-options (``--loss-args gamma=2.0``), and its ``loss_class`` is the class that computes the losses of
-tokens; see ``examples/custom_loss/focal.py``. The framework cuts tokens into blocks and handles
-tensor and sequence parallelism. It sums the losses, normalizes them over the global batch and logs
-them.
+``--loss my_module:MyLossConfig`` names a frozen dataclass of the user. Its fields are the options
+(``--loss-args gamma=2.0``), and its ``loss_class`` is the class that computes the losses of tokens;
+see ``examples/custom_loss/focal.py``. The framework cuts tokens into blocks and handles tensor and
+sequence parallelism. It sums the losses, normalizes them over the global batch and logs them.
 """
 
 import dataclasses
@@ -40,9 +39,10 @@ class LossInputs:
     """The inputs of a loss for one micro-batch on one rank, which holds s tokens of each sequence.
 
     Attributes:
-        weights: ``[b, s]``, 0 for tokens without a target. The loss of a step is the mean with
-            these weights over all micro-batches and all data- and context-parallel ranks.
-        tensors: by name, scalars or ``[b, s, ...]``. `TokenLoss.token_losses` gets blocks of them.
+        weights: ``[b, s]``, 0 for tokens without a target. The loss of a step is the weighted mean
+            over all micro-batches and all data- and context-parallel ranks.
+        tensors: scalars, or tensors ``[b, s, ...]``, by name. `TokenLoss.token_losses` gets blocks
+            of them.
     """
 
     weights: Tensor
@@ -104,7 +104,7 @@ def load_loss(spec: str, arguments: tuple[str, ...] = ()) -> TokenLoss[Any]:
         arguments: options, each ``field=value`` with the value in YAML.
 
     Raises:
-        ConfigError: a class that is missing or unfit, or an argument that does not fit its field.
+        ConfigError: the class is missing or unfit, or an argument does not fit its field.
     """
     kind = _config_class(spec)
     names = {field.name: field for field in dataclasses.fields(kind)}
@@ -132,7 +132,7 @@ def load_loss(spec: str, arguments: tuple[str, ...] = ()) -> TokenLoss[Any]:
 
 
 def _value(kind: type[TokenLossConfig], name: str, argument: str, text: str) -> Any:
-    """Parse the value of an option; raise a ConfigError if its field has another plain type."""
+    """Parse the value of an option; raise a ConfigError if it does not fit its field's type."""
     hint = typing.get_type_hints(kind)[name]
     members = typing.get_args(hint) or (hint,)
     try:
@@ -177,7 +177,7 @@ def _module(place: str, spec: str) -> Any:
         file_spec = importlib.util.spec_from_file_location(path.stem, path)
         assert file_spec is not None and file_spec.loader is not None
         module = importlib.util.module_from_spec(file_spec)
-        # The dataclass decorator looks up the module by name.
+        # The dataclass decorator looks up the module by name, so it must be registered first.
         sys.modules.setdefault(path.stem, module)
         file_spec.loader.exec_module(module)
         return module

@@ -59,9 +59,9 @@ def weighted_linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return the losses of the tokens and their weighted sum.
 
-    This takes as many matrix products with the head as all logits at once would. The gradients of
-    the hidden states and, in float32, of the weight are kept until the backward pass, which scales
-    them in place and can run only once. ``torch.no_grad`` avoids all gradients.
+    This takes no more matrix products than computing all logits at once. The gradients of the
+    hidden states and (in float32) of the weight are kept until the backward pass, which scales them
+    in place and can run only once. Under ``torch.no_grad`` no gradient is computed.
 
     Args:
         hidden: ``[s, b, h]``, or ``[s/tp, b, h]`` under sequence parallelism.
@@ -70,11 +70,11 @@ def weighted_linear_cross_entropy(
         labels: ``[b, s]`` int64 in ``[0, v)``. A token that does not count needs the label
             ``ignore_index`` or a weight of 0.
         token_weights: ``[b, s]``, such as loss mask / tokens of the global batch.
-        tp_group: None means that this rank holds the whole head.
+        tp_group: the ranks that share the head; None means that this rank holds the whole head.
         block_size: tokens C of a block; None chooses an eighth of the tokens, at most 1024. The
-            logits take C * v/tp * 4 bytes; for a 16-bit head a 16-bit copy takes half as much
-            again. If a GPU keeps the logits in 16 bits, they take C * v/tp * 2 bytes, and None
-            chooses a larger C (`logit_blocks.fused_rows`).
+            logits take C * v/tp * 4 bytes, and a 16-bit head needs a 16-bit copy of half that size.
+            If a GPU keeps the logits in 16 bits, they take C * v/tp * 2 bytes, and None chooses a
+            larger C (`logit_blocks.fused_rows`).
         ignore_index: label of tokens whose loss and gradient are exactly 0.
         label_smoothing: share of the target probability spread over the whole vocabulary.
         z_loss_coefficient: c of the term ``c * lse^2`` in each token's loss.
@@ -87,9 +87,10 @@ def weighted_linear_cross_entropy(
         total: the weighted sum of the losses, a float32 scalar with gradient.
 
     Raises:
-        ConfigError: an option out of its range, or a dtype or bias that does not fit the weight.
-        DataError: labels or token weights whose shape does not fit, or, on a CPU, a label outside
-            the head. A GPU is not waited for, so that there such a label gives a meaningless loss.
+        ConfigError: an option is out of range, or a dtype or bias does not fit the weight.
+        DataError: the shape of labels or token weights does not fit, or, on a CPU, a label is
+            outside the head. On a GPU such a label gives a meaningless loss, since a check would
+            wait for the GPU.
     """
     options = label_smoothing, z_loss_coefficient, gradient_accumulation_fusion, softcap
     head = Head(block_size, tp_group, sequence_parallel, ignore_index, *options)
@@ -116,9 +117,9 @@ def weighted_linear_cross_entropy(
 
 
 def check_labels(labels: Tensor, weights: Tensor, ignore_index: int, vocab_size: int) -> None:
-    """Raise a DataError for a label outside of a head with ``vocab_size`` rows.
+    """Raise a DataError for a label outside a head with ``vocab_size`` rows.
 
-    Labels of tokens that do not count may be any, and those on a GPU are not looked at.
+    Labels of tokens that do not count may have any value. Labels on a GPU are not checked.
     """
     if labels.device.type != "cpu":
         return
@@ -148,7 +149,7 @@ def hidden_states_loss(
 ) -> tuple[Tensor, Tensor, Report]:
     """Return the loss of a micro-batch, its number of targets and its log entries.
 
-    The loss's backward pass also differentiates the losses of all MTP depths (prediction modules).
+    Its backward pass also runs through the losses of all MTP depths (prediction modules).
 
     Args:
         hidden: states of the decoder, then of each MTP depth, ``[(1 + depths) * s, b, h]``.
@@ -157,7 +158,8 @@ def hidden_states_loss(
         block_size, cross_entropy: options of `weighted_linear_cross_entropy`.
     """
     if hidden.dtype != head.weight.dtype:
-        # megatron-core's wrappers of 16-bit models return float32.
+        # megatron-core's wrappers of 16-bit models return float32; the head needs the model's own
+        # dtype.
         hidden = hidden.to(head.weight.dtype)
     weights = batch.loss_weights
     layout: dict[str, Any] = {

@@ -40,12 +40,12 @@ def default_rows(num_tokens: int) -> int:
 def fused_rows(num_tokens: int, hidden_size: int) -> int:
     """Return the number C of tokens in a block on a GPU, where its logits stay in 16 bits.
 
-    C is 2 h, but at least `MIN_FUSED_ROWS` and at most half of all tokens.
+    C is 2 h, within the bounds of `MIN_FUSED_ROWS` and half of all tokens.
 
-    Adding a block's part to the weight's float32 gradient takes 2 C h v operations and moves
-    8 h v bytes: C / 4 operations per byte. An H200 does about 200 operations in the time that it
-    moves one byte. At C = 2 h the logits of a block take no more memory than that gradient; for h
-    below 2048 they take 8192 v bytes, which are 1.05 GB for 128,256 entries.
+    Adding a block's part to the weight's float32 gradient takes 2 C h v operations and moves 8 h v
+    bytes: C / 4 operations per byte. An H200 does about 200 operations in the time of moving one
+    byte. At C = 2 h the logits of a block take no more memory than that gradient; for h below 2048
+    they take 8192 v bytes, which are 1.05 GB for 128,256 entries.
     """
     return min(-(-num_tokens // 2), max(2 * hidden_size, MIN_FUSED_ROWS))
 
@@ -141,14 +141,14 @@ class Block:
     Attributes:
         span: range of the tokens in the flattened ``[s * b]``.
         hidden: hidden states ``[C, h]``.
-        logits: ``[C, v/tp]``, float32, or if ``fused`` in the dtype of the hidden states. The
-            functions of this module and the next block overwrite them.
-        column: ``[C, 1]`` column of each token's label, 0 where this rank does not own it.
-        owned: ``[C, 1]`` float32, 1 where this rank owns the label of a token that counts.
-        valid: ``[C]`` float32, 0 where the label is ``ignore_index``, else 1.
-        fused: use the compiled functions of `vocabulary` for statistics and gradient.
-        slope: derivative ``[C, v/tp]`` of the limited logits by the plain ones, float32; None
-            without a limit, or if ``fused``, since the logits then stay to tell it.
+        logits: ``[C, v/tp]``, float32, or in the dtype of the hidden states if ``fused``. The
+            functions of this module overwrite them, and so does the next block.
+        column: ``[C, 1]`` column of each token's label, 0 if another rank owns it.
+        owned: ``[C, 1]`` float32, 1 if this rank owns the label and the token counts.
+        valid: ``[C]`` float32, 0 if the label is ``ignore_index``, else 1.
+        fused: whether the compiled functions of `vocabulary` compute statistics and gradient.
+        slope: derivative ``[C, v/tp]`` float32 of the capped logits with respect to the plain ones.
+            None without a cap, and if ``fused``, where it follows from the kept logits.
     """
 
     span: slice
@@ -202,7 +202,8 @@ def logit_blocks(
 def exponentiate(head: Head, block: Block) -> tuple[Tensor, Tensor, Tensor]:
     """Return losses, log-sum-exp and sum of exponentials of C tokens, each ``[C]`` float32.
 
-    Overwrite the logits z with exp(z - max z), unless the block is fused. Call two collectives.
+    Overwrite the logits z with exp(z - max z), unless the block is fused. This takes two
+    collectives.
     """
     smoothing = head.label_smoothing
     highest, sums = (_fused_sums if block.fused else _sums)(head, block)
@@ -220,9 +221,10 @@ def exponentiate(head: Head, block: Block) -> tuple[Tensor, Tensor, Tensor]:
 def _sums(head: Head, block: Block) -> tuple[Tensor, Tensor]:
     """Return each token's highest logit ``[C]`` over all ranks, and sums over this rank's logits.
 
-    The highest logit is first subtracted from C tokens' logits. The sums ``[2, C]`` are the label's
-    logit (0 where another rank has it) and the sum of the exponentials, which overwrite the logits.
-    Label smoothing inserts the sum of all logits between these two, which makes ``[3, C]``.
+    The highest logit is subtracted from the logits before the sums ``[2, C]`` are computed: the
+    label's logit (0 if another rank owns it), and the sum of the exponentials, which overwrite the
+    logits. With label smoothing, the sum of all logits is inserted between the two, which makes
+    ``[3, C]``.
     """
     logits = block.logits
     highest = logits.amax(dim=1, keepdim=True)
@@ -237,7 +239,7 @@ def _sums(head: Head, block: Block) -> tuple[Tensor, Tensor]:
 
 
 def _fused_sums(head: Head, block: Block) -> tuple[Tensor, Tensor]:
-    """Return highest logits and sums as `_sums` does, by compiled code that keeps the logits."""
+    """Return the results of `_sums` from compiled code that keeps the logits."""
     smooths = head.label_smoothing > 0
     block_statistics = statistics(block.logits, block.column, smooths)
     highest = block_statistics.highest.clone()
@@ -274,7 +276,7 @@ def differentiate(head: Head, block: Block, incoming: Tensor, lse: Tensor, total
 
 
 class Gradients:
-    """Gradients of hidden states ``[s * b, h]``, weight and bias; each is None if not wanted.
+    """Gradients of hidden states ``[s * b, h]``, weight and bias; None for those not needed.
 
     Gradients of weight and bias are in float32, those of hidden states in their own dtype.
     """
@@ -283,7 +285,7 @@ class Gradients:
         self.wanted = any(needs_gradient)
         self.hidden = torch.empty_like(tokens) if needs_gradient[0] else None
         self._adds = adds_in_float32(tokens.device, tokens.dtype)
-        # The first product of `_adds` overwrites the memory, which need not be zeroed before.
+        # The first product of `_adds` overwrites this memory, so it need not be zeroed.
         self._is_empty = self._adds
         make = torch.empty_like if self._is_empty else torch.zeros_like
         self.weight = make(weight, dtype=torch.float32) if needs_gradient[1] else None
@@ -314,7 +316,7 @@ class Gradients:
         return None if hidden is None else hidden.mul_(scale), weight, bias
 
     def add_to_weight(self, gradient: Tensor) -> None:
-        """Add the gradient ``[v/tp, h]`` of one block to that of the weight."""
+        """Add the gradient ``[v/tp, h]`` of one block to the weight's gradient."""
         assert self.weight is not None
         is_empty, self._is_empty = self._is_empty, False
         self.weight.copy_(gradient) if is_empty else self.weight.add_(gradient)
@@ -339,7 +341,7 @@ class Gradients:
 
 
 def _cast(tensor: Tensor, kind: torch.dtype) -> Tensor:
-    """Return a tensor in another dtype, itself if it has it already."""
+    """Return a tensor in another dtype; return the tensor itself if it has that dtype."""
     return tensor if tensor.dtype == kind else tensor.to(kind)
 
 
@@ -379,7 +381,7 @@ class _WeightedSum(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         token_weights = flat(weights).float()
         tokens = head.tokens(hidden)
-        # Weights such as 1 / (tokens of the global batch) would make float16 gradients vanish.
+        # Weights such as 1 / (tokens of the global batch) would make float16 gradients underflow.
         largest = token_weights.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
         needs_gradient = tuple(takes_gradients and needed for needed in ctx.needs_input_grad[:3])
         gradients = Gradients(needs_gradient, tokens, weight)
@@ -389,7 +391,7 @@ class _WeightedSum(torch.autograd.Function):
         ctx.gradients = gradients
         ctx.largest = largest
         ctx.weight_dtype = weight.dtype
-        # Saved tensors come back without their attributes.
+        # Saved tensors lose their Python attributes.
         adds = head.main_grad and hasattr(weight, "main_grad")
         ctx.main_grad = getattr(weight, "main_grad", None) if adds else None
         ctx.parameter = weight if adds else None

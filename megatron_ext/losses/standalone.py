@@ -1,7 +1,7 @@
-"""The loss of a step in a training loop of one's own, without a run or a configuration.
+"""The loss of a step for a custom training loop, without a run or a configuration.
 
 The loss of a step is one weighted mean over the tokens of all its micro-batches, on all ranks that
-share the step. So its gradient does not depend on how the step is cut.
+share the step. So its gradient does not depend on how the step is divided.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ class LossValue(NamedTuple):
     Attributes:
         loss: the micro-batch's part of the step's loss, a scalar with gradient.
         losses: the losses of the tokens, ``[b, s]`` without gradient.
-        extra: what a loss of one's own returns beside its losses, each ``[b, s]``, by name.
+        extra: further values that a custom loss returns, each ``[b, s]``, by name.
     """
 
     loss: Tensor
@@ -33,17 +33,17 @@ class LossValue(NamedTuple):
 
 @dataclass(frozen=True)
 class StepLoss:
-    """The loss of steps on the hidden states before an output head.
+    """The loss of steps, computed from the hidden states before an output head.
 
     Attributes:
-        weight, bias: the head, ``[v, h]`` and ``[v]``; this tensor-parallel rank's part of it.
-        reduction: how tokens weigh, one of token, sample and square (``--loss-reduction``).
+        weight, bias: this tensor-parallel rank's part of the head ``[v, h]`` and its bias ``[v]``.
+        reduction: how tokens are weighted: token, sample or square (``--loss-reduction``).
         ignore_index: label of tokens that do not count.
-        token_losses: a loss of one's own in place of cross-entropy; see `blockwise_loss`.
-        extra_names: names of the values that ``token_losses`` returns beside the losses.
-        group: the data-parallel ranks that share a step; None takes all ranks, or this one alone
-            where there are no process groups. They must sum their gradients.
-        tp_group, sequence_parallel: how the head and the hidden states are cut.
+        token_losses: a custom loss in place of cross-entropy; see `blockwise_loss`.
+        extra_names: names of the further values that ``token_losses`` returns.
+        group: the data-parallel ranks that share a step, which must sum their gradients. None means
+            all ranks, or this one alone if there are no process groups.
+        tp_group, sequence_parallel: how the head and the hidden states are sharded.
         options: further options of `weighted_linear_cross_entropy` or `blockwise_loss`.
     """
 
@@ -63,8 +63,8 @@ class StepLoss:
     ) -> list["MicroBatchLoss"]:
         """Return the loss of each micro-batch of a step, given the labels ``[b, s]`` of all.
 
-        ``weights`` are the tokens' own, ``[b, s]``, 1 where they are left out. All ranks of the
-        group call this together.
+        ``weights`` are the token weights ``[b, s]``, by default 1. All ranks of the group call this
+        together.
         """
         given = [torch.ones_like(x, dtype=torch.float32) for x in labels]
         counted = [
@@ -85,7 +85,7 @@ class StepLoss:
 class MicroBatchLoss:
     """A function from the hidden states of one micro-batch to its part of a step's loss.
 
-    ``weights`` are ``[b, s]``, and add up to 1 over all micro-batches of the step.
+    ``weights`` are ``[b, s]`` and sum to 1 over all micro-batches of the step.
     """
 
     step: StepLoss
@@ -95,7 +95,7 @@ class MicroBatchLoss:
     def __call__(self, hidden: Tensor, inputs: Mapping[str, Tensor] | None = None) -> LossValue:
         """Return the loss of hidden states ``[s, b, h]``.
 
-        ``inputs`` are tensors ``[b, s, ...]`` for a loss of one's own, beside ``labels``.
+        ``inputs`` are further tensors ``[b, s, ...]`` for a custom loss, besides ``labels``.
         """
         step = self.step
         shared: dict[str, Any] = {

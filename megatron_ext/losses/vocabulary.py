@@ -1,8 +1,9 @@
 """Arithmetic over a vocabulary split over the tensor-parallel ranks, for blocks of C tokens.
 
-`VocabularyHead` has the differentiable operations of which a user builds a loss. Values ``[C]``,
-one per token, are equal on all tensor-parallel ranks; of values ``[C, v/tp]`` each rank has its
-part. `sum` and `at` turn parts into shared values; `spread` lets shared values combine with parts.
+`VocabularyHead` has the differentiable operations from which users build a loss. Values ``[C]``,
+one per token, are equal on all tensor-parallel ranks. Values ``[C, v/tp]`` are split: each rank
+holds its part. `sum` and `at` turn parts into shared values; `spread` prepares shared values for
+operations with parts.
 
 `statistics` and `to_gradient_` are the pointwise part of a block's cross-entropy on a GPU, one
 compiled kernel each. They keep the logits in the 16 bits of the matrix product and compute in
@@ -10,12 +11,12 @@ float32 registers; without them `logit_blocks` uses a float32 copy. The gradient
 logits. Memory traffic in bytes for N logits of 16 bits (N = tokens x v / tp), without that of the
 matrix products:
 
-    statistics     2 N      maximum and sum of exponentials in one reading, by the compiler's
-                            online softmax (torch 2.8); two readings before torch 2.8
+    statistics     2 N      maximum and sum of exponentials in one reading, by the compiler's online
+        softmax (torch 2.8); two readings before torch 2.8
     to_gradient_   4 N
     eager         48 N      a float32 copy (2 + 4); log-softmax, which reads long rows three times,
-                            and its backward pass, which reads both of its inputs twice (16 + 20);
-                            zeros for the gradient of the log-probabilities (4); 16-bit result (2)
+        and its backward pass, which reads both of its inputs twice (16 + 20); zeros for the
+        gradient of the log-probabilities (4); 16-bit result (2)
 
 For 32,768 x 151,936 logits that is 30 GB instead of 240 GB, or 7 ms instead of 55 ms at 4.3 TB/s.
 The three matrix products of 2 x 32,768 x 4096 x 151,936 operations add 155 ms at 790 TFLOP/s.
@@ -87,18 +88,18 @@ class VocabularyHead:
     def spread(self, values: Tensor) -> Tensor:
         """Return values unchanged, but sum their gradient over the ranks in the backward pass.
 
-        Use it on values that are equal on all ranks before they are combined with values of this
-        rank's part of the vocabulary. Values that are not so combined must not be spread.
+        Use it on values that are equal on all ranks, before an operation that combines them with
+        values of this rank's part of the vocabulary. Do not use it on any other values.
         """
         if not self._is_cut:
             return values
         return copy_to_tensor_model_parallel_region(values, group=self.tp_group)  # type: ignore[no-any-return]
 
     def at(self, values: Tensor, ids: Tensor) -> Tensor:
-        """Return C tokens' values at token ids, which are ``[C]``, or ``[C, k]`` for k ids each.
+        """Return C tokens' values at token ids ``[C]``, or ``[C, k]`` for k ids per token.
 
-        ``values`` is ``[C, v/tp]``; the result is shaped like ``ids``. An id outside the
-        vocabulary (such as an ignored label) gives 0.
+        ``values`` is ``[C, v/tp]``; the result is shaped like ``ids``. An id outside the vocabulary
+        (such as an ignored label) gives 0.
         """
         column = ids.reshape(ids.shape[0], -1) - self.first
         owned = (column >= 0) & (column < values.shape[1])
@@ -106,7 +107,7 @@ class VocabularyHead:
         return self._over_parts(picked).view(ids.shape)
 
     def log_prob(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """Return C tokens' log-probabilities at ids ``[C]``, or ``[C, k]`` for k ids each."""
+        """Return C tokens' log-probabilities at ids ``[C]``, or ``[C, k]`` for k ids per token."""
         total = self.logsumexp(logits)
         return self.at(logits, ids) - (total if ids.dim() == 1 else total.unsqueeze(1))
 
@@ -115,7 +116,7 @@ class VocabularyHead:
         return self.tp_group is not None and self.tp_group.size() > 1
 
     def _over_parts(self, partial: Tensor) -> Tensor:
-        """Sum over the tensor-parallel ranks; each summand gets the gradient of the sum."""
+        """Sum over the tensor-parallel ranks; backward copies the gradient to each summand."""
         if not self._is_cut:
             return partial
         partial = partial.contiguous()
@@ -139,11 +140,11 @@ def statistics(logits: Tensor, column: Tensor, sums_plain: bool) -> Statistics:
 
     Args:
         column: column of each token's label, ``[C, 1]`` int64.
-        sums_plain: also compute `Statistics.plain`, which label smoothing needs.
+        sums_plain: whether to compute `Statistics.plain`, which label smoothing needs.
     """
     exact = logits.float()
     highest = exact.amax(dim=1, keepdim=True)
-    # The compiler recognizes an online softmax only in this form, with keepdim in both.
+    # The compiler recognizes an online softmax only in this form, with keepdim in both reductions.
     total = (exact - highest).exp().sum(dim=1, keepdim=True)
     at_label = logits.gather(1, column).float()
     plain = exact.sum(dim=1, keepdim=True) if sums_plain else torch.zeros_like(total)
@@ -168,7 +169,7 @@ def to_gradient_(
 ) -> None:
     """Overwrite the logits with ``scale * exp(logits - lse) + at_label * onehot + everywhere``.
 
-    For logits that `limit_` has limited, that is multiplied by their derivative.
+    If `limit_` has capped the logits, multiply the result by the derivative of the cap.
 
     ``logits`` is ``[C, v/tp]`` for C tokens; ``column``, the position of the 1 in ``onehot``, is
     ``[C, 1]`` int64; all other arguments are ``[C, 1]`` float32.

@@ -62,9 +62,10 @@ print(json.dumps({"seconds": seconds}))
 
 @dataclass(frozen=True)
 class Probe:
-    """Python code that tries a feature; it fails, or prints as JSON the seconds that it took.
+    """A snippet of Python code that tries a feature.
 
-    ``works`` is the sentence for success; ``cost`` tells what a run loses without the feature.
+    It prints, as JSON, the seconds that it took, or fails. ``works`` is the sentence for success,
+    and ``cost`` says what a run loses without the feature.
     """
 
     name: str
@@ -99,7 +100,7 @@ WITHOUT_GPU = (
 
 
 def examine(here: ThisMachine, *, measure: bool = True) -> Examination:
-    """Run all checks; with ``measure``, time each GPU and try CUDA graphs and torch.compile too."""
+    """Run all checks; with ``measure``, also time the GPUs, CUDA graphs and torch.compile."""
     driver = gpus.ask_driver(here)
     installed = here.version("torch")
     host = here.host()

@@ -42,7 +42,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True)
 class Driver:
-    """The result of the driver's check, the names of the GPUs, and the newest CUDA for it."""
+    """The result of the driver's check, the names of the GPUs, and the newest CUDA it supports."""
 
     finding: Finding
     cards: list[str] = field(default_factory=list)
@@ -81,9 +81,9 @@ class TorchFacts:
     Attributes:
         cuda, hip: CUDA and ROCm versions that torch was built with, None if built without them.
         archs: GPU architectures that its kernels were compiled for, ``sm_90`` and the like.
-        driver_cuda: newest CUDA version that the driver's library supports, 13000 for 13.0; 0
-            where there is none, None where torch was built without CUDA.
-        usable: torch can compute on a GPU.
+        driver_cuda: newest CUDA version that the driver supports, 13000 for 13.0; 0 without a
+            driver, None if torch was built without CUDA.
+        usable: whether torch can compute on a GPU.
         cudnn: version of cuDNN, as one number.
     """
 
@@ -99,7 +99,7 @@ class TorchFacts:
 
 
 def ask_torch(here: ThisMachine) -> TorchFacts | Outcome:
-    """Return facts that torch reports in a separate process, or how that process failed."""
+    """Return the facts that torch reports in a separate process, or how that process failed."""
     facts = ask_python(here, QUESTIONS)
     if isinstance(facts, Outcome):
         return facts
@@ -201,13 +201,14 @@ def _has_kernels(capability: tuple[int, int], archs: tuple[str, ...]) -> bool:
 
 def _install(cuda: int) -> str:
     """Return the command that installs torch for a driver up to CUDA ``cuda``; 12040 means 12.4."""
-    # torch 2.11 to 2.13 are built for CUDA 12.6, which runs on every driver of CUDA 12, and 13.0.
+    # torch 2.11 to 2.13 are built for CUDA 12.6, which any driver for CUDA 12 supports, and for
+    # 13.0.
     index = CUDA_WHEELS.format("130" if cuda >= 13000 else "126")
     return f"pip install --force-reinstall torch --index-url {index}"
 
 
 def link_findings(here: ThisMachine, num_gpus: int) -> list[Finding]:
-    """Report whether NVLink joins all GPUs; without two GPUs and nvidia-smi, return no finding."""
+    """Report whether NVLink joins all GPUs; no finding without two GPUs and nvidia-smi."""
     path = here.program("nvidia-smi")
     if num_gpus < 2 or path is None:
         return []
@@ -235,7 +236,7 @@ def parse_topology(table: str) -> dict[tuple[int, int], str]:
     lines = [_ESCAPES.sub("", line).split() for line in table.splitlines()]
     head = next((line for line in lines if line[:1] == ["GPU0"]), [])
     columns = [name for name in head if re.fullmatch(r"GPU\d+", name)]
-    # The head lacks the column of names, so that it may begin with the name of the first GPU too.
+    # The header has no column for the row names, so it may also begin with the first GPU's name.
     rows = {x[0]: x[1:] for x in lines if x and x[0] in columns and x[1:2] != ["GPU1"]}
     return {
         (int(one[3:]), int(columns[j][3:])): rows[one][j]

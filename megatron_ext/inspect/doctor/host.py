@@ -31,12 +31,12 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        status: ``low`` means present but too little, ``broken`` means present but not usable,
-            and ``unknown`` means not checkable here.
+        status: ``low`` means too little, ``broken`` means present but unusable, and ``unknown``
+            means that it cannot be checked here.
         detail: what was seen.
         cost: what a run loses if the status is not ``found``.
         install: the command that installs or repairs what was checked.
-        required: no run starts without what was checked.
+        required: whether no run can start without it.
     """
 
     name: str
@@ -54,9 +54,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU that torch can use, numbered as torch counts after ``CUDA_VISIBLE_DEVICES``.
+    """One GPU that torch can use; its number counts the GPUs in ``CUDA_VISIBLE_DEVICES``.
 
-    The capability is (9, 0) for Hopper, memory is in bytes, and the note tells why rates are None.
+    The capability is (9, 0) for Hopper, the memory is in bytes, and the note says why rates are
+    None.
     """
 
     index: int
@@ -82,7 +83,7 @@ class Gpu:
 class Rates:
     """The measured rates of a GPU: operations of matrix products, and bytes of copies, per second.
 
-    ``fp8`` is None for a GPU without fp8 units. ``copy`` counts bytes read and bytes written.
+    ``fp8`` is None for a GPU without fp8 units. ``copy`` counts both bytes read and bytes written.
     """
 
     bf16: float
@@ -92,7 +93,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Examination:
-    """Everything that was found on a machine, and sentences on what cannot be known there."""
+    """All findings on a machine, and sentences on what cannot be checked there."""
 
     findings: tuple[Finding, ...]
     host: Host
@@ -122,7 +123,7 @@ PROGRAM_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended and what it wrote; the exit code is None if it ran out of time."""
+    """How a program ended, and its output; the exit code is None if it ran out of time."""
 
     code: int | None
     output: str = ""
@@ -260,7 +261,7 @@ def _rdma(host: Host) -> Finding:
 
 
 STATUS_WORDS = {"found": "ok", "missing": "absent", "low": "LOW", "broken": "BROKEN"}
-"""Words printed in place of some statuses."""
+"""Words that are printed instead of some statuses."""
 
 
 def report(examination: Examination) -> list[str]:

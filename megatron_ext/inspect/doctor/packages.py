@@ -1,4 +1,4 @@
-"""Packages and compilers that a run needs or gains from: found, absent, or broken."""
+"""The packages and compilers that a run needs or benefits from: found, absent or broken."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def requirement_of(here: ThisMachine, name: str) -> Requirement | None:
 
 
 def core_finding(here: ThisMachine) -> Finding:
-    """Report whether megatron-core is there, in a version that this project supports."""
+    """Report whether megatron-core is installed, in a version that this project supports."""
     name = "megatron-core"
     version = here.version("megatron-core")
     requirement = requirement_of(here, name)
@@ -78,12 +78,12 @@ def core_finding(here: ThisMachine) -> Finding:
 
 @dataclass(frozen=True)
 class Extra:
-    """A package that a run can do without.
+    """An optional package.
 
     Attributes:
         distribution: the name under which it is installed.
         module: the module whose import proves that the package works.
-        minimum: the package's name in this project's requirements, if they limit its versions.
+        minimum: the package's name in this project's requirements, if they limit its version.
     """
 
     name: str
@@ -145,9 +145,9 @@ def extra_finding(here: ThisMachine, extra: Extra, *, on_gpu: bool) -> Finding:
 
 
 def apex_finding(here: ThisMachine, *, on_gpu: bool) -> Finding:
-    """Report whether NVIDIA's apex is there, recognized by its folder of fused optimizers.
+    """Report whether NVIDIA's apex is installed, recognized by its folder of fused optimizers.
 
-    PyPI's project of that name is a toolkit for web pages, without kernels for megatron-core.
+    The project of that name on PyPI is an unrelated web toolkit.
     """
     folder = here.folder("apex")
     version = here.version("apex")

@@ -1,9 +1,9 @@
-"""Draws charts as SVG and HTML that need no script, no font and no other file.
+"""Draws charts as SVG and HTML that need no script, font or other file.
 
 The SVG holds only lines, in a square of `WIDTH` × `HEIGHT` units that the browser stretches to the
-space it has; the labels are HTML beside it. So a chart is as readable on a phone as on a wall, and
-takes its colours from the page's style sheet. A small script of the page reads the points back to
-show values under the pointer; without it, nothing is missing but that.
+available space. The labels are HTML beside it. So a chart is as readable on a phone as on a large
+screen, and takes its colours from the page's style sheet. A small script in the page can show the
+values under the pointer; without it the charts are still complete.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from markupsafe import Markup
 
 WIDTH, HEIGHT = 1000, 300
 MAX_POINTS = 800
-"""Most points that a curve keeps; of each bucket the lowest and the highest value are kept."""
+"""Most points of a curve; each bucket of points keeps its lowest and its highest value."""
 
 
 @dataclass(frozen=True)
 class Curve:
     """A curve of a chart: its name, its points, and the style sheet's classes that draw it.
 
-    A curve without a name, such as the dots on a line, stands in no legend.
+    A curve without a name, such as the dots on a line, is not in the legend.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Mark:
-    """A vertical line at ``x`` with a word; ``target`` is the id of what it leads to."""
+    """A vertical line at ``x`` with a word; ``target`` is the id of the linked element."""
 
     x: float
     kind: str
@@ -67,12 +67,12 @@ class Axis:
         return cls(low, high, tuple(i * step for i in range(first, last + 1)))
 
     def at(self, value: float) -> float:
-        """Return where a value lies on the axis, from 0 to 1."""
+        """Return the position of a value on the axis, from 0 to 1."""
         return (value - self.low) / (self.high - self.low)
 
 
 def show(value: float) -> str:
-    """Return a number in few characters, such as "2.35", "1,024" or "3.0e-05"."""
+    """Return a short form of a number, such as "2.35", "1,024" or "3.0e-05"."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else str(value)
     size = abs(value)
@@ -85,7 +85,7 @@ def show(value: float) -> str:
 
 
 def decimated(curve: Curve) -> Curve:
-    """Return a curve with at most `MAX_POINTS` points that has kept every peak and every gap."""
+    """Return a curve with at most `MAX_POINTS` points that keeps every peak and every gap."""
     count = len(curve.xs)
     if count <= MAX_POINTS:
         return curve
@@ -172,7 +172,7 @@ def _last(values: Sequence[float]) -> str:
 
 
 def _data(x: Axis, y: Axis) -> Markup:
-    """Return attributes from which the page's script finds values under the pointer."""
+    """Return HTML attributes from which the page's script computes the values under the pointer."""
     values = {"x0": x.low, "x1": x.high, "y0": y.low, "y1": y.high}
     return Markup("").join(Markup(' data-{}="{}"').format(k, f"{v:.9g}") for k, v in values.items())
 
@@ -218,7 +218,7 @@ def _legend(curves: Sequence[Curve]) -> Markup:
 
 
 def flag_links(marks: Sequence[Mark], x: Axis) -> Markup:
-    """Return links that stand above the marks of a chart, and lead to their rows in a table."""
+    """Return links above the marks of a chart; each leads to the mark's row in a table."""
     return Markup("").join(
         Markup(
             '<a class="flag {}" style="left:{:.2f}%" href="#{}" title="{}" aria-label="{}"></a>'
@@ -240,12 +240,12 @@ def tick_labels(which: str, axis: Axis) -> Markup:
 def column_chart(
     title: str, columns: Sequence[tuple[str, str, float]], *, unit: str
 ) -> Markup | None:
-    """Draw columns from zero on; return None if there are none.
+    """Draw columns that start at zero; return None if there are none.
 
     Args:
-        title: stands above the chart.
-        columns: for each its name, a short label below it, and its height.
-        unit: what the heights count.
+        title: the text above the chart.
+        columns: name, short label and height of each column.
+        unit: the unit of the heights.
     """
     if not columns or max(height for _, _, height in columns) <= 0:
         return None

@@ -1,4 +1,4 @@
-"""Writes pages that open from disk and need nothing else; jinja2 escapes each string of facts."""
+"""Writes self-contained pages that open from disk; jinja2 escapes each string of facts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def style_sheet() -> str:
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write a page, whole or not at all; an OSError is raised if it cannot be written."""
+    """Write a page, either whole or not at all; raise an OSError if it cannot be written."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         write_text(temporary, text, errors="replace")
@@ -29,12 +29,12 @@ def write_page(path: Path, text: str) -> None:
 
 
 def page_of(package: str, template: str, /, **facts: object) -> str:
-    """Return a page whose template extends `layout.html`, the look of all pages of reports.
+    """Return a page from a template that extends `layout.html`, the layout of all reports.
 
-    The file ``template`` lies in ``package``, which is one of ours, and may take macros from
+    The file ``template`` is in ``package``, which must be one of ours, and may use macros from
     `macros.html`. No other file is read. Each string of ``facts`` is escaped.
     """
-    # Imported here, since only a page needs it.
+    # Imported here, since only pages need it.
     from jinja2 import DictLoader, StrictUndefined
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

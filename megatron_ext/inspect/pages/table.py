@@ -1,4 +1,4 @@
-"""A table of a page, and the texts of its cells, which may come from strangers' files."""
+"""A table of a page, and the texts of its cells, which may come from untrusted files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Table:
 
     Attributes:
         columns: headings; those in ``numeric`` are aligned to the right.
-        ids: the anchors of the rows, where other parts of the page lead to them.
+        ids: the anchors of the rows, if other parts of the page link to them.
         note: a sentence below the table.
     """
 
@@ -44,7 +44,7 @@ class Table:
 
 
 def text_of(value: object, limit: int = _MAX_TEXT) -> str:
-    """Return a value of a file as a short text on one line, without control characters."""
+    """Return a value from a file as a short text on one line, without control characters."""
     if value is None:
         return NOTHING
     if isinstance(value, float):
@@ -60,7 +60,7 @@ def text_of(value: object, limit: int = _MAX_TEXT) -> str:
 
 
 def moment(value: object) -> str:
-    """Return seconds since the epoch as a time in UTC; a dash if they are none."""
+    """Return seconds since the epoch as a time in UTC; a dash for any other value."""
     try:
         when = datetime.fromtimestamp(number(value), timezone.utc)
     except (ValueError, OverflowError, OSError):

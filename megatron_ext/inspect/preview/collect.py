@@ -1,8 +1,8 @@
-"""Draws the batches of training steps through the trainer's own code, on one process.
+"""Draws the batches of training steps through the trainer's own code, in a single process.
 
-The datasets, the loaders and the weights are those of a run in the layout of the flags. The process
-stands in for the last pipeline stage of each data-parallel rank in turn, and rows are kept whole,
-as they are before the context-parallel cut.
+Datasets, loaders and loss weights are those of a run in the layout of the flags. The process plays
+the last pipeline stage of each data-parallel rank in turn. Rows are whole, as before the
+context-parallel slicing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from megatron_ext.train.task import Task
 
 @contextmanager
 def one_process(layout: Layout) -> Iterator[ParallelContext]:
-    """Yield a context in which this process alone stands for a layout's last pipeline stage."""
+    """Yield a context in which this process alone plays a layout's last pipeline stage."""
     device = select()
     if device.kind == "cpu":
         device.activate(0)
@@ -74,7 +74,7 @@ def collect(
             f"`--step` ({first}) and `--steps` ({count}) must lie within the {iterations} steps "
             "of the run, counted from 1; choose others, or raise `--train-iters`."
         )
-    # Workers change when samples are read, not which, and take longer to start than a few steps.
+    # Worker processes do not change which samples are read, and are slow to start for a few steps.
     training = dataclasses.replace(config.training, num_workers=0)
     config = dataclasses.replace(config, training=training)
     with one_process(layout) as context:
@@ -96,7 +96,7 @@ def collect(
 
 @dataclass(frozen=True)
 class _Start:
-    """A step's number, the samples before it, and its micro-batches in a run without `StepPlan`."""
+    """A step's number, the samples before it, and its micro-batches if there is no `StepPlan`."""
 
     iteration: int
     consumed: int
@@ -171,7 +171,7 @@ class _Replica:
         return plan.num_microbatches(start.iteration - 1)
 
     def step(self, start: _Start) -> tuple[list[Row], Tensor]:
-        """Return a step's rows; and ``[2 + K]``: targets, weights of main and K MTP losses."""
+        """Return a step's rows and the sums ``[2 + K]``: targets, main weights, K MTP weights."""
         batches = []
         reaches = []
         drawn = []
@@ -247,7 +247,7 @@ def _depths(of_depths: Sequence[Tensor], row: int, like: Tensor) -> NDArray[Any]
 
 
 def _reaches(batch: Batch) -> Tensor:
-    """Return whether each position attends to the one before it, ``[b, s]`` bool."""
+    """Return whether each position attends to the previous position, ``[b, s]`` bool."""
     reaches = torch.ones_like(batch.tokens, dtype=torch.bool)
     if batch.attention_mask is not None:
         documents = batch.attention_mask
@@ -257,10 +257,10 @@ def _reaches(batch: Batch) -> Tensor:
 
 
 def _columns(length: int, size: int) -> list[Ints]:
-    """Return, for each context-parallel rank, the columns of a row that megatron-core gives it."""
+    """Return the columns of a row that megatron-core gives to each context-parallel rank."""
     if size == 1:
         return [torch.arange(length).numpy()]
-    # A rank gets one part from the front and the one as far from the end, for equal work.
+    # For equal work, a rank gets one slice from the front and the mirrored slice from the end.
     parts = torch.arange(length).chunk(2 * size)
     return [torch.cat((parts[rank], parts[-1 - rank])).numpy() for rank in range(size)]
 

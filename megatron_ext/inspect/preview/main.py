@@ -1,8 +1,8 @@
 """Shows the batches of a run: parses its flags, checks them, draws the batches and prints them.
 
 The HTML page needs no script and no other file, and has a light and a dark style. Each token is a
-``<span>`` with ``data-ids``, ``data-position`` and ``data-weight``. Its ``title`` says more when
-the pointer is on the token.
+``<span>`` with ``data-ids``, ``data-position`` and ``data-weight``; its tooltip (``title``) says
+more.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from megatron_ext.train.main import preflight, silence_known_warnings, stored_co
 from megatron_ext.train.task import Task, TaskChoice
 
 EVERY = 64
-"""Most tokens between two printed position ids; each line begins with one too."""
+"""Most tokens between two printed position ids; each line also begins with one."""
 
 _STYLE = """
 :root { --one: light-dark(#f4f6f8, #1b1f24); --two: light-dark(#eaf0f7, #1a2430); }
@@ -79,7 +79,7 @@ th:first-child, td:first-child { text-align: left; overflow-wrap: anywhere; min-
 
 
 class Page:
-    """Writes previewed steps as HTML; ``heaviest`` is the weight shown in the strongest green."""
+    """Writes previewed steps as HTML; a token of weight ``heaviest`` gets the strongest green."""
 
     def __init__(self, splitter: SpanSplitter, eod: int, heaviest: float) -> None:
         self._splitter = splitter
@@ -102,7 +102,7 @@ class Page:
         body.append("".join(f"<div>{escape(line)}</div>" for line in lines))
         for step, rows in steps:
             body.append(f"<h2>Step {step.iteration}</h2>")
-            # The context-parallel rank of each column, where rows are cut.
+            # The context-parallel rank of each column, if rows are sliced.
             kept = enumerate(step.cp_columns if len(step.cp_columns) > 1 else [])
             owners = {int(column): rank for rank, columns in kept for column in columns}
             body += [self._row(row, owners) for row in rows]
@@ -200,8 +200,8 @@ def _table(summary: Summary) -> str:
 class Options:
     """Which batches to show: ``steps`` steps from ``step`` on, counted from 1.
 
-    Of each step at most ``max_rows`` rows of the data-parallel rank ``rank`` are shown. A
-    ``world_size`` of 0 takes ``WORLD_SIZE``, else ``--nproc-per-node``.
+    Show at most ``max_rows`` rows of each step, from data-parallel rank ``rank``. If ``world_size``
+    is 0, take ``WORLD_SIZE`` or else ``--nproc-per-node``.
     """
 
     step: int = 1
@@ -215,7 +215,7 @@ class Options:
 def preview(
     program: Task | TaskChoice, words: Sequence[str], options: Options, console: Console
 ) -> list[str]:
-    """Print batches of the run whose flags are ``words``; return sentences on what looks wrong."""
+    """Print batches of the run with the flags ``words``; return warnings."""
     kind = select().kind
     parsed = parse_run(program, words, options, kind)
     task = parsed.task
@@ -236,9 +236,9 @@ def preview(
 def parse_run(
     program: Task | TaskChoice, words: Sequence[str], options: Options, kind: str
 ) -> ParsedArgs:
-    """Parse the flags of the run to preview, on a device of a ``kind``.
+    """Parse the flags of the run to preview, for a device of the given ``kind``.
 
-    ConfigError is raised if the layout has no data-parallel rank ``options.rank``.
+    Raise a ConfigError if the layout has no data-parallel rank ``options.rank``.
     """
     parsed = parse_args(
         words,
@@ -257,7 +257,7 @@ def parse_run(
 
 
 def whole_page(title: str, style: str, body: Sequence[str]) -> str:
-    """Return a page of HTML with the look of the reports and a ``style`` of its own."""
+    """Return an HTML page with the layout of the reports and an additional ``style``."""
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -268,7 +268,7 @@ def whole_page(title: str, style: str, body: Sequence[str]) -> str:
 
 
 def save_page(path: Path, text: str) -> None:
-    """Write the page of ``--html``; a ConfigError is raised if it cannot be written."""
+    """Write the page of ``--html``; raise a ConfigError if it cannot be written."""
     try:
         write_page(path, text)
     except OSError as error:
@@ -290,7 +290,8 @@ def _show(
     eod = tokenizer.eod
     summary = summarize(steps, eod)
     warnings = [*of_data, *warnings_of(steps, splitter, eod)]
-    # Whole tokens weigh 1; under the other reductions the weights only compare with each other.
+    # With plain token weights, a whole token weighs 1. Under other reductions only ratios mean
+    # something.
     heaviest = max(summary.heaviest, 1.0) if reduction == "token" else summary.heaviest
     chosen = []
     for step in steps:

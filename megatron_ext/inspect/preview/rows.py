@@ -1,10 +1,10 @@
 """Previewed steps: their rows, and the documents of a row with the weight of each token.
 
-Position t reads token t and predicts token t + 1, so the weight at t belongs to token t + 1. A
-document of n positions that stands by itself therefore has n + 1 tokens: its first is only read,
-its last only predicted. In a row cut from a stream of documents, the first token of a document is
-predicted from the end of the document before. So it is in a packed row, whose documents may lack
-such an end.
+Position t reads token t and predicts token t + 1, so the weight at t belongs to token t + 1. So n
+positions of a document on its own involve n + 1 tokens: its first token is only read, and its last
+token only predicted. In a row cut from a stream of documents, the end of the previous document
+predicts a document's first token. The same holds for packed rows, but their documents may lack such
+an end.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Provenance:
-    """The place that a sample comes from.
+    """The origin of a sample.
 
     Attributes:
         sample: its number in the split, from 0.
         source: its file, or the prefix of its dataset.
-        number: number of the conversation in its file, from 1, not counting refused lines.
-        cut: tokens that truncation took away.
+        number: number of the conversation in its file, from 1, without refused lines.
+        cut: number of tokens removed by truncation.
     """
 
     sample: int
@@ -42,18 +42,19 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a micro-batch; s positions, K multi-token-prediction depths.
+    """One row of a micro-batch, with s positions and K multi-token-prediction depths.
 
     Attributes:
-        microbatch, number: index of the micro-batch in the step, and of the row in it, from 0.
+        microbatch: index of the micro-batch in the step.
+        number: index of the row in the micro-batch.
         tokens, labels, positions: ``[s]``.
         weights: weights of the labels in the loss, after the reduction, ``[s]``.
-        samples: number of the sample at each position, -1 in padding, ``[s]``; None where a row is
+        samples: number of the sample at each position, -1 in padding, ``[s]``; None if the row is
             cut from a stream of documents.
-        reaches: a position's attention reaches the position before it, ``[s]``; False at 0.
+        reaches: whether a position attends to the previous position, ``[s]``; False at 0.
         mtp_labels, mtp_weights: ``[K, s]``.
-        documents: number of the packed document at each position, -1 in padding, ``[s]``; None
-            where ``samples`` or the ends of documents tell them apart.
+        documents: number of the packed document at each position, -1 in padding, ``[s]``; None if
+            ``samples`` or end-of-document tokens tell documents apart.
         provenance: origin of a row without ``samples``, if it is known.
         sample_provenance: origin of each sample, by its number.
     """
@@ -89,13 +90,13 @@ class Step:
     """One training step on all data-parallel ranks.
 
     Attributes:
-        iteration: number of the step, from 1, as the log counts.
+        iteration: number of the step, from 1, as in the log.
         consumed: samples consumed before the step.
         num_microbatches: micro-batches of each rank.
-        rows: sorted by rank, micro-batch and place in the micro-batch.
+        rows: sorted by rank, micro-batch and index in the micro-batch.
         targets: N, the number of labels with a weight.
-        weight: D, the sum of their weights; ``mtp_weights`` has it for each prediction depth.
-        cp_columns: columns of every row that each context-parallel rank keeps.
+        weight: D, the sum of their weights; ``mtp_weights`` has this sum for each prediction depth.
+        cp_columns: for each context-parallel rank, the columns of every row that it keeps.
     """
 
     iteration: int
@@ -110,14 +111,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Document:
-    """A document of a row; n tokens.
+    """A document in a row, with n tokens.
 
     Attributes:
         number: its place in the row, from 1.
-        start, end: its first column, and the column after its last. They are equal if the row ends
-            just before the document, so that only its first token is predicted.
-        is_given: the first token is read only, not predicted.
-        is_last: the row predicts one more token of the document than it reads.
+        start, end: its first column, and the column after its last. They are equal if the row only
+            predicts the document's first token.
+        is_given: whether the first token is only read, not predicted.
+        is_last: whether the row predicts one more token of the document than it reads.
     """
 
     row: Row
@@ -130,7 +131,7 @@ class Document:
 
     @cached_property
     def columns(self) -> Ints:
-        """Return each token's column, ``[n]``; a last token that is only predicted has ``end``."""
+        """Return each token's column, ``[n]``; a last token that is only predicted gets ``end``."""
         return np.arange(self.start, self.end + self.is_last)
 
     @cached_property
@@ -142,7 +143,7 @@ class Document:
 
     @cached_property
     def weights(self) -> Floats:
-        """Return the weight of each token as a target, ``[n]``; NaN where it is only read."""
+        """Return the weight of each token as a target, ``[n]``; NaN if it is only read."""
         weights = self.row.weights[self.columns - 1]
         if self.is_given:
             weights[0] = np.nan
@@ -150,7 +151,7 @@ class Document:
 
     @cached_property
     def positions(self) -> Ints:
-        """Return the position id of each token, ``[n]``; -1 where it is only predicted."""
+        """Return the position id of each token, ``[n]``; -1 for a token that is only predicted."""
         inside = self.columns < self.end
         return np.where(inside, self.row.positions[np.minimum(self.columns, self.row.size - 1)], -1)
 
@@ -172,7 +173,7 @@ class Document:
 
 
 def target_exists(row: Row, depth: int) -> NDArray[np.bool_]:
-    """Return whether a position and the one ``depth`` further on share a document, ``[s]``."""
+    """Return whether a position and the position ``depth`` later share a document, ``[s]``."""
     attention = np.cumsum(~row.reaches)
     exists = np.zeros(row.size, dtype=np.bool_)
     if depth < row.size:
@@ -186,7 +187,7 @@ def target_exists(row: Row, depth: int) -> NDArray[np.bool_]:
 def documents_of(row: Row, eod: int) -> list[Document]:
     """Return the documents of a row in order, without padding.
 
-    In a row cut from a stream ``eod`` ends a document, and the last label may begin another one.
+    In a row cut from a stream, ``eod`` ends a document, and the last label may begin another one.
     """
     if row.documents is not None:
         count = int((row.documents >= 0).sum())

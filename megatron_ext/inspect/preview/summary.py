@@ -1,4 +1,4 @@
-"""Totals of the previewed steps by source, and what looks wrong in them."""
+"""Totals of the previewed steps by source, and warnings about suspicious data."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron_ext.inspect.preview.text import SpanSplitter
 
 COLUMNS = ("source", "documents", "trained", "untrained", "trained %", "sum of weights")
 NEAR = 3
-"""Number of last trained tokens among which an end-of-turn token may lie."""
+"""How many of a turn's last trained tokens are searched for an end-of-turn token."""
 
 
 @dataclass
 class Share:
-    """Counts of documents (one for each row that holds a part) and of their predicted tokens."""
+    """Counts of documents and their predicted tokens; each row with a part counts a document."""
 
     documents: int = 0
     trained: int = 0
@@ -43,7 +43,7 @@ class Summary:
 
     Attributes:
         empty_rows: rows that hold only padding.
-        by_source: counts in the order in which sources appear; ``whole`` is their total.
+        by_source: counts of each source, in order of appearance; ``whole`` is their total.
         lengths: tokens of the shortest and longest document; None without documents.
         heaviest: the largest weight of a token, at least 0.
     """
@@ -129,7 +129,7 @@ def name_of(document: Document) -> str:
 
 
 def warnings_of(steps: Sequence[Step], splitter: SpanSplitter, eod: int) -> list[str]:
-    """Return a sentence for each kind of suspected fault, with its count and first example."""
+    """Return a warning for each kind of suspected fault, with its count and its first example."""
     rows = [(step, row, documents_of(row, eod)) for step in steps for row in step.rows]
     conversations = [x for _, row, documents in rows if row.samples is not None for x in documents]
 
@@ -195,7 +195,7 @@ def _turn_ends(documents: Sequence[Document], splitter: SpanSplitter) -> Iterato
         ids = document.ids[-len(weighs) :]
         trained |= set(np.unique(ids[weighs]).tolist())
         for after in (np.flatnonzero(weighs[:-1] & ~weighs[1:]) + 1).tolist():
-            # A template may train a newline or two after the end of a turn.
+            # A template may train one or two newlines after the end of a turn.
             last = range(max(0, after - NEAR), after)
             if not any(weighs[i] and splitter.is_special(int(ids[i])) for i in last):
                 ends.setdefault(int(ids[after]), name_of(document))

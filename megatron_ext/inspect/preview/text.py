@@ -1,11 +1,11 @@
 """Rows as coloured terminal text.
 
-A token is yellow to green by the weight with which it is predicted, dim where it has none, and
-underlined where it is only read. Without colours, trained tokens stand between ⟦ and ⟧, after their
-weight if it is not 1. The number before a line is the position id of its first token.
+A token is yellow to green by its weight as a target, dim if it has no weight, and underlined if it
+is only read. Without colours, trained tokens stand between ⟦ and ⟧, with the weight in front if it
+is not 1. The number before a line is the position id of its first token.
 
-A span is one token, or the few whose bytes make one character together. Its text is found by
-decoding it with the tokens before it, since decoders treat the beginning of a text specially.
+A span is one token, or the few tokens whose bytes together form one character. To get its text, it
+is decoded after the tokens before it, since decoders treat the beginning of a text specially.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_ext.inspect.preview.rows import Document, Floats, Row, documents_o
 from megatron_ext.text.tokenizers.base import Tokenizer
 
 LONGEST = 8
-"""Tokens that make one character, at most; a character takes at most 4 bytes."""
+"""Most tokens that form one character; a character has at most 4 bytes."""
 
 _SHOWN = {"\n": "↵", "\t": "⇥"}
 _UNKNOWN = "\ufffd"
@@ -41,8 +41,8 @@ class TokenSpan:
     Attributes:
         text: the text, with every character visible; a newline is ↵.
         first: index of the first token.
-        weight: weight of each of the tokens as a target; NaN if they are only read, not predicted.
-        is_special: a token of the tokenizer's own, such as the end of a turn.
+        weight: weight of each token as a target; NaN if the tokens are only read.
+        is_special: whether it is a special token, such as the end of a turn.
     """
 
     text: str
@@ -70,7 +70,7 @@ class SpanSplitter:
         return self.split([token], [0.0])[0].text
 
     def split(self, ids: Sequence[int], weights: Sequence[float]) -> list[TokenSpan]:
-        """Return the spans of neighbouring tokens; a weight is NaN where a token is only read."""
+        """Return the spans of consecutive tokens; a token of weight NaN is only read."""
         spans: list[TokenSpan] = []
         before: tuple[int, ...] = ()
         first = 0
@@ -79,7 +79,7 @@ class SpanSplitter:
             if self.is_special(token):
                 text = visible(self._decode((token,))) or _number(token)
                 spans.append(TokenSpan(text, first, 1, float(weights[first]), True))
-                # What follows a special token is decoded as if it stood in the middle of a text.
+                # Text after a special token is decoded as if it were in the middle of a text.
                 before = (token,)
                 first = first + 1
                 continue
@@ -99,7 +99,7 @@ class SpanSplitter:
     ) -> tuple[str | None, int]:
         """Return the shortest text of whole characters from ``first`` on, and its token count.
 
-        ``before`` has the tokens before ``first``. Without such a text, return ``(None, 1)``.
+        ``before`` are the tokens before ``first``. Return ``(None, 1)`` if there is no such text.
         """
         start = self._decode(before)
         for count in range(1, min(LONGEST, len(ids) - first) + 1):
@@ -131,7 +131,7 @@ def _number(token: int) -> str:
 
 
 def visible(text: str) -> str:
-    """Escape control characters and invisible ones, and show newlines as ↵."""
+    """Escape control characters and invisible characters, and show newlines as ↵."""
     return "".join(_SHOWN.get(character) or _visible(character) for character in text)
 
 
@@ -209,7 +209,7 @@ class Terminal:
         self._marks = console.no_color or console.color_system is None
 
     def print(self, text: str, style: str = "") -> None:
-        """Print a line as it is; nothing in it is read as rich's markup."""
+        """Print a line verbatim, without interpreting rich's markup."""
         self._console.print(Text(text, style=style), soft_wrap=True)
 
     def row(self, row: Row) -> None:
@@ -222,7 +222,7 @@ class Terminal:
                 self._tokens(f"MTP {depth}", document.positions, self._of(ids, weights))
 
     def _of(self, ids: Ints, weights: Floats) -> list[TokenSpan]:
-        """Return the spans of tokens; an id of -1, a missing target, is shown as `NOTHING`."""
+        """Return the spans of tokens; an id of -1 (a missing target) is shown as `NOTHING`."""
         places = np.flatnonzero(ids >= 0).tolist()
         spans = self._splitter.split(ids[places].tolist(), weights[places].tolist())
         shown = [replace(span, first=places[span.first]) for span in spans]

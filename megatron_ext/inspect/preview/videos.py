@@ -1,8 +1,7 @@
-"""Shows the clips of a video run's steps: frames, captions, conditions, and what is cut.
+"""Shows the clips of a video run's steps: frames, captions, conditions, and what is cropped.
 
-Frames are decoded from the latents that are trained. Where the codec's folder is not given, they
-are those of the clips' files. The HTML page needs no script and no other file; pictures stand in it
-as PNG.
+Frames are decoded from the trained latents. Without the codec's folder they are read from the
+clips' own files. The HTML page needs no script and no other file; pictures are embedded as PNG.
 """
 
 from __future__ import annotations
@@ -54,10 +53,10 @@ class ShownClip:
     """One clip of a step, as it is trained.
 
     Attributes:
-        frames: the first, middle and last frame, ``[3, H, W, 3]``; None where nothing decodes them.
-        given: latent frames that the model is given.
+        frames: the first, middle and last frame, ``[3, H, W, 3]``; None if they cannot be decoded.
+        given: latent frames that condition the model.
         counts: latent frames that count in the loss.
-        notes: what is cut of the clip, or replaced.
+        notes: which parts of the clip are cropped or replaced.
     """
 
     number: int
@@ -80,13 +79,13 @@ class ShownClip:
 
     @property
     def strip(self) -> str:
-        """Return a letter for each latent frame: R given and not trained, r both, . trained."""
+        """Return a letter for each latent frame: R is given only, r given and trained, . trained."""
         letters = {(True, False): "R", (True, True): "r", (False, True): ".", (False, False): "-"}
         return "".join(letters[key] for key in zip(self.given, self.counts, strict=True))
 
 
 def preview_videos(words: Sequence[str], options: Options, console: Console) -> list[str]:
-    """Print the clips of steps of the run whose flags are ``words``; return warnings."""
+    """Print the clips of the run with the flags ``words``; return warnings."""
     kind = select().kind
     parsed = parse_run(VIDEO, words, options, kind)
     config = parsed.config
@@ -131,7 +130,7 @@ def _codec(config: RunConfig, manifest: dict[str, Any]) -> tuple[VideoCodec | No
 
 
 def _never_whole(steps: Any) -> Iterator[str]:
-    """Yield a sentence for each bucket of which an epoch leaves clips out."""
+    """Yield a sentence for each bucket from which an epoch leaves clips out."""
     for bucket, count in sorted(steps.left_out.items()):
         if count:
             whole = len(steps.buckets[bucket].clips)
@@ -182,7 +181,7 @@ def _clips_of(
 
 
 def _frames(codec: VideoCodec, sample: VideoSample) -> NDArray[Any]:
-    """Return the first, middle and last frame of a clip, of a picture the only one."""
+    """Return the first, middle and last frame of a clip; a picture has only one."""
     pixels: Tensor = codec.decode(sample.latents[None].float())
     last = pixels.size(2) - 1
     frames: NDArray[Any] = as_bytes(pixels[:, :, sorted({0, last // 2, last})])[0]
