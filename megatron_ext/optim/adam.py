@@ -1,4 +1,4 @@
-"""AdamW as a run needs it: with a step count that checkpoints keep, and in one kernel on a GPU."""
+"""AdamW with a step count that checkpoints keep, and with a single kernel per update on a GPU."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 ADAMS = (torch.optim.Adam, torch.optim.AdamW)
-"""The classes of torch's Adam; before torch 2.7 neither is derived from the other."""
+"""torch's classes of Adam; before torch 2.7 neither is a subclass of the other."""
 
 
 def start_state(inner: torch.optim.Optimizer, _core_config: Any = None) -> None:
-    """Create the all-zero state that torch's Adam or SGD has before its first update.
+    """Create the all-zero state of torch's Adam or SGD before its first update.
 
     The matrices of `muon.Muon` have a momentum but no second moment.
     """
@@ -25,7 +25,7 @@ def start_state(inner: torch.optim.Optimizer, _core_config: Any = None) -> None:
             if isinstance(inner, ADAMS):
                 if "exp_avg" in state:
                     continue
-                if "step" not in state:  # A loaded group may have counted steps of this one too.
+                if "step" not in state:  # A loaded group may already count its steps.
                     place = parameter.device if group["fused"] else "cpu"
                     state["step"] = torch.zeros((), dtype=torch.float32, device=place)
                 state["exp_avg"] = torch.zeros_like(parameter, dtype=exp_avg)
@@ -36,7 +36,7 @@ def start_state(inner: torch.optim.Optimizer, _core_config: Any = None) -> None:
 
 
 class CountedAdam(torch.optim.AdamW):
-    """torch's Adam whose state dict also counts the steps of each group, as apex's Adam does."""
+    """torch's Adam with the step count of each group in its state dict, as in apex's Adam."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict, with the step count in each group that has been updated."""
@@ -48,7 +48,7 @@ class CountedAdam(torch.optim.AdamW):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict; give a parameter group's step count to each parameter of the group."""
+        """Load a state dict; copy each group's step count to all parameters of the group."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             count = group.pop("step", None)
@@ -59,12 +59,12 @@ class CountedAdam(torch.optim.AdamW):
 
 @dataclass(frozen=True)
 class Entry:
-    """The tensors of one parameter in an update; all have as many elements, without gaps.
+    """The tensors of one parameter in an update, contiguous and with equally many elements.
 
     Attributes:
         gradient, weight: float32.
         exp_avg, exp_avg_sq: the moments, float32 or bfloat16.
-        copy: the 16-bit weight of the model, to be written; None if ``weight`` is the model's.
+        copy: the model's 16-bit weight, which the update writes; None if ``weight`` is the model's.
     """
 
     gradient: Tensor
@@ -81,7 +81,7 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that a pass reads, of all but the copy, and writes, but to gradients."""
+        """Return the bytes that an update reads (all but the copy) and writes (no gradient)."""
         sizes = [tensor.numel() * tensor.element_size() for tensor in self.tensors]
         return sum(sizes[:4]) + sum(sizes[1:])
 
@@ -92,17 +92,17 @@ class Entry:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Return the dtypes and the alignment, which the parameters of one launch share."""
+        """Return the dtypes and the alignment, which all parameters of a launch must share."""
         return (*[tensor.dtype for tensor in self.tensors], self.aligned)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The numbers of a parameter group in an update; those without comment are torch's.
+    """The numbers of a parameter group in an update, with torch's names.
 
     Attributes:
-        scalars: on the device, float32 ``[4]``: whether the gradients are not finite, by what they
-            are divided, lr over the first bias correction, and the root of the second.
+        scalars: on the device, float32 ``[4]``: whether the gradients are not finite, their
+            divisor, lr divided by the first bias correction, and the square root of the second.
     """
 
     lr: float
@@ -120,19 +120,19 @@ Kernel = Callable[[Sequence[Entry], Settings], None]
 class FusedAdam(CountedAdam):
     """AdamW that updates weights, moments and the model's 16-bit weights in one pass.
 
-    It moves 30 bytes for each weight, and fewer with 16-bit moments. torch's fused AdamW, which
-    writes the gradients back that it scales, and the copy after it move 38. The weights of a
-    parameter group are updated together, so that the step count of one holds for all.
+    It moves 30 bytes for each weight, and fewer with 16-bit moments. torch's fused AdamW moves 38
+    with the copy after it, since it writes the scaled gradients back. All weights of a parameter
+    group are updated together, so one step count holds for all.
 
     Args:
         moments: dtypes of ``exp_avg`` and ``exp_avg_sq``.
-        make_kernel: makes the function that updates a parameter group; without it, torch updates
-            the weights, and leaves the copies to megatron-core.
+        make_kernel: makes the function that updates a parameter group. Without it torch updates the
+            weights, and megatron-core writes the 16-bit weights.
 
     Attributes:
-        copies: for a weight, the 16-bit weight of the model.
-        found_inf: 1 if the update is to be skipped, else 0, float32 ``[]``; None for 0.
-        grad_scale: by what gradients are divided, float32 ``[]``; None for 1.
+        copies: the model's 16-bit weight for each float32 weight.
+        found_inf: float32 ``[]``, 1 to skip the update, else 0; None means 0.
+        grad_scale: float32 ``[]``, the divisor of the gradients; None means 1.
     """
 
     found_inf: Tensor | None = None
@@ -153,7 +153,7 @@ class FusedAdam(CountedAdam):
         self._kernels: dict[int, Kernel] = {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict; moments of another dtype are cast."""
+        """Load a state dict; cast moments to the dtypes of this run."""
         super().load_state_dict(state_dict)
         for state in self.state.values():
             for name, dtype in zip(("exp_avg", "exp_avg_sq"), self.moments, strict=True):
@@ -187,13 +187,13 @@ class FusedAdam(CountedAdam):
         return entries
 
     def _settings(self, group: dict[str, Any]) -> Settings:
-        """Count the step of a group on the device, and return the numbers of its update."""
+        """Count a group's step on the device, and return the numbers of its update."""
         steps = [self.state[p]["step"] for p in group["params"] if p.grad is not None]
         one = torch.ones((), device=steps[0].device)
         skipped = torch.zeros_like(one) if self.found_inf is None else self.found_inf
         torch._foreach_add_(steps, [one - skipped] * len(steps))
         beta1, beta2 = group["betas"]
-        # In single precision 1 - beta2 would have three digits.
+        # In single precision, 1 - beta2 would have only three correct digits.
         corrections = [1.0 - beta ** steps[0].double() for beta in (beta1, beta2)]
         divisor = one if self.grad_scale is None else self.grad_scale
         scalars = [skipped, divisor, group["lr"] / corrections[0], corrections[1].sqrt()]
@@ -203,10 +203,10 @@ class FusedAdam(CountedAdam):
         )  # fmt: skip
 
     def _step_by_torch(self) -> None:
-        """Let torch update the weights, one at a time where its moments must be cast meanwhile.
+        """Let torch update the weights; if moments must be cast for it, do one weight at a time.
 
-        torch needs moments in the weight's dtype. Cast all at once they would take 8 more bytes for
-        each weight of the model.
+        torch needs moments in the weight's dtype. If all were cast at once, they would take 8 more
+        bytes for each weight of the model.
         """
         if self.moments == (torch.float32, torch.float32):
             super().step()

@@ -25,7 +25,7 @@ from megatron_ext.optim.shards import shards_of
 from megatron_ext.optim.update import parts_of
 
 OPTIMIZERS = {"adam": ("adam", core.AdamOptimizerConfig), "sgd": ("sgd", core.SGDOptimizerConfig)}
-"""megatron-core's rule and configuration for each value of ``--optimizer`` but muon."""
+"""megatron-core's rule and configuration for each value of ``--optimizer`` except muon."""
 
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """The dtype for each value of ``--exp-avg-dtype`` and ``--exp-avg-sq-dtype``."""
@@ -41,15 +41,16 @@ def build_optimizer(
     ours: dict[str, Any] = {**vars(config.precision), **vars(config.optimizer), **vars(config.fp8)}
     ours |= {"optimizer": rule, "params_dtype": params_dtype(config.precision)}
     fields = {field.name for field in dataclasses.fields(cls)}
-    # megatron-core would ask for Transformer Engine's Adam.
+    # Otherwise megatron-core would require Transformer Engine's Adam.
     fields -= {"use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype"}
     core_config = cls(**{name: ours[name] for name in fields & ours.keys()})
     overrides = core.get_standard_config_overrides(core_config)
     for override in overrides.values():
         if "max_lr" in override:
-            # megatron-core finds the groups of a checkpoint by this mark, but does not set it.
+            # megatron-core matches the groups of a checkpoint by this mark, but does not set it.
             override["is_decoupled_lr"] = True
-    # Process groups passed as a collection would lose the Gloo groups that checkpoints need.
+    # With process groups in a collection, megatron-core drops the Gloo groups that checkpoints
+    # need.
     optimizer = core.get_megatron_optimizer(core_config, chunks, config_overrides=overrides)
     if uses_muon or (rule == "adam" and config.model.transformer_impl == "torch"):
         moments = (
@@ -70,7 +71,8 @@ def build_optimizer(
         take_sharded_gradients(optimizer)
     for part in parts_of(optimizer):
         if isinstance(getattr(part, "optimizer", None), (*ADAMS, torch.optim.SGD)):
-            # megatron-core has no such function for SGD, and Adam's leaves out the step count.
+            # megatron-core has no such function for SGD, and its function for Adam leaves out the
+            # step count.
             part.init_state_fn = start_state
     return optimizer
 
@@ -81,10 +83,11 @@ def take_torchs_adam(
     make_kernel: Callable[[], Kernel] | None,
     kind: type[FusedAdam] = FusedAdam,
 ) -> None:
-    """Put torch's Adam, before its first update, in the place of another or where it lacks a thing.
+    """Replace the Adam in an optimizer by ``kind``, unless it is torch's and that is enough.
 
-    Only torch's fused Adam and ours can skip an update on the device, without the host. For
-    ``moments`` and ``make_kernel`` see `FusedAdam`, of which ``kind`` is a subclass.
+    Call this before the first update. Only torch's fused Adam and ours can skip an update on the
+    device, without the host. For ``moments`` and ``make_kernel`` see `FusedAdam`; ``kind`` is that
+    class or a subclass.
     """
     plain = make_kernel is None and moments == (torch.float32, torch.float32)
     plain = plain and kind is FusedAdam
@@ -94,7 +97,8 @@ def take_torchs_adam(
             continue
         names = ("lr", "betas", "eps", "weight_decay")
         defaults = {name: inner.defaults[name] for name in names}
-        # torch refuses views, which shards are; like megatron-core, put them in afterwards.
+        # torch refuses views as parameters, which shards are. So put them in afterwards, as
+        # megatron-core does.
         given: dict[str, Any] = {"moments": moments, "make_kernel": make_kernel}
         part.optimizer = kind([torch.empty(0)], **given, **defaults)
         groups = [{**part.optimizer.defaults, **group} for group in inner.param_groups]
@@ -108,7 +112,7 @@ def _give_matrices(
     groups: ProcessGroupCollection,
     flags: OptimizerConfig,
 ) -> None:
-    """Tell each `Muon` of an optimizer which of its weights are matrices."""
+    """Tell each `Muon` in an optimizer which of its weights are matrices."""
     from megatron_ext.optim.matrices import Matrix, matrices_of
     from megatron_ext.optim.muon import Muon
 
@@ -121,9 +125,10 @@ def _give_matrices(
 
 
 def take_sharded_gradients(optimizer: MegatronOptimizer) -> None:
-    """Let distributed optimizers take their gradients from `layers.gradient_shards`.
+    """Make distributed optimizers take their gradients from `layers.gradient_shards`.
 
-    megatron-core takes this rank's part of a whole ``main_grad``; here ``main_grad`` is that part.
+    megatron-core slices this rank's part out of a whole ``main_grad``; here ``main_grad`` already
+    is that part.
     """
 
     def take(part: Any) -> None:
@@ -141,7 +146,7 @@ def take_sharded_gradients(optimizer: MegatronOptimizer) -> None:
 
 
 def _model_weights(part: Any) -> dict[Tensor, Tensor]:
-    """Return this rank's 16-bit weight, or its shard, for each float32 weight that is updated."""
+    """Return the 16-bit weight, or this rank's shard of it, for each updated float32 weight."""
     names = "float16_groups", "fp32_from_float16_groups"
     if isinstance(part, DistributedOptimizer):
         names = "shard_float16_groups", "shard_fp32_from_float16_groups"
@@ -154,9 +159,9 @@ def _model_weights(part: Any) -> dict[Tensor, Tensor]:
 
 
 def kernel_for(weight: Tensor) -> Callable[[], Kernel] | None:
-    """Return what makes the kernel of a parameter group on the device of a weight.
+    """Return a function that makes a group's kernel for the device of ``weight``.
 
-    It is None on a CPU, and where nothing can or may be compiled.
+    Return None on a CPU, and if compilation is impossible or switched off.
     """
     if not (weight.is_cuda and compiles(weight)):
         return None
@@ -166,7 +171,7 @@ def kernel_for(weight: Tensor) -> Callable[[], Kernel] | None:
 
 
 def choose_kernels(optimizer: MegatronOptimizer, *, fused: bool) -> None:
-    """Let torch's Adam update all parameters in one kernel (``fused``), or one after the other.
+    """Make torch's Adam update all parameters in one kernel (``fused``) or one by one.
 
     A loaded checkpoint does not change this choice. Settings that a checkpoint lacks, because
     another optimizer wrote it, keep their defaults.

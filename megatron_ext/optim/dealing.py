@@ -1,9 +1,9 @@
-"""Deals whole matrices to the ranks that share the optimizer's state.
+"""Distributes whole matrices over the ranks that share the optimizer's state.
 
-With the distributed optimizer a rank updates a piece of the flattened parameters, which begins and
-ends anywhere in a matrix. To orthogonalize, one rank of the data-parallel group gets all pieces of
-a matrix and sends each rank its piece of the result. The matrices are dealt so that all ranks have
-about the same work.
+With the distributed optimizer, a rank updates a piece of the flattened parameters, which may begin
+and end anywhere in a matrix. But a matrix can only be orthogonalized as a whole. So one rank of the
+data-parallel group, its owner, gathers all pieces of a matrix and sends each rank its piece of the
+result. Owners are chosen so that all ranks have about the same work.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_ext.optim.matrices import Matrix
 from megatron_ext.optim.shards import Shard
 
 ROUND = 2**24
-"""Elements up to which a rank gets several matrices in one round."""
+"""Limit of elements up to which a rank gets several matrices in one round."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,11 +50,11 @@ def _length(piece: slice) -> int:
 
 
 def deal(shards: Sequence[tuple[Matrix, Shard]], group: ProcessGroup | None) -> list[list[Dealt]]:
-    """Deal matrices to the ranks of a group; return them in rounds, which ranks do together.
+    """Assign an owner to each matrix; return the matrices in rounds, which all ranks do together.
 
-    Without ``group``, this rank updates all of each weight. A round has at least one matrix for
-    each rank that still has some, and more while they have fewer elements than `ROUND`. All ranks
-    call this together, with the same matrices in the same order.
+    Without ``group``, this rank updates all of each weight. In each round every rank with matrices
+    left takes at least one, and more as long as they have fewer than `ROUND` elements together. All
+    ranks call this together, with the same matrices in the same order.
     """
     own = [(shard.start, shard.start + shard.main.numel()) for _, shard in shards]
     pieces = [own]
@@ -73,7 +73,7 @@ def deal(shards: Sequence[tuple[Matrix, Shard]], group: ProcessGroup | None) -> 
 
 
 def _queues(dealt: Sequence[Dealt], ranks: int) -> list[list[Dealt]]:
-    """Return the matrices of each rank: the largest first, each to the rank with the least work."""
+    """Return the matrices of each rank: the largest comes first, to the least busy rank."""
     queues: list[list[Dealt]] = [[] for _ in range(ranks)]
     work = [(0, rank) for rank in range(ranks)]
     for each in sorted(dealt, key=lambda x: -x.matrix.operations):
@@ -86,7 +86,7 @@ def _queues(dealt: Sequence[Dealt], ranks: int) -> list[list[Dealt]]:
 def _taken(queue: list[Dealt]) -> list[Dealt]:
     """Remove and return the first matrices of a queue that together have at most `ROUND` elements.
 
-    A larger matrix is taken alone.
+    A matrix with more elements is taken alone.
     """
     sizes = accumulate(each.matrix.parameter.numel() for each in queue)
     count = max(1, sum(size <= ROUND for size in sizes))
@@ -125,7 +125,7 @@ def scatter(
 ) -> list[Tensor]:
     """Return this rank's flat pieces of all matrices of a round; the reverse of `gather`.
 
-    ``whole`` are the flat tensors, of this ``dtype``, of the matrices that this rank owns.
+    ``whole`` are the flat matrices that this rank owns, in this ``dtype``.
     """
     me = group.rank()
     owned = [each for each in dealt if each.owner == group.rank()]

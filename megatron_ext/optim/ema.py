@@ -1,11 +1,11 @@
 """Exponential moving average of the weights, in fp32 and sharded like the optimizer's state.
 
 After each applied update ``average <- average + (1 - decay) * (weight - average)``, where
-``weight`` is the fp32 weight that the optimizer updates. Each operation rounds once, so that the
-average is bitwise the same in every layout.
+``weight`` is the fp32 weight that the optimizer updates. Each operation rounds once, so the average
+is bitwise the same in every layout.
 
-Where the average warms up, the decay of the update after n others is at most (1 + n) / (10 + n).
-Without that, an average of decay D would be mostly its start for about 1 / (1 - D) updates.
+With a warm-up, the decay after n updates is at most (1 + n) / (10 + n). Without it, an average of
+decay D would mostly consist of its start value for about 1 / (1 - D) updates.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn import Module, Parameter
 from megatron_ext.optim.shards import Shard, shards_of
 from megatron_ext.optim.update import parts_of
 
-_BATCH = 2**26  # elements that are updated at a time, which bounds the memory for differences
+_BATCH = 2**26  # elements per batch; bounds the memory for differences
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Part(Shard):
             return self.average.view(self.parameter.shape)
         bits = torch.zeros(self.parameter.numel(), dtype=torch.int32, device=self.parameter.device)
         bits[self.piece] = self.average.view(torch.int32)
-        # A sum of integers with the zeros of other ranks keeps the sign of -0.0 too.
+        # Adding the other ranks' zeros as integers keeps the sign of -0.0 as well.
         torch.distributed.all_reduce(bits, group=self.group)
         return bits.view(torch.float32).view(self.parameter.shape)
 
@@ -59,10 +59,10 @@ class ShardedEMA:
     Args:
         optimizer: any optimizer of megatron-core. With None, every rank holds the whole average of
             each trained parameter, into which a checkpoint can be loaded.
-        decay: weight of the old average in the new one, or its limit with ``warmup``.
-        warmup: whether early updates have a smaller decay.
-        start: first training step, counted from 1, that is averaged. Before that step the average
-            equals the weights.
+        decay: weight of the old average in the new one; with ``warmup`` its upper limit.
+        warmup: whether the first updates use a smaller decay.
+        start: first training step that is averaged, counted from 1. Before it, the average equals
+            the weights.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ShardedEMA:
             part.average.copy_(part.main)
 
     def decay_after(self, earlier: int) -> float:
-        """Return the decay of an update that follows ``earlier`` ones."""
+        """Return the decay of the update after ``earlier`` updates."""
         return min(self.decay, (1 + earlier) / (10 + earlier)) if self._warmup else self.decay
 
     @torch.no_grad()
@@ -102,7 +102,7 @@ class ShardedEMA:
 
         Args:
             step: number of training steps done, including this one and skipped ones.
-            earlier: number of updates since the averages were the weights, for `decay_after`.
+            earlier: number of updates since the averages equalled the weights, for `decay_after`.
             applied: whether the step updated the weights, bool ``[]`` on their device. If False,
                 the averages do not change. None means True.
         """
@@ -131,13 +131,13 @@ class ShardedEMA:
 
     @torch.no_grad()
     def load(self, averages: Sequence[Tensor]) -> None:
-        """Replace the averages by ``averages``: one whole tensor for each of `parameters`."""
+        """Replace the averages by ``averages``, one whole tensor for each of `parameters`."""
         for part, average in zip(self._parts, averages, strict=True):
             part.average.copy_(average.reshape(-1)[part.piece].view(part.average.shape))
 
     @property
     def parts(self) -> Sequence[Part]:
-        """Return the averages that this rank holds, in the order of `parameters`."""
+        """Return the parts of the averages that this rank holds, in the order of `parameters`."""
         return self._parts
 
     @property
@@ -147,13 +147,13 @@ class ShardedEMA:
 
     @contextmanager
     def swapped_in(self, chunks: Iterable[Module]) -> Iterator[None]:
-        """Put averaged weights in the chunks inside the block, then restore the trained ones.
+        """Put the averages into the chunks inside the block, then restore the trained weights.
 
-        The trained weights are kept bit for bit in the host's memory, so that each rank restores
-        them without communication, also after an error.
+        Exact copies of the trained weights are kept in host memory, so that each rank can restore
+        them without communication, even after an error.
 
         Raises:
-            RuntimeError: the averages are swapped in already, or the hooks that gather parameters
+            RuntimeError: the averages are already swapped in, or the hooks that gather parameters
                 are on (see `optim.update.ParameterGather.paused`).
         """
         chunks = list(chunks)
@@ -182,7 +182,7 @@ def _part(shard: Shard) -> Part:
 
 
 def _in_batches(parts: Sequence[Part]) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Return weights and their averages in batches small enough to update in little memory."""
+    """Return weights and their averages in batches, to bound the memory of an update."""
     batches = list[tuple[list[Tensor], list[Tensor]]]()
     size = _BATCH
     for part in (part for part in parts if part.main.numel()):

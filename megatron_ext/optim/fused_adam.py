@@ -1,13 +1,13 @@
 """A Triton kernel that updates all weights of a parameter group by AdamW.
 
-The kernel finds the tensors by a table of addresses, so that one launch updates hundreds of
-parameters. Most addresses are multiples of 16 bytes; parameters for which that holds have a launch
-of their own, in which a thread moves 16 bytes at a time.
+The kernel finds the tensors through a table of addresses, so one launch updates hundreds of
+parameters. Most addresses are multiples of 16 bytes. Parameters with such addresses have a separate
+launch, in which each thread moves 16 bytes at a time.
 
-This file is imported where the kernel is used, since it needs Triton.
+This file needs Triton, so it is imported only where the kernel is used.
 """
 
-# ruff: noqa: N803 – Triton's constants are written in capitals.
+# ruff: noqa: N803 – Triton's constants are in capitals.
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ from megatron_ext.device import to_device
 from megatron_ext.optim.adam import Entry, Settings
 
 BLOCK = 1024
-"""Elements that a program updates at a time."""
+"""Elements that a program updates at once."""
 CHUNK = 16 * BLOCK
-"""Elements of one parameter that a program updates."""
+"""Elements of one parameter that a program updates in total."""
 NUM_WARPS = 4
 COLUMNS = 6
 """Entries of a parameter in the table: five addresses and the number of elements."""
@@ -71,9 +71,9 @@ def adam_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Update a chunk of one parameter, unless the gradients of the step are not finite.
 
-    ``chunks`` names the row of ``addresses`` and the number of the chunk. ``scalars`` holds
-    ``found_inf``, the divisor of the gradients, the step size, and the root of the second bias
-    correction.
+    ``chunks`` holds each program's row in ``addresses`` and its chunk number. ``scalars`` holds
+    ``found_inf``, the divisor of the gradients, the step size, and the square root of the second
+    bias correction.
     """
     if tl.load(scalars) != 0.0:
         return
@@ -105,10 +105,11 @@ def adam_kernel(  # type: ignore[no-untyped-def]
 
 
 class GroupUpdate:
-    """Updates a parameter group by one launch for each `Entry.kind`; see `optim.adam.Kernel`.
+    """Updates a parameter group by one launch per `Entry.kind`; see `optim.adam.Kernel`.
 
-    The table of addresses is sent to the device when one of them changes: in the first update, or
-    in each if gradients are summed in 16 bits and cast for the update. No gradient is kept.
+    The table of addresses is sent to the device whenever an address changes: in the first update,
+    and in every update if gradients are summed in 16 bits and cast. No reference to a gradient is
+    kept.
     """
 
     def __init__(self) -> None:
@@ -165,7 +166,7 @@ def _table(entries: Sequence[Entry]) -> _Launch:
 
 
 def constants(example: Entry) -> dict[str, Any]:
-    """Return the compile-time arguments of the kernel for parameters such as ``example``."""
+    """Return the compile-time arguments of the kernel for parameters of ``example``'s kind."""
     copy = example.copy
     return _constants(
         example.exp_avg.dtype, example.exp_avg_sq.dtype, copy if copy is None else copy.dtype,

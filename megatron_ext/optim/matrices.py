@@ -1,8 +1,8 @@
-"""The weights that Muon updates, the matrices that they fuse, and how ranks share them.
+"""The weights that Muon updates, the matrices inside them, and how ranks share them.
 
-Muon updates every weight of two dimensions but embeddings and output layers, as Megatron-LM does:
-the projections of attention, MLPs and experts, and routers. Norms, biases, embeddings and output
-layers are AdamW's.
+As in Megatron-LM, Muon updates every two-dimensional weight except embeddings and output layers:
+the projections of attention, MLPs and experts, and routers. AdamW updates norms, biases, embeddings
+and output layers.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Matrix:
     """A weight ``[out, in]`` that Muon updates, as this rank holds it.
 
     Attributes:
-        rows: numbers of rows of the matrices that the weight fuses, which take turns, such as the
-            queries, keys and values of one group of heads after another. A weight that is one
-            matrix has one number.
+        rows: numbers of rows of the matrices that the weight fuses. The matrices alternate, such as
+            the queries, keys and values of one group of heads after another. A weight that is a
+            single matrix has one number.
         group: ranks that hold other rows or columns of the matrices; None without such ranks.
         dim: the dimension that these ranks share, 0 for rows and 1 for columns.
     """
@@ -49,14 +49,14 @@ class Matrix:
         return [part.reshape(-1, columns) for part in torch.split(turns, list(self.rows), dim=1)]
 
     def joined(self, parts: list[Tensor]) -> Tensor:
-        """Return the flat tensor of which ``parts`` are the matrices."""
+        """Return the flat weight whose matrices are ``parts``, the inverse of `parts`."""
         columns = self.parameter.size(1)
         turns = [part.reshape(-1, n, columns) for part, n in zip(parts, self.rows, strict=True)]
         return torch.cat(turns, dim=1).flatten()
 
     @property
     def operations(self) -> int:
-        """Return a number proportional to the operations of a step on the parts of all ranks."""
+        """Return a number proportional to the operations that this matrix takes on all ranks."""
         ranks = 1 if self.group is None else self.group.size()
         total = 0
         for number in self.rows:
@@ -72,9 +72,9 @@ def matrices_of(
 ) -> dict[Parameter, Matrix]:
     """Return the trained weights of a model chunk that Muon updates.
 
-    A module keeps a table of vectors from Muon if it sets ``is_table`` on the parameter. It tells
-    what a linear layer fuses, beyond the layers of megatron-core, by ``fused_parts`` on the layer,
-    as in `Matrix.rows`. Without ``split_qkv``, fused queries, keys and values are one matrix.
+    A module excludes a table of vectors by setting ``is_table`` on the parameter. A linear layer of
+    our own that fuses matrices sets ``fused_parts``, with the meaning of `Matrix.rows`. Without
+    ``split_qkv``, fused queries, keys and values count as one matrix.
     """
     experts = set(expert_parameters(chunk))
     tables = {p for m in chunk.modules() if isinstance(m, NOT_MATRICES) for p in m.parameters()}
@@ -106,7 +106,7 @@ def _fused(chunk: Module, *, split_qkv: bool) -> Iterator[tuple[Any, tuple[int, 
                 queries = config.num_attention_heads // config.num_query_groups * head
                 yield layers["linear_qkv"].weight, (queries, head, head)
         if "linear_fc1" in layers and getattr(config, "gated_linear_unit", False):
-            # Grouped experts have a weight each.
+            # Each expert in a group of experts has its own weight.
             for weight in layers["linear_fc1"].parameters(recurse=False):
                 if weight.dim() == 2:
                     yield weight, (weight.size(0) // 2,) * 2

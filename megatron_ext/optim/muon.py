@@ -1,14 +1,14 @@
-"""Muon: the momentum of each matrix, orthogonalized, is the direction in which the matrix moves.
+"""Muon: moves each matrix in the direction of its momentum, orthogonalized.
 
-Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/); weight decay and scale are those of
+See Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/). Weight decay and scale follow
 Liu et al. 2025 (arXiv:2502.16982). For a matrix W with gradient G, momentum M and learning rate r:
 
     M <- beta M + (1 - beta) G
     D  = M, or with Nesterov's momentum beta M + (1 - beta) G
     W <- (1 - r * weight_decay) W - r * scale * orthogonalized(D)
 
-AdamW updates the other weights. How matrices get to the ranks that orthogonalize them is told in
-`dealing` (data parallelism) and in `Direction` (tensor parallelism).
+AdamW updates the other weights. `dealing` (data parallelism) and `Direction` (tensor parallelism)
+describe how matrices get to the ranks that orthogonalize them.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from megatron_ext.optim.shards import Shard
 
 @dataclass(frozen=True)
 class Direction:
-    """Turns the momentum of matrices into the direction in which they move.
+    """Turns the momenta of matrices into the directions in which they move.
 
-    Tensor-parallel ranks that share a matrix get their share of the whole matrix's direction in two
-    ways: "duplicated" gathers the matrix, which each of them orthogonalizes; "distributed" sums
-    Gram matrices over them. "blockwise" orthogonalizes each rank's share as a matrix of its own,
-    which is another update and depends on the layout.
+    Tensor-parallel ranks that share a matrix compute their share of its direction in one of three
+    ways. "duplicated": each rank gathers and orthogonalizes the whole matrix. "distributed": the
+    ranks sum their Gram matrices. "blockwise": each rank orthogonalizes its share as a separate
+    matrix, which gives another update, and one that depends on the layout.
 
     Attributes:
-        precision: that of float32 products, as `torch.set_float32_matmul_precision` names it;
-            "medium" multiplies in bfloat16. A CPU always multiplies in float32.
+        precision: precision of float32 products on a GPU, in the words of
+            `torch.set_float32_matmul_precision`; "medium" multiplies in bfloat16. A CPU always
+            multiplies in float32.
     """
 
     coefficients: Sequence[Coefficients]
@@ -69,7 +70,7 @@ class Direction:
 
     @contextmanager
     def products(self, device: torch.device) -> Iterator[None]:
-        """Let float32 products on a GPU have the precision of the flags, in this context."""
+        """Within the context, give float32 products on a GPU the precision of the flags."""
         before = torch.get_float32_matmul_precision()
         if device.type == "cuda" and self.precision != "medium":
             torch.set_float32_matmul_precision(self.precision)
@@ -81,7 +82,7 @@ class Direction:
     def of_all(self, matrices: Sequence[Matrix], momenta: Sequence[Tensor]) -> list[Tensor]:
         """Return the flat directions of weights from their flat momenta.
 
-        Matrices of one shape are orthogonalized together.
+        Matrices of the same shape are orthogonalized in one batch.
         """
         parts = [matrix.parts(flat) for matrix, flat in zip(matrices, momenta, strict=True)]
         batches: dict[Any, list[tuple[int, int]]] = {}
@@ -97,7 +98,7 @@ class Direction:
     def of_batch(self, momenta: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
         """Return the directions ``[k, m, n]`` of matrices from this rank's share of their momenta.
 
-        The ranks of ``group`` share dimension ``dim`` (0 rows, 1 columns).
+        The ranks of ``group`` share the rows (``dim`` 0) or columns (``dim`` 1).
         """
         if group is None or self.tp_mode == "blockwise":
             return self._scaled(orthogonalize(momenta, self.coefficients), momenta.shape)
@@ -118,10 +119,10 @@ class Direction:
 class Muon(FusedAdam):
     """Muon for matrices and AdamW for all other weights, in the same parameter groups.
 
-    The state of a matrix is its momentum, as ``exp_avg``, and the count of steps.
+    The state of a matrix is its momentum, under the name ``exp_avg``, and its step count.
 
     Attributes:
-        matrices: those of which this rank updates all or a shard, by the tensor that it updates.
+        matrices: the matrices of which this rank updates all or a shard, by the updated tensor.
         weights: the model's weights that Muon updates, on this rank or on others of its group.
     """
 
@@ -136,7 +137,7 @@ class Muon(FusedAdam):
         matrices: Mapping[Parameter, Matrix],
         flags: OptimizerConfig,
     ) -> None:
-        """Update by Muon those of the ``shards`` whose weights are ``matrices``.
+        """Let Muon update those ``shards`` whose weights are keys of ``matrices``.
 
         All ranks that share the optimizer's state call this together.
         """
@@ -164,7 +165,7 @@ class Muon(FusedAdam):
             self._step_together(dealt, groups)
 
     def _step_together(self, dealt: list[Dealt], groups: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Update the weights of one round; ``groups`` are the parameter groups by weight."""
+        """Update the weights of one round; ``groups`` maps weights to their parameter groups."""
         device = dealt[0].shard.main.device
         dtype = self._direction.dtype(device)
         momenta = [self._momentum(each.shard.main).to(dtype).flatten() for each in dealt]
@@ -182,7 +183,7 @@ class Muon(FusedAdam):
                 self._move(main, direction.view(main.shape).to(main.dtype), groups[main])
 
     def _momentum(self, main: Tensor) -> Tensor:
-        """Add the gradient to the momentum of a weight; return what is to be orthogonalized."""
+        """Add the gradient to a weight's momentum; return the matrix to orthogonalize."""
         if not main.numel():
             return main
         assert main.grad is not None
@@ -203,5 +204,5 @@ class Muon(FusedAdam):
             self.copies[main].copy_(main)
 
     def _if_finite(self, new: Tensor, old: Tensor) -> Tensor:
-        """Return the new values, or the old ones if the update is to be skipped."""
+        """Return ``new``, or ``old`` if the update must be skipped."""
         return new if self.found_inf is None else torch.where(self.found_inf > 0, old, new)

@@ -1,8 +1,8 @@
-"""Newton–Schulz iterations, which orthogonalize matrices by products alone.
+"""Newton–Schulz iterations, which orthogonalize matrices by matrix products only.
 
-A matrix ``M = U S V^T``, divided by its Frobenius norm, becomes about ``U V^T`` by repeating
-``X <- a X + (b A + c A^2) X`` with the Gram matrix ``A = X X^T``: each step applies the odd
-polynomial ``a s + b s^3 + c s^5`` to the singular values (Jordan et al. 2024,
+Start from a matrix ``M = U S V^T`` divided by its Frobenius norm, and repeat ``X <- a X + (b A + c
+A^2) X`` with the Gram matrix ``A = X X^T``. This converges to about ``U V^T``: each step applies
+the odd polynomial ``a s + b s^3 + c s^5`` to the singular values (Jordan et al. 2024,
 https://kellerjordan.github.io/posts/muon/).
 """
 
@@ -45,13 +45,14 @@ Amsel et al. 2025 (arXiv:2505.16932), with their safety factor of 1.01.
 """
 
 TINY = 1e-7
-"""The smallest norm by which a matrix is divided."""
+"""Lower limit of the norm by which a matrix is divided."""
 
 
 def polynomials(kind: str, steps: int) -> list[Coefficients]:
     """Return the coefficients of each of ``steps`` steps.
 
-    Those of polar_express go on with its last ones; the others start again.
+    If there are more steps than coefficients, polar_express repeats its last ones, and the others
+    start again.
     """
     coefficients = POLYNOMIALS[kind]
     last = len(coefficients) - 1
@@ -67,10 +68,10 @@ def orthogonalize(
     group: ProcessGroup | None = None,
     dim: int = 0,
 ) -> Tensor:
-    """Return the orthogonalized matrices, in the shape ``[k, m, n]`` and the dtype of the given.
+    """Return the orthogonalized ``matrices``, in their shape ``[k, m, n]`` and dtype.
 
     With ``group``, each rank holds an equal share of the rows (``dim`` 0) or columns (``dim`` 1).
-    The ranks sum norms and Gram matrices, so that the result is a share of that of whole matrices.
+    The ranks sum norms and Gram matrices, so that each gets its share of the whole result.
     """
     turned = matrices.size(1) > matrices.size(2) if group is None else dim == 0
     x = matrices.mT if turned else matrices
@@ -90,12 +91,12 @@ def _sum(tensor: Tensor, group: ProcessGroup | None) -> None:
 
 
 def scale_of(mode: str, rows: int, columns: int) -> float:
-    """Return the factor of an orthogonal matrix ``[rows, columns]`` for a ``--muon-scale-mode``.
+    """Return the factor for an orthogonal matrix ``[rows, columns]`` under a ``--muon-scale-mode``.
 
-    spectral makes the root mean square of its elements 1 (Liu et al. 2025, arXiv:2502.16982, who
-    multiply by 0.2 more, as AdamW's is). unit_rms_norm lets it map inputs of root mean square 1 to
-    such outputs (Bernstein, https://jeremybernste.in/writing/deriving-muon). shape_scaling is
-    Jordan's.
+    spectral gives its elements the root mean square 1 (Liu et al. 2025, arXiv:2502.16982; they
+    multiply by another 0.2 to match AdamW). unit_rms_norm makes it map inputs of root mean square 1
+    to outputs of root mean square 1 (Bernstein, https://jeremybernste.in/writing/deriving-muon).
+    shape_scaling is Jordan's rule.
     """
     if mode == "spectral":
         return math.sqrt(max(rows, columns))

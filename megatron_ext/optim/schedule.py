@@ -1,9 +1,9 @@
-"""The schedule of learning rate and weight decay, and how it goes on in a run with other flags.
+"""The schedule of learning rate and weight decay, and how a run with other flags continues it.
 
-megatron-core counts a schedule in samples. Flags that count iterations become samples of a run from
-its start, so that another batch size or another number of iterations moves every phase, and a run
-that resumes would jump to another rate. Here the schedule goes on where it was: in the same phase,
-as far into it, with what is left of the run for the rest of it.
+megatron-core counts a schedule in samples. It converts flags that count iterations into samples
+since the start of the run. So another batch size or number of iterations would move every phase,
+and a resumed run would jump to another rate. Here the schedule continues where it was: in the same
+phase, at the same point, with the rest of the run for the rest of the schedule.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from megatron_ext.config.rules.optimizer import has_usual_warmup
 from megatron_ext.config.run import RunConfig
 
 WSD = "wsd_decay_steps"
-"""Key of the length of the last phase of ``--lr-decay-style WSD``, not saved by megatron-core."""
+"""Key of the length of WSD's last phase (``--lr-decay-style WSD``), which megatron-core does not
+save."""
 
 
 def schedule_lengths(config: RunConfig) -> dict[str, Any]:
     """Return the schedule's phase lengths in samples, as `OptimizerParamScheduler` arguments.
 
-    Lengths in iterations count the samples of these iterations, whose batches may grow.
+    A length in iterations becomes the number of samples in these iterations, whose batches may
+    grow.
     """
     optimizer = config.optimizer
     training = config.training
@@ -47,7 +49,7 @@ def schedule_lengths(config: RunConfig) -> dict[str, Any]:
         warmup = samples(optimizer.lr_warmup_iters or 0)
         wsd = None
         if optimizer.lr_wsd_decay_iters is not None:
-            # The last phase ends with the decay, when the batch may be larger than at the start.
+            # The last phase ends with the decay, when batches may be larger than at the start.
             wsd = decay - samples(decay_iters - optimizer.lr_wsd_decay_iters)
     if optimizer.lr_warmup_fraction is not None:
         warmup = optimizer.lr_warmup_fraction * decay
@@ -56,7 +58,7 @@ def schedule_lengths(config: RunConfig) -> dict[str, Any]:
 
 
 def _samples(config: RunConfig, iterations: int, consumed: int = 0) -> int:
-    """Return the samples of so many steps after ``consumed`` samples."""
+    """Return the samples of ``iterations`` steps that follow the first ``consumed`` samples."""
     return samples_after(
         iterations,
         config.training,
@@ -67,7 +69,7 @@ def _samples(config: RunConfig, iterations: int, consumed: int = 0) -> int:
 
 
 def samples_of_decay_left(config: RunConfig, iteration: int, consumed: int) -> int:
-    """Return how many samples after ``iteration`` steps the flags let the decay end."""
+    """Return how many samples after step ``iteration`` the decay ends by the flags."""
     optimizer = config.optimizer
     training = config.training
     if training.train_samples is not None:
@@ -78,7 +80,7 @@ def samples_of_decay_left(config: RunConfig, iteration: int, consumed: int) -> i
 
 @dataclass
 class Place:
-    """Lengths of a schedule in samples, and the sample that it is at."""
+    """The lengths of a schedule's phases in samples, and its current sample."""
 
     warmup: float
     decay: float
@@ -87,10 +89,10 @@ class Place:
 
 
 class Schedule(OptimizerParamScheduler):  # type: ignore[misc]
-    """megatron-core's schedule, which goes on at its rate when the lengths of its phases change.
+    """megatron-core's schedule, which keeps its rate when the lengths of its phases change.
 
     Attributes:
-        has_usual_warmup: whether the warm-up is the task's default for a run of this length.
+        has_usual_warmup: whether the warm-up is the task's default for the length of this run.
     """
 
     _loaded: dict[str, Any] | None = None
@@ -101,16 +103,16 @@ class Schedule(OptimizerParamScheduler):  # type: ignore[misc]
     wd_incr_steps: float
 
     def state_dict(self) -> dict[str, Any]:
-        """Return megatron-core's state, and the length of the last phase if there is one."""
+        """Return megatron-core's state, with the length of the last phase if there is one."""
         state: dict[str, Any] = super().state_dict()
         return {**state, WSD: self.wsd_decay_steps} if self.lr_decay_style == "WSD" else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; raise an AssertionError if it is of another schedule and no flag decides.
+        """Load a state; raise an AssertionError if it conflicts with the flags and no flag decides.
 
-        The time over which the weight decay grows is not compared where it does not grow, nor the
-        length of a decay with a constant rate. Such a rate keeps the checkpoint's warm-up, unless a
-        flag gives another one.
+        Values without effect are not compared: the time over which a constant weight decay grows,
+        and the length of a decay with a constant rate. With a constant rate the checkpoint's
+        warm-up is kept, unless a flag gives another one.
         """
         self._loaded = dict(state_dict)
         if self.lr_decay_style == state_dict.get("lr_decay_style") == "constant":
@@ -124,14 +126,14 @@ class Schedule(OptimizerParamScheduler):  # type: ignore[misc]
             self.wsd_decay_steps = state_dict.get(WSD, self.wsd_decay_steps)
 
     def go_on(self, config: RunConfig, iteration: int, consumed: int) -> str | None:
-        """Follow the flags of `--override-opt-param-scheduler` from the rate of the loaded state.
+        """Continue from the rate of the loaded state under `--override-opt-param-scheduler`.
 
-        Rate and phase stay, and the decay ends where the flags say. Return a note about it, or None
-        where the lengths are those of the loaded state, or do not come from the flags.
+        Rate and phase stay, and the decay ends where the flags say. Return a note about it. Return
+        None if the lengths are those of the loaded state, or do not come from the flags.
 
         Args:
-            iteration: the steps of the run so far.
-            consumed: the samples of these steps.
+            iteration: number of steps of the run so far.
+            consumed: number of samples of these steps.
         """
         state = self._loaded
         last_phase = self.wsd_decay_steps or 0
@@ -176,12 +178,13 @@ class Schedule(OptimizerParamScheduler):  # type: ignore[misc]
 
 
 def continued(style: str, theirs: Place, ours: Place, left: int) -> Place:
-    """Return lengths with which a schedule is as far in its phase as ``theirs``.
+    """Return lengths for which a schedule is as far in its phase as in ``theirs``.
 
     Args:
         style: ``--lr-decay-style``.
-        ours: lengths of the flags; without ``done``.
-        left: samples until the decay is to end.
+        theirs: lengths and current sample of the loaded schedule.
+        ours: lengths by the flags; its current sample is not used.
+        left: samples until the decay should end.
     """
     passed = max(ours.decay - left, 0)
     warmup = ours.warmup
@@ -190,7 +193,7 @@ def continued(style: str, theirs: Place, ours: Place, left: int) -> Place:
     if theirs.done < theirs.warmup:
         share = theirs.done / theirs.warmup
         rest = max(ours.warmup - passed, 0)
-        # The flags may have no warm-up any more.
+        # The flags may no longer have a warm-up.
         warmup = rest / (1 - share)
         done = warmup - rest if rest else done
     elif theirs.done >= theirs.decay:

@@ -19,7 +19,7 @@ class Shard:
     """The elements of one parameter that this rank updates.
 
     Attributes:
-        main: the tensor that the optimizer updates on this rank. It is the whole parameter, or a
+        main: the tensor that the optimizer updates on this rank: the whole parameter, or a
             (possibly empty) shard of the flattened parameter.
         start: index in the flattened parameter where the shard begins.
         group: ranks that hold the other shards; None if this rank holds the whole parameter.
@@ -34,7 +34,7 @@ class Shard:
 def shards_of(optimizer: Any) -> Iterator[Shard]:
     """Yield this rank's `Shard` of each parameter, in an order that all ranks share.
 
-    ``optimizer`` is one of megatron-core's, not a chain of them.
+    ``optimizer`` is a single optimizer of megatron-core, not a chain.
     """
     if getattr(optimizer, "is_stub_optimizer", False):
         return
@@ -50,7 +50,7 @@ def shards_of(optimizer: Any) -> Iterator[Shard]:
         models = [*optimizer.model_float16_groups, *optimizer.model_fp32_groups]
         mains = [*optimizer.shard_fp32_from_float16_groups, *optimizer.shard_fp32_groups]
         main_of = dict(_pairs(models, mains))
-        # Parameters lie in the buffers in one order on all ranks, also those of other ranks.
+        # All ranks have all parameters in their buffers, in the same order.
         for parameter in (p for buffer in optimizer.buffers for p in buffer.param_index_map):
             main = torch.empty(0, dtype=torch.float32, device=parameter.device)
             start = 0

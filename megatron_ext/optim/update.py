@@ -1,9 +1,9 @@
-"""One optimizer update that a non-finite gradient cannot spoil.
+"""An optimizer update that a non-finite gradient cannot spoil.
 
 A step is skipped if the global gradient norm, which is the same on all model-parallel ranks, is not
-finite; megatron-core checks for infinities only under fp16. With a fused Adam, torch's or ours, the
-device decides by itself, and the host reads the decision later. A skipped step consumes its samples
-and counts as an iteration, but does not advance the learning rate.
+finite; megatron-core checks for infinities only under fp16. With a fused Adam (torch's or ours) the
+device decides, and the host reads the decision later. A skipped step consumes its samples and
+counts as an iteration, but does not advance the learning rate.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class UpdateResult:
     scalars, each ``[]``, are ``flag`` (bool, read as `applied`), ``norm`` and ``zeros`` (float64).
 
     Attributes:
-        sizes: a measure of each gradient that this rank counts, ``[n]`` for each optimizer of a
-            chain that counts any; not finite where the gradient is not.
+        sizes: a measure of the size of each gradient that this rank counts, ``[n]`` for each
+            optimizer in a chain. It is not finite if the gradient is not.
     """
 
     sizes: Sequence[Tensor] = ()
@@ -53,7 +53,7 @@ class UpdateResult:
 
     @property
     def known(self) -> bool:
-        """Return whether the host has read the result already."""
+        """Return whether the host has already read the result."""
         return "_numbers" in self.__dict__
 
     @property
@@ -63,7 +63,7 @@ class UpdateResult:
 
     @property
     def grad_norm(self) -> float:
-        """Return the global L2 norm before clipping; not finite when the step was skipped."""
+        """Return the global L2 norm before clipping; it is not finite if the step was skipped."""
         return self._numbers[1]
 
     @property
@@ -81,11 +81,14 @@ def update_parameters(
 ) -> UpdateResult:
     """Clip and apply the gradients of all chunks, or skip the step if their norm is not finite.
 
-    The gradients are reduced already. ``clip_grad`` is the largest allowed global norm; 0 switches
-    clipping off. ``gradient_scale``, ``[]``, is what all gradients are still to be multiplied by:
-    the norm and the update are those of the products, which are not stored. It may be given if
-    `all_decide_on_device`; None means 1. ``approve`` maps the norm, before anything changes, to
-    whether the update may be applied, bool ``[]``. It may communicate: it is called for each norm.
+    The gradients must be reduced already.
+
+    Args:
+        clip_grad: the largest allowed global norm; 0 switches clipping off.
+        gradient_scale: factor ``[]`` on all gradients, None for 1. Norm and update are those of the
+            products, which are not stored. It needs `all_decide_on_device`.
+        approve: maps the norm to whether the update may be applied, bool ``[]``, before anything
+            changes. It is called in every step, so it may communicate.
     """
     if optimizer.prepare_grads():
         _share_loss_scale(optimizer)
@@ -119,7 +122,7 @@ def update_parameters(
 def _share_loss_scale(optimizer: MegatronOptimizer) -> None:
     """Give all optimizers of a chain the loss scale of the one whose gradients overflowed.
 
-    megatron-core lowers only that scale, but scales the loss by the first optimizer's scale.
+    megatron-core lowers only that optimizer's scale, but scales the loss by the first one's.
     """
     parts = [part for part in parts_of(optimizer) if getattr(part, "grad_scaler", None)]
     scales = [p.grad_scaler.state_dict() for p in parts if p.found_inf.item() > 0]
@@ -128,7 +131,7 @@ def _share_loss_scale(optimizer: MegatronOptimizer) -> None:
 
 
 def decides_on_device(optimizer: MegatronOptimizer) -> bool:
-    """Return whether the device decides by itself to skip an update, as torch's fused Adam does."""
+    """Return whether the device itself decides to skip an update, as with torch's fused Adam."""
     return all(
         isinstance(part.optimizer, ADAMS)
         and all(group["fused"] for group in part.optimizer.param_groups)
@@ -139,7 +142,7 @@ def decides_on_device(optimizer: MegatronOptimizer) -> bool:
 def all_decide_on_device(optimizer: MegatronOptimizer) -> bool:
     """Return whether `decides_on_device` holds on every rank; all ranks call this together.
 
-    It holds on a rank without trained parameters.
+    A rank without trained parameters counts as deciding on its device.
     """
     answer = torch.tensor(int(decides_on_device(optimizer)), device=torch.cuda.current_device())
     torch.distributed.all_reduce(answer, op=torch.distributed.ReduceOp.MIN)
@@ -154,8 +157,8 @@ def _update_where_finite(
 ) -> None:
     """Let a fused kernel scale, clip and apply the gradients, or skip the update.
 
-    The kernel reads the attributes ``grad_scale``, by which it divides the gradients, and
-    ``found_inf``, as torch's scaler sets them.
+    As with torch's scaler, the kernel reads two attributes of the optimizer: ``grad_scale``, the
+    divisor of the gradients, and ``found_inf``.
     """
     inner = [part.optimizer for part in _with_parameters(optimizer)]
     divisor = None
@@ -179,7 +182,7 @@ def _update_where_finite(
 def _gather_weights(optimizer: MegatronOptimizer) -> None:
     """Gather the updated 16-bit weights over the replicas, unless the forward pass will.
 
-    megatron-core does so in the update of each optimizer of a chain.
+    megatron-core does this in the update of each optimizer of a chain.
     """
     distributed = [part for part in parts_of(optimizer) if isinstance(part, DistributedOptimizer)]
     for chunk in dict.fromkeys(chunk for part in distributed for chunk in part.model_chunks):
@@ -188,7 +191,7 @@ def _gather_weights(optimizer: MegatronOptimizer) -> None:
 
 
 def _with_parameters(optimizer: MegatronOptimizer) -> list[Any]:
-    """Return those optimizers inside a chained optimizer that have parameters."""
+    """Return the optimizers inside a chained optimizer that have parameters."""
     return [x for x in parts_of(optimizer) if not getattr(x, "is_stub_optimizer", False)]
 
 
@@ -200,10 +203,12 @@ def parts_of(optimizer: MegatronOptimizer | None) -> list[Any]:
 def global_grad_norm(optimizer: MegatronOptimizer, sizes: list[Tensor] | None = None) -> Tensor:
     """Return the L2 norm of all gradients, each counted once, float64 ``[]``.
 
-    All ranks call this together. The ranks' sums of squares are added in double precision. The list
-    ``sizes`` gets the `UpdateResult.sizes` of this rank's gradients. A gradient that is
-    not finite makes the norm not finite even on a rank that does not count it, such as the copy of
-    a norm's weight on a tensor-parallel rank, since that copy alone may be damaged.
+    All ranks call this together. The ranks' sums of squares are added in double precision. This
+    rank's `UpdateResult.sizes` are appended to the list ``sizes``.
+
+    A gradient that is not finite makes the norm not finite even if this rank does not count it. An
+    example is the copy of a norm layer's weight on a tensor-parallel rank: that copy alone may be
+    damaged.
     """
 
     def sum_of_squares(grads: list[Tensor]) -> Tensor:
@@ -216,9 +221,9 @@ def global_grad_norm(optimizer: MegatronOptimizer, sizes: list[Tensor] | None = 
 
 
 def _nothing_if_finite(part: MegatronOptimizer, counted: list[Tensor]) -> Tensor | float:
-    """Return 0 if all gradients of this rank that are not among ``counted`` are finite, else NaN.
+    """Return 0 if all of this rank's gradients outside ``counted`` are finite, else NaN.
 
-    Both are float64 ``[]``; without such gradients the result is a plain 0.
+    The result is float64 ``[]``; without such gradients it is a plain 0.
     """
     ids = {id(grad) for grad in counted}
     gradients = [
@@ -246,8 +251,8 @@ def _over_ranks(
 ) -> Tensor:
     """Return a statistic of the gradients, summed over all optimizers and ranks, float64 ``[]``.
 
-    ``of_the_others`` maps an optimizer and the counted gradients to a term for the gradients that
-    are counted on another rank.
+    ``of_the_others`` takes an optimizer and the gradients that this rank counts. It returns a term
+    for the gradients that another rank counts.
     """
     total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
     for part in parts_of(optimizer):
@@ -280,7 +285,7 @@ def _sum_of_squares(sizes: Tensor) -> Tensor:
 def _square(grad: torch.Tensor, piece: int = 1024) -> torch.Tensor:
     """Return a gradient's sum of squares, float64, to a relative error of about 1e-9.
 
-    Only sums over ``piece`` elements are in single precision.
+    Single precision is used only for sums over ``piece`` elements.
     """
     flat = grad.reshape(-1)
     whole = flat.numel() // piece * piece
@@ -291,10 +296,10 @@ def _square(grad: torch.Tensor, piece: int = 1024) -> torch.Tensor:
 
 
 class ParameterGather:
-    """Switches off the hooks of ``--overlap-param-gather`` where parameters must be up to date.
+    """Switches off the hooks of ``--overlap-param-gather`` while parameters must be up to date.
 
-    The first step also runs without them, so that an error in initial or loaded weights is not
-    copied to all ranks by the first gather.
+    The first step also runs without the hooks: its gather would copy an error in initial or loaded
+    weights to all ranks.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""The board: one slot of shared memory for each rank of a machine, written by it, read by watchers.
+"""The board: shared memory with one slot for each rank of a machine, which watchers read.
 
-A slot has a header, the names that its events use, and a ring of the last events. A rank writes
-without locks: first an event, then the number of events. A reader copies the slot and ignores
-entries that may have been overwritten since. All times are of CLOCK_MONOTONIC, which the processes
-of a machine share.
+A slot has a header, the names that its events use, and a ring of the latest events. Only the rank
+itself writes its slot, without locks: first an event, then the number of events. A reader copies
+the slot and ignores entries that may have been overwritten since. All times are of CLOCK_MONOTONIC,
+which is the same for all processes of a machine.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ START, OTHER = "start", "other"
 PHASES = (
     OTHER, START, "data", "forward", "backward", "bubble", "reduce", "update", "save", "evaluate",
 )  # fmt: skip
-"""Phases of a run. "bubble" waits for a pipeline message, "reduce" sums gradients over replicas,
-"start" lasts until the first step, and "other" is what no phase names."""
+"""Phases of a run. "bubble" is the wait for a pipeline message, "reduce" sums gradients over
+replicas, "start" lasts until the first step, and "other" is time without a phase."""
 BOUNDLESS = frozenset({OTHER, START, "save", "evaluate"})
-"""Phases that take as long as they need; the others are parts of a step."""
+"""Phases without a time limit; the others are parts of a step."""
 
 BOARD = "board"
 """Name of the board in the host folder."""
@@ -37,7 +37,7 @@ SLOT_BYTES = _RING_AT + RING * _ENTRY.size
 
 
 class Word(IntEnum):
-    """Places of the header's numbers, in words of 8 bytes."""
+    """Positions of the header's numbers, in words of 8 bytes."""
 
     PID = 0
     RANK = 1
@@ -54,7 +54,7 @@ class Word(IntEnum):
 
 
 class EventKind(IntEnum):
-    """Kinds of events: a phase begins or ends, a step begins, or something is marked."""
+    """Kinds of events: a phase begins or ends, a step begins, or a mark is set."""
 
     BEGIN = 0
     END = 1
@@ -67,11 +67,11 @@ class Event:
     """One event of a rank.
 
     Attributes:
-        number: how many events the rank had written with this one.
+        number: number of events that the rank had written, including this one.
         time: seconds of CLOCK_MONOTONIC.
-        name: phase, kind of action such as "F" or "receive input", or mark.
-        phase: phase to which the time after the event counts.
-        microbatch, stage: those of an action of the plan or of a message, otherwise -1.
+        name: a phase, a kind of action such as "F" or "receive input", or a mark.
+        phase: phase to which the time after the event belongs.
+        microbatch, stage: of the action or message, otherwise -1.
         peer: rank at the other end of a message, otherwise -1.
     """
 
@@ -91,15 +91,16 @@ class RankRecord:
     """A copy of a rank's slot.
 
     Attributes:
-        pipeline_rank: place of the rank in its pipeline; ranks of equal place have equal work.
+        pipeline_rank: position of the rank in its pipeline; ranks with the same position have the
+            same work.
         iteration: step that the rank is in, 0 before the first.
         mean_step: mean seconds of a step without boundless phases, 0.0 before the first has ended.
-        steps: steps that this process has begun.
+        steps: number of steps that this process has begun.
         started: time at which the process opened its slot.
-        ended: whether the rank has closed its slot, as a rank does whose run is over.
-        looked: time at which the rank's own watchdog last looked at the board, 0.0 for never.
-        seconds: sums of time by phase at the last event.
-        events: the last events, oldest first.
+        ended: whether the rank has closed its slot because its run is over.
+        looked: last time at which the rank's own watchdog read the board, 0.0 for never.
+        seconds: total time of each phase, at the last event.
+        events: the latest events, oldest first.
     """
 
     rank: int
@@ -133,10 +134,10 @@ class RankRecord:
 
 
 class Slot:
-    """The slot of one rank, as the rank itself writes it.
+    """The slot of one rank, as that rank writes it.
 
     Attributes:
-        seconds: the sum of seconds of each phase, by the number of its name.
+        seconds: the total seconds of each phase, indexed by the number of its name.
     """
 
     def __init__(self, memory: mmap.mmap, index: int) -> None:
@@ -144,13 +145,14 @@ class Slot:
         self._offset = index * SLOT_BYTES
         part = memoryview(memory)[self._offset : self._offset + SLOT_BYTES]
         self._words = part.cast("q")
-        # A rank writes the sums of seconds by phase here, at each event, without a call.
+        # At each event a rank writes the phases' total seconds here directly, without a function
+        # call.
         self.seconds = part.cast("d")[_SECONDS_AT // 8 : _SECONDS_AT // 8 + MAX_NAMES]
         self._ring = self._offset + _RING_AT
         self._count = 0
 
     def clear(self) -> None:
-        """Forget what an earlier process has written."""
+        """Erase what an earlier process has written."""
         self._words[Word.COUNT] = 0
         self._memory[self._offset : self._offset + SLOT_BYTES] = bytes(SLOT_BYTES)
 
@@ -167,20 +169,20 @@ class Slot:
     def write(
         self, now: int, iteration: int, kind_and_name: int, phase: int, detail: tuple[int, int, int]
     ) -> None:
-        """Add an event; ``detail`` is micro-batch, stage and peer, and ``now`` in nanoseconds."""
+        """Append an event; ``detail`` is micro-batch, stage and peer, ``now`` is in nanoseconds."""
         count = self._count
         _ENTRY.pack_into(
             self._memory, self._ring + count % RING * 64, now, iteration, kind_and_name, phase,
             *detail, count + 1,
         )  # fmt: skip
-        self._count = self._words[5] = count + 1  # Word.COUNT, without the cost of its name
+        self._count = self._words[5] = count + 1  # Word.COUNT; its name would cost time
 
 
 class Board:
     """The slots of the ranks of one machine, in a file of the host folder.
 
-    Every process may open the file first: the size depends on the number of ranks only, and a new
-    file is all zeros, which is an empty board.
+    Any process may be the first to open the file: its size depends only on the number of ranks, and
+    a new file is all zeros, which is an empty board.
     """
 
     def __init__(self, path: Path, num_slots: int) -> None:
@@ -188,7 +190,7 @@ class Board:
         size = num_slots * SLOT_BYTES
         descriptor = open_descriptor(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            # Memory that is not reserved now could be missing later, which would end the process.
+            # Reserve the memory now. If it were missing later, the process would be killed.
             os.posix_fallocate(descriptor, 0, size)
             self._memory = mmap.mmap(descriptor, size)
         finally:
@@ -199,12 +201,12 @@ class Board:
         """Open the board in the host folder of this process, which is one of the local ranks.
 
         Raises:
-            OSError: its memory is not enough.
+            OSError: there is not enough memory.
         """
         return cls(folder / BOARD, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     def slot(self, index: int) -> Slot:
-        """Return the slot of the ``index``-th rank of this machine, to be written by that rank."""
+        """Return the slot of this machine's rank ``index``, for that rank to write."""
         return Slot(self._memory, index)
 
     def read(self, num_events: int = RING) -> list[RankRecord]:
@@ -213,17 +215,17 @@ class Board:
         return [record for record in slots if record is not None]
 
     def read_slot(self, index: int, num_events: int = RING) -> RankRecord | None:
-        """Return a copy of the ``index``-th rank's slot, None if no process has opened it."""
+        """Return a copy of rank ``index``'s slot, None if no process has opened it."""
         return _record(self._memory, index * SLOT_BYTES, num_events)
 
 
 def _record(memory: mmap.mmap, at: int, num_events: int) -> RankRecord | None:
-    """Return a copy of the slot at byte ``at``, None if no rank has opened it."""
+    """Return a copy of the slot at byte offset ``at``, None if no rank has opened it."""
     copy = memory[at : at + SLOT_BYTES]
     header = struct.unpack_from("12q", copy)
     if not header[Word.PID]:
         return None
-    # Entries are copied after the header: those that the rank has begun to overwrite are dropped.
+    # Entries are copied after the header, so those that the rank has overwritten since are dropped.
     (after,) = struct.unpack_from("q", memory, at + 8 * Word.COUNT)
     count = header[Word.COUNT]
     oldest = max(0, after + 1 - RING, count - num_events)
@@ -248,7 +250,7 @@ def _record(memory: mmap.mmap, at: int, num_events: int) -> RankRecord | None:
 
 
 def _names(copy: bytes) -> Sequence[str]:
-    """Return the names of a slot in the order of their numbers."""
+    """Return the names of a slot, ordered by their numbers."""
     names = list[str]()
     for number in range(MAX_NAMES):
         at = _NAMES_AT + number * _NAME_BYTES
@@ -260,7 +262,7 @@ def _names(copy: bytes) -> Sequence[str]:
 
 
 def _event(copy: bytes, number: int, names: Sequence[str]) -> Event | None:
-    """Return event ``number``, counted from 0; None if another has taken its place."""
+    """Return event ``number``, counted from 0; None if another one has overwritten it."""
     time, iteration, code, phase, microbatch, stage, peer, written = _ENTRY.unpack_from(
         copy, _RING_AT + number % RING * _ENTRY.size
     )

@@ -1,8 +1,8 @@
 """Run work on one or all ranks and raise its error on every rank, so that no rank waits forever.
 
-`gather_or_raise` and `on_first_rank` are for work on checkpoints. `on_reporting_rank` and
-``on_first_of_...`` are for work that one rank does for the run or for its replica. The argument
-``what`` begins the message of an unexpected error.
+`gather_or_raise` and `on_first_rank` are for checkpoints. `on_reporting_rank` and
+``on_first_of_...`` are for work that one rank does for the run or for its replica. The message of
+an unexpected error begins with the argument ``what``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def from_all_ranks(
     """Return the values of all ranks of a group in rank order; all ranks call this together.
 
     Raises:
-        MegatronExtError: on every rank, the ``fault`` of the lowest rank that gives one.
+        MegatronExtError: on every rank, the ``fault`` of the lowest rank that passes one.
     """
     gathered: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(gathered, (value, fault), group=group)
@@ -39,7 +39,7 @@ def from_all_ranks(
 
 
 def gather_or_raise(work: Callable[[], T], what: str) -> list[T]:
-    """Run work, which must not communicate, on every rank, and return all results by rank.
+    """Run work without communication on every rank, and return all results by rank.
 
     Raises:
         CheckpointError: on every rank, with the first failing rank's message.
@@ -56,7 +56,7 @@ def gather_or_raise(work: Callable[[], T], what: str) -> list[T]:
 
 
 def on_first_rank(work: Callable[[], T], what: str) -> T:
-    """Run work, which must not communicate, on rank 0 only; return its result on every rank.
+    """Run work without communication on rank 0 only; return its result on every rank.
 
     Raises:
         CheckpointError: on every rank, if the work fails.
@@ -66,13 +66,13 @@ def on_first_rank(work: Callable[[], T], what: str) -> T:
 
 
 def on_reporting_rank(work: Callable[[], T], what: str, context: ParallelContext) -> T | None:
-    """Run work, which must not communicate, on the rank that prints and logs for the run.
+    """Run work without communication on the rank that prints and logs for the run.
 
     All ranks of the run call this together; the other ranks return None.
 
     Raises:
-        MegatronExtError: on every rank of the run, if the work fails. Any error that is not a
-            MegatronExtError is printed with its traceback and becomes a DataError.
+        MegatronExtError: on every rank of the run, if the work fails. Other errors are printed with
+            their traceback, and raised as a DataError.
     """
     return _on_some_ranks(context.is_reporting_rank, work, what, context, None)
 

@@ -32,7 +32,7 @@ class ParallelContext:
 
     Attributes:
         pipeline_channels: groups for the messages to higher and to lower pipeline ranks.
-        recorder: records what this rank does; by default on no board.
+        recorder: records what this rank does; by default without a board.
     """
 
     layout: Layout
@@ -62,43 +62,44 @@ class ParallelContext:
 
     @cached_property
     def is_first_stage(self) -> bool:
-        """Tell whether this rank holds the first stage, with the embedding."""
+        """Return whether this rank holds the first stage, with the embedding."""
         return self.pp_rank == self.placement.rank_of(0)
 
     @cached_property
     def is_last_stage(self) -> bool:
-        """Tell whether this rank holds the last stage, with the loss."""
+        """Return whether this rank holds the last stage, with the loss."""
         return self.pp_rank == self.last_stage_rank
 
     @cached_property
     def reporting_rank(self) -> int:
-        """Return the rank that prints and logs: the highest one that holds the last stage."""
+        """Return the rank that prints and logs: the highest rank with the last stage."""
         ranks = range(self.layout.world_size)
         return max(r for r in ranks if self.layout.position(r)["pp"] == self.last_stage_rank)
 
     @cached_property
     def is_reporting_rank(self) -> bool:
-        """Tell whether this rank is the one that prints and logs for the run."""
+        """Return whether this rank prints and logs for the run."""
         return self.rank == self.reporting_rank
 
     def abort(self) -> None:
-        """Give up communication at once, as a rank does that ends because of an error.
+        """Stop communication at once, when this rank ends because of an error.
 
-        NCCL would else wait for the other ranks, which may have ended; gloo waits for none.
+        Otherwise NCCL would wait for the other ranks, which may have ended. gloo does not wait.
         """
         if torch.distributed.is_initialized() and torch.distributed.get_backend() == "nccl":
             torch.distributed.distributed_c10d._abort_process_group()
 
     def destroy(self) -> None:
-        """Destroy the CUDA graphs and all process groups; new groups may be created after it."""
+        """Destroy the CUDA graphs and all process groups; afterwards new groups may be created."""
         destroy_graphs()
         destroy_groups()
 
 
 def destroy_groups() -> None:
-    """Destroy the process groups of `init_groups`, even if it has created only some of them."""
+    """Destroy the process groups of `init_groups`, even if only some of them were created."""
     parallel_state.destroy_model_parallel()
-    # megatron-core forgets these two. A rank that is forked later would wait for their threads.
+    # megatron-core does not destroy these two. A rank that is forked later would wait for their
+    # threads.
     parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
     parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO = None
     if torch.distributed.is_initialized():
@@ -118,8 +119,8 @@ class NoAnswer(Enum):
 def contact_fault(error: BaseException) -> NoAnswer | None:
     """Return how contact with another rank failed; None if the error has another cause.
 
-    gloo raises a plain RuntimeError, which only its text identifies, also where it is this process
-    that may open no more connections.
+    gloo raises a plain RuntimeError, so only its text tells. It raises the same error if this
+    process may not open more connections.
     """
     text = str(error)
     if "Too many open files" in text or "Cannot allocate memory" in text:
@@ -132,7 +133,7 @@ def contact_fault(error: BaseException) -> NoAnswer | None:
 
 
 def mtp_rank(model: ModelConfig, parallel: ParallelConfig) -> int | None:
-    """Return the pipeline rank that holds multi-token prediction; None if the model has none."""
+    """Return the pipeline rank with multi-token prediction; None if the model has none."""
     if not model.mtp_num_layers:
         return None
     return Layout.from_config(parallel).placement.rank_of(mtp_stage(parallel))
@@ -160,8 +161,8 @@ def init_groups(
     """Create the process groups of a layout and check them against the grid.
 
     All ranks call this together. `torch.distributed` is initialized from the environment (RANK,
-    WORLD_SIZE, and MASTER_ADDR or ``init_method``) unless it is already. After a failure no group
-    is left.
+    WORLD_SIZE, and MASTER_ADDR or ``init_method``) unless it already is. If this fails, no group is
+    left.
 
     Args:
         get_embedding_ranks: selects, from a pipeline's ranks, those with the word embedding; None
@@ -169,7 +170,7 @@ def init_groups(
         init_method: rendezvous address such as ``file:///path``; a single rank needs none.
         hierarchical_context_parallel_sizes: sizes of the inner (a2a) and outer (p2p) groups of
             ``--cp-comm-type a2a+p2p``.
-        recorder: records what this rank does; None for one without a board.
+        recorder: records what this rank does; None creates one without a board.
 
     Raises:
         ConfigError: the number of started ranks differs from the layout's, or a group of
@@ -219,7 +220,7 @@ def pipeline_channels(
 ) -> tuple[ProcessGroup, ProcessGroup]:
     """Create this rank's groups for messages to higher and to lower ranks of its pipeline.
 
-    All ranks call this together. With pipeline size 1, which sends no messages, both are the group
+    All ranks call this together. A pipeline of size 1 sends no messages; both groups are then
     ``pipeline``.
     """
     if layout.pipeline_model_parallel_size == 1:
@@ -237,7 +238,7 @@ def _checked_context(layout: Layout, timeout: timedelta, recorder: Recorder) -> 
     """Return the context with megatron-core's groups.
 
     Raises:
-        ConfigError: a group has other ranks than in the grid, which would change what is trained.
+        ConfigError: a group's ranks are not those of the grid, which would change the training.
     """
     pgs = ProcessGroupCollection.use_mpu_process_groups()
     context = ParallelContext(

@@ -21,8 +21,8 @@ from megatron_ext.errors import ConfigError
 class Placement:
     """The pipeline rank and the virtual chunk that hold each stage.
 
-    The pipeline ranks of consecutive stages are 0 1 2 0 1 2 with interleaved virtual chunks, or, in
-    a V shape with two chunks on each rank, 0 1 2 2 1 0.
+    With interleaved virtual chunks, the pipeline ranks of consecutive stages are 0 1 2 0 1 2. In a
+    V shape with two chunks on each rank, they are 0 1 2 2 1 0.
     """
 
     pipeline_size: int
@@ -54,7 +54,7 @@ EXPERT_GROUPS = ("ep", "tp-ep", "tp-ep-pp", "dp")
 
 
 def groups_of(order: tuple[str, ...], sizes: dict[str, int], varying: set[str]) -> list[list[int]]:
-    """Return all groups of ranks that differ in their position along the ``varying`` axes only.
+    """Return all groups of ranks that differ only in their position along the ``varying`` axes.
 
     ``order`` lists the axes of the grid; ranks are consecutive along the first. ``sizes`` has the
     number of ranks along each axis.
@@ -66,7 +66,8 @@ def groups_of(order: tuple[str, ...], sizes: dict[str, int], varying: set[str]) 
         step *= sizes[axis]
 
     def offsets(axes: list[str]) -> list[int]:
-        # product() changes its last factor fastest, so the axes go in slowest first.
+        # product() changes its last factor fastest, so the axes go in from the slowest to the
+        # fastest.
         ranges = [range(0, sizes[a] * stride[a], stride[a]) for a in reversed(axes)]
         return [sum(point) for point in product(*ranges)]
 
@@ -82,8 +83,10 @@ class Layout:
     Attributes:
         expert_tensor_parallel_size: ranks that share each expert; None means
             ``tensor_model_parallel_size``.
-        virtual_pipeline_model_parallel_size: chunks of each rank, None without interleaving.
-        v_shape: stages are placed in a V shape (see `Placement`), as the schedule zb-v needs.
+        virtual_pipeline_model_parallel_size: number of chunks on each rank, None without
+            interleaving.
+        v_shape: whether stages are placed in a V shape (see `Placement`), which the schedule zb-v
+            needs.
 
     Raises:
         ConfigError: the sizes do not divide the number of ranks.

@@ -1,6 +1,6 @@
-"""The recorder of a rank: phases, actions and steps as they happen, and the time of each phase.
+"""Records a rank's phases, actions and steps as they happen, and adds up the time of each phase.
 
-It costs about a microsecond for each event. Only the main thread of a rank calls it.
+An event costs about a microsecond. Only the main thread of a rank may record.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from megatron_ext.parallel.board import (
 )
 
 Listener = Callable[[str, int, Any], None]
-"""A function of ``(name, iteration, detail)``, called at each event after it has been recorded.
+"""A function ``(name, iteration, detail)`` that is called after each event has been recorded.
 
-``detail`` is "begin" or "end" for a phase, the action for an action, None for a step or a mark.
+``detail`` is "begin" or "end" for a phase, the action for an action, and None for a step or a mark.
 """
 _WHOLE = frozenset({PHASES.index("save"), PHASES.index("evaluate")})
-"""Phases to which the time of the phases within them counts."""
+"""Phases whose time includes that of the phases within them."""
 _NO_DETAIL = (-1, -1, -1)
 _PHASE_OF = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
-"""Phases of actions by their kind; all other actions are messages."""
+"""The phase of each kind of action; all other actions are messages."""
 
 
 class _Kind(Protocol):
@@ -80,23 +80,23 @@ class Recorder:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Return the seconds spent in each phase so far, without those of phases within it.
+        """Return the seconds spent in each phase so far, without the phases nested in it.
 
-        Phases within "save" and "evaluate" count to these. The sum is the time since the start.
+        "save" and "evaluate" include their nested phases. The sum is the time since the start.
         """
         self._charge(time.monotonic_ns())
         names = {number: name for name, number in self._ids.items()}
         return {names[i]: ns / 1e9 for i, ns in enumerate(self._nanoseconds) if ns}
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Return a context in which time counts to phase ``name``; phases may be nested."""
+        """Return a context whose time counts towards phase ``name``; phases may be nested."""
         phase = self._phases.get(name)
         if phase is None:
             phase = self._phases[name] = _Phase(self, name, self._id(name))
         return phase
 
     def action(self, action: Action, peer: int | None = None) -> AbstractContextManager[None]:
-        """Return a context for an action of the plan, in the phase that belongs to its kind.
+        """Return a context that records an action of the plan, in the phase of its kind.
 
         ``peer`` is the global rank at the other end of a message. Actions are not nested.
         """
@@ -107,14 +107,14 @@ class Recorder:
     def waiting(
         self, kind: str, microbatch: int, stage: int, peer: int
     ) -> AbstractContextManager[None]:
-        """Return a context in which the rank waits for the end of a message, in phase "bubble".
+        """Return a context in which the rank waits for a message to end, in phase "bubble".
 
-        ``kind`` is the kind of the action that has started the message, ``peer`` a global rank.
+        ``kind`` is the kind of the action that started the message; ``peer`` is a global rank.
         """
         return _Waiting(self, kind, (microbatch, stage, peer))
 
     def step(self, iteration: int) -> None:
-        """Record that step ``iteration`` begins."""
+        """Record the beginning of step ``iteration``."""
         now = time.monotonic_ns()
         self._charge(now)
         if self._charged[0] != 0:
@@ -134,24 +134,24 @@ class Recorder:
         self._event(EventKind.STEP, "step", now, _NO_DETAIL, None)
 
     def mark(self, name: str) -> None:
-        """Record that something has happened, which has no length."""
+        """Record something that happens at one moment."""
         self._event(EventKind.MARK, name, time.monotonic_ns(), _NO_DETAIL, None)
 
     def place(self, rank: int, world_size: int, pipeline_rank: int) -> None:
-        """Write on the board which rank this is."""
+        """Write this rank's number and position to the board."""
         if self._slot is not None:
             self._slot.set(Word.RANK, rank)
             self._slot.set(Word.WORLD_SIZE, world_size)
             self._slot.set(Word.PIPELINE_RANK, pipeline_rank)
 
     def close(self) -> None:
-        """Write on the board that the run is over on this rank."""
+        """Note on the board that the run is over on this rank."""
         if self._slot is not None:
             self.mark("end")
             self._slot.set(Word.ENDED, 1)
 
     def _id(self, name: str) -> int:
-        """Return the number of a name, new or not; names beyond `MAX_NAMES` - 1 share one."""
+        """Return the number of a name, which may be new; names beyond `MAX_NAMES` - 1 share one."""
         number = self._ids.get(name)
         if number is None:
             number = self._ids[name] = min(len(self._ids), MAX_NAMES - 1)
@@ -160,7 +160,7 @@ class Recorder:
         return number
 
     def _charge(self, now: int) -> None:
-        """Add the time since the last change to the phase that it belongs to."""
+        """Add the time since the last change to the current phase."""
         charged = self._charged[-1]
         self._nanoseconds[charged] += now - self._since
         self._since = now
@@ -176,12 +176,12 @@ class Recorder:
         try:
             self._event(EventKind.BEGIN, name, now, about, detail)
         except BaseException as error:
-            # A listener has failed, so that no context has been entered that would end the phase.
+            # A listener has failed. Its phase has no context that would end it, so end it here.
             self._leave(name, type(error))
             raise
 
     def _leave(self, name: str, error: type[BaseException] | None) -> None:
-        """End the innermost phase; a first ``error`` is marked while the phase is still known."""
+        """End the innermost phase; mark the first ``error`` while its phase is still current."""
         now = time.monotonic_ns()
         if error is not None:
             self._event(EventKind.MARK, error.__name__, now, _NO_DETAIL, None)
@@ -200,7 +200,7 @@ class Recorder:
 
 
 class _Phase(AbstractContextManager[None]):
-    """The context of one phase, which has no state of its own."""
+    """The context of one phase; it has no state of its own."""
 
     __slots__ = ("_name", "_number", "_recorder")
 
@@ -219,7 +219,7 @@ class _Phase(AbstractContextManager[None]):
 
 
 class _ActionScope(AbstractContextManager[None]):
-    """The context of the action that `Recorder.action` has named last."""
+    """The context of the latest action that was passed to `Recorder.action`."""
 
     __slots__ = ("_name", "_recorder", "action", "peer")
 
@@ -265,7 +265,7 @@ class _Waiting(AbstractContextManager[None]):
 def open_recorder(folder: Path | None = None) -> Recorder:
     """Return a recorder that writes to this rank's slot of the board in the host folder.
 
-    Without a host folder, or where its memory is not enough, the recorder has no slot.
+    If there is no host folder or not enough memory, the recorder has no slot.
     """
     folder = folder or host_folder()
     if folder is None:
@@ -281,6 +281,6 @@ def open_recorder(folder: Path | None = None) -> Recorder:
     slot.set(Word.STARTED, time.monotonic_ns())
     slot.set(Word.GENERATION, generation())
     recorder.place(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), 0)
-    # The process id comes last: a slot without one is free.
+    # Write the process id last: a slot without a process id counts as free.
     slot.set(Word.PID, os.getpid())
     return recorder

@@ -1,4 +1,4 @@
-"""The time of a step by class of kernels, to be laid beside a measured profile."""
+"""The time of a step by class of kernels, for comparison with a measured profile."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Line:
 
 
 def budget(estimated: Estimate) -> list[Line]:
-    """Return the slowest rank's time by class of kernels; it adds up to the time of the step.
+    """Return the slowest rank's time by class of kernels; it adds up to the time of a step.
 
     "gaps" is the time between kernels; "waiting" is the wait for other pipeline stages.
     """
@@ -87,7 +87,7 @@ def budget_table(estimated: Estimate) -> Table:
 
 
 def _caption(estimated: Estimate) -> str:
-    """Return a caption with the share of matrix products, on Hopper also with FlashAttention 3."""
+    """Return a caption with the share of matrix products; on Hopper also for FlashAttention 3."""
     large = estimated.rates.products(estimated.network.sizes.width) / TFLOPS
     text = (
         f"sum {1e3 * estimated.seconds:.1f} ms; the model's products alone, at {large:.0f} "

@@ -1,7 +1,7 @@
 """The GPU that a run is planned for, and the fractions of its datasheet rates that runs reach.
 
-The GPU is a kind in `device.gpus` or a measured machine. `Efficiency` holds the assumed fractions
-and their sources. The rates measured by ``tools/doctor.py --json`` replace its first three fields.
+The GPU is a kind in `device.gpus`, or a measured machine. `Efficiency` holds the assumed fractions
+and their sources. Rates measured by ``tools/doctor.py --json`` replace its first three fields.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ MIB = 2**20
 
 
 PCIE = 25.0 * GB
-"""Assumed bytes a second in one direction between GPUs of unknown links (PCIe 4.0 x16)."""
+"""Assumed bytes a second in one direction between GPUs with unknown links (PCIe 4.0 x16)."""
 FP32_SHARE = 1 / 16
-"""Assumed ratio of the fp32 to the bf16 rate on GPUs not in the table; it is close to H100's."""
+"""Assumed ratio of the fp32 rate to the bf16 rate for GPUs not in the table; close to H100's."""
 _RULE = "must be what `tools/doctor.py --json > machine.json` wrote on a machine with GPUs"
 
 
 def gpu_named(name: str) -> Gpu:
     """Return the GPU of this name in `GPUS`, or the slowest one in a ``.json`` file of the doctor.
 
-    The doctor (``tools/doctor.py``) does not measure links and networks. Their rates are the
-    datasheet's if `GPUS` has this kind of GPU, else `PCIE`.
+    The doctor (``tools/doctor.py``) does not measure links and networks. Their rates come from the
+    datasheet if `GPUS` has this kind of GPU, and are `PCIE` otherwise.
 
     Raises:
         ConfigError: `GPUS` lacks the name, or the file has no readable rates.
@@ -80,7 +80,7 @@ def _measured_gpu(report: dict[str, Any], path: str) -> Gpu:
     kinds = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in name.split()]
     kinds += [gpu for gpu in GPUS.values() if f"{gpu.name.partition('-')[0]}-" in name]
     if kinds:
-        # Of kinds with one name the one whose memory comes closest.
+        # Among kinds with the same name, take the one with the closest memory size.
         closest = min(kinds, key=lambda gpu: abs(gpu.memory - memory))
         return replace(closest, name=name, memory=memory, measured=measured)
     return Gpu(
@@ -103,11 +103,7 @@ def _assumed(value: float, what: str) -> Any:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Assumed ratios of reached to possible rates; each field's metadata says which rates, and why.
-
-    Raises:
-        ConfigError: a ratio is not in (0, 1], or ``hidden`` is not in [0, 1].
-    """
+    """Assumed ratios of achieved to possible rates; the metadata of each field explains them."""
 
     products: float = _assumed(
         0.80,
@@ -175,9 +171,9 @@ FLASH_3 = replace(DEFAULT, attention_forward=0.76, attention_backward=0.65)
 """Flash attention 3, for Hopper only: 602 TFLOP/s forward, 559 less 8% backward (same source)."""
 
 GAP = 5e-6
-"""Assumed seconds from the last work of a kernel to the full speed of the next; a guess."""
+"""Assumed seconds from the last work of a kernel until the next one runs at full speed; a guess."""
 GRAPH_GAP = 4.6e-6
-"""Assumed seconds between two kernels of a CUDA graph, where a host keeps up too; a guess."""
+"""Assumed seconds between two kernels of a CUDA graph if the host keeps up; a guess."""
 
 
 def assumed(gpu: Gpu) -> list[tuple[str, str, str, bool]]:
@@ -193,7 +189,7 @@ def assumed(gpu: Gpu) -> list[tuple[str, str, str, bool]]:
 
 @dataclass(frozen=True)
 class Rates:
-    """The operations and bytes a second that a kind of GPU is assumed to reach."""
+    """The operations and bytes a second that a kind of GPU is assumed to achieve."""
 
     gpu: Gpu
     efficiency: Efficiency = DEFAULT
@@ -202,7 +198,7 @@ class Rates:
         """Return the operations a second of a large matrix product of ``width``-byte numbers.
 
         Raises:
-            ConfigError: fp8 on a GPU without it.
+            ConfigError: ``width`` is 1 on a GPU without fp8.
         """
         measured = self.gpu.measured
         if measured is not None and width == 2:
@@ -213,7 +209,7 @@ class Rates:
         return self.gpu.peak(width) * reached
 
     def operations(self, work: Work) -> float:
-        """Return the operations a second of a class's matrix products."""
+        """Return the operations a second of the matrix products in ``work``."""
         x = self.efficiency
         share = x.layers
         if work.kind == "attention":
@@ -243,19 +239,19 @@ class Rates:
         return work.kernels * (GRAPH_GAP if work.graphed else GAP)
 
     def link(self, span: int) -> float:
-        """Return the bytes a second that a rank sends to others in a range of ``span`` ranks."""
+        """Return the bytes a second that a rank can send within a range of ``span`` ranks."""
         link = self.gpu.link if span <= self.gpu.per_node else self.gpu.network
         return link * self.efficiency.links
 
 
 def reserve_on(gpu: Gpu, ranks: Ranks, moving: int) -> dict[str, int]:
-    """Return the bytes of a GPU that are not available to torch's tensors, by their use.
+    """Return the bytes of a GPU that torch's tensors cannot use, by their purpose.
 
-    CUDA's context and code take 0.4 to 0.6 GiB. torch gives cuBLAS and cuBLASLt a workspace each of
-    32 MiB on Hopper and newer, 8 MiB on others (``aten/src/ATen/cuda/CublasHandlePool.cpp``), on
-    two streams. NCCL has a buffer of 4 MiB (``NCCL_BUFFSIZE``) in each direction on 24 channels of
-    each group of ranks. Fragmentation is guessed to be 5% of ``moving``, the bytes of activations
-    and transient tensors.
+    CUDA's context and code take 0.4 to 0.6 GiB. torch gives cuBLAS and cuBLASLt a workspace each,
+    on two streams: 32 MiB on Hopper and newer, 8 MiB on others
+    (``aten/src/ATen/cuda/CublasHandlePool.cpp``). For each group of ranks NCCL has 24 channels with
+    a buffer of 4 MiB (``NCCL_BUFFSIZE``) in each direction. Fragmentation is guessed as 5% of
+    ``moving``, the bytes of activations and transient tensors.
     """
     groups = [ranks.tp, ranks.cp, ranks.dp * ranks.cp, ranks.ep]
     count = sum(size > 1 for size in groups) + 2 * (ranks.pp > 1)

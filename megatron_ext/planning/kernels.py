@@ -1,9 +1,9 @@
-"""The kernels of a training step in classes, by the operations and bytes that are counted for them.
+"""The kernels of a training step in classes, with their operations and bytes.
 
-A task's `Network.work` counts the kernels of a micro-batch, `update_work` those of the optimizer.
-`hardware.Rates` turns both into seconds, and `budget` sums the seconds by class. A byte counts each
-time that a kernel reads it from memory or writes it. Kernels of a measured profile are sorted into
-the same classes by `benchmarks/compare_profile.py`, and operations of a traced step by tests.
+A task's `Network.work` counts the kernels of a micro-batch, and `update_work` those of the
+optimizer. `hardware.Rates` turns both into seconds, and `budget` sums the seconds by class. A byte
+counts each time that a kernel reads it from memory or writes it. `benchmarks/compare_profile.py`
+sorts the kernels of a measured profile into the same classes, and tests do so with a traced step.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ KINDS = {
     "gaps": "time between two kernels",
     "communication": "messages that computation does not hide",
 }
-"""The classes of kernels, in the order of reports, and what belongs to each."""
+"""The classes of kernels in the order of reports, each with a description."""
 
 CASTS = {"delayed": (4, 1), "tensorwise": (6, 3), "rowwise": (8, 4)}
-"""Cost of a cast to 8 bits in both layouts by recipe of `layers.fp8`: bytes read and written per
-16-bit number, and kernels."""
+"""Cost of a cast to 8 bits in both layouts, by recipe of `layers.fp8`: bytes read and written per
+16-bit number, and number of kernels."""
 
 
 def cast_of(recipe: str) -> tuple[int, int]:
-    """Return the entry of `CASTS`; recipes of Transformer Engine alone count as tensorwise."""
+    """Return the entry of `CASTS`; Transformer Engine's own recipes count as tensorwise."""
     return CASTS.get(recipe, CASTS["tensorwise"])
 
 
 class Phase(Enum):
-    """A part of a step, to which a kernel belongs."""
+    """The part of a step that a kernel belongs to."""
 
     FORWARD = "forward"
     INPUT = "gradient of the input"
@@ -55,10 +55,10 @@ class Work:
 
     Attributes:
         kind: a key of `KINDS`.
-        flops: operations of matrix products, whose numbers have ``width`` bytes.
-        num_bytes: bytes read and written beside those of the products' own factors and results.
+        flops: operations of matrix products on numbers of ``width`` bytes.
+        num_bytes: bytes read and written, without the factors and results of the products.
         kernels: number of kernels.
-        graphed: these kernels are launched by a CUDA graph.
+        graphed: whether a CUDA graph launches these kernels.
     """
 
     kind: str
@@ -81,14 +81,15 @@ class Work:
 def gradient_bytes(
     num_microbatches: int, recipe: str | None = None, *, overwrites: bool = True
 ) -> float:
-    """Return the bytes per weight and micro-batch that summing weight gradients adds to products.
+    """Return the bytes per weight and micro-batch of summing gradients, beyond the products' own.
 
-    A product adds to the float32 sum, 4 bytes read and 4 written, in place of the 16-bit result of
-    2 bytes that the assumed rate of products includes; in the first micro-batch it only writes. An
-    8-bit product, by this fp8 ``recipe``, cannot add: it writes a float32 result, in the first
-    micro-batch into the sum, which another kernel reads and adds to the sum. With scales of rows
-    the result has 16 bits, and is copied to the sum or cast before it is added. Unless the first
-    micro-batch ``overwrites`` the sum, it adds like all others.
+    The assumed rate of products includes a 16-bit result of 2 bytes. Instead, a product adds to the
+    float32 sum: 4 bytes read and 4 written. The first micro-batch only writes, if it ``overwrites``
+    the sum.
+
+    An 8-bit product, by this fp8 ``recipe``, cannot add. It writes a float32 result (in the first
+    micro-batch into the sum itself), and another kernel adds the result to the sum. With scales per
+    row the result has 16 bits; it is copied to the sum, or cast before it is added.
     """
     first = FP32 - 2
     other = 2 * FP32 - 2
@@ -103,12 +104,16 @@ def gradient_bytes(
 def update_work(optimizer: OptimizerConfig, ranks: Ranks, state: State) -> list[Work]:
     """Return the kernels between the last backward pass of a step and the next forward pass.
 
-    Bytes per weight that this rank updates: 4 to read the gradient for the norm and 4 for the
-    update; twice the state; in 16-bit runs 2 to write the model's weight, else 8 for the weight
-    itself. Where the host decides (SGD), 4 to write the gradient back clipped, 4 to read the
-    float32 weight again, and 8 to divide each gradient of the buffer by the tokens. The gradients
-    of layers' weights need not be set to zero. An average of the weights is read and written, and
-    the weights read.
+    They move these bytes per weight that the rank updates:
+
+    - 4 to read the gradient for the norm, and 4 to read it for the update;
+    - twice the size of the optimizer state;
+    - 2 to write the model's weight in 16-bit runs, else 8 for the weight itself;
+    - if the host decides whether to skip (SGD): 4 to write the clipped gradient, 4 to read the
+      float32 weight again, and 8 to divide each gradient of the buffer by the number of tokens;
+    - if there is an average: reading and writing it, and reading the weight.
+
+    The gradients of layers' weights need not be set to zero.
     """
     on_host = optimizer.optimizer == "sgd"
     per_weight = 2 * FP32 + (ranks.width if ranks.half else 2 * FP32)

@@ -1,4 +1,4 @@
-"""The peak memory of each pipeline rank: its state, and its activations through the schedule."""
+"""The peak memory of each pipeline rank: its state, and its activations over the schedule."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class RankMemory:
 
     Attributes:
         rank: pipeline rank.
-        weights: parameters of each of its stages.
-        activations: bytes at the peak that are kept for backward passes and messages.
-        transient: bytes at the peak that are allocated within one forward or backward pass only.
-        in_flight: micro-batches held at the peak, summed over its stages.
-        fp8_weights: bytes of the 8-bit copies of weights, which are kept within a step.
+        weights: parameters of each stage of the rank.
+        activations: bytes kept at the peak for backward passes and messages.
+        transient: bytes allocated at the peak only within a forward or backward pass.
+        in_flight: micro-batches held at the peak, summed over the rank's stages.
+        fp8_weights: bytes of the 8-bit copies of weights, which exist during a step.
     """
 
     rank: int
@@ -76,7 +76,7 @@ def worst_case(cases: Sequence[Case]) -> tuple[Network, list[RankMemory]]:
 
 
 USES = {Kind.FORWARD: Kind.RECEIVE_INPUT, Kind.WEIGHT: None}
-"""The message that a computation consumes; for kinds not listed it is RECEIVE_GRADIENT."""
+"""The kind of message that a computation consumes; RECEIVE_GRADIENT for kinds not listed."""
 
 
 def walk(
@@ -87,13 +87,13 @@ def walk(
     deferred: Sequence[int] = (),
     boundary: int = 0,
 ) -> tuple[int, int, int]:
-    """Follow a pipeline rank's actions in the schedule, and return its memory peak.
+    """Follow a pipeline rank's actions through the schedule, and return its memory peak.
 
     Args:
         costs: bytes of one micro-batch in each stage of the model.
-        deferred: bytes of one micro-batch that each stage keeps between its input-gradient and its
-            weight-gradient pass.
-        boundary: bytes of a message, whose buffer exists from the receive to its use.
+        deferred: for each stage, the bytes of one micro-batch that it keeps between its
+            input-gradient pass and its weight-gradient pass.
+        boundary: bytes of a message, whose buffer exists from the receive until its use.
 
     Returns:
         At the peak: allocated bytes, transient bytes, and the number of stage activations kept.
@@ -113,7 +113,7 @@ def walk(
         arrived = boundary if given in waiting else 0
         waiting.discard(given)
         if action.kind is Kind.FORWARD:
-            # What has arrived is the input of the first layer, which counts there.
+            # The message becomes the input of the first layer, where it is counted.
             allocated = allocated + cost.kept - arrived
             count = count + 1
             arrived = 0
@@ -133,7 +133,7 @@ def walk(
 def check_host_memory(config: RunConfig, cost: TaskCost | None) -> None:
     """Check that a run on CPUs does not need more memory than this host has.
 
-    The check takes a lower bound for the ranks of this host: weights, one micro-batch's activations
+    The check uses a lower bound for the ranks of this host: weights, one micro-batch's activations
     and, in training, gradients and optimizer state. It is skipped if the cost depends on data.
 
     Raises:
@@ -162,7 +162,7 @@ def _host_memory(config: RunConfig, cost: TaskCost, ranks: int) -> int:
 
 
 def _what_would_fit(config: RunConfig, cost: TaskCost, ranks: int, available: int) -> str:
-    """Return the end of a sentence that names flags with which the lower bound fits."""
+    """Return the end of a sentence, which names flags for which the lower bound fits."""
     from megatron_ext.planning.hardware import size
 
     given, _ = config.training.batch_sizes
@@ -181,7 +181,7 @@ def _what_would_fit(config: RunConfig, cost: TaskCost, ranks: int, available: in
 
 
 def _least_memory(network: Network) -> int:
-    """Return a lower bound of the bytes that all ranks of one pipeline together need."""
+    """Return a lower bound of the bytes that all ranks of one pipeline need together."""
     needed = sum(network.activations(stage).kept for stage in network.stages())
     for rank in range(network.sizes.pp):
         weights = [network.weights(stage) for stage in network.stages_of(rank)]

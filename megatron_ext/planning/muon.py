@@ -1,7 +1,7 @@
 """Counts the operations of Muon's update, and the bytes of matrices that a rank sends for it.
 
-Fused matrices are counted as one, so that the operations are an upper bound. Ranks that share the
-optimizer's state share the work too; else each replica orthogonalizes all of its matrices.
+Fused matrices count as one, so the operations are an upper bound. Ranks that share the optimizer's
+state divide the work; otherwise each replica orthogonalizes all of its matrices.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ HALF = 2
 
 
 def _dealt(flags: OptimizerConfig, ranks: Ranks, weight: Weight) -> float:
-    """Return the share of the weights like this one that a rank orthogonalizes."""
+    """Return the fraction of weights like ``weight`` that a rank orthogonalizes."""
     if not flags.use_distributed_optimizer:
         return 1.0
     return 1 / (ranks.expert_dp if weight.expert else ranks.dp * ranks.cp)
 
 
 def _sharers(weight: Weight) -> int:
-    """Return the number of tensor-parallel ranks that hold other parts of a matrix."""
+    """Return the number of tensor-parallel ranks among which a matrix is split."""
     assert weight.matrix is not None
     rows, columns = weight.matrix
     return max(1, rows * columns // weight.numel)
@@ -36,9 +36,10 @@ def _width(flags: OptimizerConfig) -> int:
 
 
 def muon_work(flags: OptimizerConfig, ranks: Ranks, weights: Iterable[Weight]) -> list[Work]:
-    """Return the matrix products of Muon's update of the ``weights`` that a rank holds.
+    """Return the matrix products of Muon's update for the ``weights`` that a rank holds.
 
-    A step on [m, n] with m <= n takes ``4 m^2 n + 2 m^3`` operations in three products.
+    An iteration on a matrix [m, n] with m <= n takes ``4 m^2 n + 2 m^3`` operations in three
+    products.
     """
     flops = kernels = 0.0
     for weight in weights:

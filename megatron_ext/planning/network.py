@@ -29,13 +29,14 @@ MULTIPLY_AND_ADD = 2
 """Floating-point operations of one multiply-add."""
 
 FORWARD_AND_BACKWARD = 3
-"""Matrix products of a step per forward product: itself and the gradients of both factors."""
+"""Matrix products in training for each forward product: itself and the gradients of its two
+factors."""
 
 ATTENTION_BACKWARD = 2.5
-"""Products of attention's backward pass per forward product: five in place of two."""
+"""Matrix products in attention's backward pass per forward product: five for two."""
 
 LAYER_KERNELS = 36
-"""Assumed kernels of a layer, forward and backward, in networks that do not count their own."""
+"""Assumed kernels of a layer, forward and backward, if a network does not count its own."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,13 @@ class Flops(Summed):
     """Floating-point operations of one micro-batch on one rank.
 
     Attributes:
-        linear, fp8: forward matrix products with weights; ``fp8`` counts those in 8 bits.
+        linear: forward matrix products with weights, in 16 or 32 bits.
+        fp8: forward matrix products with weights in 8 bits.
         scores: forward matrix products without weights, such as those of attention.
         again, fp8_again, scores_again: matrix products that the backward pass recomputes.
         weights, fp8_weights: matrix products for the gradients of weights.
-        head, head_weights: the same of the output layer, which no other field counts.
+        head, head_weights: forward and weight-gradient products of the output layer, which no other
+            field includes.
         cast: bytes (not operations) that casts to 8 bits read and write in all passes together.
     """
 
@@ -69,14 +72,14 @@ class Flops(Summed):
         return self.linear + self.fp8 + self.scores + self.head
 
     def recomputed(self, times: int) -> Flops:
-        """Return these layers' forward products as products that the backward pass recomputes."""
+        """Return these forward products as products that the backward pass recomputes."""
         again = [times * part for part in (self.linear, self.fp8, self.scores)]
         return Flops(again=again[0], fp8_again=again[1], scores_again=again[2])
 
 
 @dataclass(frozen=True)
 class Volume(Summed):
-    """Bytes that one rank sends, by kind of communication; collectives are rings, see `ring`.
+    """Bytes that one rank sends, by kind of communication; all collectives are assumed to be rings.
 
     Attributes:
         tensor: all-reduces of tensor parallelism, or gathers and scatters of sequence parallelism.
@@ -106,13 +109,13 @@ class Volume(Summed):
 def ring(ranks: int) -> float:
     """Return the fraction of a tensor that each rank sends in a ring all-gather or reduce-scatter.
 
-    In a ring all-reduce a rank sends twice as much.
+    In a ring all-reduce, each rank sends twice as much.
     """
     return (ranks - 1) / ranks
 
 
 def fp8_bytes(fp8: Fp8Config, weights: Iterable[Weight]) -> int:
-    """Return the bytes of the 8-bit copies of weights that a step keeps beside the weights.
+    """Return the bytes of the 8-bit copies of weights that exist beside the weights in a step.
 
     A weight has a copy and a transposed copy in 8 bits. With ``--fp8-param-gather`` the weight
     itself is in 8 bits, so that only the transposed copy is counted.
@@ -122,13 +125,13 @@ def fp8_bytes(fp8: Fp8Config, weights: Iterable[Weight]) -> int:
 
 
 def microbatches(parallel: ParallelConfig, training: TrainingConfig) -> int:
-    """Return the number of micro-batches of a rank in a step of the full global batch."""
+    """Return the number of micro-batches per rank in a step with the full global batch."""
     micro, batch = training.batch_sizes
     return max(1, batch // (micro * parallel.data_parallel_size))
 
 
 def step_plan(parallel: ParallelConfig, training: TrainingConfig) -> Plan:
-    """Return the pipeline schedule of a step of the full global batch."""
+    """Return the pipeline schedule of a step with the full global batch."""
     return build_plan(
         (parallel.pipeline_schedule or "no-pipelining").removeprefix("core-"),
         pipeline_size=parallel.pipeline_model_parallel_size,
@@ -176,7 +179,7 @@ class Network(ABC):
         """Return the bytes of activations of one micro-batch in a stage."""
 
     def deferred(self, stage: Stage) -> int:
-        """Return the bytes that one micro-batch keeps for a stage's deferred weight gradients."""
+        """Return the bytes per micro-batch that a stage keeps for deferred weight gradients."""
         return 0
 
     def fp8_weights(self, stage: Stage) -> int:
@@ -188,22 +191,22 @@ class Network(ABC):
     def layer(self) -> LayerBytes:
         """Return the bytes of one layer without full recomputation.
 
-        If layers differ, the network chooses the last one or one of the more frequent kind.
+        If layers differ, the network chooses one of the most frequent kind, or the last.
         """
 
     @property
     @abstractmethod
     def layer_input(self) -> int:
-        """Return the bytes of a layer's input, all that a fully recomputed layer keeps."""
+        """Return the bytes of a layer's input, which is all that a fully recomputed layer keeps."""
 
     def loss(self) -> LayerBytes | None:
-        """Return the bytes of the output layer and the loss; None if no table shall show them."""
+        """Return the bytes of the output layer and the loss; None leaves them out of tables."""
         return None
 
     @property
     @abstractmethod
     def boundary(self) -> int:
-        """Return the bytes of one micro-batch's message from a stage to the next."""
+        """Return the bytes of a message from a stage to the next, for one micro-batch."""
 
     @abstractmethod
     def flops(self, stage: Stage) -> Flops:
@@ -214,7 +217,7 @@ class Network(ABC):
         return [*self.products(stage), *self.other_work(stage)]
 
     def products(self, stage: Stage) -> list[Work]:
-        """Return the matrix products of one micro-batch, and what 8 bits and float32 sums cost."""
+        """Return the matrix products of one micro-batch, with the cost of 8 bits and fp32 sums."""
         x = self.flops(stage)
         width = self.sizes.width
         count = self.num_microbatches
@@ -229,14 +232,14 @@ class Network(ABC):
             Work("linear", weights, x.weights, width=width),
             Work("linear", weights, x.fp8_weights, width=1),
             Work("attention", forward, x.scores, width=width),
-            # The two products forward, which are made again, and two for each of their factors.
+            # The two forward products and their recomputation, and two gradients for each.
             Work("attention", inputs, ATTENTION_BACKWARD * x.scores + x.scores_again, width=width),
             Work("casts", forward, num_bytes=x.cast / 2),
             Work("casts", inputs, num_bytes=x.cast / 2),
         ]
         matrices = [w for w in self.weights(stage) if LINEAR.search(w.name)]
         if x.fp8:
-            # Weights are cast once in a step, in the layers that are in 8 bits.
+            # Only layers in 8 bits cast weights, once in a step.
             numbers = sum(w.numel for w in matrices) * x.fp8 / (x.fp8 + x.linear) / count
             moved = numbers * cast_of(self.config.fp8.fp8_recipe)[0]
             works.append(Work("casts", forward, num_bytes=moved))
@@ -244,7 +247,7 @@ class Network(ABC):
         graphed = self.config.cuda_graphs.cuda_graph_impl == "local"
         recipe = self.config.fp8.fp8_recipe if x.fp8_weights else None
         summed = gradient_bytes(count, recipe, overwrites=not (shards or graphed))
-        if graphed:  # The products of CUDA graphs add to sums that are set to zero first.
+        if graphed:  # products in CUDA graphs add to sums that are zeroed first
             summed += FP32 / count
         summed *= sum(w.numel for w in matrices if not w.frozen)
         works.append(Work("weight gradients", weights, num_bytes=summed))
@@ -255,7 +258,8 @@ class Network(ABC):
     def _sharded_bytes(self, stage: Stage) -> int:
         """Return the bytes that sharding the gradients of one micro-batch moves on the device.
 
-        Each gradient is set to zero before it is summed, and this rank's share is added to a sum.
+        The memory of each gradient is zeroed before it is filled, and this rank's share is added to
+        a sum.
         """
         x = self.sizes
         moved = 0
@@ -265,10 +269,10 @@ class Network(ABC):
         return moved
 
     def other_work(self, stage: Stage) -> list[Work]:
-        """Return the kernels of one micro-batch beside the products of layers and attention.
+        """Return the kernels of one micro-batch besides the products of layers and attention.
 
-        Without a count of the model's own, all that autograd keeps is taken to be moved once in the
-        forward pass and twice in the backward pass, by `LAYER_KERNELS` kernels a layer.
+        The default assumes that everything autograd keeps is moved once in the forward pass and
+        twice in the backward pass, by `LAYER_KERNELS` kernels per layer.
         """
         kept = self.activations(stage).kept
         count = len(stage.layers) * LAYER_KERNELS
@@ -279,7 +283,7 @@ class Network(ABC):
 
     @abstractmethod
     def traffic(self, stage: Stage) -> Volume:
-        """Return the bytes that a stage sends for one micro-batch, forward and backward."""
+        """Return the bytes that a stage sends for one micro-batch, in both passes."""
 
     @abstractmethod
     def step_flops(self) -> float:
@@ -291,7 +295,7 @@ class Network(ABC):
         """Return the number of tokens of a sample."""
 
     def messages(self, stage: Stage) -> float:
-        """Return the bytes of one micro-batch's output and input gradient that a stage sends."""
+        """Return the bytes of output and input gradient that a stage sends for one micro-batch."""
         chunks = self.config.parallel.virtual_pipeline_model_parallel_size or 1
         ends = (stage.index < self.sizes.pp * chunks - 1) + (stage.index > 0)
         return float(self.boundary * ends) if self.sizes.pp > 1 else 0.0
@@ -299,12 +303,12 @@ class Network(ABC):
 
 @dataclass(frozen=True)
 class Case:
-    """A network on one kind of batch of a run, such as the samples of one size.
+    """A network on one kind of batch, such as samples of one size.
 
     Attributes:
-        name: name of the kind in a report; empty if the run has one kind only.
-        share: fraction of the steps of an epoch that have this kind.
-        columns: further cells for the kind in the report's table, by column heading.
+        name: name of the kind in a report; empty if the run has only one kind.
+        share: fraction of an epoch's steps with this kind.
+        columns: further cells for this kind in the report's table, by column heading.
     """
 
     network: Network
@@ -319,14 +323,14 @@ Report = tuple[Sequence[Table | str], bool]
 
 @dataclass(frozen=True)
 class TaskCost:
-    """The functions by which a task tells planning the cost of its runs.
+    """The functions with which a task describes the cost of its runs to planning.
 
     Attributes:
-        cases: returns the kinds of batches of a resolved run; may open its data.
-        modes: modes of recomputation that a report compares, from no to full recomputation.
-        recompute: returns the same run with one of the modes.
-        from_flags: whether the cases depend only on the flags, not on the data. Only then layouts
-            can be searched, and a run on CPUs is checked against the memory of its host.
+        cases: takes a resolved run and returns its kinds of batches; may open its data.
+        modes: modes of recomputation that a report compares, from none to full.
+        recompute: returns a run with another mode.
+        from_flags: whether the cases depend only on the flags, not on the data. Only then can
+            layouts be searched, and can a run on CPUs be checked against its host's memory.
         report: replaces the usual report if a step does not train exactly one network.
     """
 
@@ -337,5 +341,5 @@ class TaskCost:
     report: Callable[[RunConfig, Gpu | None], Report] | None = None
 
     def modes_with(self, graphs: CudaGraphConfig) -> tuple[str, ...]:
-        """Return the modes of recomputation that a run can have; with CUDA graphs only ``none``."""
+        """Return the modes of recomputation that a run can use; with CUDA graphs only ``none``."""
         return self.modes if graphs.cuda_graph_impl == "none" else ("none",)

@@ -33,7 +33,7 @@ NO_COST = (
 
 
 def console() -> Console:
-    """Return a console of the terminal's width, or 160 columns if the output is no terminal."""
+    """Return a console as wide as the terminal, or 160 columns wide if there is no terminal."""
     return Console(
         width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, soft_wrap=False
     )
@@ -43,7 +43,7 @@ def print_plan(config: RunConfig, cost: TaskCost | None) -> bool:
     """Print the cost of a run for ``--dry-run``; return whether the run fits the GPU.
 
     Raises:
-        ConfigError: megatron-core refuses the model, or the GPU is unknown (`gpu_named`).
+        ConfigError: megatron-core rejects the model, or the GPU is unknown (`gpu_named`).
     """
     check_core(config)
     name = config.planning.dry_run_gpu
@@ -53,7 +53,7 @@ def print_plan(config: RunConfig, cost: TaskCost | None) -> bool:
 def show(config: RunConfig, gpu: Gpu | None, cost: TaskCost | None) -> bool:
     """Print the report of a run; return whether the run fits the GPU, or True without a GPU.
 
-    Times are printed only with a GPU. Without a ``cost`` only the schedule is printed.
+    Times are printed only with a GPU. Without ``cost``, only the schedule is printed.
     """
     parts: Sequence[Table | str]
     if cost is None:
@@ -115,7 +115,7 @@ def model_parameters(ranks: list[RankMemory]) -> int:
 
 
 def active_parameters(ranks: list[RankMemory], moe: MoEConfig) -> int:
-    """Return the number of parameters that one token uses: its experts', and all others."""
+    """Return the number of parameters that one token uses: its experts' and all others."""
     chunks = [chunk for rank in ranks for chunk in rank.weights]
     routed = distinct([weight for weight in chunk if ROUTED in weight.name] for chunk in chunks)
     count = moe.num_experts or 1
@@ -205,7 +205,7 @@ def _sharded(config: RunConfig) -> RunConfig:
 
 
 def recomputation_table(network: Network, cost: TaskCost) -> Table:
-    """Return a table with the memory of a layer and of the fullest rank, by recomputation mode."""
+    """Return a table of recomputation modes, with the memory of a layer and of the fullest rank."""
     table = Table(
         "recomputation", "a layer keeps", "fullest rank: activations", "peak",
         title="activations by recomputation",
@@ -234,7 +234,7 @@ def volume_table(network: Network, ranks: list[RankMemory]) -> Table:
 
 
 def schedule_line(plan: Plan) -> str:
-    """Return a line with the bubble of the schedule, assuming that all stages are equally slow."""
+    """Return a line with the bubble of the schedule, assuming equally slow stages."""
     return (
         f"schedule {plan.schedule}: bubble {price(plan).bubble_share:.1%} of the step with "
         f"{plan.num_microbatches} micro-batches (equal stages, forward : input gradient : weight "
@@ -260,7 +260,7 @@ def time_lines(estimated: Estimate, cost: TaskCost) -> list[str]:
 
 
 def reserve_table(estimated: Estimate) -> Table:
-    """Return a table of the assumed memory that is kept free on each GPU; see `reserve_on`."""
+    """Return a table of the memory that must stay free on each GPU; see `reserve_on`."""
     table = Table("reserve (assumed)", "bytes", title="kept free on each GPU")
     for name, count in estimated.reserve.items():
         table.add_row(name, size(count))
@@ -268,7 +268,7 @@ def reserve_table(estimated: Estimate) -> Table:
 
 
 def assumption_table(gpu: Gpu) -> Table:
-    """Return a table of the assumed efficiencies, and which of them are measured."""
+    """Return a table of the assumed efficiencies, which marks the measured ones."""
     table = Table("assumed", "share", "of what, and why", title="what the time rests on")
     for name, value, what, replaced in assumed(gpu):
         table.add_row(name, "measured" if replaced else value, what)
@@ -283,7 +283,7 @@ def assumption_table(gpu: Gpu) -> Table:
 
 
 def _advice(estimated: Estimate, cost: TaskCost) -> str:
-    """Return a sentence that names the first remedy that makes the run fit, else more ranks."""
+    """Return a sentence with the first remedy that makes the run fit, else more ranks."""
     config = estimated.network.config
     remedies = {"--use-distributed-optimizer": _distributed(config)}
     graphs = config.cuda_graphs.cuda_graph_impl != "none"
@@ -323,10 +323,9 @@ def search_table(result: SearchResult) -> Table:
 
 
 def save_pictures(network: Network, path: Path, gpu: Gpu) -> list[Path]:
-    """Draw the schedule of a run into ``path``, and the memory of each pipeline rank.
+    """Draw the schedule of a run into ``path``, and the memory of each pipeline rank beside it.
 
-    Returns the paths of both pictures. The second is next to ``path``, with ``_memory`` added to
-    its name.
+    Return the paths of both pictures. The second has ``_memory`` added to its name.
 
     Raises:
         ConfigError: a file cannot be written, or its suffix is no image format.

@@ -16,7 +16,7 @@ Numbers = TypeVar("Numbers", bound="Summed")
 
 
 class Summed:
-    """A base for dataclasses of numbers that are added field by field."""
+    """Base class of dataclasses with numbers that are added field by field."""
 
     def __add__(self: Numbers, other: Numbers) -> Numbers:
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
@@ -29,7 +29,7 @@ class Ranks:
 
     Attributes:
         b: samples of a micro-batch.
-        dp, expert_dp: data-parallel size, which excludes ``cp``, and replicas of each expert.
+        dp, expert_dp: data-parallel size, without ``cp``, and number of replicas of each expert.
         ep, etp: expert-parallel and expert-tensor-parallel size.
         width: bytes of a number in activations and in the parameters of the forward pass.
         gpu: whether a GPU's fused kernels are used.
@@ -80,7 +80,7 @@ class Stage:
     """The parts of the model that one stage holds.
 
     Attributes:
-        index: position among all stages of the model.
+        index: index among all stages of the model.
         rank: pipeline rank.
         chunk: index among the chunks of its rank.
         layers: indices of its layers.
@@ -109,11 +109,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """The memory that autograd takes for one layer.
+    """The memory that autograd needs for one layer.
 
     Attributes:
-        kept: bytes from the forward to the backward pass.
-        transient: peak of the bytes beyond ``kept`` while its gradients are computed.
+        kept: bytes kept from the forward to the backward pass.
+        transient: peak of the further bytes while the gradients are computed.
     """
 
     kept: int
@@ -121,7 +121,7 @@ class LayerBytes:
 
 
 def in_order(*parts: LayerBytes) -> LayerBytes:
-    """Return the memory of parts that run in sequence; backward frees the last part first."""
+    """Return the memory of parts that run one after another; backward frees the last part first."""
     transient = released = 0
     for part in reversed(parts):
         transient = max(transient, part.transient - released)
@@ -132,10 +132,10 @@ def in_order(*parts: LayerBytes) -> LayerBytes:
 def recomputed(
     layers: Sequence[LayerBytes], layer_input: int, *, size: int, limit: int
 ) -> list[LayerBytes]:
-    """Return the memory of a stage's layers when the first ``limit`` of them are recomputed.
+    """Return the memory of a stage's layers if the first ``limit`` of them are recomputed.
 
-    Each group of ``size`` recomputed layers is one item of the list. The group keeps only its
-    input of ``layer_input`` bytes.
+    Each group of ``size`` recomputed layers is one item of the list and keeps only its input of
+    ``layer_input`` bytes.
     """
     run_again = layers[:limit]
     others = layers[limit:]
@@ -147,15 +147,16 @@ def recomputed(
 
 
 def rms_norm(ranks: Ranks, rows: int, size: int, *, frozen: bool = False) -> int:
-    """Return the bytes that torch's RMSNorm of ``[rows, size]`` keeps, not counting its input."""
+    """Return the bytes that torch's RMSNorm of ``[rows, size]`` keeps, without its input."""
     statistics = rows * FP32
     if ranks.gpu:
         return statistics
-    # On a CPU the normed input is kept for the weight, and of 16 bits the input in fp32 instead.
+    # A CPU keeps the normalized input for the weight's gradient; for 16-bit input, the fp32 input
+    # instead.
     normed = 0 if frozen else rows * size * FP32
     return statistics + normed + (rows * size * (FP32 - ranks.width) if ranks.half else 0)
 
 
 def layer_norm(rows: int) -> int:
-    """Return the bytes of the mean and reciprocal deviation that torch's LayerNorm keeps."""
+    """Return the bytes that torch's LayerNorm keeps: the means and reciprocal deviations."""
     return 2 * rows * FP32

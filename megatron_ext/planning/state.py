@@ -1,9 +1,9 @@
 """The exact bytes that a rank keeps between steps, counted without building the model.
 
-megatron-core lays the parameters of a chunk into one buffer, from the last to the first. With the
-distributed optimizer each parameter starts at a multiple of 64 elements, and each bucket ends at a
-multiple of 128 and of the number of replicas. A rank updates an equal share of each bucket
-(``param_and_grad_buffer.py`` of megatron-core 0.16.1). This module repeats that arithmetic.
+megatron-core puts the parameters of a chunk into one buffer, from the last to the first. With the
+distributed optimizer, each parameter starts at a multiple of 64 elements, and each bucket ends at a
+multiple of 128 and of the number of replicas. Each rank updates an equal share of each bucket. This
+module repeats that arithmetic (``param_and_grad_buffer.py`` of megatron-core 0.16.1).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from megatron_ext.layers.chunks import bucket_size
 from megatron_ext.planning.stages import FP32, Ranks, Summed
 
 LINEAR = re.compile(r"\.linear_(qkv|proj|fc1|fc2|(q|kv)(|_proj|_down_proj|_up_proj))\.weight$")
-"""Names of the weights whose matrix products may be in 8 bits."""
+"""Matches the names of weights whose matrix products may be in 8 bits."""
 
 ROUTED = ".experts."
-"""Part of the names of weights of experts to which only some tokens are sent."""
+"""Part of the names of routed experts' weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,14 @@ class Weight:
     Attributes:
         name: name of the parameter in the module of its stage.
         numel: elements on this rank.
-        parts: number of ranks that hold different parts of the parameter. For experts it counts
-            the different experts of other ranks too.
+        parts: number of ranks that hold different parts of the parameter. For experts this includes
+            ranks with other experts.
         expert: whether it belongs to experts. These have expert-data-parallel replicas and a
             separate buffer.
-        shared: whether it is a word embedding of which other stages hold copies.
-        frozen: whether it is not trained. Then it has no gradient, optimizer state or average.
+        shared: whether it is a word embedding with copies on other stages.
+        frozen: whether it is not trained; it then has no gradient, optimizer state or average.
         fp8: whether it is stored, and gathered, in 8 bits.
-        matrix: rows and columns, on all ranks together, if ``--optimizer muon`` updates the weight
+        matrix: rows and columns over all ranks if ``--optimizer muon`` updates the weight
             (`optim.matrices`); else None.
     """
 
@@ -61,8 +61,9 @@ class Linear:
 
     Attributes:
         outputs, inputs: features of the whole layer.
-        rows, columns: numbers of ranks that shard its outputs and its inputs.
-        copies: number of ranks that hold such layers with weights of their own, such as experts.
+        rows, columns: numbers of ranks over which its outputs and its inputs are sharded.
+        copies: number of ranks with their own copy of such a layer and other weights, such as
+            experts.
     """
 
     name: str
@@ -94,7 +95,7 @@ class Linear:
 
 
 def with_frozen(lora: LoraConfig, weights: Iterable[Weight]) -> list[Weight]:
-    """Return the weights; if the run trains adapters, all other weights are frozen."""
+    """Return the weights; if the run trains adapters, mark all other weights as frozen."""
     if lora.lora_rank is None:
         return list(weights)
     return [w if ".lora." in w.name else dataclasses.replace(w, frozen=True) for w in weights]
@@ -103,7 +104,7 @@ def with_frozen(lora: LoraConfig, weights: Iterable[Weight]) -> list[Weight]:
 def distinct(chunks: Iterable[Iterable[Weight]]) -> int:
     """Return the number of parameters of the whole model, from the weights of every stage.
 
-    ``chunks`` holds the weights of one rank for each stage. Copies of the embedding count once.
+    ``chunks`` holds, for each stage, the weights of one rank. Copies of the embedding count once.
     """
     weights = [weight for chunk in chunks for weight in chunk]
     first_copy = [weight for weight in weights if weight.shared][:1]
@@ -117,10 +118,10 @@ class State(Summed):
 
     Attributes:
         count: number of elements of the parameters, without padding.
-        parameters, gradients, optimizer, average: bytes of each; gradients that are sharded include
-            the buckets that a backward pass fills.
+        parameters, gradients, optimizer, average: bytes of each. Sharded gradients include the
+            buckets that a backward pass fills.
         reduced: bytes of gradients in one reduction over the replicas.
-        frozen: the part of ``parameters`` that is not trained, in bytes.
+        frozen: bytes of the ``parameters`` that are not trained.
         updated: number of elements that the rank's optimizer updates.
     """
 
@@ -143,7 +144,7 @@ class State(Summed):
 class Bucket:
     """A range of a buffer, and the ranges of the parameters in it, in elements.
 
-    ``matrices`` tells for each parameter whether ``--optimizer muon`` updates it.
+    ``matrices`` says for each parameter whether ``--optimizer muon`` updates it.
     """
 
     start: int
@@ -155,12 +156,12 @@ class Bucket:
 def buckets(
     weights: Sequence[Weight], *, distributed: bool, replicas: int, bucket_size: int | None
 ) -> list[Bucket]:
-    """Return the buckets of the buffer that holds the parameters of a module.
+    """Return the buckets of the buffer for the parameters of a module.
 
     Args:
         weights: the parameters in the order of the module.
         distributed: whether the optimizer's state is sharded over the ``replicas``.
-        bucket_size: number of elements from which on a bucket is closed; None for one bucket.
+        bucket_size: number of elements at which a bucket is closed; None for a single bucket.
     """
     alignment, ending = (64, math.lcm(replicas, 128)) if distributed else (1, 1)
     closed: list[Bucket] = []
@@ -211,8 +212,8 @@ def rank_state(
     Args:
         rank: pipeline rank.
         chunks: weights of each chunk.
-        replica: index of the rank among those that share its dense parameters.
-        expert_replica: index of the rank among those that share its experts.
+        replica: index of the rank among the replicas of its dense parameters.
+        expert_replica: index of the rank among the replicas of its experts.
     """
     optimizer = config.optimizer
     shards = config.optimizer.shards_gradients
@@ -226,7 +227,7 @@ def rank_state(
         size = bucket_size(optimizer, numel, ranks.dp * ranks.cp)
     for chunk in trained:
         filling = 0
-        # Core lays parameters of each type, and those of experts, into a buffer of their own.
+        # Core uses a separate buffer for each dtype of parameters, and for experts.
         for expert, fp8 in product((False, True), (False, True)):
             weights = [x for x in chunk if (x.expert, x.fp8) == (expert, fp8)]
             if not weights:
@@ -254,16 +255,16 @@ def rank_state(
                 filling += width * _filled(laid, overlap=optimizer.overlap_grad_reduce)
         filled = max(filled, filling)
         if not shards:
-            size = None  # The first chunk alone has several buckets.
+            size = None  # only the first chunk has several buckets
     return total + State(gradients=filled)
 
 
 def _filled(laid: Sequence[Bucket], *, overlap: bool) -> int:
-    """Return the most elements of buckets that have memory at a time, if gradients are sharded.
+    """Return the most elements of gradient buckets in memory at a time, with sharded gradients.
 
-    A layer may fill two neighbouring buckets at a time; with ``overlap`` another one is reduced
-    meanwhile. The last bucket holds the word embedding, which an output layer or a depth of
-    multi-token prediction may share and fill from the start.
+    A layer may fill two neighbouring buckets at once, and with ``overlap`` another one is being
+    reduced meanwhile. The last bucket holds the word embedding. An output layer or a depth of
+    multi-token prediction may share the embedding, and then fills that bucket from the start.
     """
     *sizes, last = [bucket.end - bucket.start for bucket in laid]
     count = 3 if overlap else 2
@@ -285,9 +286,9 @@ def _optimizer_bytes(
 ) -> int:
     """Return the bytes of the optimizer state for the ``elements`` that a rank updates.
 
-    The state is the moments and, with 16-bit parameters (``half``), the fp32 parameters. torch's
-    Adam also keeps a float32 step count for each of the ``touched`` parameters. Muon keeps no
-    second moment of the elements ``of_matrices``.
+    The state consists of the moments and, with 16-bit parameters (``half``), the fp32 parameters.
+    torch's Adam also keeps a float32 step count for each of the ``touched`` parameters. Muon has no
+    second moment for the ``of_matrices`` elements of matrices.
     """
     main = FP32 if half else 0
     if optimizer.optimizer == "sgd":

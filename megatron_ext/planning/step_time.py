@@ -1,6 +1,6 @@
 """An estimate of a step's time, and the search for the fastest layouts.
 
-The estimate is a model, not a measurement, and rests on the assumptions of `hardware.Efficiency`.
+The estimate is a model, not a measurement, and depends on the assumptions in `hardware.Efficiency`.
 It compares layouts of one model on one kind of GPU well, but its seconds are rough.
 """
 
@@ -49,13 +49,13 @@ class Estimate:
 
     @property
     def matrix_share(self) -> float:
-        """Return the share of a step that the model's products take at a large product's rate."""
+        """Return the share of a step that its products would take at a large product's rate."""
         large = self.rates.products(self.network.sizes.width)
         return self.flops / (self.seconds * self.network.config.parallel.world_size * large)
 
     @property
     def mfu(self) -> float:
-        """Return the MFU: the model's operations over those that the datasheet's rate allows.
+        """Return the MFU: the model's operations divided by those at the datasheet's rate.
 
         Runs in fp8 are compared with the 16-bit rate, as is usual.
         """
@@ -64,7 +64,7 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Return the tokens that all ranks together train on in a second."""
+        """Return the tokens per second that all ranks together train on."""
         x = self.network.sizes
         sequences = self.network.num_microbatches * x.b * x.dp
         return sequences * self.network.tokens / self.seconds
@@ -131,26 +131,26 @@ class Clock:
         return self.network.boundary / self.rates.link(stride * x.pp) if x.pp > 1 else 0.0
 
     def update_work(self, rank: RankMemory) -> list[Work]:
-        """Return the kernels of the optimizer."""
+        """Return the kernels of the optimizer's update."""
         flags = self.network.config.optimizer
         sizes = self.network.sizes
         work = update_work(flags, sizes, rank.state)
         return work + (muon_work(flags, sizes, rank.all_weights) if _uses_muon(flags) else [])
 
     def after(self, rank: RankMemory) -> float:
-        """Return the time after the last backward pass: update, and what replicas exchange."""
+        """Return the time after the last backward pass: update and communication of replicas."""
         volume = step_volume(self.network, rank, self.network.num_microbatches)
         work = sum(map(self.rates.seconds, self.update_work(rank)))
         return work + self.update_exchange(rank) + self.replicas(volume)
 
     def update_exchange(self, rank: RankMemory) -> float:
-        """Return the time of what the optimizer sends within its update."""
+        """Return the time of the optimizer's communication within its update."""
         sent = update_volume(self.network, rank)
         x = self.network.sizes
         return self.exchange(sent) + sent.data / self.rates.link(x.tp * x.dp * x.cp)
 
     def replicas(self, volume: Volume) -> float:
-        """Return the time of communication between replicas that computation does not hide.
+        """Return the time of communication between replicas that does not overlap computation.
 
         The exchange of the gradients of the word embedding is included.
         """
@@ -178,11 +178,11 @@ class Clock:
 def estimate(network: Network, gpu: Gpu, efficiency: Efficiency = DEFAULT) -> Estimate:
     """Estimate the time and memory of a run's step on ``gpu``.
 
-    All stages are assumed to take as long as the slowest one, for which a pipeline in its steady
-    phase waits.
+    All stages are assumed to be as slow as the slowest one, which determines the steady phase of a
+    pipeline.
 
     Raises:
-        ConfigError: fp8 on a GPU without it.
+        ConfigError: the run uses fp8, which the GPU lacks.
     """
     rates = Rates(gpu, efficiency)
     clock = Clock(network, rates)
@@ -210,7 +210,7 @@ def update_volume(network: Network, rank: RankMemory) -> Volume:
 
 
 def step_volume(network: Network, rank: RankMemory, num_microbatches: int) -> Volume:
-    """Return the bytes that a pipeline rank sends in a step, without those of the update."""
+    """Return the bytes that a pipeline rank sends in a step outside the update."""
     total = Volume()
     for stage in rank.stages:
         total += network.traffic(stage) * num_microbatches
@@ -296,7 +296,7 @@ class SearchResult:
 
 
 def candidates(config: RunConfig, world_size: int, gpu: Gpu, cost: TaskCost) -> Iterator[Candidate]:
-    """Yield the layouts to try, with every mode of recomputation that the run can have.
+    """Yield the layouts to try, each with every mode of recomputation that the run can use.
 
     Micro-batch sizes are the run's, its half, its quarter and so on, down to 1.
     """
@@ -330,8 +330,8 @@ def search(
     Each layout uses the first mode of recomputation of `TaskCost.modes` that fits.
 
     Args:
-        config: the run in any layout. Other flags are kept, except that Adam and Muon are
-            distributed, and that sequence parallelism is used with tensor parallelism.
+        config: the run in any layout. Its other flags are kept, but Adam and Muon are distributed,
+            and tensor parallelism is combined with sequence parallelism.
         cost: cost of the task, which must have ``from_flags``.
         count: the most layouts to return.
 

@@ -3,8 +3,9 @@
 Messages to higher and to lower pipeline ranks use separate process groups. The channel between two
 ranks then carries messages in one direction only, in the order of the plan at both ends.
 
-A message is kept until it has left. With NCCL an event says when; with Gloo only a wait does. The
-plan says it for both: what a peer sends after it used a message proves that the message arrived.
+A sent message stays in memory until it has arrived. NCCL has an event for this, but Gloo only a
+blocking wait. The plan works for both: if a peer sends something after it has used a message, that
+message has arrived.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class Channels:
     """Sends and receives the messages of one step on one rank.
 
     Args:
-        shape: shape of all messages, ``[s, b, h]``, or a list with that of each micro-batch. If
-            megatron-core lets shapes vary, this argument is unused, and each message is preceded by
-            its own shape.
+        shape: shape of all messages, ``[s, b, h]``, or a list with the shape of each micro-batch.
+            With megatron-core's variable shapes it is unused, and each message is preceded by its
+            shape.
 
     Attributes:
         sent: messages that this rank keeps in memory, in the order in which they were sent.
@@ -63,7 +64,7 @@ class Channels:
         self.peers: dict[Key, int] = {}
 
     def send(self, action: Action, tensor: Tensor) -> None:
-        """Start to send ``tensor`` to the action's peer; keep it in memory until it is sent."""
+        """Start to send ``tensor`` to the action's peer; keep it in memory until it has arrived."""
         assert action.peer is not None
         while self.sent and all(work.is_completed() for work, _ in next(iter(self.sent.values()))):
             self.sent.pop(next(iter(self.sent)))
@@ -81,7 +82,8 @@ class Channels:
         self.sent[key] = works
         self.peers[key] = self.ranks[action.peer]
         while len(self.sent) > _PENDING:
-            # The order of the plan makes this safe; it bounds the memory of messages.
+            # A wait bounds the memory of messages. The order of the plan ensures that it cannot
+            # deadlock.
             self._wait(*next(iter(self.sent)))
 
     def receive(self, action: Action) -> None:
@@ -100,7 +102,7 @@ class Channels:
         self.received[action.kind, action.microbatch, action.stage] = (work, message, peer)
 
     def _shape_of(self, action: Action) -> Sequence[int] | None:
-        """Return the shape of a micro-batch's messages; None if it is sent before each."""
+        """Return the shape of a micro-batch's messages; None if their shapes are sent first."""
         if self.shape is None or isinstance(self.shape[0], int):
             return self.shape  # type: ignore[return-value]
         return self.shape[action.microbatch]  # type: ignore[return-value]
@@ -132,12 +134,12 @@ class Channels:
 class GradientSync:
     """Starts the data-parallel reduction of a chunk's gradients, and the gathers of its weights.
 
-    It is made with ``--overlap-grad-reduce`` or sharded gradients. Until the last backward pass of
+    It is used with ``--overlap-grad-reduce`` or sharded gradients. Before the last backward pass of
     a chunk, the chunk's gradients are only accumulated. Their reduction starts during that pass or,
     with ``--align-grad-reduce`` or deferred weight gradients, after it. As in megatron-core,
     ``--align-grad-reduce`` has no effect on the first stage if its rank has one chunk.
 
-    A bucket that is incomplete after the pass, because a parameter was not used, is reduced then.
+    If a parameter was not used, its bucket is incomplete after the pass, and is reduced then.
     """
 
     def __init__(
@@ -163,7 +165,7 @@ class GradientSync:
         self.gathered = 0
 
     def start(self) -> None:
-        """Suspend gradient reduction in all chunks; called before the first action."""
+        """Suspend gradient reduction in all chunks; call this before the first action."""
         if self.no_sync:
             for index, no_sync in enumerate(self.no_sync):
                 self.waiting[index] = no_sync()
@@ -181,7 +183,7 @@ class GradientSync:
             self._release(self.placement.chunk_of(action.stage))
 
     def computed(self, action: Action) -> None:
-        """Start the reductions that are left if ``action`` completes a chunk's gradients.
+        """Start the remaining reductions if ``action`` completes a chunk's gradients.
 
         Gradients that are sharded over the replicas are reduced after each backward pass.
         """
@@ -201,12 +203,12 @@ class GradientSync:
         for bucket in (*done.bucket_groups, *done.expert_parallel_bucket_groups):
             counts = bucket.per_param_grad_ready_counts
             if bucket.is_first_batch and len(counts) < len(bucket.params):
-                counts.clear()  # Not one to count by.
+                counts.clear()  # an incomplete count, which later steps must not expect
             if bucket.grad_reduce_handle is None:
                 bucket.start_grad_sync()
 
     def finish(self) -> None:
-        """Resume gradient reduction in all chunks; called after the last action."""
+        """Resume gradient reduction in all chunks; call this after the last action."""
         for chunk in list(self.waiting):
             self._release(chunk)
 
@@ -216,7 +218,7 @@ class GradientSync:
 
 
 def _list_of(hook: Any, length: int) -> list[Callable[..., Any]]:
-    """Return a megatron-core hook as a list of one function for each chunk; empty for None."""
+    """Return a megatron-core hook as a list with one function per chunk; empty for None."""
     if hook is None:
         return []
     return list(hook) if isinstance(hook, list) else [hook] * length

@@ -1,4 +1,4 @@
-"""Forward passes through the pipeline outside of training steps, to sample from a model."""
+"""Forward passes through the pipeline outside training steps, to sample from a model."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def collect_outputs(
     shape: Sequence[int],
     before: Callable[[int], None] = lambda microbatch: None,
 ) -> list[Tensor]:
-    """Run forward passes; return each micro-batch's output on the last stage, elsewhere [].
+    """Run forward passes; return each micro-batch's output on the last stage, [] elsewhere.
 
     Args:
-        inputs: the keyword arguments of each micro-batch, which every chunk gets.
+        inputs: the keyword arguments for every chunk, by micro-batch.
         shape: shape of the tensor passed between stages.
-        before: called with the index of a micro-batch before each of its chunks runs.
+        before: called with the micro-batch's index before each of its chunks runs.
     """
 
     def forward_step(
@@ -55,14 +55,14 @@ def collect_outputs(
 
 
 def _unchanged(output: Tensor, *, non_loss_data: bool) -> Tensor:
-    """Return the output of the last stage itself, in place of a loss."""
+    """Return the output of the last stage unchanged, in place of a loss."""
     assert non_loss_data
     return output
 
 
 @contextmanager
 def evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Set evaluation mode inside of the ``with`` block, and restore all modes after it."""
+    """Set evaluation mode inside the block, and restore all modes after it."""
     before = [(module, module.training) for chunk in chunks for module in chunk.modules()]
     for chunk in chunks:
         chunk.eval()

@@ -25,7 +25,7 @@ from megatron_ext.schedules.plan import (
 def one_f_one_b(placement: Placement, num_microbatches: int) -> list[Order]:
     """Return the 1F1B order of each rank (arXiv:2006.09503; arXiv:2104.04473, fig. 3).
 
-    A rank warms up with one forward pass for each stage after its own.
+    A rank's warm-up is one forward pass for each stage after its own.
     """
     return [
         _alternate(
@@ -41,7 +41,7 @@ def interleaved(placement: Placement, num_microbatches: int, group_size: int) ->
     """Return each rank's order of interleaved 1F1B (arXiv:2104.04473, section 2.2).
 
     As in megatron-core, a rank runs a group of micro-batches through one chunk before the next
-    chunk. Remaining micro-batches that are too few to fill the pipeline join the last group.
+    chunk. If the remaining micro-batches cannot fill the pipeline, they join the last group.
     """
     size = placement.pipeline_size
     chunks = placement.num_chunks
@@ -71,7 +71,7 @@ def forward_only_order(placement: Placement, num_microbatches: int) -> list[Orde
 
 
 def _groups(num_microbatches: int, group_size: int, *, at_least: int) -> list[int]:
-    """Return micro-batch group sizes; a last group below ``at_least`` joins the one before it."""
+    """Return the sizes of micro-batch groups; a remainder below ``at_least`` joins the last one."""
     whole, rest = divmod(num_microbatches, group_size)
     sizes = [group_size] * whole
     if rest and sizes and rest < at_least:
@@ -129,7 +129,7 @@ def zb_h1(placement: Placement, num_microbatches: int) -> list[Order]:
 class _Rank:
     """The state of one rank in the scheduler of `zb_v`.
 
-    ``counts`` has the number of computations done so far, by kind and chunk.
+    ``counts`` is the number of computations done so far, by kind and chunk.
     """
 
     placement: Placement
@@ -142,10 +142,10 @@ class _Rank:
     )
 
     def may_forward(self, chunk: int) -> bool:
-        """Return whether the memory of 1F1B leaves room for a forward pass of a chunk.
+        """Return whether a forward pass of a chunk stays within the memory of 1F1B.
 
-        That memory is ``2 * pipeline_size`` activations of the half-size chunks. Chunk 0 must
-        leave room for the activations of chunk 1 before the first gradient arrives.
+        That memory is ``2 * pipeline_size`` activations of the half-size chunks. Chunk 0 must leave
+        room for the activations that chunk 1 needs before the first gradient arrives.
         """
         size = self.placement.pipeline_size
         done = self.counts
@@ -157,7 +157,7 @@ class _Rank:
     def choose(self, now: float, ends: dict[tuple[Kind, int, int], float]) -> Action | None:
         """Return the next computation, or None if the rank is busy or no computation is ready.
 
-        ``ends`` has the end times of computations, by the keys of `gives`.
+        ``ends`` holds the end times of computations, by the keys of `gives`.
         """
         if self.free_at > now:
             return None
@@ -176,9 +176,9 @@ class _Rank:
 def zb_v(placement: Placement, num_microbatches: int, durations: Durations = EVEN) -> list[Order]:
     """Return each rank's order of ZB-V (arXiv:2405.15362): two chunks in V shape, memory of 1F1B.
 
-    A greedy simulation with ``durations`` builds the orders. A free rank runs a computation that is
-    ready: input gradients before forward passes before weight gradients, and chunk 1 before chunk
-    0. The orders are valid for any durations, but tuned to the given ones.
+    A greedy simulation with ``durations`` builds the orders. A free rank runs the ready computation
+    with the highest priority: input gradients, then forward passes, then weight gradients, and
+    chunk 1 before chunk 0. The orders are valid for any durations, but tuned to the given ones.
     """
     ranks = [_Rank(placement, rank, num_microbatches) for rank in range(placement.pipeline_size)]
     ends = dict[tuple[Kind, int, int], float]()
@@ -211,10 +211,10 @@ def build_plan(
     """Return the lists of actions of all pipeline ranks for one step.
 
     Args:
-        num_chunks: stages on each rank; more than one for interleaved, two for zb-v.
+        num_chunks: number of stages on each rank: more than one for interleaved, two for zb-v.
         group_size: micro-batches that an interleaved chunk runs before the next chunk; default and
             minimum are the pipeline size.
-        durations: expected times, which decide zb-v's order and when receives are posted.
+        durations: expected times; they decide zb-v's order and when receives are posted.
 
     Raises:
         ConfigError: the schedule is unknown, or does not allow the pipeline size, the number of

@@ -21,7 +21,7 @@ STYLES = {
 
 
 def text(plan: Plan, cost: Price) -> str:
-    """Return a text drawing of the timeline, in which the shortest computation has three columns.
+    """Return a text drawing of the timeline; the shortest computation has three columns.
 
     A computation is drawn as its letter (see `Kind`), the index of its micro-batch, and dashes up
     to its end. Chunks after a rank's first have lower-case letters. Dots are idle time.

@@ -1,8 +1,8 @@
-"""Pipeline schedules as data: a list of actions for each pipeline rank, and their cost.
+"""Pipeline schedules as data: a list of actions for each pipeline rank, and its cost.
 
 An order lists the forward and backward passes of a rank (`orders`). `with_messages` adds the sends
 and receives. All lists then follow one total order of events, in which each message is a single
-event. Such lists cannot deadlock: the first event of the total order that has not happened yet can
+event. Such lists cannot deadlock: the first event of the total order that is still pending can
 always happen.
 """
 
@@ -84,7 +84,7 @@ EVEN = Durations()
 
 
 class CyclicOrder(ValueError):
-    """Raised when computations of the ranks wait for each other in a cycle."""
+    """Computations of the ranks wait for each other in a cycle."""
 
 
 def needs(action: Action, placement: Placement) -> Iterator[tuple[Kind, int, int]]:
@@ -106,7 +106,7 @@ def needs(action: Action, placement: Placement) -> Iterator[tuple[Kind, int, int
 
 
 def gives(action: Action) -> tuple[Kind, int, int]:
-    """Return the key ``(kind, microbatch, stage)`` of a result; kind BACKWARD becomes INPUT."""
+    """Return the key ``(kind, microbatch, stage)`` of a result; BACKWARD becomes INPUT."""
     kind = Kind.INPUT if action.kind is Kind.BACKWARD else action.kind
     return kind, action.microbatch, action.stage
 
@@ -160,7 +160,7 @@ def timeline(
 
 
 def _message(action: Action, placement: Placement) -> tuple[Action, Action] | None:
-    """Return the send and receive of a computation's result, or None if it stays on the rank."""
+    """Return the send and the receive of a computation's result; None if it stays on the rank."""
     sender = placement.rank_of(action.stage)
     if action.kind is Kind.FORWARD:
         kinds = (Kind.SEND_OUTPUT, Kind.RECEIVE_INPUT)
@@ -181,8 +181,8 @@ def with_messages(
 ) -> list[Order]:
     """Return each rank's computations with the sends and receives of their results added.
 
-    A send follows its computation. The receive is placed before the receiver's computations that
-    end after the sender's computation, so that it is posted before its message is used.
+    A send follows its computation. The receive comes before the receiver's first computation that
+    ends after the sender's, so that it is posted before the message is used.
 
     Raises:
         CyclicOrder: computations wait for each other in a cycle.
@@ -222,11 +222,11 @@ Key = tuple[Kind, int, int]
 
 @lru_cache(maxsize=64)
 def settled_messages(plan: Plan, rank: int) -> dict[Key, list[Key]]:
-    """Return, for each message that a rank receives, which messages it sent were used before.
+    """Return, for each message that a rank receives, which messages it sent must have been used.
 
-    The keys are those of the receives; the lists hold the keys of the sends. The peer that sends a
-    message has then run all earlier computations of its list, and these have used their inputs.
-    Each send is in one list at most, that of the first message to arrive after its use.
+    The keys are those of the receives; the lists hold the keys of the sends. When a message
+    arrives, its sender has run all earlier computations in its list, and these have used their
+    inputs. Each send is in at most one list: that of the first message to arrive after its use.
     """
     last = plan.placement.num_stages - 1
     settled = {}
@@ -281,7 +281,7 @@ def price(plan: Plan, durations: Durations = EVEN, latency: float = 0.0) -> Pric
 def _peak(actions: Sequence[Action]) -> int:
     """Return the peak number of micro-batches whose activations a rank holds, over all its stages.
 
-    Without backward passes, activations are held during their own forward pass only.
+    Without backward passes, activations are held only during their own forward pass.
     """
     trains = any(action.kind is not Kind.FORWARD for action in actions if action.kind in COMPUTE)
     held = peak = 0

@@ -65,7 +65,7 @@ def most_in_flight(actions: Sequence[Action], placement: Placement) -> list[int]
 def step_graphs(
     flags: CudaGraphConfig, device: str, chunks: Sequence[torch.nn.Module]
 ) -> list[ChunkGraphs]:
-    """Return the CUDA graphs of each chunk of a rank; an empty list if the run records none.
+    """Return the CUDA graphs for each chunk of a rank; an empty list if the run uses none.
 
     Raises:
         ConfigError: a chunk has no ``decoder`` whose layers are all `TransformerLayer`.
@@ -85,10 +85,11 @@ def step_graphs(
 
 
 ForwardStep = Callable[[Any, torch.nn.Module, "StepCounts | None"], tuple[Tensor, LossFunction]]
-"""Runs a chunk on a micro-batch: ``(batch, chunk, counts)`` to the output and the loss function."""
+"""Runs a chunk on a micro-batch: takes ``(batch, chunk, counts)``, returns output and loss
+function."""
 
 Masks = Callable[[int], AbstractContextManager[None]]
-"""Returns the context in which the micro-batch of an index draws its dropout masks."""
+"""Takes a micro-batch's index, and returns the context in which it draws its dropout masks."""
 
 
 @cache
@@ -133,7 +134,7 @@ class PipelineEngine:
         self.device = torch.cuda.current_device()
 
     def plan(self, num_microbatches: int, *, forward_only: bool) -> Plan:
-        """Return the plan of one step, which has the actions of all pipeline ranks."""
+        """Return the plan of one step, with the actions of all pipeline ranks."""
         return build_plan(
             self.schedule,
             pipeline_size=self.context.layout.pipeline_model_parallel_size,
@@ -158,15 +159,15 @@ class PipelineEngine:
     ) -> list[Any]:
         """Run one step and, unless ``forward_only``, reduce the gradients over the replicas.
 
-        The gradients are those of the sum of the losses over all targets. If the loss is a mean
-        over the step's targets, they are still to be divided by the sum of `num_targets`.
+        The gradients belong to the sum of the losses over all targets. If the loss is a mean over
+        the step's targets, the caller must divide them by the sum of `num_targets`.
 
         Args:
-            batches: the micro-batches; on stages that read no data, None or empty ones.
+            batches: the micro-batches; None or empty ones on stages that read no data.
             shape: shape of this rank's messages, ``[s, b, h]``, or of each micro-batch's; see
                 `Channels`.
-            counts: handed to ``forward_step``.
-            masks: see `Masks`; None leaves dropout to the state of the random generators.
+            counts: passed to ``forward_step``.
+            masks: see `Masks`; None lets dropout draw from the random generators.
             collect_non_loss_data: call the loss function with ``non_loss_data=True``.
             force_all_reduce: give every data-parallel rank all reduced gradients.
 
@@ -224,9 +225,9 @@ class PipelineEngine:
         return step.reports
 
     def _prepare_graphs(self, in_flight: Sequence[int]) -> None:
-        """Record the CUDA graphs that are missing; use a chunk's graphs only if they suffice.
+        """Record missing CUDA graphs; use a chunk's graphs only if there are enough of them.
 
-        Chunk i needs graphs for ``in_flight[i]`` micro-batches, the most that are in flight.
+        Chunk i needs graphs for ``in_flight[i]`` micro-batches, the peak number in flight.
         """
         for chunk, needed in zip(self.graphs, in_flight, strict=True):
             if chunk.num_slots < needed:
@@ -281,7 +282,7 @@ class _Step:
         batch = None if self.batches is None else self.batches[action.microbatch]
         with nullcontext() if self.masks is None else self.masks(action.microbatch):
             output, loss = self.forward_step(batch, chunk, self.counts)
-        # megatron-core divides the loss here unless the step does, and scales auxiliary losses.
+        # megatron-core divides the loss here (unless the step does), and scales auxiliary losses.
         output, num_targets = forward_step_calc_loss(
             chunk,
             output,
@@ -339,7 +340,7 @@ class _Step:
             self.sync.computed(action)
 
     def weight(self, action: Action) -> None:
-        """Compute the weight gradients that a `Kind.INPUT` has deferred."""
+        """Compute the weight gradients that a `Kind.INPUT` pass has deferred."""
         self.deferred.compute((action.microbatch, action.stage))
         if self.sync is not None:
             self.sync.computed(action)
