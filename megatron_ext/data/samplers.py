@@ -62,7 +62,8 @@ class SequentialSampler(Sampler[list[int]]):
         if self.consumed_samples >= self.total_samples:
             raise DataError(
                 f"The run has consumed {self.consumed_samples} samples, but the dataset holds "
-                f"{self.total_samples}; give more data, or lower `--train-iters`."
+                f"{self.total_samples}; give more data, lower `--train-iters`, or, if this is the "
+                "validation split, keep the checkpoint's `--eval-interval` and `--eval-iters`."
             )
 
     def __len__(self) -> int:

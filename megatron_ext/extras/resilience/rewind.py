@@ -16,6 +16,7 @@ from megatron_ext.checkpoint.files import published, standing_folder_of
 from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.disk.host_folder import generation
 from megatron_ext.parallel.collectives import on_first_rank
+from megatron_ext.train.batch_size import Progress
 from megatron_ext.train.run import Run
 
 
@@ -78,7 +79,7 @@ class Rewind:
         run.scheduler.num_steps = 0  # megatron-core adds the loaded steps to those done.
         frozen = FrozenBase.of_run(run.config.lora, run.config.training.seed)
         with run.parameter_gather.paused():
-            CheckpointManager(config, run.context, frozen).load(
+            loaded = CheckpointManager(config, run.context, frozen).load(
                 model=run.chunks,
                 optimizer=run.optimizer,
                 scheduler=run.scheduler,
@@ -87,4 +88,11 @@ class Rewind:
             )
         if run.runner.amax_histories is not None:
             run.runner.amax_histories.forget()
+        assert loaded is not None
+        saved = Progress.from_dict(loaded.progress)
+        progress = run.progress
+        # Some of the steps since may have been skipped and counted already.
+        progress.skipped_iterations = saved.skipped_iterations + progress.iteration - iteration
+        progress.average_updates = saved.average_updates
+        progress.average_start = saved.average_start
         return iteration

@@ -147,7 +147,6 @@ class Spikes(Callback):
         if restored is None:
             run.reporters.say(f"iteration {iteration}: there is no checkpoint to go back to yet")
             return
-        run.progress.skipped_iterations += iteration - 1 - restored
         run.rewinds.append((iteration, restored))
         announce(
             run, "rewind",

@@ -29,7 +29,7 @@ NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 
 
 class FinalState(Callback):
-    """Writes the bits of weights and optimizer at the end of a run to ``state_<rank>.json``."""
+    """Writes the bits of weights, optimizer and averages to ``state_<rank>.json`` at the end."""
 
     def on_train_end(self) -> None:
         tensors = [p.detach() for chunk in self.run.chunks for p in chunk.parameters()]
@@ -37,6 +37,8 @@ class FinalState(Callback):
             if not getattr(part, "is_stub_optimizer", False):
                 states = part.optimizer.state.values()
                 tensors += [x for s in states for x in s.values() if isinstance(x, torch.Tensor)]
+        if self.run.ema is not None:
+            tensors += [average for _, average in self.run.ema.gathered()]
         found = [hashlib.sha256(_bytes(tensor)).hexdigest() for tensor in tensors]
         folder = Path(self.run.config.checkpoint.save or "")
         (folder / f"state_{self.run.context.rank}.json").write_text(json.dumps(found))
