@@ -68,4 +68,4 @@ class ResultsConfig(UsersOwn):
         100, "samples of which standard errors are computed; 0 for none", NATURAL
     )
     trained_date: str | None = derived()
-    """The date that the chat template has written in the training of the model, if it is known."""
+    """The date that the chat template wrote when the model was trained; None if unknown."""

@@ -1,4 +1,4 @@
-"""Our models as a model class of lm-eval, and the run of its tasks; needs the package lm_eval."""
+"""Presents our models to lm-eval as a model class, and runs its tasks; needs package lm_eval."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.evaluation.config import TaskEvaluationConfig
-from megatron_ext.text.evaluation.service import ModelService, Row
+from megatron_ext.text.evaluation.service import ModelService, ScoreRequest
 from megatron_ext.text.generation.decode import Request
 from megatron_ext.text.generation.sampling import Sampling
 from megatron_ext.text.sft.templates import apply_template
@@ -24,13 +24,13 @@ Encoded = tuple[tuple[str, str], list[int], list[int]]
 
 
 class MegatronLM(TemplateLM):  # type: ignore[misc]
-    """A model of this package for lm-eval, in any layout; rank 0 holds it.
+    """A model of this package, in any layout, as lm-eval's model; only rank 0 has this object.
 
-    Texts become tokens as in training: a token that begins a text is added only with
+    Texts are tokenized as in training: a token that begins a text is added only with
     ``--tokenizer-hf-include-special-tokens``.
 
     Args:
-        chat_tokenizer: a tokenizer of transformers with a chat template; None without one.
+        chat_tokenizer: a tokenizer of transformers with a chat template; None if there is none.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def tokenizer_name(self) -> str:
-        """Return a name of the tokenizer, by which lm-eval keeps requests apart."""
+        """Return a name of the tokenizer, which lm-eval puts into the keys of its cache."""
         return str(self._tokens.path or self._tokens.kind).replace("/", "__")
 
     def tok_encode(
@@ -66,7 +66,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Return the text of messages by the chat template."""
+        """Return the text that the chat template makes of messages."""
         return str(
             apply_template(
                 self.tokenizer,
@@ -80,20 +80,20 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[Encoded], **_kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Return whether continuations are the likeliest, with their log-probabilities.
+        """Return the log-probability of each continuation, and whether greedy decoding gives it.
 
-        Long contexts lose their beginning.
+        Contexts that are too long lose their beginning.
         """
         rows = []
         for _, context, continuation in requests:
             ids = (context + continuation)[-(self.max_length + 1) :]
-            rows.append(Row(tuple(ids), max(1, len(ids) - len(continuation))))
+            rows.append(ScoreRequest(tuple(ids), max(1, len(ids) - len(continuation))))
         return [(score.log_prob, score.is_greedy) for score in self._service.score(rows)]
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return the log-probability of whole texts, in windows of the model's positions."""
+        """Return the log-probability of each whole text, computed in windows of `max_length`."""
         windows: list[Encoded] = []
         counts = []
         for request in requests:
@@ -111,8 +111,11 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
         return [sum(next(scores)[0] for _ in range(count)) for count in counts]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return continuations; contexts lose their beginning where there is no room for them."""
-        orders = []
+        """Return the continuation of each context; contexts that are too long lose their beginning.
+
+        Raise a ConfigError if a task wants more new tokens than the model has positions.
+        """
+        completion_requests = []
         for number, request in enumerate(requests):
             context, options = request.args
             sampling = self._sampling(options)
@@ -123,8 +126,9 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
                     f"than the model has positions (`--max-position-embeddings` {self.max_length})"
                     "; give it fewer as `max_gen_toks` in its `generation_kwargs`."
                 )
-            orders.append(Request(number, tuple(self.tok_encode(context)[-room:]), sampling))
-        return [completion.text for completion in self._service.write(orders)]
+            ids = tuple(self.tok_encode(context)[-room:])
+            completion_requests.append(Request(number, ids, sampling))
+        return [completion.text for completion in self._service.write(completion_requests)]
 
     def _sampling(self, given: dict[str, Any]) -> Sampling:
         options = normalize_gen_kwargs(given)
@@ -141,9 +145,9 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
 
 
 def task_manager(flags: TaskEvaluationConfig) -> tuple[TaskManager, list[str]]:
-    """Return lm-eval's manager of tasks, and the tasks that the flags name.
+    """Return lm-eval's manager of tasks, and the names of the tasks in the flags.
 
-    lm-eval's own tasks are searched only for names that the given folders lack.
+    Search lm-eval's own tasks only if the given folders lack a name, since that takes long.
 
     Raises:
         ConfigError: a task is unknown.
@@ -178,7 +182,7 @@ def run_tasks(
     bootstrap_iters: int,
     apply_chat_template: bool = False,
 ) -> dict[str, Any]:
-    """Score a model on the tasks of the flags; return lm-eval's results, without samples."""
+    """Score a model on the tasks of the flags; return lm-eval's results, without single answers."""
     manager, tasks = task_manager(flags)
     results = lm_eval.simple_evaluate(
         model,

@@ -1,4 +1,4 @@
-"""Scores of a run's model on tasks of lm-eval, once or while it trains."""
+"""Scores a run's model on tasks of lm-eval, once or during training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_tasks(flags: TaskEvaluationConfig) -> None:
 
 
 def check_training(config: RunConfig) -> None:
-    """Raise a ConfigError if a run cannot score its model on tasks while it trains."""
+    """Raise a ConfigError if a run cannot score its model on ``--eval-tasks`` during training."""
     flags = config.section(TaskEvaluationConfig)
     if flags.eval_tasks:
         from megatron_ext.text.generation.forward import check_model
@@ -50,12 +50,14 @@ def scored(
     bootstrap_iters: int = 0,
     chat_tokenizer: Any = None,
 ) -> dict[str, Any] | None:
-    """Return lm-eval's results on rank 0, elsewhere None; all ranks call this together.
+    """Score the run's model on tasks; all ranks call this together.
+
+    Return lm-eval's results on rank 0, elsewhere None.
 
     Args:
-        chat_tokenizer: a tokenizer whose chat template the questions are put into; None without.
+        chat_tokenizer: a tokenizer whose chat template is applied to the questions; None for none.
     """
-    # A run that scores nothing needs no generation.
+    # Imported here, since a run that scores nothing does not need them.
     from megatron_ext.text.evaluation.service import ModelService
     from megatron_ext.text.generation.decode import Decoder
     from megatron_ext.text.generation.forward import PackedForward
@@ -80,9 +82,9 @@ def scored(
 
 
 def values_of(results: dict[str, Any]) -> dict[str, tuple[float, Any]]:
-    """Return each value and its standard error, or "N/A", by ``task metric``.
+    """Return (value, standard error) by ``task metric``, or ``task metric filter``.
 
-    Groups of tasks follow the tasks. The name of a filter of answers follows the metric's.
+    The standard error may be "N/A". Tasks come first, then groups of tasks.
     """
     values = {}
     for task, metrics in {**results["results"], **results.get("groups", {})}.items():
@@ -120,7 +122,7 @@ class TaskScores(Callback):
         from megatron_ext.text.generation.forward import PackedForward
 
         self._flags = run.config.section(TaskEvaluationConfig)
-        PackedForward.of_run(run)  # refuses a model that it cannot run, before the first step
+        PackedForward.of_run(run)  # Raises before the first step if it cannot run the model.
         self._tokenizer: Tokenizer | None = None
         self._scored_at: int | None = None
 

@@ -1,7 +1,7 @@
-"""Scores and writes texts with all ranks of a run, for a program that runs on rank 0 alone.
+"""Lets a program that runs on rank 0 only, lm-eval, score and write texts with all ranks.
 
-The program (lm-eval) runs on rank 0 and calls `ModelService.score` and `write`; the other ranks
-wait for these calls and take part in them.
+The program calls `ModelService.score` and `write`; the other ranks wait for these calls and take
+part in them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megatron_ext.text.generation.forward import Hidden, NewTokens, PackedForwar
 T = TypeVar("T")
 
 BLOCK = 512
-"""Tokens whose logits are computed at once."""
+"""The number of tokens whose logits are computed at once, which bounds the memory of logits."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """A text to score: the log-probability of its tokens from index ``first`` on, at least 1."""
+class ScoreRequest:
+    """A text to score by the log-probability of its tokens from index ``first`` (at least 1) on."""
 
     ids: tuple[int, ...]
     first: int
@@ -35,7 +35,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Score:
-    """The sum of the log-probabilities of a row's tokens; whether each is the likeliest."""
+    """The score of the request with index ``number``.
+
+    Attributes:
+        log_prob: the sum of the log-probabilities of its tokens.
+        is_greedy: whether each of these tokens is the likeliest.
+    """
 
     number: int
     log_prob: float
@@ -51,9 +56,9 @@ class ModelService:
         self.rank = forward.context.rank
 
     def lead(self, work: Callable[[], T], what: str) -> T | None:
-        """Run ``work`` on rank 0, which may call the other methods, and return its result there.
+        """Run ``work`` on rank 0 and return its result; all ranks call this together.
 
-        All ranks call this together; the other ranks return None.
+        ``work`` may call `score` and `write`. The other ranks take part in them and return None.
 
         Raises:
             MegatronExtError: on every rank, if the work fails on rank 0. Any other error is printed
@@ -77,20 +82,20 @@ class ModelService:
         _from_rank_0(None)
         return result
 
-    def score(self, rows: Sequence[Row]) -> list[Score]:
-        """Return the score of each row, on rank 0; elsewhere []."""
+    def score(self, rows: Sequence[ScoreRequest]) -> list[Score]:
+        """Score texts; return their scores in order on rank 0, elsewhere []."""
         _from_rank_0(("_score", rows))
         return self._score(rows)
 
     def write(self, requests: Sequence[Request]) -> list[Completion]:
-        """Return the completion of each request, on rank 0; elsewhere []."""
+        """Complete requests; return the completions in order on rank 0, elsewhere []."""
         _from_rank_0(("_write", requests))
         return self._write(requests)
 
     def _write(self, requests: Sequence[Request]) -> list[Completion]:
         return self._on_rank_0(self._decoder.complete(self._share(requests)))
 
-    def _score(self, rows: Sequence[Row]) -> list[Score]:
+    def _score(self, rows: Sequence[ScoreRequest]) -> list[Score]:
         numbered = sorted(enumerate(rows), key=lambda entry: -len(entry[1].ids))
         batches = _batches(self._share(numbered))
         scores: list[Score] = []
@@ -100,8 +105,8 @@ class ModelService:
                 scores += self._score_batch(batches.pop(0) if batches else [])
         return self._on_rank_0(scores)
 
-    def _score_batch(self, batch: Sequence[tuple[int, Row]]) -> list[Score]:
-        """Score the rows of one forward pass; return scores on the rank that decides, else []."""
+    def _score_batch(self, batch: Sequence[tuple[int, ScoreRequest]]) -> list[Score]:
+        """Score texts in one forward pass; return scores on the deciding rank, elsewhere []."""
         texts = [
             NewTokens(Segment(number, 0, len(row.ids) - 1), row.ids[:-1]) for number, row in batch
         ]
@@ -112,8 +117,8 @@ class ModelService:
                 scores += self._scores(hidden, rows)
         return scores if self.forward.decides else []
 
-    def _scores(self, hidden: Hidden, rows: dict[int, Row]) -> list[Score]:
-        """Return the scores of a micro-batch's rows, by the index that is their slot."""
+    def _scores(self, hidden: Hidden, rows: dict[int, ScoreRequest]) -> list[Score]:
+        """Return the scores of the texts in a micro-batch; ``rows`` is keyed by slot."""
         places = list[int]()
         targets = list[int]()
         counts = list[int]()
@@ -141,7 +146,7 @@ class ModelService:
         ]
 
     def _token_scores(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities of C targets ``[C]``, and whether each is the likeliest."""
+        """Return the log-probability of each target, and whether it is the likeliest, ``[n]``."""
         logits = self.forward.logits(states, self.forward.model_vocab_size)
         at_target = logits.gather(1, targets[:, None])[:, 0]
         return at_target - logits.logsumexp(-1), logits.argmax(-1) == targets
@@ -152,7 +157,7 @@ class ModelService:
         return list(entries[context.dp_rank :: context.layout.data_parallel_size])
 
     def _on_rank_0(self, results: list[Any]) -> list[Any]:
-        """Return the results of all ranks, sorted by number, on rank 0; elsewhere []."""
+        """Gather the results of all ranks; return them sorted by number on rank 0, elsewhere []."""
         parts: list[Any] = [results]
         if self.forward.context.layout.world_size > 1:
             parts = [None] * self.forward.context.layout.world_size
@@ -162,9 +167,9 @@ class ModelService:
         return sorted((each for part in parts for each in part), key=lambda each: each.number)
 
 
-def _batches(rows: Sequence[tuple[int, Row]]) -> list[list[tuple[int, Row]]]:
-    """Group numbered rows, in their order, so that no group but of one row has too many tokens."""
-    batches = list[list[tuple[int, Row]]]()
+def _batches(rows: Sequence[tuple[int, ScoreRequest]]) -> list[list[tuple[int, ScoreRequest]]]:
+    """Group numbered texts in order, so that a group of several has not too many tokens."""
+    batches = list[list[tuple[int, ScoreRequest]]]()
     total = 0
     for entry in rows:
         length = len(entry[1].ids)
@@ -177,7 +182,7 @@ def _batches(rows: Sequence[tuple[int, Row]]) -> list[list[tuple[int, Row]]]:
 
 
 def _from_rank_0(order: Any) -> Any:
-    """Return on every rank what rank 0 gives."""
-    given = [order]
-    torch.distributed.broadcast_object_list(given, src=0)
-    return given[0]
+    """Broadcast an object from rank 0; return rank 0's object on every rank."""
+    objects = [order]
+    torch.distributed.broadcast_object_list(objects, src=0)
+    return objects[0]

@@ -71,12 +71,12 @@ EVALUATION = replace(
 
 
 def evaluate(argv: Sequence[str]) -> int:
-    """Score a model as the command-line arguments ask; return the program's exit code."""
+    """Score a model by command-line arguments; return the program's exit code."""
     return run_model(argv, EVALUATION, "tools/evaluate.py", evaluate_model, {})
 
 
 def evaluate_model(run: Run) -> None:
-    """Score the model on the tasks; write lm-eval's results, and print its table, on rank 0."""
+    """Score the model on the tasks; on rank 0 print a table and write the results file."""
     config, tokenizer = with_tokenizer(run.config)
     own = config.section(ResultsConfig)
     flags = config.section(TaskEvaluationConfig)

@@ -61,7 +61,7 @@ class GenerationConfig(UsersOwn):
     generation_batch_size: int = flag(16, "texts that a replica writes at once", SIZE, "texts")
 
     trained_date: str | None = derived()
-    """The date that the chat template has written in the training of the model, if it is known."""
+    """The date that the chat template wrote when the model was trained; None if unknown."""
 
     def sampling(self, seed: int) -> Sampling:
         """Return the options of every request."""

@@ -1,4 +1,4 @@
-"""Writes texts token by token; one that ends gives its place in the cache to the next request."""
+"""Writes texts token by token; when a text ends, the next request gets its slot in the cache."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megatron_ext.text.generation.sampling import Chooser, Sampling
 from megatron_ext.text.tokenizers.base import Tokenizer
 
 PROMPT_TOKENS = 8192
-"""Prompts enter a forward pass until they have this many tokens, but at least one does."""
+"""The most tokens of new prompts in one forward pass; a single longer prompt is admitted too."""
 CONTEXT = 8
-"""Tokens of the prompt before the text that are decoded with it, since spaces depend on them."""
+"""The number of prompt tokens that are decoded together with new tokens, to get spaces right."""
 UNFINISHED = "\ufffd"
-"""A decoder writes it for the bytes of a character that later tokens complete."""
+"""The character that stands for bytes of an incomplete character, which later tokens complete."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt's tokens and how to continue it; ``number`` is its place among all requests."""
+    """The tokens of a prompt, and how to continue it; ``number`` is its index in all requests."""
 
     number: int
     ids: tuple[int, ...]
@@ -35,7 +35,7 @@ class Completion:
     """The text that a model has written for a request.
 
     Attributes:
-        ids: all new tokens, also those of a stop string and the end token.
+        ids: all new tokens, including those of a stop string and the end token.
         finish_reason: ``"eos"``, ``"stop"`` (a stop string) or ``"length"``.
     """
 
@@ -46,11 +46,11 @@ class Completion:
 
 
 OnText = Callable[[int, str], None]
-"""Takes the number of a request and a further piece of its text."""
+"""A callback for the number of a request and the next piece of its text."""
 
 
 class Writing:
-    """The text of one request, as the rank that chooses its tokens keeps it."""
+    """The text of one request while it is written; only the rank that chooses tokens has it."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer, end_ids: Collection[int]) -> None:
         self.request = request
@@ -59,10 +59,15 @@ class Writing:
         self._chooser = Chooser(request.sampling, request.number)
         self._before = list(request.ids[-CONTEXT:])
         self._before_text = tokenizer.detokenize(self._before)
-        self.text, self._told, self.reason = "", 0, ""
+        self.text = ""
+        self.reason = ""
+        self._num_shown = 0
 
     def choose(self, logits: torch.Tensor, ids: Sequence[int]) -> int:
-        """Choose the token after ``ids``, which begin with the prompt; update text and reason."""
+        """Choose and return the token that follows ``ids``, the prompt and the text so far.
+
+        Update `text`, and set `reason` if the text ends.
+        """
         token = self._chooser.choose(logits, ids)
         sampling = self.request.sampling
         new = [*ids[len(self.request.ids) :], token]
@@ -70,7 +75,8 @@ class Writing:
             self.reason = "eos"
             return token
         self.text = self._decoded(new)
-        offsets = [at for stop in sampling.stop_strings if (at := self.text.find(stop)) >= 0]
+        positions = [self.text.find(stop) for stop in sampling.stop_strings]
+        offsets = [position for position in positions if position >= 0]
         if offsets:
             self.text = self.text[: min(offsets)]
             self.reason = "stop"
@@ -82,28 +88,39 @@ class Writing:
         whole = self._tokenizer.detokenize([*self._before, *new])
         if whole.startswith(self._before_text):
             return whole[len(self._before_text) :]
-        # The prompt ended within a character.
+        # The prompt ended within a character, so its own text has changed.
         return self._tokenizer.detokenize(new)
 
     def further_text(self) -> str:
-        """Return the text since the last call that no later token changes."""
+        """Return the text since the last call, as far as later tokens cannot change it.
+
+        An incomplete character, or the beginning of a stop string, is held back.
+        """
         end = len(self.text)
         if not self.reason:
             end -= len(self.text) - len(self.text.rstrip(UNFINISHED))
-            end = min(end, *(self._held(stop) for stop in self.request.sampling.stop_strings), end)
-        piece = self.text[self._told : end]
-        self._told = max(end, self._told)
+            stops = self.request.sampling.stop_strings
+            end = min([end, *(self._start_of_partial(stop) for stop in stops)])
+        piece = self.text[self._num_shown : end]
+        self._num_shown = max(end, self._num_shown)
         return piece
 
-    def _held(self, stop: str) -> int:
-        """Return where the longest ending of the text begins that ``stop`` begins with."""
+    def _start_of_partial(self, stop: str) -> int:
+        """Return where the longest suffix of the text that is a prefix of ``stop`` begins."""
         lengths = range(min(len(stop) - 1, len(self.text)), 0, -1)
         return len(self.text) - next((n for n in lengths if self.text.endswith(stop[:n])), 0)
 
 
 @dataclass
 class _Text:
-    """One text as every rank of the replica knows it."""
+    """A text that is being written, on every rank of the replica.
+
+    Attributes:
+        slot: its slot in the key-value cache.
+        ids: the tokens of the prompt and the text.
+        cached: number of tokens whose keys and values are cached.
+        writing: its text; None on ranks that do not choose tokens.
+    """
 
     request: Request
     slot: int
@@ -112,7 +129,11 @@ class _Text:
     writing: Writing | None = field(default=None)
 
     def new_tokens(self, short_length: int | None) -> NewTokens:
-        """Return the tokens that are not cached; see `PackedForward.short_length`."""
+        """Return the tokens that are not cached.
+
+        Where a text becomes longer than `PackedForward.short_length`, the cache is invalid: return
+        all of its tokens.
+        """
         if short_length is not None and self.cached <= short_length < len(self.ids):
             self.cached = 0
         segment = Segment(self.slot, self.cached, len(self.ids) - self.cached)
@@ -124,7 +145,7 @@ class Decoder:
 
     Args:
         end_ids: tokens that end a text.
-        batch_size: texts that are written at once.
+        batch_size: number of texts that are written at once.
     """
 
     def __init__(
@@ -143,10 +164,10 @@ class Decoder:
     def complete(
         self, requests: Sequence[Request], on_text: OnText = lambda number, piece: None
     ) -> list[Completion]:
-        """Return the completions of this replica's requests, on the rank that decides; else [].
+        """Complete this replica's requests; return the completions on the deciding rank, else [].
 
-        A text ends where it has as many tokens as the model has positions. ``on_text`` is called
-        with pieces of the texts while they are written, on the rank that decides.
+        A text ends at the latest when it fills the positions of the model. On the deciding rank,
+        ``on_text`` is called with the pieces of the texts while they are written.
         """
         forward = self._forward
         most = self._forward.max_length
@@ -175,7 +196,10 @@ class Decoder:
         return completions
 
     def _admitted(self, waiting: deque[Request], slots: list[int]) -> list[_Text]:
-        """Take requests that wait, and free slots for them, as far as one pass holds them."""
+        """Move waiting requests into free slots, as many as fit into one pass; return their texts.
+
+        Both arguments are changed in place.
+        """
         admitted = list[_Text]()
         total = 0
         slots.sort(reverse=True)
@@ -191,7 +215,7 @@ class Decoder:
     def _choices(
         self, active: Sequence[_Text], logits: dict[int, torch.Tensor]
     ) -> list[tuple[int, bool]]:
-        """Return on every rank of the replica each text's next token, and whether it ends it."""
+        """Return (next token, whether the text ends) of each text, on all ranks of the replica."""
         forward = self._forward
         rows = torch.zeros(len(active), 2, dtype=torch.int64, device=forward.device)
         if forward.decides and active:
@@ -210,7 +234,7 @@ class Decoder:
 
 
 def _completion(text: _Text) -> list[Completion]:
-    """Return the completion of a text that has ended, on the rank that decides; else []."""
+    """Return the completion of a text that has ended, in a list; [] unless this rank decides."""
     if text.writing is None:
         return []
     new = tuple(text.ids[len(text.request.ids) :])

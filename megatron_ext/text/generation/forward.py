@@ -1,7 +1,7 @@
-"""Forward passes over the new tokens of several texts, in the parallel layout of the model.
+"""Runs forward passes over the new tokens of several texts, in the model's parallel layout.
 
-All ranks of a replica know the same texts and call these functions together. Each pipeline rank
-gets its share of the texts as a micro-batch, so that all stages work at once.
+All ranks of a replica have the same texts and call these functions together. The texts are split
+into as many micro-batches as there are pipeline stages, so that all stages work at once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NewTokens:
-    """The ids of new tokens of one text, and their place in the cache."""
+    """The ids of new tokens of one text, and the segment of the cache where they belong."""
 
     segment: Segment
     ids: Sequence[int]
@@ -43,7 +43,7 @@ class NewTokens:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """New tokens of some texts, and the arguments by which a model chunk takes them."""
+    """The new tokens of some texts, and the arguments with which a model chunk is called."""
 
     tokens: PackedTokens
     arguments: Mapping[str, Any]
@@ -51,14 +51,14 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Hidden:
-    """Hidden states before the output head of a micro-batch's tokens, ``[T, 1, h]``."""
+    """The hidden states of a micro-batch's s tokens before the output layer, ``[s, 1, h]``."""
 
     tokens: PackedTokens
     states: Tensor
 
 
 def check_model(config: RunConfig) -> None:
-    """Raise a ConfigError if flags ask for a model or a layout that cannot use the cache."""
+    """Raise a ConfigError if the model or the layout of the flags cannot use the cache."""
     errors = []
     if config.parallel.context_parallel_size > 1:
         errors.append(
@@ -75,13 +75,13 @@ def check_model(config: RunConfig) -> None:
 
 
 class PackedForward:
-    """Runs model chunks over the new tokens of several texts, with one cache for all of them.
+    """Runs model chunks over the new tokens of several texts, which share one key-value cache.
 
-    Use it inside of `ready`. With experts on several replicas, the replicas call it in step, with
-    no texts where they have none left.
+    Use it within `ready`. If experts are spread over replicas, the replicas must call it the same
+    number of times; a replica without texts calls it with an empty list.
 
     Args:
-        engine: the engine of a training run; None makes one for forward passes.
+        engine: the pipeline engine of a training run; None makes one for forward passes.
 
     Raises:
         ConfigError: the model is not a `TextModel`.
@@ -118,34 +118,37 @@ class PackedForward:
 
     @classmethod
     def of_run(cls, run: Run) -> PackedForward:
-        """Return the forward passes of a run's model."""
+        """Return a `PackedForward` of a run's model."""
         runner = run.runner
         config = runner.transformer_config
         return cls(run.chunks, config, run.config, run.context, run.device, runner.engine)
 
     @property
     def max_length(self) -> int:
-        """Return the greatest number of tokens of a text."""
+        """Return the largest number of tokens of a text, that of the model's positions."""
         assert self._model.max_position_embeddings is not None
         return self._model.max_position_embeddings
 
     @property
     def decides(self) -> bool:
-        """Return whether this rank chooses the tokens of its replica, and knows its results."""
+        """Tell whether this rank is the deciding rank, which chooses tokens and has the results."""
         return self.context.rank == self.deciding_rank
 
     @functools.cached_property
     def short_length(self) -> int | None:
         """Return the length beyond which LongRoPE rotates all positions of a text differently.
 
-        It is None for other models. A text that becomes longer must be given whole.
+        When a text exceeds it, run all tokens of the text again. It is None for other models.
         """
         lengths = (getattr(module, "short_length", None) for module in self._rotary_embeddings)
         return next((length for length in lengths if length is not None), None)
 
     @functools.cached_property
     def deciding_rank(self) -> int:
-        """Return the global rank that chooses the tokens of this replica."""
+        """Return the rank that chooses the tokens of this replica.
+
+        It is on the last pipeline stage, whose logits it needs.
+        """
         layout = self.context.layout
         own = self.context.layout.position(self.context.rank)
         position = {**own, "pp": self.context.last_stage_rank, "tp": self.context.pgs.tp.size() - 1}
@@ -154,7 +157,7 @@ class PackedForward:
 
     @contextmanager
     def ready(self, num_slots: int, max_length: int) -> Iterator[None]:
-        """Prepare the chunks for a cache of this size in a ``with`` block; see `KeyValueCache`."""
+        """Give the chunks a cache of this size within a ``with`` block; see `KeyValueCache`."""
         self._cache = cache = KeyValueCache(num_slots, max_length)
         with ExitStack() as undo:
             undo.enter_context(torch.no_grad())
@@ -174,13 +177,13 @@ class PackedForward:
 
     @functools.cached_property
     def _rotary_embeddings(self) -> list[torch.nn.Module]:
-        """Return the rotary embeddings of all chunks; layers of latent attention share theirs."""
+        """Return the rotary embeddings of all chunks, each once: some layers share theirs."""
         embeddings = (getattr(module, "rotary_pos_emb", None) for module in self._modules)
         own = [each for each in embeddings if isinstance(each, RotaryEmbedding)]
         return list(dict.fromkeys(own))
 
     def any_left(self, has_texts: bool) -> bool:
-        """Return whether this replica, or one that it works in step with, has texts left."""
+        """Tell whether this replica has texts left, or any other that must run as often as it."""
         if not self._in_step:
             return has_texts
         left = torch.tensor(int(has_texts), device=self.device)
@@ -188,7 +191,10 @@ class PackedForward:
         return bool(left)
 
     def run(self, texts: Sequence[NewTokens]) -> list[Hidden]:
-        """Run all chunks; return each micro-batch's hidden states on the last stage, else []."""
+        """Run all chunks; return the hidden states of each micro-batch.
+
+        Only ranks of the last pipeline stage have them; others return [].
+        """
         batches = self._micro_batches(texts)
         length = batches[0].tokens.length // self._multiple
         shape = length, 1, self._config.hidden_size
@@ -204,14 +210,14 @@ class PackedForward:
         ]
 
     def _gathered(self, output: Tensor) -> Tensor:
-        """Return the hidden states of all tokens, where sequence parallelism has split them."""
+        """Gather hidden states ``[s, 1, h]`` that sequence parallelism has split over ranks."""
         if self._multiple == 1:
             return output
         whole: Tensor = gather_from_sequence_parallel_region(output, group=self.context.pgs.tp)
         return whole
 
     def _micro_batches(self, texts: Sequence[NewTokens]) -> list[MicroBatch]:
-        """Split texts into micro-batches of one length; they differ by at most one text."""
+        """Split texts evenly into micro-batches, which are padded to the same number of tokens."""
         count = min(self.context.layout.pipeline_model_parallel_size, max(1, len(texts)))
         bounds = [len(texts) * i // count for i in range(count + 1)]
         groups = [texts[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
@@ -236,13 +242,13 @@ class PackedForward:
             "hidden_states_only": True,
         }
         if self._halves:
-            # The wrapper of 16-bit models would cast hidden states to float32.
+            # megatron-core's wrapper of 16-bit models would cast the hidden states to float32.
             arguments["fp32_output"] = False
         return MicroBatch(tokens, arguments)
 
     @functools.cached_property
     def model_vocab_size(self) -> int | None:
-        """Return the tokens of the model: those of its Hugging Face model, else the tokenizer's."""
+        """Return the vocabulary size of the model's Hugging Face origin, else of the tokenizer."""
         if self._run_config.has(HuggingFaceConfig):
             source = self._run_config.section(HuggingFaceConfig).model()
             if source is not None:
@@ -250,15 +256,16 @@ class PackedForward:
         return self._model.unpadded_vocab_size
 
     def logits(self, states: Tensor, vocab_size: int | None = None) -> Tensor:
-        """Return the float32 logits ``[N, v]`` of N hidden states ``[N, 1, h]``, on the last stage.
+        """Return float32 logits ``[n, v]`` of n hidden states ``[n, 1, h]``, on the last stage.
 
-        They are those of the first ``vocab_size`` tokens, by default of the tokenizer's.
+        v is ``vocab_size``, by default that of the tokenizer.
         """
         model: TextModel = unwrap_model(self.chunks[-1])
         number = states.size(0)
         tp = self.context.pgs.tp
         if self._multiple > 1:
-            # The output layer gathers the parts of its input.
+            # Under sequence parallelism the output layer gathers its input from all ranks, so give
+            # it this rank's part.
             padded = torch.nn.functional.pad(states, (0, 0, 0, 0, 0, -number % tp.size()))
             states = padded.chunk(tp.size())[tp.rank()]
         own = model.logits(states)[:number, 0].float().contiguous()
@@ -270,7 +277,10 @@ class PackedForward:
         return torch.cat(parts, dim=-1)[:, :size]
 
     def next_logits(self, texts: Sequence[NewTokens]) -> dict[int, Tensor]:
-        """Return the logits ``[v]`` of the token after each text, by slot, on the last stage."""
+        """Return the logits ``[v]`` of the token after each text, by slot, on the last stage.
+
+        Other stages return {}.
+        """
         by_slot: dict[int, Tensor] = {}
         for hidden in self.run(texts):
             if hidden.tokens.segments:

@@ -1,4 +1,4 @@
-"""Requests for texts: prompts from flags and files, chat templates, and the rows of results."""
+"""Makes requests for texts from prompts in flags and files, with chat templates."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Prompt:
     """A text or messages to continue.
 
     Attributes:
-        place: where it was given, for errors.
-        row: the row of a file that holds it.
+        place: the flag or the line that gave it, for errors.
+        row: the row of a file that holds it, to which the result is added.
     """
 
     content: str | Messages
@@ -54,7 +54,7 @@ class Prompt:
 
 
 def read_prompts(generation: GenerationConfig) -> list[Prompt]:
-    """Return the prompts that the flags give; raise a DataError for a file that holds none."""
+    """Return the prompts of the flags; raise a DataError for a file without prompts."""
     if generation.prompt is not None:
         return [
             Prompt(text, f"`--prompt` ({text[:40]})", {"prompt": text})
@@ -96,14 +96,15 @@ def _prompt(line: str, place: str, generation: GenerationConfig) -> Prompt:
 
 
 class Encoder:
-    """Turns prompts into tokens, with ``--chat`` by the chat template.
+    """Turns prompts into tokens, with ``--chat`` through the chat template.
 
-    The prompts of a Hugging Face model begin as in transformers, such as with ``<s>``. Those of a
-    model that was trained here from scratch do not, since the documents of its data do not.
+    A prompt for a Hugging Face model begins with the tokens that transformers adds, such as
+    ``<s>``. A prompt for a model that was trained here from scratch does not, since the documents
+    of its training data do not.
 
     Attributes:
-        note: a sentence on the tokens at the beginning, where transformers has some, or, with
-            ``--chat``, on the date that the template writes.
+        note: a sentence on the tokens that transformers would add, or, with ``--chat``, on the date
+            that the template writes.
 
     Raises:
         ConfigError: ``--chat`` is given, but there is no template.
@@ -137,7 +138,7 @@ class Encoder:
             self._chat = self._with_date(loaded)
 
     def _with_date(self, chat: ChatTokenizer) -> ChatTokenizer:
-        """Return ``chat`` with a template that writes one date; tell in the note which one."""
+        """Fix the date that the chat template writes, and name it in the note."""
         given = self._generation.chat_date
         if given is None:
             dated, sentence = with_known_date(chat, self._generation.trained_date)
@@ -164,7 +165,7 @@ class Encoder:
                 )
             except TooCostly:
                 raise
-            except Exception as error:  # a template can raise anything
+            except Exception as error:  # A template can raise anything.
                 reason = " ".join(str(error).split())[:200]
                 raise DataError(
                     f"{prompt.place}: the chat template refuses the messages ({reason}); correct "
@@ -210,9 +211,10 @@ def encoded_requests(
 
 
 def end_tokens(config: RunConfig, tokenizer: Tokenizer) -> set[int]:
-    """Return the tokens that end a text: the tokenizer's, and those of a generation_config.json.
+    """Return the tokens that end a text.
 
-    Such a file lies in the folder of a Hugging Face tokenizer whose model ends turns otherwise.
+    These are the tokenizer's end of document, and the end tokens in a generation_config.json. The
+    folder of a Hugging Face model has such a file if the model ends its turns by another token.
     """
     ends = {tokenizer.eod} - {NO_TOKEN}
     path, entries = _generation_config(config, tokenizer)
@@ -227,7 +229,7 @@ def end_tokens(config: RunConfig, tokenizer: Tokenizer) -> set[int]:
 
 
 def generation_notes(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
-    """Return a sentence on the entries of a generation_config.json that have no effect here."""
+    """Return a sentence on the entries of a generation_config.json that are ignored, or []."""
     path, entries = _generation_config(config, tokenizer)
     skipped = (*DESCRIBING, "_from_model_config", "eos_token_id")
     given = [key for key, value in entries.items() if value is not None]
@@ -241,7 +243,7 @@ def generation_notes(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
 
 
 def _generation_config(config: RunConfig, tokenizer: Tokenizer) -> tuple[Path, dict[str, Any]]:
-    """Return path and content of a tokenizer's generation_config.json, {} if it has none."""
+    """Return path and content of the tokenizer folder's generation_config.json; {} without one."""
     name = config.section(TokenizerConfig).tokenizer_model
     if tokenizer.kind != "HuggingFaceTokenizer" or name is None:
         return Path("generation_config.json"), {}

@@ -1,8 +1,8 @@
-"""The choice of the next token: greedy, or drawn after temperature, top-k and top-p.
+"""Chooses the next token: greedily, or at random after temperature, top-k and top-p.
 
-Options have the names and meanings that they have in `generate` of transformers, and are applied in
-its order. A draw depends on the seed and the number of the request only, so that no layout, batch
-or neighbour changes it.
+Options have the same names and meanings as in `generate` of transformers, and are applied in the
+same order. Random choices depend only on the seed and the number of the request, not on the layout,
+the batch or other requests.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ class Sampling:
     Attributes:
         do_sample: draw tokens; else take the likeliest.
         temperature: divides the logits.
-        top_k: draw from so many of the likeliest tokens; None is all.
-        top_p: draw from the fewest likeliest tokens whose probabilities sum to this or more.
-        repetition_penalty: divides positive and multiplies negative logits of tokens that the text
-            holds already (Keskar et al., CTRL, arXiv:1909.05858, section 4.1).
-        stop_strings: end at the first of these, which is left out of the text.
+        top_k: draw from this many of the likeliest tokens; None is all.
+        top_p: draw from the smallest set of likeliest tokens whose probabilities sum to this or
+            more.
+        repetition_penalty: divides positive, and multiplies negative, logits of tokens that are in
+            the text already (Keskar et al., CTRL, arXiv:1909.05858, section 4.1).
+        stop_strings: end at the first of these strings, which is left out of the text.
     """
 
     max_new_tokens: int = 128
@@ -40,10 +41,10 @@ class Sampling:
 
 
 class Chooser:
-    """Chooses the tokens of one text, one after the other.
+    """Chooses the tokens of one text, one after another.
 
     Args:
-        number: number of the request; with the seed it decides all draws.
+        number: number of the request, which with the seed determines all random choices.
     """
 
     def __init__(self, sampling: Sampling, number: int) -> None:
@@ -52,7 +53,7 @@ class Chooser:
         self._generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
     def choose(self, logits: Tensor, ids: Sequence[int]) -> int:
-        """Return the next token of a text of the tokens ``ids``, given its logits ``[v]``."""
+        """Return the token that follows the tokens ``ids``, given its logits ``[v]``."""
         options = self.sampling
         if options.repetition_penalty != 1.0:
             logits = penalized(logits, ids, options.repetition_penalty)
@@ -66,21 +67,22 @@ class Chooser:
         return self._draw(logits)
 
     def _draw(self, logits: Tensor) -> int:
-        """Draw a token by one uniform number: the token at that share of the summed probability.
+        """Draw a token by inverting the cumulative distribution at one uniform random number.
 
-        The sum runs from the likeliest token down. So rounding, which differs by layout, changes a
-        draw only if the number lies within the rounding error of a bound.
+        Tokens are sorted from the likeliest down. Logits of different layouts differ by rounding,
+        which changes the token only if the number is within rounding error of a boundary.
         """
         uniform = torch.rand((), generator=self._generator, dtype=torch.float64)
         likeliest, order = logits.double().softmax(-1).sort(descending=True, stable=True)
         sums = likeliest.cumsum(-1)
-        at = torch.searchsorted(sums, (uniform.to(sums.device) * sums[-1]).unsqueeze(0), right=True)
-        return int(order[at.clamp(max=len(order) - 1)])
+        share = (uniform.to(sums.device) * sums[-1]).unsqueeze(0)
+        index = torch.searchsorted(sums, share, right=True)
+        return int(order[index.clamp(max=len(order) - 1)])
 
 
 def penalized(logits: Tensor, ids: Sequence[int], penalty: float) -> Tensor:
     """Return logits ``[v]`` with the repetition penalty for the tokens ``ids``."""
-    # An id past the vocabulary is one of its padding.
+    # Prompts may hold ids of the vocabulary's padding, which has no logits here.
     seen = torch.tensor(sorted({i for i in ids if i < len(logits)}), device=logits.device)
     if not len(seen):
         return logits
@@ -90,15 +92,15 @@ def penalized(logits: Tensor, ids: Sequence[int], penalty: float) -> Tensor:
 
 
 def top_k_only(logits: Tensor, k: int) -> Tensor:
-    """Return logits ``[v]`` that are -inf below the k-th largest."""
+    """Return logits ``[v]`` with -inf in place of those below the k-th largest."""
     least = logits.topk(min(k, len(logits))).values[-1]
     return logits.masked_fill(logits < least, -torch.inf)
 
 
 def top_p_only(logits: Tensor, p: float) -> Tensor:
-    """Return logits ``[v]`` that are -inf outside of the nucleus (arXiv:1904.09751, section 3.1).
+    """Return logits ``[v]`` with -inf outside of the nucleus (arXiv:1904.09751, section 3.1).
 
-    The nucleus is the fewest likeliest tokens whose probabilities sum to p or more.
+    The nucleus is the smallest set of likeliest tokens whose probabilities sum to p or more.
     """
     ascending, order = logits.sort(stable=True)
     outside = ascending.softmax(-1).cumsum(-1) <= 1 - p

@@ -46,18 +46,18 @@ if TYPE_CHECKING:
     from megatron_ext.train.run import Run
 
 NOT_STORED = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "mtp_num_layers")
-"""Flags that are not taken from a checkpoint: no token is dropped, and no MTP head is used."""
-PATIENCE = 24 * 60.0
-"""Minutes for which ranks wait for what is typed."""
+"""Flags that are not taken from a checkpoint, since here no token is dropped and no MTP is used."""
+TYPING_TIMEOUT = 24 * 60.0
+"""The minutes for which the other ranks wait while the user types."""
 
 
 def build_frozen_chunk(*args: Any, **kwargs: Any) -> Any:
-    """Build a model chunk that is not trained, so that no memory is taken for gradients."""
+    """Build a model chunk without gradients, to save their memory."""
     return build_gpt_chunk(*args, **kwargs).requires_grad_(False)
 
 
 def inference_task(*sections: type) -> Task:
-    """Return the task of pretrain_gpt.py without data and training, with further flags."""
+    """Return the task of pretrain_gpt.py without data and training; add sections of flags."""
     without = tuple(kind for kind in GPT.sections if kind is not TaskEvaluationConfig)
     return GPT.replace(
         sections=without,
@@ -80,7 +80,7 @@ def model_defaults(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the defaults of flags, by name, that follow from ``--load`` or ``--load-hf``.
 
-    With them come sentences on what a checkpoint's configuration cannot give (`withheld_notes`).
+    Also return sentences on what the configuration of a checkpoint cannot give (`withheld_notes`).
 
     Raises:
         ConfigError: neither or both are given, or the checkpoint is not of a text model.
@@ -121,7 +121,7 @@ def run_model(
     work: Callable[[Run], None],
     defaults: Mapping[str, Any],
 ) -> int:
-    """Do ``work`` with the model of ``--load`` or ``--load-hf``; return the program's exit code.
+    """Load the model of ``--load`` or ``--load-hf`` and call ``work``; return the exit code.
 
     Args:
         defaults: further defaults of flags, by name.
@@ -137,7 +137,7 @@ def run_model(
 
 
 def _stored_model(stored: Mapping[str, Any], program: Task, load: str) -> dict[str, Any]:
-    """Return the flags in a stored configuration that decide what its model computes."""
+    """Return the flags in a stored configuration that determine what the model computes."""
     if "tokenizer" not in stored:
         raise ConfigError(
             f"`--load` ({load}) must be a checkpoint of pretrain_gpt.py, but holds another kind of "
@@ -168,7 +168,7 @@ def prepare(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
 
 
 def prepare_generation(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Check the prompts too; return the completed configuration and the tokenizer."""
+    """Check model, tokenizer and prompts; return the completed configuration and the tokenizer."""
     config, tokenizer = prepare(config)
     generation = config.section(GenerationConfig)
     if generation.output_file is not None:
@@ -199,13 +199,13 @@ GENERATION = replace(
 
 
 def generate_text(argv: Sequence[str]) -> int:
-    """Write texts as the command-line arguments ask; return the program's exit code."""
-    patience = {"distributed_timeout_minutes": PATIENCE} if "--interactive" in argv else {}
-    return run_model(argv, GENERATION, "tools/generate_text.py", write_texts, patience)
+    """Write texts by command-line arguments; return the program's exit code."""
+    timeout = {"distributed_timeout_minutes": TYPING_TIMEOUT} if "--interactive" in argv else {}
+    return run_model(argv, GENERATION, "tools/generate_text.py", write_texts, timeout)
 
 
 class Writer:
-    """Completes requests with all ranks of a run, which call it together."""
+    """Completes requests; all ranks of a run call it together."""
 
     def __init__(self, run: Run, tokenizer: Tokenizer, *, batch_size: int) -> None:
         self.context = run.context
@@ -218,7 +218,8 @@ class Writer:
     ) -> list[Completion]:
         """Return all completions in the order of requests, on the reporting rank; elsewhere [].
 
-        The replicas take requests in turn; the first goes to the one with the reporting rank.
+        Requests are assigned to replicas in turn. The replica of the reporting rank gets the first,
+        so that a single text can be shown while it is written.
         """
         replicas = self.context.layout.data_parallel_size
         turn = replicas - 1 - self.context.dp_rank
@@ -226,7 +227,7 @@ class Writer:
         return self.gathered(completions)
 
     def gathered(self, completions: list[Completion]) -> list[Completion]:
-        """Return the completions of all replicas in order, on the reporting rank; elsewhere []."""
+        """Gather the completions of all replicas in order on the reporting rank; elsewhere []."""
         if self.forward.decides and self.context.pgs.dp.size() > 1:
             parts: list[Any] = [None] * self.context.pgs.dp.size()
             torch.distributed.all_gather_object(parts, completions, group=self.context.pgs.dp)
@@ -237,7 +238,7 @@ class Writer:
 
 
 def write_texts(run: Run) -> None:
-    """Write the texts that the flags ask for, on all ranks together."""
+    """Complete the prompts of the flags; all ranks call this together."""
     config = run.config
     context = run.context
     generation = config.section(GenerationConfig)
@@ -273,50 +274,53 @@ def write_texts(run: Run) -> None:
 
 
 class Terminal:
-    """Shows texts one after the other; the first that is not complete is shown as it is written."""
+    """Prints texts one after another, and the one whose turn it is while it is written."""
 
     def __init__(self, prompts: Sequence[Prompt], *, streams: bool) -> None:
         self._prompts = prompts
         self._streams = streams
         self._pieces: dict[int, list[str]] = {}
-        self._at = -1
+        self._current = -1
 
     def show(self, number: int, piece: str) -> None:
-        """Show a piece of a text, now or when the texts before it are complete."""
-        if self._at < 0:
+        """Print a piece of a text, or keep it until the texts before it are complete."""
+        if self._current < 0:
             self._begin(0)
-        if number == self._at:
+        if number == self._current:
             print(piece, end="", flush=True)
         else:
             self._pieces.setdefault(number, []).append(piece)
 
     def finish(self, completions: Sequence[Completion]) -> None:
-        """Show what is left of all texts."""
+        """Print the texts that have not been printed."""
         for completion in completions:
-            if completion.number > self._at:
-                if self._at >= 0:
+            if completion.number > self._current:
+                if self._current >= 0:
                     print()
                 self._begin(completion.number)
                 print(completion.text, end="")
         print(flush=True)
 
     def _begin(self, number: int) -> None:
-        self._at = number
+        self._current = number
         content = self._prompts[number].content
         head = content if isinstance(content, str) else content[-1].get("content", "")
         print(f"\n[{number + 1}] {head}\n→ ", end="", flush=True)
 
 
 def _converse(config: RunConfig, encode: Encoder, writer: Writer) -> None:
-    """Continue what is typed, line by line, until the input ends; with --chat remember it."""
+    """Continue each line that the user types, until the input ends.
+
+    With --chat the lines and answers form one conversation.
+    """
     context = writer.context
     chat = config.section(GenerationConfig).chat
     messages: list[dict[str, str]] = []
     if context.is_reporting_rank:
         print("Type a prompt and Enter; end with Ctrl-D.", flush=True)
     while (line := _typed(context.is_reporting_rank, context.reporting_rank)) is not None:
-        said = [*messages, {"role": "user", "content": line}]
-        prompt = Prompt(said if chat else line, "The prompt", {})
+        asked = [*messages, {"role": "user", "content": line}]
+        prompt = Prompt(asked if chat else line, "The prompt", {})
         try:
             (request,) = _requests(config, encode, [prompt])
         except MegatronExtError as error:
@@ -329,11 +333,14 @@ def _converse(config: RunConfig, encode: Encoder, writer: Writer) -> None:
         answer: list[Any] = [written[0].text if written else None]
         torch.distributed.broadcast_object_list(answer, src=context.reporting_rank)
         if chat:
-            messages = [*said, {"role": "assistant", "content": answer[0]}]
+            messages = [*asked, {"role": "assistant", "content": answer[0]}]
 
 
 def _typed(reads: bool, source: int) -> str | None:
-    """Return the next line that is not empty, on every rank; None at the end of the input."""
+    """Read the next line that is not empty, and return it on every rank; None at the end.
+
+    The rank ``source`` reads (``reads`` is True there).
+    """
     line: list[Any] = [None]
     if reads:
         print("> ", end="", flush=True)

@@ -1,4 +1,4 @@
-"""Tokenizers under megatron-core's names, for both tools and training (`build_tokenizer`).
+"""Builds tokenizers by megatron-core's names, for tools and for training (`build_tokenizer`).
 
 Importing this package loads no tokenizer library. Building a tokenizer loads only its own library,
 and torch only for Hugging Face classes that transformers must load.
@@ -47,13 +47,13 @@ _FILES_OF_TYPE = {
     for kind, library in _LIBRARY_OF_TYPE.items()
     if library == "sentencepiece"
 }
-"""By type of tokenizer, the flags that name its files, and in words what they are."""
+"""The flags that name the files of each type of tokenizer, and what the files are."""
 
 
 def check_files(settings: TokenizerConfig) -> None:
-    """Raise an error with a sentence for each file of a tokenizer that is not given or missing.
+    """Raise an error with a sentence for each file of a tokenizer that is missing or not given.
 
-    What may be a name on the Hugging Face hub is not looked up there.
+    A name that may be on the Hugging Face hub is not looked up there.
     """
     kind = _known_type(settings)
     if _LIBRARY_OF_TYPE[kind] == "huggingface" and settings.tokenizer_model:
@@ -65,7 +65,7 @@ def check_files(settings: TokenizerConfig) -> None:
 
 
 def _files_of(settings: TokenizerConfig, kind: str) -> list[str]:
-    """Return the paths of a tokenizer's files; raise the errors of all that are missing."""
+    """Return the paths of a tokenizer's files; raise one error that names all missing files."""
     paths = list[str]()
     errors = list[MegatronExtError]()
     for flag, what in _FILES_OF_TYPE.get(kind, {}).items():
@@ -161,7 +161,7 @@ def _vocab_size(size: int | None, kind: str) -> int:
 
 
 def _check_metadata(path: str | None, kind: str) -> None:
-    """Raise a ConfigError if a metadata file names another library than that of type ``kind``."""
+    """Raise a ConfigError if a metadata file names another library than the type ``kind`` uses."""
     if path is None:
         return
     require_file("--tokenizer-metadata", path, "a JSON file", kind)

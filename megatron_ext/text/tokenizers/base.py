@@ -1,4 +1,4 @@
-"""The interface of tokenizers, and two that need no model file: bytes, and ids as text."""
+"""The interface of tokenizers, and two tokenizers without a model file: of bytes, and of ids."""
 
 import hashlib
 import importlib
@@ -21,9 +21,9 @@ FastKind = Literal["sentencepiece", "json"]
 
 
 class Tokenizer(ABC):
-    """A tokenizer that gives the same ids as megatron-core 0.16.1's with the same flags.
+    """A tokenizer; it gives the same ids as that of megatron-core 0.16.1 with the same flags.
 
-    A special token that it lacks has the id -1, as megatron-core's datasets expect.
+    The id of a missing special token is -1, as megatron-core's datasets expect.
     """
 
     kind: str
@@ -45,7 +45,7 @@ class Tokenizer(ABC):
         """Return the id that ends a document (`--append-eod`, `--eod-mask-loss`)."""
         return self.eos
 
-    # megatron-core and NeMo use both spellings.
+    # megatron-core and NeMo read either spelling.
     eos_id = property(lambda self: self.eos)
     bos_id = property(lambda self: self.bos)
     pad_id = property(lambda self: self.pad)
@@ -53,7 +53,7 @@ class Tokenizer(ABC):
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, str]:
-        """Return the properties that megatron-core's datasets put into the key of their cache."""
+        """Return the properties that megatron-core's datasets put into their cache keys."""
         named = OrderedDict(tokenizer_type=self.kind, path=str(self.path))
         named.update((name, str(value)) for name, value in self._options.items())
         for file in (Path(str(self.path)), Path(str(self.path)) / "tokenizer.json"):
@@ -67,18 +67,21 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of ids; special tokens are left out if the library can recognize them."""
+        """Return the text of ids.
+
+        Special tokens are left out if ``skip_special_tokens`` and if the library recognizes them.
+        """
 
     def token_id(self, text: str) -> int:
         """Return the id of the token that is spelled ``text``, or -1 if there is none."""
         return NO_TOKEN
 
     def notes(self) -> list[str]:
-        """Return sentences on entries of the tokenizer's files that have no effect here."""
+        """Return sentences on ignored entries of the tokenizer's files."""
         return []
 
     def start_ids(self) -> tuple[int, ...]:
-        """Return the ids that transformers puts before a text, where `tokenize` does not."""
+        """Return the ids that transformers puts before a text and `tokenize` does not."""
         return ()
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
@@ -86,11 +89,14 @@ class Tokenizer(ABC):
         return [self.tokenize(text) for text in texts]
 
     def fast_source(self) -> tuple[FastKind, str] | None:
-        """Return ("sentencepiece", path) or ("json", text) for gigatoken; None if unsupported."""
+        """Return the source from which gigatoken can load this tokenizer; None if it cannot.
+
+        It is ("sentencepiece", path) or ("json", content).
+        """
         return None
 
     def control_texts(self) -> tuple[str, ...]:
-        """Return the texts of control tokens; gigatoken never encodes a text that contains one."""
+        """Return the texts of control tokens; texts that contain one never go to gigatoken."""
         return ()
 
 
@@ -106,7 +112,7 @@ def require_package(name: str, kind: str) -> Any:
 
 
 def require_file(flag: str, value: str | None, what: str, kind: str) -> str:
-    """Return the path given by ``flag``.
+    """Return ``value``, the path that ``flag`` gives; ``what`` describes the file for errors.
 
     Raise a ConfigError if the flag is not given, a DataError if the path is not a file.
     """
@@ -118,7 +124,7 @@ def require_file(flag: str, value: str | None, what: str, kind: str) -> str:
 
 
 class ByteLevelTokenizer(Tokenizer):
-    """A tokenizer of UTF-8 bytes; special tokens get ids from the argument ``vocab_size`` on."""
+    """A tokenizer of UTF-8 bytes; the first special token has the id ``vocab_size``."""
 
     kind = "ByteLevelTokenizer"
     eos, pad, unk = 0, 1, 259
@@ -143,7 +149,7 @@ class ByteLevelTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """A tokenizer of ids written as integers with single spaces; eod is the largest id."""
+    """A tokenizer of texts that are ids, separated by single spaces; eod is the largest id."""
 
     kind = "NullTokenizer"
 

@@ -1,7 +1,7 @@
-"""Entries in the files of a Hugging Face tokenizer: checks them, and names those without effect.
+"""Checks the entries in the files of a Hugging Face tokenizer, and finds those that are ignored.
 
-Two files name special tokens. As in transformers, special_tokens_map.json goes before
-tokenizer_config.json, unless the latter has `added_tokens_decoder`: then the former is not read.
+Two files name special tokens. As in transformers, special_tokens_map.json overrides
+tokenizer_config.json, unless the latter has `added_tokens_decoder`: then the former is ignored.
 """
 
 import inspect
@@ -16,14 +16,14 @@ from megatron_ext.disk.reading import read_json
 from megatron_ext.errors import DataError
 
 NAMED = tuple(f"{name}_token" for name in ("eos", "bos", "unk", "sep", "pad", "cls", "mask"))
-"""Keys of the special tokens that have a name."""
+"""The keys of named special tokens."""
 LISTED = ("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder")
-"""Keys of further special tokens."""
+"""The keys of lists of other special tokens."""
 DESCRIBING = tuple(
     "_commit_hash _name_or_path backend is_local local_files_only model_input_names name_or_path "
     "processor_class special_tokens_map_file tokenizer_file transformers_version".split()
 )
-"""Entries that tell who wrote the files, of what, and with which classes."""
+"""Entries that only describe the origin of the files, so ignoring them loses nothing."""
 
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _READ = (*NAMED, *LISTED, "tokenizer_class", "auto_map", "chat_template", "split_special_tokens")
@@ -38,17 +38,17 @@ USUAL = {
     "truncation_side": "right",
     "use_default_system_prompt": False,
 }
-"""The defaults of entries that have no effect here; these values ask for nothing."""
+"""Ignored entries whose value is their default; ignoring them loses nothing."""
 _ENDLESS = 10**20
-"""A `model_max_length` from here on says that there is none."""
+"""transformers writes a `model_max_length` of at least this for no limit."""
 _BOOLEANS = ("add_prefix_space", "split_special_tokens", "add_bos_token", "add_eos_token")
 _SIDES = ("padding_side", "truncation_side")
 _TEMPLATES = ("default", "tool_use")
-"""Names of the templates that conversations get, the second where there are tools."""
+"""The names of the templates that are used; the second is for conversations with tools."""
 
 
 def check_entries(path: Path, entries: Mapping[str, Any]) -> None:
-    """Raise a DataError for an entry of a tokenizer's file that has a value of a wrong type."""
+    """Raise a DataError for an entry of a tokenizer's file whose value has a wrong type."""
 
     def refuse(name: str, rule: str) -> NoReturn:
         raise DataError(f"{path} has under `{name}` what {rule}; copy the tokenizer again.")
@@ -73,7 +73,8 @@ def check_entries(path: Path, entries: Mapping[str, Any]) -> None:
             continue
         if name in NAMED:
             check_token(name, value)
-            # transformers reads an object as a token by this alone, but in special_tokens_map.json.
+            # Only this key makes transformers read an object as a token, except in
+            # special_tokens_map.json.
             if isinstance(value, dict) and "__type" not in value and "_map" not in path.name:
                 refuse(name, 'is an object without `"__type": "AddedToken"`')
         elif name in LISTED:
@@ -113,27 +114,31 @@ def _check_templates(value: Any, refuse: Any) -> None:
 
 
 def special_entries(config: Mapping[str, Any], map_: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries on special tokens that are in use, of the two files that have some."""
+    """Return the entries on special tokens that are in effect.
+
+    ``config`` is the content of tokenizer_config.json, ``map_`` of special_tokens_map.json.
+    """
     return {**config} if "added_tokens_decoder" in config else {**config, **map_}
 
 
 def text_of(token: Any) -> str:
-    """Return the text of a token that is given as a text or an object."""
+    """Return the text of a token that a file gives as a text or as an object."""
     return str(token.get("content", token) if isinstance(token, dict) else token)
 
 
 def flags_differ(token: Mapping[str, Any], added: Any) -> bool:
-    """Tell whether an object of a token says other flags than a loaded `AddedToken` has."""
+    """Tell whether a file gives a token other flags than the loaded `AddedToken` has."""
     return any(key in token and token[key] != getattr(added, key) for key in _FLAGS)
 
 
 def unused_entries(folder: Path, files: Mapping[str, Any], backend: Any, loaded: Any) -> list[str]:
-    """Return a sentence for each file of a tokenizer with entries that have no effect here.
+    """Return a sentence for each file of a tokenizer that has ignored entries.
 
     Args:
         files: the contents of tokenizer_config.json and special_tokens_map.json.
         backend: the loaded `tokenizers.Tokenizer`.
-        loaded: the tokenizer of transformers that it belongs to; None if it was loaded directly.
+        loaded: the tokenizer of transformers that holds ``backend``; None if it was loaded without
+            transformers.
     """
     config = files["tokenizer_config.json"]
     map_ = files["special_tokens_map.json"]
@@ -152,10 +157,10 @@ def unused_entries(folder: Path, files: Mapping[str, Any], backend: Any, loaded:
             if value is None or key in (*DESCRIBING, *NAMED, *LISTED):
                 continue
             of_config = name == "tokenizer_config.json"
-            # Any further `..._token` is a special token, and a variable of the chat template.
+            # Every other `..._token` is a special token too, and a variable of the chat template.
             if key.endswith("_token") and isinstance(value, str):
                 continue
-            if not of_config or (key not in reads and not _asks_nothing(key, value)):
+            if not of_config or (key not in reads and not _is_default(key, value)):
                 unused[name].append(key)
     unused["tokenizer_config.json"] += _templates_without_effect(folder, config)
     named = config.get("tokenizer_class")
@@ -176,7 +181,7 @@ def unused_entries(folder: Path, files: Mapping[str, Any], backend: Any, loaded:
     ]
 
 
-def _asks_nothing(key: str, value: Any) -> bool:
+def _is_default(key: str, value: Any) -> bool:
     if key == "model_max_length" and isinstance(value, int | float):
         return value >= _ENDLESS
     return key in USUAL and value == USUAL[key]
@@ -185,7 +190,13 @@ def _asks_nothing(key: str, value: Any) -> bool:
 def _special_without_effect(
     entries: Mapping[str, Any], in_use: Mapping[str, Any], added: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield the entries on special tokens that another file overrides or that have no effect."""
+    """Yield the names of entries on special tokens that are overridden by another file or ignored.
+
+    Args:
+        entries: the entries of one file.
+        in_use: the entries in effect, of both files.
+        added: the special tokens of the loaded tokenizer, by text.
+    """
     for key in (*NAMED, *LISTED):
         value = entries.get(key)
         if value is None:
@@ -218,7 +229,7 @@ def _tokens_of(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _templates_without_effect(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the templates of tokenizer_config.json that no conversation gets."""
+    """Yield the names of templates in tokenizer_config.json that are never used."""
     given = config.get("chat_template")
     if given is None:
         return
@@ -234,7 +245,7 @@ def _templates_without_effect(folder: Path, config: Mapping[str, Any]) -> Iterat
 
 
 def _tokenizes_alike(raw: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
-    """Tell whether a loaded tokenizer is that of its file, but for entries that the file lacks."""
+    """Tell whether a loaded tokenizer (``state``) keeps all of its tokenizer.json (``raw``)."""
     parts = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "added_tokens")
     return all(_agree(raw.get(part), state.get(part)) for part in parts)
 
@@ -248,9 +259,10 @@ def _agree(raw: Any, state: Any) -> bool:
 
 
 def part_at_fault(raw: Any, kind: Any) -> str | None:
-    """Return the name of the part without which a tokenizer.json can be read; None if none is.
+    """Return the name of the part that makes a tokenizer.json unreadable; None if it is unclear.
 
-    ``kind`` is the class `tokenizers.Tokenizer`, whose errors seldom say which part is wrong.
+    Errors of `tokenizers` seldom name the part. So leave out one part after another until the class
+    ``kind``, `tokenizers.Tokenizer`, can read the rest.
     """
     if not isinstance(raw, dict):
         return None
@@ -271,10 +283,13 @@ def part_at_fault(raw: Any, kind: Any) -> str | None:
 
 
 def _state(kind: Any, content: Any) -> Any:
-    """Return what the library of tokenizers makes of the content of a file; None if it refuses."""
+    """Load the content of a tokenizer.json and return it as `tokenizers` would save it.
+
+    Return None if `tokenizers` cannot load it.
+    """
     try:
         return json.loads(kind.from_str(json.dumps(content)).to_str())
-    except BaseException as error:  # the library raises plain Exception, and panics that are none
+    except BaseException as error:  # Panics of `tokenizers` do not derive from Exception.
         if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
             raise
         return None
@@ -284,10 +299,11 @@ _LARGE = ("vocab", "merges")
 
 
 def _lost(raw: Any, state: Any, kind: Any) -> Iterator[str]:
-    """Yield the names of entries that the library of tokenizers does not take from its file.
+    """Yield the names of entries of a tokenizer.json (``raw``) that `tokenizers` ignores.
 
-    ``state`` is what it writes of the tokenizer in the file. Some entries it reads under an older
-    name, so that a tokenizer without them is another one.
+    ``state`` is the content as `tokenizers` would save it. An entry that is missing there may have
+    been read under an old name: it counts as ignored only if the file without it gives the same
+    tokenizer.
     """
     whole: Any = None
     for path, is_there in _not_kept(raw, state):
@@ -300,7 +316,7 @@ def _lost(raw: Any, state: Any, kind: Any) -> Iterator[str]:
 def _not_kept(
     raw: Any, state: Any, path: tuple[Any, ...] = ()
 ) -> Iterator[tuple[tuple[Any, ...], bool]]:
-    """Yield the path of each entry that ``state`` lacks, or has with another value (True)."""
+    """Yield (path, whether ``state`` has it) of each entry of ``raw`` that ``state`` changes."""
     if isinstance(raw, dict) and isinstance(state, dict):
         for key, value in raw.items():
             if key not in state:
@@ -310,7 +326,7 @@ def _not_kept(
                 yield from _not_kept(value, state[key], (*path, key))
     elif isinstance(raw, list) and isinstance(state, list):
         kept: Any = state
-        if path == ("added_tokens",):  # they are sorted, and their texts are unlike
+        if path == ("added_tokens",):  # They are sorted when saved, so match them by their texts.
             by_text = {token["content"]: token for token in state}
             kept = [by_text.get(token["content"]) for token in raw]
         if len(raw) == len(kept):
@@ -321,11 +337,11 @@ def _not_kept(
 
 
 _APART = ("vocab", "merges", "truncation", "padding")
-"""Keys of large parts, and of parts that are switched off here."""
+"""Keys of parts that are not compared: they are large, or this package switches them off."""
 
 
 def _without(content: Any, path: tuple[Any, ...]) -> Any:
-    """Return a content without the entry at a path."""
+    """Return nested JSON without the entry at a path."""
     first, *rest = path
     if rest:
         inner = _without(content[first], tuple(rest))

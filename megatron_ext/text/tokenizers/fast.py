@@ -1,14 +1,14 @@
-"""gigatoken as the engine of a tokenizer, as long as it gives exactly the same ids.
+"""Encodes by gigatoken, as long as it gives exactly the ids of the native tokenizer.
 
 gigatoken is an order of magnitude faster than SentencePiece and Hugging Face's tokenizers, but it
-is young, and optional. It is compared with the native tokenizer on hard strings and on texts of
-the input before use, and on a sample of texts during the run; `InexactEngine` is raised at the
-first difference.
+is young, and optional. Before use it is compared with the native tokenizer on hard strings and on
+texts of the input; during the run, on a sample of texts. The first difference raises an
+`InexactEngine`.
 
-Two kinds of documents always go to the native tokenizer: those that contain the text of a control
-token, and, if the tokenizer normalizes text, those with combining characters. (SentencePiece
-normalizes the longest sequence in its table, gigatoken one grapheme cluster at a time. Single
-characters are normalized equally, except U+0085.)
+Two kinds of texts always go to the native tokenizer: texts that contain the text of a control
+token, and, if the tokenizer normalizes, texts with combining characters. (SentencePiece normalizes
+the longest sequence in its table, gigatoken one grapheme cluster at a time. Both normalize single
+characters in the same way, except U+0085.)
 """
 
 import functools
@@ -58,14 +58,14 @@ HARD_STRINGS: tuple[str, ...] = (
 
 
 class InexactEngine(Exception):
-    """Raised if a fast engine is unusable, or gives other ids than the native tokenizer."""
+    """Raised if the fast engine is unusable, or gives other ids than the native tokenizer."""
 
 
 class FastEncoder:
-    """An encoder that uses gigatoken, and the native tokenizer where the two may differ.
+    """Encodes texts by gigatoken, and by the native tokenizer where the two may differ.
 
     Raises:
-        InexactEngine: gigatoken is missing, or cannot load or express this tokenizer exactly.
+        InexactEngine: gigatoken is not installed, or cannot load this tokenizer exactly.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -74,7 +74,8 @@ class FastEncoder:
             raise InexactEngine(f"{tokenizer.kind} has no faster engine")
         self._native = tokenizer
         self._controls = tokenizer.control_texts()
-        # Control tokens mostly share a character, for which a text is searched much faster.
+        # Most tokenizers' control tokens share a character, such as "<". Looking for it first is
+        # much faster than looking for each of them.
         shared = set.intersection(*map(set, self._controls)) if self._controls else set()
         self._mark = min(shared, default="")
         self._combining = source[0] == "sentencepiece" or '"normalizer":null' not in source[1]
@@ -82,7 +83,7 @@ class FastEncoder:
         self.compare(HARD_STRINGS)
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
-        """Return the ids of each text; the native tokenizer encodes texts whose ids may differ."""
+        """Return the ids of each text."""
         encoded = []
         for text in texts:
             spelled = self._mark in text and any(control in text for control in self._controls)
@@ -96,7 +97,7 @@ class FastEncoder:
             self.compare_ids(text, ids)
 
     def compare_ids(self, text: str, ids: Ids) -> None:
-        """Raise an InexactEngine unless the native tokenizer gives a text these ids."""
+        """Raise an InexactEngine unless the native tokenizer gives ``text`` these ``ids``."""
         native = self._native.tokenize(text)
         if not np.array_equal(np.asarray(ids, np.int64), np.asarray(native, np.int64)):
             start = text[:40].encode("unicode_escape").decode()
@@ -104,7 +105,7 @@ class FastEncoder:
 
 
 def has_combining(text: str) -> bool:
-    """Tell whether a text has a character that may join a grapheme cluster, or U+0085."""
+    """Tell whether a text has U+0085 or a character that may join its neighbour in a cluster."""
     if text.isascii():
         return False
     codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
@@ -113,22 +114,22 @@ def has_combining(text: str) -> bool:
 
 @functools.cache
 def _combining_table() -> npt.NDArray[np.bool_]:
-    """Return a bool table [0x110000], True at each code point that `has_combining` looks for.
+    """Return a bool table ``[0x110000]``, True at each code point that `has_combining` looks for.
 
     These are U+0085, marks, joiners, jamo, prepended characters, unassigned and private code
-    points, and all above U+FFFF except emoji and Han.
+    points, and all code points above U+FFFF except emoji and Han.
     """
     table = np.zeros(0x110000, np.bool_)
     for code in (*range(0x80, 0x3100), *range(0xA000, 0xAC00), *range(0xF900, 0x10000)):
         table[code] = unicodedata.category(chr(code)) in ("Mn", "Mc", "Me", "Cn", "Co")
-    # Format characters and a letter that precede their cluster; Thai and Lao AM, which end one.
+    # U+0085, prepended characters that begin a cluster, and Thai and Lao AM, which end one.
     for code in (0x85, *range(0x0600, 0x0606), 0x06DD, 0x070F, 0x08E2, 0x0D4E, 0x0E33, 0x0EB3):
         table[code] = True
     # Hangul jamo, half-width voicing marks and jamo, joiners, rare planes.
     jamo = (0x1100, 0x1200), (0xA960, 0xA980), (0xD7B0, 0xD800), (0x3130, 0x3190), (0xFF9E, 0xFFE0)
     for first, last in (*jamo, (0x200C, 0x200E), (0x10000, 0x110000)):
         table[first:last] = True
-    table[0x1F300:0x1FB00] = False  # emoji but for skin tones
+    table[0x1F300:0x1FB00] = False  # Emoji, of which skin tones are set again below.
     table[0x1F3FB:0x1F400] = True
     table[0x20000:0x40000] = False  # rare Han characters
     return table
@@ -143,6 +144,6 @@ def _load(kind: str, source: str) -> Any:
         if kind == "sentencepiece":
             return gigatoken.Tokenizer.from_sentencepiece(source).backend.encode
         return gigatoken.Tokenizer.from_json(source).backend.encode
-    except Exception as error:  # a foreign engine may refuse a model in any way
+    except Exception as error:  # gigatoken documents no class for its errors.
         reason = " ".join(str(error).split())[:120]
         raise InexactEngine(f"gigatoken cannot load this tokenizer ({reason})") from None

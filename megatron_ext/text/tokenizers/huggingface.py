@@ -1,9 +1,8 @@
-"""Hugging Face tokenizers, and GPT-2 BPE from its two files.
+"""Loads Hugging Face tokenizers, and GPT-2's BPE from its two files.
 
-A folder whose tokenizer_config.json names no class, or a general one such as
-PreTrainedTokenizerFast, is loaded by the `tokenizers` library from tokenizer.json. This takes
-milliseconds and does not import torch. Any other class may change its tokenizer in Python, and is
-loaded by transformers.
+If tokenizer_config.json names no class, or a general one such as PreTrainedTokenizerFast, the
+`tokenizers` library loads tokenizer.json. This takes milliseconds and does not import torch. Any
+other class may change the tokenizer in Python, so transformers loads it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,26 +27,27 @@ from megatron_ext.text.tokenizers.entries import (
 
 _GENERAL_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend", None)
 _FILES = tuple("*.json *.jinja *.txt *.py *.model *.tiktoken *.bpe *.spm vocab* tokenizer*".split())
-"""Names of the files that a tokenizer may be made of, in all folders; weights have other endings.
+"""Patterns of the files of a tokenizer, to download them from the hub without the weights.
 
-`*.jinja` are chat templates, further ones in `additional_chat_templates/`."""
+`*.jinja` are chat templates; folders such as `additional_chat_templates/` are included."""
 
 
 @contextmanager
 def refused_panic(tokenizer: str) -> Iterator[None]:
-    """Raise a DataError where the library of tokenizers gives up on a text or on its own file.
+    """Turn a panic of the `tokenizers` library into a DataError.
 
-    It does so, by an error that is no Exception, after ten million attempts to match a pattern at
-    one place, or where a part of its file is damaged. ``tokenizer`` is its file or folder.
+    The library panics, with an error that does not derive from Exception, after ten million
+    attempts to match a regular expression at one position, and if its file is damaged.
+    ``tokenizer`` names the file or the folder of the tokenizer.
     """
     what = f"`--tokenizer-model` ({tokenizer}) has a pattern or content"
-    with _panic_told(what, "give a tokenizer from a source that you trust"):
+    with _panic_as_data_error(what, "give a tokenizer from a source that you trust"):
         yield
 
 
 @contextmanager
-def _panic_told(what: str, advice: str) -> Iterator[None]:
-    """Raise a DataError for a panic of the library of tokenizers, which tells ``what`` it is of."""
+def _panic_as_data_error(what: str, advice: str) -> Iterator[None]:
+    """Turn a panic of the `tokenizers` library into a DataError about ``what``."""
     try:
         yield
     except BaseException as error:
@@ -67,18 +67,21 @@ def _reason(error: BaseException) -> str:
 
 
 def _check_post_processor(path: Path, backend: Any) -> None:
-    """Raise a DataError if the library of tokenizers gives up on the last step of each encoding."""
-    with _panic_told(f"{path} has a `post_processor`", "copy it again"):
+    """Raise a DataError if the `tokenizers` library panics in the last step of an encoding."""
+    with _panic_as_data_error(f"{path} has a `post_processor`", "copy it again"):
         backend.encode("a", "a")
         backend.encode("a")
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A `tokenizers.Tokenizer` with named special tokens, such as eos_token.
+    """A `tokenizers.Tokenizer` (``backend``) with named special tokens, such as eos_token.
 
-    ``special_tokens`` that are not in the vocabulary get the next ids. With
-    ``include_special_tokens``, each text gets the special tokens that the tokenizer adds itself,
-    such as bos. ``unused`` returns sentences on entries of its files that have no effect.
+    Args:
+        named: the texts of special tokens, by name.
+        special_tokens: further special tokens; those not in the vocabulary get the next ids.
+        include_special_tokens: whether to add the tokens, such as bos, that the tokenizer itself
+            puts around a text.
+        unused: returns sentences on ignored entries of the tokenizer's files.
     """
 
     def __init__(
@@ -127,9 +130,9 @@ class HuggingFaceTokenizer(Tokenizer):
         if self._include_special:
             return ()
         alone, whole = (self._backend.encode("a", add_special_tokens=x).ids for x in (False, True))
-        places = range(len(whole) - len(alone) + 1)
-        at = next((i for i in places if whole[i : i + len(alone)] == alone), 0)
-        return tuple(whole[:at])
+        offsets = range(len(whole) - len(alone) + 1)
+        start = next((i for i in offsets if whole[i : i + len(alone)] == alone), 0)
+        return tuple(whole[:start])
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
         with refused_panic(str(self.path)):
@@ -150,7 +153,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _complete(named: Mapping[str, str]) -> dict[str, str]:
-    """Return ``named`` with a missing eos set to sep, a missing bos to cls, and vice versa."""
+    """Return ``named``, where a missing one of eos and sep, or of bos and cls, equals the other."""
     out = dict(named)
     for one, other in (("eos_token", "sep_token"), ("bos_token", "cls_token")):
         if one not in out and other in out:
@@ -183,7 +186,7 @@ def build(
     config = files["tokenizer_config.json"]
     direct = (folder / "tokenizer.json").is_file() and not trust_remote_code
     if include_special_tokens and ("add_bos_token" in config or "add_eos_token" in config):
-        direct = False  # transformers rewrites the post-processor by these
+        direct = False  # transformers changes the post-processor by these entries.
     backend_and_names = _load_direct(folder, files) if direct else None
     loaded = None
     if backend_and_names is None:
@@ -206,7 +209,7 @@ _WITH_ENTRIES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 def local_folder(name: str) -> Path | None:
-    """Return the folder of a tokenizer, given it or a file in it; None for a name on the hub.
+    """Return the folder of a tokenizer, given the folder or a file in it; None for a hub name.
 
     Raise a DataError for a path that does not exist.
     """
@@ -234,7 +237,7 @@ def tokenizer_folder(name: str) -> Path:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(name, allow_patterns=list(_FILES)))
-    except Exception as error:  # the hub's client and its transport raise kinds of their own
+    except Exception as error:  # The hub's client and its HTTP library raise many classes.
         reason = _reason(error)
         raise DataError(
             f"`--tokenizer-model` ({name}) is neither a folder here nor a Hugging Face name that "
@@ -243,7 +246,7 @@ def tokenizer_folder(name: str) -> Path:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file of a tokenizer; an empty one if there is no file."""
+    """Return the object in a JSON file of a tokenizer; {} if there is no file."""
     if not path.is_file():
         return {}
     try:
@@ -257,9 +260,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _load_direct(
     folder: Path, files: Mapping[str, dict[str, Any]]
 ) -> tuple[Any, dict[str, str]] | None:
-    """Load tokenizer.json by itself; return None if transformers might read it differently.
+    """Load tokenizer.json without transformers.
 
-    The result is the `tokenizers.Tokenizer`, and its special tokens by name.
+    Return the `tokenizers.Tokenizer`, and its special tokens by name. Return None if transformers
+    might load another tokenizer from the folder.
     """
     config = files["tokenizer_config.json"]
     if config.get("tokenizer_class") not in _GENERAL_CLASSES or "auto_map" in config:
@@ -268,7 +272,7 @@ def _load_direct(
     path = folder / "tokenizer.json"
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except BaseException as error:  # the library raises plain Exception, or panics
+    except BaseException as error:  # The library raises plain Exception, or panics.
         if not isinstance(error, Exception) and not _is_panic(error):
             raise
         reason = _reason(error)
@@ -283,7 +287,7 @@ def _load_direct(
         tokens = merged.get(key) or ()
         listed += tokens.values() if isinstance(tokens, dict) else tokens
     others = [x for key, x in merged.items() if key.endswith("_token") and isinstance(x, str)]
-    # transformers adds those that are missing, and changes the flags of those that differ.
+    # transformers would add special tokens that are missing, and change flags that differ.
     added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     if any(text_of(token) not in added for token in [*named.values(), *listed, *others]):
         return None
@@ -306,10 +310,10 @@ def load_pretrained(folder: Path, *, trust_remote_code: bool) -> Any:
             loaded = transformers.AutoTokenizer.from_pretrained(
                 str(folder), trust_remote_code=trust_remote_code
             )
-            loaded.backend_tokenizer  # noqa: B018 - a tokenizer in Python has none
+            loaded.backend_tokenizer  # noqa: B018 - raises for a slow tokenizer, which has none
     except DataError:
         raise
-    except Exception as error:  # any library or remote code may raise anything here
+    except Exception as error:  # Libraries and remote code may raise anything here.
         if "trust_remote_code" in str(error):
             raise DataError(
                 f"`--tokenizer-model` ({folder}) is a tokenizer with code of its own, which is not "
@@ -339,7 +343,7 @@ def build_gpt2(
         )
     try:
         model = tokenizers.models.BPE.from_file(vocab_file, merge_file)
-    except Exception as error:  # the library raises plain Exception
+    except Exception as error:  # The library raises plain Exception.
         reason = _reason(error)
         raise DataError(
             f"`--merge-file` ({merge_file}) does not fit `--vocab-file` ({vocab_file}): {reason}; "

@@ -1,4 +1,4 @@
-"""Tokenizers of SentencePiece models, and of tiktoken vocabularies in NVIDIA's JSON form."""
+"""Tokenizers from SentencePiece models, and from tiktoken vocabularies in NVIDIA's JSON format."""
 
 import base64
 import binascii
@@ -18,15 +18,16 @@ from megatron_ext.text.tokenizers.base import (
 )
 
 _USER_DEFINED = 4
-_USER_DEFINED_PIECE = re.compile(rb"\x15....\x18\x04", re.DOTALL)  # a score, then the type
+# The bytes of a user-defined piece in a serialized model: its score, then its type.
+_USER_DEFINED_PIECE = re.compile(rb"\x15....\x18\x04", re.DOTALL)
 _SEPARATOR = "▁"
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A tokenizer with a SentencePiece `.model`; the model's eos is also eod.
+    """A tokenizer from a SentencePiece `.model`; its eos is also eod.
 
-    With `--tokenizer-sentencepiece-legacy`, each of ``special_tokens`` in a text is encoded as one
-    id: that of the piece with this text, or else a new id after the vocabulary.
+    With `--tokenizer-sentencepiece-legacy`, each of ``special_tokens`` in a text becomes a single
+    id: the id of the piece with the same text, or a new id after the vocabulary.
     """
 
     def __init__(self, kind: str, path: str, special_tokens: Sequence[str] = ()) -> None:
@@ -49,7 +50,7 @@ class SentencePieceTokenizer(Tokenizer):
         )
 
     def _place(self, tokens: Sequence[str]) -> dict[str, int]:
-        """Return the id of each special token, which is new if no piece has its text."""
+        """Assign an id to each special token: that of the piece with its text, or a new id."""
         placed: dict[str, int] = {}
         fresh = self._model.get_piece_size()
         for token in tokens:
@@ -107,7 +108,7 @@ class SentencePieceTokenizer(Tokenizer):
         texts = {
             model.id_to_piece(i) for i, marked in enumerate(zip(*kinds, strict=True)) if any(marked)
         }
-        # Byte pieces are spelled <0x41>; spelled out in a text they must stay text.
+        # The piece of a byte looks like <0x41>. If a text contains that, it must stay text.
         texts.add("<0x")
         texts.update(_user_defined(model.serialized_model_proto()))
         return tuple(sorted(texts))
@@ -119,7 +120,7 @@ def _user_defined(model: bytes) -> Iterator[str]:
     A piece is field 1 of the protobuf message; its own fields 1 and 3 are its text and its type.
     """
     if not _USER_DEFINED_PIECE.search(model):
-        return  # the common case, without a walk over all pieces
+        return  # Most models have none, and parsing all pieces is slow.
     for field, piece in _fields(model):
         if field == 1 and isinstance(piece, bytes):
             content: dict[int, Any] = dict(_fields(piece))
@@ -129,29 +130,30 @@ def _user_defined(model: bytes) -> Iterator[str]:
 
 def _fields(buffer: bytes) -> Iterator[tuple[int, int | bytes]]:
     """Yield (number, value) of each protobuf field: an int for a varint, bytes for other types."""
-    at = 0
-    while at < len(buffer):
-        key, at = _varint(buffer, at)
+    position = 0
+    while position < len(buffer):
+        key, position = _varint(buffer, position)
         wire = key & 7
         if wire == 0:
-            value, at = _varint(buffer, at)
+            value, position = _varint(buffer, position)
             yield key >> 3, value
             continue
         size = {1: 8, 5: 4}.get(wire)
         if size is None:
-            size, at = _varint(buffer, at)
-        yield key >> 3, buffer[at : at + size]
-        at += size
+            size, position = _varint(buffer, position)
+        yield key >> 3, buffer[position : position + size]
+        position += size
 
 
-def _varint(buffer: bytes, at: int) -> tuple[int, int]:
+def _varint(buffer: bytes, position: int) -> tuple[int, int]:
+    """Return the protobuf varint at a position, and the position after it."""
     value = shift = 0
     while True:
-        byte = buffer[at]
-        at += 1
+        byte = buffer[position]
+        position += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value, at
+            return value, position
         shift += 7
 
 
@@ -228,7 +230,10 @@ def _special_names(
 
 
 def _ranks(path: str, count: int, first: int) -> dict[bytes, int]:
-    """Return a map of the first `count` tokens of a file, as bytes, to the ids from `first` on."""
+    """Return the ids of the first ``count`` tokens of a file, by their bytes.
+
+    The first token has the id ``first``.
+    """
     try:
         entries = read_json(path)
         tokens = [base64.b64decode(entry["token_bytes"]) for entry in entries[:count]]
