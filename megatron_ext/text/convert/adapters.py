@@ -1,4 +1,4 @@
-"""Maps our adapters (LoRA) to the layers of a Hugging Face model, as its peft names them."""
+"""Maps our LoRA adapters to the layers of a Hugging Face model, under the names of peft."""
 
 import re
 from collections.abc import Iterator
@@ -22,8 +22,8 @@ _ADAPTER = re.compile(
 def peft_layers(model: ModelConfig, moe: MoEConfig, root: Path) -> PeftLayers:
     """Return the map from our adapters to the layers of the model's family.
 
-    A model that is of no family gets Llama's names, as far as they go. ``root`` is the folder of
-    its checkpoints, for error messages.
+    A model that fits no family gets Llama's names where Llama has such layers. ``root`` is the
+    folder of its checkpoints, for errors.
     """
     try:
         family = fitting_family(model, moe)

@@ -38,7 +38,7 @@ class HuggingFaceModel:
         raw: the content of the file.
         fields: the corresponding values of `ModelConfig` and `MoEConfig`, by field.
         path: the file that was read, for messages.
-        ignored: entries that change nothing here, although they differ from transformers' defaults.
+        ignored: entries that have no effect here, although they differ from transformers' defaults.
     """
 
     family: Family
@@ -49,14 +49,14 @@ class HuggingFaceModel:
     ignored: tuple[str, ...] = ()
 
     def notes(self) -> list[str]:
-        """Return a note that names the entries without effect; none if all have one."""
+        """Return a note, in a list, that names the ignored entries; [] if there are none."""
         if not self.ignored:
             return []
         names = ", ".join(f"`{name}`" for name in self.ignored)
         return [f"{self.path}: these entries have no effect here: {names}"]
 
     def sections(self) -> tuple[ModelConfig, MoEConfig]:
-        """Return our sections of the model that the file describes."""
+        """Return the configuration sections of the model."""
         return sections_of(self.fields)
 
     def table(self) -> Table:
@@ -65,7 +65,7 @@ class HuggingFaceModel:
 
 
 def read_model(folder: Path) -> HuggingFaceModel:
-    """Return the model of a folder's config.json; raise a CheckpointError for an unusable file."""
+    """Read the model of a folder's config.json; raise a CheckpointError for an unusable file."""
     path = folder / "config.json"
     return understand(read_settings(path, "give a folder of a Hugging Face model."), path)
 
@@ -83,13 +83,13 @@ def understand(raw: dict[str, Any], path: Path) -> HuggingFaceModel:
         return _understood(raw, path)
     except MegatronExtError:
         raise
-    # Each version of transformers has its own kinds of error for a bad entry.
+    # Versions of transformers differ in the error that they raise for a bad entry.
     except Exception as error:
         raise _unreadable(raw, path, error) from error
 
 
 def _check_sizes(raw: Mapping[str, Any], path: Path) -> None:
-    """Raise a CheckpointError for a size for which transformers would fill the memory."""
+    """Raise a CheckpointError for a number so large that transformers would run out of memory."""
     for name, value in raw.items():
         most = _MOST_LAYERS if name == "num_hidden_layers" else _LARGEST_ENTRY
         if isinstance(value, int) and not -most <= value <= most:
@@ -99,11 +99,11 @@ def _check_sizes(raw: Mapping[str, Any], path: Path) -> None:
 
 
 def _understood(raw: dict[str, Any], path: Path) -> HuggingFaceModel:
-    """Return what `understand` does; raise errors of any class for a bad entry."""
+    """Return the result of `understand`; a bad entry may raise an error of any class."""
     family = FAMILIES[raw["model_type"]]
     config = _configuration(raw)
     settings = Settings(path, config.to_dict())
-    _refuse_what_is_not_here(settings, raw, family)
+    _refuse_unsupported(settings, raw, family)
     fields = family.fields(settings)
     vocab_size = int(settings["vocab_size"])
     ignored = _without_effect(raw, settings, config)
@@ -111,10 +111,10 @@ def _understood(raw: dict[str, Any], path: Path) -> HuggingFaceModel:
 
 
 def _unreadable(raw: dict[str, Any], path: Path, error: Exception) -> CheckpointError:
-    """Return the error about a config.json that a library or a family could not read.
+    """Return the error about a config.json that transformers or a family could not read.
 
-    Their errors seldom say which entry is wrong: it is one without which the rest can be read, or
-    one that is missing.
+    Their errors seldom name the wrong entry. So try to read the file without each of its entries:
+    an entry is wrong if the rest can be read without it. Otherwise an entry may be missing.
     """
     reason = " ".join(str(error).split())[:300].rstrip(".:") or type(error).__name__
     if "rope_parameters" not in raw:
@@ -136,7 +136,8 @@ def _unreadable(raw: dict[str, Any], path: Path, error: Exception) -> Checkpoint
                     missing.append(f"`{key}`")
         mend += f", or give {' or '.join(sorted(missing))}" if missing else ""
     if "factor" in reason and "length" in reason:
-        # The lists of a scaling have a number for each pair of a head's rotated channels.
+        # The lists of a rotary scaling have one factor for each pair of rotated channels of a head,
+        # so the size of a head may be wrong instead of the lists.
         given = ((key, raw.get(key)) for key in _OF_HEADS)
         sizes = ", ".join(f"`{key}` {'missing' if x is None else x}" for key, x in given)
         mend += f", or the size of a head ({sizes})"
@@ -147,7 +148,7 @@ _OF_HEADS = ("hidden_size", "num_attention_heads")
 
 
 def _without_effect(raw: dict[str, Any], settings: Settings, config: Any) -> tuple[str, ...]:
-    """Return the entries of config.json that nothing has read and that say no default."""
+    """Return the entries of config.json that nothing has read and that are not the default."""
     # An entry may have two names, such as `hidden_size` and GPT-2's `n_embd`.
     aliases: Mapping[str, str] = config.attribute_map
     usual = type(config)().to_dict()
@@ -157,7 +158,7 @@ def _without_effect(raw: dict[str, Any], settings: Settings, config: Any) -> tup
         name = aliases.get(key, key)
         if key in _DESCRIBING or (key == "rope_scaling" and _is_taken_over(value, settings)):
             continue
-        # Where both names of an entry are given, transformers takes one of the values.
+        # If the file gives both names of an entry, transformers drops one of the values.
         lost = key in twice and settings.values.get(name) != value
         if lost or (name not in settings.read and usual.get(name, _NOTHING) != value):
             ignored.append(key)
@@ -169,7 +170,10 @@ def _without_effect(raw: dict[str, Any], settings: Settings, config: Any) -> tup
 
 
 def _is_taken_over(scaling: Any, settings: Settings) -> bool:
-    """Tell whether `rope_scaling`, as transformers 4 writes it, is in what transformers 5 reads."""
+    """Tell whether transformers has kept all of `rope_scaling`.
+
+    transformers 4 writes this entry, and transformers 5 reads it as part of `rope_parameters`.
+    """
     read = settings.values.get("rope_parameters") or settings.values.get("rope_scaling") or {}
     given = dict(scaling or {})
     kind = given.pop("type", given.get("rope_type"))
@@ -178,11 +182,11 @@ def _is_taken_over(scaling: Any, settings: Settings) -> bool:
 
 _NOTHING = object()
 _DESCRIBING = ("model_type", "architectures", "quantization_config", "transformers_version")
-"""Entries that are read by other means, or that tell who wrote the file."""
+"""Entries that are read elsewhere, or that only describe the origin of the file."""
 
 
 def _unknown(raw: dict[str, Any], path: Path) -> str:
-    """Return the sentence about an unknown `model_type`, with the nearest family's differences."""
+    """Return the error about an unknown `model_type`, compared with the nearest family."""
     said = f"{path} says `model_type` {raw.get('model_type')!r}, which cannot be converted; use "
     choices = f"one of {', '.join(FAMILIES)}"
     samples = {name: _sample(family) for name, family in FAMILIES.items()}
@@ -207,11 +211,11 @@ _UNIMPORTANT = set(
     "rope_parameters tie_word_embeddings attention_dropout max_position_embeddings vocab_size "
     "pretraining_tp head_dim".split()
 )
-"""Entries of config.json that tell no family from another."""
+"""Entries of config.json that do not distinguish one family from another."""
 
 
 def _sample(family: Family) -> set[str]:
-    """Return the entries of a family's config.json, as written for a small model of it."""
+    """Return the names of the entries in a config.json that a family writes for a small model."""
     written = family.settings(*sections_of(_SAMPLE | dict(family.fixed)))
     return set(written) | set(family.same.values())
 
@@ -226,7 +230,7 @@ _SAMPLE = {
 
 
 def _configuration(raw: dict[str, Any]) -> Any:
-    """Return transformers' configuration of the entries ``raw``, which has defaults for others."""
+    """Return transformers' configuration object, with defaults for entries that ``raw`` lacks."""
     try:
         from transformers import AutoConfig
     except ImportError as error:
@@ -235,13 +239,13 @@ def _configuration(raw: dict[str, Any]) -> Any:
         ) from error
     given = {key: value for key, value in raw.items() if key != "quantization_config"}
     with warnings.catch_warnings():
-        # Entries of older releases are translated here, whatever a newer one advises.
+        # Users cannot change the file of a published model, so hide advice about its old entries.
         warnings.simplefilter("ignore", FutureWarning)
-        # transformers writes into the objects that it is given.
+        # Copy, since transformers changes its arguments.
         return AutoConfig.for_model(**copy.deepcopy(given))
 
 
-def _refuse_what_is_not_here(settings: Settings, raw: dict[str, Any], family: Family) -> None:
+def _refuse_unsupported(settings: Settings, raw: dict[str, Any], family: Family) -> None:
     """Raise a CheckpointError for a feature that conversion would lose, such as quantization."""
     architectures = raw.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
@@ -258,7 +262,7 @@ def _refuse_what_is_not_here(settings: Settings, raw: dict[str, Any], family: Fa
 
 
 def is_block_scaled(quantized: Mapping[str, Any]) -> bool:
-    """Return whether weights are stored in fp8 with a scale for each block, as DeepSeek's are."""
+    """Tell whether weights are stored in fp8 with a scale for each block, like DeepSeek's."""
     return quantized.get("quant_method") == "fp8" and bool(quantized.get("weight_block_size"))
 
 
@@ -290,29 +294,31 @@ def config_json(
     like: HuggingFaceModel | None,
     special_tokens: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Return the config.json of our model, with further entries taken from ``like``.
+    """Return the content of config.json for our model.
 
-    Without ``like``, ``special_tokens`` gives the ids under the names of config.json. Raise a
-    CheckpointError if the model fits none of `FAMILIES`, or differs from ``like``.
+    Entries that our flags do not determine are taken from ``like``. Without ``like``,
+    ``special_tokens`` holds ids such as ``bos_token_id``. Raise a CheckpointError if the model fits
+    none of `FAMILIES`, or differs from ``like``.
     """
     own = {"vocab_size": vocab_size, "torch_dtype": str(dtype).removeprefix("torch.")}
     if like is not None:
         _check_like(model, moe, like)
         base = dict(like.raw)
-        # All versions of transformers read rope_theta, and nothing is written in 8 bits.
+        # Our own entries replace these: rope_theta, which all versions of transformers read, and
+        # torch_dtype. Weights are never written quantized.
         for name in ("rope_parameters", "dtype", "quantization_config"):
             base.pop(name, None)
         content = {**base, **like.family.settings(model, moe), **own}
         longest = like.fields["max_position_embeddings"]
         key = like.family.same["max_position_embeddings"]
         return {**content, key: max(model.max_position_embeddings or 0, longest)}
-    # transformers' own defaults are token ids of the first Llama.
+    # Without these entries transformers would assume the token ids of the first Llama.
     own |= {"bos_token_id": None, "eos_token_id": None, **(special_tokens or {})}
     return {**own, **_fitting(model, moe)[1]}
 
 
 def fitting_family(model: ModelConfig, moe: MoEConfig) -> Family:
-    """Return the first of `FAMILIES` that a model is one of; raise a CheckpointError if none is."""
+    """Return the first of `FAMILIES` that a model fits; raise a CheckpointError if it fits none."""
     return _fitting(model, moe)[0]
 
 
@@ -350,7 +356,7 @@ def _flag(name: str) -> str:
 
 
 def _check_like(model: ModelConfig, moe: MoEConfig, like: HuggingFaceModel) -> None:
-    """Raise a CheckpointError if a model is not the one that the config.json of another says."""
+    """Raise a CheckpointError if our model differs from the one that ``like`` describes."""
     theirs = architecture_of(*like.sections())
     for name, ours, other in differences(architecture_of(model, moe), theirs):
         raise CheckpointError(
@@ -360,7 +366,7 @@ def _check_like(model: ModelConfig, moe: MoEConfig, like: HuggingFaceModel) -> N
 
 
 def disagreements(given: ModelConfig, moe: MoEConfig, model: HuggingFaceModel) -> list[str]:
-    """Return a sentence for each flag of a run that contradicts the config.json of its weights."""
+    """Return a sentence on each flag of a run that contradicts the config.json of its weights."""
     theirs = architecture_of(*model.sections())
     return [
         f"{_flag(name)} is {ours!r}, but {model.path} says {other!r}, with which its weights were "

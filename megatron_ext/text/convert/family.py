@@ -1,7 +1,7 @@
-"""A family of Hugging Face models: its config.json in our flags and back, and its weights.
+"""Describes a family of Hugging Face models: how its config.json and its weights relate to ours.
 
-A `Family` is declared in one file of ``families/``. Most of its entries are tables; `read` and
-`write` translate what no table can, such as the kinds of rotary positions.
+Each file of ``families/`` declares a `Family`. Most of it are tables. Its functions `read` and
+`write` translate entries for which a table is not enough, such as rotary positions.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megatron_ext.text.convert.table import Table
 FREE = (
     "seq_length padded_vocab_size max_position_embeddings mtp_num_layers group_query_attention"
 ).split()
-"""Fields of the shape that a run may choose otherwise than the config.json of its weights.
+"""Fields of the shape in which a run may differ from the config.json of its weights.
 
-With a learned table of positions, its length is not free.
+The number of positions is free only if positions are not learned.
 """
 MOE_SHAPE = (
     "num_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate "
@@ -33,7 +33,7 @@ MOE_SHAPE = (
     "moe_router_group_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias "
     "moe_apply_probs_on_input"
 ).split()
-"""Fields of `MoEConfig` that decide what a model with experts computes with its weights."""
+"""Fields of `MoEConfig` that determine the function that a model with experts computes."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Settings:
     """The entries of a config.json, with transformers' defaults for missing ones.
 
     Attributes:
-        read: the entries that the family has looked at.
-        ignored: parts of those entries that have no effect, such as ``rope_scaling.factor``.
+        read: the entries that have been read so far.
+        ignored: parts of entries that have no effect here, such as ``rope_scaling.factor``.
     """
 
     path: Path
@@ -55,7 +55,7 @@ class Settings:
         return self.values.get(key)
 
     def refuse(self, key: str, value: Any = None, advice: str = "use a model without it") -> None:
-        """Raise a CheckpointError about an entry whose effect the converted model would lack."""
+        """Raise a CheckpointError: the converted model could not do what the entry ``key`` says."""
         shown = self[key] if value is None else value
         raise CheckpointError(
             f"{self.path} says `{key}` {shown!r}, which the converted model would not have; "
@@ -76,13 +76,13 @@ class Family:
     Attributes:
         model_type: the entry `model_type` of its config.json.
         architecture: its class in transformers.
-        same: key of config.json by our field with the same value.
-        fixed: values of our fields that all of its models have.
-        only: entries of config.json and the only value that we can express; None and a missing
-            entry are fine too.
-        read: returns further fields; raises a CheckpointError for what we cannot express.
-        write: returns further entries of config.json; the inverse of ``read``.
-        weights: ``(model, moe, vocab_size)`` to the table of its weights.
+        same: our fields that have the same value as an entry of config.json: field to entry.
+        fixed: our fields that have the same value in all models of the family.
+        only: entries of config.json that may have only this value, or None, or be missing.
+        read: returns the other fields; raises a CheckpointError for entries that our fields cannot
+            express.
+        write: returns the other entries of config.json; the inverse of ``read``.
+        weights: returns the table of weights, given ``(model, moe, vocab_size)``.
     """
 
     model_type: str
@@ -95,7 +95,7 @@ class Family:
     only: Mapping[str, Any] = field(default_factory=dict)
 
     def fields(self, settings: Settings) -> Fields:
-        """Return the values of our fields for a config.json; raise a CheckpointError if none do."""
+        """Translate a config.json into our fields; raise a CheckpointError if it cannot be."""
         for key, value in self.only.items():
             if settings[key] not in (None, value):
                 settings.refuse(key)
@@ -116,7 +116,7 @@ class Family:
 
 
 def sections_of(fields: Mapping[str, Any]) -> tuple[ModelConfig, MoEConfig]:
-    """Return the sections with the values of fields, and values derived from these."""
+    """Return sections with these values, and with the values that are derived from them."""
     own = ({f.name for f in dataclasses.fields(kind)} & fields.keys() for kind in _KINDS)
     model, moe = ({name: fields[name] for name in names} for names in own)
     return ModelConfig(**model).resolved(has_te=False), MoEConfig(**moe)
@@ -126,9 +126,9 @@ _KINDS = ModelConfig, MoEConfig
 
 
 def architecture_of(model: ModelConfig, moe: MoEConfig) -> Fields:
-    """Return the fields that decide which function a model computes, to compare models."""
+    """Return the fields that determine the function that a model computes, to compare models."""
     fields = {name: getattr(model, name) for name in SHAPE.split() if name not in FREE}
-    # A number of groups equal to the number of heads, or none, are the same model.
+    # Without query groups each head is its own group.
     fields["num_query_groups"] = model.num_query_groups or model.num_attention_heads
     fields["window_size"] = None if model.window_size is None else tuple(model.window_size)
     fields["window_attn_skip_freq"] = model.windowed_layers()
@@ -141,7 +141,7 @@ def architecture_of(model: ModelConfig, moe: MoEConfig) -> Fields:
     fields["moe_ffn_hidden_size"] = moe.moe_ffn_hidden_size or model.ffn_hidden_size
     fields["moe_layer_freq"] = moe.expert_layers(model.num_layers or 0)
     if all(fields["moe_layer_freq"]):
-        # No layer has the width of a dense one.
+        # All layers have experts, so the width of a dense MLP does not matter.
         del fields["ffn_hidden_size"]
     return fields
 
@@ -153,7 +153,7 @@ def differences(ours: Fields, theirs: Fields) -> list[tuple[str, Any, Any]]:
 
 
 def words_of(fields: Mapping[str, Any]) -> list[str]:
-    """Return values of fields as command-line words, leaving out default values."""
+    """Return command-line words that set these fields; leave out defaults."""
     words: list[str] = []
     for section, kind in (("model", ModelConfig), ("moe", MoEConfig)):
         for flag in flags_of(section, kind):

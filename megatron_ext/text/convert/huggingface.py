@@ -1,6 +1,6 @@
 """Converts Hugging Face models to our checkpoints, and back.
 
-Memory holds one copy of the weights, and at most twice the largest tensor.
+The peak memory is one copy of the weights and twice the largest tensor.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ from megatron_ext.text.model.gpt import build_gpt_chunk
 from megatron_ext.text.task import TEXT
 
 NO_TRAINING = "--micro-batch-size 1 --skip-train".split()
-"""Flags that a configuration needs even if nothing is trained."""
+"""Flags that every configuration needs, here for a run that does not train."""
 _NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", PREFIX)
 
 
@@ -53,12 +53,12 @@ class Export:
     """The options of an export from the checkpoint folder ``load`` to the new folder ``target``.
 
     Attributes:
-        like: Hugging Face folder that gives further config.json entries and tokenizer files.
-        dtype: dtype to write; None keeps the checkpoint's.
-        vocab_size: rows of the vocabulary to write; None takes the number in ``like``, else that of
-            the model that was imported, else all rows, including padding.
-        max_shard_size: largest size of one file, in bytes or as text like ``"5GB"``.
-        ema: write the averaged weights (``--ema-decay``) in place of the last ones.
+        like: Hugging Face folder from which to take other config.json entries and tokenizer files.
+        dtype: dtype to write; None keeps the dtype of the checkpoint.
+        vocab_size: rows of the vocabulary to write. None takes the number of ``like``, else of the
+            Hugging Face model that was imported, else all rows, including padding.
+        max_shard_size: the largest size of a file, in bytes or as text like ``"5GB"``.
+        ema: whether to write the averaged weights (``--ema-decay``) instead of the last ones.
     """
 
     load: Path
@@ -100,7 +100,7 @@ def export_model(order: Export) -> list[str]:
     with conversion.one_rank(config.training.seed) as context:
         chunk = build_bare(config, context)
         _check_nothing_is_lost(order, chunk)
-        # Averaged weights are fp32, whatever the model's dtype.
+        # Averages are stored in float32, whatever the dtype of the model.
         ema = ShardedEMA([chunk], None) if order.ema else None
         manager = CheckpointManager(config.checkpoint, context)
         manager.load(model=[chunk], optimizer=None, scheduler=None, ema=ema)
@@ -122,7 +122,7 @@ def export_model(order: Export) -> list[str]:
 
 
 def build_bare(config: RunConfig, context: ParallelContext) -> Any:
-    """Build the whole model on one rank on the CPU, in the run's dtype, with arbitrary weights."""
+    """Build the whole model on one rank on the CPU, in the run's dtype, with unset weights."""
     model = dataclasses.replace(
         config.model, use_cpu_initialization=True, perform_initialization=False
     )
@@ -130,7 +130,7 @@ def build_bare(config: RunConfig, context: ParallelContext) -> Any:
     transformer_config = build_transformer_config(config)
     (chunk,) = build_chunks(build_gpt_chunk, config, transformer_config, context)
     for parameter in chunk.parameters():
-        # Buffers, such as the bias of experts, stay in float32.
+        # Only parameters: buffers, such as the bias of experts, stay in float32.
         parameter.data = parameter.data.to(params_dtype(config.precision))
     return chunk
 
@@ -139,7 +139,7 @@ def _stored_run(order: Export, stored: dict[str, Any]) -> RunConfig:
     precision = stored.get("precision") or {}
     words = [f"--{name}" for name in ("bf16", "fp16") if precision.get(name)]
     words += [*NO_TRAINING, "--load", str(order.load)]
-    # Averages are part of the state that a run resumes, not of the weights that another takes.
+    # With --finetune only the weights would be loaded; averages belong to the state of a run.
     words += ["--no-load-optim", "--no-load-rng"] if order.ema else ["--finetune"]
     words += [] if order.step is None else ["--ckpt-step", str(order.step)]
     config = parse_args(words, TEXT, world_size=1, device="cpu", checkpoint_config=stored).config
@@ -160,7 +160,7 @@ def _vocab_size(order: Export, padded: int, like: HuggingFaceModel | None) -> tu
 
 
 def _check_nothing_is_lost(order: Export, chunk: Any) -> None:
-    """Raise a CheckpointError if weights would be lost, or the averages to export are missing."""
+    """Raise a CheckpointError if the export would lose weights, or if it needs missing averages."""
     iteration = choose(order.load, order.step)
     assert iteration is not None
     path = standing_folder_of(order.load, iteration)
@@ -184,12 +184,12 @@ class Import:
     """The options of an import from the Hugging Face folder ``source`` to the new folder ``save``.
 
     Attributes:
-        dtype: dtype of the checkpoint; None keeps the source's.
-        tensor_parallel_size: tensor-parallel ranks that can share the padded vocabulary equally.
-        make_vocab_size_divisible_by: divisor of the vocabulary size on each tensor-parallel rank.
+        dtype: dtype of the checkpoint; None keeps the dtype of the source.
+        tensor_parallel_size: the vocabulary is padded so that as many ranks can share it equally.
+        make_vocab_size_divisible_by: divides the number of vocabulary rows on each of these ranks.
         seq_length: ``--seq-length`` to store for ``--use-checkpoint-args``; None stores
             max_position_embeddings.
-        verify: compare logits with transformers before anything is written.
+        verify: whether to compare logits with transformers before anything is written.
     """
 
     source: Path
@@ -202,11 +202,10 @@ class Import:
 
 
 def import_model(order: Import) -> tuple[list[str], list[str]]:
-    """Write a Hugging Face model as the checkpoint of iteration 0; return flags to train it.
+    """Write a Hugging Face model as the checkpoint of iteration 0.
 
-    The second result are notes for the user.
-
-    Raise a CheckpointError for a model that cannot be converted, or an unusable folder.
+    Return the flags with which to train it, and notes for the user. Raise a CheckpointError for a
+    model that cannot be converted, or an unusable folder.
     """
     model = with_held_depths(read_model(order.source))
     conversion.refuse_checkpoints(order.save)
@@ -227,12 +226,12 @@ def import_model(order: Import) -> tuple[list[str], list[str]]:
 
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""Largest difference of logits over the largest logit, by the dtype of the imported weights."""
+"""The largest allowed difference of logits, relative to the largest logit, by weights' dtype."""
 
 
 @torch.no_grad()
 def reference_logits(model: HuggingFaceModel) -> tuple[Tensor, Tensor]:
-    """Return random tokens ``[1, s]``, and their float32 logits ``[1, s, v]`` in transformers."""
+    """Return random tokens ``[1, s]``, and transformers' float32 logits ``[1, s, v]`` for them."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -249,7 +248,7 @@ def reference_logits(model: HuggingFaceModel) -> tuple[Tensor, Tensor]:
 def compare_logits(chunk: Any, model: HuggingFaceModel, tokens: Tensor, theirs: Tensor) -> str:
     """Compare our logits with those of `reference_logits`; return a note with the difference.
 
-    Raise a CheckpointError if they differ by more than the rounding of the weights explains.
+    Raise a CheckpointError if they differ by more than rounding explains (`TOLERANCES`).
     """
     positions = torch.arange(tokens.shape[1])[None]
     ours = chunk.eval()(tokens, positions, None)[..., : model.vocab_size]

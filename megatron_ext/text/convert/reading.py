@@ -1,7 +1,7 @@
-"""Fills the chunks of any layout from a folder of Hugging Face weights; each rank reads its slices.
+"""Fills model chunks, in any layout, from a folder of Hugging Face weights.
 
-Weights in fp8 with a scale for each block (``weight_scale_inv``, as in DeepSeek-V3's files) are
-multiplied by their scales when they are read.
+Each rank reads only its slices. Weights in fp8 with a scale for each block (``weight_scale_inv``,
+as in DeepSeek-V3's files) are multiplied by their scales when they are read.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from megatron_ext.text.convert.table import (
 
 FP8 = "F8_E4M3"
 SCALES = "_scale_inv"
-"""End of the name of the scales of a weight in fp8."""
+"""The suffix of the name of the tensor with the scales of an fp8 weight."""
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-"""Our names of the weights with one row for each entry of the vocabulary."""
+"""Our names of the weights that have one row for each token of the vocabulary."""
 
 
 @dataclass
@@ -46,8 +46,8 @@ class Loaded:
     """The result of loading a folder on one rank.
 
     Attributes:
-        bytes_read: bytes of the blocks of tensors that this rank read.
-        notes: sentences on what the folder lacks or what was left out.
+        bytes_read: number of bytes of tensors that this rank has read.
+        notes: sentences on what the folder lacks, and on what was not loaded.
     """
 
     bytes_read: int = 0
@@ -63,18 +63,18 @@ def load_folder(
 ) -> Loaded:
     """Fill a rank's model chunks, wrapped or not, with the weights of a Hugging Face folder.
 
-    All ranks of the run call this together. Adapters stay as they are, and so do depths of
-    multi-token prediction that the folder lacks, unless ``may_lack_depths`` is False, which makes
-    them an error. An optimizer must read the weights anew.
+    All ranks of the run call this together. Adapters keep their values. If the folder lacks the
+    depths of multi-token prediction, these keep their values too; if ``may_lack_depths`` is False,
+    their lack is an error. Afterwards an optimizer must copy the weights again.
 
-    Raise a CheckpointError on every rank if a tensor is missing, left over, or of another shape.
+    Raise a CheckpointError on every rank if a tensor is missing, superfluous, or of another shape.
     """
     what = f"{folder} cannot be read"
     reading = _Reading(folder, chunks)
     try:
         gathered = gather_or_raise(reading.open, what)
         decoder, depths = (least_shapes(needs) for needs in zip(*gathered, strict=True))
-        # Each rank reads the headers, so that all of them come to the same answer.
+        # Every rank checks the tensors of all ranks, so that all come to the same result.
         gather_or_raise(lambda: reading.check(decoder, depths, may_lack_depths), what)
         gather_or_raise(reading.fill, what)
     finally:
@@ -83,7 +83,7 @@ def load_folder(
 
 
 class _Reading:
-    """The reading of a folder on one rank; methods run in order, on all ranks together."""
+    """Reads a folder on one rank; call the methods in order, on all ranks together."""
 
     def __init__(self, folder: Path, chunks: Sequence[torch.nn.Module]) -> None:
         self.folder = folder
@@ -93,7 +93,11 @@ class _Reading:
         ]
 
     def open(self) -> tuple[Shapes, Shapes]:
-        """Return the least shapes of the tensors that this rank's decoder and depths need."""
+        """Open the folder, and return the shapes that this rank needs its tensors to have at least.
+
+        The first result has the tensors of the decoder, the second those of the depths of
+        multi-token prediction.
+        """
         self.model = read_model(self.folder)
         self.notes += self.model.notes()
         self.table = self.model.table()
@@ -122,9 +126,10 @@ class _Reading:
         return runs
 
     def check(self, decoder: Shapes, depths: Shapes, may_lack_depths: bool) -> None:
-        """Check the folder against what all ranks need; leave out depths that it lacks.
+        """Check that the folder has the tensors that all ranks need.
 
-        Raise a CheckpointError if a tensor is missing, left over, or of another shape or kind.
+        If it lacks the depths, do not load them. Raise a CheckpointError if a tensor is missing,
+        superfluous, or of another shape or dtype.
         """
         source = self.source
         num_layers = self.model.fields["num_layers"]
@@ -150,7 +155,7 @@ class _Reading:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Copy the values of each shard; the padding of the vocabulary gets zeros."""
+        """Copy the values into each shard, and zeros into the padding of the vocabulary."""
         shown = {"unit": "tensor", "delay": 1.0, "leave": False, "disable": None}
         for shard in tqdm(self.shards, "Loading", **shown):
             if shard.is_vocabulary:
@@ -172,7 +177,7 @@ class WeightFolder(TensorFolder):
         self._block: Sequence[int] = quantized.get("weight_block_size") or (1, 1)
 
     def is_scales(self, name: str) -> bool:
-        """Return whether a tensor holds the scales of another one."""
+        """Tell whether a tensor holds the scales of another tensor."""
         return name.endswith(SCALES) and name.removesuffix(SCALES) in self.names
 
     def check_kind(self, name: str) -> None:
@@ -183,7 +188,10 @@ class WeightFolder(TensorFolder):
         check_dtype(self.folder, name, kind, kind)
 
     def copy(self, name: str, index: Index, target: Tensor, *, transposed: bool) -> None:
-        """Copy a block of a tensor to ``target``, which has its shape, transposed if so asked."""
+        """Copy the block ``index`` of a tensor to ``target``; transpose it if ``transposed``.
+
+        Weights in fp8 are multiplied by their scales.
+        """
         values = self.block(name, index)
         if values.dtype != torch.float8_e4m3fn:
             target.copy_(values.t() if transposed else values)
@@ -191,7 +199,7 @@ class WeightFolder(TensorFolder):
         sides = zip(index[-2:], values.shape, self._block, strict=True)
         (rows, own_rows), (columns, own_columns) = (_blocks(*side) for side in sides)
         scales = self.block(name + SCALES, (rows, columns)).float()
-        # A few rows at a time, since float32 takes four times the memory of fp8.
+        # Convert a few rows at a time, since float32 takes four times the memory of fp8.
         for start in range(0, len(own_rows), 128):
             some = slice(start, start + 128)
             part = values[some].float() * scales[own_rows[some]][:, own_columns]
@@ -202,9 +210,9 @@ class WeightFolder(TensorFolder):
 
 
 def weight_shards(chunk: torch.nn.Module) -> Iterator[Shard]:
-    """Yield the weights and buffers of a bare chunk that have a place in a model of transformers.
+    """Yield the weights and buffers of an unwrapped chunk that a model of transformers has too.
 
-    Adapters and the histories of scales in 8 bits have none.
+    These are all except adapters and the scale histories of fp8.
     """
     for shard in shards_of(chunk, buffers=True):
         if MARK not in shard.name and not shard.name.endswith(HISTORY):
@@ -212,10 +220,12 @@ def weight_shards(chunk: torch.nn.Module) -> Iterator[Shard]:
 
 
 def _blocks(entry: int | slice, size: int, block: int) -> tuple[slice, Tensor]:
-    """Return the blocks of an axis that an index touches, and the block of each of its values.
+    """Return which blocks of an axis an index touches, and the block of each selected value.
+
+    The blocks are a slice, and the block of a value counts from the slice's first block.
 
     Args:
-        entry: the entry of the index for the axis, which selects ``size`` values.
+        entry: the entry of the index for this axis, which selects ``size`` values.
         block: length of a block.
     """
     assert isinstance(entry, slice)
@@ -226,9 +236,9 @@ def _blocks(entry: int | slice, size: int, block: int) -> tuple[slice, Tensor]:
 
 
 def with_held_depths(model: HuggingFaceModel) -> HuggingFaceModel:
-    """Return the model without depths of multi-token prediction if its folder has none.
+    """Remove the depths of multi-token prediction from the model if its folder has no weights.
 
-    transformers' classes leave such weights out, but not their number in config.json.
+    transformers does not save such weights, but keeps their number in config.json.
     """
     if not model.fields.get("mtp_num_layers"):
         return model
@@ -239,9 +249,10 @@ def with_held_depths(model: HuggingFaceModel) -> HuggingFaceModel:
 
 
 def check_one_dtype(model: HuggingFaceModel) -> str:
-    """Return the dtype of a model's weights, such as ``"bfloat16"``; raise an error if they differ.
+    """Return the dtype of a model's weights, such as ``"bfloat16"``.
 
-    Weights in fp8 count as bfloat16, and tensors that stay in float32 do not count.
+    Weights in fp8 count as bfloat16; tensors that are always float32 do not count. Raise a
+    CheckpointError if dtypes differ.
     """
     table = model.table()
     with WeightFolder(model) as source:
@@ -261,7 +272,7 @@ def check_one_dtype(model: HuggingFaceModel) -> str:
 
 
 def least_shapes(needs: Iterable[Shapes]) -> Shapes:
-    """Return, for each tensor, the smallest shape that covers what all ranks need."""
+    """Return the smallest shape of each tensor that covers the shapes that all ranks need."""
     least: Shapes = {}
     for shapes in needs:
         for name, shape in shapes.items():
@@ -270,13 +281,13 @@ def least_shapes(needs: Iterable[Shapes]) -> Shapes:
 
 
 def is_of_depth(name: str) -> bool:
-    """Return whether one of our parameters belongs to a depth of multi-token prediction."""
+    """Tell whether one of our parameters belongs to a depth of multi-token prediction."""
     own = parse(name)
     return own is not None and own.block != "decoder"
 
 
 def beyond_decoder(tensors: Iterable[str], num_layers: int) -> set[str]:
-    """Return the tensors of layers after the decoder's last, of multi-token prediction."""
+    """Return the tensors of multi-token prediction: of layers after the last decoder layer."""
     numbers = {name: _LAYER_NUMBER.search(name) for name in tensors}
     return {name for name, match in numbers.items() if match and int(match[1]) >= num_layers}
 
@@ -287,7 +298,7 @@ _LAYER_NUMBER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 def check_tensors(
     source: WeightFolder, table: Table, needs: Shapes, num_layers: int, vocab_size: int
 ) -> None:
-    """Raise a CheckpointError if a tensor is missing, left over, or of another shape or kind."""
+    """Raise a CheckpointError if a tensor is missing, superfluous, or of another shape or dtype."""
     shapes = source.shapes()
     for name, shape in needs.items():
         source.check_kind(name)

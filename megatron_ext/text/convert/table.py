@@ -1,12 +1,13 @@
-"""The weights of a family of Hugging Face models as a table of rows.
+"""Relates our weights to the tensors of a family of Hugging Face models, in a table of rows.
 
-Each of our parameters is, along its first axis, a sequence of runs of rows of tensors of
-transformers. A `Part` names one run. A family's `Table` lists the parts of each parameter, so the
-slices of their files that any slice of ours needs follow from it, and so does the way back.
+Along its first axis, each of our parameters is made of runs of rows, where a run comes from one
+tensor of transformers. A `Part` describes one run, and a family's `Table` lists the parts of each
+parameter. The table tells which slices of transformers' tensors a slice of our parameter needs, and
+for an export the reverse.
 
 Two of our weights are fused. ``linear_qkv`` holds, for each of g query groups, the rows of its
 query heads, then of its key, then of its value: ``[g, n/g + 2, d, h]``, flattened to ``[rows, h]``
-(Megatron's order). ``linear_fc1`` of a gated MLP holds the rows of the gate, then those of the
+(Megatron's order). ``linear_fc1`` of a gated MLP holds the rows of the gate, then the rows of the
 other projection: ``[2 * ffn, h]``.
 """
 
@@ -25,21 +26,21 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def widen(shapes: Shapes, name: str, shape: tuple[int, ...]) -> None:
-    """Let the shape of a tensor be at least this one along each axis."""
+    """Enlarge the shape of a tensor in ``shapes`` to at least ``shape`` along each axis."""
     shapes[name] = tuple(map(max, shapes.get(name, shape), shape))
 
 
 @dataclass(frozen=True)
 class Part:
-    """A run of rows of one tensor of transformers, which follow each other in our parameter.
+    """A run of consecutive rows of our parameter that come from one tensor of transformers.
 
     Attributes:
-        tensor: name of the tensor, with ``{layer}`` and ``{expert}`` for the numbers of these.
-        count: number of rows; None gives the parts of a parameter equal shares of its rows.
-        start: the first row in that tensor.
-        step: distance between neighbouring rows in that tensor.
-        transposed: that tensor is stored ``[in, out]``, so its columns are our rows.
-        stacked: that tensor holds all experts along its first axis.
+        tensor: name of the tensor, with ``{layer}`` and ``{expert}`` in place of their numbers.
+        count: number of rows; None divides the rows of the parameter equally among its parts.
+        start: the first of these rows in the tensor.
+        step: distance of these rows in the tensor.
+        transposed: whether the tensor is stored ``[in, out]``, so that its columns are our rows.
+        stacked: whether the tensor holds all experts along its first axis.
     """
 
     tensor: str
@@ -55,7 +56,10 @@ Parts = Sequence[Part]
 
 @dataclass(frozen=True)
 class Run:
-    """A `Part` of one parameter: rows from ``row`` on are those of ``tensor`` from ``start`` on."""
+    """A `Part` of one given parameter, with all numbers filled in.
+
+    Its rows from ``row`` on are the rows of ``tensor`` from ``start`` on.
+    """
 
     row: int
     count: int
@@ -66,16 +70,19 @@ class Run:
     expert: int | None
 
     def shape(self, ours: Sequence[int]) -> tuple[int, ...]:
-        """Return the least shape of the tensor, given the shape of our parameter."""
+        """Return the smallest shape of the tensor that has this run.
+
+        ``ours`` is the shape of our parameter.
+        """
         rows = self.start + (self.count - 1) * self.step + 1
         plane = (*ours[1:], rows) if self.transposed else (rows, *ours[1:])
         return plane if self.expert is None else (self.expert + 1, *plane)
 
     def overlap(self, offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, Index] | None:
-        """Return where a block of our parameter lies in the tensor; None if it has none of the run.
+        """Return the overlap of this run and a block of our parameter; None if there is none.
 
-        The block begins at ``offset`` and has the given shape. The first result are its rows that
-        belong to the run, the second is the index of their values in the tensor.
+        The block begins at ``offset`` and has the shape ``shape``. The first result are the rows of
+        the block that belong to the run, the second is the index of their values in the tensor.
         """
         low = max(self.row, offset[0])
         high = min(self.row + self.count, offset[0] + shape[0])
@@ -95,11 +102,12 @@ class Table:
 
     Attributes:
         outer: parts of parameters outside of layers, by our name.
-        layer: parts of the parameters of a decoder layer, by the rest of our name.
-        depth: parts of the parameters of a depth of multi-token prediction beside its layer, which
-            follows the decoder's layers in transformers' numbering.
-        copies: tensors that repeat other tensors, by name; they are written, and need not be read.
-        exact: ends of the names of tensors that stay in float32, whatever the model's dtype.
+        layer: parts of the parameters of a decoder layer, by our name within the layer.
+        depth: parts of the parameters of a depth of multi-token prediction, except its transformer
+            layer. transformers numbers depths as layers after the decoder's.
+        copies: tensors that are copies of other tensors: name to name. They are written, but not
+            read.
+        exact: suffixes of the names of tensors that stay in float32, whatever the model's dtype.
     """
 
     outer: Mapping[str, Parts]
@@ -109,13 +117,14 @@ class Table:
     exact: tuple[str, ...] = ()
 
     def is_exact(self, tensor: str) -> bool:
-        """Return whether a tensor of transformers stays in float32."""
+        """Tell whether a tensor of transformers stays in float32."""
         return tensor.endswith(self.exact) if self.exact else False
 
     def runs(self, name: str, rows: int, num_layers: int) -> list[Run] | None:
-        """Return the runs of one of our parameters with ``rows`` rows; None if it has no place.
+        """Return the runs of one of our parameters, which has ``rows`` rows.
 
-        ``name`` is the name of its shards (`layers.initialization.Shard`).
+        Return None if the family has no such parameter. ``name`` is the name of its shards
+        (`layers.initialization.Shard`).
         """
         numbers: dict[str, int] = {}
         parts = self.outer.get(name)
@@ -144,7 +153,7 @@ class Table:
 
 @dataclass(frozen=True)
 class OurName:
-    """The name of a parameter of a layer, in its parts."""
+    """The parsed name of a parameter of a layer; ``rest`` is the name within the layer."""
 
     block: str
     layer: int
@@ -159,9 +168,9 @@ _NAME = re.compile(
 
 
 def parse(name: str) -> OurName | None:
-    """Return the parts of the name of a layer's shards; None if it belongs to no layer.
+    """Parse the name of shards of a layer; return None for a parameter outside of layers.
 
-    The layer's number stands within the name if layers differ, else it is the first index.
+    The number of the layer is within the name if layers differ, else it is the first index.
     """
     match = _NAME.match(name)
     if match is None:
@@ -181,17 +190,17 @@ def whole(tensor: str, *, transposed: bool = False) -> Parts:
 
 
 def joined(*tensors: str) -> Parts:
-    """Return the parts of a parameter that joins tensors with equal numbers of rows."""
+    """Return the parts of a parameter that concatenates tensors with equally many rows."""
     return tuple(Part(tensor) for tensor in tensors)
 
 
 def grouped_qkv(model: ModelConfig, query: str, key: str, value: str) -> Parts:
-    """Return the parts of ``linear_qkv``, given the tensors of queries, keys and values."""
+    """Return the parts of ``linear_qkv``, from separate tensors of queries, keys and values."""
     return _qkv(model, ((query, 0), (key, 0), (value, 0)))
 
 
 def fused_qkv(model: ModelConfig, tensor: str, *, transposed: bool = False) -> Parts:
-    """Return the parts of ``linear_qkv``, given one tensor of all queries, all keys, all values."""
+    """Return the parts of ``linear_qkv``, from one tensor of all queries, all keys, all values."""
     heads, groups, size = head_sizes(model)
     starts = (0, heads * size, (heads + groups) * size)
     return _qkv(model, [(tensor, start) for start in starts], transposed=transposed)

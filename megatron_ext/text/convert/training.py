@@ -1,6 +1,6 @@
 """Starts a run from a folder of Hugging Face weights, and writes such folders while it trains.
 
-What reads and writes them is imported only where a flag asks for it: a run without needs none.
+The modules that read and write them are imported only if a flag needs them.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def model_of_folder(config: RunConfig) -> Mapping[str, Mapping[str, Any]]:
         name: {f.name: fields[f.name] for f in dataclasses.fields(kind) if f.name in fields}
         for name, kind in (("model", ModelConfig), ("moe", MoEConfig))
     }
-    # transformers has no padding, whose logits would take part in the loss.
+    # transformers does not pad the vocabulary. Padding would change the loss, because the softmax
+    # would include its logits.
     own["model"]["make_vocab_size_divisible_by"] = 1
     if any(path.name.startswith("tokenizer") for path in tokenizer_files(Path(folder))):
         own["tokenizer"] = {
@@ -94,7 +95,7 @@ def model_of_folder(config: RunConfig) -> Mapping[str, Mapping[str, Any]]:
 
 
 def resolve_folder(config: RunConfig) -> RunConfig:
-    """Return the configuration with the vocabulary and the config.json of ``--load-hf``."""
+    """Add the vocabulary size and the config.json of ``--load-hf`` to the configuration."""
     given = config.section(HuggingFaceConfig)
     if given.load_hf is None:
         return config
@@ -112,7 +113,7 @@ def resolve_folder(config: RunConfig) -> RunConfig:
 
 
 def folder_errors(run: RunConfig) -> list[str]:
-    """Return a sentence for each fault in the flags of Hugging Face folders."""
+    """Return a sentence on each error in the flags of Hugging Face folders."""
     given = run.section(HuggingFaceConfig)
     errors: list[str] = []
     if given.load_hf is not None:
@@ -168,7 +169,10 @@ def check_vocabulary(config: RunConfig, vocab_size: int) -> None:
 def load_initial_weights(
     config: RunConfig, context: ParallelContext, chunks: Sequence[torch.nn.Module]
 ) -> list[str] | None:
-    """Fill the chunks from ``--load-hf``; return notes for the user, None without the flag."""
+    """Load the weights of ``--load-hf`` into the chunks.
+
+    Return notes for the user, or None if the flag is not given.
+    """
     folder = config.section(HuggingFaceConfig).load_hf
     if folder is None:
         return None
@@ -248,9 +252,10 @@ def write_run(
 
 
 def special_tokens(settings: TokenizerConfig, vocab_size: int) -> dict[str, int]:
-    """Return the ids that begin, end and pad a text, as config.json names them.
+    """Return the ids of the tokenizer's special tokens, by their names in config.json.
 
-    Only those that the tokenizer and the model have are there; none without a tokenizer.
+    Leave out tokens that the tokenizer lacks, and ids that are not below ``vocab_size``. Return {}
+    if there is no tokenizer.
     """
     if settings.tokenizer_type is None:
         return {}
@@ -260,7 +265,7 @@ def special_tokens(settings: TokenizerConfig, vocab_size: int) -> dict[str, int]
 
 
 def merged_weights(chunks: Sequence[torch.nn.Module]) -> Callable[[Tensor], Tensor]:
-    """Return the map from a parameter to its values with its adapter merged into them."""
+    """Return a function from a parameter to its values, with its LoRA adapter merged in."""
     from megatron_ext.layers.lora import merged_weight_of
 
     merged = merged_weight_of(unwrap_model(list(chunks)))
@@ -268,7 +273,7 @@ def merged_weights(chunks: Sequence[torch.nn.Module]) -> Callable[[Tensor], Tens
 
 
 def _tokenizer_of(config: RunConfig) -> list[Path]:
-    """Return the files of the run's tokenizer, if it is in the form of transformers."""
+    """Return the files of the run's tokenizer if it is a Hugging Face tokenizer, else []."""
     tokenizer = config.section(TokenizerConfig)
     folder = tokenizer.tokenizer_model
     if tokenizer.tokenizer_type != "HuggingFaceTokenizer" or folder is None:

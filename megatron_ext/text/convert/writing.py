@@ -1,7 +1,7 @@
-"""Writes the chunks of any layout as a folder of Hugging Face weights, tensor by tensor.
+"""Writes model chunks, in any layout, as a folder of Hugging Face weights.
 
-The first rank writes. It gathers one tensor at a time from the ranks that hold its parts, so that
-memory holds the model and at most twice the largest tensor.
+The first rank writes. It gathers one tensor at a time from the ranks that hold parts of it. The
+peak memory is therefore the model and twice the largest tensor.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ class Piece:
 
     Attributes:
         rank: the rank that holds the block.
-        shard: number of the shard among those that this rank gives.
-        rows: the rows of the shard that make the block.
-        index: where the block lies in the tensor.
+        shard: index of the shard that contains the block, among the shards of this rank.
+        rows: the rows of the shard that form the block.
+        index: the index of the block in the tensor.
+        transposed: whether the block must be transposed for the tensor.
     """
 
     rank: int
@@ -53,7 +54,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Described:
-    """A shard's name and place in the full parameter, without its values."""
+    """A shard without its values: its name, shape and offset in the full parameter."""
 
     name: str
     full_shape: tuple[int, ...]
@@ -63,7 +64,7 @@ class Described:
 
 @dataclass(frozen=True)
 class Plan:
-    """The tensors to write, on the meta device, and the pieces of each, by name."""
+    """The tensors to write, on the meta device, and the pieces of each tensor, by name."""
 
     tensors: dict[str, Tensor]
     pieces: dict[str, list[Piece]]
@@ -76,7 +77,7 @@ class Plan:
         num_layers: int,
         dtype: torch.dtype,
     ) -> Plan:
-        """Return the plan for the shards that each rank gives.
+        """Make the plan from the shards of each rank.
 
         Raise a CheckpointError if a parameter has no place in the table.
         """
@@ -132,10 +133,10 @@ def write_model(
     Args:
         config: the content of config.json.
         copied: files to copy, such as those of the tokenizer.
-        max_shard_size: largest size of one file, in bytes or as text like ``"5GB"``.
-        value_of: maps a parameter to the values to write in its place, which have its shape.
-        generation: the content of generation_config.json, unless that is among ``copied``; without
-            content there is no such file.
+        max_shard_size: the largest size of a file, in bytes or as text like ``"5GB"``.
+        value_of: maps a parameter to the values to write for it, which have its shape.
+        generation: the content of generation_config.json, which is written unless it is empty or
+            ``copied`` has this file.
         flag: the flag that gave the target, for errors.
     """
     sender = _Sender(chunks, context, value_of)
@@ -163,7 +164,7 @@ def write_model(
                     write_text(settings, json.dumps(dict(generation), indent=2) + "\n")
         except CheckpointError as error:
             fault = error
-        # The other ranks send all the same, and must not wait forever.
+        # Keep receiving after an error, since the other ranks would wait forever in their sends.
         for name in left:
             sender.gather(plan, name)
     from_all_ranks(None, fault)
@@ -176,7 +177,7 @@ def _whole(values: Iterator[Tensor | None]) -> Iterator[Tensor]:
 
 
 class _Sender:
-    """The values that a rank gives, and their way to the first rank."""
+    """Sends the values of this rank's shards to the first rank."""
 
     def __init__(
         self,
@@ -191,22 +192,23 @@ class _Sender:
         self._owners: list[Tensor] = []
 
     def describe(self) -> list[Described]:
-        """Return the shards of which this rank holds the main copy."""
+        """Return the shards that this rank sends: those of which it holds the main copy."""
         for chunk in self._bare:
             own = {x.data_ptr(): x for x in (*chunk.parameters(), *chunk.buffers())}
             starts = sorted(own)
             for shard in weight_shards(chunk):
                 if shard.is_main:
                     self._shards.append(shard)
-                    # A shard may be the second half of a parameter.
-                    at = bisect.bisect_right(starts, shard.tensor.data_ptr()) - 1
-                    self._owners.append(own[starts[at]])
+                    # A shard may be only the second half of a parameter, so look for the parameter
+                    # that contains its address.
+                    index = bisect.bisect_right(starts, shard.tensor.data_ptr()) - 1
+                    self._owners.append(own[starts[index]])
         return [
             Described(x.name, x.full_shape, x.offset, tuple(x.tensor.shape)) for x in self._shards
         ]
 
     def gather(self, plan: Plan, name: str) -> Tensor | None:
-        """Return a tensor of transformers on the first rank, None on others, which send to it."""
+        """Gather a tensor of transformers on the first rank; return None on the others."""
         described = plan.tensors[name]
         by_rank = dict[int, list[Piece]]()
         for piece in plan.pieces[name]:
@@ -232,13 +234,13 @@ class _Sender:
         return full
 
     def _packed(self, pieces: Sequence[Piece], dtype: torch.dtype) -> Tensor:
-        """Return the values of pieces behind each other, for one message."""
+        """Return the values of pieces, flattened and concatenated into one message."""
         return torch.cat([value.to(dtype).flatten() for value in self._values(pieces)])
 
     def _values(self, pieces: Sequence[Piece]) -> Iterator[Tensor]:
-        """Yield the values of each piece, in the order of the axes of transformers' tensor.
+        """Yield the values of each piece, with the axes in the order of transformers' tensor.
 
-        What stands in place of a parameter is computed once for neighbouring pieces of it.
+        Consecutive pieces of one parameter share one call of ``value_of``.
         """
         last = replaced = None
         for piece in pieces:

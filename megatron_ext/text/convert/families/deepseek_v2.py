@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V2-Lite: latent attention, experts scored by a softmax, no bias of experts."""
+"""DeepSeek-V2 and V2-Lite: latent attention, and experts scored by softmax without a bias."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
 """DeepSeek-V3 and R1: latent attention, grouped experts with a bias, multi-token prediction.
 
-The rotary channels of queries and keys are rotated in neighbouring pairs there and here. The
-depths of multi-token prediction are the layers after the decoder's last; each repeats the
-embedding and the head.
+transformers and megatron-core both rotate neighbouring pairs of channels of queries and keys, so
+these weights need no permutation. In the files, the depths of multi-token prediction follow the
+last decoder layer as further layers; each has a copy of the embedding and the head.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ SAME = llama.SAME | {
 ONLY = llama.ONLY | {"attention_bias": False}
 BIAS = "e_score_correction_bias"
 ROUTER = {"moe_router_dtype": "fp32"}
-"""The field of the dtype in which routers compute, whatever the dtype of the model."""
+"""Routers always compute in float32, whatever the dtype of the model."""
 BIASED_ROUTER = {
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
@@ -39,7 +39,8 @@ _YARN = ("beta_fast", "beta_slow")
 def read_latent(settings: Settings) -> Fields:
     """Return the fields of latent attention, its rotary positions, dropout and tied embeddings."""
     if settings["rms_norm_eps"] != 1e-6:
-        # transformers' norms of the latent vectors always have this epsilon.
+        # In transformers the norms of the latent vectors have this epsilon in any case, but ours
+        # have the epsilon of all norms.
         settings.refuse("rms_norm_eps", advice="use a model with 1e-06")
     given = dict(settings["rope_parameters"] or settings["rope_scaling"] or {})
     fields: Fields = {
@@ -54,7 +55,7 @@ def read_latent(settings: Settings) -> Fields:
         return fields
     whole_growth = given.pop("mscale_all_dim", None) or 0.0
     growth = given.pop("mscale", None) or 0.0
-    # transformers takes the growth's weights only if both are given.
+    # transformers uses `mscale` and `mscale_all_dim` only if both are given.
     is_supported = kind == "yarn" and (growth or not whole_growth)
     scaling = {
         "rope_type": "yarn",
@@ -93,7 +94,7 @@ def read_experts(settings: Settings, ranking: int) -> Fields:
     """Return the fields of shared experts, dense first layers and groups of experts.
 
     Args:
-        ranking: number of a group's best scores whose sum ranks it.
+        ranking: a group of experts is ranked by the sum of so many of its best scores.
     """
     dense = settings["first_k_dense_replace"] or 0
     layers = settings["num_hidden_layers"]
@@ -147,7 +148,7 @@ def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
 
 
 def latent_attention() -> dict[str, Parts]:
-    """Return the parts of latent attention, with and without a latent vector of queries."""
+    """Return the parts of latent attention, for queries with and without a latent vector."""
     names = {
         "linear_q_proj.weight": "q_proj",
         "linear_q_down_proj.weight": "q_a_proj",
@@ -165,7 +166,7 @@ def latent_attention() -> dict[str, Parts]:
 
 
 def decoder_layer() -> dict[str, Parts]:
-    """Return the parts of a layer, dense or with experts."""
+    """Return the parts of a decoder layer, which may be dense or have experts."""
     return {
         **llama.norms(),
         "input_layernorm.weight": whole(f"{llama.LAYER}.input_layernorm.weight"),
@@ -176,7 +177,10 @@ def decoder_layer() -> dict[str, Parts]:
 
 
 def with_depths(model: ModelConfig, vocab_size: int, layer: dict[str, Parts]) -> Table:
-    """Return the table of a model whose router has a bias, and of its depths."""
+    """Return the table of a model with a router bias and depths of multi-token prediction.
+
+    ``layer`` holds the parts of a decoder layer.
+    """
     names = {
         "enorm.weight": "enorm",
         "hnorm.weight": "hnorm",

@@ -1,4 +1,4 @@
-"""Gemma 2: GELU gates, norms before and after, soft caps, and windows in every other layer."""
+"""Gemma 2: GELU gates, norms before and after each block, soft caps, and alternating windows."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
 def read_scales(settings: Settings) -> Fields:
-    """Return the fields of the factors of embeddings and scores, and of the soft caps."""
+    """Return the fields that scale embeddings and attention scores, and the soft caps."""
     return {
         "embedding_multiplier": float(settings["hidden_size"]) ** 0.5,
         "softmax_scale": float(settings["query_pre_attn_scalar"]) ** -0.5,
@@ -45,7 +45,8 @@ def read(settings: Settings) -> Fields:
 
 
 def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
-    # Without a window in any layer, the size of one must still be a number.
+    # transformers needs a number for the window even if no layer has one; so leave out the entry
+    # then, for the default.
     windows = llama.write_layer_types(model)
     if model.window_size is not None:
         windows |= llama.write_window(model)

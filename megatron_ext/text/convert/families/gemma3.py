@@ -1,4 +1,4 @@
-"""Gemma 3, text only: Gemma 2 with norms of queries and keys, and a base of its own in windows."""
+"""Gemma 3, text only: Gemma 2 with query and key norms, and another rotary base in windows."""
 
 import dataclasses
 from typing import Any
@@ -12,7 +12,10 @@ FULL, WINDOW = "full_attention", "sliding_attention"
 
 
 def read(settings: Settings) -> Fields:
-    """Return the fields of a Gemma 3, whose rotary positions depend on the kind of a layer."""
+    """Return the fields of a Gemma 3 model.
+
+    Layers with a sliding window have their own rotary base, without a scaling.
+    """
     rotary = {kind: dict(settings["rope_parameters"][kind]) for kind in (FULL, WINDOW)}
     own = dataclasses.replace(settings, values={**settings.values, "rope_parameters": rotary[FULL]})
     fields = llama.read(own) | gemma2.read_scales(settings) | llama.read_window(settings)

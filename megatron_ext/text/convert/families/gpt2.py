@@ -9,7 +9,7 @@ from megatron_ext.text.convert.table import Part, Parts, Table, fused_qkv, whole
 
 LAYER = "transformer.h.{layer}"
 _TANH = ("gelu_new", "gelu_pytorch_tanh")
-"""Names in transformers of GELU in its tanh approximation."""
+"""transformers' names of the tanh approximation of GELU."""
 
 
 def read(settings: Settings) -> Fields:

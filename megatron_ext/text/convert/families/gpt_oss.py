@@ -1,6 +1,7 @@
-"""gpt-oss: sinks, windows in every other layer, stacked experts with clamped gates and biases.
+"""gpt-oss: attention sinks, windows in every other layer, experts with clamped gates and biases.
 
-An expert's ``gate_up_proj`` is stored ``[h, 2 * ffn]``, with the gate's columns at even places.
+The tensors of all experts are stacked. An expert's ``gate_up_proj`` is stored ``[h, 2 * ffn]``,
+with the columns of the gate at even indices.
 """
 
 from typing import Any
@@ -12,7 +13,7 @@ from megatron_ext.text.convert.family import Fields, Settings
 from megatron_ext.text.convert.table import Part, Parts, Table, whole
 
 QUICK_GELU = 1.702
-"""The factor in the sigmoid of the gate, which is that of quick GELU."""
+"""The factor within the sigmoid of the gate, the same as in quick GELU."""
 
 
 def read(settings: Settings) -> Fields:

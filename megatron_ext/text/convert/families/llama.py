@@ -1,4 +1,4 @@
-"""Llama, and what other families share with it: its names, and its rotary positions."""
+"""Llama; other families share its names and its rotary positions."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ from megatron_ext.text.convert.table import Part, Parts, Table, grouped_qkv, joi
 
 INPUT_NORM = "self_attention.linear_qkv.layer_norm_weight"
 DENSE_NORM, EXPERT_NORM = "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
-"""Our names of a layer's norms; the second norm's depends on whether experts follow it."""
+"""Our names of a layer's norms; the second norm has another name if experts follow it."""
 LAYER = "model.layers.{layer}"
 SAME = {
     "num_layers": "num_hidden_layers",
@@ -37,7 +37,7 @@ LLAMA3_CONSTANTS = {
     "high_freq_factor": 4,
     "original_max_position_embeddings": 8192,
 }
-"""The fixed constants of megatron-core's ``--use-rope-scaling``; only its factor is a flag."""
+"""The constants of megatron-core's ``--use-rope-scaling``, whose factor alone is a flag."""
 
 
 def read(settings: Settings) -> Fields:
@@ -66,7 +66,7 @@ def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
 
 def read_rotary(settings: Settings) -> Fields:
     """Return the fields of rotary positions; raise a CheckpointError for an unknown kind."""
-    # transformers 4 keeps the base beside the scaling, and transformers 5 keeps it within.
+    # transformers 4 stores the base beside the scaling, transformers 5 within it.
     given = dict(settings["rope_parameters"] or settings["rope_scaling"] or {})
     base = given.pop("rope_theta", settings["rope_theta"])
     partial = given.pop("partial_rotary_factor", settings["partial_rotary_factor"]) or 1.0
@@ -75,14 +75,17 @@ def read_rotary(settings: Settings) -> Fields:
 
 
 def read_scaling_of(settings: Settings, given: dict[str, Any]) -> Fields:
-    """Return the fields of a scaling of rotary frequencies, by flags of their own if there are."""
+    """Return the fields of a scaling of rotary frequencies, whose entries are ``given``.
+
+    Use the flags that megatron-core has for this scaling, if there are any.
+    """
     kind = given.get("rope_type") or given.get("type") or "default"
     entries = {key for key, value in given.items() if value is not None} - {"rope_type", "type"}
     if kind == "default":
         settings.ignored.extend(f"rope_scaling.{key}" for key in sorted(entries))
         return {}
     factor = float(given.get("factor") or 1.0)
-    # Flags of their own hold just these entries; `read_scaling` refuses any other.
+    # These flags can express only these entries; `read_scaling` handles or refuses all others.
     if (
         kind == "llama3"
         and entries <= {"factor", *LLAMA3_CONSTANTS}
@@ -113,7 +116,7 @@ def write_rotary(model: ModelConfig) -> dict[str, Any]:
 
 
 def write_scaling(model: ModelConfig) -> dict[str, Any] | None:
-    """Return the scaling of rotary frequencies as transformers writes it; None without one."""
+    """Return the scaling of rotary frequencies in transformers' form; None if there is none."""
     if model.use_rope_scaling:
         factor = model.rope_scaling_factor
         return {"rope_type": "llama3", "factor": factor, **LLAMA3_CONSTANTS}
@@ -129,8 +132,8 @@ def write_scaling(model: ModelConfig) -> dict[str, Any] | None:
 def read_window(settings: Settings) -> Fields:
     """Return the fields of a sliding window, in all layers or in those of ``layer_types``.
 
-    transformers' window counts the tokens that a query sees, with its own; ours counts those to the
-    left of it.
+    transformers counts the query's own token as part of the window; our size counts only the tokens
+    before it.
     """
     window = settings["sliding_window"]
     kinds = settings["layer_types"]
@@ -147,13 +150,13 @@ def write_window(model: ModelConfig) -> dict[str, Any]:
 
 
 def write_layer_types(model: ModelConfig) -> dict[str, Any]:
-    """Return the entry of config.json that says which layers have the sliding window."""
+    """Return the entry ``layer_types``, which tells the layers with a sliding window."""
     names = {False: "full_attention", True: "sliding_attention"}
     return {"layer_types": [names[has] for has in model.windowed_layers()]}
 
 
 def listed(layers: Iterable[int]) -> str:
-    """Return a flag's list of a number for each layer, such as ``[1,0]``."""
+    """Write a number for each layer as the value of a flag, such as ``[1,0]``."""
     return f"[{','.join(map(str, layers))}]"
 
 
@@ -169,7 +172,7 @@ def outer(vocab_size: int, *, prefix: str = "model.") -> dict[str, Parts]:
 
 
 def norms() -> dict[str, Parts]:
-    """Return the parts of the two norms of a layer."""
+    """Return the parts of the two norms of a layer, under all names of the second."""
     second = whole(f"{LAYER}.post_attention_layernorm.weight")
     return {
         INPUT_NORM: whole(f"{LAYER}.input_layernorm.weight"),
@@ -179,7 +182,7 @@ def norms() -> dict[str, Parts]:
 
 
 def attention(model: ModelConfig) -> dict[str, Parts]:
-    """Return the parts of an attention with separate projections, biases and norms included."""
+    """Return the parts of attention with separate projections, including biases and norms."""
     theirs = f"{LAYER}.self_attn"
     parts = {}
     for kind in ("weight", "bias"):
@@ -197,7 +200,11 @@ def gated_mlp(
     theirs: str = "mlp",
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> dict[str, Parts]:
-    """Return the parts of a gated MLP from its paths and the names of its three projections."""
+    """Return the parts of a gated MLP.
+
+    ``ours`` and ``theirs`` are its paths within a layer; ``names`` are transformers' names of its
+    three projections.
+    """
     parts = {}
     for kind in ("weight", "bias"):
         gate, up, down = (f"{LAYER}.{theirs}.{name}.{kind}" for name in names)
@@ -212,13 +219,13 @@ def weights(model: ModelConfig, moe: MoEConfig, vocab_size: int) -> Table:
 
 
 def relative(changed: Mapping[str, Any], **attributes: Any) -> Family:
-    """Return a family that is Llama but for some attributes, with ``changed`` fixed fields."""
+    """Return a family like Llama, with other ``attributes`` and with ``changed`` fixed fields."""
     own = {"fixed": {**FIXED, **changed}, "same": SAME, "only": ONLY, "read": read, "write": write}
     return Family(**{**own, "weights": weights, **attributes})
 
 
 def read_with_biases(settings: Settings) -> Fields:
-    """Return the fields of a Llama, whose attention and MLP may have biases."""
+    """Return the fields of a Llama model, including the biases of attention and MLP."""
     attention = bool(settings["attention_bias"])
     biases = {"add_qkv_bias": attention, "add_proj_bias": attention}
     return read(settings) | biases | {"add_mlp_bias": bool(settings["mlp_bias"])}

@@ -12,7 +12,7 @@ EXPERTS = "block_sparse_moe"
 
 
 def read(settings: Settings) -> Fields:
-    # The softmax over the chosen experts is the renormalized softmax over all of them.
+    # transformers renormalizes a softmax over all experts, which equals a softmax over the chosen.
     own = {"moe_router_pre_softmax": False, "moe_ffn_hidden_size": settings["intermediate_size"]}
     return mistral.read(settings) | own
 

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama with biases of queries, keys and values."""
+"""Qwen2 and Qwen2.5: Llama with biases in the projections of queries, keys and values."""
 
 from typing import Any
 

@@ -22,7 +22,7 @@ def read_experts(settings: Settings) -> Fields:
     layers = range(settings["num_hidden_layers"])
     holds = [int(x not in dense and (x + 1) % step == 0) for x in layers]
     freq = "1" if all(holds) else llama.listed(holds)
-    # Without renormalization the scores come from the softmax over all experts.
+    # Scores that are not renormalized come from a softmax over all experts, before the choice.
     return {"moe_layer_freq": freq, "moe_router_pre_softmax": not settings["norm_topk_prob"]}
 
 
@@ -38,7 +38,7 @@ def write_experts(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
 
 
 def routed_experts(theirs: str = "mlp") -> dict[str, Parts]:
-    """Return the parts of a layer's router and routed experts, beside those of a dense MLP."""
+    """Return the parts of a layer's router and routed experts, and of the MLP of a dense layer."""
     return {
         **llama.gated_mlp(),
         **llama.gated_mlp("mlp.experts.experts", f"{theirs}.experts.{{expert}}"),

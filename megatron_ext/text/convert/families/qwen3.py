@@ -1,4 +1,4 @@
-"""Qwen3: Llama with norms of queries and keys."""
+"""Qwen3: Llama with query and key norms."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from megatron_ext.text.convert.family import Fields, Settings
 
 
 def read(settings: Settings) -> Fields:
-    """Return the fields of a Qwen3, whose attention may have biases."""
+    """Return the fields of a Qwen3 model, including the biases of attention."""
     biases = dict.fromkeys(("add_qkv_bias", "add_proj_bias"), bool(settings["attention_bias"]))
     return qwen2.read(settings) | biases
 

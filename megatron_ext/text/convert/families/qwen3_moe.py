@@ -10,7 +10,7 @@ from megatron_ext.text.convert.table import Table
 
 
 def read(settings: Settings) -> Fields:
-    # transformers calls their number num_experts in files, and num_local_experts in memory.
+    # transformers writes num_experts, but its configuration object says num_local_experts.
     experts = settings["num_experts"] or settings["num_local_experts"]
     return qwen3.read(settings) | qwen2_moe.read_experts(settings) | {"num_experts": experts}
 
