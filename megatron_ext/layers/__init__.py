@@ -1,1 +1,1 @@
-"""Layers that models are made of: attention, linear layers, norms, experts, 8-bit products."""
+"""The layers of models: attention, linear layers, norms, experts and 8-bit products."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from megatron_ext.layers.kv_cache import LayerCache
 
 GATHER = ("p2p", "all_gather")
-"""Values of ``--cp-comm-type`` for which the torch layers gather keys and values at once."""
+"""Values of ``--cp-comm-type`` with which the torch layers gather all keys and values at once."""
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -46,14 +46,14 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     Under context parallelism ``--cp-comm-type`` selects the method: ``all_gather`` and ``p2p``
     gather all keys and values; ``a2a`` gives each rank some heads of the whole sequence.
 
-    Sinks (``--softmax-type``) and a soft cap of the scores are computed by FlexAttention on GPUs,
-    and elsewhere step by step, with the full matrix of probabilities.
+    On GPUs, FlexAttention computes sinks (``--softmax-type``) and soft-capped scores. Elsewhere
+    they are computed step by step, with the full matrix of probabilities.
 
     Attributes:
-        cache: the cache that keeps keys and values for later tokens, in generation only.
+        cache: cache of keys and values for later tokens; used only in generation.
 
     Raises:
-        ConfigError: under context parallelism ``--cp-comm-type`` is none of these three.
+        ConfigError: ``--cp-comm-type`` is none of these three under context parallelism.
     """
 
     cache: LayerCache | None = None
@@ -77,8 +77,8 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         self.causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         # --apply-query-key-layer-scaling keeps half-precision scores small by dividing them by the
-        # layer number and multiplying again in single precision. The fused kernels hold scores
-        # in single precision anyway; only the eager path has to do it.
+        # layer number and multiplying again in single precision. The fused kernels keep scores in
+        # single precision anyway, so only the eager path does this.
         self.layer_scaling = max(1, layer_number) if config.apply_query_key_layer_scaling else 1
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.deterministic = bool(getattr(config, "deterministic_dropout", False))
@@ -88,7 +88,8 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         windowed = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         )
-        # A list of flags has no hash, by which block masks are kept.
+        # The flag's value may be a list. Block masks are cached by this value, which must be
+        # hashable.
         window = tuple(config.window_size) if windowed else None
         self.window_size: tuple[int, int] | None = window
         self.backend = AttnBackend(config.attention_backend)
@@ -103,7 +104,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
             )
 
     def _add_sinks(self, config: TransformerConfig) -> None:
-        """Register the sinks as megatron-core does: a logit for each head of this rank, ``[n]``."""
+        """Register the sinks as megatron-core does: ``[n]``, a logit for each head of this rank."""
         heads = config.num_attention_heads // self.tp_group.size()
         device: Any = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         self.softmax_offset = torch.nn.Parameter(
@@ -137,7 +138,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         heads = query.size(2)
         if self.config.softmax_type != "learnable":
             return query.new_zeros(heads)
-        # Ranks that trade heads hold parts of this rank's, in their order.
+        # If ranks exchange heads, each attends for a part of this rank's heads, in rank order.
         first = self.cp_group.rank() * heads if heads < len(self.softmax_offset) else 0
         return self.softmax_offset[first : first + heads]
 
@@ -155,9 +156,9 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
 
         Args:
             query: ``[s/cp, b, n, d]``.
-            key, value: ``[s/cp, b, g, d]``, g query groups; a value's d may be another one.
+            key, value: ``[s/cp, b, g, d]`` with g query groups; values may have another d.
             attention_mask: the document index of each position of the whole sequences, ``[b, s]``,
-                or a dense mask, True where attention is forbidden, ``[b, 1, s/cp, s]``; with None a
+                or a dense mask ``[b, 1, s/cp, s]``, True where attention is forbidden. With None, a
                 causal layer masks later positions itself.
 
         Raises:
@@ -191,7 +192,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         for part, index in enumerate(slices_of(self.cp_group.rank(), self.cp_group.size())):
             own = slice(part * length, (part + 1) * length)
             first = index * length
-            # A mask is as long as all keys.
+            # The mask covers all keys, but a rank has only some of the queries.
             end = first + length if self.causal and mask is None else key.size(0)
             outputs.append(
                 self._attend(
@@ -231,13 +232,19 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         *,
         first_query: int | None,
     ) -> Tensor:
-        """Attend without communication, and return ``[q, b, n, d]``.
+        """Attend without communication.
 
-        The q queries are ``[q, b, n, d]``. The k keys and values are ``[k, b, g, d]`` with g query
-        groups. The mask is the document index of each position ``[b, k]`` or dense, True where
-        attention is forbidden, ``[b, 1, q, k]``. ``first_query`` is the position of the first query
-        in the sequence; the first key is at position 0. It is None for queries whose positions
-        differ by sequence; their mask then says all, causality and window included.
+        Args:
+            query: ``[q, b, n, d]``.
+            key, value: ``[k, b, g, d]`` with g query groups.
+            mask: the document index of each position ``[b, k]``, or a dense mask ``[b, 1, q, k]``,
+                True where attention is forbidden.
+            first_query: position of the first query in the sequence; the first key has position 0.
+                None if positions differ between the sequences of the batch. The mask must then
+                contain all rules, including causality and window.
+
+        Returns:
+            The attention output ``[q, b, n, d]``.
         """
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         dropout = self.dropout if self.training else 0.0
@@ -248,8 +255,8 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         auto = self.backend == AttnBackend.auto and not follows_core and first_query is not None
         of_documents = mask is not None and not is_dense(mask)
         if (hides or own_scores) and auto and masks.flex_fits(q, dropout):
-            # Blocks of keys that a mask or window hides are left out.
-            # A dense mask says what is causal itself.
+            # FlexAttention skips blocks of keys that the mask or the window hides. A dense mask
+            # already contains causality.
             causal = self.causal and (mask is None or window is not None)
             span = Span(first_query or 0, causal or of_documents, window)
             blocks = masks.block_mask(q, k, span, mask)
@@ -298,11 +305,10 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         return forbidden[None, None] if mask is None else mask | forbidden
 
     def _follows_core(self, query: Tensor) -> bool:
-        """Return whether to attend step by step, as megatron-core's unfused attention does.
+        """Return whether to attend step by step, like megatron-core's unfused attention.
 
-        A GPU does this with ``--attention-backend local``, or if dropout is on and deterministic. A
-        CPU does this in 16 bits, to round like Megatron-LM, and with dropout, to draw the same
-        masks as Megatron-LM.
+        GPUs do so with ``--attention-backend local``, and with deterministic dropout. CPUs do so in
+        16 bits, to round like Megatron-LM, and with dropout, to draw the same masks as Megatron-LM.
         """
         drops = self.dropout > 0 and self.training
         if query.device.type != "cpu":
@@ -312,7 +318,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     def _attend_eagerly(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, first_query: int
     ) -> Tensor:
-        """Attend with the full matrix of probabilities; arguments and result as in `_attend`."""
+        """Attend with the full matrix of probabilities; see `_attend` for arguments and result."""
         q_len, batch, heads, _ = query.shape
         repeats = heads // key.size(2)
         if repeats > 1:
@@ -370,8 +376,8 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
 def _random_state(transformer_config: TransformerConfig, dropout: float) -> Any:
     """Return a context in which tensor-parallel ranks draw different dropout masks.
 
-    Without dropout it does nothing. With sequence parallelism it does nothing either, since
-    megatron-core's blocks have entered such a context already.
+    It does nothing without dropout. It also does nothing with sequence parallelism, since
+    megatron-core's blocks have already entered such a context.
     """
     if dropout > 0 and not transformer_config.sequence_parallel:
         return tensor_parallel.get_cuda_rng_tracker().fork()

@@ -1,9 +1,9 @@
 """Auxiliary losses in the autograd graph, and the targets of multi-token prediction (MTP).
 
-An identity function on activations attaches an auxiliary loss to them. Its backward pass returns
-the activations' gradient unchanged and starts the gradient of the attached loss with the loss
-scale, as megatron-core does for experts and MTP. The training step sets scale and normalization, so
-that log and gradients do not depend on the parallel layout.
+An auxiliary loss is attached to activations by an identity function. Its backward pass returns the
+activations' gradient unchanged, and starts the backward pass of the attached loss with the loss
+scale as gradient. megatron-core does the same for experts and MTP. The training step sets scale and
+normalization, so that log and gradients do not depend on the parallel layout.
 
 MTP has K depths (prediction modules); depth k predicts the token k+1 positions ahead (DeepSeek-V3,
 arXiv:2412.19437, section 2.2).
@@ -24,16 +24,16 @@ from torch.distributed import ProcessGroup
 class AuxiliaryScale:
     """The factor with which a micro-batch's auxiliary loss enters the loss of a training step.
 
-    Let each of DP data-parallel ranks have M micro-batches. If the step divides its gradients by
-    its number of targets N, the factor is N / (DP * M). If the step takes the mean of micro-batch
-    means, the factor is CP / M for CP context-parallel ranks, and data parallelism divides by
-    DP * CP. The step sets the factor before its first forward pass.
+    Let each of DP data-parallel ranks have M micro-batches, and let N be the step's number of
+    targets. If the step divides its gradients by N, the factor is N / (DP * M). If the step takes
+    the mean of micro-batch means, the factor is CP / M for CP context-parallel ranks, and data
+    parallelism divides by DP * CP. The step sets the factor before its first forward pass.
     """
 
     value: Tensor | float = 1.0
 
     def __deepcopy__(self, _memo: Any) -> AuxiliaryScale:
-        """Return this object: modules that copy their configuration follow the step's factor."""
+        """Return this object: modules that copy their configuration must see the step's factor."""
         return self
 
 

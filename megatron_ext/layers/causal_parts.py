@@ -1,9 +1,9 @@
 """Causal attention of the last positions of a sequence to all keys, in two parts on cuDNN.
 
-Under context parallelism a slice of queries attends to all keys before it and, causally, to its
-own. cuDNN's causal mask allows no keys before the queries. It attends to these and to the queries'
-own keys in two calls, whose outputs are merged by the log-sum-exp of their scores. FlashAttention
-knows the whole rule, but version 2 is slower on GPUs where cuDNN is preferred.
+Under context parallelism, a slice of queries attends to all earlier keys and, causally, to its own
+keys. cuDNN's causal mask does not allow for earlier keys. So there are two calls: one for the
+earlier keys, and one for the slice's own keys. Their outputs are merged by the log-sum-exp of their
+scores. FlashAttention supports the whole rule, but version 2 is slower on GPUs that prefer cuDNN.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Saved = tuple[Tensor | None, ...]
 
 @dataclass(frozen=True)
 class PartKernel:
-    """A kernel of attention whose results over parts of the keys can be merged.
+    """An attention kernel whose results for different parts of the keys can be merged.
 
     Attributes:
-        forward: takes query, key, value, causal and scale; returns the output ``[b, n, q, d]``,
-            the log-sum-exp of the scores ``[b, n, q(, 1)]``, and what the backward pass needs.
-        backward: takes the output's gradient, query, key, value, output, log-sum-exp, what
-            ``forward`` returned last, causal and scale; returns the gradients of query, key and
-            value. Output and log-sum-exp may be those over more keys than the given ones.
+        forward: takes query, key, value, causal and scale; returns the output ``[b, n, q, d]``, the
+            log-sum-exp of the scores ``[b, n, q(, 1)]``, and state for the backward pass.
+        backward: takes the output's gradient, query, key, value, output, log-sum-exp, the state
+            from ``forward``, causal and scale; returns the gradients of query, key and value.
+            Output and log-sum-exp may include further keys.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor, Saved]]
@@ -75,14 +75,15 @@ CUDNN = PartKernel(_cudnn_forward, _cudnn_backward)
 def prefers_parts(
     query: Tensor, key: Tensor, value: Tensor, dropout: float, backend: AttnBackend
 ) -> bool:
-    """Return whether `attend_in_parts` is the fastest way to attend causally to earlier keys too.
+    """Return whether `attend_in_parts` is the fastest way to attend, causally, to earlier keys too.
 
-    The q queries ``[b, n, q, d]`` are those of the last q of the keys ``[b, g, k, d]``. The flash
-    kernels know that rule themselves, so that only cuDNN's gains. cuDNN is trusted with the parts
-    where it is with a mask, since its backward pass gets statistics of more keys than it sees.
+    The queries ``[b, n, q, d]`` belong to the last q positions of the keys ``[b, g, k, d]``. Only
+    cuDNN gains, since the flash kernels support that rule themselves. cuDNN's backward pass gets
+    statistics over more keys than it sees, as with a mask. So cuDNN is used only where it is safe
+    with a mask.
 
     Raises:
-        ConfigError: ``backend`` allows only cuDNN, which is not trusted at these lengths.
+        ConfigError: ``backend`` allows only cuDNN, which is not safe at these lengths.
     """
     kernels = kernels_for(query, key, backend, masked=True)
     if dropout > 0 or not kernels or kernels[0] != SDPBackend.CUDNN_ATTENTION:
@@ -99,8 +100,8 @@ def attend_in_parts(
 ) -> Tensor:
     """Return the causal attention ``[b, n, q, d]`` of queries at the last q of k positions.
 
-    The keys before the first query are one part, and the queries' own keys, to which attention is
-    causal, the other.
+    One part is the keys before the first query. The other part is the queries' own keys, where
+    attention is causal.
 
     Args:
         query: ``[b, n, q, d]`` with q < k.
@@ -111,14 +112,14 @@ def attend_in_parts(
 
 
 def _parts(query: Tensor, key: Tensor, value: Tensor) -> list[tuple[Tensor, ...]]:
-    """Return keys and values before the first query, then those of the queries."""
+    """Return the keys and values before the first query, then those at the queries' positions."""
     first = key.size(2) - query.size(2)
     return [(key[:, :, :first], value[:, :, :first]), (key[:, :, first:], value[:, :, first:])]
 
 
 @compiled
 def merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the outputs ``[b, n, q, d]`` and log-sum-exps ``[b, n, q(, 1)]`` over two parts."""
+    """Merge the outputs ``[b, n, q, d]`` and log-sum-exps ``[b, n, q(, 1)]`` of two parts."""
     share = torch.sigmoid(other_lse - lse).reshape(*out.shape[:3], 1)
     mixed = torch.lerp(out.to(lse.dtype), other.to(lse.dtype), share)
     return mixed.to(out.dtype), torch.logaddexp(lse, other_lse)

@@ -1,4 +1,4 @@
-"""Construction of a rank's model chunks: build, move, cast and wrap for data parallelism."""
+"""Builds a rank's model chunks, moves and casts them, and wraps them for data parallelism."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def build_chunks(
 ) -> list[MegatronModule]:
     """Build and initialize this rank's model chunks, one for each virtual stage, without wrappers.
 
-    ``build`` is `Task.model_chunk`, which builds one chunk. ``vocab_size`` is the number of entries
-    of the vocabulary before padding.
+    ``build`` is `Task.model_chunk`, which builds one chunk. ``vocab_size`` is the size of the
+    vocabulary before padding.
     """
     placement = context.placement
     parallel = config.parallel
@@ -57,13 +57,13 @@ def build_chunks(
     if by_name:
         initialize_by_name(chunks, transformer_config, config.training.seed, vocab_size)
         unmark_methods(transformer_config)
-        # What a rank draws later must not depend on which modules it builds.
+        # A rank's later random draws must not depend on the modules that it has built.
         torch.set_rng_state(random_state)
     if config.lora.lora_rank is not None:
         from megatron_ext.layers.lora import attach_adapters
 
         attach_adapters(chunks, config.lora, config.training.seed)
-        # The bias of the experts' scores belongs to the frozen model.
+        # The bias of the experts' scores is a buffer, and frozen with the model.
         transformer_config.moe_router_bias_update_rate = 0.0
     if config.fp8.fp8_format is not None and config.model.transformer_impl != TE_IMPL:
         from megatron_ext.layers.fp8.attach import attach_fp8
@@ -98,7 +98,7 @@ _REQUIRED = {
 def check_chunk(chunk: torch.nn.Module, *, tied_stages: bool) -> None:
     """Check that a model has the attributes that megatron-core's schedules and checkpoints use.
 
-    If two pipeline stages share an embedding (``tied_stages``), two more attributes are needed.
+    Two more attributes are required if two pipeline stages share an embedding (``tied_stages``).
 
     Raises:
         ConfigError: attributes are missing; the message has one sentence for each.
@@ -116,10 +116,11 @@ def check_chunk(chunk: torch.nn.Module, *, tied_stages: bool) -> None:
 
 
 def bucket_size(optimizer: OptimizerConfig, num_parameters: int, replicas: int) -> int | None:
-    """Return how many parameters share a gradient bucket; None means all of a chunk.
+    """Return how many parameters share a gradient bucket; None puts all of a chunk into one.
 
-    Unless gradients are sharded, this is so for the first chunk of the first pipeline rank; all
-    others have one bucket. ``replicas`` is the number of ranks over which gradients are reduced.
+    Without sharded gradients, the size applies only to the first chunk of the first pipeline rank;
+    all other chunks have one bucket. ``replicas`` is the number of ranks over which gradients are
+    reduced.
     """
     if not (optimizer.overlap_grad_reduce or optimizer.shards_gradients):
         return None
@@ -137,12 +138,12 @@ def _ddp_config(
 ) -> DistributedDataParallelConfig:
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=precision.accumulate_allreduce_grads_in_fp32,
-        # Gradients that are sharded are reduced by another class.
+        # Another class reduces sharded gradients.
         overlap_grad_reduce=optimizer.overlap_grad_reduce and not optimizer.shards_gradients,
         overlap_param_gather=optimizer.overlap_param_gather,
         align_param_gather=optimizer.overlap_param_gather and optimizer.align_param_gather,
         use_distributed_optimizer=optimizer.use_distributed_optimizer,
-        # The step looks at the global norm and skips.
+        # Non-finite values are found later: the step checks the global norm and skips.
         check_for_nan_in_grad=False,
         bucket_size=bucket_size(optimizer, num_parameters, context.pgs.dp_cp.size()),
         average_in_collective=optimizer.ddp_average_in_collective,
@@ -152,10 +153,10 @@ def _ddp_config(
 
 
 class _In16Bits(Float16Module):  # type: ignore[misc]
-    """megatron-core's `Float16Module`, changed to cast the last stage's output to float32.
+    """megatron-core's `Float16Module`, changed to cast the output of the last stage to float32.
 
-    megatron-core casts on the last pipeline rank, which under ``zb-v`` does not hold the last stage
-    of the model.
+    megatron-core casts on the last pipeline rank. Under ``zb-v`` that rank does not hold the last
+    stage of the model.
     """
 
     def __init__(self, config: TransformerConfig, module: Any, *, is_last: bool) -> None:
@@ -174,7 +175,7 @@ def wrap_chunks(
     context: ParallelContext,
     device: torch.device,
 ) -> list[DistributedDataParallel]:
-    """Move the chunks to the device, cast them to the run's dtype, and wrap them for DDP."""
+    """Move the chunks to the device, cast them, and wrap them for data parallelism."""
     wrapped: list[Any] = [chunk.to(device) for chunk in chunks]
     if config.precision.bf16 or config.precision.fp16:
         placement = context.placement
@@ -199,7 +200,8 @@ def wrap_chunks(
             config=transformer_config,
             ddp_config=ddp_config,
             module=chunk,
-            # Later chunks overlap with computation anyway.
+            # Buckets help overlap only in the first chunk: reductions of later chunks overlap
+            # anyway.
             disable_bucketing=index > 0 and not config.optimizer.shards_gradients,
             pg_collection=context.pgs,
         )

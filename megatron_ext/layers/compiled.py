@@ -1,11 +1,12 @@
 """`torch.compile` of the pointwise parts of a model, on GPUs only.
 
-A function marked with `compiled` runs eagerly on CPU tensors. On CUDA tensors its first call
-compiles it into one forward and one backward graph, whose intermediate results never reach memory.
+A function marked with `compiled` runs eagerly on CPU tensors. On CUDA tensors, its first call
+compiles it into one forward and one backward graph. Intermediate results inside a graph are never
+written to memory.
 
-A function is compiled anew for every combination of its arguments' dtypes, widths (last axes),
-``requires_grad``, floats and booleans. Within one combination the first two axes (sequence and
-batch, or frames and tokens) and integers may vary. The function is compiled once for the lengths of
+A function is compiled separately for every combination of its arguments' dtypes, widths (last
+axes), ``requires_grad``, floats and booleans. Within one combination, the first two axes (sequence
+and batch, or frames and tokens) and integers may vary: the function is compiled for the lengths of
 the first call, and once more, for arbitrary lengths, when other lengths occur.
 """
 
@@ -33,16 +34,16 @@ R = TypeVar("R")
 Backend = str | Callable[..., Any]
 
 MAX_VARIANTS = 64
-"""Limit on the compiled signatures of one function; a caller that exceeds it has a bug."""
+"""Limit of the compiled signatures of one function; a caller that exceeds it has a bug."""
 
 
 @dataclass
 class Compiler:
-    """The settings of compilation; with the backend None everything runs eagerly.
+    """The settings of compilation; if the backend is None, everything runs eagerly.
 
     Attributes:
-        on_cpu: whether functions of CPU tensors are compiled too. If False, layers on
-            a CPU can skip the call of `compiles`.
+        on_cpu: whether functions of CPU tensors are compiled too. If not, layers on a CPU need not
+            call `compiles`.
     """
 
     backend: Backend | None = "inductor"
@@ -62,18 +63,18 @@ def compile_nothing() -> None:
 
 
 def compile_alike() -> None:
-    """Have every rank compile the same kernels, so that equal tensors stay equal bit for bit.
+    """Make every rank compile the same kernels, so that equal tensors stay bitwise equal.
 
-    Inductor otherwise tries several block sizes of a reduction and keeps the one that was fastest
-    on this rank's GPU, and the order of a sum depends on the block size. Versions of torch without
-    this option try one size for the reductions of norms.
+    By default inductor tries several block sizes for a reduction and keeps the one that was fastest
+    on this rank's GPU. But the block size determines the order of a sum. Versions of torch without
+    this option try only one size for the reductions of norms.
     """
     compiler.alike = hasattr(torch._inductor.config, "deterministic")
 
 
 @contextmanager
 def compiled_on_cpu(backend: Backend = "aot_eager", *, strict: bool = True) -> Iterator[None]:
-    """Compile functions of CPU tensors too inside the block, to test them or count memory traffic.
+    """Inside the block, compile functions of CPU tensors too, for tests and traffic counts.
 
     ``strict`` raises the compiler's errors instead of falling back to eager.
     """
@@ -87,9 +88,9 @@ def compiled_on_cpu(backend: Backend = "aot_eager", *, strict: bool = True) -> I
 
 
 def compiles(x: Tensor) -> bool:
-    """Return whether a `Compiled` function is compiled when its first argument is this tensor.
+    """Return whether a `Compiled` function is compiled if its first argument is this tensor.
 
-    The tensor must not be empty, and a compiler must be available for its device.
+    The tensor must not be empty, and there must be a compiler for its device.
     """
     if compiler.backend is None or not (x.is_cuda or compiler.on_cpu):
         return False
@@ -107,7 +108,7 @@ def compiles(x: Tensor) -> bool:
 
 
 def _missing() -> str | None:
-    """Return what inductor needs but this machine lacks; None if it lacks nothing."""
+    """Return a requirement of inductor that this machine lacks; None if it lacks none."""
     if not has_triton():
         return "Triton and a GPU of compute capability 7.0 or newer; `pip install triton`"
     chosen = os.environ.get("CC")
@@ -118,10 +119,10 @@ def _missing() -> str | None:
 
 
 def _signature(arg: Any, by_shape: bool) -> Any:
-    """Return the properties of an argument for which its function is compiled.
+    """Return the properties of an argument for which a function is compiled separately.
 
-    These are a tensor's dtype, number of axes, widths and ``requires_grad``, the type of an
-    integer, and any other value itself. ``by_shape`` adds a tensor's whole shape and strides.
+    For a tensor these are dtype, number of axes, widths and ``requires_grad``; with ``by_shape``
+    also its shape and strides. For an integer it is its type. Any other argument stands for itself.
     """
     if not isinstance(arg, Tensor):
         return int if type(arg) is int else arg
@@ -131,15 +132,17 @@ def _signature(arg: Any, by_shape: bool) -> Any:
 
 
 class _Plain(torch.autograd.Function):
-    """An identity that gives a contiguous tensor the strides of a new one.
+    """An identity whose output has standard strides if its input is contiguous.
 
-    The result shares the memory, but is no view: functions are compiled for bases of views too.
+    The output shares the input's memory but is not a view: a function of a view would be compiled
+    for the view's base, too.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         strides = torch.empty(x.shape, device="meta").stride()
-        # A detached tensor would count this as a change of ``x``, which views made together forbid.
+        # With a detached tensor, autograd would count this as a change of ``x`` and refuse it for
+        # views that were made together.
         return x.data.as_strided_(x.shape, strides)
 
     @staticmethod
@@ -148,10 +151,11 @@ class _Plain(torch.autograd.Function):
 
 
 def _plain(arg: Any) -> Any:
-    """Return an argument; a contiguous tensor has the strides of a new one.
+    """Return an argument, with standard strides if it is a contiguous tensor.
 
     The stride of an axis of size 1 has no meaning, but functions are compiled for it. With one
-    sample, a transposed embedding ``[s, 1, h]`` has other strides than the hidden states after it.
+    sample, for example, a transposed embedding ``[s, 1, h]`` has other strides than later hidden
+    states.
     """
     if not isinstance(arg, Tensor) or 1 not in arg.shape or not arg.is_contiguous():
         return arg
@@ -168,14 +172,14 @@ class Compiled(Generic[R]):
 
     Args:
         function: takes tensors, None, numbers, strings and booleans; its first argument is a
-            tensor. It may not branch on values of tensors. It may not return an argument or a view
-            of one, since the gradients of these would be summed outside of the graph.
-        by_shape: compile every shape separately, into kernels specialized to this shape.
-        kind_of: returns what the function is compiled for of an argument that is no tensor, as a
-            hashable value; by default the argument itself.
+            tensor. It must not branch on values of tensors. It must not return an argument or a
+            view of one, whose gradients would be summed outside the graph.
+        by_shape: whether to compile each shape separately, into specialized kernels.
+        kind_of: takes an argument that is no tensor and returns a hashable value; the function is
+            compiled once per value. By default this is the argument itself.
 
     Attributes:
-        eager: the uncompiled function, to be called from other compiled functions.
+        eager: the uncompiled function, for calls from other compiled functions.
     """
 
     def __init__(
@@ -192,7 +196,7 @@ class Compiled(Generic[R]):
         self._variants: dict[Any, Callable[..., R]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
-        """Call the function, compiled if its first argument is a GPU tensor."""
+        """Call the compiled function if the first argument is a GPU tensor, else the eager one."""
         first = args[0]
         assert isinstance(first, Tensor)
         if torch.compiler.is_compiling() or not compiles(first):
@@ -226,7 +230,8 @@ class Compiled(Generic[R]):
     def _compile(self) -> Callable[..., R]:
         """Return a compiled copy of the function, or the eager one after `MAX_VARIANTS` copies.
 
-        Each copy has a code object of its own, by which `torch.compile` keeps caches and limits.
+        Each copy has its own code object, because `torch.compile` has a cache and a limit per code
+        object.
         """
         count = len(self._variants)
         function = self.eager
@@ -260,16 +265,17 @@ class FusedResidual:
     """A pure function of ``x`` that also returns ``x`` for a residual connection.
 
     Autograd would add the gradients of the two uses of ``x`` in a separate kernel. Here the kernel
-    of the function's backward pass adds them. Unless told how to use statistics, that kernel
-    recomputes the function from its arguments, which are then the only tensors that are saved.
+    of the function's backward pass adds them. By default that kernel recomputes the function from
+    its arguments, so no other tensors are saved. With ``saving`` and ``gradients`` it uses saved
+    statistics instead.
 
     Args:
         function: takes ``x`` and further arguments, and returns a tuple of tensors.
-        saving: computes the same, and returns statistics for the backward pass after the outputs.
+        saving: computes the same outputs, followed by statistics for the backward pass.
         gradients: takes the gradient of the returned ``x``; the number of outputs and the positions
             of the arguments that need a gradient; then the outputs' gradients, the arguments and
-            the statistics. It returns the gradients of these arguments, ``x`` the first.
-        num_outputs: number of outputs, which tells them from statistics.
+            the statistics. It returns the gradients of these arguments, that of ``x`` first.
+        num_outputs: number of outputs; any further tensors are statistics.
     """
 
     def __init__(
@@ -289,7 +295,7 @@ class FusedResidual:
     def _recomputing(
         function: Callable[..., tuple[Tensor, ...]],
     ) -> Callable[..., tuple[Tensor, ...]]:
-        """Return the gradients of a function that saves no statistics."""
+        """Return a function that computes gradients by recomputing ``function``."""
 
         def gradients(
             of_x: Tensor, plan: tuple[int, tuple[int, ...]], *args: Any
@@ -311,7 +317,7 @@ class FusedResidual:
         return gradients
 
     def __call__(self, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        """Return ``x``, for the residual connection, and the function's outputs."""
+        """Return ``x`` for the residual connection, and the function's outputs."""
         if not (compiles(x) and x.requires_grad and torch.is_grad_enabled()):
             return x, *self.forward(x, *args)
         x = _plain(x)

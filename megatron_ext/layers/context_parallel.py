@@ -18,15 +18,15 @@ def slices_of(rank: int, size: int) -> tuple[int, int]:
 
 
 def to_sequence_order(gathered: Tensor, size: int) -> Tensor:
-    """Reorder ``[s, ...]`` to sequence order from rank order: each rank's two slices in turn."""
+    """Reorder ``[s, ...]`` from rank order (each rank's two slices in turn) to sequence order."""
     slices = gathered.view(2 * size, gathered.size(0) // (2 * size), *gathered.shape[1:])
     slots = [2 * i if i < size else 2 * (2 * size - 1 - i) + 1 for i in range(2 * size)]
-    # An index tensor would have to be copied to the device.
+    # Slices instead of an index tensor, which would have to be copied to the device.
     return torch.stack([slices[slot] for slot in slots]).view_as(gathered)
 
 
 def to_rank_order(ordered: Tensor, size: int) -> Tensor:
-    """Reorder ``[s, ...]`` from sequence order to rank order: each rank's two slices in turn."""
+    """Reorder ``[s, ...]`` from sequence order to rank order (each rank's two slices in turn)."""
     slices = ordered.view(2 * size, ordered.size(0) // (2 * size), *ordered.shape[1:])
     order = [i for rank in range(size) for i in slices_of(rank, size)]
     return torch.stack([slices[i] for i in order]).view_as(ordered)
@@ -43,8 +43,9 @@ def gather_sequence(local: Tensor, group: ProcessGroup) -> Tensor:
 def heads_to_sequence(x: Tensor, group: ProcessGroup, *, zigzag: bool = True) -> Tensor:
     """Gather the sequence and split the heads by one all-to-all (Ulysses, arXiv:2309.14509).
 
-    ``[s/c, b, n, ...]`` becomes ``[s, b, n/c, ...]`` in sequence order; the number of ranks c must
-    divide n. With ``zigzag`` False rank r holds the r-th of c contiguous parts of the sequence.
+    ``[s/c, b, n, ...]`` becomes ``[s, b, n/c, ...]`` in sequence order; n must be divisible by the
+    number of ranks c. Without ``zigzag``, rank r holds the r-th of c contiguous parts of the
+    sequence.
     """
     traded: Tensor = all_to_all(group, torch.cat(x.chunk(group.size(), dim=2)))
     return to_sequence_order(traded, group.size()) if zigzag else traded

@@ -1,10 +1,10 @@
 """Dropout whose masks do not depend on the parallel layout (``--deterministic-dropout``).
 
-The mask of a full sample is drawn from a generator whose seed depends on the run's seed, the index
-of the sample in the run, the layer and the site within the layer. Each rank keeps the part of the
-mask for its own elements. While a micro-batch passes a model chunk, the index of the micro-batch's
-first sample is a state of megatron-core's random number tracker. Activation checkpointing restores
-these states before it recomputes a layer.
+The mask of a full sample is drawn from a generator. Its seed depends on the run's seed, the index
+of the sample in the run, the layer, and the site within the layer. Each rank uses the part of the
+mask for its own elements. While a micro-batch passes through a model chunk, the index of its first
+sample is stored as a state of megatron-core's random number tracker. Activation checkpointing
+restores these states before it recomputes a layer.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def microbatch_masks(seed: int, first_sample: int) -> Iterator[None]:
 def uniform(site: str, sample: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Return uniform numbers in [0, 1) for one sample of the current micro-batch.
 
-    ``site`` names the layer and the place of the dropout, ``sample`` is the index within the
+    ``site`` names the layer and the place of the dropout in it; ``sample`` is the index within the
     micro-batch. The numbers depend on the kind of device, but not on the parallel layout.
     """
     generator = torch.Generator(device)
@@ -60,7 +60,7 @@ def uniform(site: str, sample: int, shape: tuple[int, ...], device: torch.device
 
 
 def local_positions(length: int, groups: ProcessGroupCollection, *, cut: bool) -> Tensor:
-    """Return the positions ``[length]`` of this rank's ``length`` tokens in the whole sequence.
+    """Return the positions of this rank's ``length`` tokens in the whole sequence, ``[length]``.
 
     With ``cut`` the tensor-parallel ranks split each context-parallel rank's tokens further.
     """
@@ -75,7 +75,7 @@ def local_positions(length: int, groups: ProcessGroupCollection, *, cut: bool) -
 
 
 class HiddenDropout(torch.nn.Module):
-    """Layout-independent dropout of hidden states, which sequence parallelism may split."""
+    """Layout-independent dropout of hidden states, also under sequence parallelism."""
 
     def __init__(
         self, probability: float, site: str, groups: ProcessGroupCollection, sequence_parallel: bool
@@ -87,7 +87,7 @@ class HiddenDropout(torch.nn.Module):
         self.cut = sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply dropout to this rank's hidden states; return the input in evaluation."""
+        """Apply dropout to this rank's hidden states; return them unchanged in evaluation."""
         return _drop(x, self.drawn(x), self.probability) if self.drops else x
 
     @property

@@ -1,10 +1,10 @@
-"""The experts of a rank in two grouped matrix products, in place of one expert after the other.
+"""The experts of a rank as grouped matrix products, instead of one product per expert.
 
-torch multiplies the tokens of every expert by that expert's matrix in one kernel, which reads on
-the device where each expert's tokens end. The weights stay parameters of their own, with the names
-that they have in checkpoints. A copy stacks them for the forward product, and another one for the
-gradient of the tokens. This pays where experts are many and small, so that single products would be
-too short to fill a GPU.
+torch multiplies the tokens of every expert by that expert's matrix in a single kernel, which reads
+the end of each expert's tokens on the device. The weights remain separate parameters with their
+names in checkpoints. One copy stacks them for the forward product, and another one for the gradient
+of the tokens. This pays off for many small experts, whose single products are too small to fill a
+GPU.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from megatron_ext.layers.weight_gradients import (
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 16
-"""Bytes of which the length of a row must be a multiple for the grouped kernel."""
+"""The grouped kernel requires rows whose length in bytes is a multiple of this."""
 
 HOPPER = 9
-"""Major compute capability of the GPUs whose grouped kernel is used."""
+"""Major compute capability of the GPUs on which the grouped kernel is used."""
 
 
 @functools.cache
 def _has_kernel(device: torch.device) -> bool:
-    """Return whether torch has a kernel for 16-bit groups that is right for experts without tokens.
+    """Return whether torch's 16-bit grouped kernel is correct for experts without tokens.
 
-    It has one on Hopper from torch 2.10 on, where the product became public. Before, such experts
-    could make it hang. On Blackwell it gives them gradients that are not zero (pytorch/pytorch,
-    issue 172439). On other GPUs torch runs one product after the other.
+    It is on Hopper since torch 2.10, which made the product public. In older versions, such experts
+    could make it hang. On Blackwell their gradients are not zero (pytorch/pytorch, issue 172439).
+    On other GPUs torch runs one product after the other.
     """
     public = hasattr(F, "grouped_mm")
     capability = torch.cuda.get_device_capability(device)
@@ -62,14 +62,14 @@ def _has_kernel(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class _Call:
-    """The weights of a grouped product, ``[out, in]`` each, and what becomes of their gradients."""
+    """The weights of a grouped product, ``[out, in]`` each, and the rule for their gradients."""
 
     weights: Sequence[Tensor]
     queue: DeferredWeightGradients | None
     in_place: bool
 
     def add(self, gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Store gradients ``[e, out, in]`` or return them, as autograd gets them by weight."""
+        """Add gradients ``[e, out, in]`` to the buffers, or return one per weight for autograd."""
         if self.in_place and all(hasattr(weight, "main_grad") for weight in self.weights):
             buffers: Any = [writable(x.main_grad) for x in self.weights]  # type: ignore[attr-defined]
             stale = [
@@ -94,7 +94,7 @@ class _Call:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Products ``x_e W_e^T`` of the tokens of each expert e, which are neighbours in ``x``."""
+    """Products ``x_e W_e^T`` for each expert e, whose tokens are adjacent in ``x``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ends: Tensor, call: _Call, *weights: Tensor) -> Tensor:
@@ -114,8 +114,8 @@ class _GroupedProduct(torch.autograd.Function):
             of_x = torch._grouped_mm(gradient, stacked, offs=ends)
 
         def of_weights() -> tuple[Tensor | None, ...]:
-            # With these layouts an expert may have any number of tokens, also none. The kernel
-            # writes 16 bits only.
+            # In these layouts an expert may have any number of tokens, even none. The kernel writes
+            # only 16 bits.
             return call.add(torch._grouped_mm(gradient.t(), x, offs=ends))
 
         weight_gradients: tuple[Tensor | None, ...] = (None,) * len(call.weights)
@@ -127,7 +127,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 class GroupedExperts(SequentialMLP):  # type: ignore[misc]
-    """megatron-core's experts, with grouped products where torch has them."""
+    """megatron-core's experts, with grouped products if torch has them."""
 
     def forward(
         self,
@@ -135,7 +135,7 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         tokens_per_expert: Tensor,
         permuted_probs: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the experts' outputs ``[tokens, h]``, and None since they contain the biases.
+        """Return the experts' outputs ``[tokens, h]``, and None because they include the biases.
 
         Args:
             permuted_local_hidden_states: tokens ``[tokens, h]``, sorted by expert.
@@ -168,7 +168,7 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         return (output if bias is None else (output + bias * scale).to(output.dtype)), None
 
     def _groups(self, x: Tensor) -> bool:
-        """Return whether all experts of this rank can be multiplied in one product."""
+        """Return whether one grouped product can multiply all experts of this rank."""
         linears = [
             x for expert in self.local_experts for x in (expert.linear_fc1, expert.linear_fc2)
         ]
@@ -183,13 +183,13 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         )
 
     def _product(self, x: Tensor, ends: Tensor, name: str) -> Tensor:
-        """Multiply the tokens ``[tokens, in]`` of each expert by its matrix ``[out, in]``."""
+        """Multiply each expert's tokens (rows of ``[tokens, in]``) by its matrix ``[out, in]``."""
         weights = [getattr(expert, name).weight for expert in self.local_experts]
         trains = weights[0].requires_grad
         config = self.config
         queue = config.weight_gradients if trains and x.requires_grad else None
         call = _Call(weights, queue, trains and config.adds_in_place)
-        # Deferred gradients are hidden from autograd.
+        # For deferred gradients, autograd must not see the weights.
         seen = weights if queue is None else [weight.detach() for weight in weights]
         product: Tensor = _GroupedProduct.apply(x, ends, call, *seen)  # type: ignore[no-untyped-call]
         return product
@@ -202,11 +202,11 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         rows = torch.arange(len(like), device=like.device)
         experts = torch.bucketize(rows, ends, right=True)
         chosen = experts.unsqueeze(1) == torch.arange(len(biases), device=like.device)
-        # As a product, whose gradient needs no sum of many tokens into few rows.
+        # A product, because its gradient avoids a slow sum of many tokens into few rows.
         return chosen.to(like.dtype) @ torch.stack(biases)
 
 
 def group_experts(layer: torch.nn.Module) -> None:
-    """Let the experts of an MoE layer multiply in groups; their parameters stay as they are."""
+    """Make the experts of an MoE layer use grouped products, without changing their parameters."""
     if type(layer.experts) is SequentialMLP:
         layer.experts.__class__ = GroupedExperts

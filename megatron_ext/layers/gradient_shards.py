@@ -1,14 +1,14 @@
 """Sharding of gradients over data-parallel ranks (ZeRO-2; Rajbhandari et al., arXiv:1910.02054).
 
 megatron-core keeps the gradients of all parameters on every rank, in a buffer of buckets, and
-reduce-scatters them once a step. Here the memory of a bucket exists only while a backward pass
-fills it. As soon as a bucket has the gradients of a micro-batch, it is reduce-scattered, this
-rank's part is added to a float32 sum, and the memory is freed. Between two backward passes a rank
-so holds the sums of its own shard only, which are what its part of the distributed optimizer needs.
+reduce-scatters them once a step. Here a bucket has memory only while a backward pass fills it. As
+soon as it has all gradients of a micro-batch, it is reduce-scattered, this rank's part is added to
+a float32 sum, and the memory is freed. So between backward passes a rank holds only the sums of its
+own shard, which its part of the distributed optimizer needs.
 
-The buckets of a chunk are reduced in one order on all ranks, the last parameters of the model
-first, since ranks that wait for each other in different orders would wait forever. What a pass left
-incomplete, because a parameter was not used, is reduced after it.
+All ranks reduce the buckets of a chunk in the same order, the last parameters of the model first:
+ranks that wait for each other in different orders would wait forever. If a parameter is not used,
+its bucket is still incomplete after the pass, and is reduced then.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch.distributed import ReduceOp
 
 
 class GradientBucket:
-    """The gradients of neighbouring parameters: memory for one micro-batch, and this rank's sums.
+    """The gradients of adjacent parameters: memory for one micro-batch, and this rank's sums.
 
     Attributes:
         params: the parameters.
-        missing: those that have no gradient of this micro-batch yet.
+        missing: parameters without a gradient of this micro-batch so far.
         whole: gradients of one micro-batch ``[n]``, without memory unless `live`.
         sums: this rank's sums over micro-batches and ranks, float32 ``[n / ranks]``.
     """
@@ -50,7 +50,7 @@ class GradientBucket:
         for parameter in self.params:
             start, end = (x - bucket.offset for x in buffer.param_index_map[parameter][:2])
             whole: Any = self.whole[start:end].view(parameter.shape)
-            whole.bucket = self  # for `writable`
+            whole.bucket = self  # used by `writable`
             low, high = (min(max(x - first, 0), len(sums)) for x in (start, end))
             self._views.append((parameter, whole, sums[low:high]))
         self.free()
@@ -65,23 +65,23 @@ class GradientBucket:
         return self._reduction is not None
 
     def show(self, *, whole: bool) -> None:
-        """Let ``main_grad`` of each parameter be its whole gradient, or its part of the sums.
+        """Set each parameter's ``main_grad`` to its whole gradient, or to its part of the sums.
 
-        A parameter's part is ``[m]``, the elements that this rank updates, in their order.
+        The part is ``[m]``: the elements that this rank updates, in order.
         """
         for parameter, everything, part in self._views:
             parameter.main_grad = everything if whole else part
 
     def allocate(self) -> None:
-        """Give the bucket memory for a micro-batch, all zeros, unless it has some."""
+        """Give the bucket memory for a micro-batch, all zeros, unless it has memory."""
         if self.reducing:
-            self.add()  # A gradient came late; it is reduced after the pass.
+            self.add()  # this gradient came late; it is reduced after the pass
         if not self.live:
             self.whole.untyped_storage().resize_(self._num_bytes)
             self.whole.zero_()
 
     def reduce(self) -> None:
-        """Start to sum the gradients of a micro-batch over the ranks, which `add` completes."""
+        """Start to sum a micro-batch's gradients over the ranks; `add` completes the reduction."""
         self.allocate()
         if self._scaling != 1.0:
             self.whole *= self._scaling
@@ -103,22 +103,22 @@ class GradientBucket:
         torch.distributed.all_gather_into_tensor(self.whole, own, group=self._group)
 
     def free(self) -> None:
-        """Give the memory of the bucket back; views of it stay valid for the next allocation."""
+        """Free the memory of the bucket; views of it become valid again at the next allocation."""
         self.whole.untyped_storage().resize_(0)
 
 
 class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
-    """megatron-core's data-parallel wrapper, whose gradients are sharded over the ranks.
+    """megatron-core's data-parallel wrapper with gradients that are sharded over the ranks.
 
-    From the first forward pass of a step on, ``main_grad`` of a parameter is its whole gradient,
-    which may be written after `writable`. Once the gradients are finished, and until the next step,
+    From the first forward pass of a step on, ``main_grad`` of a parameter is its whole gradient;
+    call `writable` before writing to it. Once the gradients are finished, and until the next step,
     it is this rank's part of the sums, which may be empty. The gradients of ``buffers`` are the
     sums.
 
     Args:
-        bucket_size: number of parameters from which on a bucket is closed, on every pipeline stage.
-        overlap: go on with the backward pass while a bucket is reduced, until the next one is.
-        arguments: those of megatron-core's class.
+        bucket_size: number of parameters at which a bucket is closed, on every pipeline stage.
+        overlap: whether the backward pass continues while one bucket is being reduced.
+        arguments: arguments of megatron-core's class.
     """
 
     def __init__(self, *, bucket_size: int | None, overlap: bool, **arguments: Any) -> None:
@@ -140,7 +140,7 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
 
     @property
     def bucket_size(self) -> int | None:
-        """Return the size of a bucket; megatron-core would have one bucket on later stages."""
+        """Return the size of a bucket; megatron-core would use a single bucket on later stages."""
         return self._bucket_size
 
     @bucket_size.setter
@@ -148,7 +148,7 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
         pass
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the chunk; products of its backward pass may write to whole gradients."""
+        """Run the chunk; its backward pass may then write to whole gradients."""
         self._show(whole=True)
         return super().forward(*inputs, **kwargs)
 
@@ -159,7 +159,7 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
                 bucket.show(whole=whole)
 
     def _make_backward_post_hook(self, param: Any) -> Callable[..., None]:
-        """Return a hook that takes a parameter's gradient, and reduces what is complete."""
+        """Return a hook that stores a parameter's gradient, and reduces complete buckets."""
         take = super()._make_backward_post_hook(param)
 
         def hook(*unused: Any) -> None:
@@ -184,13 +184,13 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
             self._complete()
 
     def _complete(self) -> None:
-        """Wait for the reduction that runs, if any."""
+        """Wait for the running reduction, if any."""
         if self._last is not None and self._last.reducing:
             self._last.add()
         self._last = None
 
     def finish_microbatch(self) -> None:
-        """Reduce the buckets that a backward pass left; all replicas call this after each pass."""
+        """Reduce the remaining buckets of a backward pass; all replicas call this after it."""
         for index, bucket in enumerate(self.gradient_buckets):
             if index >= self._reduced or (bucket.live and not bucket.reducing):
                 self._reduce(bucket)
@@ -198,12 +198,12 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
         self._reduced = 0
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Do nothing, since each micro-batch is reduced by itself."""
+        """Do nothing, since each micro-batch is reduced separately."""
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Wait for the last reduction, and let each parameter's ``main_grad`` be its part of it.
+        """Wait for the last reduction; set each parameter's ``main_grad`` to its part of the sums.
 
-        With ``force_all_reduce`` megatron-core would leave whole gradients; see `whole_gradients`.
+        With ``force_all_reduce``, megatron-core would leave whole gradients; see `whole_gradients`.
         """
         self._complete()
         self._show(whole=False)
@@ -217,7 +217,7 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
 
     @contextmanager
     def whole_gradients(self) -> Iterator[None]:
-        """Let each parameter's ``main_grad`` be its whole reduced gradient inside the block."""
+        """Inside the block, let each parameter's ``main_grad`` be its whole reduced gradient."""
         for bucket in self.gradient_buckets:
             bucket.gather()
         self._show(whole=True)
@@ -230,11 +230,11 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
 
 
 def _places(chunk: torch.nn.Module, parameters: Sequence[Any]) -> dict[Any, int]:
-    """Return the place of each parameter in a forward pass, which a backward pass goes back.
+    """Return each parameter's position in a forward pass; a backward pass runs in reverse.
 
-    It is the parameter's index, except for shared experts, which a layer runs before its other
-    experts though it holds them after these. By their index, the buckets of the other experts would
-    wait for gradients that come last, and keep their memory until then.
+    It is the parameter's index, except for shared experts: a layer has them after its other
+    experts, but runs them before. With their index, the buckets of the other experts would wait for
+    gradients that come last, and keep their memory until then.
     """
     places = {parameter: place for place, parameter in enumerate(parameters)}
     for layer in chunk.modules():
@@ -246,7 +246,7 @@ def _places(chunk: torch.nn.Module, parameters: Sequence[Any]) -> dict[Any, int]
 
 
 def _sharded(buffer: Any) -> Iterable[GradientBucket]:
-    """Put the sums of this rank in the place of a buffer's gradients; yield its buckets."""
+    """Replace a buffer's gradients by this rank's sums; yield the buffer's buckets."""
     ranks = buffer.data_parallel_group.size()
     like: dict[str, Any] = {"dtype": torch.float32, "device": buffer.grad_data.device}
     buffer.grad_data = torch.zeros(buffer.numel // ranks, **like)
@@ -260,7 +260,7 @@ def _sharded(buffer: Any) -> Iterable[GradientBucket]:
 
 @contextmanager
 def whole_gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Give every rank the whole reduced gradients of the chunks inside the block."""
+    """Inside the block, give every rank the whole reduced gradients of the chunks."""
     with ExitStack() as stack:
         for chunk in chunks:
             if isinstance(chunk, ShardedGradients):

@@ -1,15 +1,15 @@
 """CUDA graphs of transformer layers (``--cuda-graph-impl local``).
 
-The kernels of a layer's forward pass are recorded once and then launched by one call, and so are
-those of its backward pass. They read and write fixed addresses. Each layer therefore has a pair of
-graphs for each micro-batch in flight: a *slot*. The graphs of one slot share a memory pool, and
-graphs of different slots may be replayed in any order.
+The kernels of a layer's forward pass are recorded once and then launched by a single call; the same
+holds for its backward pass. They read and write fixed addresses, so each layer has a pair of graphs
+for each micro-batch in flight: a *slot*. The graphs of one slot share a memory pool, and graphs of
+different slots may be replayed in any order.
 
-`torch.cuda.make_graphed_callables` records the graphs. Weights are arguments of the recorded
-function. A recording gets new leaf tensors with the parameters' storage. The parameters' own
-gradient accumulators were made on the default stream, for which a recording may not wait. A replay
-gets the parameters themselves, whose accumulators and hooks run as usual. The hooks of data
-parallelism consume each gradient at once, before the next replay overwrites it.
+`torch.cuda.make_graphed_callables` records the graphs, with the weights as arguments of the
+recorded function. A recording uses new leaf tensors that share the parameters' storage, because the
+parameters' own gradient accumulators belong to the default stream, and a recording must not wait
+for that stream. A replay uses the parameters themselves, whose accumulators and hooks run as usual.
+The hooks of data parallelism consume each gradient at once, before the next replay overwrites it.
 
 megatron-core's own CUDA graph manager (0.16.1) is not used; DECISIONS.md, 62, has reasons. It also
 overwrites a chunk's input with an output gradient before the backward pass reads the input.
@@ -45,7 +45,7 @@ class Argument:
 
 
 def arguments_of(call: dict[str, Any]) -> tuple[Argument, ...]:
-    """Return the `Argument` of each tensor among a layer's arguments; all others must be None."""
+    """Return the `Argument` of each tensor in a layer's arguments; all others must be None."""
     arguments = []
     for name, x in ((name, value) for name, value in call.items() if value is not None):
         assert torch.is_tensor(x), f"{name} of a layer is neither a tensor nor None"
@@ -58,10 +58,11 @@ class LayerGraphs:
     """The graphs of one layer.
 
     Attributes:
-        is_first: the layer is the first of its chunk, so its input gradient leaves the chunk.
+        is_first: whether the layer is the first of its chunk, so that its input gradient leaves the
+            chunk.
         live: whether the graphs may be replayed.
         arguments: the tensor arguments of the layer.
-        seen: keyword arguments of the first call, with None for those that need a gradient.
+        seen: keyword arguments of the first call, with None in place of those that need a gradient.
         slots: the graphed layer for each micro-batch in flight.
         added: for each weight, whether the graphs add its gradient to the data-parallel buffer.
     """
@@ -84,7 +85,7 @@ class LayerGraphs:
         """Return the tensors from which a graph reads its arguments.
 
         Arguments that need no gradient are copies of the first call's tensors. ``copies`` maps ids
-        of originals to their copies. All layers of a slot share this mapping, since they cache
+        of originals to their copies. All layers of a slot share this mapping, because they cache
         results by the identity of a tensor.
         """
         tensors = []
@@ -102,7 +103,7 @@ class LayerGraphs:
         return self.live and arguments_of(call) == self.arguments
 
     def replay(self, layer: TransformerLayer, call: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """Run the layer by its graphs; return its output ``[s, b, h]`` and None as the context."""
+        """Replay the layer's graphs; return its output ``[s, b, h]``, and None as the context."""
         weights = list(layer.parameters())
         for weight, added in zip(weights, self.added, strict=True):
             if added:
@@ -130,7 +131,7 @@ class LayerGraphs:
 
 
 class _Owned(torch.autograd.Function):
-    """An identity whose gradient is a copy outside the graph's memory.
+    """An identity whose gradient is copied out of the graph's memory.
 
     The next micro-batch overwrites that memory, perhaps while the gradient is still being sent.
     """
@@ -145,25 +146,25 @@ class _Owned(torch.autograd.Function):
 
 
 class ChunkGraphs:
-    """The graphs of one model chunk, each recorded after ``warmup_steps`` runs of its layer.
+    """The graphs of one model chunk, recorded after each layer has run ``warmup_steps`` times.
 
     Attributes:
-        gradient_placeholder: by shape and dtype, the tensor that autograd gets for weights whose
-            gradient is already in the gradient buffer.
+        gradient_placeholder: tensors by shape and dtype; autograd gets one of them for a weight
+            whose gradient is already in the gradient buffer.
     """
 
     def __init__(self, layers: Sequence[TransformerLayer], warmup_steps: int) -> None:
         self.layers = list(layers)
         self.warmup_steps = warmup_steps
         self.gradient_placeholder: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
-        self._masks: list[dict[Any, Any]] = []  # of each slot, see `masks.NewestMask`
+        self._masks: list[dict[Any, Any]] = []  # for each slot; see `masks.NewestMask`
         self.graphs = [LayerGraphs(is_first=index == 0) for index in range(len(layers))]
         for layer, graphs in zip(self.layers, self.graphs, strict=True):
             layer.graphs = graphs
 
     @property
     def num_slots(self) -> int:
-        """Return the number of slots: micro-batches that may be in flight at a time."""
+        """Return the number of slots, the most micro-batches in flight at a time."""
         return len(self.graphs[0].slots) if self.graphs else 0
 
     def switch(self, on: bool) -> None:

@@ -1,6 +1,6 @@
-"""The hooks of modules whose weights are used without calling the modules.
+"""Calls the hooks of modules whose weights are used without calling the modules themselves.
 
-A replayed CUDA graph and a grouped product use the weights of many modules, and call none of them.
+For example, a replayed CUDA graph or a grouped product uses the weights of many modules directly.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from torch import nn
 def call_pre_hooks(root: nn.Module) -> None:
     """Call the forward pre-hooks of a module and of those inside it, with no inputs.
 
-    In them data parallelism waits for gathered weights. What a hook returns is ignored.
+    In these hooks, data parallelism waits until the weights are gathered. Their results are
+    ignored.
     """
     for module in root.modules():
         with_kwargs = module._forward_pre_hooks_with_kwargs

@@ -1,9 +1,9 @@
 """Initial weights that do not depend on the parallel layout.
 
-megatron-core draws each rank's part of a weight from that rank's generator, which makes the weights
-depend on the layout. Here building the model only registers the parameters (`Marked`). Each full
-tensor is then drawn in float32 on the CPU, from a generator seeded with the tensor's name and the
-run's seed. The rank keeps its part. ``--use-cpu-initialization`` keeps Megatron-LM's method.
+megatron-core draws each rank's part of a weight from that rank's generator, so the weights depend
+on the layout. Here building the model only registers the parameters (`Marked`). Then each full
+tensor is drawn in float32 on the CPU, from a generator seeded with the tensor's name and the run's
+seed, and the rank keeps its part. ``--use-cpu-initialization`` keeps Megatron-LM's method.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ class Shard:
     """The part of one full parameter (or gradient) that a rank holds.
 
     Attributes:
-        name: name of the full tensor on any layout, with the indices of its layer and expert, such
-            as ``decoder.layers.mlp.linear_fc1.weight[3]``.
-        tensor: the part that begins at ``offset``, a view of the parameter's memory.
-        is_main: False for all but one of the copies of a part.
-        is_vocabulary: the rows are entries of a vocabulary, whose padding depends on the layout.
+        name: name of the full tensor with the indices of its layer and expert, such as
+            ``decoder.layers.mlp.linear_fc1.weight[3]``; the same in all layouts.
+        tensor: this rank's part, which begins at ``offset``: a view of the parameter's memory.
+        is_main: True for exactly one of the copies of a part.
+        is_vocabulary: whether rows are entries of a vocabulary, whose padding depends on the
+            layout.
     """
 
     name: str
@@ -57,12 +58,12 @@ def shards_of(
     *,
     buffers: bool = False,
 ) -> Iterator[Shard]:
-    """Yield a shard for each parameter of a model chunk, several for gated and grouped weights.
+    """Yield a shard for each parameter of a chunk; several for gated and grouped weights.
 
     Args:
-        tensor_of: maps a parameter to a tensor to yield in its place, such as its gradient, or to
-            None to skip the parameter.
-        buffers: yield the buffers that are saved too, such as the bias of experts.
+        tensor_of: takes a parameter and returns the tensor to yield in its place, such as its
+            gradient; None skips the parameter.
+        buffers: whether to also yield buffers that are saved, such as the bias of experts.
     """
     by_place = {_place(parameter): parameter for parameter in chunk.parameters()}
     if buffers:
@@ -103,10 +104,10 @@ METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
 
 
 class Marks:
-    """Register of parameters that wait for initial values, and of the methods that draw these.
+    """Register of parameters that wait for initial values, and of the methods that draw them.
 
-    A parameter is found by its storage, since Transformer Engine puts a weight into a new Parameter
-    that lacks the attributes of the old one.
+    A parameter is identified by its storage, because Transformer Engine puts a weight into a new
+    Parameter without the attributes of the old one.
     """
 
     def __init__(self) -> None:
@@ -114,21 +115,21 @@ class Marks:
         self._held: list[Any] = []
 
     def settle(self) -> None:
-        """Look up every parameter's storage again: a router's weight moves after registration."""
+        """Look up all storages again, since a router's weight moves after registration."""
         waiting = self._waiting.values()
         self._waiting = {_memory(parameter): (parameter, method) for parameter, method in waiting}
 
     @torch.no_grad()
     def add(self, parameter: Tensor, method: Initialize) -> None:
-        """Register a parameter, and fill it with NaN to reveal later if it got no values."""
-        # Both references keep the memory, also after a move, from another parameter.
+        """Register a parameter; fill it with NaN, which reveals one that is never filled."""
+        # Keep two references, so that no other parameter can reuse this memory, even after a move.
         self._waiting[_memory(parameter)] = parameter, method
         if not is_float8tensor(parameter):
             self._held.append(parameter.untyped_storage())
         parameter.fill_(math.nan)
 
     def method_of(self, tensor: Tensor) -> Initialize | None:
-        """Return the method registered for a parameter or a part of one; None if there is none."""
+        """Return the method registered for a parameter or for a part of one, or None."""
         return self._waiting.get(_memory(tensor), (None, None))[1]
 
     def clear(self) -> None:
@@ -137,7 +138,7 @@ class Marks:
 
 
 class Marked:
-    """Wrapper of an initialization method that registers parameters in `Marks` to fill later."""
+    """Wraps an initialization method, and registers its parameters in `Marks` for later."""
 
     def __init__(self, method: Initialize, marks: Marks) -> None:
         self.method = method
@@ -151,7 +152,7 @@ class Marked:
         return tensor
 
     def __deepcopy__(self, _memo: Any) -> Marked:
-        """Return this object, so that modules that copy their configuration share one `Marks`."""
+        """Return this object: modules that copy their configuration must share one `Marks`."""
         return self
 
 
@@ -180,16 +181,16 @@ def initialize_by_name(
     seed: int,
     vocab_size: int | None = None,
 ) -> None:
-    """Fill this rank's parameters with values that depend on their names and the seed only.
+    """Fill this rank's parameters with values that depend only on their names and the seed.
 
-    One full tensor exists at a time. Parameters that `Marked` did not register stay as they were
-    built, except those that torch's own modules drew at random, which are drawn again by name.
+    Only one full tensor exists at a time. Parameters that `Marked` did not register keep their
+    values, except random parameters of torch's own modules: these are drawn again by name.
 
     Args:
         chunks: model chunks without wrappers, on any device and in any dtype.
         transformer_config: the configuration that built the chunks, after `mark_methods`.
-        vocab_size: entries of the vocabulary before padding, whose weights do not depend on the
-            padding; None means all entries.
+        vocab_size: size of the vocabulary before padding, so that its weights do not depend on the
+            padding; None means that there is no padding.
 
     Raises:
         ConfigError: a chunk's ``sharded_state_dict`` does not name a registered parameter.
@@ -209,9 +210,9 @@ def initialize_by_name(
         for parameter, values in staged.values():
             parameter.copy_(values)
             if hasattr(parameter, "get_high_precision_init_val"):
-                # The optimizer starts from the exact values.
+                # The optimizer's fp32 weights start from the exact values.
                 parameter.get_high_precision_init_val().copy_(values)
-        # Without initialization a weight is memory as it was found, NaN now and then.
+        # Without initialization, a weight is whatever its memory contained, which may include NaN.
         for name, parameter in chunk.named_parameters():
             checked = transformer_config.perform_initialization and parameter.is_floating_point()
             if checked and parameter.flatten()[:1].isnan().any():
@@ -228,7 +229,7 @@ def initialize_by_name(
 def draw_by_name(
     chunk: torch.nn.Module, parameters: Sequence[Tensor], method: Initialize, seed: int
 ) -> None:
-    """Draw the given parameters of an unwrapped chunk, each seeded by its full tensor's name."""
+    """Draw the given parameters of an unwrapped chunk, seeded by their full tensors' names."""
     chosen = {_memory(parameter) for parameter in parameters}
     for shard in shards_of(chunk):
         if _memory(shard.tensor) in chosen:
@@ -236,14 +237,14 @@ def draw_by_name(
 
 
 Staged = dict[int, tuple[Any, Tensor]]
-"""Maps the id of a quantized parameter to the parameter and the tensor of its future values."""
+"""Maps the id of a quantized parameter to the parameter and a tensor with its future values."""
 
 
 def _stage_quantized(chunk: torch.nn.Module, marks: Marks) -> Staged:
     """Register a plain tensor in place of each parameter that Transformer Engine keeps in 8 bits.
 
-    Quantization has freed the storage that was registered when the module was built. The module
-    still holds the initialization method.
+    Quantization has freed the storage that was registered when the module was built. But the module
+    still has the initialization method.
     """
     staged: Staged = {}
     for module in chunk.modules():
@@ -260,7 +261,7 @@ def _stage_quantized(chunk: torch.nn.Module, marks: Marks) -> Staged:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Return a key that a parameter and its views share: storage address, or id if in 8 bits."""
+    """Return a key shared by a parameter and its views: storage address, or id if in 8 bits."""
     if is_float8tensor(tensor):
         return id(tensor)
     return tensor.untyped_storage().data_ptr()
@@ -273,7 +274,7 @@ def _fill_marked(
     seed: int,
     vocab_size: int | None,
 ) -> None:
-    # A copy of the embedding on another stage is filled as the embedding.
+    # A copy of the embedding on another stage gets the values of the embedding.
     copies = {_memory(p) for p in chunk.parameters() if getattr(p, "shared_embedding", False)}
     drawn: tuple[str, Tensor] | None = None
     for shard in shards:
@@ -303,7 +304,8 @@ def _draw(shard: Shard, method: Initialize, seed: int, vocab_size: int | None) -
         if not shard.is_vocabulary or vocab_size is None or vocab_size >= len(full):
             method(full)
         else:
-            # A method may look at the shape, and padding depends on the layout.
+            # A method may depend on the shape, so it must not see the padding, which depends on the
+            # layout.
             method(full[:vocab_size])
             method(full[vocab_size:])
     return full
@@ -312,7 +314,7 @@ def _draw(shard: Shard, method: Initialize, seed: int, vocab_size: int | None) -
 def _redraw_plain_modules(
     chunk: torch.nn.Module, shards: Sequence[Shard], marks: Marks, seed: int
 ) -> None:
-    """Draw the random parameters of torch's own modules again, seeded by their names."""
+    """Draw random parameters of torch's own modules again, seeded by their names."""
     whole = [shard for shard in shards if shard.full_shape == shard.tensor.shape]
     names = {shard.tensor.data_ptr(): shard.name for shard in whole}
     for module in chunk.modules():
@@ -321,9 +323,9 @@ def _redraw_plain_modules(
             continue
         name = None if is_float8tensor(own[0]) else names.get(own[0].data_ptr())
         marked = any(marks.method_of(parameter) is not None for parameter in own)
-        # A reset would draw each rank's part of a cut parameter alone.
+        # A reset would draw each rank's part of a sharded parameter separately.
         cut = any(getattr(parameter, "tensor_model_parallel", False) for parameter in own)
-        # The ones of a norm stay as they are.
+        # The ones of a norm are not random, and stay.
         varies = any(bool((parameter != parameter.flatten()[:1]).any()) for parameter in own)
         if name is not None and varies and not (marked or cut):
             _redraw(module, name, seed)
@@ -340,8 +342,8 @@ def _can_reset(module: torch.nn.Module) -> bool:
 def _redraw(module: torch.nn.Module, name: str, seed: int) -> None:
     """Initialize a float32 copy of the module on the CPU, and copy the values to the module.
 
-    A parameter keeps its values if it was written more often than by ``reset_parameters`` alone,
-    because the user's own code has then initialized it.
+    A parameter keeps its values if it was written more often than ``reset_parameters`` does, since
+    then the user's own code has initialized it.
     """
     fresh = copy.copy(module)
     fresh._parameters = {

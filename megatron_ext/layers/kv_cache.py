@@ -1,11 +1,10 @@
-"""A cache of keys and values, for models that write a text token by token.
+"""A cache of keys and values, for models that generate text token by token.
 
-A forward pass takes the new tokens of several sequences one after the other, as one sequence of T
-tokens, ``[T, 1, h]``, with nothing between them. A sequence that begins brings its whole prompt,
-one that goes on brings its newest token. Only two things have to know where a sequence begins:
-rotary embeddings, which turn each token by its own position, and attention, which keeps each
-sequence to itself. So the other layers run as in training, and the result of a sequence does not
-depend on the lengths of the others.
+A forward pass takes the new tokens of several sequences, concatenated without gaps to one sequence
+of T tokens, ``[T, 1, h]``. A new sequence brings its whole prompt; a continued one brings its
+newest token. Only two modules must know where a sequence begins: the rotary embedding, which
+rotates each token by its own position, and attention, which keeps sequences apart. All other layers
+run as in training, so the result of a sequence does not depend on the lengths of the others.
 
 Keys are stored as attention gets them, after norms and rotary embedding.
 """
@@ -28,8 +27,8 @@ class Segment:
     """The new tokens of one sequence.
 
     Attributes:
-        slot: place of the sequence in the cache.
-        start: position of the first new token, which is the number of cached tokens.
+        slot: index of the sequence in the cache.
+        start: position of the first new token, equal to the number of cached tokens.
         length: number of new tokens.
     """
 
@@ -47,8 +46,9 @@ class PackedTokens:
     """The layout of a forward pass: the new tokens of several sequences, and padding after them.
 
     Attributes:
-        segments: the sequences in the order of their tokens; those with one new token come first.
-        length: number of tokens T, with padding.
+        segments: the sequences in the order of their tokens; sequences with one new token come
+            first.
+        length: number of tokens T, including padding.
         positions: position of each token in its sequence, ``[T]``; 0 for padding.
     """
 
@@ -65,7 +65,7 @@ class PackedTokens:
 
     @property
     def lengths(self) -> Tensor:
-        """Return for each token the length of its sequence with the new tokens, ``[T]``."""
+        """Return, for each token, the length of its sequence including new tokens, ``[T]``."""
         counts = torch.tensor([segment.length for segment in self.segments])
         ends = torch.tensor([segment.end for segment in self.segments])
         padding = torch.zeros(self.length - self.num_tokens, dtype=torch.int64)
@@ -78,7 +78,7 @@ class PackedTokens:
         return lengths.cumsum(0) - 1
 
     def kept(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what ``make`` returned when it was first called for ``key`` in this pass."""
+        """Return the result of the first call of ``make`` for ``key`` in this pass."""
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]  # type: ignore[no-any-return]
@@ -89,16 +89,16 @@ class PackedTokens:
         return torch.tensor(slots, device=self.device)
 
     def places(self) -> Tensor | slice:
-        """Return the slots of the sequences with one new token; a slice where they are adjacent."""
+        """Return the slots of the sequences with one new token, as a slice if they are adjacent."""
         slots = [segment.slot for segment in self.segments[: self.singles]]
         if slots == list(range(slots[0], slots[0] + len(slots))):
             return slice(slots[0], slots[0] + len(slots))
         return self.kept("slots", self.slots)
 
     def mask(self, window: Window) -> Tensor:
-        """Return the mask of sequences with one new token, ``[singles, 1, 1, k]``.
+        """Return the mask for sequences with one new token, ``[singles, 1, 1, k]``.
 
-        It is True at keys after the token, and at keys that ``window`` hides.
+        It is True for keys after the token, and for keys that ``window`` hides.
         """
         longest = max(segment.end for segment in self.segments[: self.singles])
         keys = torch.arange(longest, device=self.device)
@@ -115,7 +115,7 @@ Attend = Callable[..., Tensor]
 class LayerCache:
     """The keys and values of one attention layer: ``[slots, g, k, d]`` for k positions.
 
-    Values may have another size d than keys. Memory is taken when the first tokens are stored.
+    Keys and values may differ in d. Memory is allocated when the first tokens are stored.
     """
 
     def __init__(self, cache: KeyValueCache) -> None:
@@ -130,9 +130,9 @@ class LayerCache:
         Args:
             query: ``[T, 1, n, d]``.
             key, value: ``[T, 1, g, d]``.
-            attend: attends within one sequence, or a batch of them, as
-                `DotProductAttention._attend` does.
-            window: the window of the layer, where it has one.
+            attend: attends within one sequence or a batch of sequences, like
+                `DotProductAttention._attend`.
+            window: the window of the layer, if it has one.
         """
         tokens = self._cache.tokens
         if self._cache.num_slots:
@@ -188,11 +188,11 @@ class KeyValueCache:
     """The caches of all attention layers of a rank, for sequences of at most ``max_length`` tokens.
 
     Args:
-        num_slots: number of sequences that the cache holds; with 0 nothing is stored, and each
-            sequence is given whole.
+        num_slots: number of sequences that the cache can hold. With 0 nothing is stored, and each
+            pass takes whole sequences.
 
     Attributes:
-        tokens: the layout of the next forward pass; to be set before it.
+        tokens: the layout of the next forward pass; set it before the pass.
     """
 
     tokens: PackedTokens
@@ -202,21 +202,21 @@ class KeyValueCache:
         self.max_length = max_length
 
     def all_positions(self, _module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Replace a rotary embedding's first argument, the length of the sequence.
+        """Replace a rotary embedding's first argument, the length, by the longest allowed one.
 
-        This is a hook before the forward pass of a rotary embedding, `of_the_tokens` one after it.
+        This is a forward pre-hook of a rotary embedding; `of_the_tokens` is its forward hook.
         """
         return self.max_length, *arguments[1:]
 
     def of_the_tokens(self, module: Any, _arguments: Any, output: Any) -> Any:
-        """Return the angles ``[T, 1, k, d]`` of the tokens, from those of all positions."""
+        """Select the angles ``[T, 1, k, d]`` of the tokens from the angles of all positions."""
         angles, *rest = output if isinstance(output, tuple) else (output,)
-        # All layers of a pass share the tensor, and the tables that are computed of it.
+        # All layers of a pass share this tensor, and the tables computed from it.
         own = self.tokens.kept(id(module), lambda: self._angles(module, angles))
         return (own, *rest) if isinstance(output, tuple) else own
 
     def _angles(self, module: Any, angles: Tensor) -> Tensor:
-        """Return the tokens' angles; those of a LongRoPE depend on the length of each text."""
+        """Return the tokens' angles; LongRoPE's angles depend on the length of each sequence."""
         tokens = self.tokens
         short = getattr(module, "short_length", None)
         own = angles[tokens.positions]

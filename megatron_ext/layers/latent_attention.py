@@ -1,7 +1,8 @@
 """Multi-latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1; DeepSeek-V3).
 
-Keys and values of all n heads are linear functions of one small vector per token, and queries of
-another one. With the hidden state h, the norms N and the projections W of that paper::
+Keys and values of all n heads are linear functions of one small vector per token; queries are
+linear functions of another one. With the hidden state h, the norms N and the projections W of that
+paper::
 
     c_q  = N(W_dq h)                       [q_lora_rank]; h itself without --q-lora-rank
     c_kv, k_r = W_dkv h                    [kv_lora_rank], [qk_pos_emb_head_dim]
@@ -47,13 +48,14 @@ def split_latent_heads(
     heads: int,
     value_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the projections of multi-latent attention into heads, and rotate a part of each.
+    """Split the projections of multi-latent attention into heads, and rotate their last channels.
 
     Args:
-        query: ``[s, b, n * dk]``; the last ``dr`` channels of each of the n heads are rotated.
+        query: ``[s, b, n * dk]``; the last ``dr`` channels of each head are rotated.
         projected: ``[s, b, n * (dk - dr + dv)]``: each head's key without rotation, and its value.
-        shared: ``[s, b, dr]``, the rotated part of all keys before rotation.
-        cos, sin: ``[s, 1, 1, d / 2]`` of `pointwise.rotary_table`; channels beyond d stay.
+        shared: ``[s, b, dr]``, the shared part of all keys, not yet rotated.
+        cos, sin: ``[s, 1, 1, d / 2]`` from `pointwise.rotary_table`; channels beyond d are not
+            rotated.
         heads, value_dim: n and dv.
 
     Returns:
@@ -76,11 +78,12 @@ latent_heads = compiled(split_latent_heads)
 class LatentAttention(Attention):  # type: ignore[misc]
     """Multi-latent self-attention; its config has megatron-core's sizes and our fusions.
 
-    The config's ``kv_channels`` are the channels of a value, and its ``softmax_scale`` is given.
+    In its config, ``kv_channels`` is the number of channels of a value, and ``softmax_scale`` is
+    set.
 
     Attributes:
-        recomputes_heads: free queries, keys and values once attention is computed, and compute them
-            again in the backward pass (``--recompute-modules mla_up_proj``).
+        recomputes_heads: whether to free queries, keys and values after attention, and recompute
+            them in the backward pass (``--recompute-modules mla_up_proj``).
     """
 
     def __init__(
@@ -124,7 +127,8 @@ class LatentAttention(Attention):  # type: ignore[misc]
             self.q_layernorm = self._norm(submodules.q_layernorm, config.q_lora_rank)
             if not config.sequence_parallel and self.world_size > 1:
                 # megatron-core sums gradients of weights with this name over tensor-parallel ranks,
-                # since norms of heads see each rank's own. This norm's are whole on every rank.
+                # because each rank's norm sees only its own heads. But here each rank has the whole
+                # gradient of this norm.
                 for parameter in self.q_layernorm.parameters():
                     parameter.register_hook(functools.partial(_shared_out, count=self.world_size))
         self.kv_layernorm = self._norm(submodules.kv_layernorm, config.kv_lora_rank)
@@ -162,7 +166,7 @@ class LatentAttention(Attention):  # type: ignore[misc]
         again = None
         if self.recomputes_heads and self.training and torch.is_grad_enabled():
             again = CheckpointWithoutOutput()
-            again.fp8 = False  # It would ask Transformer Engine, whatever it is given.
+            again.fp8 = False  # whatever it is given, it would use Transformer Engine
             query, key, value = again.checkpoint(self._heads, *small)
         else:
             query, key, value = self._heads(*small)
@@ -187,9 +191,9 @@ class LatentAttention(Attention):  # type: ignore[misc]
         return self._heads(*self._small_vectors(hidden_states))
 
     def _small_vectors(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what queries are computed from, what keys and values are, and the shared key.
+        """Return the inputs of queries, the inputs of keys and values, and the shared key.
 
-        The first two are of this rank's part of the sequence, the shared key of all of it.
+        The first two cover this rank's part of the sequence, the shared key all of it.
         """
         config = self.config
         of_queries = hidden
@@ -198,14 +202,14 @@ class LatentAttention(Attention):  # type: ignore[misc]
             of_queries = self.q_layernorm(compressed)
         mixed, _ = self.linear_kv_down_proj(hidden)
         latent, shared = mixed.split((config.kv_lora_rank, config.qk_pos_emb_head_dim), dim=-1)
-        # Each rank's heads give a part of the shared key's gradient.
+        # Each rank's heads contribute to the shared key's gradient.
         shared = enter(shared, self.tp_group, config.sequence_parallel)
         return of_queries, self.kv_layernorm(latent), shared
 
     def _heads(
         self, of_queries: Tensor, latent: Tensor, shared: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values of this rank's heads, from what `_small_vectors` does."""
+        """Return queries, keys and values of this rank's heads, from `_small_vectors`."""
         config = self.config
         of_heads = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
         query, _ = of_heads(of_queries)
@@ -235,8 +239,8 @@ class LatentAttention(Attention):  # type: ignore[misc]
 def rotary_embedding(config: MLATransformerConfig, cp_group: ProcessGroup) -> RotaryEmbedding:
     """Return the rotary embedding of a config, with angles ``[s, 1, 1, d]`` for s tokens.
 
-    All layers share one module and the angles that it keeps. YaRN's (arXiv:2309.00071) returns a
-    factor of the cosines and sines too.
+    All layers share one module and its cached angles. YaRN's (arXiv:2309.00071) also returns a
+    factor of the cosines and sines.
     """
     settings: dict[str, Any] = {"rotary_base": config.rotary_base}
     if config.rope_type == "yarn":
@@ -254,14 +258,14 @@ def rotary_embedding(config: MLATransformerConfig, cp_group: ProcessGroup) -> Ro
 
 
 def _shared_out(gradient: Tensor, count: int) -> Tensor:
-    """Return the part of a gradient that makes the gradient if ``count`` ranks sum it."""
+    """Return the part of a gradient whose sum over ``count`` ranks is the whole gradient."""
     return gradient / count
 
 
 @functools.lru_cache(maxsize=8)
 def _rotary(channels: int, cp_group: ProcessGroup, **settings: Any) -> RotaryEmbedding:
     kind: Any = YarnRotaryEmbedding if "scaling_factor" in settings else RotaryEmbedding
-    # megatron-core moves the frequencies to the device when they are first needed.
+    # megatron-core moves the frequencies to the device only when they are first needed.
     made: RotaryEmbedding = kind(
         channels, cp_group=cp_group, use_cpu_initialization=True, **settings
     )

@@ -1,9 +1,9 @@
 """megatron-core's parallel linear layers, with control over their weight gradients.
 
 The matrix product of a weight gradient may be deferred, or add to the gradient buffer directly (see
-`layers.weight_gradients`). Otherwise the layers equal megatron-core's bit for bit. A layer may hold
-an adapter, whose output it adds to its own (see `layers.lora`), and may multiply in 8 bits (see
-`layers.fp8`).
+`layers.weight_gradients`). Otherwise the results equal megatron-core's bit for bit. A layer may
+hold an adapter and add the adapter's output to its own (see `layers.lora`). It may multiply in 8
+bits (see `layers.fp8`).
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ def leave(partial_sums: Tensor, tp_group: ProcessGroup, sequence_parallel: bool)
 
 
 def _weight_gradient(call: LinearCall, gradient: Tensor, total: Tensor) -> Tensor | None:
-    """Compute the weight's gradient; add it to the weight's buffer or return it, as ``call`` says.
+    """Compute the weight's gradient; add it to the buffer or return it, as ``call`` requires.
 
     ``gradient`` is the output's gradient ``[s, b, out]``; ``total`` is the input ``[s, b, in]`` of
-    all tokens. Return what autograd gets: the gradient, a placeholder, or None for a deferred one.
+    all tokens. The result is for autograd: the gradient, a placeholder, or None for a deferred
+    gradient.
     """
     gradient = gradient.flatten(0, -2)
     total = total.flatten(0, -2)
@@ -87,7 +88,7 @@ class _Linear(torch.autograd.Function):
         entered, weight = ctx.saved_tensors
         call: LinearCall = ctx.call
         queue = call.queue
-        # The input and then its gradient travel while products are computed.
+        # Communication of the input, and then of its gradient, overlaps the matrix products.
         gather = None if queue is not None and queue.collecting else _gathered(entered, call)
         returned = None
         if ctx.needs_input_grad[0]:
@@ -114,7 +115,7 @@ class _Sent(NamedTuple):
 
 
 def _gathered(part: Tensor, call: LinearCall) -> _Sent:
-    """Start to gather the input of all tokens, unless this rank's ``part`` holds all of them."""
+    """Start to gather the input of all tokens, unless ``part`` already holds all of them."""
     if not call.sequence_parallel or call.tp_group is None or call.tp_group.size() == 1:
         return _Sent(part)
     whole = part.new_empty(part.size(0) * call.tp_group.size(), *part.shape[1:])
@@ -123,7 +124,7 @@ def _gathered(part: Tensor, call: LinearCall) -> _Sent:
 
 
 def _reduced(whole: Tensor, call: LinearCall) -> _Sent:
-    """Start to sum the input's gradient over the ranks; the sum has the input's shape."""
+    """Start to sum the input's gradient over the ranks; the result has the input's shape."""
     group = call.tp_group
     if group is None or group.size() == 1:
         return _Sent(whole)
@@ -135,11 +136,11 @@ def _reduced(whole: Tensor, call: LinearCall) -> _Sent:
 
 
 class _ParallelLinear:
-    """Mixin for parallel linear layers: deferred weight gradients, adapters and 8-bit products."""
+    """Mixin of parallel linear layers: deferred weight gradients, adapters and 8-bit products."""
 
     config: Any
     alone = True
-    """Whether this layer alone computes gradients of the weight."""
+    """Whether only this layer computes gradients of the weight."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -150,12 +151,12 @@ class _ParallelLinear:
 
     @property
     def adds_in_place(self) -> bool:
-        """Whether the layer adds its weight's gradient to the gradient buffer itself."""
+        """Whether the layer itself adds its weight's gradient to the gradient buffer."""
         return self.alone and self.overwrites
 
     @property
     def overwrites(self) -> bool:
-        """Whether the first gradient of the weight in a step may overwrite the old one."""
+        """Whether the weight's first gradient in a step may overwrite the old one."""
         return getattr(self.config, "adds_in_place", False)
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -172,7 +173,7 @@ class _ParallelLinear:
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         queue = getattr(self.config, "weight_gradients", None)
-        # Without a gradient for the input there would be no backward pass to collect from.
+        # If the input needed no gradient, no backward pass would collect the weight gradients.
         if not (weight.requires_grad and input.requires_grad):
             queue = None
         in_place = weight.requires_grad and self.adds_in_place
@@ -185,7 +186,7 @@ class _ParallelLinear:
             from megatron_ext.layers.fp8.linear import fp8_linear
 
             return fp8_linear(input, weight, kwargs["bias"], call)
-        # A deferred gradient is hidden from autograd.
+        # For a deferred gradient, autograd must not see the weight.
         seen = weight if queue is None else weight.detach()
         result: Tensor = _Linear.apply(input, seen, kwargs["bias"], call)  # type: ignore[no-untyped-call]
         return result
@@ -196,10 +197,10 @@ class ColumnParallelLinear(_ParallelLinear, tensor_parallel.ColumnParallelLinear
 
 
 class OutputLayer(ColumnParallelLinear):
-    """The output head, which also gives its weight to losses that compute the logits themselves.
+    """The output head; losses that compute the logits themselves can get its weight.
 
-    Such a loss calls the module to get the weight. In this call data parallelism waits until the
-    weight is gathered.
+    Such a loss must get the weight by calling the module. In this call, data parallelism waits
+    until the weight is gathered.
     """
 
     alone = False
@@ -207,7 +208,7 @@ class OutputLayer(ColumnParallelLinear):
     def forward(
         self, input_: Tensor | None, *args: Any, weight_only: bool = False, **kwargs: Any
     ) -> Any:
-        """Return logits and bias, or with ``weight_only`` this rank's weight ``[v/tp, h]``."""
+        """Return logits and bias; with ``weight_only`` return this rank's weight ``[v/tp, h]``."""
         if weight_only:
             given = kwargs.get("weight")
             return self.weight if given is None else given
@@ -220,8 +221,8 @@ class RowParallelLinear(_ParallelLinear, tensor_parallel.RowParallelLinear):  # 
 
     def __init__(self, *args: Any, is_expert: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, is_expert=is_expert, **kwargs)
-        # Nothing is reduced over one rank, and what passes through a reduction of nothing is a
-        # view, to which megatron-core's experts could not add their bias in place.
+        # With one rank, megatron-core's reduction returns a view. Its experts could not add their
+        # bias to a view in place, so skip the reduction.
         if is_expert and self.tp_group.size() == 1:
             self.explicit_expert_comm = True
 
@@ -249,7 +250,7 @@ class _WholeLinear(MegatronModule):  # type: ignore[misc]
         self.weight = torch.nn.Parameter(weight)
         if config.perform_initialization:
             init_method(self.weight)
-        # Under sequence parallelism a rank's gradient covers its part of the sequence only.
+        # Under sequence parallelism, a rank's gradient covers only its part of the sequence.
         self.weight.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, input_: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -263,8 +264,8 @@ class _WholeLinear(MegatronModule):  # type: ignore[misc]
 class WholeLinear(_ParallelLinear, _WholeLinear):
     """Y = X A with all of A on every tensor-parallel rank, for narrow outputs.
 
-    Each rank multiplies the tokens that it holds: under sequence parallelism its part of the
-    sequence ``[s/tp, b, in]``, otherwise all of it, which the ranks then do alike.
+    Each rank multiplies the tokens that it holds. Under sequence parallelism these are its part of
+    the sequence, ``[s/tp, b, in]``; otherwise all ranks multiply the whole sequence.
     """
 
 
@@ -283,7 +284,7 @@ class BiasedRowParallelLinear(RowParallelLinear):
 
 
 class _Rows(torch.autograd.Function):
-    """Rows of an embedding, whose gradients are added to the buffer without one of its size."""
+    """Rows of an embedding, whose gradients go to the buffer without a temporary of its size."""
 
     @staticmethod
     def forward(ctx: Any, indices: Tensor, weight: Tensor) -> Tensor:
@@ -296,8 +297,8 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (indices,) = ctx.saved_tensors
         rows = gradient.flatten(0, -2).to(ctx.main_grad.dtype)
-        # The public `index_put_` would read the range of the indices on the host. Both add the
-        # gradients of a row in one order, whereas `index_add_` does so in any on GPUs.
+        # The public `index_put_` would synchronize to read the range of the indices. Both functions
+        # add the gradients of a row in a fixed order; `index_add_` does not on GPUs.
         torch._index_put_impl_(
             writable(ctx.main_grad), [indices.flatten()], rows, accumulate=True, unsafe=True
         )
@@ -305,10 +306,10 @@ class _Rows(torch.autograd.Function):
 
 
 class WordEmbedding(tensor_parallel.VocabParallelEmbedding):  # type: ignore[misc]
-    """megatron-core's embedding, whose gradients may be added to the gradient buffer directly.
+    """megatron-core's embedding; its gradients may be added to the gradient buffer directly.
 
-    Its ``config``, a TransformerConfig, says so by ``adds_in_place``. The embeddings are multiplied
-    by its ``embedding_multiplier``.
+    ``adds_in_place`` of its TransformerConfig selects this. The embeddings are multiplied by
+    ``embedding_multiplier``.
     """
 
     config: Any = None
@@ -327,14 +328,14 @@ class WordEmbedding(tensor_parallel.VocabParallelEmbedding):  # type: ignore[mis
         return embeddings if multiplier == 1.0 else embeddings * multiplier
 
     def _added_in_place(self, input_: Tensor) -> Tensor:
-        """Return the embeddings, whose gradient goes to ``main_grad``, without their factor."""
+        """Return the embeddings without their factor; their gradient is added to ``main_grad``."""
         if self.tp_group.size() == 1:
             embeddings: Tensor = _Rows.apply(input_, self.weight)  # type: ignore[no-untyped-call]
         else:
             indices = input_ - self.vocab_start_index
             count = self.num_embeddings_per_partition
             elsewhere = (indices < 0) | (indices >= count)
-            # Other ranks' tokens add zeros to rows here and there; one row for all would be slow.
+            # Other ranks' tokens add zeros. Spread these over all rows: a single row would be slow.
             rows = _Rows.apply(indices.remainder(count), self.weight)  # type: ignore[no-untyped-call]
             embeddings = rows.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
         if not self.reduce_scatter_embeddings:

@@ -11,8 +11,8 @@ column-parallel       whole         split (rows)  copied; all-gathered along s i
 row-parallel          split (cols)  whole         summed; reduce-scattered if sequence-parallel
 ====================  ============  ============  =================================================
 
-Under sequence parallelism a rank's gradient of the unsplit matrix covers its part of the sequence
-only. megatron-core sums it over the ranks, since the parameter is marked ``sequence_parallel``.
+Under sequence parallelism, a rank's gradient of the unsplit matrix covers only its part of the
+sequence. megatron-core sums it over the ranks, since the parameter is marked ``sequence_parallel``.
 Gradients of A and B are never deferred.
 """
 
@@ -39,13 +39,13 @@ from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear, 
 
 Layer = ColumnParallelLinear | RowParallelLinear
 _IN_A_LAYER = re.compile(r"(^|\.)(layers|blocks)\.")
-"""Matches parameters of layers, which a chunk of embedding and output head only lacks."""
+"""Matches parameters of layers. A chunk with only an embedding and an output head has none."""
 
 
 class Adapter(torch.nn.Module):
     """The matrices A and B that adapt a layer with weight ``[out/tp, in]`` or ``[out, in/tp]``.
 
-    B starts at zero. The two halves of a gated layer's output are split over the ranks separately.
+    B starts at zero. The two halves of a gated layer's output are sharded separately.
     """
 
     def __init__(self, layer: Layer, config: LoraConfig, *, gated: bool) -> None:
@@ -69,8 +69,8 @@ class Adapter(torch.nn.Module):
                 parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the term to add to the layer's output, from the layer's input on this rank."""
-        # Under sequence parallelism megatron-core's blocks draw from each rank's own generator.
+        """Return the term to add to the layer's output, given the layer's input on this rank."""
+        # Under sequence parallelism, megatron-core's blocks already use each rank's own generator.
         draws_apart = self.is_row and self.dropout and not self.sequence_parallel
         with get_cuda_rng_tracker().fork() if draws_apart else nullcontext():
             dropped = F.dropout(x, self.dropout, self.training)
@@ -108,7 +108,7 @@ def attach_adapters(chunks: Sequence[torch.nn.Module], config: LoraConfig, seed:
     The initial A is kaiming-uniform, as in the authors' code, and the same on every layout.
 
     Raises:
-        ConfigError: a chunk has layers, but none that ``--lora-target-modules`` names.
+        ConfigError: a chunk has layers, but ``--lora-target-modules`` names none of them.
     """
     named = config.lora_target_modules
     targets: Sequence[str] = ALL_TARGETS if named is None else named
@@ -129,7 +129,7 @@ def attach_adapters(chunks: Sequence[torch.nn.Module], config: LoraConfig, seed:
         draw_by_name(chunk, matrices, uniform, seed)
         embedding: Any = getattr(chunk, "embedding", None)
         if embedding is not None:
-            # Recomputed layers, and the backward pass of a stage without layers, begin there.
+            # A backward pass must begin here for recomputed layers, and for a stage without layers.
             embedding.register_forward_hook(_require_gradient)
 
 
@@ -144,7 +144,7 @@ def _adapted(chunk: torch.nn.Module) -> Iterator[tuple[Layer, Adapter]]:
 
 
 def merged_weight_of(chunks: Sequence[torch.nn.Module]) -> dict[int, Callable[[], Tensor]]:
-    """Return functions that compute a weight with its adapter merged, by the weight's id."""
+    """Return, by the weight's id, functions that compute a weight with its adapter merged."""
 
     def merge(layer: Layer, adapter: Adapter) -> Tensor:
         with torch.no_grad():

@@ -1,12 +1,13 @@
-"""Masks of attention: the blocks that FlexAttention computes, and dense masks for other kernels.
+"""Attention masks: block masks for FlexAttention, and dense masks for other kernels.
 
-A mask is one of two tensors. The document index of each position, ``[b, s]``, lets a query attend
-to its own document up to its own position. A dense mask, ``[b or 1, 1, q, k]``, is True where
-attention is forbidden; at 32,768 positions it takes 1 GiB a sample. Data loaders give documents.
-A dense mask is made of them only for kernels that need one, for one micro-batch at a time.
+A mask is one of two tensors. One kind is the document index of each position, ``[b, s]``: a query
+attends to its own document, up to its own position. The other kind is a dense mask, ``[b or 1, 1,
+q, k]``, True where attention is forbidden; at 32,768 positions it takes 1 GiB per sample. Data
+loaders provide documents. Dense masks are made from them only for kernels that need one, and for
+one micro-batch at a time.
 
-FlexAttention skips blocks of 128 x 128 positions that are masked fully. Which these are follows
-from the least and greatest position and document of each block, without a look at all pairs.
+FlexAttention skips blocks of 128 x 128 positions that are masked completely. These blocks follow
+from the smallest and largest position and document of each block, without looking at all pairs.
 """
 
 from __future__ import annotations
@@ -28,16 +29,17 @@ T = TypeVar("T")
 Lengths = tuple[int, int]
 TILE = 128
 FILLS_UP_HEADS = torch.__version__ >= "2.13"
-"""Whether FlexAttention takes heads whose size is no power of 2; torch compares versions here."""
+"""Whether FlexAttention accepts head sizes that are not powers of 2 (torch can compare
+versions)."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """The rule by which the positions of query and key allow or forbid attention.
+    """The rule that allows or forbids attention by the positions of query and key.
 
     Attributes:
         first_query: position of the first query; the first key is at position 0.
-        causal: forbid keys after the query.
+        causal: whether keys after the query are forbidden.
         window: greatest distance to keys on the left and, unless causal, on the right; -1 or None
             allows any distance.
     """
@@ -47,7 +49,7 @@ class Span:
     window: tuple[int, int] | None
 
     def distances(self) -> tuple[int | None, int | None]:
-        """Return the least and greatest allowed ``query - key``; None where there is no limit."""
+        """Return the least and greatest allowed ``query - key``; None for no limit."""
         left, right = self.window or (-1, -1)
         least = 0 if self.causal else -right if right >= 0 else None
         return least, left if left >= 0 else None
@@ -61,9 +63,9 @@ def is_dense(mask: Tensor | None) -> TypeGuard[Tensor]:
 def flex_fits(query: Tensor, dropout: float) -> bool:
     """Return whether `attention_in_blocks` supports queries ``[b, n, q, d]`` with this dropout.
 
-    It needs a GPU with a compiler, 16-bit queries, no dropout, and a head size of at least 16. It
-    must be a power of 2 before torch 2.13: its kernels fill up other sizes, such as the 192
-    channels of multi-latent attention, which was not tried with older ones.
+    It needs a GPU with a compiler, 16-bit queries, no dropout, and a head size of at least 16.
+    Before torch 2.13 the size must be a power of 2. Newer kernels pad other sizes, such as the 192
+    channels of multi-latent attention; older ones were not tested with these.
     """
     d = query.size(-1)
     fits = d >= 16 and (d & (d - 1) == 0 or FILLS_UP_HEADS)
@@ -85,8 +87,8 @@ def _attention_in_blocks(
     Keys and values are ``[k, b, g, d]``; the mask allows or forbids each pair.
 
     Args:
-        limit: soft cap c of the scores x, which become ``c tanh(x / c)``, as a tensor ``[]``.
-        sinks: logit of each head's sink ``[n]``, which takes a share of each query's attention.
+        limit: soft cap c as a tensor ``[]``: scores x become ``c tanh(x / c)``.
+        sinks: logit of each head's sink, ``[n]``; it takes a share of each query's attention.
     """
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     given: dict[str, Any] = {
@@ -107,14 +109,14 @@ def _attention_in_blocks(
 
 
 _WITH_LSE: dict[str, Any] = {"return_lse": True}
-if hasattr(flex, "AuxRequest"):  # torch 2.9; from then on the other name is deprecated.
+if hasattr(flex, "AuxRequest"):  # torch 2.9 and newer, where the other name is deprecated
     _WITH_LSE = {"return_aux": flex.AuxRequest(lse=True)}
 
 
 def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return attention in which a sink has taken its share from each query's keys.
+    """Scale attention without sinks by the share that the sinks leave to the keys.
 
-    With the log-sum-exp L of a query's scores, its keys keep exp(L) / (exp(L) + exp(sink)) of the
+    With the log-sum-exp L of a query's scores, the keys get exp(L) / (exp(L) + exp(sink)) of the
     attention, which is sigmoid(L - sink).
 
     Args:
@@ -128,19 +130,17 @@ def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
 @lru_cache(maxsize=16)
 def limit_on(device: torch.device, softcap: float) -> Tensor:
-    """Return the soft cap of scores as a tensor, which a compiled function takes for any value."""
-    # As in `_of_positions`, evaluation may be the first to ask.
+    """Return the soft cap as a tensor, so that one compiled function serves all values."""
+    # As in `_of_positions`, the first call may come from evaluation.
     with torch.inference_mode(False):
         return torch.full((), softcap, device=device)
 
 
 def _kind_of(arg: Any) -> Any:
-    """Return the properties of a block mask for which attention is compiled.
+    """Return the properties of a block mask for which attention is compiled separately.
 
-    Any other argument is returned unchanged.
-
-    The properties are the rule, with its numbers and the kinds of its tensors, and which axes of
-    the list of blocks have one entry: batch, rows and columns.
+    These are the rule, with its numbers and the kinds of its tensors, and the axes of the list of
+    blocks that have one entry: batch, rows and columns. Any other argument is returned unchanged.
     """
     if not isinstance(arg, BlockMask):
         return arg
@@ -153,16 +153,17 @@ def _kind_of(arg: Any) -> Any:
 attention_in_blocks = Compiled(_attention_in_blocks, kind_of=_kind_of)
 """Attention compiled to one kernel; uncompiled it would store all scores.
 
-`torch.compile` gives up on a function that it has compiled 8 times. Here each kind of mask, window,
-head size and so on has a copy of its own, whose lengths alone may vary.
+`torch.compile` gives up on a function after 8 compilations. So each kind of mask, window, head size
+and so on has its own copy, in which only the lengths vary.
 """
 
 
 def block_mask(query: Tensor, key: Tensor, span: Span, mask: Tensor | None) -> BlockMask:
     """Return the block mask for queries ``[b, n, q, d]`` and keys ``[b, g, k, d]``, cached.
 
-    Attention is forbidden by ``span``, and by ``mask``: the document of each position of the
-    sequence ``[b or 1, s]``, or a dense mask ``[b or 1, 1, q, k]``. With None, by ``span`` alone.
+    Attention is forbidden by ``span``, and also by ``mask`` unless it is None. ``mask`` is the
+    document of each position of the sequence ``[b or 1, s]``, or a dense mask ``[b or 1, 1, q,
+    k]``.
     """
     lengths = query.size(2), key.size(2)
     if mask is None:
@@ -193,9 +194,9 @@ def is_captured(device: torch.device) -> bool:
 
 
 class NewestMask:
-    """Cache of what all layers make from the mask of the newest micro-batch.
+    """Cache of the values that all layers compute from the newest micro-batch's mask.
 
-    The key is the mask's storage and version, since recomputed layers get the mask as another
+    The key is the mask's storage and version, because recomputed layers get the mask as another
     tensor object. The cache holds a reference, so that the storage is not reused.
     """
 
@@ -207,13 +208,13 @@ class NewestMask:
 
     @contextmanager
     def kept_for_graphs(self, kept: dict[Any, Any]) -> Iterator[None]:
-        """Keep in ``kept`` the masks for which the layers of a chunk are recorded inside the block.
+        """Inside the block, keep the masks for which a chunk's layers are recorded in ``kept``.
 
-        ``kept`` must live as long as the graphs, which read the masks at fixed addresses. What
-        follows from positions alone is made before the capture. What follows from a mask is made
-        by the graph of the first layer that needs it, from what its input holds at a replay, and
-        read by the graphs after it. All layers get one mask, so that they are replayed one after
-        the other or not at all.
+        ``kept`` must live as long as the graphs, which read the masks at fixed addresses. Masks
+        that depend only on positions are made before the capture. For values that depend on a mask,
+        the graph of the first layer that needs one computes it from the replay's input, and later
+        graphs read it. All layers get the same mask, so either all of them are replayed, in order,
+        or none.
         """
         self._of_graphs = kept
         try:
@@ -222,7 +223,7 @@ class NewestMask:
             self._of_graphs = None
 
     def find(self, mask: Tensor, purpose: Any, make: Callable[[], T]) -> T:
-        """Return what ``make`` returns for this mask (or part of one) and purpose, from the cache.
+        """Return the result of ``make`` for this mask (or a part of one) and purpose, cached.
 
         A value made outside the capture of a CUDA graph is not reused inside one.
         """
@@ -241,10 +242,10 @@ class NewestMask:
         return made
 
     def of_positions(self, span: Span, lengths: Lengths, device: torch.device) -> BlockMask:
-        """Return the block mask of a span alone, cached.
+        """Return the block mask of a span without documents, cached.
 
-        A graph gets one of its own: the common cache may give up an entry at any time, and may not
-        hold what only a replay fills.
+        A graph gets its own mask: the common cache may evict an entry at any time, and must not
+        hold a tensor that only a replay fills.
         """
         what = (span, lengths, device)
         if self._of_graphs is None and not is_captured(device):
@@ -265,7 +266,7 @@ newest = NewestMask()
 
 @lru_cache(maxsize=16)
 def _of_positions(span: Span, lengths: Lengths, device: torch.device) -> BlockMask:
-    # The cache also serves training, whose backward pass cannot save tensors of inference mode.
+    # The cache is also used in training, where autograd cannot save tensors made in inference mode.
     with torch.inference_mode(False):
         some, whole = _blocks_in_reach(span, lengths, device)
         rule = _rule(span, device)
@@ -282,7 +283,8 @@ def _of_documents(span: Span, lengths: Lengths, documents: Tensor) -> BlockMask:
     q_high = q_high[:, :, None]
     k_low = k_low[:, None, :]
     k_high = k_high[:, None, :]
-    # Indices grow along a sequence; if they did not, a block too many would be looked into.
+    # Document indices grow along a sequence. If they did not, only some extra blocks would be
+    # computed.
     some = some & (q_low <= k_high) & (k_low <= q_high)
     whole = whole & (q_low == k_high) & (k_low == q_high)
     if documents.size(0) == 1:
@@ -300,9 +302,9 @@ def _of_dense_mask(span: Span, lengths: Lengths, forbidden: Tensor) -> BlockMask
 
 
 def _blocks_in_reach(span: Span, lengths: Lengths, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return which blocks ``[q blocks, k blocks]`` allow some pair of positions, and which all.
+    """Return which blocks ``[q blocks, k blocks]`` allow some pairs of positions, and which all.
 
-    A block that reaches beyond the end of the queries or keys does not count as a whole one.
+    A block that extends beyond the end of the queries or keys never counts as one that allows all.
     """
 
     def ends(length: int) -> tuple[Tensor, Tensor]:
@@ -328,9 +330,9 @@ def _blocks_in_reach(span: Span, lengths: Lengths, device: torch.device) -> tupl
 
 
 def _ranges(documents: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the least and greatest index in each block, ``[b, blocks]``, of documents ``[b, s]``.
+    """Return the least and greatest document ``[b, s]`` in each block, ``[b, blocks]``.
 
-    The last block is filled up with its last index.
+    The last block is padded with its last index.
     """
     lacking = -documents.size(1) % TILE
     filled = torch.cat([documents, documents[:, -1:].expand(-1, lacking)], dim=1)
@@ -341,13 +343,13 @@ def _ranges(documents: Tensor) -> tuple[Tensor, Tensor]:
 def _in_order(
     some: Tensor, whole: Tensor, lengths: Lengths, rule: Callable[..., Tensor]
 ) -> BlockMask:
-    """Return the block mask of blocks ``[b or 1, q blocks, k blocks]`` that `rule` looks into.
+    """Return a block mask over blocks ``[b or 1, q blocks, k blocks]``; `rule` decides inside them.
 
     ``some`` is True where a block allows some attention, ``whole`` where it allows all.
     """
 
     def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the number of blocks of each row, and their columns, first in the row."""
+        """Return the number of selected blocks of each row, and its columns, selected first."""
         blocks = blocks[:, None].int()
         columns = torch.argsort(blocks, dim=-1, descending=True, stable=True)
         return blocks.sum(-1, dtype=torch.int32), columns.int()
@@ -365,25 +367,25 @@ def _rule(
     of_keys: Tensor | None = None,
     forbidden: Tensor | None = None,
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return the function of (b, h, q, k) that is True where query q attends to key k.
+    """Return a function of (b, h, q, k) that is True where query q attends to key k.
 
     Args:
-        of_queries, of_keys: document index of each query ``[b, q]`` and key ``[b, k]``; without the
-            axis b for all samples.
-        forbidden: True where attention is forbidden, ``[b, q, k]``; ``[q, k]`` for all samples.
+        of_queries, of_keys: document index of each query ``[b, q]`` and key ``[b, k]``, or without
+            the axis b if it is the same for all samples.
+        forbidden: True where attention is forbidden, ``[b, q, k]``, or ``[q, k]`` for all samples.
     """
     least, greatest = span.distances()
-    # Every plain number in a mask's function would cost a compilation of its own.
+    # Each plain number in a mask's function would need its own compilation.
     first_query = torch.full((), span.first_query, device=device)
 
     def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        # Positions of keys stay alone, or their differences would be made for all pairs in int64.
+        # Compare key positions directly: differences would be computed for all pairs, in int64.
         at = q + first_query
         seen = k >= 0 if least is None else k <= at - least
         if greatest is not None:
             seen = seen & (k >= at - greatest)
-        # All indices are tensors. Of a plain number torch makes a tensor on the device, for which
-        # the host waits.
+        # All indices are tensors. torch would copy a plain number to the device, and the host would
+        # wait.
         if of_queries is not None and of_keys is not None:
             if of_queries.dim() == 2:
                 seen = seen & (of_queries[b, q] == of_keys[b, k])

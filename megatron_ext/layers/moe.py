@@ -1,12 +1,11 @@
 """Changes to megatron-core's mixture of experts (MoE), for CPUs and per-token normalization.
 
-Without Transformer Engine megatron-core's `gating` calls a name that does not exist. Under
-per-token normalization megatron-core multiplies auxiliary losses by the number of local tokens;
-here their coefficient always refers to the mean over all micro-batches, on every layout. In models
-of 16 bits megatron-core also rounds the counts of tokens from which the experts' bias follows.
-
-megatron-core's all-to-all dispatcher supports split sizes in GPU tensors only. Between the
-tensor-parallel parts of an expert it gathers unequal numbers of tokens, which Gloo cannot do.
+- Without Transformer Engine, megatron-core's `gating` calls a name that does not exist.
+- Under per-token normalization, megatron-core multiplies auxiliary losses by the number of local
+  tokens. Here their coefficient always refers to the mean over all micro-batches, in every layout.
+- In 16-bit models, megatron-core rounds the token counts that determine the experts' bias.
+- megatron-core's all-to-all dispatcher supports split sizes only in GPU tensors. Between the
+  tensor-parallel parts of an expert it gathers unequal numbers of tokens, which Gloo cannot do.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class GroupRanking:
-    """The choice of experts in groups that are ranked by the sum of their ``count`` best scores.
+    """Chooses experts in groups, which are ranked by the sum of their ``count`` best scores.
 
-    megatron-core's router asks such an object for its choice where routes may be replayed. Its own
-    choice ranks a group by its best ``topk // group_topk`` scores.
+    megatron-core's router has a hook for replaying routes, which returns the choice of experts;
+    this object uses it. Its own choice ranks a group by its best ``topk // group_topk`` scores.
     """
 
     layer_number: int | None = None
@@ -47,9 +46,10 @@ class GroupRanking:
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int, group_topk: int, *_default: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return the scores and the indices of each token's experts, both ``[tokens, topk]``.
+        """Return the scores and indices of each token's experts, both ``[tokens, topk]``.
 
-        The experts are in ``group_topk`` groups (DeepSeek-V2, arXiv:2405.04434, section 2.2.2).
+        A token's experts come from its ``group_topk`` best groups (DeepSeek-V2, arXiv:2405.04434,
+        section 2.2.2).
 
         Args:
             scores: scores of all experts, ``[tokens, e]``.
@@ -64,7 +64,7 @@ class GroupRanking:
 
 
 class Router(TopKRouter):  # type: ignore[misc]
-    """Top-k router that runs without Transformer Engine and scales losses alike on every layout."""
+    """Top-k router that runs without Transformer Engine and scales losses alike in all layouts."""
 
     def __init__(self, *args: Any, pg_collection: ProcessGroupCollection, **kwargs: Any) -> None:
         super().__init__(*args, pg_collection=pg_collection, **kwargs)
@@ -74,10 +74,10 @@ class Router(TopKRouter):  # type: ignore[misc]
             self.router_replay = GroupRanking(count)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """Move the router, but keep its counts and the experts' bias in float32 when it is cast.
+        """Move the router; keep its token counts and the experts' bias in float32 when it is cast.
 
-        16 bits round counts of tokens from 257 (bf16) or 2,049 (fp16) on, so that a bias would
-        step the wrong way. megatron-core restores the bias alone, when it is rounded already.
+        In 16 bits, counts are rounded from 257 (bf16) or 2,049 (fp16) on, so a bias could move in
+        the wrong direction. megatron-core restores only the bias, after it has been rounded.
         """
         before = {name: x for name, x in self._buffers.items() if x is not None}
         super()._apply(fn, recurse)
@@ -89,9 +89,9 @@ class Router(TopKRouter):  # type: ignore[misc]
         return self
 
     def apply_input_jitter(self, input: Tensor) -> Tensor:
-        """Multiply the input ``[s, b, h]`` by noise in training (arXiv:2101.03961), if enabled.
+        """In training, multiply the input ``[s, b, h]`` by noise (arXiv:2101.03961), if enabled.
 
-        Under ``--deterministic-dropout`` the noise, like dropout masks, is layout-independent.
+        Under ``--deterministic-dropout`` the noise does not depend on the layout.
         """
         eps = self.config.moe_input_jitter_eps
         if eps is None or not getattr(self.config, "deterministic_dropout", False):
@@ -118,9 +118,9 @@ class Router(TopKRouter):  # type: ignore[misc]
         *_groups: ProcessGroup,
         **_counts: Any,
     ) -> Tensor:
-        """Return ``activation`` with the load-balancing loss attached, and log the loss.
+        """Attach the load-balancing loss to ``activation`` and return it; log the loss.
 
-        ``aux_loss`` contains the factor ``aux_loss_coeff``; the logged value does not.
+        ``aux_loss`` includes the factor ``aux_loss_coeff``; the logged value does not.
         """
         core.log_auxiliary_loss(self, aux_loss_name, aux_loss / aux_loss_coeff)
         return attach_microbatch_loss(activation, aux_loss, self.config)
@@ -148,7 +148,7 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     num_local_experts: int
 
     def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> Any:
-        """Gather the tokens of the ranks that hold parts of this rank's experts; sort by expert.
+        """Gather the tokens of all ranks with parts of this rank's experts; sort them by expert.
 
         Return the tokens ``[tokens, h]``, the number of tokens by expert, and the probabilities.
         """
@@ -163,7 +163,7 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
             return super().dispatch_postprocess(tokens, probs)
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Sum the outputs of each expert's parts; return the sums for this rank's own tokens."""
+        """Sum the outputs of an expert's parts; return the sums for this rank's own tokens."""
         sizes = self._unequal_parts()
         if sizes is None:
             with self._sorted_already():
@@ -188,7 +188,7 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
 
     @contextmanager
     def _gathered_already(self) -> Iterator[None]:
-        """Keep megatron-core from communicating between the parts of an expert inside the block."""
+        """Inside the block, keep megatron-core from communicating between parts of an expert."""
         size, self.tp_size = self.tp_size, 1
         try:
             yield
@@ -197,9 +197,9 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
 
     @contextmanager
     def _sorted_already(self) -> Iterator[None]:
-        """Keep megatron-core from sorting tokens of this rank alone, which are sorted by expert.
+        """Inside the block, keep megatron-core from sorting this rank's tokens, which are sorted.
 
-        It would copy them part by part into the same order.
+        It would copy them, part by part, into the same order.
         """
         count = self.num_local_experts
         if self.tp_size * self.ep_size == 1 and not self.drop_and_pad:
@@ -212,7 +212,7 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     def _maybe_dtoh_and_synchronize(
         self, point: str, tokens_per_expert: Tensor | None = None
     ) -> Tensor | None:
-        """Convert split sizes to numpy arrays also on CPUs; megatron-core does so on GPUs only."""
+        """Convert split sizes to numpy arrays on CPUs too; megatron-core does so only on GPUs."""
         tokens_per_expert = super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
         if point == self.cuda_dtoh_point:
             for name in ("input_splits", "output_splits", "output_splits_tp"):
@@ -223,22 +223,22 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
 
 
 def expert_parameters(chunk: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """Yield the parameters of the experts of a model chunk, without routers and shared experts."""
+    """Yield the parameters of a chunk's experts, without routers and shared experts."""
     for module in chunk.modules():
         if isinstance(module, BaseMoELayer) and module.experts is not None:
             yield from module.experts.parameters()
 
 
 def mark_experts(chunk: torch.nn.Module, groups: ProcessGroupCollection) -> None:
-    """Mark the experts' parameters, so that gradients are summed over the ranks that hold copies.
+    """Mark the experts' parameters, so that gradients are summed over the ranks with copies.
 
-    megatron-core treats the parameters as dense if ``--expert-model-parallel-size`` is 1. This is
-    wrong if the expert-tensor-parallel size is not the tensor-parallel size, since other ranks
-    then hold an expert's copies. Under sequence parallelism megatron-core also sums the gradients
-    of an expert's second bias over the tensor-parallel ranks. This is wrong too, since these
-    ranks hold other experts, or copies whose gradients are summed already.
+    megatron-core treats these parameters as dense if ``--expert-model-parallel-size`` is 1. This is
+    wrong if the expert-tensor-parallel size is not the tensor-parallel size, because an expert's
+    copies are then on other ranks. Under sequence parallelism, megatron-core also sums the
+    gradients of an expert's second bias over the tensor-parallel ranks. This is wrong too: these
+    ranks hold other experts, or copies whose gradients are already summed.
     """
-    # A model without experts may have no groups for them.
+    # A model without experts may lack groups for them.
     for parameter in expert_parameters(chunk):
         size = groups.expt_tp.size()
         if size != groups.tp.size():
@@ -246,6 +246,6 @@ def mark_experts(chunk: torch.nn.Module, groups: ProcessGroupCollection) -> None
         if size == 1 and not getattr(parameter, "allreduce", True):
             parameter.sequence_parallel = False  # type: ignore[attr-defined]
             if not getattr(parameter, "tensor_model_parallel", False):
-                # Every tensor-parallel rank then counts it in the gradient norm.
+                # So that every tensor-parallel rank counts it in the gradient norm.
                 parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
                 parameter.partition_dim, parameter.partition_stride = 0, 1  # type: ignore[attr-defined]

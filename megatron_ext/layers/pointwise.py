@@ -1,10 +1,10 @@
-"""The pointwise parts of a transformer layer as pure functions, each one kernel if compiled.
+"""The pointwise parts of a transformer layer as pure functions; each becomes one compiled kernel.
 
-In half precision a compiled function rounds only its results, whereas separate kernels round every
-intermediate. Compiled results are therefore nearer to the exact values.
+In half precision, a compiled function rounds only its results, but separate kernels round every
+intermediate value. So compiled results are closer to the exact values.
 
 The norms are torch's, with support for a zero-centered gain and sequence parallelism, which
-megatron-core's wrapped torch norms refuse.
+megatron-core's wrappers of torch's norms refuse.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ NormSpec = tuple[str, float, bool]
 
 @dataclass(frozen=True)
 class Fusions:
-    """Switches for the parts of a layer that may be compiled, set by Megatron-LM's flags.
+    """The parts of a layer that may be compiled, according to Megatron-LM's flags.
 
     Attributes:
-        norm: False with ``--no-persist-layer-norm``, which leaves the norm to torch's own kernel.
+        norm: False with ``--no-persist-layer-norm``, which uses torch's own kernel for the norm.
         activation: False with ``--no-bias-swiglu-fusion`` for SwiGLU, and with
             ``--no-bias-gelu-fusion`` for all other activations.
         rotary: rotary embedding and norm of queries and keys; False with ``--no-rope-fusion``.
@@ -68,7 +68,7 @@ NAMES = {function: name for name, function in ACTIVATIONS.items()}
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> Tensor:
     """Apply LayerNorm (arXiv:1607.06450) or RMSNorm (arXiv:1910.07467) to ``[..., h]``.
 
-    The result has the dtype of the weights ``[h]``, also where ``x`` is in float32.
+    The result has the dtype of the weights ``[h]``, even if ``x`` is float32.
     """
     kind, eps, zero_centered = spec
     dtype = weight.dtype
@@ -93,10 +93,10 @@ def _one_norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) ->
 def norm_and_statistics(
     x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec
 ) -> tuple[Tensor, ...]:
-    """Return the `norm` of ``[..., h]``, the inverse deviations ``[..., 1]``, and means if taken.
+    """Return the `norm` of ``[..., h]``, inverse deviations ``[..., 1]`` and, for LayerNorm, means.
 
-    Weight and bias broadcast to ``x``, so that samples may have their own. The statistics are in
-    float32, or in float64 for ``x`` in float64.
+    Weight and bias broadcast to ``x``, so each sample may have its own. The statistics are float32,
+    or float64 if ``x`` is float64.
     """
     kind, eps, _ = spec
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -125,12 +125,12 @@ def norm_gradients(
     inverse: Tensor,
     mean: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of ``x``, weight and bias that ``plan`` names, by saved statistics.
+    """Return the gradients of ``x``, weight and bias that ``plan`` names, from saved statistics.
 
-    With the normalized n = (x - mean) * inverse and the gradient g of n, that of x is
-    ``inverse * (g - n mean(g n) - mean(g))``; RMSNorm has neither mean. That of the weight,
-    ``sum(of_y n)`` over the tokens that share it, depends on no other sum, so that one kernel may
-    compute all.
+    Let n = (x - mean) * inverse be the normalized input and g its gradient. The gradient of x is
+    ``inverse * (g - n mean(g n) - mean(g))``; RMSNorm has neither mean. The gradient of the weight
+    is ``sum(of_y n)`` over the tokens that share it. It depends on no other sum, so a single kernel
+    may compute all gradients.
     """
     _, indices = plan
     dtype = inverse.dtype
@@ -157,7 +157,7 @@ def _gain(weight: Tensor, spec: NormSpec, dtype: torch.dtype) -> Tensor:
 norm_with_residual = FusedResidual(
     _one_norm, saving=norm_and_statistics, gradients=norm_gradients, num_outputs=1
 )
-"""Returns ``x``, for the residual connection, and its `norm`."""
+"""Return ``x`` for the residual connection, and its `norm`."""
 
 
 def added(
@@ -192,14 +192,14 @@ def bias_dropout_add_norm(
 def masked_bias_dropout_add(
     x: Tensor, bias: Tensor | None, residual: Tensor, drawn: Tensor, probability: float
 ) -> Tensor:
-    """Return ``residual + dropout(x + bias)``, dropping elements where ``drawn < probability``."""
+    """Return ``residual + dropout(x + bias)``; drop elements with ``drawn < probability``."""
     if bias is not None:
         x = x + bias
     return residual + x * (drawn >= probability) / (1 - probability)
 
 
 Limits = tuple[float | None, float]
-"""The limit and the offset that `activated` takes."""
+"""The limit and the offset of `activated`."""
 NO_LIMITS: Limits = (None, 0.0)
 
 
@@ -247,10 +247,8 @@ def rotary_table(
 ) -> tuple[Tensor, Tensor]:
     """Return cosines and sines ``[s, 1, 1, d / 2]`` of megatron-core's rotary angles.
 
-    ``magnitude`` multiplies them in float32.
-
-    The input ``[s, 1, 1, d]`` holds each angle twice: in both halves, or with ``interleaved`` in
-    neighbouring elements.
+    The angles ``[s, 1, 1, d]`` hold each angle twice: in both halves, or with ``interleaved`` in
+    neighbouring elements. ``magnitude`` multiplies the cosines and sines in float32.
     """
     once = angles[..., ::2] if interleaved else angles.chunk(2, dim=-1)[0]
     if magnitude == 1.0:
@@ -292,15 +290,16 @@ def queries_keys_values(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split a projection into queries, keys and values; normalize and rotate queries and keys.
 
-    The results are copies, which lets the memory of the projection be freed. One kernel then
-    combines the gradients of all three into the gradient of the projection.
+    The results are copies, so that the memory of the projection can be freed. In the backward pass,
+    one kernel combines the gradients of all three into the gradient of the projection.
 
     Args:
         projected: ``[s, b, g * (n / g + 2) * d]``: each group's queries, its key and its value.
-        bias: added to the projection.
+        bias: bias of the projection.
         groups, head_dim: number of query groups g on this rank, and head size d.
         cos, sin: cosines and sines from `rotary_table`; None applies no rotation.
-        interleaved: neighbouring features are a pair; else feature i and i + d / 2.
+        interleaved: whether neighbouring features form a pair; otherwise features i and i + d / 2
+            do.
         q_weight, q_bias, k_weight, k_bias, spec: the norms of queries and keys; see `norm`.
 
     Returns:
@@ -330,7 +329,7 @@ Weights = tuple[Tensor, Tensor | None]
 
 
 class _GainNorm:
-    """Mixin for torch's norms; with ``zero_centered`` the stored weight is the gain minus one."""
+    """Mixin of torch's norms; with ``zero_centered`` the stored weight is the gain minus one."""
 
     weight: torch.nn.Parameter
 
@@ -361,7 +360,7 @@ class RMSNorm(_GainNorm, torch.nn.RMSNorm):
 
 
 def weights_of(norm: Any) -> Weights:
-    """Return a norm's weight and bias, by a call that waits for data parallelism to gather them."""
+    """Return a norm's weight and bias after data parallelism has gathered them."""
     weights: Weights = norm(None)
     return weights
 
@@ -376,10 +375,10 @@ NORMS: dict[str, Any] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 
 class Norm:
-    """Builder of the norm that a TransformerConfig names, with megatron-core's arguments.
+    """Builds the norm that a TransformerConfig names, with megatron-core's arguments.
 
     Raises:
-        ConfigError: a normalization other than LayerNorm and RMSNorm.
+        ConfigError: the normalization is neither LayerNorm nor RMSNorm.
     """
 
     def __new__(  # type: ignore[misc]

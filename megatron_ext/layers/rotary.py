@@ -1,8 +1,8 @@
 """Rotary positions (RoFormer, arXiv:2104.09864): frequencies of every kind, and their angles.
 
 The kinds and their arithmetic are those of transformers' ``modeling_rope_utils``, bit for bit in
-float32. Layers with a window may have a base of their own, which is not scaled (Gemma 3). The
-angles of both kinds of layers travel in one tensor; each layer takes its own.
+float32. Layers with a window may have a separate base without scaling (Gemma 3). A single tensor
+carries the angles for both kinds of layers; each layer selects its own.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def inverse_frequencies(
     """Return the angle per position of each pair of channels, float32 ``[rotated channels / 2]``.
 
     Args:
-        percent: share of the ``head_dim`` channels to rotate.
-        length: length of the sequence, which chooses between LongRoPE's two lists of divisors.
+        percent: fraction of the ``head_dim`` channels to rotate.
+        length: length of the sequence; it selects one of LongRoPE's two lists of divisors.
     """
     kind = None if scaling is None else scaling.rope_type
     if scaling is None or kind is None:
         return 1.0 / _wavelengths(int(head_dim * percent), base)
     if kind == "proportional":
-        # All channels count as rotated, but the rest of them by no angle.
+        # All channels are in the result, but the rest of them have angle zero.
         rotated = int(percent * head_dim // 2)
         frequencies = torch.zeros(head_dim // 2)
         frequencies[:rotated] = 1.0 / _wavelengths(head_dim, base)[:rotated]
@@ -82,7 +82,7 @@ def _yarn(wavelengths: Tensor, dim: int, base: float, scaling: RopeScaling) -> T
     """Divide frequencies along a ramp over the channels (YaRN, arXiv:2309.00071, eq. 23)."""
 
     def channel(rotations: float) -> float:
-        """Return the pair of channels that turns so often in the original context."""
+        """Return the pair of channels that rotates this often within the original context."""
         turns = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
         return (dim * math.log(turns)) / (2 * math.log(base))
 
@@ -101,10 +101,10 @@ def _yarn(wavelengths: Tensor, dim: int, base: float, scaling: RopeScaling) -> T
 
 
 class RotaryEmbedding(CoreRotaryEmbedding):  # type: ignore[misc]
-    """megatron-core's rotary embedding with scaled frequencies, and a second base if asked for.
+    """megatron-core's rotary embedding with scaled frequencies and an optional second base.
 
-    The angles are ``[s, 1, k, d]``, k = 1; with ``--rope-local-base-freq`` k = 2, of which the
-    second are those of layers with a window.
+    The angles are ``[s, 1, k, d]`` with k = 1. With ``--rope-local-base-freq`` k is 2; the second
+    angles are for layers with a window.
     """
 
     def __init__(self, model: ModelConfig, transformer_config: TransformerConfig, cp_group: Any):
@@ -126,14 +126,14 @@ class RotaryEmbedding(CoreRotaryEmbedding):  # type: ignore[misc]
 
     @property
     def short_length(self) -> int | None:
-        """Return the length up to which a LongRoPE takes the short divisors; None for others."""
+        """Return the length up to which LongRoPE uses the short divisors; None for other kinds."""
         if self.scaling is None or self.scaling.rope_type != "longrope":
             return None
         return self.scaling.original_max_position_embeddings
 
     def get_emb(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """Return the angles ``[s, 1, k, d]`` of the s positions from ``offset`` on."""
-        # The host goes on while numbers that it made are copied.
+        # Asynchronous copies, so that the host does not wait for the device.
         current = torch.cuda.current_device()
         self.inv_freq: Tensor = self.inv_freq.to(device=current, non_blocking=True)
         device = self.inv_freq.device
@@ -156,7 +156,7 @@ class RotaryEmbedding(CoreRotaryEmbedding):  # type: ignore[misc]
 def rotary_embedding(
     model: ModelConfig, transformer_config: TransformerConfig, cp_group: Any
 ) -> RotaryEmbedding | None:
-    """Return our rotary embedding; None where megatron-core's gives the same angles."""
+    """Return our rotary embedding; None if megatron-core's gives the same angles."""
     if model.position_embedding_type != "rope":
         return None
     if model.rope_local_base_freq is None and scaling_of(model) is None:
@@ -166,10 +166,10 @@ def rotary_embedding(
 
 @dataclass(frozen=True)
 class LayerRotary:
-    """The way in which a layer rotates its queries and keys.
+    """How a layer rotates its queries and keys.
 
     Attributes:
-        index: which of the angles ``[s, 1, k, d]`` are the layer's; None rotates nothing.
+        index: the layer's index in the angles ``[s, 1, k, d]``; None rotates nothing.
         magnitude: factor of the cosines and sines.
     """
 
@@ -180,9 +180,10 @@ class LayerRotary:
     def of(
         cls, transformer_config: TransformerConfig, layer_number: int, *, windowed: bool
     ) -> LayerRotary:
-        """Return the rotation of the layer of this number, counted from 1.
+        """Return the rotation of layer ``layer_number``, counted from 1.
 
-        Layers of multi-token prediction, which follow the decoder's, are like its last.
+        Layers of multi-token prediction follow the decoder's layers, and rotate like the last of
+        them.
         """
         last = transformer_config.num_layers
         lacking = transformer_config.no_rope_freq

@@ -1,14 +1,14 @@
 """Attention by torch's kernels for scaled_dot_product_attention (SDPA).
 
-`attend` tries the fastest kernel of the device first. On Hopper and data-center Blackwell GPUs
-cuDNN's is tried first, then FlashAttention 2; on Hopper FlashAttention 3 goes before both if it is
-installed (`use_flash_3`). torch prefers cuDNN only from version 9.15.1 on, since it does not trust
-older ones at lengths that 128 does not divide (pytorch/pytorch, issue 169849). With a mask no
-version is trusted at such lengths: where the remainder is 64, gradients may be NaN (issue 196678).
+`attend` tries the fastest kernel of the device first. On Hopper and data-center Blackwell GPUs this
+is cuDNN's, then FlashAttention 2; on Hopper FlashAttention 3 comes before both if it is installed
+(`use_flash_3`). torch prefers cuDNN only from version 9.15.1 on, since older versions are unsafe at
+lengths that are not multiples of 128 (pytorch/pytorch, issue 169849). With a mask, no version is
+safe at such lengths: if the remainder is 64, gradients may be NaN (issue 196678).
 
-The kernels accept ``[b, n, s, d]``, in which only the last axis must be contiguous, and lay out
-results like the queries. Tensors in Megatron's order ``[s, b, n, d]`` are therefore passed as views
-and come back contiguous. The keys of a query group are not repeated for its queries.
+The kernels accept ``[b, n, s, d]`` with a contiguous last axis, and give results the layout of the
+queries. So tensors in Megatron's order ``[s, b, n, d]`` are passed as views, and the results are
+contiguous in that order. The keys of a query group are not repeated for its queries.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def attend(
         query: ``[b, n, q, d]``, with contiguous last dimension and any other strides.
         key, value: ``[b, g, k, d]`` and ``[b, g, k, dv]`` with g query groups.
         mask: ``[b, 1, q, k]``, True where a query attends to a key, or a bias object of torch.
-        causal: queries attend to no later keys; not together with a mask.
+        causal: whether queries attend to no later keys; not allowed together with a mask.
         scale: None means ``1 / sqrt(d)``.
-        backend: the kernel to use on a GPU; auto takes the fastest that supports the arguments.
+        backend: the kernel to use on a GPU; auto uses the fastest one that supports the arguments.
 
     Raises:
         ConfigError: the kernel of ``backend`` does not support the arguments.
@@ -86,7 +86,8 @@ def attend(
     own = value.size(-1)
     size = max(query.size(-1), value.size(-1))
     if not query.is_cuda and query.size(-1) != own:
-        # The fused kernel of a CPU takes heads of one size. Zeros change neither scores nor values.
+        # A CPU's fused kernel needs equal head sizes. Padding with zeros changes neither scores nor
+        # values.
         scale = query.size(-1) ** -0.5 if scale is None else scale
         query, key, value = (F.pad(x, (0, size - x.size(-1))) for x in (query, key, value))
         padded = attend(query, key, value, mask=mask, causal=causal, dropout=dropout, scale=scale)
@@ -147,9 +148,9 @@ def kernels_for(
         order = FLASH_FIRST
     elif prefers_cudnn(capability, version, lengths, masked=masked):
         order = CUDNN_FIRST
-    elif unsafe:  # torch itself may take cuDNN's kernel.
+    elif unsafe:  # torch's own choice may be cuDNN's kernel
         order = WITHOUT_CUDNN
-    if flash_3_in_use() and dropout > 0:  # It has none, and FlashAttention 2 is out of the way.
+    if flash_3_in_use() and dropout > 0:  # FlashAttention 3 has no dropout
         order = [kernel for kernel in CUDNN_FIRST if kernel != SDPBackend.FLASH_ATTENTION]
     return order
 
@@ -171,10 +172,10 @@ def _whole_tiles(lengths: Sequence[int]) -> bool:
 
 
 def use_flash_3(model: ModelConfig, device: torch.device) -> bool:
-    """Let torch's flash kernels be FlashAttention 3's from now on; return whether they are.
+    """Switch torch's flash kernels to FlashAttention 3, if possible; return whether it is in use.
 
-    They are if ``--attention-backend`` allows flash kernels, attention has no dropout, the device
-    is a Hopper GPU, and FlashAttention 3 is installed and works with this torch (2.11 or newer).
+    It needs an ``--attention-backend`` that allows flash kernels, attention without dropout, a
+    Hopper GPU, and an installed FlashAttention 3 that works with this torch (2.11 or newer).
     """
     attention: Any = torch.nn.attention
     names: Any = getattr(attention, "list_flash_attention_impls", list)()
@@ -190,7 +191,7 @@ def use_flash_3(model: ModelConfig, device: torch.device) -> bool:
     try:
         attention.activate_flash_attention_impl(FLASH_3)
         _try_flash(device)
-    except Exception as error:  # whatever a build for another torch raises
+    except Exception as error:  # any error of a build for another torch
         if flash_3_in_use():
             attention.restore_flash_attention_impl()
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -204,13 +205,13 @@ def use_flash_3(model: ModelConfig, device: torch.device) -> bool:
 
 
 def flash_3_in_use() -> bool:
-    """Return whether torch's flash kernels are FlashAttention 3's."""
+    """Return whether torch's flash kernels have been switched to FlashAttention 3."""
     current: Any = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
     return bool(current() == FLASH_3)
 
 
 def _try_flash(device: torch.device) -> None:
-    """Run the flash kernel forwards and backwards once, and wait for it."""
+    """Run the flash kernel forward and backward once, and wait for it."""
     shape = 1, 1, CUDNN_TILE, 64
     x = torch.ones(shape, dtype=torch.bfloat16, device=device, requires_grad=True)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):

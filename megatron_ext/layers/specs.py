@@ -80,7 +80,7 @@ class TorchSpecProvider(LocalSpecProvider):  # type: ignore[misc]
 
 
 class BiasedSpecProvider(TorchSpecProvider):
-    """Our modules, whose linear layers all have biases."""
+    """Our modules, with biases in all linear layers."""
 
     def column_parallel_linear(self) -> type:
         return BiasedColumnParallelLinear
@@ -90,12 +90,12 @@ class BiasedSpecProvider(TorchSpecProvider):
 
 
 def _has_own_bias(transformer_config: TransformerConfig, name: str) -> bool:
-    """Return whether a part of each layer has biases that other parts lack."""
+    """Return whether only some parts of each layer have biases."""
     return not transformer_config.add_bias_linear and getattr(transformer_config, name, False)
 
 
 def torch_layer_spec(transformer_config: TransformerConfig, *, moe: bool) -> ModuleSpec:
-    """Return the spec of one transformer layer, with experts if ``moe``, else with a dense MLP."""
+    """Return the spec of a transformer layer, with experts if ``moe``, else with a dense MLP."""
     num_experts = transformer_config.num_moe_experts if moe else None
     biased = not moe and _has_own_bias(transformer_config, "mlp_bias")
     mlp = gpt_specs.get_mlp_module_spec_for_backend(
@@ -115,8 +115,8 @@ def torch_layer_spec(transformer_config: TransformerConfig, *, moe: bool) -> Mod
             pre_mlp_layernorm=Norm,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
-            # Transformer Engine's fused layers give the same tensors these names in a
-            # checkpoint, so that either spec loads what the other saved.
+            # Transformer Engine's fused layers use these names in checkpoints for the same tensors.
+            # So each spec can load what the other has saved.
             sharded_state_dict_keys_map={
                 **names,
                 **({} if moe else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}),
@@ -162,10 +162,10 @@ def _attention(transformer_config: TransformerConfig) -> tuple[ModuleSpec, dict[
 
 
 def expert_pattern(transformer_config: TransformerConfig) -> list[bool]:
-    """Return for each layer of the decoder whether it holds experts.
+    """Return, for each layer of the decoder, whether it has experts.
 
     Raises:
-        ConfigError: a list in ``moe_layer_freq`` whose length is not the number of layers.
+        ConfigError: ``moe_layer_freq`` is a list whose length is not the number of layers.
     """
     num_layers = transformer_config.num_layers
     if transformer_config.num_moe_experts is None:
@@ -180,7 +180,7 @@ def expert_pattern(transformer_config: TransformerConfig) -> list[bool]:
 
 
 def _adapted(layers: Sequence[ModuleSpec], transformer_config: TransformerConfig) -> None:
-    """Put our router, and if configured `GradientAccumulatingLayer`, into the given layer specs."""
+    """Put our router, and `GradientAccumulatingLayer` if configured, into the given layer specs."""
     for layer in layers:
         experts = core.moe_submodules(getattr(layer.submodules, "mlp", None))
         if experts is not None:
@@ -191,7 +191,7 @@ def _adapted(layers: Sequence[ModuleSpec], transformer_config: TransformerConfig
 def layer_spec(
     transformer_config: TransformerConfig, *, impl: str, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """Return the specs of the decoder layers of one pipeline chunk and of the final norm.
+    """Return the specs of a pipeline chunk's decoder layers and of the final norm.
 
     Args:
         impl: ``transformer_engine`` for Transformer Engine's layers, anything else for ours.
@@ -208,7 +208,7 @@ def layer_spec(
         )
         _adapted(block.layer_specs, transformer_config)
         return block
-    # megatron-core drops the outputs of these modules by a function of Transformer Engine.
+    # megatron-core discards the outputs of these modules with a function of Transformer Engine.
     needing = [x for x in transformer_config.recompute_modules or () if x in RECOMPUTED_WITH_TE]
     selective = transformer_config.recompute_granularity == "selective"
     if selective and needing and not has_transformer_engine():
@@ -236,7 +236,8 @@ def mtp_block_spec(
             transformer_config, True, normalization=transformer_config.normalization
         )
         _adapted(layers, transformer_config)
-        # megatron-core accepts a single layer only of its own class, but a block of any layers.
+        # megatron-core accepts a single layer only of its own class, but a block with layers of any
+        # class.
         block = TransformerBlockSubmodules(layer_specs=layers)
         return gpt_specs.get_gpt_mtp_block_spec(transformer_config, block, True, vp_stage=vp_stage)
     layer = torch_layer_spec(transformer_config, moe=expert_pattern(transformer_config)[-1])

@@ -1,4 +1,4 @@
-"""Translation of a run's configuration to megatron-core's TransformerConfig, with additions."""
+"""Translates a run's configuration to megatron-core's TransformerConfig, with additions."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from megatron_ext.layers.weight_gradients import DeferredWeightGradients
 class VShapedLayerLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
     """megatron-core's layer layout for the V-shaped schedule, with two chunks on each rank.
 
-    Rank r holds stages r and ``2 * pipeline_size - 1 - r``. All stages hold the same number of
-    layers; the first also holds the embedding, the last the output layer.
+    Rank r holds stages r and ``2 * pipeline_size - 1 - r``. All stages have the same number of
+    layers; the first one also has the embedding, and the last one the output layer.
     """
 
     def __init__(self, num_layers: int, pipeline_size: int) -> None:
@@ -57,26 +57,27 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass
 class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
-    """TransformerConfig with further settings and with objects that a step shares with its layers.
+    """TransformerConfig with more settings, and with objects that a step shares with its layers.
 
     Attributes:
-        auxiliary_scale: factor of auxiliary losses, which the step sets.
+        auxiliary_scale: factor of auxiliary losses; the step sets its value.
         weight_gradients: queue of a zero-bubble schedule; None with other schedules.
-        deterministic_dropout: draw dropout masks that do not depend on the parallel layout.
-        adds_in_place: the matrix product of a weight gradient adds to the data-parallel buffer.
-        groups_experts: the experts of a rank are multiplied in one product.
-        te_gradient_accumulation_fusion: Transformer Engine's layers add weight gradients to the
-            data-parallel buffer, without the apex that megatron-core's layers would need.
-        fusions: the parts of a layer that may compile.
-        attn_logit_softcapping, final_logit_softcapping: limits c of the scores of attention and of
-            the logits, x of which becomes c tanh(x / c); None sets no limit.
-        sandwich_norm: normalize the outputs of attention and MLP too.
+        deterministic_dropout: whether dropout masks are independent of the parallel layout.
+        adds_in_place: whether the matrix product of a weight gradient adds to the data-parallel
+            buffer.
+        groups_experts: whether one grouped product multiplies the experts of a rank.
+        te_gradient_accumulation_fusion: whether Transformer Engine's layers add weight gradients to
+            the data-parallel buffer. Unlike megatron-core's layers, they do not need apex for it.
+        fusions: the parts of a layer that may be compiled.
+        attn_logit_softcapping, final_logit_softcapping: soft caps c of the scores of attention and
+            of the logits: x becomes c tanh(x / c). None sets no cap.
+        sandwich_norm: whether the outputs of attention and MLP are normalized, too.
         embedding_multiplier: factor of the token embeddings.
-        proj_bias, mlp_bias: the output projection of attention, and dense MLPs, have biases, also
-            without ``add_bias_linear``.
+        proj_bias, mlp_bias: whether the output projection of attention, and dense MLPs, have biases
+            even without ``add_bias_linear``.
         rotary_magnitude: factor of the cosines and sines of scaled rotary positions.
-        has_local_rotary: layers with a window have rotary angles of their own.
-        moe_router_group_scores: best scores of a group of experts that rank it; None takes
+        has_local_rotary: whether layers with a window have their own rotary angles.
+        moe_router_group_scores: number of a group's best scores by which it is ranked; None means
             megatron-core's number.
     """
 
@@ -108,7 +109,7 @@ LATENT_FIELDS = (
     "rope_type rotary_base rotary_percent rotary_scaling_factor original_max_position_embeddings "
     "beta_fast beta_slow mscale mscale_all_dim"
 )
-"""Fields of `ModelConfig` that megatron-core's MLATransformerConfig has by the same names."""
+"""Fields of `ModelConfig` with the same names in megatron-core's MLATransformerConfig."""
 
 
 def _latent_fields(model: ModelConfig) -> dict[str, Any]:
@@ -136,9 +137,10 @@ def xavier_uniform(tensor: torch.Tensor) -> torch.Tensor:
 def build_transformer_config(config: RunConfig) -> TransformerConfig:
     """Translate a run's configuration for megatron-core.
 
-    megatron-core's interleaved schedule has two faults that our own runtime lacks. With two stages
-    both neighbours are the same peer and batched messages would be swapped, hence they are not
-    batched. Stage outputs would be freed while they are sent, hence they are not deallocated.
+    Two options work around faults of megatron-core's interleaved schedule, which our own runtime
+    does not have. With two stages, both neighbours are the same peer, and batched messages would be
+    swapped; so messages are not batched. Stage outputs would be freed while they are being sent; so
+    they are not deallocated.
     """
     fields: dict[str, Any] = dict(transformer_fields(config))
     model = config.model
@@ -195,7 +197,7 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
 
 
 def check_core(config: RunConfig) -> TransformerConfig:
-    """Build a run's TransformerConfig, which asserts megatron-core's rules.
+    """Build a run's TransformerConfig, which checks megatron-core's rules.
 
     Raises:
         ConfigError: the run breaks a rule of megatron-core; the message says which.

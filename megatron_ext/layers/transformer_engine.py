@@ -1,4 +1,4 @@
-"""Setup for Transformer Engine's layers that megatron-core's layer specs do not cover."""
+"""Setup for Transformer Engine's layers beyond megatron-core's layer specs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CUDA_OF_BLOCKWISE = (12, 9)
 def recipe_error(
     recipe: str, capability: Capability, cuda: tuple[int, ...] | None = None
 ) -> str | None:
-    """Return a message that says why a GPU cannot run an fp8 recipe; None if it can.
+    """Return an error message if a GPU cannot run an fp8 recipe; None if it can.
 
     Args:
         recipe: a value of ``--fp8-recipe`` for Transformer Engine's layers.
@@ -62,7 +62,7 @@ def prepare_transformer_engine(config: RunConfig) -> None:
     """
     if config.model.transformer_impl != TE_IMPL:
         return
-    # Transformer Engine reads these options only from environment variables.
+    # Transformer Engine reads these options only from the environment.
     scaled = config.model.apply_query_key_layer_scaling
     os.environ["NVTE_APPLY_QK_LAYER_SCALING"] = str(int(scaled))
     if config.training.deterministic_mode:
@@ -87,7 +87,7 @@ def prepare_transformer_engine(config: RunConfig) -> None:
 
 
 def buffer_arguments(config: RunConfig, modes: Any = None) -> dict[str, Any]:
-    """Return arguments of Transformer Engine's ``initialize_ub``, for ``--tp-comm-overlap``.
+    """Return the arguments of Transformer Engine's ``initialize_ub`` for ``--tp-comm-overlap``.
 
     Args:
         modes: Transformer Engine's ``UserBufferQuantizationMode``; None before version 2.7.
@@ -114,10 +114,10 @@ def buffer_arguments(config: RunConfig, modes: Any = None) -> dict[str, Any]:
 
 
 class GradientAccumulatingLayer(TransformerLayer):  # type: ignore[misc]
-    """megatron-core's layer with ``gradient_accumulation_fusion`` set for this layer only.
+    """megatron-core's layer with ``gradient_accumulation_fusion`` set only for this layer.
 
-    The matrix products of Transformer Engine then add weight gradients to ``main_grad``. The option
-    is not set for the whole model, because megatron-core's own linear layers need apex for it.
+    Transformer Engine's matrix products then add weight gradients to ``main_grad``. The option is
+    not set for the whole model, because megatron-core's own linear layers would need apex.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:

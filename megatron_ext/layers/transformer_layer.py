@@ -1,8 +1,9 @@
 """megatron-core's transformer layer, attention and MLPs, with compiled and fused pointwise parts.
 
 One kernel adds a branch to the residual stream and normalizes the sum; another computes the
-gradients. Likewise, norm and rotary embedding of queries and keys are fused. All layers share one
-table of cosines and sines. An activation is compiled with its bias and an expert's token scales.
+gradients. Norm and rotary embedding of queries and keys are fused in the same way. All layers share
+one table of cosines and sines. An activation is compiled together with its bias and an expert's
+token scales.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ WithBias = tuple[Tensor, Tensor | None]
 Table = tuple[Tensor, Tensor]
 
 _tables: Any = WeakIdKeyDictionary()
-"""Cosines and sines by tensor of angles, then dtype; all layers and steps get the same tensor."""
+"""Cosines and sines by tensor of angles, then by dtype; all layers and steps use the same
+tensor."""
 
 
 def table_of(
@@ -57,13 +59,14 @@ def table_of(
 ) -> Table:
     """Return cosines and sines ``[s, 1, 1, d / 2]`` of angles ``[s, 1, k, d]``, from a cache.
 
-    ``rotary`` says which of the k angles are a layer's, and how large its cosines are.
+    ``rotary`` selects one of the k angles, and gives the factor of the cosines and sines.
     """
     own = rotary or LayerRotary(0, 1.0)
     assert own.index is not None
     tables: dict[Any, Table] = _tables.setdefault(angles, {})
     if (dtype, own) not in tables:
-        # The cache also serves training, whose backward pass cannot save tensors of inference mode.
+        # The cache is also used in training, where autograd cannot save tensors made in inference
+        # mode.
         with torch.inference_mode(False), torch.no_grad():
             part = angles if angles.size(2) == 1 else angles[:, :, own.index : own.index + 1]
             table = pointwise.rotary_table(part, dtype, interleaved, own.magnitude)
@@ -116,7 +119,7 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
             (x.is_cuda or compiled.compiler.on_cpu)
             and fusions_of(config).rotary
             and compiles(x)
-            # megatron-core gathers fewer groups than tensor-parallel ranks.
+            # If there are fewer groups than tensor-parallel ranks, megatron-core gathers them.
             and config.num_query_groups >= self.world_size
             and not (config.attention_output_gate or config.test_mode)
         )
@@ -124,7 +127,7 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
     def _projected_by_core(
         self, hidden: Tensor, rotary: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what `_projected` returns, computed by megatron-core's functions one by one."""
+        """Return the results of `_projected`, computed by megatron-core's separate functions."""
         query, key, value = self.get_query_key_value_tensors(hidden, None)
         if rotary is None:
             return query, key, value
@@ -143,7 +146,7 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
         """Return queries ``[s, b, n, d]``, and keys and values ``[s, b, g, d]`` of g groups."""
         linear = self.linear_qkv
         interleaved = self.config.rotary_interleaved
-        # `queries_keys_values` adds the bias.
+        # Without its bias, which `queries_keys_values` adds.
         before, linear.skip_bias_add = linear.skip_bias_add, True
         try:
             projected, bias = linear(hidden)
@@ -168,8 +171,9 @@ class MLP(core.MLP):  # type: ignore[misc]
     """megatron-core's MLP with a compiled activation.
 
     Attributes:
-        adds_bias: add the second layer's bias here instead of returning it. Recomputation needs
-            this: if the MLP returned a parameter, the backward pass would recompute endlessly.
+        adds_bias: whether to add the second layer's bias here instead of returning it.
+            Recomputation needs this: if the MLP returned a parameter, the backward pass would
+            recompute endlessly.
     """
 
     adds_bias: bool = False
@@ -217,7 +221,7 @@ OWN = {core.MLP: MLP, CoreSharedExpertMLP: SharedExpertMLP}
 
 
 def use_own_mlps(module: torch.nn.Module) -> None:
-    """Replace the class of megatron-core's MLPs in a module by ours, which has the same state.
+    """Change the class of megatron-core's MLPs in a module to ours, which has the same state.
 
     A layer spec cannot name our class, since megatron-core passes process groups only to its own.
     """
@@ -246,7 +250,7 @@ def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
 
 
 def _after_norm(norm: torch.nn.Module, add: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a bias-dropout-add, like ``add``, of the norm of the branch's output with its bias."""
+    """Return a bias-dropout-add like ``add`` that first normalizes the branch's output and bias."""
 
     def bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
         function: Callable[..., Tensor] = add(training, fused)
@@ -278,7 +282,7 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
         pg_collection: ProcessGroupCollection | None = None,
         **kwargs: Any,
     ) -> None:
-        # A multi-token-prediction block of megatron-core may pass no process groups.
+        # megatron-core's multi-token-prediction block may pass no process groups.
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         numbered = numbered_after_the_decoder(config, kwargs)
         super().__init__(config, *args, pg_collection=groups, **numbered)
@@ -309,7 +313,7 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
                 mlp.token_dispatcher.set_shared_experts(mlp.shared_experts)
 
     def _normalize_outputs(self) -> None:
-        """Give the layer norms of the outputs of attention and MLP, as far as it has them."""
+        """Create the layer's norms for the outputs of attention and MLP, if it has any."""
         size = self.config.hidden_size
         epsilon = self.config.layernorm_epsilon
         if not isinstance(self.self_attention, IdentityOp):
@@ -331,7 +335,7 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
     def forward(
         self, hidden_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Return output ``[s, b, h]`` and context as megatron-core does, fused where possible."""
+        """Return output ``[s, b, h]`` and context like megatron-core, fused where possible."""
         if args or not self._fuses(hidden_states, kwargs):
             given: tuple[Tensor, Tensor | None] = super().forward(hidden_states, *args, **kwargs)
             return given

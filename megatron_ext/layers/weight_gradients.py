@@ -3,12 +3,12 @@
 With ``--gradient-accumulation-fusion`` the matrix product that computes a weight gradient also adds
 it to the float32 buffer. The sum over the tokens is then never rounded to 16 bits, and the buffer
 is read and written once. Megatron-LM uses a kernel of NVIDIA apex for this; here cuBLAS does it.
-Two kinds of products write 16 bits first: those of `experts` in groups, and 8-bit ones with scales
-of rows. For each micro-batch their sum over its tokens is rounded once.
+Two kinds of products write 16 bits first: grouped products of `experts`, and 8-bit products with
+scales per row. Their sum over the tokens of a micro-batch is rounded once.
 
-The first such product of a step overwrites the buffer, so that this part of it need not be set to
-zero before (`StepGradients`). So does the loss with the gradient of the output head. What nothing
-has overwritten when the gradients are reduced is set to zero then (`zero_untouched`).
+The first such product of a step overwrites its part of the buffer, which therefore need not be
+zeroed (`StepGradients`). The loss does the same with the gradient of the output head. Parts that
+nothing has overwritten are zeroed before the gradients are reduced (`zero_untouched`).
 
 A zero-bubble schedule computes weight gradients when the rank would otherwise be idle
 (arXiv:2401.10241). Until then `DeferredWeightGradients` queues their computation.
@@ -33,7 +33,7 @@ Key = tuple[int, int]
 def add_product(
     total: Tensor, gradient: Tensor, inputs: Tensor, *, overwrite: bool = False
 ) -> None:
-    """Add ``gradient^T inputs`` to ``total`` in place, or with ``overwrite`` replace ``total``.
+    """Add ``gradient^T inputs`` to ``total`` in place; with ``overwrite`` replace ``total``.
 
     ``gradient`` is ``[tokens, out]``, ``inputs`` is ``[tokens, in]`` and ``total`` ``[out, in]``.
     """
@@ -56,8 +56,8 @@ def add_product(
 def adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether torch adds a product of 16-bit matrices to a float32 matrix in one call.
 
-    Torch 2.11 and later do so on GPUs. Earlier releases refuse or ignore the float32 matrix, which
-    a small test product reveals.
+    torch 2.11 and later do so on GPUs. Earlier releases refuse or ignore the float32 matrix. A
+    small test product tells which.
     """
     return _computes(
         17, device, dtype, lambda total, ones, to: torch.addmm(total, ones, ones, **to)
@@ -68,7 +68,7 @@ def adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
 def multiplies_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether torch multiplies 16-bit matrices to a float32 matrix without rounding.
 
-    Torch 2.8 and later do so on GPUs, of which a small test product makes sure.
+    torch 2.8 and later do so on GPUs. A small test product checks it.
     """
     return _computes(16, device, dtype, lambda _, ones, to: torch.mm(ones, ones, **to))
 
@@ -81,8 +81,8 @@ def _computes(
 ) -> bool:
     """Return whether a test product of 16-bit ones fills a float32 matrix of ones with ``value``.
 
-    ``compute`` gets the float32 matrix, the 16-bit one, and the arguments that name the output. On
-    a CPU, and in float32, the answer is always False.
+    ``compute`` gets the float32 matrix, the 16-bit matrix, and the keyword arguments for the
+    output. On a CPU, and in float32, the answer is always False.
     """
     if device.type != "cuda" or dtype == torch.float32:
         return False
@@ -98,9 +98,10 @@ def _computes(
 class StepGradients:
     """The gradient buffers of model chunks at the start of a step.
 
-    A linear layer whose products add to the buffer need not find zeros there: the first product of
-    a step overwrites the old gradient of the weight. So does the first gradient of the output head.
-    Until then the weight is marked by ``overwrite_main_grad``, Transformer Engine's name for it.
+    If the products of a linear layer add to the buffer, its weight's gradient need not be zeroed:
+    the first product of a step overwrites the old gradient. The same holds for the output head's
+    first gradient. Until then the weight is marked by ``overwrite_main_grad``, Transformer Engine's
+    name.
 
     Args:
         chunks: model chunks that are wrapped for data parallelism.
@@ -111,10 +112,10 @@ class StepGradients:
 
     @functools.cached_property
     def _weights(self) -> list[Tensor]:
-        """The weights of layers that have `overwrites`, each once, with a hook for other gradients.
+        """Return the weights of layers with `overwrites`; add a hook for other gradients to each.
 
-        The hook runs before that of megatron-core, which adds a gradient from autograd. A weight
-        that another module has too, such as an embedding, is left out.
+        The hook runs before megatron-core's, which adds a gradient from autograd. Weights that
+        another module shares, such as an embedding, are left out.
         """
         modules = [module for chunk in self._chunks for module in chunk.modules()]
         holders = [m for m in modules if isinstance(getattr(m, "weight", None), Tensor)]
@@ -133,7 +134,7 @@ class StepGradients:
         return [parameter.main_grad for parameter in trained if parameter not in own]
 
     def start(self, *, overwrite: bool) -> None:
-        """Set all gradients to zero, or with ``overwrite`` those that no product overwrites."""
+        """Zero all gradients; with ``overwrite`` only those that no product overwrites."""
         if not overwrite or not self._weights:
             for chunk in self._chunks:
                 chunk.zero_grad_buffer()
@@ -150,9 +151,9 @@ class StepGradients:
 
 
 def zero_untouched(chunk: Any) -> None:
-    """Set to zero the old gradients that no product has overwritten, such as those of idle experts.
+    """Zero the old gradients that no product has overwritten, such as those of idle experts.
 
-    This must be called before the gradients of the model chunk are reduced.
+    Call this before the gradients of the model chunk are reduced.
     """
     _zero_stale(chunk.params_with_grad)
 
@@ -164,9 +165,10 @@ def _zero_stale(parameters: Iterable[Any], _gradient: Tensor | None = None) -> N
 
 
 def writable(main_grad: Tensor) -> Tensor:
-    """Return a ``main_grad`` after it has got memory, if its bucket had none (`gradient_shards`).
+    """Return a ``main_grad`` that is safe to write; give its bucket memory if it has none.
 
-    Such memory is zero. This must be called before anything but a hook writes to a ``main_grad``.
+    New memory is zero (see `gradient_shards`). Anything except a hook must call this before it
+    writes to a ``main_grad``.
     """
     bucket = getattr(main_grad, "bucket", None)
     if bucket is not None:
@@ -175,9 +177,9 @@ def writable(main_grad: Tensor) -> Tensor:
 
 
 def takes_overwrite(weight: Tensor) -> bool:
-    """Return whether ``weight.main_grad`` holds an old gradient, which the caller then overwrites.
+    """Return whether ``weight.main_grad`` holds an old gradient, and clear that mark.
 
-    Further gradients of the step are added.
+    If so, the caller must overwrite it. Further gradients of the step are added.
     """
     overwrites: bool = getattr(weight, "overwrite_main_grad", False)
     if overwrites:
@@ -201,7 +203,7 @@ def gradient_placeholder(weight: Tensor) -> Tensor:
     """
     assert not getattr(weight, "overwrite_main_grad", False), "the gradient was added to an old one"
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    shared: Tensor | None = getattr(weight, "gradient_placeholder", None)  # see layers.graphs
+    shared: Tensor | None = getattr(weight, "gradient_placeholder", None)  # set by layers.graphs
     if shared is not None:
         return shared
     make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
@@ -211,10 +213,10 @@ def gradient_placeholder(weight: Tensor) -> Tensor:
 def expect_additions(weight: Tensor) -> None:
     """Let functions that add gradients of ``weight`` to ``main_grad`` return None to autograd.
 
-    If nothing else gives the weight a gradient in a backward pass, it gets one ``[out, in]`` that
-    shows a single zero, since megatron-core's overlapped reduction wants to see a gradient, and the
+    megatron-core's overlapped reduction needs some gradient from autograd. If nothing else gives
+    the weight one in a backward pass, it gets an ``[out, in]`` expansion of a single zero, and the
     mark that stops the hooks from adding it. The hooks add any other gradient as usual. This is
-    decided just before they run, so that a weight may be used in any number of places.
+    decided just before they run, so a weight may be used in any number of places.
     """
     if getattr(weight, "expects_additions", False):
         return
@@ -244,14 +246,14 @@ def accumulate(weight: Tensor, gradient: Tensor) -> None:
 
 
 class DeferredWeightGradients:
-    """Queues of weight gradients to compute later, one for each micro-batch and stage."""
+    """Queues of weight gradients to compute later, one per micro-batch and stage."""
 
     def __init__(self) -> None:
         self._waiting: dict[Key, list[Callable[[], object]]] = {}
         self._collecting: list[Callable[[], object]] | None = None
 
     def __deepcopy__(self, _memo: Any) -> DeferredWeightGradients:
-        """Return this object, so that modules that copy their configuration share its queues."""
+        """Return this object: modules that copy their configuration must share its queues."""
         return self
 
     @contextmanager
@@ -268,7 +270,7 @@ class DeferredWeightGradients:
         return self._collecting is not None
 
     def add(self, compute: Callable[[], object]) -> None:
-        """Queue the computation of one weight gradient; outside of `collect`, run it at once."""
+        """Queue the computation of one weight gradient; outside `collect`, run it at once."""
         if self._collecting is None:
             compute()
         else:
@@ -288,10 +290,11 @@ class LinearCall:
     Attributes:
         parameter: the layer's weight.
         queue: queue for the weight's gradient; None computes it in the backward pass.
-        in_place: add the gradient to the weight's ``main_grad``, if it has one.
-        tp_group: ranks among which the weight is split; None for a layer without communication.
-        sequence_parallel: gather the input along the sequence, and reduce-scatter its gradient.
-        allreduce_dgrad: sum the input's gradient over the ranks of ``tp_group``.
+        in_place: whether to add the gradient to the weight's ``main_grad``, if it has one.
+        tp_group: ranks over which the weight is sharded; None for a layer without communication.
+        sequence_parallel: whether to gather the input along the sequence, and reduce-scatter its
+            gradient.
+        allreduce_dgrad: whether to sum the input's gradient over the ranks of ``tp_group``.
         scaling: scales of 8-bit matrix products (see `layers.fp8`).
     """
 

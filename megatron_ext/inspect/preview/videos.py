@@ -79,7 +79,7 @@ class ShownClip:
 
     @property
     def strip(self) -> str:
-        """Return a letter for each latent frame: R if only given, r if also trained, . else."""
+        """Return a letter per latent frame: R given, r given and trained, . trained, - neither."""
         letters = {(True, False): "R", (True, True): "r", (False, True): ".", (False, False): "-"}
         return "".join(letters[key] for key in zip(self.given, self.counts, strict=True))
 

@@ -1,11 +1,11 @@
-"""The activation between the two matrices of an MLP, joined to the casts on both sides of it.
+"""The activation between the two matrices of an MLP, fused with the casts before and after it.
 
-With delayed scaling the scales are known before the numbers. One kernel can then compute the
-activation and cast it for the second matrix, and another can compute the gradient of its input and
-cast it for the first. The 16-bit results of both are never written.
+With delayed scaling the scales are known in advance. So one kernel can compute the activation and
+cast it for the second matrix, and another kernel can compute the gradient of the activation's input
+and cast it for the first. The 16-bit results of both are never written.
 
-The gradient reaches the first layer through its scaling (`Scaling.handed`), since autograd passes
-on only tensors of the output's dtype. Autograd gets a placeholder full of NaN.
+The gradient reaches the first layer through its scaling (`Scaling.handed`), because autograd can
+only pass on tensors with the output's dtype. Autograd gets a placeholder full of NaN instead.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from megatron_ext.layers.fp8.scaling import DelayedScaling, Pair, Role
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation that the layer after it computes, as `pointwise.activated` does.
+    """An activation that the layer after it computes; see `pointwise.activated`.
 
     Attributes:
-        name, gated: see `pointwise.activated`; f is the width of its result.
-        before: the scaling of the layer whose output ``wide`` is the activation's input, ``[m, f]``
-            or with a gate ``[m, 2 f]``.
-        columns: that layer's weight needs a gradient.
+        name, gated: arguments of `pointwise.activated`; f is the width of its result.
+        before: scaling of the previous layer. That layer's output ``wide`` is the activation's
+            input, ``[m, f]``, or ``[m, 2 f]`` with a gate.
+        columns: whether the weight of the previous layer needs a gradient.
     """
 
     name: str
@@ -40,15 +40,15 @@ class Activation:
     columns: bool
 
     def cast(self, wide: Tensor, after: DelayedScaling, *, columns: bool) -> Pair:
-        """Return the activation ``[m, f]`` in 8 bits, with ``columns`` also transposed."""
+        """Return the activation ``[m, f]`` in 8 bits; with ``columns`` also its transpose."""
         kernels: Any = kernels_for(wide)
         function = partial(kernels.activated, wide, self.name, self.gated)
         return after.pair_by(function, Role.INPUT, columns=columns)
 
     def hand_over(self, gradient: Tensor, wide: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Hand the gradient of ``wide`` to the layer before, given that of the activation.
+        """Compute the gradient of ``wide`` from the activation's; hand it to the previous layer.
 
-        Return a placeholder of this shape for autograd.
+        Return a placeholder of shape ``shape`` for autograd.
         """
         kernels: Any = kernels_for(wide)
         function: Callable[..., Layouts] = partial(
@@ -62,11 +62,11 @@ class Activation:
 
 @contextmanager
 def joined(first: Any, second: Any, wide: Tensor, name: str, gated: bool) -> Iterator[bool]:
-    """Let the layer ``second`` compute the activation inside the block; yield whether it can.
+    """Inside the block, let the layer ``second`` compute the activation; yield whether it can.
 
-    If so, ``second`` must be called with ``wide``, the output of the layer ``first``, else with the
-    activation of ``wide``. Both layers must have given scales, in whose products nothing but
-    ``wide`` takes part: no adapter, no bias of the first layer, no gradient in 16 bits.
+    If it can, call ``second`` with ``wide``, the output of the layer ``first``; otherwise with the
+    activation of ``wide``. It can if both layers have given scales, and nothing but ``wide`` enters
+    their products: no adapter, no bias of the first layer, no 16-bit gradient.
     """
     scalings = [getattr(layer, "fp8", None) for layer in (first, second)]
     possible = (

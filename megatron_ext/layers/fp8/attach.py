@@ -1,7 +1,7 @@
-"""Choice of the layers that multiply in 8 bits: the parallel linear layers of a model's blocks.
+"""Chooses the layers that multiply in 8 bits: the parallel linear layers in a model's blocks.
 
-Not chosen are the embedding, the output head, norms, core attention, routers, adapters, modulation
-and the layers of multi-token prediction.
+The embedding, the output head, norms, core attention, routers, adapters, modulation and the layers
+of multi-token prediction stay in higher precision.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear, 
 Layer = ColumnParallelLinear | RowParallelLinear | WholeLinear
 
 _IN_A_LAYER = re.compile(r"^(?!mtp\.).*\b(layers|blocks|double_blocks|single_blocks)\.")
-"""Matches names within the layers of a model, except those of multi-token prediction."""
+"""Matches names inside the layers of a model, except those of multi-token prediction."""
 
 
 def attach_fp8(
@@ -38,10 +38,10 @@ def attach_fp8(
     """Make the linear layers of this rank's model chunks multiply in 8 bits.
 
     Args:
-        num_layers: number of layers of the whole model, to find the first and last ones that stay
-            in bfloat16; None keeps no layer in bfloat16.
-        on_gpu: check that this GPU multiplies 8-bit matrices.
-        varies: the number of tokens differs from one matrix product to the next.
+        num_layers: number of layers of the whole model; it determines which first and last layers
+            stay in bfloat16. With None no layer does.
+        on_gpu: whether to check that this GPU multiplies 8-bit matrices.
+        varies: whether the number of tokens differs between matrix products.
 
     Raises:
         ConfigError: the GPU has no 8-bit products, the model has no parallel linear layers, or a
@@ -89,7 +89,7 @@ def _attach(
         pgs,
         cuts_input=is_row,
         cuts_sequence=not is_row and layer.sequence_parallel,
-        # Experts get any number of tokens.
+        # The number of an expert's tokens varies.
         varies=layer.is_expert or varies,
     )
     layer.fp8 = RECIPES[config.fp8_recipe](config, parts)

@@ -1,18 +1,18 @@
-"""Casts to 8 bits on a GPU: which kernel makes which pass, and what it costs.
+"""Casts to 8 bits on a GPU: which kernel does which pass, and its cost.
 
-The functions of `fp8.matrices` define the numbers. On a GPU with Triton a cast with one scale for
-the whole matrix is one kernel of `fp8.kernels`, which writes both layouts; magnitudes and casts by
-row or column are compiled by `torch.compile`. The memory traffic for each 16-bit number in both
-layouts, in bytes read + bytes written, depends on the recipe:
+The functions of `fp8.matrices` define the results. On a GPU with Triton, a single kernel of
+`fp8.kernels` casts with one scale for the whole matrix and writes both layouts. `torch.compile`
+compiles the search for magnitudes, and casts by row or column. The memory traffic per 16-bit
+number, in bytes read + bytes written for both layouts, depends on the recipe:
 
-- delayed, 2 + 2: the scale is given, and the kernel that casts also finds the largest magnitude;
+- delayed, 2 + 2: the scale is given, and the casting kernel also finds the largest magnitude;
 - tensorwise, 4 + 2: a pass over the tensor finds the scale before the cast;
-- rowwise, 6 + 2: row scales are found while a row is in the cache, column scales by another pass.
+- rowwise, 6 + 2: row scales are found while a row is in the cache, column scales in another pass.
 
-Under sequence parallelism the input's transpose is made from the 8-bit rows that were gathered. For
-experts the delayed recipe costs as much as tensorwise, since an expert without tokens has no scale
-yet. Between the two matrices of an MLP, delayed scaling joins the activation to the cast of its
-result, and the activation's gradient to the cast of that (see `Activation`).
+Under sequence parallelism, the input's transpose is made from the gathered 8-bit rows. For experts
+the delayed recipe costs as much as tensorwise, since an expert without tokens has no scale yet.
+Between the two matrices of an MLP, delayed scaling fuses the activation with the cast of its
+result, and the activation's gradient with the cast of that gradient (see `Activation`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron_ext.layers.fp8.matrices import Layouts, Pass, Wanted
 def kernels_for(x: Tensor) -> ModuleType | None:
     """Return `fp8.kernels` if its kernels can run on a matrix, else None.
 
-    It must be on a GPU and not be empty, Triton must be there, and compilation must be allowed.
+    The matrix must be on a GPU and not empty, Triton must be installed, and compilation allowed.
     """
     if not (x.is_cuda and compiles(x)):
         return None
@@ -44,8 +44,8 @@ def kernels_for(x: Tensor) -> ModuleType | None:
 class Function:
     """A pure function whose first argument is a matrix, compiled for matrices on a GPU.
 
-    A kernel that is specialized to a shape transposes faster, so each shape is compiled separately.
-    With ``varies`` the number of rows stays dynamic, for matrices whose token count changes.
+    A kernel specialized to a shape transposes faster, so each shape is compiled separately. With
+    ``varies`` the number of rows stays dynamic, for matrices with a changing number of tokens.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -53,7 +53,7 @@ class Function:
         self._open = compiled(function)
 
     def __call__(self, x: Tensor, *more: Any, varies: bool = False) -> Any:
-        """Call the function; ``varies`` selects the kernel for any number of rows."""
+        """Call the function; ``varies`` selects the kernel with a dynamic number of rows."""
         return (self._open if varies else self._fixed)(x, *more)
 
 
@@ -65,7 +65,7 @@ KNOWN_SCALE = compiled(matrices.known_scale)
 def cast_with(
     x: Tensor, scale: Tensor, dtype: torch.dtype, layout: Wanted, noted: Tensor | None = None
 ) -> Layouts:
-    """Do what `matrices.quantize_with` does, on a GPU in one kernel."""
+    """Do the same as `matrices.quantize_with`, on a GPU in a single kernel."""
     kernels = kernels_for(x)
     function = matrices.quantize_with if kernels is None else kernels.cast
     layouts: Layouts = function(x, scale, dtype, layout, noted)
@@ -75,9 +75,9 @@ def cast_with(
 def cast_by_magnitude(
     x: Tensor, amax: Tensor, dtype: torch.dtype, layout: Wanted, *, varies: bool
 ) -> Pass:
-    """Do what `matrices.quantize` does for a whole matrix, on a GPU in one kernel.
+    """Do the same as `matrices.quantize` for a whole matrix, on a GPU in a single kernel.
 
-    ``amax`` ``[]`` is the largest magnitude; ``varies`` is as in `Function`.
+    ``amax`` ``[]`` is the largest magnitude; for ``varies`` see `Function`.
     """
     kernels = kernels_for(x)
     if kernels is None:

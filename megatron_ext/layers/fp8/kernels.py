@@ -1,24 +1,22 @@
 """Triton kernels that cast a matrix to 8 bits in one pass; imported only where Triton is installed.
 
-A kernel reads tiles and writes each in 8 bits as it lies (rows), transposed (columns), or both. It
-also raises a number on the device to the largest magnitude. `cast` reads the matrix from memory.
-`activated` and `gradient_before` compute it from the tensors around an MLP's activation, so that it
-never exists in 16 bits. The memory traffic for each number of the result, in bytes read + written
-with both layouts and 16-bit inputs:
+A kernel reads tiles of a matrix and writes them in 8 bits, unchanged (rows), transposed (columns),
+or both. It also updates a number on the device to the largest magnitude. `cast` reads the matrix
+from memory. `activated` and `gradient_before` compute it from the tensors around an MLP's
+activation, so that it never exists in 16 bits. The memory traffic for each number of the result, in
+bytes read + written with both layouts and 16-bit inputs:
 
-=================  ===========  ==============
-function           with a gate  without a gate
-=================  ===========  ==============
-`cast`             2 + 2        2 + 2
-`activated`        4 + 2        2 + 2
-`gradient_before`  3 + 2        4 + 2
-=================  ===========  ==============
+=================  ===========  ============== function           with a gate  without a gate
+=================  ===========  ============== `cast`             2 + 2        2 + 2 `activated`
+4 + 2        2 + 2 `gradient_before`  3 + 2        4 + 2 =================  ===========
+==============
 
-`matrices.quantize`, `matrices.quantize_with` and `pointwise.activated` define the results: `cast`
-agrees with them to the bit, the others but for an activation that is not rounded to 16 bits.
+`matrices.quantize`, `matrices.quantize_with` and `pointwise.activated` define the results. `cast`
+agrees with them bit for bit. The other kernels differ only because they do not round the activation
+to 16 bits.
 """
 
-# ruff: noqa: N803 – Triton's constants are written in capitals.
+# ruff: noqa: N803 – Triton's constants are in capitals.
 from __future__ import annotations
 
 from typing import Any
@@ -34,7 +32,7 @@ from megatron_ext.layers.fp8.matrices import Layouts, Pass, Wanted
 WARPS = 8
 TILE = (128, 64)
 NARROW_TILE = (64, 64)
-"""Rows and columns of a tile, a narrow one for `_gradient_kernel`, which holds three inputs."""
+"""Rows and columns of a tile; `_gradient_kernel` needs narrow ones, since it holds three inputs."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -42,7 +40,7 @@ def _read(  # type: ignore[no-untyped-def]
     matrix, first_m, first_k, m, stride: tl.constexpr, K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Read a tile of ``[m, K]`` in float32, with zeros outside of the matrix."""
+    """Read a tile of ``[m, K]`` in float32, with zeros outside the matrix."""
     i = tl.arange(0, BLOCK_M)[:, None]
     j = tl.arange(0, BLOCK_K)[None, :]
     start = matrix + first_m.to(tl.int64) * stride + first_k
@@ -55,15 +53,15 @@ def _write(  # type: ignore[no-untyped-def]
     x, scale, noted, rows, columns, first_m, first_k, m, stride: tl.constexpr, end: tl.constexpr,
     LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Write a float32 tile into ``[m, stride]`` in 8 bits, but for columns from ``end`` on.
+    """Write a float32 tile into ``[m, stride]`` in 8 bits, except columns from ``end`` on.
 
-    ``noted`` is raised to the largest magnitude. What is not finite becomes NaN. Numbers of the
-    tile outside of the matrix must be zero.
+    ``noted`` is raised to the largest magnitude. Numbers that are not finite become NaN. Numbers of
+    the tile outside the matrix must be zero.
     """
     i = tl.arange(0, x.shape[0])
     j = tl.arange(0, x.shape[1])
     if noted is not None:
-        # Magnitudes are ordered as their bits are, and NaN is above infinity.
+        # The bits of magnitudes sort like the magnitudes, with NaN above infinity.
         bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         tl.atomic_max(noted, tl.max(tl.max(bits, 1), 0), sem="relaxed")
     y = tl.clamp(x * scale, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
@@ -118,8 +116,8 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Cast ``[m, K]`` with the scale ``given``.
 
-    If ``scales`` is not None, ``given`` is the largest magnitude instead; the scale that follows
-    from it (`matrices.scale_for`) and its inverse are written to ``scales``.
+    If ``scales`` is not None, ``given`` is the largest magnitude instead. The scale for it
+    (`matrices.scale_for`) and its inverse are written to ``scales``.
     """
     tiles: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     first_m = tl.program_id(0) // tiles * BLOCK_M
@@ -127,7 +125,7 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     scale = tl.load(given)
     if scales is not None:
         amax = scale
-        # torch divides a number by a tensor in these two steps.
+        # torch divides a number by a tensor in these two steps, which round like this.
         scale = tl.div_rn(tl.full([], 1.0, tl.float32), amax) * LIMIT
         scale = tl.minimum(scale, 3.4028234663852886e38)
         scale = tl.where(amax > 0, scale, 1.0)
@@ -144,7 +142,7 @@ def _activation_kernel(  # type: ignore[no-untyped-def]
     wide, given, noted, rows, columns, m, K: tl.constexpr, LIMIT: tl.constexpr,
     NAME: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Cast ``[m, K]``, the activation of ``wide`` (gate before linear if ``GATED``)."""
+    """Cast ``[m, K]``, the activation of ``wide`` (if ``GATED``, gate first)."""
     tiles: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     stride: tl.constexpr = 2 * K if GATED else K
     first_m = tl.program_id(0) // tiles * BLOCK_M
@@ -160,7 +158,7 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     gradient, wide, given, noted, rows, columns, m, K: tl.constexpr, LIMIT: tl.constexpr,
     NAME: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Cast the gradient of ``wide``; ``gradient`` ``[m, K]`` is that of its activation."""
+    """Cast the gradient of ``wide``; ``gradient`` ``[m, K]`` is the activation's gradient."""
     tiles: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     stride: tl.constexpr = 2 * K if GATED else K
     first_m = tl.program_id(0) // tiles * BLOCK_M
@@ -195,7 +193,7 @@ def _launch(
     activation: str,
     gated: bool,
 ) -> None:
-    """Launch a kernel on matrices with at least one row; it writes to the optional tensors."""
+    """Launch a kernel on matrices with at least one row; it writes to the given tensors."""
     kernel, (block_m, block_k) = _KERNELS[name]
     m, k = inputs[0].shape
     more: dict[str, Any] = {"scales": scales}
@@ -220,7 +218,7 @@ def _launch(
     )
 
 
-# An operator of torch can also be called with tensors that have no memory.
+# A torch operator can also be called with tensors that have no memory, for tracing.
 torch.library.define(
     "megatron_ext::to_8_bits",
     "(str name, Tensor[] inputs, Tensor given, Tensor(a!)? scales, Tensor(b!)? noted, "
@@ -255,12 +253,12 @@ def _run(
 def cast(
     x: Tensor, scale: Tensor, dtype: torch.dtype, layout: Wanted, noted: Tensor | None = None
 ) -> Layouts:
-    """Do what `matrices.quantize_with` does, in one kernel."""
+    """Do the same as `matrices.quantize_with`, in a single kernel."""
     return _run("cast", [x], x.size(1), dtype, layout, scale, noted)
 
 
 def cast_by_magnitude(x: Tensor, amax: Tensor, dtype: torch.dtype, layout: Wanted) -> Pass:
-    """Do what `matrices.quantize` does with the largest magnitude ``[]``, in one kernel."""
+    """Do the same as `matrices.quantize` with the largest magnitude ``[]``, in a single kernel."""
     scales = x.new_empty(2, dtype=torch.float32)
     rows, columns = _run("cast", [x], x.size(1), dtype, layout, amax, None, scales)
     scale, inverse = scales.unbind()
@@ -292,7 +290,7 @@ def gradient_before(
     layout: Wanted,
     noted: Tensor | None = None,
 ) -> Layouts:
-    """Cast the gradient of ``wide`` to 8 bits, given that of its activation, ``[m, f]``."""
+    """Cast the gradient of ``wide`` to 8 bits, given the activation's gradient ``[m, f]``."""
     inputs = [gradient, wide]
     more = (activation, gated)
     return _run("gradient_before", inputs, wide.size(1), dtype, layout, scale, noted, None, *more)
@@ -303,11 +301,11 @@ Signature = tuple[Any, dict[str, str], dict[str, Any], dict[str, Any]]
 
 
 def signatures() -> list[Signature]:
-    """Return what to compile to try the kernels without a GPU.
+    """Return all forms of the kernels, to compile them without a GPU.
 
-    Each entry is a kernel, the types of its arguments, its constants, and its options. As Triton
-    does at a call, compile it both for addresses that are multiples of 16 bytes and for others:
-    scales and magnitudes are single numbers of longer tensors.
+    Each entry has a kernel, the types of its arguments, its constants, and its options. As Triton
+    does at a call, each kernel is compiled both for addresses that are multiples of 16 bytes and
+    for others, because scales and magnitudes are single numbers inside longer tensors.
     """
     written: Types = {"given": "*fp32", "m": "i32"}
     entries: list[Signature] = []

@@ -34,8 +34,8 @@ def fp8_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: LinearC
     """Return the output ``[s, b, out]`` of a layer whose weight on this rank is ``[out, in]``.
 
     The input is ``[s, b, in]``, or ``[s/tp, b, in]`` under sequence parallelism; it may have any
-    number of dimensions before the last. If the scaling has an ``activation``, the input is what
-    that activation reads. The bias is ``[out]``.
+    number of leading dimensions. If the scaling has an ``activation``, the input is the input of
+    that activation. The bias is ``[out]``.
     """
     trains = call.parameter.requires_grad and torch.is_grad_enabled()
     if call.queue is not None:
@@ -58,7 +58,7 @@ class _Fp8Linear(torch.autograd.Function):
         ctx.call = call
         ctx.trains = trains
         ctx.use_bias = bias is not None
-        # megatron-core's experts could not add their bias to a view in place.
+        # Not a view, because megatron-core's experts add their bias in place.
         shape = [-1, *input.shape[1:-1], weight.size(0)]
         shaped: Tensor = torch.ops.aten._unsafe_view(output, shape)
         return shaped if bias is None else shaped + bias
@@ -97,10 +97,9 @@ def _entered(
 ) -> tuple[Quantized, tuple[Tensor | None, ...]]:
     """Return all tokens of the input in 8 bits, and the tensors to save for the backward pass.
 
-    With ``--fp8-wgrad`` the tensors of the transposed 8-bit input are saved. Under sequence
-    parallelism these are instead those of this rank's 8-bit rows, which the backward pass gathers
-    and transposes. Without ``--fp8-wgrad`` the input itself is saved. If the weight needs no
-    gradient, nothing is saved.
+    With ``--fp8-wgrad``, the transposed 8-bit input is saved. Under sequence parallelism, this
+    rank's 8-bit rows are saved instead, which the backward pass gathers and transposes. Without
+    ``--fp8-wgrad``, the input itself is saved. If the weight needs no gradient, nothing is saved.
     """
     scaling = call.scaling
     flat = input.flatten(0, -2)
@@ -134,7 +133,7 @@ def _weight_gradient(
     dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the weight's gradient ``[out, in]``, or write it to ``out``, which has this dtype.
+    """Return the weight's gradient ``[out, in]`` in ``dtype``, or write it to ``out``.
 
     ``flat`` is the output's gradient ``[tokens, out]``; ``gradient`` is the transpose of ``flat``
     in 8 bits, None without ``--fp8-wgrad``. ``kept`` holds the tensors that `_entered` saved.
@@ -153,7 +152,7 @@ def _weight_gradient(
 
 
 def _given(compute: Callable[..., Tensor], call: LinearCall) -> Tensor | None:
-    """Queue the weight's gradient, add it to ``main_grad`` or return it, as ``call`` says.
+    """Queue the weight's gradient, add it to ``main_grad``, or return it, as ``call`` requires.
 
     ``compute`` returns the gradient in a given dtype, or writes it to a given matrix. Autograd gets
     None for a queued gradient and a placeholder for one that was added.
@@ -170,10 +169,10 @@ def _given(compute: Callable[..., Tensor], call: LinearCall) -> Tensor | None:
 
 
 def _add(compute: Callable[..., Tensor], weight: Tensor, main_grad: Tensor | None) -> None:
-    """Add a weight's gradient to its sum; in a ``main_grad`` in float32 no product is rounded.
+    """Add a weight's gradient to its sum; with a float32 ``main_grad`` no product is rounded.
 
-    The first product of a step writes to ``main_grad`` itself. No later one can add to it, since
-    ``torch._scaled_mm`` has no such form (its beta is 0).
+    The first product of a step writes to ``main_grad`` itself. Later ones need a separate addition,
+    since ``torch._scaled_mm`` cannot add (its beta is 0).
     """
     if main_grad is None:
         accumulate(weight, compute(weight.dtype))
@@ -186,8 +185,8 @@ def _add(compute: Callable[..., Tensor], weight: Tensor, main_grad: Tensor | Non
 class KeptWeights:
     """A cache of the 8-bit weights of a rank's model chunks, valid while the weights stay constant.
 
-    Inside `kept` a layer casts its weight at its first use only, both plain and transposed. Beside
-    the bfloat16 weight this takes 2 bytes per parameter of an 8-bit layer.
+    Inside `kept`, a layer casts its weight only at its first use, both plain and transposed. This
+    takes 2 bytes per parameter of an 8-bit layer, in addition to the bfloat16 weight.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
@@ -197,7 +196,7 @@ class KeptWeights:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Reuse 8-bit weights inside the block, in which the weights must not change."""
+        """Reuse 8-bit weights inside the block, where the weights must not change."""
         try:
             for scaling in self._scalings:
                 scaling.keeps_weight = True
@@ -217,25 +216,25 @@ class AmaxHistories:
         self._asked: tuple[list[DelayedScaling], HostCopy] | None = None
 
     def marks(self) -> tuple[Any, list[bool]]:
-        """Return what `advance` keeps on the host, for `set_marks`; the rest are buffers."""
+        """Return the part of the state that `advance` keeps on the host; the rest is in buffers."""
         return self._asked, [scaling.has_history for scaling in self.scalings]
 
     def set_marks(self, marks: tuple[Any, list[bool]]) -> None:
-        """Set what `marks` returned before a step that is to be computed again."""
+        """Restore the result of `marks` from before a step, to compute the step again."""
         self._asked, has_history = marks
         for scaling, before in zip(self.scalings, has_history, strict=True):
             scaling.has_history = before
 
     def forget(self) -> None:
-        """Drop what `advance` has asked about histories that were replaced by loaded ones."""
+        """Drop the pending check of `advance`, since its histories were replaced by loaded ones."""
         self._asked = None
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Append the largest magnitudes of a training step to the histories; update the scales.
+        """Append a training step's largest magnitudes to the histories, and update the scales.
 
-        All ranks of a pipeline stage call this together. A tensor that was all zeros or not finite
-        keeps its history and its scale.
+        All ranks of a pipeline stage call this together. If a tensor was all zeros or not finite,
+        its history and its scale do not change.
         """
         if self._asked is not None:
             scalings, answer = self._asked
@@ -246,7 +245,8 @@ class AmaxHistories:
             scalings = [x for x in self.scalings if x.parts.may_idle == experts]
             if scalings:
                 _advance(scalings)
-        # Which layers have whole histories is read in the next step, to not wait for the device.
+        # The next step reads which layers have whole histories, to avoid waiting for the device
+        # now.
         lacking = [x for x in self.scalings if not (x.has_history or x.parts.may_idle)]
         if lacking:
             histories = torch.stack([scaling.amax_history for scaling in lacking])
@@ -254,9 +254,9 @@ class AmaxHistories:
 
 
 def _advance(scalings: Sequence[DelayedScaling]) -> None:
-    """Append the step's largest magnitudes to the histories of layers held by the same ranks."""
+    """Append the step's largest magnitudes to the histories of layers that share their ranks."""
     amax = torch.stack([scaling.amax for scaling in scalings])
-    # Collectives do not define how they compare NaN.
+    # Collectives do not define the comparison of NaN, so replace it by infinity.
     amax = torch.where(amax.isfinite(), amax, torch.inf)
     for group in scalings[0].parts.of_step():
         torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)

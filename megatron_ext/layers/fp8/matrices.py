@@ -1,18 +1,15 @@
 """8-bit floating-point matrices: their formats, quantization, and matrix product.
 
-The product ``a b^T`` needs both matrices contiguous along the dimension of the sum. Each of the
-three matrices of a layer is therefore used in two forms, plain (R, rows) and transposed (C,
-columns):
+The product ``a b^T`` needs both matrices contiguous along the summed dimension. Therefore each of
+the three matrices of a layer is used in two forms, plain (R, rows) and transposed (C, columns):
 
-=================  ==========================  ===========  ============
-product            sums over                   a            b
-=================  ==========================  ===========  ============
-forward            features of the input       input R      weight R
-input's gradient   features of the output      gradient R   weight C
-weight's gradient  tokens                      gradient C   input C
-=================  ==========================  ===========  ============
+=================  ==========================  ===========  ============ product            sums
+over                   a            b =================  ==========================  ===========
+============ forward            features of the input       input R      weight R input's gradient
+features of the output      gradient R   weight C weight's gradient  tokens
+gradient C   input C =================  ==========================  ===========  ============
 
-A CPU runs these functions; `fp8.casting` has kernels for a GPU that give the same numbers.
+These functions run on a CPU; `fp8.casting` has GPU kernels with the same results.
 """
 
 from __future__ import annotations
@@ -39,8 +36,8 @@ GRADIENT_FORMATS = {"e4m3": E4M3, "hybrid": E5M2}
 class Quantized:
     """A contiguous 8-bit matrix ``[m, k]`` that represents ``values / scale``.
 
-    The float32 scale is ``[]`` for the whole matrix, ``[m, 1]`` by rows or ``[1, k]`` by columns.
-    ``inverse`` is its reciprocal, None if not yet known.
+    The float32 scale is ``[]`` for the whole matrix, ``[m, 1]`` for rows, or ``[1, k]`` for
+    columns. ``inverse`` is its reciprocal, None if not yet known.
     """
 
     values: Tensor
@@ -49,7 +46,7 @@ class Quantized:
 
     @property
     def factor(self) -> Tensor:
-        """Return ``1 / scale``, by which a product multiplies."""
+        """Return ``1 / scale``, the factor for a product with this matrix."""
         return self.scale.reciprocal() if self.inverse is None else self.inverse
 
     def dequantized(self) -> Tensor:
@@ -62,7 +59,7 @@ class Quantized:
         return Quantized(turned(self.values), self.scale.t(), inverse)
 
     def gathered(self, group: ProcessGroup) -> Quantized:
-        """Gather the rows of a group's ranks; scales must be by rows, or equal on all ranks."""
+        """Gather the rows of a group's ranks; scales must be per row, or equal on all ranks."""
         values = _gather_along_first_dim(self.values.view(torch.uint8), group)
         scale = self.scale
         inverse = self.inverse
@@ -79,9 +76,9 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     NaN.
     """
     limit = torch.finfo(dtype).max
-    # A scale without dimensions would not raise the product of 16-bit numbers to float32.
+    # A scale without dimensions would leave the product of 16-bit numbers in 16 bits.
     scale = scale if scale.dim() else scale.reshape(1, 1)
-    # `contiguous` would leave the strides of a single row as they are.
+    # `contiguous` would not change the strides of a single row.
     return (x * scale).clamp_(-limit, limit).to(dtype, memory_format=torch.contiguous_format)
 
 
@@ -97,10 +94,10 @@ def turned(values: Tensor) -> Tensor:
 
 
 def largest(x: Tensor, along: int | None = None) -> Tensor:
-    """Return the largest magnitudes of ``[m, k]`` in float32: 0 if empty, NaN if any value is NaN.
+    """Return the largest magnitudes of ``[m, k]`` in float32; 0 if empty, NaN if a value is NaN.
 
-    ``along`` None reduces the whole matrix to ``[]``, 1 each row to ``[m, 1]``, 0 each column to
-    ``[1, k]``.
+    ``along`` None reduces the whole matrix to ``[]``, 1 each row to ``[m, 1]``, and 0 each column
+    to ``[1, k]``.
     """
     if not x.numel():
         shape = [] if along is None else [1 if d == along else n for d, n in enumerate(x.shape)]
@@ -112,9 +109,9 @@ def largest(x: Tensor, along: int | None = None) -> Tensor:
 def scale_for(amax: Tensor, limit: float | Tensor, margin: int = 0) -> Tensor:
     """Return the scale ``limit / amax / 2^margin`` (Transformer Engine's formula).
 
-    It maps the largest magnitude ``amax`` to the format's largest number ``limit`` over 2^margin.
-    The scale is 1 if ``amax`` is 0. It is NaN if ``amax`` is not finite, which makes the step be
-    skipped.
+    It maps the largest magnitude ``amax`` to ``limit / 2^margin``, where ``limit`` is the format's
+    largest number. The scale is 1 if ``amax`` is 0. If ``amax`` is not finite, the scale is NaN, so
+    that the step is skipped.
     """
     scale = limit / amax / 2.0**margin
     scale = scale.clamp(max=torch.finfo(torch.float32).max)
@@ -125,10 +122,10 @@ def scale_for(amax: Tensor, limit: float | Tensor, margin: int = 0) -> Tensor:
 def known_scale(
     amax: Tensor, history: Tensor, given: Tensor, limit: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the scale ``given`` if there is a history ``[steps]``, else that of ``amax``.
+    """Return ``given`` if there is a history ``[steps]``, else the scale for ``amax``.
 
-    A largest magnitude ``amax`` that is not finite gives NaN in either case. The second result is
-    the reciprocal.
+    If ``amax``, the largest magnitude, is not finite, the scale is NaN in either case. The second
+    result is the scale's reciprocal.
     """
     uses_given = history.any() & amax.isfinite()
     scale = torch.where(uses_given, given, scale_for(amax, limit))
@@ -139,11 +136,11 @@ Wanted = Literal["rows", "columns", "both"]
 
 
 Layouts = tuple[Tensor | None, Tensor | None]
-"""A matrix in 8 bits and its transpose, padded as by `turned`; None if not requested."""
+"""An 8-bit matrix and its transpose, padded as by `turned`; None for one that was not requested."""
 
 
 class Pass(NamedTuple):
-    """A matrix ``[m, k]`` in 8 bits with the scale found for it; see `Quantized` and `Layouts`."""
+    """A matrix ``[m, k]`` in 8 bits with its computed scale; see `Quantized` and `Layouts`."""
 
     scale: Tensor
     inverse: Tensor
@@ -154,9 +151,9 @@ class Pass(NamedTuple):
 def quantize(
     x: Tensor, amax: Tensor | None, dtype: torch.dtype, along: int | None, layout: Wanted
 ) -> Pass:
-    """Cast ``[m, k]`` to 8 bits with scales found from its largest magnitudes ``amax``.
+    """Cast ``[m, k]`` to 8 bits with scales computed from its largest magnitudes ``amax``.
 
-    ``amax`` None computes the magnitudes here: of the whole matrix with ``along`` None, of rows
+    If ``amax`` is None, compute the magnitudes: of the whole matrix with ``along`` None, of rows
     with 1, of columns with 0.
     """
     amax = largest(x, along) if amax is None else amax
@@ -167,13 +164,13 @@ def quantize(
 def quantize_with(
     x: Tensor, scale: Tensor, dtype: torch.dtype, layout: Wanted, noted: Tensor | None = None
 ) -> Layouts:
-    """Cast ``[m, k]`` to 8 bits with a given scale ``[]``; what is not finite becomes NaN.
+    """Cast ``[m, k]`` to 8 bits with a given scale ``[]``; infinities become NaN.
 
     ``noted``, float32 ``[]``, is raised to the largest magnitude, or set to NaN.
     """
     if noted is not None:
         noted.copy_(torch.maximum(noted, largest(x)))
-    # A cast would cut infinity to the largest number of the format.
+    # A plain cast would clamp infinity to the largest number of the format.
     return _layouts(torch.where(x.isinf(), torch.nan, x), scale, dtype, layout)
 
 
@@ -184,7 +181,7 @@ def _layouts(x: Tensor, scale: Tensor, dtype: torch.dtype, layout: Wanted) -> La
     missing = -x.size(0) % UNIT
     if rows is not None and not missing:
         return rows, turned(rows)
-    # Filling up before the cast makes it a part of the same kernel.
+    # Padding before the cast becomes part of the same kernel.
     return rows, turned(cast(F.pad(x, (0, 0, 0, missing)) if missing else x, scale, dtype))
 
 
@@ -198,13 +195,13 @@ def product(
 ) -> Tensor:
     """Return the matrix product ``a b^T``, ``[m, n]``, of ``[m, k]`` and ``[n, k]``.
 
-    ``a`` may be in e5m2, ``b`` is in e4m3. A CPU computes in float32, in which products of 8-bit
-    numbers are exact; only the order of the sums differs from ``torch._scaled_mm`` on a GPU.
-    ``fast`` lets tensor cores sum with fewer bits, as Transformer Engine does in forward passes.
-    With ``out``, a matrix of this dtype, the product overwrites it and is returned as it.
+    ``a`` may be in e5m2; ``b`` is in e4m3. A CPU computes in float32, where products of 8-bit
+    numbers are exact; only the order of the sums differs from ``torch._scaled_mm`` on a GPU. With
+    ``fast``, tensor cores sum with fewer bits, as Transformer Engine does in forward passes. With
+    ``out``, a matrix of this dtype, the product overwrites and returns it.
 
     Raises:
-        ValueError: matrices or scales that `check_layout` refuses.
+        ValueError: `check_layout` refuses the matrices or scales.
     """
     if not (a.values.numel() and b.values.numel()):
         shape = a.values.size(0), b.values.size(0)
@@ -226,8 +223,8 @@ def product(
 def _is_aligned(matrix: Tensor) -> bool:
     """Return whether cuBLASLt can write to this matrix with every algorithm that it may choose.
 
-    torch does not tell cuBLASLt how a matrix is aligned, which then assumes 256 bytes. Torch's
-    allocations and megatron-core's padded buffers are aligned so.
+    torch does not pass a matrix's alignment to cuBLASLt, which then assumes 256 bytes. torch's
+    allocations and megatron-core's padded buffers have this alignment.
     """
     offset = matrix.storage_offset() * matrix.element_size()
     return matrix.is_contiguous() and offset % 256 == 0
@@ -240,7 +237,7 @@ def arguments(a: Quantized, b: Quantized, dtype: torch.dtype) -> dict[str, Any]:
         "b": b.values.t(),
         "scale_a": a.factor,
         "scale_b": b.factor.t(),
-        # Older torch, and some of its kernels, give nothing else for rows.
+        # Older torch, and some of its kernels, return only bfloat16 with scales per row.
         "out_dtype": torch.bfloat16 if a.scale.dim() else dtype,
     }
 

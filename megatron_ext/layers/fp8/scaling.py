@@ -1,8 +1,8 @@
-"""The scales of a layer's 8-bit tensors, by recipe, and the ranks that must agree on them.
+"""The scales of a layer's 8-bit tensors, for each recipe, and the ranks that must agree on them.
 
-Except with experts, a scale does not depend on how a tensor is split over ranks: the ranks that
-hold its parts reduce their largest magnitudes (`Parts`). Only the delayed recipe, whose scales
-serve a whole step, also reduces over data-parallel ranks.
+Except for experts, a scale does not depend on how a tensor is sharded: the ranks that hold its
+parts reduce their largest magnitudes (`Parts`). Only the delayed recipe also reduces over
+data-parallel ranks, because its scales are used for a whole step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_ext.layers.fp8.matrices import Layouts, Pass, Quantized, Wanted
 
 
 class Role(IntEnum):
-    """The three tensors that a layer's matrix products multiply."""
+    """The three tensors in a layer's matrix products."""
 
     INPUT = 0
     WEIGHT = 1
@@ -31,13 +31,13 @@ class Role(IntEnum):
 
 
 class Parts:
-    """The groups of ranks that share a scale because they hold parts of one tensor, row or column.
+    """The groups of ranks that must agree on a scale: they hold parts of one tensor, row or column.
 
     Args:
-        cuts_input: the layer is row-parallel and splits its input features; other layers split
-            their output features.
-        cuts_sequence: sequence parallelism splits the tokens of the input.
-        varies: the number of tokens changes from one matrix product to the next.
+        cuts_input: whether the layer is row-parallel and shards its input features; other layers
+            shard their output features.
+        cuts_sequence: whether sequence parallelism shards the tokens of the input.
+        varies: whether the number of tokens changes from one matrix product to the next.
     """
 
     may_idle: ClassVar[bool] = False
@@ -64,16 +64,16 @@ class Parts:
         return _if_several(self._pgs.tp_cp if cut else self._pgs.cp)
 
     def of_rows(self, role: Role) -> ProcessGroup | None:
-        """Return the group that holds the parts of each row; None if this rank holds whole rows.
+        """Return the group with the parts of each row; None if this rank holds whole rows.
 
-        A row is a token, or in the weight an output feature.
+        A row is a token, or an output feature of the weight.
         """
         return _if_several(self._pgs.tp) if self._cuts_features(role) else None
 
     def of_columns(self, role: Role) -> ProcessGroup | None:
-        """Return the group that holds the parts of each column; None if this rank holds whole ones.
+        """Return the group with the parts of each column; None if this rank holds whole columns.
 
-        A column is a feature over all tokens, or in the weight an input feature.
+        A column is a feature of all tokens, or an input feature of the weight.
         """
         if role is Role.WEIGHT:
             return None if self._cuts_input else _if_several(self._pgs.tp)
@@ -84,15 +84,15 @@ class Parts:
         return self._cuts_input != (role is Role.GRADIENT)
 
     def of_step(self) -> tuple[ProcessGroup, ...]:
-        """Return the groups over which to reduce, one after another, to cover a layer's ranks."""
+        """Return the groups to reduce over, one after another, to cover all ranks of a layer."""
         return (self._pgs.tp_dp_cp,)
 
 
 class WholeParts(Parts):
     """`Parts` for a layer whose weight is whole on every tensor-parallel rank.
 
-    Under sequence parallelism each rank multiplies its own tokens, so that input and output's
-    gradient are both split by tokens.
+    Under sequence parallelism each rank multiplies its own tokens, so both the input and the
+    output's gradient are sharded by tokens.
     """
 
     def of_tensor(self, role: Role) -> ProcessGroup | None:
@@ -108,9 +108,9 @@ class WholeParts(Parts):
 
 
 class ExpertParts(Parts):
-    """`Parts` for a layer of experts, whose input is the tokens dispatched to this rank.
+    """`Parts` for a layer of experts; its input is the tokens dispatched to this rank.
 
-    These tokens depend on the parallel layout, and therefore tensorwise scales do so too.
+    These tokens depend on the parallel layout, and so do tensorwise scales.
     """
 
     may_idle: ClassVar[bool] = True
@@ -135,14 +135,14 @@ def _if_several(group: ProcessGroup) -> ProcessGroup | None:
 
 
 HISTORY = ".fp8.amax_history"
-"""Suffix of the checkpoint keys of the delayed recipe's state, of which nothing else is saved."""
+"""Suffix of the checkpoint keys of amax histories, the only saved state of the delayed recipe."""
 
 
 def _over(amax: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Return the ranks' maximum of ``amax``, NaN as inf; without a group return ``amax`` itself."""
+    """Return the maximum of ``amax`` over a group, with NaN as inf; ``amax`` without a group."""
     if group is None:
         return amax
-    # Collectives do not define how they compare NaN.
+    # Collectives do not define the comparison of NaN.
     amax = torch.where(amax.isfinite(), amax, torch.full_like(amax, torch.inf))
     torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)
     return amax
@@ -162,15 +162,16 @@ def _pair(scale: Tensor, inverse: Tensor, rows: Tensor | None, columns: Tensor |
 
 
 class Scaling(torch.nn.Module):
-    """One scale for each tensor, computed from the tensor itself (``--fp8-recipe tensorwise``).
+    """One scale per tensor, computed from the tensor itself (``--fp8-recipe tensorwise``).
 
     Attributes:
-        keeps_weight: reuse the 8-bit weight, since the weight stays constant (`KeptWeights`).
+        keeps_weight: whether to reuse the 8-bit weight, because the weight is constant now
+            (`KeptWeights`).
         kept_weight: the 8-bit weight to reuse; None before its first use.
-        activation: the `fp8.activation.Activation` that turns what the layer is called with into
-            its input; None if it is the input.
-        handed: the gradient of the layer's output in 8 bits, with the placeholder that autograd
-            brings instead; None if autograd brings the gradient.
+        activation: the `fp8.activation.Activation` that computes the layer's input from the tensor
+            it is called with; None if that tensor is the input.
+        handed: the gradient of the layer's output in 8 bits, and the placeholder that autograd
+            passes instead; None if autograd passes the gradient.
     """
 
     activation: Any = None
@@ -186,14 +187,14 @@ class Scaling(torch.nn.Module):
         self.kept_weight: Pair | None = None
 
     def pair(self, x: Tensor, role: Role, *, columns: bool) -> Pair:
-        """Return a matrix ``[m, k]`` in 8 bits, and with ``columns`` also its transpose."""
+        """Return a matrix ``[m, k]`` in 8 bits; with ``columns`` also its transpose."""
         return _pair(*self._quantize(x, role, "both" if columns else "rows"))
 
     def gradient(self, x: Tensor, *, columns: bool) -> Pair:
-        """Return the gradient of the output in 8 bits, cast from ``[m, k]`` unless it was handed.
+        """Return the output's gradient ``[m, k]`` in 8 bits; cast it unless it was handed over.
 
         Raises:
-            RuntimeError: a gradient was handed, but ``x`` is not its placeholder.
+            RuntimeError: a gradient was handed over, but ``x`` is not its placeholder.
         """
         handed, self.handed = self.handed, None
         if handed is None:
@@ -213,21 +214,21 @@ class Scaling(torch.nn.Module):
     def columns(self, x: Tensor, role: Role, scale: Tensor) -> Quantized:
         """Return the transpose ``[k, m]`` of ``[m, k]`` in 8 bits, for a product that sums over m.
 
-        ``scale`` is the one that `rows` found for the same tensor; it is used again here.
+        ``scale`` is the scale that `rows` computed for the same tensor.
         """
         _, turned = casting.cast_with(x, scale, self.formats[role], "columns")
         assert turned is not None
         return Quantized(turned, scale)
 
     def across(self, x: Tensor, role: Role, rows: Quantized) -> Quantized:
-        """Return ``[m, k]`` in 8 bits, to be transposed for a product that sums over m.
+        """Return ``[m, k]`` in 8 bits, for a transpose in a product that sums over m.
 
-        ``rows`` is the matrix as cast by `rows`; with one scale per tensor it is returned as it is.
+        ``rows`` is the result of `rows`; with one scale per tensor it is returned unchanged.
         """
         return rows
 
     def weight(self, weight: Tensor) -> Pair:
-        """Return the layer's weight in 8 bits; with ``keeps_weight``, cast it only once."""
+        """Return the layer's weight in 8 bits; with ``keeps_weight`` cast it only once."""
         if not self.keeps_weight:
             return self.pair(weight, Role.WEIGHT, columns=False)
         if self.kept_weight is None:
@@ -235,7 +236,7 @@ class Scaling(torch.nn.Module):
         return self.kept_weight
 
     def weight_columns(self, weight: Tensor, scale: Tensor) -> Quantized:
-        """Return the transposed 8-bit weight ``[in, out]``, kept or newly cast with ``scale``."""
+        """Return the transposed 8-bit weight ``[in, out]``, reused or cast with ``scale``."""
         if self.kept_weight is not None and self.kept_weight.columns is not None:
             return self.kept_weight.columns
         return self.columns(weight, Role.WEIGHT, scale)
@@ -251,22 +252,22 @@ class RowScaling(Scaling):
     """One scale for each vector that a product sums over (``--fp8-recipe rowwise``)."""
 
     def pair(self, x: Tensor, role: Role, *, columns: bool) -> Pair:
-        """Return ``[m, k]``, and with ``columns`` its transpose, in 8 bits with a scale per row."""
+        """Return ``[m, k]`` in 8 bits with a scale per row; with ``columns`` also its transpose."""
         rows = self._along(x, role, 1, "rows")
         return Pair(rows, self.columns(x, role, rows.scale) if columns else None)
 
     def columns(self, x: Tensor, role: Role, scale: Tensor) -> Quantized:
-        """Return the transpose ``[k, m]`` with its own scales ``[k, 1]``; ``scale`` is not used."""
+        """Return the transpose ``[k, m]`` with its own scales ``[k, 1]``; ``scale`` is unused."""
         return self._along(x, role, 0, "columns")
 
     def across(self, x: Tensor, role: Role, rows: Quantized) -> Quantized:
-        """Return ``[m, k]`` in 8 bits with scales ``[1, k]`` of columns; ``rows`` is not used."""
+        """Return ``[m, k]`` in 8 bits with scales ``[1, k]`` of columns; ``rows`` is unused."""
         return self._along(x, role, 0, "rows")
 
     def _along(self, x: Tensor, role: Role, along: int, layout: Wanted) -> Quantized:
         varies = self.parts.varies
         group = self.parts.of_rows(role) if along else self.parts.of_columns(role)
-        # Where no other rank has a part, the magnitudes are found in the same pass.
+        # If no other rank has a part, one pass finds the magnitudes and casts.
         amax = None if group is None else _over(casting.LARGEST(x, along, varies=varies), group)
         quantized: Pass = casting.QUANTIZE(
             x, amax, self.formats[role], along, layout, varies=varies
@@ -280,21 +281,21 @@ class RowScaling(Scaling):
 class DelayedScaling(Scaling):
     """One scale for each tensor, computed from earlier steps (``--fp8-recipe delayed``).
 
-    The scales are fixed during a step; `AmaxHistories` updates them after it. A tensor without a
-    history (in the first step, or if it was all zeros or not finite so far) is scaled by its own
-    largest magnitude, since Transformer Engine's scale of 1 would lose small gradients.
+    The scales are fixed during a step; `AmaxHistories` updates them after it. A tensor may have no
+    history: in the first step, or if it has always been zero or not finite. It is then scaled by
+    its own largest magnitude, since Transformer Engine's scale of 1 would lose small gradients.
 
     Attributes:
         amax_history: largest magnitudes by step and `Role`, ``[steps, 3]`` float32, the latest
-            first; zero for steps that are still missing. Checkpoints save this attribute only.
-        scale: scales that follow from the history, ``[3]``.
+            first; zero for missing steps. Only this attribute is saved in checkpoints.
+        scale: scales computed from the history, ``[3]``.
         inverse: their reciprocals, ``[3]``.
         amax: largest magnitudes of the current step on this rank, ``[3]``.
-        has_history: on the host, whether all three tensors have a history. If so, the pass that
-            finds the largest magnitude before the cast is left out, and a value that is not finite
-            becomes NaN, which makes the step be skipped.
-        limits: the largest numbers of the three formats, ``[3]``; kept on the device, because a
-            copy would make each step wait.
+        has_history: on the host, whether all three tensors have a history. If so, no pass before
+            the cast finds the largest magnitude, and a value that is not finite becomes NaN, so
+            that the step is skipped.
+        limits: the largest numbers of the three formats, ``[3]``; on the device, because a copy
+            would make each step wait.
     """
 
     amax_history: Tensor
@@ -316,7 +317,7 @@ class DelayedScaling(Scaling):
         self._mark()
 
     def _mark(self) -> None:
-        """Mark the history as a tensor that a checkpoint to be loaded may lack."""
+        """Mark the history as a tensor that an older checkpoint may lack."""
         self.amax_history.new_branch = True  # type: ignore[attr-defined]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DelayedScaling:
@@ -332,11 +333,11 @@ class DelayedScaling(Scaling):
 
     @property
     def is_given(self) -> bool:
-        """Whether the scales are known without a look at the tensors."""
+        """Whether the scales are known without looking at the tensors."""
         return self.has_history and not self.parts.may_idle
 
     def pair_by(self, cast: Callable[..., Layouts], role: Role, *, columns: bool) -> Pair:
-        """Return what ``cast`` computes and casts, given the last arguments of `cast_with`."""
+        """Call ``cast`` with this role's scale and the other last arguments of `cast_with`."""
         layout: Wanted = "both" if columns else "rows"
         layouts = cast(self.scale[role], self.formats[role], layout, self._noted(role))
         return _pair(self.scale[role], self.inverse[role], *layouts)
@@ -355,7 +356,7 @@ class DelayedScaling(Scaling):
         return Pass(scale, inverse, *casting.cast_with(x, scale, dtype, layout, noted))
 
     def _noted(self, role: Role) -> Tensor | None:
-        """Return the largest magnitude of this step ``[]``, to be raised by a cast in training."""
+        """Return this step's largest magnitude ``[]``, for a cast to raise; None in evaluation."""
         return self.amax[role] if self.training else None
 
     def scale_of(self, histories: Tensor) -> Tensor:
