@@ -19,7 +19,7 @@ from megatron_ext.video.task import VIDEO
 
 def text_sections() -> dict[str, tuple[type, ...]]:
     """Return the flags of pretrain_gpt.py, which nothing but a flag of them needs here."""
-    from megatron_ext.text.config import SECTIONS
+    from megatron_ext.text.config.rules import SECTIONS
 
     return {"pretrain_gpt.py": SECTIONS}
 

@@ -25,7 +25,7 @@ if __name__ == "__main__":
 from megatron_ext.config.flags import COUNT
 from megatron_ext.data.indexed import plain_prefix
 from megatron_ext.errors import ConfigError, MegatronExtError
-from megatron_ext.text.config import TokenizerConfig
+from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.data.inspect import (
     digest_path,
     digests_of,

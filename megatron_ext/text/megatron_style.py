@@ -33,7 +33,8 @@ from megatron_ext.data.loader import BatchSource, build_source
 from megatron_ext.errors import ConfigError
 from megatron_ext.losses.contract import LossFunction, StepCounts, non_loss_data_of, pair
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.text.config import SftConfig, text_rules
+from megatron_ext.text.config.rules import text_rules
+from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.data.blend import Blend, read_blend
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.task import GPT, tokenizer_inputs, with_tokenizer

@@ -13,15 +13,15 @@ from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.loader import BatchSource, build_source
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.config import (
+from megatron_ext.text.config.rules import (
     NEEDS,
     SECTIONS,
-    SftConfig,
-    TokenizerConfig,
     resolve_text,
     stored_text_model,
     text_rules,
 )
+from megatron_ext.text.config.sft import SftConfig
+from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.convert.training import (
     HuggingFaceConfig,
     HuggingFaceFolders,

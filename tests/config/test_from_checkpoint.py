@@ -20,7 +20,7 @@ from megatron_ext.errors import CheckpointError, DataError
 from megatron_ext.extras.ledger.ledger import Ledger
 from megatron_ext.extras.ledger.step_record import RecordWriter
 from megatron_ext.extras.ledger.tool import Texts
-from megatron_ext.text.config import TokenizerConfig
+from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.evaluation.tool import EVALUATION
 from megatron_ext.text.generation.tool import GENERATION, generate_text
 from megatron_ext.text.task import GPT, TEXT

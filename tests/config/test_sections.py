@@ -8,7 +8,7 @@ from megatron_ext.config.precision import CudaGraphConfig, Fp8Config
 from megatron_ext.config.rules.optimizer import ema_errors
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.config import SftConfig
+from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.video.streaming.task import STREAMING as STREAMING_TASK
 from megatron_ext.video.task import VIDEO

@@ -46,7 +46,7 @@ from megatron_ext.extras.report.page import write_report
 from megatron_ext.extras.report.run_folder import read_run_folder
 from megatron_ext.extras.resilience.elastic import WANTED_NODES, wanted_nodes
 from megatron_ext.planning.hardware import gpu_named
-from megatron_ext.text.config import TokenizerConfig
+from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.convert.config import read_model
 from megatron_ext.text.data.blend import read_blend
 from megatron_ext.text.data.config import DataConfig

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import DataError
-from megatron_ext.text.config import SftConfig, TokenizerConfig
+from megatron_ext.text.config.sft import SftConfig
+from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.sft.chat import Chat, build_chat
 from megatron_ext.text.sft.intake import Intake
 from megatron_ext.text.sft.preprocess import ConversationEncoder, report_lines

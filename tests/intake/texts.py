@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from megatron_ext.text.config import TokenizerConfig
+from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.preprocess import run
 from megatron_ext.text.preprocess.jobs import Job, Say, StopAtLine, bad_line, encode_part
 from megatron_ext.text.preprocess.options import PreprocessOptions

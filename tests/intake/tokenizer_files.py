@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config.run import RunConfig
-from megatron_ext.text.config import SftConfig, TokenizerConfig
+from megatron_ext.text.config.sft import SftConfig
+from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.generation.requests import end_tokens, generation_notes
 from megatron_ext.text.sft.chat import build_chat
 from megatron_ext.text.sft.conversation import Place, read_conversation

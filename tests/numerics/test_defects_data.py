@@ -18,7 +18,7 @@ from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.extras.audit import reproduce_data as data
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.text.config import TokenizerConfig
+from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.data import gpt
 from megatron_ext.text.data.blend import read_blend
 from megatron_ext.text.data.config import DataConfig

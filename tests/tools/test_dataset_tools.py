@@ -18,7 +18,7 @@ import pytest
 from megatron_ext.data import indexed, indexed_writer
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.errors import DataError
-from megatron_ext.text.config import TokenizerConfig
+from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.data.inspect import inspect_dataset
 from megatron_ext.text.preprocess.cli import main as preprocess_main
 from megatron_ext.text.sft.store import SftStore

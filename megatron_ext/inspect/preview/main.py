@@ -47,7 +47,7 @@ from megatron_ext.inspect.preview.text import (
     visible,
 )
 from megatron_ext.parallel.grid import Layout
-from megatron_ext.text.config import SftConfig
+from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.sft.dataset import report_conversations
 from megatron_ext.text.task import separator_warnings

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.config.run import RunConfig
 from megatron_ext.disk.writing import write_error
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.config import TokenizerConfig
+from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.evaluation.config import ResultsConfig, TaskEvaluationConfig
 from megatron_ext.text.evaluation.scores import check_tasks, scored, table
 from megatron_ext.text.generation.tool import (

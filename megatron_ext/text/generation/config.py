@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ext.config.flags import COUNT, SIZE, Range, UsersOwn, changed_fields, derived, flag
-from megatron_ext.text.config import is_date
+from megatron_ext.text.config.sft import is_date
 from megatron_ext.text.generation.sampling import Sampling
 
 _DRAWN = ("temperature", "top_k", "top_p")

@@ -19,7 +19,8 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.config.sections import described, withheld_notes
 from megatron_ext.disk.writing import write_error
 from megatron_ext.errors import ConfigError, MegatronExtError
-from megatron_ext.text.config import is_date, text_rules
+from megatron_ext.text.config.rules import text_rules
+from megatron_ext.text.config.sft import is_date
 from megatron_ext.text.convert.config import read_model
 from megatron_ext.text.convert.training import folder_errors
 from megatron_ext.text.evaluation.config import TaskEvaluationConfig

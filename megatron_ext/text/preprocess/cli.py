@@ -9,7 +9,8 @@ from typing import NoReturn
 from megatron_ext.config.flags import Flag, flags_of
 from megatron_ext.config.megatron_flags import ALWAYS_ON
 from megatron_ext.errors import ConfigError, interrupt_once, say_to_stderr
-from megatron_ext.text.config import SftConfig, idle_tokenizer_flags
+from megatron_ext.text.config.sft import SftConfig
+from megatron_ext.text.config.tokenizer import idle_tokenizer_flags
 from megatron_ext.text.preprocess.options import (
     PreprocessOptions,
     add_flags,

@@ -19,7 +19,7 @@ from megatron_ext.config.flags import (
     range_errors,
 )
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.config import TokenizerConfig
+from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.preprocess.encode import LANGUAGES
 
 _ADVICE = "leave it out for the default"

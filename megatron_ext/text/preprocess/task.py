@@ -23,7 +23,8 @@ from megatron_ext.errors import (
     run_program,
     say_to_stderr,
 )
-from megatron_ext.text.config import SftConfig, TokenizerConfig
+from megatron_ext.text.config.sft import SftConfig
+from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.preprocess.jobs import Build, Job, unfinished
 from megatron_ext.text.preprocess.options import PreprocessOptions
 from megatron_ext.text.preprocess.parts import read_plan, replace_file

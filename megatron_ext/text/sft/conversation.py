@@ -24,7 +24,7 @@ import numpy as np
 
 from megatron_ext.disk.reading import UnreadableFile, parse_json
 from megatron_ext.errors import DataError
-from megatron_ext.text.config import SftConfig
+from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.sft.intake import Intake
 
 ASSISTANT = "assistant"

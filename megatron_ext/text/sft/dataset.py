@@ -23,7 +23,8 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.data.loader import StepDataset
 from megatron_ext.data.samplers import Epochs, Ints, StepPlan, shuffled
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.text.config import SftConfig, TokenizerConfig
+from megatron_ext.text.config.sft import SftConfig
+from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.cost.flops import score_channels, token_products
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.gpt import split_bounds

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from megatron_ext.disk.reading import UnreadableFile, parse_json
 from megatron_ext.errors import DataError
-from megatron_ext.text.config import SftConfig
+from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.sft.chat import Template
 from megatron_ext.text.sft.conversation import Message, generic, not_json, without_nulls
 

@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import NamedTuple, NoReturn
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.text.config import SftConfig
+from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.sft.chat import (
     ChatTokenizer,
     RefusedByTemplate,

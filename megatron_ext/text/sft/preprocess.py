@@ -20,7 +20,7 @@ from megatron_ext.data.indexed import optimal_dtype
 from megatron_ext.disk.reading import MAX_DEPTH, is_too_deep
 from megatron_ext.disk.writing import lock_path
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError, say_to_stderr
-from megatron_ext.text.config import SftConfig
+from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.data.config import is_number
 from megatron_ext.text.preprocess.encode import (
     BadLine,

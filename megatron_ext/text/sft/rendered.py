@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_ext.errors import DataError
-from megatron_ext.text.config import SftConfig
+from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.sft.chat import Template
 from megatron_ext.text.sft.conversation import ASSISTANT, Conversation, generic, steps
 from megatron_ext.text.sft.intake import Intake

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_ext.config.rules.optimizer import optimizer_errors
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.config import SftConfig
+from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.evaluation.scores import check_training
 from megatron_ext.text.sft.chat import read_template

@@ -8,7 +8,7 @@ import difflib
 
 from megatron_ext.disk.reading import UnreadableFile, read_json_object
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError
-from megatron_ext.text.config import TokenizerConfig
+from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.tokenizers.base import (
     ByteLevelTokenizer,
     NullTokenizer,

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.data.samplers import SequentialSampler
 from megatron_ext.errors import DataError
-from megatron_ext.text.config import TokenizerConfig
+from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.data import gpt
 from megatron_ext.text.data.blend import BlendSpec, read_blend
 from megatron_ext.text.data.config import DataConfig

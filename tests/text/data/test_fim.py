@@ -8,7 +8,7 @@ import pytest
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.data.permutation import key_of
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.config import TokenizerConfig
+from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.data.direct import DirectDataset
 from megatron_ext.text.data.plan import plan_run
 from megatron_ext.text.data.splits import build_direct, fim_of, marks_of

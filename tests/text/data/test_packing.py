@@ -14,7 +14,7 @@ from megatron_ext.data.indexed import read_index
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.data.samplers import SequentialSampler
 from megatron_ext.errors import DataError
-from megatron_ext.text.config import TokenizerConfig
+from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.data.direct import DirectDataset
 from megatron_ext.text.data.plan import RunPlan, plan_run
 from megatron_ext.text.data.splits import build_direct, marks_of

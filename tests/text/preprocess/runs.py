@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.text.config import TokenizerConfig
+from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.preprocess.options import PreprocessOptions
 from megatron_ext.text.preprocess.run import Report, preprocess
 from tests.text import tiny

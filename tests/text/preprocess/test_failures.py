@@ -15,7 +15,7 @@ import pytest
 
 from megatron_ext.data import indexed_writer
 from megatron_ext.errors import ConfigError, DataError, MachineFault
-from megatron_ext.text.config import TokenizerConfig
+from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.preprocess import encode as texts
 from megatron_ext.text.preprocess import inputs
 from megatron_ext.text.preprocess import workers as worker_module

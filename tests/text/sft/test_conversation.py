@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_ext.errors import DataError
-from megatron_ext.text.config import SftConfig
+from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.sft import chat
 from megatron_ext.text.sft.chat import Template, end_finder, marked_source
 from megatron_ext.text.sft.conversation import Place, read_conversation

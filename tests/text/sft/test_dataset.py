@@ -11,7 +11,7 @@ import torch
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import documents_of_positions
 from megatron_ext.errors import DataError
-from megatron_ext.text.config import TokenizerConfig
+from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.sft.conversation import Place, read_conversation
 from megatron_ext.text.sft.dataset import (
     ConversationReport,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.text.config import SftConfig
+from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.sft.chat import check_template_kwargs
 from megatron_ext.text.sft.conversation import Conversation, Place, read_conversation
 from megatron_ext.text.sft.masks import tokenize_conversation

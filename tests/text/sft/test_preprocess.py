@@ -18,7 +18,8 @@ from pyarrow import parquet
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.text.config import SftConfig, TokenizerConfig
+from megatron_ext.text.config.sft import SftConfig
+from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.preprocess.cli import main
 from megatron_ext.text.preprocess.inputs import Part, blocks

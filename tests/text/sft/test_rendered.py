@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import DataError
-from megatron_ext.text.config import SftConfig
+from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.sft.conversation import Place, read_conversation
 from megatron_ext.text.sft.intake import Intake
 from megatron_ext.text.sft.masks import tokenize_samples

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.errors import DataError, MegatronExtError
-from megatron_ext.text.config import TokenizerConfig
+from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.generation.tool import GENERATION, _stored_model
 from megatron_ext.text.sft.dataset import SftDataset, build_splits
 from megatron_ext.text.sft.task import prepare_sft

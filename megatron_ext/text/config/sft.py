@@ -1,69 +1,16 @@
-"""Flags and rules of text runs: tokenizer, and fine-tuning on conversations."""
+"""Flags of fine-tuning on conversations, and their rules."""
+
+from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ext.config.flags import (
-    COUNT,
-    NATURAL,
-    Range,
-    changed_fields,
-    derived,
-    flag,
-    spelling_of,
-)
-from megatron_ext.config.megatron_flags import unmet
-from megatron_ext.config.model import ModelConfig
-from megatron_ext.config.optimizer import LATENT_TARGETS, TARGETS
-from megatron_ext.config.rules.build import build_errors
-from megatron_ext.config.rules.latent_attention import latent_attention_errors
-from megatron_ext.config.rules.optimizer import target_errors
+from megatron_ext.config.flags import Range, changed_fields, derived, flag, spelling_of
 from megatron_ext.config.run import RunConfig
 from megatron_ext.disk.reading import UnreadableFile, parse_json
-from megatron_ext.errors import ConfigError
-from megatron_ext.text.data.config import FIM_NEEDS, DataConfig, FimConfig, direct_errors
-from megatron_ext.text.evaluation.config import TaskEvaluationConfig
-from megatron_ext.text.hybrid import HybridConfig, hybrid_errors, resolve_hybrid
-
-
-@dataclass(frozen=True)
-class TokenizerConfig:
-    """The flags of tokenizers; names and defaults are Megatron-LM's."""
-
-    tokenizer_type: str | None = flag(
-        "GPT2BPETokenizer", "kind of tokenizer, such as HuggingFaceTokenizer"
-    )
-    tokenizer_model: str | None = flag(None, "file or folder of the tokenizer")
-    tokenizer_metadata: str | None = flag(
-        None, "a JSON file that names the tokenizer's library", if_changed="allow"
-    )
-    tokenizer_special_tokens: list[str] | None = flag(None, "further special tokens", nargs="+")
-    vocab_file: str | None = flag(None, "vocabulary of GPT2BPETokenizer")
-    merge_file: str | None = flag(None, "merges of GPT2BPETokenizer")
-    vocab_size: int | None = flag(None, "entries of NullTokenizer or TikTokenizer", bounds=COUNT)
-    vocab_extra_ids: int = flag(0, "further special tokens", bounds=NATURAL)
-    tiktoken_pattern: str | None = flag(None, "pattern by which TikTokenizer cuts words")
-    tiktoken_num_special_tokens: int = flag(
-        1000, "number of special tokens of TikTokenizer", bounds=NATURAL
-    )
-    tiktoken_special_tokens: list[str] | None = flag(
-        None, "names of the first special tokens of TikTokenizer", nargs="+"
-    )
-    tokenizer_sentencepiece_legacy: bool = flag(False, "SentencePiece with its legacy wrapper")
-    tokenizer_hf_use_fast: bool = flag(
-        False, "the fast tokenizer of transformers", if_changed="allow"
-    )
-    tokenizer_hf_include_special_tokens: bool = flag(False, "let transformers add special tokens")
-    trust_remote_code: bool = flag(
-        False,
-        "let transformers run code of the tokenizer's folder",
-        if_changed="allow",
-        from_checkpoint=False,
-    )
-
+from megatron_ext.text.data.config import DataConfig, FimConfig
 
 _ROW_FORMATS = ("messages", "prompt-response", "prompt-completion", "sharegpt", "alpaca")
 _PROMPT_COLUMNS = {"prompt-completion": ("prompt", "completion")}
@@ -179,7 +126,7 @@ class SftConfig:
         choices=_BATCHING,
     )
 
-    def resolved(self, seq_length: int | None) -> "SftConfig":
+    def resolved(self, seq_length: int | None) -> SftConfig:
         """Return these flags; under ``--sft``, ``sft_max_length`` defaults to ``seq_length``."""
         if self.sft_max_length is not None or not self.sft:
             return self
@@ -232,7 +179,7 @@ def is_date(text: str) -> bool:
         return False
 
 
-def _sft_errors(sft: SftConfig, run: RunConfig) -> list[str]:
+def sft_errors(sft: SftConfig, run: RunConfig) -> list[str]:
     """Return an error for each flag that does not go with ``--sft``, or that needs ``--sft``."""
     training = run.training
     seq_length = run.model.seq_length
@@ -274,130 +221,3 @@ def _sft_errors(sft: SftConfig, run: RunConfig) -> list[str]:
             "tokens; give `--micro-batch-size 1`."
         )
     return errors
-
-
-SECTIONS = (
-    DataConfig,
-    FimConfig,
-    SftConfig,
-    TokenizerConfig,
-    HybridConfig,
-    TaskEvaluationConfig,
-)
-"""The sections that pretrain_gpt.py adds to the engine's flags."""
-
-_SENTENCE_PIECE = "SentencePieceTokenizer or GPTSentencePieceTokenizer or Llama2Tokenizer"
-TOKENIZER_NEEDS = {
-    "--tokenizer-type GPT2BPETokenizer": "vocab_file merge_file",
-    "--tokenizer-type NullTokenizer or TikTokenizer or ByteLevelTokenizer": "vocab_size",
-    "--tokenizer-type TikTokenizer": (
-        "tiktoken_pattern tiktoken_num_special_tokens tiktoken_special_tokens"
-    ),
-    f"--tokenizer-type {_SENTENCE_PIECE}": "tokenizer_sentencepiece_legacy",
-    "--tokenizer-type HuggingFaceTokenizer": "tokenizer_hf_include_special_tokens",
-    f"--tokenizer-type HuggingFaceTokenizer or TikTokenizer or {_SENTENCE_PIECE}": (
-        "tokenizer_model"
-    ),
-}
-"""Fields of the tokenizer without effect unless it is of the type that the key names."""
-
-
-def idle_tokenizer_flags(settings: TokenizerConfig) -> list[str]:
-    """Return a note for each flag that a tokenizer of this type does not read."""
-    given = changed_fields(settings)
-    return [
-        f"`{spelling_of(settings, name)}` ({getattr(settings, name)}) has no effect without "
-        f"`{needed}`."
-        for needed, names in unmet(TOKENIZER_NEEDS, vars(settings))
-        for name in names
-        if name in given
-    ]
-
-
-NEEDS = {"--dataloader-type cyclic": "data_sharding", **TOKENIZER_NEEDS, **FIM_NEEDS}
-"""Fields without effect unless the flag that is the key is given (`megatron_flags.NEEDS`)."""
-
-
-def resolve_text(config: RunConfig) -> RunConfig:
-    """Return the configuration with the values that the text tenant derives from others."""
-    config = resolve_hybrid(config)
-    data = config.section(DataConfig)
-    sft = config.section(SftConfig)
-    packs = sft.sft and sft.sft_batching != "padded"
-    model = dataclasses.replace(config.model, document_masks=data.reset_attention_mask or packs)
-    lora = config.lora
-    if lora.lora_rank is not None and lora.lora_target_modules is None:
-        lora = dataclasses.replace(lora, lora_target_modules=list(_targets(model)))
-    config = dataclasses.replace(config, model=model, lora=lora)
-    return config.with_section(data.resolved(), sft.resolved(config.model.seq_length))
-
-
-def _targets(model: ModelConfig) -> Sequence[str]:
-    """Return the names of the linear layers of a GPT's blocks that may have adapters."""
-    return LATENT_TARGETS if model.multi_latent_attention else TARGETS
-
-
-def text_rules(given: RunConfig, run: RunConfig) -> list[str]:
-    data = run.section(DataConfig)
-    sft = run.section(SftConfig)
-    return [
-        *hybrid_errors(given, run),
-        *data.own_errors(full_validation=run.training.full_validation),
-        *direct_errors(data, run, sft=sft.sft),
-        *run.section(FimConfig).own_errors(),
-        *_sft_errors(sft, run),
-        *target_errors(run.lora, _targets(run.model)),
-        *_mask_errors(data, sft, run.model.transformer_impl),
-        *latent_attention_errors(given.model, run.model),
-        *build_errors(run.model, run.moe, run.parallel, run.training),
-    ]
-
-
-def _mask_errors(data: DataConfig, sft: SftConfig, transformer_impl: str) -> list[str]:
-    """Return an error for each flag whose mask Transformer Engine's causal attention ignores."""
-    if transformer_impl != "transformer_engine":
-        return []
-    errors = []
-    if data.reset_attention_mask:
-        errors.append(
-            "`--reset-attention-mask` needs masks that Transformer Engine's causal attention "
-            "ignores; use `--transformer-impl torch`."
-        )
-    if sft.sft and sft.sft_batching != "padded":
-        errors.append(
-            f"`--sft-batching` ({sft.sft_batching}) needs masks that Transformer Engine's "
-            "causal attention ignores; use padded, or `--transformer-impl torch`."
-        )
-    return errors
-
-
-def stored_text_model(stored: Mapping[str, Any], given: RunConfig) -> dict[str, Any]:
-    """Return the sections of a checkpoint's configuration that describe the weights of its GPT.
-
-    Raise a ConfigError if the checkpoint is of another kind of model.
-    """
-    if stored.get("model", {}).get("blocks_dealt_by_cost"):
-        raise ConfigError(
-            "The checkpoint is of a model that this program does not train; give another "
-            "checkpoint, or leave out `--use-checkpoint-args`."
-        )
-    keep = SHAPE.split()
-    shape = {name: value for name, value in stored["model"].items() if name in keep}
-    return {"model": shape, "moe": stored["moe"], "lora": stored.get("lora", {})}
-
-
-SHAPE = (
-    "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups "
-    "group_query_attention max_position_embeddings position_embedding_type rotary_base "
-    "rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling "
-    "rope_scaling_factor rope_scaling rope_local_base_freq no_rope_freq window_size "
-    "window_attn_skip_freq softmax_type softmax_scale attn_logit_softcapping "
-    "final_logit_softcapping normalization norm_epsilon apply_layernorm_1p swiglu squared_relu "
-    "quick_geglu geglu openai_gelu activation_func_clamp_value glu_linear_offset add_bias_linear "
-    "add_qkv_bias add_proj_bias add_mlp_bias qk_layernorm sandwich_norm embedding_multiplier "
-    "untie_embeddings_and_output_weights "
-    "padded_vocab_size mtp_num_layers seq_length multi_latent_attention q_lora_rank kv_lora_rank "
-    "qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor "
-    "original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim"
-)
-"""Fields of the stored section ``model`` that are restored, since the weights depend on them."""

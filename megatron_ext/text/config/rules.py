@@ -1,0 +1,118 @@
+"""The sections of a text run, and the values and errors that follow from several of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.optimizer import LATENT_TARGETS, TARGETS
+from megatron_ext.config.rules.build import build_errors
+from megatron_ext.config.rules.latent_attention import latent_attention_errors
+from megatron_ext.config.rules.optimizer import target_errors
+from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.text.config.sft import SftConfig, sft_errors
+from megatron_ext.text.config.tokenizer import TOKENIZER_NEEDS, TokenizerConfig
+from megatron_ext.text.data.config import FIM_NEEDS, DataConfig, FimConfig, direct_errors
+from megatron_ext.text.evaluation.config import TaskEvaluationConfig
+from megatron_ext.text.hybrid import HybridConfig, hybrid_errors, resolve_hybrid
+
+SECTIONS = (
+    DataConfig,
+    FimConfig,
+    SftConfig,
+    TokenizerConfig,
+    HybridConfig,
+    TaskEvaluationConfig,
+)
+"""The sections that pretrain_gpt.py adds to the engine's flags."""
+
+NEEDS = {"--dataloader-type cyclic": "data_sharding", **TOKENIZER_NEEDS, **FIM_NEEDS}
+"""Fields without effect unless the flag that is the key is given (`megatron_flags.NEEDS`)."""
+
+
+def resolve_text(config: RunConfig) -> RunConfig:
+    """Return the configuration with the values that the text tenant derives from others."""
+    config = resolve_hybrid(config)
+    data = config.section(DataConfig)
+    sft = config.section(SftConfig)
+    packs = sft.sft and sft.sft_batching != "padded"
+    model = dataclasses.replace(config.model, document_masks=data.reset_attention_mask or packs)
+    lora = config.lora
+    if lora.lora_rank is not None and lora.lora_target_modules is None:
+        lora = dataclasses.replace(lora, lora_target_modules=list(_targets(model)))
+    config = dataclasses.replace(config, model=model, lora=lora)
+    return config.with_section(data.resolved(), sft.resolved(config.model.seq_length))
+
+
+def _targets(model: ModelConfig) -> Sequence[str]:
+    """Return the names of the linear layers of a GPT's blocks that may have adapters."""
+    return LATENT_TARGETS if model.multi_latent_attention else TARGETS
+
+
+def text_rules(given: RunConfig, run: RunConfig) -> list[str]:
+    data = run.section(DataConfig)
+    sft = run.section(SftConfig)
+    return [
+        *hybrid_errors(given, run),
+        *data.own_errors(full_validation=run.training.full_validation),
+        *direct_errors(data, run, sft=sft.sft),
+        *run.section(FimConfig).own_errors(),
+        *sft_errors(sft, run),
+        *target_errors(run.lora, _targets(run.model)),
+        *_mask_errors(data, sft, run.model.transformer_impl),
+        *latent_attention_errors(given.model, run.model),
+        *build_errors(run.model, run.moe, run.parallel, run.training),
+    ]
+
+
+def _mask_errors(data: DataConfig, sft: SftConfig, transformer_impl: str) -> list[str]:
+    """Return an error for each flag whose mask Transformer Engine's causal attention ignores."""
+    if transformer_impl != "transformer_engine":
+        return []
+    errors = []
+    if data.reset_attention_mask:
+        errors.append(
+            "`--reset-attention-mask` needs masks that Transformer Engine's causal attention "
+            "ignores; use `--transformer-impl torch`."
+        )
+    if sft.sft and sft.sft_batching != "padded":
+        errors.append(
+            f"`--sft-batching` ({sft.sft_batching}) needs masks that Transformer Engine's "
+            "causal attention ignores; use padded, or `--transformer-impl torch`."
+        )
+    return errors
+
+
+def stored_text_model(stored: Mapping[str, Any], given: RunConfig) -> dict[str, Any]:
+    """Return the sections of a checkpoint's configuration that describe the weights of its GPT.
+
+    Raise a ConfigError if the checkpoint is of another kind of model.
+    """
+    if stored.get("model", {}).get("blocks_dealt_by_cost"):
+        raise ConfigError(
+            "The checkpoint is of a model that this program does not train; give another "
+            "checkpoint, or leave out `--use-checkpoint-args`."
+        )
+    keep = SHAPE.split()
+    shape = {name: value for name, value in stored["model"].items() if name in keep}
+    return {"model": shape, "moe": stored["moe"], "lora": stored.get("lora", {})}
+
+
+SHAPE = (
+    "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups "
+    "group_query_attention max_position_embeddings position_embedding_type rotary_base "
+    "rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling "
+    "rope_scaling_factor rope_scaling rope_local_base_freq no_rope_freq window_size "
+    "window_attn_skip_freq softmax_type softmax_scale attn_logit_softcapping "
+    "final_logit_softcapping normalization norm_epsilon apply_layernorm_1p swiglu squared_relu "
+    "quick_geglu geglu openai_gelu activation_func_clamp_value glu_linear_offset add_bias_linear "
+    "add_qkv_bias add_proj_bias add_mlp_bias qk_layernorm sandwich_norm embedding_multiplier "
+    "untie_embeddings_and_output_weights "
+    "padded_vocab_size mtp_num_layers seq_length multi_latent_attention q_lora_rank kv_lora_rank "
+    "qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor "
+    "original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim"
+)
+"""Fields of the stored section ``model`` that are restored, since the weights depend on them."""
