@@ -200,7 +200,7 @@ def measure(
         raise ConfigError(f"`--transformer-impl {asked}` has no effect on this device")
     seconds = seconds_per_step(run, timing)
     tokens = variant.batch * variant.length / seconds
-    flops = tokens * flops_per_sample(run.config.model, run.config.moe) / variant.length
+    flops = tokens * flops_per_sample(run.config) / variant.length
     top = ceiling(device, ceiling_dtype(device, variant.precision), tiny=tiny)
     cells = (
         f"{1e3 * seconds:.1f}",

@@ -14,9 +14,9 @@ from megatron.core.optimizer import OptimizerConfig
 
 from megatron_ext.config.finalize import TESTED_CORES
 from megatron_ext.config.model import ModelConfig
-from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.precision import Fp8Config
 from megatron_ext.config.run import RunConfig, transformer_fields
+from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.task import TEXT
 from megatron_ext.train.task import TaskChoice
 from megatron_ext.video.config.run import MODES
@@ -248,7 +248,7 @@ def test_every_flag_is_read_outside_the_configuration() -> None:
     }
     run = RunConfig(
         model=ModelConfig(transformer_impl="transformer_engine"),
-        moe=MoEConfig(num_experts=2),
+        sections=(MoEConfig(num_experts=2),),
         fp8=Fp8Config(fp8_format="e4m3"),
     )
     words |= set(transformer_fields(run))

@@ -35,7 +35,7 @@ from megatron_ext.config.flags import IfChanged, if_changed
 from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.config.rules.optimizer import has_usual_warmup
-from megatron_ext.config.run import RunConfig
+from megatron_ext.config.run import RunConfig, in_present_sections
 from megatron_ext.errors import CheckpointError
 from megatron_ext.optim.schedule import schedule_lengths
 from megatron_ext.parallel.grid import Layout
@@ -337,6 +337,7 @@ def check_changes(
         weights_only: whether the run only starts from the checkpoint's weights, without resuming.
         with_optimizer: whether the run resumes with the checkpoint's optimizer state.
     """
+    stored = in_present_sections(stored, [type(section) for section in config.sections])
     changes = _changes(config.by_name(), config.to_dict(), stored)
     in_order = sorted(changes, key=lambda change: change.name)
     never, not_to_resume, keep, say = (

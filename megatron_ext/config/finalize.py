@@ -118,8 +118,7 @@ def _errors(run: RunConfig) -> Iterator[str]:
         yield from _core_errors()
     yield from model_errors(run.model)
     yield from parallel_rules.parallel_errors(run.parallel, run.model)
-    yield from run.moe.errors(max(1, run.parallel.expert_model_parallel_size))
-    yield from optimizer_rules.lora_errors(run.lora, run.model, run.moe, run.optimizer)
+    yield from optimizer_rules.lora_errors(run.lora, run.model, run.optimizer)
     if run.precision.bf16 and run.precision.fp16:
         yield "`--bf16` and `--fp16` exclude each other; give one."
     yield from fp8_errors(run, may_use_te=not engine_rules.needs_torch_layers(run))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_ext.config.flags import SIZE
 
 
@@ -20,6 +22,17 @@ def read_pattern(text: str) -> int | list[int]:
             raise ValueError(text)
         pattern += numbers * int(times or 1)
     return pattern
+
+
+def layers_with_experts(frequency: int | Sequence[int], num_layers: int) -> list[bool]:
+    """Return for each layer whether it holds experts.
+
+    Args:
+        frequency: n for experts in layers 0, n, 2n and so on, or a truth value for each layer.
+    """
+    if isinstance(frequency, int):
+        return [layer % frequency == 0 for layer in range(num_layers)]
+    return [bool(holds) for holds in frequency]
 
 
 def windowed_layers(skip_frequency: str | None, num_layers: int) -> list[bool]:

@@ -401,17 +401,6 @@ NEEDS = {
     ),
     "--rope-type yarn": "original_max_position_embeddings beta_fast beta_slow mscale",
     "--mtp-num-layers": "mtp_loss_scaling_factor",
-    "--num-experts": (
-        "moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size "
-        "moe_shared_expert_gate moe_router_topk moe_router_load_balancing_type moe_aux_loss_coeff "
-        "moe_z_loss_coeff moe_input_jitter_eps moe_router_dtype moe_router_score_function "
-        "moe_router_pre_softmax moe_router_num_groups moe_router_group_topk "
-        "moe_router_group_scores "
-        "moe_router_topk_scaling_factor moe_router_enable_expert_bias moe_router_bias_update_rate "
-        "moe_router_force_load_balancing moe_token_dispatcher_type moe_expert_capacity_factor "
-        "moe_pad_expert_input_to_capacity moe_token_drop_policy moe_layer_recompute "
-        "moe_apply_probs_on_input"
-    ),
     "--fp16": "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
     "--exit-signal-handler": "exit_signal",
     "--on-spike": "spike_window spike_factor",

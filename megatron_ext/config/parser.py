@@ -307,18 +307,21 @@ class Reading:
             )
         elif name in self.left_out:
             self.errors.append(f"`{word}` has no effect {self.left_out[name]}; leave it out.")
-        elif other := self._program_with(name):
-            self.errors.append(f"`{word}` is a flag of {other}, not of this program; leave it out.")
+        elif found := self._elsewhere(name):
+            self.errors.append(
+                f"`{word}` is a flag of {found[0]}, not of this program; leave it out."
+            )
         else:
             accepted = [*self.table, *RENAMED, *sections.OWN_FLAGS]
             near = difflib.get_close_matches(name, accepted, n=3, cutoff=0.6)
             self.errors.append(_unknown(f"`{word}`", [f"`{x}`" for x in near]))
 
-    def _program_with(self, name: str) -> str | None:
-        """Return the name of another program that has a flag of this spelling."""
+    def _elsewhere(self, name: str) -> tuple[str, Flag] | None:
+        """Return another program's name and its flag of this spelling; None if none has one."""
         for program_name, kinds in self.elsewhere().items():
-            if name in sections.spellings([x for kind in kinds for x in flags_of("", kind)]):
-                return program_name
+            table = sections.spellings([x for kind in kinds for x in flags_of("", kind)])
+            if name in table:
+                return program_name, table[name][0]
         return None
 
     def _read_value(self, word: str, values: list[str], flag: Flag, positive: bool) -> None:
@@ -403,6 +406,14 @@ class Reading:
                     self.errors += error.messages
             elif name in left_out:
                 self.settled.append((path, str(key), left_out[name], value))
+            elif name not in derived and (found := self._elsewhere(sections.canonical(name))):
+                # Configurations that earlier versions printed have the default there.
+                other, flag = found
+                if value != flag.default:
+                    self.errors.append(
+                        f"`{key}` in {path} ({value}) is a flag of {other}, not of this program; "
+                        "leave it out."
+                    )
             elif name not in derived:
                 near = difflib.get_close_matches(name, list(fields), n=2)
                 self.errors.append(_unknown(f"`{key}` in {path}", near))

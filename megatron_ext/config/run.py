@@ -16,9 +16,9 @@ from typing import Any, Protocol, TypeVar
 import yaml
 
 from megatron_ext.config.fault_tolerance import FaultToleranceConfig
+from megatron_ext.config.flags import Changeable
 from megatron_ext.config.layers import layers_without_rope
 from megatron_ext.config.model import ACTIVATIONS, ModelConfig
-from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.optimizer import EmaConfig, LoraConfig, OptimizerConfig
 from megatron_ext.config.output import CheckpointConfig, LoggingConfig, PlanningConfig
 from megatron_ext.config.parallel import ParallelConfig
@@ -46,7 +46,6 @@ class RunConfig:
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-    moe: MoEConfig = field(default_factory=MoEConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     fp8: Fp8Config = field(default_factory=Fp8Config)
@@ -83,6 +82,11 @@ class RunConfig:
         by_kind.update({type(section): section for section in changed})
         return dataclasses.replace(self, sections=tuple(by_kind.values()))
 
+    @property
+    def layer_sections(self) -> list[LayerSection]:
+        """Return the task's sections that say what its transformer layers compute."""
+        return [section for section in self.sections if isinstance(section, LayerSection)]
+
     def by_name(self) -> dict[str, Any]:
         """Return all sections by name: first those of every run, then the task's."""
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -103,10 +107,12 @@ class RunConfig:
     def from_dict(cls, values: Mapping[str, Any], sections: Sequence[type] = ()) -> RunConfig:
         """Build a configuration from `to_dict`'s values; unknown fields are ignored.
 
-        ``sections`` are the classes of the task's sections.
+        ``sections`` are the classes of the task's sections. A field that an earlier version stored
+        in another section is found too (`in_present_sections`).
         """
         built: dict[str, Any] = {}
         errors: list[str] = []
+        values = in_present_sections(values, sections)
         for name, kind in (engine_sections() | named(sections)).items():
             names = {f.name for f in dataclasses.fields(kind)}
             stored = values.get(name) or {}
@@ -148,6 +154,47 @@ def engine_sections() -> dict[str, type]:
     """Return the classes of the sections that every run has, by name."""
     kinds: dict[str, Any] = {f.name: f.default_factory for f in dataclasses.fields(RunConfig)}
     return {name: kind for name, kind in kinds.items() if hasattr(kind, "__dataclass_fields__")}
+
+
+def in_present_sections(stored: Mapping[str, Any], sections: Sequence[type]) -> dict[str, Any]:
+    """Return stored values with each field in the section that declares it now.
+
+    No two sections have a field of the same name, so the name of a field tells where a value of an
+    earlier version belongs. If it is there already, that value counts.
+
+    Args:
+        stored: values by section and field, such as `RunConfig.to_dict` returns.
+        sections: classes of the task's sections.
+    """
+    kinds = engine_sections() | named(sections)
+    home = {field.name: name for name, kind in kinds.items() for field in dataclasses.fields(kind)}
+    placed = dict(stored)
+    for name in kinds.keys() & stored.keys():
+        values = stored[name]
+        if not isinstance(values, Mapping):
+            continue
+        strays = [key for key in values if home.get(key, name) != name]
+        placed[name] = {k: v for k, v in placed[name].items() if k not in strays}
+        for key in strays:
+            present = placed.get(home[key]) or {}
+            if isinstance(present, Mapping):
+                placed[home[key]] = {key: values[key], **present}
+    return placed
+
+
+class LayerSection(Changeable):
+    """The base class of a task's sections that say what its transformer layers compute.
+
+    The engine knows the parts that every transformer has, and asks these sections for the others.
+    """
+
+    def transformer_fields(self, config: RunConfig) -> Mapping[str, object]:
+        """Return values for fields of `StepTransformerConfig`, in place of the engine's own."""
+        return {}
+
+    def te_versions(self, config: RunConfig) -> Mapping[str, str]:
+        """Return the first Transformer Engine that has each option in use, by its spelling."""
+        return {}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -228,13 +275,13 @@ FUSIONS = (
     "masked_softmax_fusion bias_dropout_fusion apply_rope_fusion gradient_accumulation_fusion "
     "persist_layer_norm cross_entropy_loss_fusion"
 )
-MOE_FUSIONS = "moe_grouped_gemm moe_permute_fusion moe_router_fusion"
 
 
 def transformer_fields(run: RunConfig) -> dict[str, object]:
     """Return the fields of megatron-core's TransformerConfig; dtypes and activations are names.
 
-    Fused kernels of megatron-core are enabled only where they exist.
+    A task's sections add their own (`LayerSection.transformer_fields`). Fused kernels of
+    megatron-core are enabled only where they exist.
     """
     fields: dict[str, object] = {
         name: getattr(getattr(run, section), name)
@@ -268,8 +315,8 @@ def transformer_fields(run: RunConfig) -> dict[str, object]:
         fields |= dataclasses.asdict(run.fp8)
         fields.update(fp8=fields.pop("fp8_format"), fp8_param=fields.pop("fp8_param_gather"))
         del fields["reuse_grad_buf_for_mxfp8_param_ag"]
-    if run.moe.num_experts is not None:
-        fields |= _moe_fields(run.moe, te=_with_engine(model, run.planning))
+    for section in run.layer_sections:
+        fields.update(section.transformer_fields(run))
     return fields
 
 
@@ -288,28 +335,14 @@ def _without_rope(model: ModelConfig) -> list[int] | None:
     return [int(lacks) for lacks in layers_without_rope(model.no_rope_freq, model.num_layers or 0)]
 
 
-def _moe_fields(moe: MoEConfig, *, te: bool) -> dict[str, object]:
-    fields = {k: v for k, v in dataclasses.asdict(moe).items() if k.startswith("moe_")}
-    kinds = moe.moe_router_load_balancing_type
-    weights = moe.moe_aux_loss_coeff
-    fields.update(
-        num_moe_experts=moe.num_experts,
-        moe_layer_freq=moe.layer_pattern(),
-        moe_router_load_balancing_type=kinds[0] if len(kinds) == 1 else kinds,
-        moe_aux_loss_coeff=weights[0] if len(weights) == 1 else weights,
-        **{name: fields[name] and te for name in MOE_FUSIONS.split()},
-    )
-    return fields
-
-
 def _fusions(run: RunConfig) -> dict[str, object]:
     model = run.model
     gpu = run.device == "cuda"
-    te = _with_engine(model, run.planning)
+    te = has_te_layers(run)
     fusions = {name: bool(getattr(model, name)) and te for name in FUSIONS.split()}
     # The output head is megatron-core's own layer, whose kernel is apex's.
     fusions["gradient_accumulation_fusion"] &= find_spec(APEX_KERNEL) is not None
-    fusions["bias_activation_fusion"] = gpu and te and _fuses_activation(model, run.moe)
+    fusions["bias_activation_fusion"] = gpu and te and _fuses_activation(model)
     fusions["bias_dropout_fusion"] = model.bias_dropout_fusion and (gpu or not te)
     impl = run.loss.cross_entropy_impl
     native = model.cross_entropy_loss_fusion and model.cross_entropy_fusion_impl == "native"
@@ -317,16 +350,15 @@ def _fusions(run: RunConfig) -> dict[str, object]:
     return {**fusions, "cross_entropy_fusion_impl": "te" if impl == "te" else "native"}
 
 
-def _with_engine(model: ModelConfig, planning: PlanningConfig) -> bool:
+def has_te_layers(run: RunConfig) -> bool:
     """Return whether to use Transformer Engine's layers; in a dry run, only if it is installed."""
-    te = model.transformer_impl == TE_IMPL
-    return te and (not planning.dry_run or find_spec("transformer_engine") is not None)
+    te = run.model.transformer_impl == TE_IMPL
+    return te and (not run.planning.dry_run or find_spec("transformer_engine") is not None)
 
 
-def _fuses_activation(model: ModelConfig, moe: MoEConfig) -> bool:
+def _fuses_activation(model: ModelConfig) -> bool:
     """Return whether megatron-core's MLP has a fused form of the model's activation and bias."""
-    has_experts = moe.num_experts is not None
     if model.swiglu:
-        return model.bias_swiglu_fusion and not (has_experts and model.add_bias_linear)
+        return model.bias_swiglu_fusion
     is_gelu = not any(getattr(model, name) for name in ACTIVATIONS)
-    return model.bias_gelu_fusion and is_gelu and model.add_bias_linear and not has_experts
+    return model.bias_gelu_fusion and is_gelu and model.add_bias_linear

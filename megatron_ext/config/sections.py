@@ -33,6 +33,7 @@ from megatron_ext.config.run import (
     Program,
     RunConfig,
     engine_sections,
+    in_present_sections,
     named,
     section_name,
 )
@@ -181,12 +182,14 @@ def described(stored: Mapping[str, Any], kinds: Sequence[type]) -> dict[str, dic
     Whoever wrote the file may be a stranger, so that it describes a model and its data, and can
     neither permit nor name code to run, nor name places to write to. Each field says by
     ``flag(..., from_checkpoint=...)`` whether the file may give it. Sections and fields that the
-    classes ``kinds`` and the engine's do not have are left out.
+    classes ``kinds`` and the engine's do not have are left out, and a field is found in whichever
+    section an earlier version stored it.
 
     Raises:
         CheckpointError: a section holds no names and values.
     """
     by_section = {}
+    stored = in_present_sections(stored, kinds)
     for name, kind in (engine_sections() | named(kinds)).items():
         values = stored.get(name)
         if values is None:
@@ -209,6 +212,7 @@ def withheld_notes(
     A permission is a switch in a section that may otherwise come from the file; ``given`` are the
     fields of the flags on the command line.
     """
+    stored = in_present_sections(stored, kinds)
     return [
         f"The checkpoint was trained with `{flag.shown}` ({flag.help}), which no file can give; "
         "give it yourself if you trust that code."

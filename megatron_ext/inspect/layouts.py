@@ -15,6 +15,7 @@ from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device import Device
 from megatron_ext.errors import ConfigError, MegatronExtError
+from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.train.task import Task, TaskChoice
 
 SIZES = {
@@ -146,8 +147,9 @@ def _drawn(config: RunConfig) -> dict[str, float]:
     drawn = {
         "--hidden-dropout": config.model.hidden_dropout,
         "--attention-dropout": config.model.attention_dropout,
-        "--moe-input-jitter-eps": config.moe.moe_input_jitter_eps if config.moe.num_experts else 0,
     }
+    if config.has(MoEConfig) and (moe := config.section(MoEConfig)).num_experts:
+        drawn["--moe-input-jitter-eps"] = moe.moe_input_jitter_eps or 0
     if config.model.deterministic_dropout:
         drawn = {}
     drawn["--lora-dropout"] = config.lora.lora_dropout if config.lora.lora_rank else 0

@@ -30,8 +30,8 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_ext import core
+from megatron_ext.config.layers import layers_with_experts
 from megatron_ext.config.model import RECOMPUTED_WITH_TE
-from megatron_ext.config.moe import layers_with_experts
 from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.attention import DotProductAttention

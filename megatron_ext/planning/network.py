@@ -153,6 +153,11 @@ class Network(ABC):
         return dataclasses.replace(this, config=config)  # type: ignore[no-any-return]
 
     @property
+    def experts(self) -> tuple[int, int]:
+        """Return the experts of a layer, and those that a token uses; 1 and 1 without experts."""
+        return 1, 1
+
+    @property
     def num_microbatches(self) -> int:
         """Return the number of micro-batches of a rank in a step."""
         return microbatches(self.config.parallel, self.config.training)
@@ -332,6 +337,7 @@ class TaskCost:
         from_flags: whether the cases depend only on the flags, not on the data. Only then can
             layouts be searched, and can a run on CPUs be checked against its host's memory.
         report: replaces the usual report if a step does not train exactly one network.
+        num_experts: returns the experts of a layer that ranks may share; 0 without experts.
     """
 
     cases: Callable[[RunConfig], Sequence[Case]] = lambda _: ()
@@ -339,6 +345,7 @@ class TaskCost:
     recompute: Callable[[RunConfig, str], RunConfig] = lambda config, _: config
     from_flags: bool = False
     report: Callable[[RunConfig, Gpu | None], Report] | None = None
+    num_experts: Callable[[RunConfig], int] = lambda _: 0
 
     def modes_with(self, graphs: CudaGraphConfig) -> tuple[str, ...]:
         """Return the modes of recomputation that a run can use; with CUDA graphs only ``none``."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.precision import CudaGraphConfig
 from megatron_ext.config.rules.optimizer import sharding_errors
 from megatron_ext.config.run import RunConfig
@@ -98,7 +97,7 @@ def headline(network: Network, ranks: list[RankMemory]) -> str:
     if config.model.transformer_impl == "transformer_engine":
         numbers += "; Transformer Engine's layers priced as the torch layers"
     count = model_parameters(ranks)
-    active = active_parameters(ranks, config.moe)
+    active = active_parameters(ranks, network)
     counted = f"{count / 10**6:,.1f} M parameters"
     if active < count:
         counted += f" ({active / 10**6:,.1f} M of them used by a token)"
@@ -114,12 +113,12 @@ def model_parameters(ranks: list[RankMemory]) -> int:
     return distinct(chunk for rank in ranks for chunk in rank.weights)
 
 
-def active_parameters(ranks: list[RankMemory], moe: MoEConfig) -> int:
+def active_parameters(ranks: list[RankMemory], network: Network) -> int:
     """Return the number of parameters that one token uses: its experts' and all others."""
     chunks = [chunk for rank in ranks for chunk in rank.weights]
     routed = distinct([weight for weight in chunk if ROUTED in weight.name] for chunk in chunks)
-    count = moe.num_experts or 1
-    return distinct(chunks) - routed // count * (count - min(count, moe.moe_router_topk))
+    count, used = network.experts
+    return distinct(chunks) - routed // count * (count - used)
 
 
 def bucket_table(cases: Sequence[Case], gpu: Gpu | None) -> Table:

@@ -257,7 +257,7 @@ class Candidate:
             pipeline_model_parallel_size=self.pp,
             context_parallel_size=self.cp,
             expert_model_parallel_size=self.ep,
-            expert_tensor_parallel_size=1 if config.moe.num_experts else None,
+            expert_tensor_parallel_size=1 if cost.num_experts(config) else None,
             num_layers_per_virtual_pipeline_stage=None,
             num_virtual_stages_per_pipeline_rank=self.chunks if self.chunks > 1 else None,
             pipeline_schedule=None,
@@ -304,7 +304,8 @@ def candidates(config: RunConfig, world_size: int, gpu: Gpu, cost: TaskCost) -> 
     layers = config.model.num_layers or 1
     in_node = [size for size in sizes if size <= gpu.per_node]
     cuts = [size for size in sizes if size <= layers]
-    experts = [size for size in sizes if (config.moe.num_experts or 1) % size == 0]
+    num_experts = cost.num_experts(config) or 1
+    experts = [size for size in sizes if num_experts % size == 0]
     micro = config.training.micro_batch_size or 1
     batches = sorted({max(1, micro >> shift) for shift in range(micro.bit_length())})
     for tp, pp, cp, ep in product(in_node, cuts, sizes, experts):

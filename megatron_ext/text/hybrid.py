@@ -17,6 +17,7 @@ from megatron_ext.config.flags import flag, spelling_of
 from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.rules.parallel import STAGES
 from megatron_ext.config.run import RunConfig
+from megatron_ext.text.config.moe import MoEConfig
 
 PAIRS = "*-", "*E"
 
@@ -119,7 +120,7 @@ def resolve_hybrid(config: RunConfig) -> RunConfig:
     if text is None:
         return config
     model = config.model
-    moe = config.moe
+    moe = config.section(MoEConfig)
     parallel = config.parallel
     try:
         pattern = read_pattern(text)
@@ -145,7 +146,7 @@ def resolve_hybrid(config: RunConfig) -> RunConfig:
             num_layers_per_virtual_pipeline_stage=None,
             num_virtual_stages_per_pipeline_rank=None,
         )
-    return dataclasses.replace(config, model=model, moe=moe, parallel=parallel)
+    return dataclasses.replace(config, model=model, parallel=parallel).with_section(moe)
 
 
 def hybrid_errors(given: RunConfig, run: RunConfig) -> Iterator[str]:
@@ -191,7 +192,7 @@ def _size_errors(name: str, pattern: Pattern, given: RunConfig) -> Iterator[str]
     """Yield a sentence for each flag that says other layers than the pattern does."""
     pairs = pattern.pairs
     model = given.model
-    moe = given.moe
+    moe = given.section(MoEConfig)
     if model.num_layers not in (None, len(pairs), 2 * len(pairs)):
         yield (
             f"{name} has {2 * len(pairs)} layers, or {len(pairs)} with attention and MLP as one, "

@@ -140,7 +140,7 @@ def text_step_stats(run: Run, num_microbatches: int) -> StepStats:
     length = run.seq_length
     if length not in run.flops_of_samples:
         model = replace(run.config.model, seq_length=length)
-        run.flops_of_samples[length] = flops_per_sample(model, run.config.moe)
+        run.flops_of_samples[length] = flops_per_sample(replace(run.config, model=model))
     return StepStats(
         samples=run.batch_size.global_batch_size,
         tokens=rows * (length or 0),

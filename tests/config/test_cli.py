@@ -8,6 +8,7 @@ import yaml
 from megatron_ext.config.parser import read_words
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
+from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.task import TEXT
 from tests.config.runs import SMALL
@@ -66,7 +67,7 @@ def test_kernels_of_experts_get_one_note_on_any_device() -> None:
 def test_mixtral_script_keeps_rope(device: str) -> None:
     found = parsed(MIXTRAL, ranks=32, device=device)
     assert found.config.model.position_embedding_type == "rope"
-    assert found.config.moe.num_experts == 8
+    assert found.config.section(MoEConfig).num_experts == 8
     assert any("`--no-position-embedding` has no effect" in note for note in found.notes)
 
 

@@ -1,13 +1,21 @@
 """Sections of flags: derived values, accepted flags and notes; ``refusals.txt`` has the rest."""
 
-import pytest
+import re
+from pathlib import Path
+from typing import Any
 
+import pytest
+import yaml
+
+from megatron_ext.checkpoint.compatibility import check_changes
 from megatron_ext.config.finalize import finalize
 from megatron_ext.config.optimizer import ALL_TARGETS, TARGETS, EmaConfig
+from megatron_ext.config.parser import parse_args
 from megatron_ext.config.precision import CudaGraphConfig, Fp8Config
 from megatron_ext.config.rules.optimizer import ema_errors
-from megatron_ext.config.run import RunConfig
-from megatron_ext.errors import ConfigError
+from megatron_ext.config.run import RunConfig, in_present_sections
+from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.video.streaming.task import STREAMING as STREAMING_TASK
@@ -16,6 +24,7 @@ from tests.config.runs import BF16, GRAPHS, SFT, SMALL, STREAMING
 from tests.training_runs import check_refused, config_of, errors_of, parsed
 
 LOCAL = "--cuda-graph-impl local"
+EXPERTS = "--num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax"
 
 
 def graphs(words: str, device: str = "cuda") -> CudaGraphConfig:
@@ -132,6 +141,58 @@ def test_a_resolved_configuration_is_one_that_can_be_given() -> None:
     stored["lora"]["lora_target_modules"] = list(TARGETS)
     read = finalize(RunConfig.from_dict(stored, TEXT.sections), GPT, 1, "cpu")
     assert read.lora.lora_rank is None
+
+
+def moved(run: RunConfig) -> dict[str, Any]:
+    """Return a stored configuration with all fields in the section ``model``."""
+    stored = run.to_dict()
+    flat = {
+        k: v for values in stored.values() if isinstance(values, dict) for k, v in values.items()
+    }
+    return {"model": flat, "device": stored["device"]}
+
+
+def test_fields_that_were_stored_in_another_section_are_found() -> None:
+    run = config_of(f"{SMALL} {EXPERTS}")
+    assert RunConfig.from_dict(moved(run), TEXT.sections) == run
+    taken = config_of(f"{SMALL} --use-checkpoint-args --load x", checkpoint_config=moved(run))
+    assert taken.section(MoEConfig) == run.section(MoEConfig)
+    clips = streaming()
+    assert RunConfig.from_dict(moved(clips), VIDEO.sections) == clips
+
+
+def test_a_value_in_the_section_of_its_field_counts() -> None:
+    stored = {"model": {"num_experts": 2, "hidden_size": 8}, "moe": {"num_experts": 4}}
+    placed = in_present_sections(stored, TEXT.sections)
+    assert placed == {"model": {"hidden_size": 8}, "moe": {"num_experts": 4}}
+    # A section of no use to the task is left alone, whatever its fields are called.
+    other = {"mmdit": {"num_experts": 2}, "model": [1], "device": "cpu"}
+    assert in_present_sections(other, TEXT.sections) == other
+
+
+def test_changed_flags_are_found_in_a_checkpoint_that_stored_them_elsewhere() -> None:
+    run = config_of(f"{SMALL} {EXPERTS}")
+    how = {"weights_only": False, "with_optimizer": False}
+    assert check_changes(Path("x"), run, moved(run), **how) == []
+    other = config_of(f"{SMALL} {EXPERTS} --moe-router-topk 2")
+    with pytest.raises(CheckpointError, match=r"`--moe-router-topk` \(2, before 1\)"):
+        check_changes(Path("x"), other, moved(run), **how)
+
+
+def test_a_printed_configuration_may_hold_defaults_of_the_other_program(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    words = f"{STREAMING} --config {file}".split()
+    elsewhere = {"pretrain_gpt.py": TEXT.sections}
+
+    def read(**values: Any) -> RunConfig:
+        file.write_text(yaml.safe_dump({"moe": {"moe_router_topk": 2, **values}}))
+        shared: Any = {"world_size": 1, "device": "cpu", "elsewhere": lambda: elsewhere}
+        return parse_args(words, VIDEO, **shared).config
+
+    assert read(num_experts=None) == streaming()
+    told = f"`num_experts` in {file} (4) is a flag of pretrain_gpt.py, not of this program"
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        read(num_experts=4)
 
 
 def test_alpha_over_rank_whose_error_is_told_once() -> None:

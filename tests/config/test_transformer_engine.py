@@ -161,6 +161,7 @@ def test_every_feature_names_its_version() -> None:
         "--recompute-granularity selective --recompute-modules layernorm moe_act"
     )
     assert all(need.used(config) for need in NEEDS)
+    assert all(section.te_versions(config) for section in config.layer_sections)
     numbers = {"2.4.0": 5, "2.6.1": 3, "2.7.0+cu12": 2, "2.8.0": 1, "2.9.0.dev0": 0, "2.18": 0}
     for found, count in numbers.items():
         errors = version_errors(config, found)

@@ -57,7 +57,7 @@ def test_operations_are_counted_as_the_package_counts_them(size: str) -> None:
     sizes, length = LLAMAS[size], 64
     config, _ = config_of(sizes.flags(length, 2), CPU)
     assert config.model.padded_vocab_size == sizes.vocab
-    counted = flops_per_sample(config.model, config.moe)
+    counted = flops_per_sample(config)
     assert sizes.flops_per_token(length) * length == pytest.approx(counted)
 
 

@@ -106,7 +106,7 @@ def test_the_plan_of_deepseek_v3_counts_671_billion_parameters(tmp_path: Path) -
     depth = 2 * h * h + 3 * h + sum(parameter.numel() for parameter in layer.parameters())
     unused = sum(x.numel() for x in layer.mlp.experts.parameters()) // 256 * 248
     assert model_parameters(ranks) == count + depth
-    assert active_parameters(ranks, network.config.moe) == used + depth - unused
+    assert active_parameters(ranks, network) == used + depth - unused
     assert "of them used by a token" in headline(network, ranks)
 
 

@@ -21,6 +21,7 @@ from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.optim.builder import build_optimizer
 from megatron_ext.optim.schedule import build_scheduler
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.task import GPT
 from megatron_ext.train.step import StepInputs, StepRunner
 from megatron_ext.train.task import Task
@@ -103,7 +104,7 @@ class Step:
         trace = Trace(
             vocabulary,
             alone=self.context.layout.world_size == 1,
-            routed=self.num_tokens * self.config.moe.moe_router_topk,
+            routed=self.num_tokens * self.config.section(MoEConfig).moe_router_topk,
         )
         with trace:
             batches = loader.next_step(number)

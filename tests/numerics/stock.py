@@ -10,6 +10,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import Batch, with_mtp_targets
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from tests.layers import plain
 from tests.training_runs import config_of
@@ -35,7 +36,7 @@ def gpt_chunk(run: RunConfig, context: ParallelContext) -> Any:
     """Build the whole model on this rank, its weights following from their names."""
     transformer_config = build_transformer_config(run)
     chunk = build_gpt_chunk(run, transformer_config, context, pre_process=True, post_process=True)
-    plain.fill(chunk, context, run.moe.num_experts or 0)
+    plain.fill(chunk, context, run.section(MoEConfig).num_experts or 0)
     return chunk
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from megatron_ext import core
 from megatron_ext.errors import ConfigError
+from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.hybrid import HybridConfig, Pattern, read_pattern
 from megatron_ext.text.model import gpt
 from megatron_ext.text.task import GPT
@@ -31,7 +32,7 @@ def test_a_pattern_is_read_as_pairs() -> None:
 def test_a_pattern_sets_the_flags_of_its_gpt() -> None:
     words = [*BASE, "--hybrid-layer-pattern", "*-*E|*-*E", *EXPERTS.split()]
     run = config_of([*words, "--pipeline-model-parallel-size", "2"], ranks=2)
-    assert (run.model.num_layers, run.moe.moe_layer_freq) == (4, "[0,1,0,1]")
+    assert (run.model.num_layers, run.section(MoEConfig).moe_layer_freq) == (4, "[0,1,0,1]")
     assert run.parallel.pipeline_model_parallel_layout == "Ett|ttL"
     depths = "--hybrid-override-pattern *-*-/*-/*- --position-embedding-type rope"
     run = config_of([*BASE, *depths.split()])

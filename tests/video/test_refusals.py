@@ -176,7 +176,6 @@ def test_what_samples_clips_is_known_before_the_run(refused: Refused, tmp_path: 
 OUT = "leave it out."
 IGNORED_FLAGS = {
     **{f"--{flag}": SHAPE for flag in ("num-layers 3", "seq-length 64", "swiglu")},
-    "--num-experts 4": f"its blocks have no experts; {OUT}",
     "--lora-rank 4": f"its layers take no adapters; {OUT}",
     "--label-smoothing 0.1": f"its loss is that of its task; {OUT}",
     "--full-validation": f"evaluation always goes through the whole validation data; {OUT}",
@@ -211,6 +210,17 @@ def test_text_runs_refuse_the_flags_of_video(capfd: pytest.CaptureFixture[str]) 
     assert main(text_task.TEXT, flags, elsewhere=lambda: elsewhere) == EXIT_CODE_USER_ERROR
     told = "error: `{}` is a flag of pretrain_video.py, not of this program; leave it out.".format
     names = ("--video-data-path", "--mmdit-size", "--flow-shift", "--no-adaln-zero")
+    assert capfd.readouterr().err.splitlines() == [told(name) for name in names]
+
+
+def test_video_runs_refuse_the_flags_of_text(
+    clips: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = f"--video-data-path {clips} --num-experts 4 --moe-permute-fusion"
+    flags, elsewhere = [*FLAGS, *words.split()], {"pretrain_gpt.py": text_task.TEXT.sections}
+    assert main(VIDEO, flags, elsewhere=lambda: elsewhere) == EXIT_CODE_USER_ERROR
+    told = "error: `{}` is a flag of pretrain_gpt.py, not of this program; leave it out.".format
+    names = ("--num-experts", "--moe-permute-fusion")
     assert capfd.readouterr().err.splitlines() == [told(name) for name in names]
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 from megatron_ext.config.flags import spelling_of
 from megatron_ext.config.model import ModelConfig
-from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.optimizer import (
     QUINTIC_STEPS,
     TARGETS,
@@ -254,9 +253,7 @@ def target_errors(lora: LoraConfig, names: Sequence[str]) -> list[str]:
     ]
 
 
-def lora_errors(
-    lora: LoraConfig, model: ModelConfig, moe: MoEConfig, optimizer: OptimizerConfig
-) -> Iterator[str]:
+def lora_errors(lora: LoraConfig, model: ModelConfig, optimizer: OptimizerConfig) -> Iterator[str]:
     """Yield a sentence for each fault in adapters' flags, and each flag that adapters exclude."""
     if lora.lora_rank is None:
         for field in dataclasses.fields(lora):
@@ -269,15 +266,6 @@ def lora_errors(
         yield (
             "`--lora-rank` needs our torch layers, not `--transformer-impl "
             "transformer_engine`; use torch."
-        )
-    targets = TARGETS if lora.lora_target_modules is None else lora.lora_target_modules
-    mlp = [name for name in targets if name.startswith("linear_fc")]
-    if moe.num_experts and mlp:
-        latent = model.multi_latent_attention
-        projections = "linear_q_up_proj linear_kv_up_proj" if latent else "linear_qkv"
-        yield (
-            f"`--lora-target-modules` ({' '.join(mlp)}) does not go with `--num-experts` "
-            f"({moe.num_experts}), since experts take no adapters; use {projections} linear_proj."
         )
     if lora.lora_dropout and model.deterministic_dropout:
         yield (

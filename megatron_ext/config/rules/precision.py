@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megatron_ext.config.flags import changed_fields, spelling_of
 from megatron_ext.config.model import ModelConfig
-from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.optimizer import LoraConfig, OptimizerConfig
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.precision import (
@@ -57,7 +56,7 @@ def fp8_errors(run: RunConfig, *, may_use_te: bool) -> Iterator[str]:
             "kinds of blocks; leave that out."
         )
     if te:
-        yield from _te_errors(fp8, model, run.moe)
+        yield from _te_errors(fp8, model)
         averages = run.ema.keeps_average(trains=not run.training.skip_train)
         yield from _param_gather_errors(fp8, model, run.optimizer, averages=averages)
     else:
@@ -67,7 +66,7 @@ def fp8_errors(run: RunConfig, *, may_use_te: bool) -> Iterator[str]:
                 f"`{spelling_of(fp8, name)}` is an option of Transformer Engine's layers; "
                 f"{instead}leave it out."
             )
-    yield from _size_errors(fp8, model, run.moe, run.parallel, run.training.micro_batch_size or 1)
+    yield from _size_errors(fp8, model, run.parallel, run.training.micro_batch_size or 1)
 
 
 def _recipe_errors(fp8: Fp8Config, *, te: bool, may_use_te: bool) -> Iterator[str]:
@@ -121,7 +120,7 @@ def _bf16_layer_errors(
                 )
 
 
-def _te_errors(fp8: Fp8Config, model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
+def _te_errors(fp8: Fp8Config, model: ModelConfig) -> Iterator[str]:
     """Yield a sentence for each fault in the 8-bit options of Transformer Engine's layers."""
     factory = fp8.fp8_quantizer_factory
     custom = fp8.fp8_recipe == "custom"
@@ -145,15 +144,6 @@ def _te_errors(fp8: Fp8Config, model: ModelConfig, moe: MoEConfig) -> Iterator[s
         yield (
             f"`--recompute-modules` ({modules[0]}) does not go with `--fp8-recipe delayed`; use "
             "tensorwise."
-        )
-    padding = "`--moe-router-padding-for-quantization`"
-    dispatcher = moe.moe_token_dispatcher_type
-    if fp8.moe_router_padding_for_quantization and moe.num_experts is None:
-        yield f"{padding} needs `--num-experts`; give both."
-    elif fp8.moe_router_padding_for_quantization and dispatcher == "allgather":
-        yield (
-            f"{padding} does not go with `--moe-token-dispatcher-type` ({dispatcher}); use "
-            "alltoall."
         )
 
 
@@ -202,27 +192,16 @@ def _param_gather_errors(
 
 
 def _size_errors(
-    fp8: Fp8Config, model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, micro_batch: int
+    fp8: Fp8Config, model: ModelConfig, parallel: ParallelConfig, micro_batch: int
 ) -> Iterator[str]:
     """Yield a sentence for each size on a rank that is unfit for 8-bit matrix products."""
     tp = parallel.tensor_model_parallel_size
-    unit = UNIT_OF_MXFP8 if fp8.fp8_recipe == "mxfp8" else UNIT
     sides = [
         ("--hidden-size", model.hidden_size, 1),
         *_attention_sides(model, tp),
         ("--ffn-hidden-size", model.ffn_hidden_size, tp),
     ]
-    if moe.num_experts is not None:
-        shared = moe.moe_shared_expert_intermediate_size
-        etp = parallel.expert_tensor_parallel_size or tp
-        sides.append(("--moe-ffn-hidden-size", moe.moe_ffn_hidden_size, etp))
-        sides.append(("--moe-shared-expert-intermediate-size", shared, tp))
-    for name, width, parts in sides:
-        if (width or 0) % (unit * parts):
-            yield (
-                f"`--fp8-format` needs layers whose sides divide by {unit} on every rank, but "
-                f"{name} ({width}) over {parts} rank(s) does not; use a multiple of {unit * parts}."
-            )
+    yield from side_errors(fp8, sides)
     if model.transformer_impl != "transformer_engine":
         return
     unit = UNIT_OF_MXFP8 if fp8.fp8_recipe == "mxfp8" else TOKENS
@@ -234,6 +213,20 @@ def _size_errors(
             f"`--seq-length` times `--micro-batch-size` ({tokens}) over {parts} rank(s) does not; "
             f"use a multiple of {unit * parts}."
         )
+
+
+def side_errors(fp8: Fp8Config, sides: Sequence[tuple[str, int | None, int]]) -> Iterator[str]:
+    """Yield a sentence for each side of a matrix that is unfit for 8-bit products.
+
+    ``sides`` are the sides' names, their widths, and the number of ranks that share each.
+    """
+    unit = UNIT_OF_MXFP8 if fp8.fp8_recipe == "mxfp8" else UNIT
+    for name, width, parts in sides:
+        if (width or 0) % (unit * parts):
+            yield (
+                f"`--fp8-format` needs layers whose sides divide by {unit} on every rank, but "
+                f"{name} ({width}) over {parts} rank(s) does not; use a multiple of {unit * parts}."
+            )
 
 
 def _attention_sides(model: ModelConfig, tp: int) -> list[tuple[str, int | None, int]]:
@@ -277,7 +270,7 @@ def cuda_graph_errors(run: RunConfig) -> Iterator[str]:
         reasons = ["does not go with models whose steps differ in shape; leave it out"]
     else:
         reasons = [
-            *_obstacles_in_layers(run.model, run.moe, run.lora, run.fp8, run.training),
+            *_obstacles_in_layers(run.model, run.lora, run.fp8, run.training),
             *_obstacles_between_layers(run.model, run.parallel, run.training),
         ]
     yield from (f"`--cuda-graph-impl local` {reason}." for reason in reasons)
@@ -304,15 +297,13 @@ def state_beside_steps(run: RunConfig) -> str | None:
 
 
 def _obstacles_in_layers(
-    model: ModelConfig, moe: MoEConfig, lora: LoraConfig, fp8: Fp8Config, training: TrainingConfig
+    model: ModelConfig, lora: LoraConfig, fp8: Fp8Config, training: TrainingConfig
 ) -> Iterator[str]:
     """Yield reasons why layers cannot be CUDA graphs, such as "does not go with `--x`"."""
     if training.skip_train:
         yield "has no effect with `--skip-train`, since evaluation uses none; leave it out"
     if model.transformer_impl == "transformer_engine":
         yield "records torch's layers, not Transformer Engine's; give `--transformer-impl torch`"
-    if moe.num_experts is not None:
-        yield "does not go with `--num-experts`, whose experts get any number of tokens"
     if lora.lora_rank is not None:
         yield "does not go with `--lora-rank`; leave one of them out"
     if fp8.fp8_format is not None:

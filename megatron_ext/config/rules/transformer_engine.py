@@ -262,11 +262,6 @@ NEEDS: tuple[Need, ...] = (
     Need("--cross-entropy-impl te", MINIMUM, lambda run: run.loss.cross_entropy_impl == "te"),
     Need("--recompute-modules layernorm` with `--fp8-format", "2.6.0", _recomputes("layernorm")),
     Need("--recompute-modules moe_act` with `--fp8-format", "2.6.0", _recomputes("moe_act")),
-    Need(
-        "--moe-router-fusion",
-        "2.7.0",
-        lambda run: _uses_layers(run) and bool(run.moe.num_experts and run.moe.moe_router_fusion),
-    ),
     Need("--softmax-type", "2.8.0", lambda run: run.model.softmax_type != "vanilla"),
     Need(
         "--fp8-recipe custom",
@@ -289,16 +284,18 @@ def version_errors(run: RunConfig, installed: str) -> list[str]:
 
     ``installed`` is its version.
     """
-    needed = [need for need in NEEDS if need.used(run)]
-    lacking = [need for need in needed if not _reaches(installed, need.minimum)]
+    needed = {need.spelled: need.minimum for need in NEEDS if need.used(run)}
+    for section in run.layer_sections:
+        needed.update(section.te_versions(run))
+    lacking = [spelled for spelled in needed if not _reaches(installed, needed[spelled])]
     if not _reaches(installed, MINIMUM):
         lacking = lacking[:1]  # too old for all: what else it lacks does not matter
-    best = max((need.minimum for need in needed), key=Version, default=MINIMUM)
+    best = max(needed.values(), key=Version, default=MINIMUM)
     return [
-        f"`{need.spelled}` needs Transformer Engine {need.minimum} or newer, but the installed one "
+        f"`{spelled}` needs Transformer Engine {needed[spelled]} or newer, but the installed one "
         f'is {installed}; run `pip install -U --no-build-isolation "transformer-engine'
         f'[pytorch]>={best}"`.'
-        for need in lacking
+        for spelled in lacking
     ]
 
 

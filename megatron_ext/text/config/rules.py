@@ -13,6 +13,8 @@ from megatron_ext.config.rules.latent_attention import latent_attention_errors
 from megatron_ext.config.rules.optimizer import target_errors
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
+from megatron_ext.text.config import moe
+from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.sft import SftConfig, sft_errors
 from megatron_ext.text.config.tokenizer import TOKENIZER_NEEDS, TokenizerConfig
 from megatron_ext.text.data.config import FIM_NEEDS, DataConfig, FimConfig, direct_errors
@@ -20,6 +22,7 @@ from megatron_ext.text.evaluation.config import TaskEvaluationConfig
 from megatron_ext.text.hybrid import HybridConfig, hybrid_errors, resolve_hybrid
 
 SECTIONS = (
+    MoEConfig,
     DataConfig,
     FimConfig,
     SftConfig,
@@ -29,7 +32,12 @@ SECTIONS = (
 )
 """The sections that pretrain_gpt.py adds to the engine's flags."""
 
-NEEDS = {"--dataloader-type cyclic": "data_sharding", **TOKENIZER_NEEDS, **FIM_NEEDS}
+NEEDS = {
+    "--dataloader-type cyclic": "data_sharding",
+    **moe.NEEDS,
+    **TOKENIZER_NEEDS,
+    **FIM_NEEDS,
+}
 """Fields without effect unless the flag that is the key is given (`megatron_flags.NEEDS`)."""
 
 
@@ -64,7 +72,7 @@ def text_rules(given: RunConfig, run: RunConfig) -> list[str]:
         *target_errors(run.lora, _targets(run.model)),
         *_mask_errors(data, sft, run.model.transformer_impl),
         *latent_attention_errors(given.model, run.model),
-        *build_errors(run.model, run.moe, run.parallel, run.training),
+        *build_errors(run.model, run.parallel),
     ]
 
 

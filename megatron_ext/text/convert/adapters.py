@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megatron_ext.checkpoint.conversion import Part, PeftLayers
 from megatron_ext.config.model import ModelConfig
-from megatron_ext.config.moe import MoEConfig
 from megatron_ext.errors import CheckpointError
+from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.convert.config import fitting_family
 from megatron_ext.text.convert.families.llama import FAMILY as LLAMA
 

@@ -16,8 +16,8 @@ import torch
 
 from megatron_ext.checkpoint.conversion import read_settings
 from megatron_ext.config.model import ModelConfig
-from megatron_ext.config.moe import MoEConfig
 from megatron_ext.errors import CheckpointError, ConfigError, MegatronExtError
+from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.convert.families import FAMILIES
 from megatron_ext.text.convert.family import (
     Family,

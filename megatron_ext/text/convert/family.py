@@ -14,9 +14,9 @@ from typing import Any
 
 from megatron_ext.config.flags import flags_of
 from megatron_ext.config.model import ModelConfig
-from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.rotary import read_scaling
 from megatron_ext.errors import CheckpointError
+from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.rules import SHAPE
 from megatron_ext.text.convert.table import Table
 

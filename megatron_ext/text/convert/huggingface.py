@@ -28,6 +28,7 @@ from megatron_ext.layers.initialization import shards_of
 from megatron_ext.layers.transformer_config import build_transformer_config, params_dtype
 from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.convert.config import (
     HuggingFaceModel,
@@ -86,7 +87,7 @@ def export_model(order: Export) -> list[str]:
     dtype = params_dtype(config.precision)
     if order.dtype:
         dtype = safetensors_files.torch_dtype(order.dtype)
-    sections = config.model, config.moe
+    sections = config.model, config.section(MoEConfig)
     tokens: dict[str, int] = {}
     if like is None:
         try:

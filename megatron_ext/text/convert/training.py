@@ -17,12 +17,12 @@ from torch import Tensor
 
 from megatron_ext.config.flags import COUNT, Changeable, derived, flag
 from megatron_ext.config.model import ModelConfig, padded_size
-from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.disk.writing import write_error
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.layers.transformer_config import params_dtype
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.tokenizers import build_tokenizer
 from megatron_ext.train.callbacks.callback import Callback, due
@@ -120,7 +120,7 @@ def folder_errors(run: RunConfig) -> list[str]:
         from megatron_ext.text.convert.config import disagreements, read_model
 
         source = read_model(Path(given.load_hf))
-        errors += disagreements(run.model, run.moe, source)
+        errors += disagreements(run.model, run.section(MoEConfig), source)
         if (run.model.padded_vocab_size or 0) < source.vocab_size:
             errors.append(
                 f"`--padded-vocab-size` ({run.model.padded_vocab_size}) must be at least the "
@@ -148,7 +148,7 @@ def folder_errors(run: RunConfig) -> list[str]:
             from megatron_ext.text.convert.config import fitting_family
 
             try:
-                fitting_family(run.model, run.moe)
+                fitting_family(run.model, run.section(MoEConfig))
             except CheckpointError as unfit:
                 errors += [f"`--save-hf` is not possible: {text}" for text in unfit.messages]
     return errors
@@ -226,7 +226,7 @@ def write_run(
     from megatron_ext.text.convert.writing import write_model
 
     model = config.model
-    sections = (config.model, config.moe)
+    sections = (config.model, config.section(MoEConfig))
     like = config.section(HuggingFaceConfig).model()
     dtype = params_dtype(config.precision)
     vocab_size = model.unpadded_vocab_size or model.padded_vocab_size or 0

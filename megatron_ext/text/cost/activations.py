@@ -26,6 +26,7 @@ from megatron_ext.planning.stages import (
     recomputed,
     rms_norm,
 )
+from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.cost.flops import Sizes
 from megatron_ext.text.cost.latent import LatentSizes
 
@@ -206,7 +207,7 @@ class Activations:
     def _experts(self) -> LayerBytes:
         """Return the bytes of router, dispatch and local experts, if the load is balanced."""
         sizes = self.sizes
-        moe = self.config.moe
+        moe = self.config.section(MoEConfig)
         count = moe.num_experts or 1
         width = sizes.width
         seen = sizes.residual_tokens
@@ -233,7 +234,7 @@ class Activations:
 
     def _recomputes(self, part: str) -> bool:
         model = self.config.model
-        moe = self.config.moe
+        moe = self.config.section(MoEConfig)
         if part == "moe" and moe.num_experts is not None and moe.moe_layer_recompute:
             return True
         modules = model.recompute_modules or ["core_attn"]
@@ -264,7 +265,7 @@ class Activations:
     def _inputs(self, number: int) -> dict[str, int]:
         """Return the number of input elements that a rank keeps for each linear layer, by name."""
         sizes = self.sizes
-        moe = self.config.moe
+        moe = self.config.section(MoEConfig)
         experts = self.sizes.experts[number]
         hidden = sizes.residual_tokens * sizes.h
         proj = sizes.tokens * sizes.n // sizes.tp * sizes.d
@@ -332,7 +333,7 @@ class Activations:
         A zero-bubble schedule keeps them between its two backward passes; see `layers.linear`.
         """
         sizes = self.sizes
-        moe = self.config.moe
+        moe = self.config.section(MoEConfig)
         inner = 3 if self.config.model.gated else 2
         heads = sizes.projected + sizes.n * sizes.d
         attention = sizes.tokens * heads // sizes.tp + 2 * sizes.residual_tokens * sizes.h

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_ext.config.model import ModelConfig
-from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.precision import Fp8Config
 from megatron_ext.config.run import RunConfig
 from megatron_ext.planning.kernels import cast_of
 from megatron_ext.planning.network import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD, Flops
 from megatron_ext.planning.stages import Ranks, Stage
+from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.cost.latent import LatentSizes
 
 
@@ -80,7 +80,7 @@ def score_channels(model: ModelConfig) -> int:
     return n * d if latent is None else n * (latent.key + latent.value) // 2
 
 
-def token_products(model: ModelConfig, moe: MoEConfig, *, gated: bool) -> dict[str, int]:
+def token_products(config: RunConfig, *, gated: bool) -> dict[str, int]:
     """Return the multiplications per token in a model's forward pass, by part of the model.
 
     Parts: ``projections`` of queries, keys, values and output in a layer; ``scores`` of causal
@@ -89,6 +89,8 @@ def token_products(model: ModelConfig, moe: MoEConfig, *, gated: bool) -> dict[s
     a third matrix if ``gated``); ``experts``, all experts of one token in a layer; ``depth``, the
     projection before the layer of an MTP depth; ``logits``, the output layer.
     """
+    model = config.model
+    moe = config.section(MoEConfig)
     h = model.hidden_size or 0
     f = model.ffn_hidden_size or 0
     n = model.num_attention_heads or 0
@@ -122,16 +124,17 @@ def _keys_in_window(model: ModelConfig) -> int:
     return 2 * left + 1 - left * (left + 1) // length
 
 
-def flops_per_sample(model: ModelConfig, moe: MoEConfig) -> float:
+def flops_per_sample(config: RunConfig) -> float:
     """Return the operations of one sequence in the forward and backward pass of the model.
 
     Recomputation is not counted. The formula is Megatron-LM's, for comparable figures: it counts
     the norms of multi-token prediction, and the gate of SwiGLU but of no other gated MLP. Of layers
     with a window only the keys in the window count.
     """
-    products = token_products(model, moe, gated=model.swiglu)
+    model = config.model
+    products = token_products(config, gated=model.swiglu)
     depths = model.mtp_num_layers or 0
-    layers = moe.expert_layers(model.num_layers or 0)
+    layers = config.section(MoEConfig).expert_layers(model.num_layers or 0)
     layers += layers[-1:] * depths
     windowed = model.windowed_layers()
     windowed += windowed[-1:] * depths
@@ -153,7 +156,7 @@ class GptFlops:
 
     @cached_property
     def _products(self) -> dict[str, int]:
-        return token_products(self.config.model, self.config.moe, gated=self.config.model.gated)
+        return token_products(self.config, gated=self.config.model.gated)
 
     def layer_flops(self, number: int) -> Flops:
         """Return the operations of decoder layer ``number``, from 0, without recomputation."""
@@ -225,7 +228,8 @@ class GptFlops:
     def recomputed(self, stage: Stage) -> Flops:
         model = self.config.model
         total = Flops()
-        if model.recompute_granularity is None and not self.config.moe.moe_layer_recompute:
+        moe = self.config.section(MoEConfig)
+        if model.recompute_granularity is None and not moe.moe_layer_recompute:
             return total
         layers = stage.layers
         if model.recompute_granularity == "full" and model.recompute_method == "block":
@@ -245,7 +249,7 @@ class GptFlops:
             return self._linear(experts), scores
         selective = model.recompute_granularity == "selective"
         modules = (model.recompute_modules or ["core_attn"]) if selective else []
-        again = "moe" in modules or self.config.moe.moe_layer_recompute
+        again = "moe" in modules or self.config.section(MoEConfig).moe_layer_recompute
         inner = again if experts else "mlp" in modules
         linear = self._on_rank("experts" if experts else "dense") if inner else 0.0
         if self.sizes.latent is not None and "mla_up_proj" in modules:

@@ -11,6 +11,7 @@ from megatron_ext.losses.logit_blocks import default_rows, fused_rows
 from megatron_ext.planning.kernels import Phase, Work, cast_of
 from megatron_ext.planning.network import microbatches
 from megatron_ext.planning.stages import FP32, Stage
+from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.cost.flops import GptFlops
 
 LAYER_KERNELS = {
@@ -98,7 +99,7 @@ class GptKernels(GptFlops):
         """
         x = self.sizes
         model = self.config.model
-        moe = self.config.moe
+        moe = self.config.section(MoEConfig)
         r = self._stream
         qkv = x.tokens * x.projected // x.tp * x.width
         f = x.tokens * x.f // x.tp * x.width

@@ -25,6 +25,7 @@ from megatron_ext.planning.network import (
 )
 from megatron_ext.planning.stages import LayerBytes, Ranks, Stage
 from megatron_ext.planning.state import LINEAR, Linear, Weight, with_frozen
+from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.cost.activations import Activations
 from megatron_ext.text.cost.flops import Sizes
 from megatron_ext.text.cost.kernels import GptKernels
@@ -174,7 +175,7 @@ class Parameters:
 
     def _expert_weights(self, name: str) -> list[Weight]:
         x = self.sizes
-        moe = self.config.moe
+        moe = self.config.section(MoEConfig)
         count = moe.num_experts or 0
         width = moe.moe_ffn_hidden_size or x.f
         weights = self._matrix(f"{name}.router", count, x.h, bias=self.config.model.add_bias_linear)
@@ -223,10 +224,16 @@ class GptNetwork(Parameters, Activations, GptKernels, Network):
             v=model.padded_vocab_size,
             layers=model.num_layers or 0,
             depths=model.mtp_num_layers or 0,
-            experts=tuple(config.moe.expert_layers(model.num_layers or 0)),
+            experts=tuple(config.section(MoEConfig).expert_layers(model.num_layers or 0)),
             latent=LatentSizes.of(model),
         )
         return cls(config, sizes)
+
+    @property
+    def experts(self) -> tuple[int, int]:
+        moe = self.config.section(MoEConfig)
+        count = moe.num_experts or 1
+        return count, min(count, moe.moe_router_topk)
 
     def stages(self) -> list[Stage]:
         parallel = self.config.parallel
@@ -323,7 +330,7 @@ class GptNetwork(Parameters, Activations, GptKernels, Network):
     def _dispatch(self) -> float:
         """Return the bytes that a rank sends to experts and back in one layer's forward pass."""
         x = self.sizes
-        moe = self.config.moe
+        moe = self.config.section(MoEConfig)
         ranks = x.ep * x.etp
         tokens = x.residual_tokens * x.h * x.width
         if moe.moe_token_dispatcher_type == "allgather":
@@ -341,4 +348,5 @@ GPT_COST = TaskCost(
     modes=tuple(RECOMPUTATION),
     recompute=with_recomputation,
     from_flags=True,
+    num_experts=lambda config: config.section(MoEConfig).num_experts or 0,
 )

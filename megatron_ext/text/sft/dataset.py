@@ -17,12 +17,11 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from megatron_ext.config.model import ModelConfig
-from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.loader import StepDataset
 from megatron_ext.data.samplers import Epochs, Ints, StepPlan, shuffled
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.cost.flops import score_channels, token_products
@@ -222,7 +221,7 @@ class SftDataset(StepDataset):
         return self._stores[store], number - int(self._begins[store])
 
 
-def cost_model(model: ModelConfig, moe: MoEConfig) -> CostModel:
+def cost_model(config: RunConfig) -> CostModel:
     """Return the compute of a forward pass as a function of the document length L, up to a factor.
 
     A layer of width h with an MLP of width ``4 h`` costs ``12 h**2 L + h L**2``. Attention scores
@@ -230,8 +229,9 @@ def cost_model(model: ModelConfig, moe: MoEConfig) -> CostModel:
     (arXiv:2104.04473) count full attention in their ``1 + s / (6 h) + ...``; this counts its causal
     half.
     """
-    products = token_products(model, moe, gated=model.swiglu)
-    mlp = products["experts" if moe.num_experts else "dense"]
+    model = config.model
+    products = token_products(config, gated=model.swiglu)
+    mlp = products["experts" if config.section(MoEConfig).num_experts else "dense"]
     layers = model.num_layers or 1
     linear = layers * (products["projections"] + mlp) + products["logits"]
     quadratic = layers * max(1, score_channels(model))
@@ -250,7 +250,7 @@ def _plan_steps(config: RunConfig, lengths: Ints, seed: int | None) -> StepPlan:
     capacity = config.model.seq_length
     batching = config.section(SftConfig).sft_batching
     assert capacity is not None
-    cost = cost_model(config.model, config.moe)
+    cost = cost_model(config)
     epochs: Epochs
     if batching == "padded":
         epochs = PaddedEpochs(lengths.size, batch, replicas, micro_batch_size, seed)

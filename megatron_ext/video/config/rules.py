@@ -91,7 +91,6 @@ LEFT_OUT: LeftOut = {
         for field in dataclasses.fields(ModelConfig)
         if "help" in field.metadata and field.name not in _FOLLOWED
     },
-    "moe": {"*": _EXPERTS},
     "loss": {"*": f"{_ON}its loss is that of its task"},
     "training": {
         "rampup_batch_size": _STEP,

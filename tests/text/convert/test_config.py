@@ -12,8 +12,8 @@ from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megatron_ext.config.model import ModelConfig
-from megatron_ext.config.moe import MoEConfig
 from megatron_ext.errors import CheckpointError
+from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.convert.config import HuggingFaceModel, config_json, read_model, understand
 from megatron_ext.text.convert.families.llama import write_scaling
 from megatron_ext.text.convert.family import architecture_of, sections_of, words_of

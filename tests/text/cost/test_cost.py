@@ -38,7 +38,7 @@ from tests.training_runs import config_of
 def test_operations_of_all_stages_are_those_of_the_training_log(name: str) -> None:
     config = configuration(layouts.flags_of(name))
     counted = GptNetwork.of(config).step_flops()
-    wanted = flops_per_sample(config.model, config.moe) * config.training.batch_sizes[1]
+    wanted = flops_per_sample(config) * config.training.batch_sizes[1]
     depths = config.model.mtp_num_layers or 0
     # The log counts the norms of the depths too.
     assert counted == pytest.approx(wanted, rel=1e-2 if depths else 1e-12)

@@ -1,5 +1,6 @@
 """Cuts, the shift and padding; cases worked by hand."""
 
+import dataclasses
 import pickle
 from pathlib import Path
 from typing import Any
@@ -270,6 +271,7 @@ def test_the_cost_is_that_of_the_model(folder: Path) -> None:
     config = config_of(folder, "--data-path", "f", "--make-vocab-size-divisible-by", "1")
     from megatron_ext.text.task import padded_to_ranks
 
-    model = cost_model(padded_to_ranks(config.model, config.parallel, 258), config.moe)
+    padded = padded_to_ranks(config.model, config.parallel, 258)
+    model = cost_model(dataclasses.replace(config, model=padded))
     linear, quadratic = 2 * (4 * 64 + 3 * 160) + 8 * 258, 2 * 2 * 4
     assert model.linear * quadratic == model.quadratic * linear

@@ -282,7 +282,7 @@ def test_flops_of_a_llama_layer_by_hand() -> None:
     h, s, ffn, layers, vocab, kv = 64, 64, 172, 4, 2048, 32
     attention = h * (h + 2 * kv) + h * s + h * h  # QKV, scores and values (causal), output
     per_token = layers * (attention + 3 * h * ffn) + h * vocab
-    assert flops_per_sample(config.model, config.moe) == 3 * 2 * s * per_token
+    assert flops_per_sample(config) == 3 * 2 * s * per_token
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ last decoder layer as further layers; each has a copy of the embedding and the h
 from typing import Any
 
 from megatron_ext.config.model import ModelConfig
-from megatron_ext.config.moe import MoEConfig
+from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.convert.families import llama, qwen2_moe
 from megatron_ext.text.convert.family import Fields, Settings
 from megatron_ext.text.convert.table import Parts, Table, whole

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from megatron_ext.config.model import ModelConfig
-from megatron_ext.config.moe import MoEConfig
+from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.convert.families import gemma2, llama
 from megatron_ext.text.convert.family import Fields, Settings
 

@@ -7,7 +7,7 @@ with the columns of the gate at even indices.
 from typing import Any
 
 from megatron_ext.config.model import ModelConfig
-from megatron_ext.config.moe import MoEConfig
+from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.convert.families import llama
 from megatron_ext.text.convert.family import Fields, Settings
 from megatron_ext.text.convert.table import Part, Parts, Table, whole

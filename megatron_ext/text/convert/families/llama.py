@@ -5,10 +5,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_ext.config.model import ModelConfig
-from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.rotary import read_scaling, written
 from megatron_ext.disk.reading import parse_json
 from megatron_ext.errors import CheckpointError
+from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.convert.family import Family, Fields, Settings
 from megatron_ext.text.convert.table import Part, Parts, Table, grouped_qkv, joined, whole
 

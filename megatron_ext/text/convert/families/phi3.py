@@ -1,7 +1,7 @@
 """Phi-3 and Phi-4: Llama with fused projections."""
 
 from megatron_ext.config.model import ModelConfig
-from megatron_ext.config.moe import MoEConfig
+from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.convert.families import llama, mistral
 from megatron_ext.text.convert.table import Table, fused_qkv, whole
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from megatron_ext.config.model import ModelConfig
-from megatron_ext.config.moe import MoEConfig
+from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.convert.families import llama, qwen2_moe, qwen3
 from megatron_ext.text.convert.family import Fields, Settings
 from megatron_ext.text.convert.table import Table
