@@ -1,6 +1,7 @@
 """One import of torch and megatron-core for the whole session; ranks are forked from it."""
 
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -28,9 +29,21 @@ SLOW_CASES = Path(__file__).with_name("slow_cases.txt")
 """Cases of parametrized tests that are slow, most of them beside quicker ones of the same test."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slow-share", metavar="I/N", help="run the Ith of N shares of the slow tests, from 1"
+    )
+
+
+def _slow_elsewhere(item: pytest.Item, share: str) -> bool:
+    """Return whether a slow test belongs to another share than ``share``, such as "3/10"."""
+    index, count = map(int, share.split("/"))
+    return "slow" in item.keywords and zlib.crc32(item.nodeid.encode()) % count != index - 1
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark slow cases, and skip tests marked ``gpu`` where there is none.
+    """Mark slow cases, drop those of other shares, and skip tests marked ``gpu`` without a GPU.
 
     Raises:
         pytest.UsageError: a file of tests has no case of a listed name any more.
@@ -45,6 +58,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         gone = {name for name in gone if name.partition("::")[0] in files}
         if gone:
             raise pytest.UsageError(f"{SLOW_CASES} names tests that are gone: {sorted(gone)}")
+    if share := config.getoption("--slow-share"):
+        elsewhere = [item for item in items if _slow_elsewhere(item, share)]
+        config.hook.pytest_deselected(items=elsewhere)
+        items[:] = [item for item in items if not _slow_elsewhere(item, share)]
     if torch.cuda.is_available():
         return
     for item in items:

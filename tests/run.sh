@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Style, types and tests. Arguments go to pytest: bash tests/run.sh tests/data -k sampler
-# SLOW=1 adds the tests marked slow: the example scripts, and layouts over several steps.
+# SLOW=1 adds the tests marked slow: the example scripts, and layouts over several steps. SLOW=3/10 adds the
+# third tenth of them.
 # CORE=0.19, CORE=0.16 or CORE=other runs the tests on that megatron-core (examples/lib/venv.sh). Style and
 # types are checked in .venv only.
 # WORKERS=0 runs the tests in one process, which shows prints and takes --pdb; 2 is made for 2 cores.
@@ -22,5 +23,8 @@ print('> megatron-core', importlib.metadata.version('megatron-core'), 'on Python
 SELECTED=(-m "not slow")
 if [[ -n "${SLOW:-}" ]]; then
     SELECTED=()
+    if [[ "$SLOW" == */* ]]; then
+        SELECTED=(--slow-share "$SLOW")
+    fi
 fi
 exec "$PYTHON" -m pytest --numprocesses "${WORKERS:-2}" --dist loadfile "${SELECTED[@]}" "$@"

@@ -53,10 +53,10 @@ def test_the_rank_that_hangs_is_named(layout: str, kind: Any, rank: int) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("time_of_10", range(10))
+@pytest.mark.parametrize("repetition", range(3))
 @pytest.mark.parametrize(("layout", "kind", "rank"), GRID)
 def test_the_rank_that_hangs_is_named_each_time(
-    layout: str, kind: Any, rank: int, time_of_10: int
+    layout: str, kind: Any, rank: int, repetition: int
 ) -> None:
     check_named(layout, kind, rank)
 
