@@ -1,1 +1,1 @@
-"""Training: a task is launched, set up, and run step by step; callbacks act in between."""
+"""Training: a task is launched, set up, and run step by step, with callbacks between steps."""

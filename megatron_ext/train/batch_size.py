@@ -1,4 +1,4 @@
-"""The samples of each split of the data, and the progress of a run."""
+"""The number of samples in each split of the data, and the progress of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_ext.config.training import TrainingConfig
 def split_sizes(
     training: TrainingConfig, seq_length: int | None, data_parallel_size: int
 ) -> list[int | None]:
-    """Return the numbers of samples to draw from train, valid and test; None means one epoch."""
+    """Return the number of samples to draw for train, valid and test; None means one epoch."""
     _, batch = training.batch_sizes
     iterations = number_of_iterations(training, seq_length, data_parallel_size)
     train = training.train_samples
@@ -36,25 +36,25 @@ class StepStats:
 
 @dataclass
 class Progress:
-    """Counters of a run on all ranks together, which are saved with every checkpoint.
+    """Counters of a run, over all ranks, which are saved with every checkpoint.
 
     Attributes:
-        iteration: training steps done, skipped ones included.
-        epoch: passes through the training data; None where it has no epochs.
+        iteration: number of training steps, including skipped ones.
+        epoch: passes through the training data; None if the data has no epochs.
         skipped_iterations: steps without an update because of a non-finite gradient.
         nan_iterations: skipped steps whose loss was not finite either.
         floating_point_operations: work of the model so far, forward and backward.
         best_checkpoints: checkpoints to keep (``--keep-best``), lowest validation loss first.
         lowest_loss: validation loss that early stopping compares with; None before the first.
         stale_evaluations: evaluations since the lowest loss (``--early-stop-patience``).
-        data_order: the mixtures of the run, from which the order of its samples follows; None for
-            data whose order is that of the dataset.
-        data_plan: digest of all that decides each step's samples; empty for data without a digest.
-        average_updates: updates of the averaged weights since these were the weights themselves.
-            A step that was skipped counts, since a GPU may not know of it yet.
-        average_start: share of the averages that is still the weights from which they started; None
-            if unknown.
-        recent_values: loss and gradient norm of the last steps, for ``--on-spike``; else empty.
+        data_order: the mixtures of the run, which determine the order of its samples; None if the
+            dataset determines the order.
+        data_plan: digest of everything that determines the samples of each step; empty for data
+            without a digest.
+        average_updates: updates of the averaged weights since they equalled the weights. Skipped
+            steps count, since the host may not yet know that a GPU has skipped a step.
+        average_start: fraction of the averages that is still their start value; None if unknown.
+        recent_values: loss and gradient norm of the latest steps for ``--on-spike``; else empty.
     """
 
     iteration: int = 0
@@ -82,7 +82,7 @@ class Progress:
             self.epoch = self.iteration / steps_per_epoch
 
     def count_average(self, decay: float) -> None:
-        """Count an update of the averaged weights that retains the share ``decay`` of them."""
+        """Count an update of the averaged weights that keeps the fraction ``decay`` of them."""
         self.average_updates += 1
         if self.average_start is not None:
             self.average_start *= decay
@@ -103,9 +103,10 @@ class Progress:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Progress:
-        """Build counters from `to_dict`'s values; ignore unknown keys, as newer versions add.
+        """Build counters from `to_dict`'s values; ignore unknown keys of newer versions.
 
-        Values from before updates of averages were counted have had one after each step.
+        Older values do not count updates of averages. They are assumed to have had one in each
+        step.
         """
         names = {field.name for field in fields(cls)}
         known = {name: value for name, value in values.items() if name in names}

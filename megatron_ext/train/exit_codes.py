@@ -1,8 +1,8 @@
-"""The exit codes of a run, what each says, and after which of them it is worth another start.
+"""The exit codes of a run, their meaning, and whether a restart makes sense after each.
 
-``python -m megatron_ext.train.exit_codes CODE`` prints the sentence of a code, and exits with 0 if
-a scheduler should start the job again, else with 1. With a folder in MEGATRON_EXT_EXIT_CODES, the
-codes that nodes have left there (`torchrun.run_torchrun`) count instead of CODE.
+``python -m megatron_ext.train.exit_codes CODE`` prints what a code means, and exits with 0 if a
+scheduler should restart the job, else with 1. If MEGATRON_EXT_EXIT_CODES names a folder, the codes
+that nodes have left there (`torchrun.run_torchrun`) replace CODE.
 """
 
 from __future__ import annotations
@@ -16,32 +16,33 @@ from megatron_ext.errors import EXIT_CODE_INTERRUPTED, EXIT_CODE_NOT_SAVED
 
 EXIT_CODE_USER_ERROR = 2
 EXIT_CODE_NO_MEMORY = 120
-"""Exit code of a rank that could not get memory."""
+"""Exit code of a rank that ran out of memory."""
 EXIT_CODE_RESIZED = 121
-"""Exit code of a rank that saved and ended, so that the run goes on with other replicas."""
+"""Exit code of a rank that saved and exited, so that the run can continue with other replicas."""
 EXIT_CODE_COMES_BACK = 122
-"""Exit code of a run whose restarts met the same fault at the same step again and again."""
+"""Exit code of a run that met the same fault at the same step after every restart."""
 EXIT_CODE_LOST_CONTACT = 123
-"""Exit code of a rank whose connection to another one broke."""
+"""Exit code of a rank that lost its connection to another rank."""
 EXIT_CODE_NO_ANSWER = 124
-"""Exit code of a rank that waited too long for another, as of the program ``timeout``."""
+"""Exit code of a rank that waited too long for another rank, the same as of the program
+``timeout``."""
 EXIT_CODE_SIGNAL = 143
 """Exit code of a run that saved and stopped because of the exit signal (128 + SIGTERM).
 
-Without ``--exit-signal-handler`` it is a shell's code after SIGTERM, which ends a run at once.
+Without ``--exit-signal-handler`` it is the shell's code for a run killed by SIGTERM.
 """
 
 FOLDER_VARIABLE = "MEGATRON_EXT_EXIT_CODES"
 """Environment variable with the folder in which the nodes of a job leave their exit codes."""
 FOLLOWS = (EXIT_CODE_NO_ANSWER, EXIT_CODE_LOST_CONTACT)
-"""Exit codes of ranks that only failed because another one did."""
+"""Exit codes of ranks that failed only because another rank did."""
 FINAL = {
     0: "the run is complete",
     EXIT_CODE_USER_ERROR: "a flag, a file or a checkpoint must be corrected first",
     EXIT_CODE_COMES_BACK: "the same fault came back at the same step, so it is not transient",
     EXIT_CODE_INTERRUPTED: "it was interrupted from the keyboard",
 }
-"""Codes after which another start would not help or is not wanted."""
+"""Codes after which a restart would not help or is not wanted."""
 TRANSIENT = {
     1: "a rank raised an error",
     EXIT_CODE_NO_MEMORY: "a rank ran out of memory",
@@ -51,7 +52,7 @@ TRANSIENT = {
     EXIT_CODE_NOT_SAVED: "it was asked to end, and could not save a checkpoint first",
     EXIT_CODE_SIGNAL: "it was asked to end, and with `--exit-signal-handler` has saved first",
 }
-"""Codes after which another start may go on from the last checkpoint."""
+"""Codes after which a restart can continue from the last checkpoint."""
 
 
 def code_of(status: int) -> int:
@@ -60,7 +61,7 @@ def code_of(status: int) -> int:
 
 
 def cause_of(status: int) -> str:
-    """Return the cause of a rank's end in one or two words, such as "SIGKILL" or "exception"."""
+    """Return in one or two words why a rank ended, such as "SIGKILL" or "exception"."""
     if status < 0:
         return signal.Signals(-status).name
     names = {
@@ -73,7 +74,7 @@ def cause_of(status: int) -> str:
 
 
 def meaning_of(code: int) -> str:
-    """Return why a run with this exit code has ended, as a part of a sentence."""
+    """Return a clause that says why a run with this exit code ended."""
     known = FINAL | TRANSIENT
     if code not in known and code > 128 and code - 128 in list(signal.Signals):
         return f"a rank was ended by {signal.Signals(code - 128).name}"
@@ -81,15 +82,16 @@ def meaning_of(code: int) -> str:
 
 
 def is_worth_a_start(code: int) -> bool:
-    """Return whether a scheduler should start a job again that has ended with this exit code."""
+    """Return whether a scheduler should restart a job that ended with this exit code."""
     return code not in FINAL
 
 
 def code_of_nodes(code: int, folder: Path | None) -> int:
-    """Return the exit code of a job on several nodes, whose launcher ended with ``code``.
+    """Return the exit code of a multi-node job whose launcher ended with ``code``.
 
-    Nodes that were ended because of another one leave no code in ``folder``. A code after which no
-    start helps precedes the others, and one that only follows from another comes last.
+    A node that was ended because of another one leaves no code in ``folder``. Among the codes, one
+    after which no restart helps comes first, and one that only follows from another rank's failure
+    last.
     """
     paths = [] if folder is None else sorted(folder.glob("*"))
     left = [int(path.read_text(encoding="utf-8")) for path in paths]
@@ -97,7 +99,7 @@ def code_of_nodes(code: int, folder: Path | None) -> int:
 
 
 def main(words: list[str]) -> int:
-    """Print the sentence of the exit code in ``words``; return 0 if it is worth another start."""
+    """Print the meaning of the exit code in ``words``; return 0 if a restart makes sense."""
     if len(words) != 1 or not words[0].isdecimal():
         print("usage: python -m megatron_ext.train.exit_codes CODE", file=sys.stderr)
         return EXIT_CODE_USER_ERROR

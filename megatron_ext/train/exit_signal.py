@@ -1,4 +1,4 @@
-"""The signal after which a run saves and ends, and what a run says that ends without saving."""
+"""The signal at which a run saves and exits, and the message of a run that exits without saving."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from megatron_ext.train.exit_codes import EXIT_CODE_SIGNAL, code_of
 
 
 class ExitSignal:
-    """The signal of ``--exit-signal-handler``, and whether it has come to this process.
+    """The signal of ``--exit-signal-handler``, and whether this process has received it.
 
-    A process that is forked later knows what has come before.
+    A process that is forked later inherits this knowledge.
 
     Attributes:
         number: the signal; None if the flag is not given.
@@ -34,19 +34,19 @@ class ExitSignal:
 
     @classmethod
     def of_run(cls, training: TrainingConfig) -> ExitSignal:
-        """Return the signal that the flags name, for which this process waits from now on."""
+        """Return the signal that the flags choose; from now on this process watches for it."""
         if not training.exit_signal_handler:
             return cls(None)
         exit_signal = cls(signal.Signals[training.exit_signal])
-        # From here on each kind of process says by itself what SIGTERM does to it.
+        # From here on, each kind of process decides for itself what SIGTERM does.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         exit_signal.watch()
         return exit_signal
 
     def watch(self) -> None:
-        """Take note of the signal from now on, instead of ending by it.
+        """Note the signal when it arrives, instead of ending by it.
 
-        SIGTERM is ignored from then on: schedulers send it a little later, and torchrun after a
+        From then on SIGTERM is ignored: schedulers send it a little later, and torchrun after a
         second signal, while the run is still on its way to the save.
         """
         if self.number is not None:
@@ -57,9 +57,10 @@ class ExitSignal:
         self.came = True
 
     def end_by_sigterm(self, tell: Callable[[int], None]) -> None:
-        """If another signal saves, let SIGTERM end this process with the code that it has not.
+        """If another signal saves, let SIGTERM end this process with the exit code for "not saved".
 
-        A shell's code after SIGTERM says that a run with ``--exit-signal-handler`` has saved.
+        The shell's code for SIGTERM would claim that a run with ``--exit-signal-handler`` has
+        saved.
         """
 
         def end(_number: int, _frame: FrameType | None) -> None:
@@ -70,17 +71,17 @@ class ExitSignal:
             signal.signal(signal.SIGTERM, end)
 
     def obey(self) -> None:
-        """Ignore signals from now on, since the run saves and ends because of this one.
+        """Ignore signals from now on, since the run is saving and exiting.
 
-        A scheduler sends more of them soon after, and torchrun as soon as the first rank has ended.
+        A scheduler sends more of them soon after, and torchrun does when the first rank has ended.
         """
         ignore_stop_signals()
 
 
 def loss_at_end(code: int, config: RunConfig) -> str | None:
-    """Return a sentence about what a run has lost that a signal has ended with exit ``code``.
+    """Return a sentence on the work lost by a run that a signal ended with exit ``code``.
 
-    Return None for a code that no such run ends with.
+    Return None if ``code`` does not belong to such a run.
     """
     training = config.training
     save = config.checkpoint.save

@@ -1,8 +1,8 @@
-"""Starts the ranks of one machine and watches them; the first that fails ends all.
+"""Starts the ranks of one machine and watches them; if one fails, all are ended.
 
-Under torchrun (``RANK`` is set) this process is a rank already. Otherwise a GPU run starts torch's
-launcher. A CPU run forks its ranks after the one import of torch and megatron-core, so that the
-first step is seconds away, and lets them meet through a file.
+Under torchrun (``RANK`` is set), this process already is a rank. Otherwise a GPU run starts torch's
+launcher. A CPU run forks its ranks after importing torch and megatron-core once, so that the first
+step is only seconds away. The forked ranks find each other through a file.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from megatron_ext.train.supervisor import SignalForwarder
 
 SECONDS_FOR_RANK_0 = 20.0
-"""Time for rank 0 to print an error of the flags; its exit then ends the other ranks."""
+"""Seconds for rank 0 to print an error of the flags; its exit then ends the other ranks."""
 _SECONDS_FOR_RANK_0_OF_A_RUN = 1.0
 
 _WITHOUT_MEMORY = (
@@ -72,26 +72,26 @@ _WITHOUT_MEMORY = (
 
 Main = Callable[[], "int | None"]
 Tell = Callable[[int], None]
-"""A function that is called once in a run, with its exit code, when it has ended or is about to."""
+"""Called once in a run with its exit code, when the run has ended or is about to."""
 
 
 def _tell_nothing(_code: int) -> None:
-    """Stand for a `Tell` of which there is none."""
+    """Do nothing: the default `Tell`."""
 
 
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-"""Numbers that a launcher such as torchrun gives to each of its processes."""
+"""Numbers that a launcher such as torchrun passes to each of its processes."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One start of a run by its launcher, from which all restarts come.
+    """A launch of a run, including all restarts by its launcher.
 
     Attributes:
         started: when the launcher started, in seconds since the epoch.
-        ends_itself: whether the launcher is a process of this package, which writes the report
-            when all ranks have ended; otherwise the reporting rank does.
-        data_lines: what the run reads of its data and what it does not use (`Task.data_lines`).
+        ends_itself: whether the launcher is a process of this package, which writes the report when
+            all ranks have ended. Otherwise the reporting rank writes it.
+        data_lines: lines on the data that the run reads and does not use (`Task.data_lines`).
     """
 
     started: float
@@ -100,10 +100,10 @@ class Launch:
 
 
 def launch_of(argv: Sequence[str]) -> Launch:
-    """Return the launch to which this process belongs; ``argv`` are its program's arguments.
+    """Return the launch that this process belongs to; ``argv`` are its program's arguments.
 
-    A process that is the program itself counts from its start, with all imports. Under torchrun
-    the launcher is torchrun's agent, the parent.
+    If this process is the program itself, the launch begins with the start of the process, before
+    all imports. Under torchrun, the launcher is torchrun's agent, which is the parent.
     """
     is_rank = "RANK" in os.environ
     if is_rank and is_under_torchrun():
@@ -114,7 +114,7 @@ def launch_of(argv: Sequence[str]) -> Launch:
 
 
 def _start_of(pid: int) -> float:
-    """Return when a process started, in seconds since the epoch; now, if the system hides it."""
+    """Return when a process started, in seconds since the epoch; now if the system hides it."""
     ticks = ticks_at_start(pid)
     if ticks is None:
         return time.time()
@@ -124,15 +124,15 @@ def _start_of(pid: int) -> float:
 
 @dataclass
 class End:
-    """The end of a launch, or of a rank: its exit code, 1 unless something else is known."""
+    """The end of a launch or of a rank: its exit code, 1 unless it is set."""
 
     exit_code: int = 1
 
 
 def check_launcher() -> None:
-    """Remove a launcher's variables that are empty, and raise a ConfigError for those not a number.
+    """Remove empty variables of a launcher; raise a ConfigError for those that are not numbers.
 
-    A script that copies the variables of a scheduler leaves them empty where there is none.
+    A script that copies a scheduler's variables leaves them empty if there is no scheduler.
     """
     errors = []
     for name in _LAUNCHED:
@@ -153,9 +153,9 @@ def check_launcher() -> None:
 def refuse(error: MegatronExtError) -> int:
     """Print a user's error before the run starts, and return the program's exit code.
 
-    All ranks read the same flags. Rank 0 prints at once, and its exit ends the other ranks. A rank
-    that still runs after `SECONDS_FOR_RANK_0` prints too, for example if only that rank lacks a
-    file. Under torchrun the process exits instead of returning.
+    All ranks read the same flags, so rank 0 prints at once, and its exit ends the other ranks. A
+    rank that is still running after `SECONDS_FOR_RANK_0` prints too, for example if only that rank
+    lacks a file. Under torchrun the process exits instead of returning.
     """
     text = "\n".join(f"error: {sentence}" for sentence in error.messages)
     if os.environ.get("RANK", "0") != "0":
@@ -178,12 +178,12 @@ def _tell_torchrun(message: str) -> None:
 
 @contextmanager
 def rank_end() -> Iterator[End]:
-    """Yield the end of the rank that runs in the block; a failure is printed with its number.
+    """Yield the end of the rank that runs in the block; print a failure with the rank's number.
 
-    A MegatronExtError, or an error caused by the failure of another rank, is printed as a sentence.
-    Any other error is printed with its traceback. If all ranks raise the same MegatronExtError,
-    rank 0 prints it first, and its exit ends the others. An interruption is not printed, as it
-    comes to all ranks and to their launcher.
+    A MegatronExtError, or an error caused by another rank's failure, is printed as a sentence; any
+    other error is printed with its traceback. If all ranks raise the same MegatronExtError, rank 0
+    prints it first, and its exit ends the others. An interruption is not printed, since all ranks
+    and their launcher receive it.
     """
     end = End(exit_code=0)
     try:
@@ -211,7 +211,7 @@ def rank_end() -> Iterator[End]:
             message = fault.value
             timed_out = fault is NoAnswer.TIMEOUT
             end.exit_code = EXIT_CODE_NO_ANSWER if timed_out else EXIT_CODE_LOST_CONTACT
-    # One write keeps the text in one piece, as other ranks print too.
+    # A single write keeps the text together, since other ranks print too.
     text = f"[rank {os.environ.get('RANK', '0')}] {message}"
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
@@ -226,10 +226,10 @@ def run_rank(main: Main) -> int:
 
 
 def _lacks_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory could not be had, on a GPU or in this process.
+    """Return whether an error says that memory ran out, on a GPU or in this process.
 
-    torch's allocator of main memory raises a plain RuntimeError, which only its text identifies.
-    Once memory is lacking, further errors of other kinds may follow.
+    torch's allocator of main memory raises a plain RuntimeError, so only its text tells. Once
+    memory has run out, errors of other kinds may follow.
     """
     text = "can't allocate memory"
     before = error.__context__
@@ -251,9 +251,9 @@ def launch(
 ) -> int:
     """Run ``main`` on every rank of this machine, and return the first failed rank's exit code.
 
-    Starts ``nproc_per_node`` ranks unless torchrun has started them already, and starts them again
-    after a fault as ``supervision`` says, with ``main_of`` for the number of ranks. Faults are told
-    in the folder ``save``. After ``exit_signal`` the ranks save and end.
+    Start ``nproc_per_node`` ranks, unless torchrun has already started them. After a fault,
+    ``supervision`` decides on a restart, with ``main_of`` for the number of ranks. Faults are
+    logged in the folder ``save``. At ``exit_signal`` the ranks save and exit.
     """
     supervision = supervision or supervision_of_ranks()
     exit_signal = exit_signal or ExitSignal(None)
@@ -284,17 +284,17 @@ def launch(
 def _run_started_rank(
     main: Main, exit_signal: ExitSignal, tell: Tell, supervision: Supervision
 ) -> int:
-    """Run the rank that torchrun, or a launcher like it, has started as this process.
+    """Run the rank that torchrun or a similar launcher has started as this process.
 
-    The process ends here unless the exit code is 0.
+    The process exits here unless the exit code is 0.
     """
     agent = parent_at_start()
     if is_under_torchrun():
-        # The agent may be ended by a signal that it does not pass on.
+        # A signal that the agent does not pass on may end the agent.
         end_with_parent(agent, exit_signal.number or signal.SIGKILL)
         supervision.follow_earlier_process()
         if exit_signal.number is not None:
-            # Its agent waits for a limited time until it has saved.
+            # Its agent waits only for a limited time until it has saved.
             leave_exit_code(EXIT_CODE_NOT_SAVED)
     if os.environ["RANK"] != "0":
         tell = _tell_nothing
@@ -307,8 +307,9 @@ def _run_started_rank(
         if code != EXIT_CODE_RESIZED:
             leave_host_folder()
         if code == EXIT_CODE_SIGNAL and restarts_by_torchrun() and not supervision.is_elastic:
-            # torchrun starts ranks again that end with any code, unless it is asked to end itself.
-            # An elastic run gets the same signal whenever its number of nodes changes.
+            # torchrun restarts ranks whatever their exit code, unless torchrun itself is asked to
+            # end. An elastic run gets the same signal whenever its number of nodes changes, so it
+            # must not do that.
             with suppress(ProcessLookupError):
                 os.kill(agent, signal.SIGTERM)
         _leave(code)
@@ -317,7 +318,7 @@ def _run_started_rank(
 
 @contextmanager
 def _only_rank() -> Iterator[End]:
-    """Let this process be the only rank of a run inside the block; see `rank_end`."""
+    """Inside the block, make this process the only rank of a run; see `rank_end`."""
     ours = _environment(0, 1)
     before = {name: os.environ[name] for name in ours if name in os.environ}
     os.environ.update(ours)
@@ -325,7 +326,7 @@ def _only_rank() -> Iterator[End]:
         with rank_end() as end:
             yield end
     finally:
-        # The process must not look started by torchrun any more.
+        # From now on the process must not look as if torchrun had started it.
         for name in ours:
             del os.environ[name]
         os.environ.update(before)
@@ -341,7 +342,7 @@ def _start_ranks(
     save: str | None,
     exit_signal: ExitSignal,
 ) -> int:
-    """Start several ranks, or one that is started again after a fault; return the exit code."""
+    """Start several ranks, or one that may be restarted after a fault; return the exit code."""
     restarts = supervision.max_restarts
     if device.kind == "cuda":
         from megatron_ext.train.torchrun import run_torchrun
@@ -350,7 +351,7 @@ def _start_ranks(
         if restarts is not None:
             options.append(f"--max-restarts={restarts}")
         if exit_signal.number is not None:
-            # The time to save; torchrun's own is 30 seconds.
+            # Time for ranks to save after a signal; torchrun's default is 30 seconds.
             options.append(f"--shutdown-timeout={round(60 * timeout_minutes)}")
         if exit_signal.came:
             return EXIT_CODE_NOT_SAVED
@@ -378,7 +379,7 @@ def _environment(rank: int, world_size: int) -> dict[str, str]:
 def _meeting_place() -> Iterator[str]:
     """Yield the URL of a file through which forked ranks find each other.
 
-    On Linux the file has no name, so it disappears with the last process, even a killed one.
+    On Linux the file has no name, so it disappears with the last process, even if that is killed.
     """
     if sys.platform == "linux":
         descriptor = os.memfd_create("rendezvous")
@@ -392,7 +393,7 @@ def _meeting_place() -> Iterator[str]:
 
 
 def _leave(code: int) -> None:
-    """Flush the output, and end the process with exit ``code`` without waiting for other ranks."""
+    """Flush the output, and exit with ``code`` without waiting for other ranks."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -409,7 +410,7 @@ def fork_ranks(
 ) -> int:
     """Fork ranks, run ``main`` on each, and return the first failed rank's exit code, or 0.
 
-    Where the ranks have a host folder they are watched, and faults are told in the folder ``save``.
+    If the ranks have a host folder, they are watched. Faults are logged in the folder ``save``.
     """
     supervision = supervision or supervision_of_ranks()
     from megatron_ext.train.supervisor import SignalForwarder
@@ -424,15 +425,16 @@ def fork_ranks(
 def _forked(
     main: Main, world_size: int, forwarder: SignalForwarder, environment: Mapping[str, str]
 ) -> Iterator[None]:
-    """Fork ranks that run ``main`` with ``environment``, and hand them to the forwarder.
+    """Fork ranks that run ``main`` with ``environment``, and register them with the forwarder.
 
-    The place where they meet exists in this context only.
+    The file through which they find each other exists only in this context.
     """
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
     with _meeting_place() as address:
-        # Ranks need not look for garbage among the objects that they share with this process.
+        # Freeze the objects that ranks share with this process, so that they skip them in
+        # collection.
         gc.freeze()
         with held_signals():
             for rank in range(world_size):
@@ -449,7 +451,7 @@ def _forked(
 def _child(
     main: Main, environment: Mapping[str, str], parent: int, forwarder: SignalForwarder
 ) -> None:
-    """Run a forked rank; end its process with the rank's exit code."""
+    """Run a forked rank, and exit its process with the rank's exit code."""
     code = 1
     try:
         end_with_parent(parent)
@@ -461,7 +463,7 @@ def _child(
         release_signals()
         code = run_rank(main)
     except KeyboardInterrupt:
-        # The terminal interrupts a rank, and then the launcher does it again.
+        # The terminal interrupts a rank, and then the launcher interrupts it again.
         code = EXIT_CODE_INTERRUPTED
     finally:
         _leave(code)

@@ -32,7 +32,7 @@ from megatron_ext.train.supervision import supervision_of
 
 
 def train(run: Run) -> int | None:
-    """Train to the last iteration and return None, or the exit code if the run ends early."""
+    """Train to the last iteration and return None; return an exit code if the run ends early."""
     metrics = IntervalMetrics(run)
 
     def save(superseded: Sequence[int] = (), *, is_last: bool = False) -> None:
@@ -93,9 +93,9 @@ def train(run: Run) -> int | None:
 def callbacks_of(
     run: Run, early_stopping: EarlyStopping, settle: Callable[[], None]
 ) -> list[Callback]:
-    """Return the callbacks of a run in their order: those that its flags and its task need.
+    """Return the callbacks that a run's flags and task need, in their order.
 
-    ``settle`` waits for the last update, and counts it.
+    ``settle`` waits for the last update and counts it.
     """
     training = run.config.training
     callbacks: list[Callback] = []
@@ -120,19 +120,20 @@ def callbacks_of(
     if training.evaluates:
         callbacks.append(early_stopping)
     if run.config.checkpoint.save is not None:
-        # The last one, for whether a checkpoint is the best depends on whether it is saved anyway.
+        # The last callback: whether a checkpoint is the best depends on whether others save it
+        # anyway.
         callbacks.append(SaveWatch(run))
     return callbacks
 
 
 def _has_lost_a_save(run: Run) -> bool:
-    """Return whether a run goes on from snapshots after a fault that has ended a save under way."""
+    """Return whether a run resumes from snapshots after a fault that interrupted a save."""
     interval = run.config.checkpoint.save_interval
     return interval is not None and run.saved_at // interval < run.progress.iteration // interval
 
 
 def next_inputs(run: Run) -> tuple[StepInputs, StepStats]:
-    """Return the micro-batches of the next step on this rank, and what the step will have done."""
+    """Return this rank's micro-batches of the next step, and the step's statistics."""
     recorder = run.context.recorder
     recorder.step(run.progress.iteration + 1)
     source = run.train_source
@@ -149,7 +150,7 @@ def next_inputs(run: Run) -> tuple[StepInputs, StepStats]:
 
 
 def count_step(run: Run, metrics: IntervalMetrics, result: StepResult, stats: StepStats) -> None:
-    """Count a step that has been trained, in the progress of the run and in ``metrics``."""
+    """Count a finished training step in the run's progress and in ``metrics``."""
     if result.flops is not None:
         stats = replace(stats, flops=result.flops)
     run.parameter_gather.switch_on()
@@ -159,7 +160,7 @@ def count_step(run: Run, metrics: IntervalMetrics, result: StepResult, stats: St
 
 
 def memory_of(device: torch.device) -> dict[str, float]:
-    """Return the bytes that are allocated and reserved on a GPU; {} on a CPU."""
+    """Return the allocated and the reserved bytes of a GPU; {} on a CPU."""
     if device.type != "cuda":
         return {}
     return {
@@ -170,12 +171,13 @@ def memory_of(device: torch.device) -> dict[str, float]:
 
 @dataclass
 class Sums:
-    """Losses, samples, tokens, work and time of some steps.
+    """Losses, samples, tokens, work and time of several steps.
 
     Attributes:
-        losses: for each loss its sum and count over the steps that updated, ``[2]``.
-        skipped, nans: steps without an update, and those of them whose loss was not finite.
-        seconds: time of these steps; complete when they are over.
+        losses: for each loss its sum and count over the steps with an update, ``[2]``.
+        skipped: steps without an update.
+        nans: skipped steps whose loss was not finite.
+        seconds: time of these steps; only known when they have ended.
         pause: seconds in between that were not spent on steps.
     """
 
@@ -202,11 +204,11 @@ class Sums:
             self.losses[name] = self.losses.get(name, torch.zeros_like(counted)) + counted
 
     def ended(self) -> Sums:
-        """Return these sums with the time until now."""
+        """Return these sums, with the time until now."""
         return replace(self, seconds=time.perf_counter() - self.start - self.pause)
 
     def with_steps_of(self, other: Sums) -> Sums:
-        """Return the sums over these steps and those of ``other``."""
+        """Return the sums over these steps and the steps of ``other``."""
         names = ("steps", "skipped", "nans", "samples", "tokens", "flops", "seconds")
         both = {name: getattr(self, name) + getattr(other, name) for name in names}
         losses = dict(other.losses)
@@ -241,7 +243,7 @@ class IntervalMetrics:
 
     @property
     def _tracks(self) -> bool:
-        """Whether TensorBoard or Weights & Biases follow the run, at an interval of their own."""
+        """Whether TensorBoard or Weights & Biases are used, which have their own interval."""
         logging = self._run.config.logging
         return bool(logging.tensorboard_dir or logging.wandb_project)
 
@@ -251,7 +253,7 @@ class IntervalMetrics:
         self._count_last()
 
     def _count_last(self) -> None:
-        """If the last step was skipped, announce and count it, and count its loss if not finite."""
+        """If the last step was skipped, announce it and count it, also as NaN if its loss was."""
         unsettled, self._unsettled = self._unsettled, None
         if unsettled is None or unsettled[1].update.applied:
             return
@@ -286,8 +288,8 @@ class IntervalMetrics:
     def report_if_due(self) -> None:
         """Report every ``--log-interval`` steps, and after iteration 1.
 
-        TensorBoard and Weights & Biases get the values of a single step every
-        ``--tensorboard-log-interval`` steps, as in Megatron-LM.
+        As in Megatron-LM, TensorBoard and Weights & Biases get the values of one step every
+        ``--tensorboard-log-interval`` steps.
         """
         iteration = self._run.progress.iteration
         logging = self._run.config.logging
@@ -306,7 +308,7 @@ class IntervalMetrics:
     def _report(self, own: IterationRecord | None, params_norm: float | None) -> None:
         """Report the steps since the last report.
 
-        As in Megatron-LM, the first step of a run counts again in the line of the next report.
+        As in Megatron-LM, the next report's line counts the first step of a run again.
         """
         sums = self._since_report.ended()
         first = self._first
@@ -333,7 +335,8 @@ class IntervalMetrics:
     def _mean_losses(self, sums: Sums) -> dict[str, float]:
         assert self._last is not None
         if sums.skipped == sums.steps:
-            # Finite where only the gradients were not, as after an overflow of a loss scale.
+            # The sum is finite if only the gradients were not, as after an overflow of a loss
+            # scale.
             return {name: float(loss) for name, loss in self._last.losses.items()}
         return means_of(sums.losses)
 
@@ -349,7 +352,7 @@ class IntervalMetrics:
             num_iterations=run.num_iterations,
             consumed_samples=run.progress.consumed_train_samples,
             seconds=max(sums.seconds, 1e-9) / sums.steps,
-            # Megatron-LM's learning rate goes through a float32 tensor.
+            # Megatron-LM stores its learning rate in a float32 tensor; round likewise.
             learning_rate=float(np.float32(rate)),
             global_batch_size=self._last_samples,
             losses=losses,

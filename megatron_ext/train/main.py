@@ -52,42 +52,42 @@ from megatron_ext.train.supervision import check_add_ons, supervision_of
 from megatron_ext.train.task import Preflight, Task, TaskChoice, check_own_flags, later
 
 EVERYWHERE = (
-    # megatron-core deprecates its own default of a field.
+    # megatron-core deprecates its own default value of this field.
     "full scope is deprecated. Use empty cuda_graph_",
-    # megatron-core imports a model that it does not build here.
+    # megatron-core imports a model that is not used here.
     "MimoModelConfig is experimental and still under active development",
-    # megatron-core asks every parameter for `.grad`, which is None with its distributed optimizer.
+    # megatron-core reads `.grad` of every parameter, which is None with its distributed optimizer.
     "The .grad attribute of a Tensor that is not a leaf Tensor is being accessed",
-    # megatron-core calls collectives by names that torch 2.13 gives up later.
+    # megatron-core calls collectives by names that torch 2.13 deprecates.
     r"`torch\.distributed\.\w+` is deprecated",
-    # The readers of checkpoints in megatron-core and torch use deprecated names.
+    # megatron-core and torch read checkpoints through deprecated names.
     "`load_state_dict` is deprecated and will be removed in future versions",
     "Please use DTensor instead and we are deprecating ShardedTensor",
 )
-"""Warnings of our dependencies that every rank would print and no user can act on."""
+"""Warnings of dependencies that every rank would print and no user can act on."""
 LOGGED = {
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     "megatron.core.distributed.distributed_data_parallel": "full_param_layout not provided",
 }
-"""By logger of megatron-core, a message for programmers that it logs as a warning."""
+"""Messages for programmers that megatron-core logs as warnings, by logger."""
 ON_A_CPU = (
-    # The order of GPU kernels matters on a GPU only.
+    # This warning is about the order of GPU kernels.
     "When using async grad allreduce it is recommended to set the environment variable",
     "When using sequence parallelism it is recommended to set the environment variable",
 )
 
 
 def _lacks(message: str, record: logging.LogRecord) -> bool:
-    """Return False, so as not to log, for a record that contains ``message``."""
+    """Return False for a record that contains ``message``, so that it is not logged."""
     return message not in record.getMessage()
 
 
 _FILTERS = {name: partial(_lacks, message) for name, message in LOGGED.items()}
-"""One filter for each logger, which takes the same one only once."""
+"""One filter per logger; adding the same filter object again has no effect."""
 
 
 def silence_known_warnings(device: str) -> None:
-    """Silence known warnings of ``device``, cuda or cpu, in this process and ranks forked later."""
+    """Silence known warnings of ``device`` (cuda or cpu), in this process and in later forks."""
     for message in EVERYWHERE + (ON_A_CPU if device == "cpu" else ()):
         warnings.filterwarnings("ignore", message=message)
     for name, silenced in _FILTERS.items():
@@ -95,8 +95,8 @@ def silence_known_warnings(device: str) -> None:
 
 
 INJECTED = "MEGATRON_EXT_FAULTS"
-"""The environment variable by which the add-on ``chaos`` injects faults; no flag leads there."""
-# A run that neither saves nor loads imports nothing of checkpoints.
+"""The environment variable with which the add-on ``chaos`` injects faults; there is no flag."""
+# A run that neither saves nor loads imports no code for checkpoints.
 _CHECKPOINT = "megatron_ext.checkpoint"
 check_resume = later(f"{_CHECKPOINT}.compatibility:check_resume")
 check_save_folder = later(f"{_CHECKPOINT}.publish:check_save_folder")
@@ -124,17 +124,18 @@ def main(
     elsewhere: Elsewhere | None = None,
     notes: Sequence[str] = (),
 ) -> int:
-    """Parse the flags, check all that needs no ranks, start the ranks, and train.
+    """Parse the flags, check everything that needs no ranks, start the ranks, and train.
 
     Args:
         work: called with the run instead of training and evaluation.
-        defaults: values by field that replace the task's defaults of flags.
-        elsewhere: explains flags of other programs in errors.
-        notes: sentences that are printed before those about the flags.
+        defaults: values by field that replace the task's default values of flags.
+        elsewhere: explains flags of other programs in error messages.
+        notes: sentences to print before those about the flags.
 
     Returns:
-        The exit code of the program: 2 after a user's error, which is printed; 1 if ``--dry-run``
-        finds that the run does not fit the named GPU.
+        The exit code of the program: 2 after a user error, which has been printed; 1 if
+            ``--dry-run``
+        shows that the run does not fit the named GPU.
     """
     try:
         check_launcher()
@@ -178,7 +179,7 @@ def main(
         if first and config.checkpoint.save is not None:
             check_save_folder(config.checkpoint.save)
         if work is None:
-            # Any rank may be the one that reports.
+            # Any rank may be the reporting rank.
             lines = tuple(task.data_lines(config, assets))
             launched = dataclasses.replace(launched, data_lines=lines)
         if first and work is None:
@@ -195,7 +196,7 @@ def main(
             elsewhere=elsewhere,
         )
         return refuse(ConfigError(errors))
-    # The ranks, which may be forked from here, know of a signal that comes before they start.
+    # Ranks may be forked from here, and must know of a signal that arrives before they start.
     exit_signal = ExitSignal.of_run(config.training)
     program_of = partial(
         pretrain,
@@ -224,14 +225,14 @@ def main(
 
 
 def _tell_loss(config: RunConfig, code: int) -> None:
-    """Print what a run has lost that a signal has ended with exit ``code``, if it was one."""
+    """If a signal ended the run with exit ``code``, print what the run has lost."""
     sentence = loss_at_end(code, config)
     if sentence is not None:
         say_to_stderr(sentence)
 
 
 def _tell_interruption(code: int) -> None:
-    """Print that a program without training, which loses nothing, was interrupted."""
+    """Print that a program without training was interrupted; it loses nothing."""
     if code == EXIT_CODE_INTERRUPTED:
         say_to_stderr("interrupted")
 
@@ -239,7 +240,7 @@ def _tell_interruption(code: int) -> None:
 def _resized(
     config: RunConfig, task: Task, parse: Callable[..., ParsedArgs], world_size: int
 ) -> RunConfig:
-    """Return the configuration for a number of ranks, which may be the present one."""
+    """Return the configuration for another (or the present) number of ranks."""
     if world_size == config.parallel.world_size:
         return config
     changed: RunConfig = task.preflight(parse(world_size=world_size).config)[0]
@@ -262,9 +263,9 @@ def stored_config(words: Reading) -> dict[str, Any] | None:
 
 
 def splits_layers(words: Reading, stored: Mapping[str, Any] | None) -> bool:
-    """Return whether flags ask for tensor or context parallelism, as far as they can be read.
+    """Return whether the flags, as far as they can be read, use tensor or context parallelism.
 
-    ``stored`` is the configuration in the checkpoint to load, where it fills in flags.
+    ``stored`` is the configuration in the checkpoint to load; it fills in missing flags.
     """
     asked = words.values.get("parallel", {})
     sizes = {**(stored or {}).get("parallel", {}), **asked}
@@ -288,16 +289,17 @@ def pretrain(
 
     Args:
         assets: what `Task.preflight` returned.
-        prepare: called with the `Run` before it starts, for example to attach an observer.
-        work: called with the `Run` in place of training and evaluation.
-        launched: the start of the run, since which it accounts for its time; None for no account.
-        exit_signal: the exit signal as the program watches it; None to watch it from now on.
-        transformer_config: what `check_core` has built from ``config``; None to build it here.
+        prepare: called with the `Run` before training, for example to attach an observer.
+        work: called with the `Run` instead of training and evaluation.
+        launched: the launch of the run, from which the account of its time begins; None for no
+            account.
+        exit_signal: the exit signal that the program already watches; None to watch it from now on.
+        transformer_config: the result of `check_core` for ``config``; None to build it here.
     """
     exit_signal = exit_signal or ExitSignal.of_run(config.training)
     recorder = open_recorder()
     injector = _injector(recorder, config)
-    # The helper is forked before this process has threads, process groups or a GPU.
+    # The helper must be forked before this process has threads, process groups or a GPU.
     helper = start_helper() if config.checkpoint.async_save else None
     torch_device = device.activate(int(os.environ.get("LOCAL_RANK", "0")))
     context = init_groups(
@@ -316,14 +318,15 @@ def pretrain(
         if not config.model.compile:
             compile_nothing()
         elif context.pgs.tp.size() > 1 and not config.parallel.sequence_parallel:
-            # These ranks hold the same hidden states, and the same gradients of norms.
+            # Without sequence parallelism, tensor-parallel ranks hold the same hidden states and
+            # gradients of norms, so their kernels must agree bit for bit.
             compile_alike()
         save = config.checkpoint.save
         guard = supervision_of(config).guard(context.rank)
         held = nullcontext() if save is None else hold_save_folder(save, context)
         with guard, held, nullcontext() if helper is None else ending(helper):
             tell_bus_errors()
-            # A time limit is one of the whole job, with all its restarts.
+            # The time limit applies to the whole job, with all its restarts.
             started = None if launched is None else launched.started
             run = build_run(
                 config,
@@ -369,7 +372,7 @@ def pretrain(
 
 
 def _injector(recorder: Recorder, config: RunConfig) -> Any:
-    """Return what injects faults into this rank, as tests and tools/chaos.py ask; else None."""
+    """Return an object that injects faults into this rank for tests and tools/chaos.py, or None."""
     if INJECTED not in os.environ:
         return None
     chaos = extras.needed("chaos", "inject", INJECTED)
@@ -377,7 +380,7 @@ def _injector(recorder: Recorder, config: RunConfig) -> Any:
 
 
 def check_folders(logs: LoggingConfig, checkpoint: CheckpointConfig) -> None:
-    """Raise a ConfigError with a sentence for each folder of a run that cannot be written."""
+    """Raise a ConfigError with a sentence for each folder of a run that is not writable."""
     folders = {"save": checkpoint.save, "tensorboard-dir": logs.tensorboard_dir}
     if logs.wandb_project:
         folders["wandb-save-dir"] = logs.wandb_save_dir
@@ -391,7 +394,7 @@ def check_folders(logs: LoggingConfig, checkpoint: CheckpointConfig) -> None:
 
 
 def _run_all(checks: Sequence[Callable[[], Any]]) -> tuple[list[Any], list[MegatronExtError]]:
-    """Return what the checks return, and the errors of those that raise one."""
+    """Run all checks; return their results, and the errors of those that raised one."""
     results: list[Any] = []
     errors: list[MegatronExtError] = []
     for check in checks:
@@ -403,7 +406,7 @@ def _run_all(checks: Sequence[Callable[[], Any]]) -> tuple[list[Any], list[Megat
 
 
 def _all_of(checks: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Return what each check returns; raise the errors of all of them together."""
+    """Return the results of all checks; raise their errors together."""
     results, errors = _run_all(checks)
     if len(errors) == 1:
         raise errors[0]
@@ -416,7 +419,7 @@ def input_errors(task: Task, config: RunConfig) -> list[str]:
     """Return a sentence for each input of a task that does not exist, or is damaged.
 
     Args:
-        config: the flags as given; nothing that follows from them is needed.
+        config: the flags as the user gave them, without derived values.
     """
     checks: list[Callable[[], Any]] = []
     checkpoint = config.checkpoint.resolved()
@@ -439,8 +442,8 @@ def _check_loss(config: RunConfig) -> list[Callable[[], Any]]:
 def preflight(config: RunConfig, check_data: Preflight) -> tuple[RunConfig, Any]:
     """Check folders, checkpoints and data on every rank, before any process group exists.
 
-    Returns the result of ``check_data`` (`Task.preflight`): the configuration, completed from the
-    data, and the task's assets. A failed check raises a MegatronExtError.
+    Return the result of ``check_data`` (`Task.preflight`): the configuration, completed from the
+    data, and the task's assets.
     """
     checks: list[Callable[[], Any]] = []
     if not config.planning.dry_run:

@@ -1,4 +1,4 @@
-"""The state of a training run on one rank, and the requests to stop the run."""
+"""The state of a training run on one rank, and requests to stop the run."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ if TYPE_CHECKING:
 
 
 class StopRequests:
-    """Watches for reasons to end the run: the exit signal, the time limit, other replicas.
+    """Watches for reasons to stop: the exit signal, the time limit, a change of replicas.
 
     Args:
         started: when the run began, in seconds since 1970.
-        elastic: whether the run may be asked to go on with another number of replicas. torchrun
-            asks by SIGTERM, and the launcher of forked ranks by a file (`is_asked_to_resize`).
-        exit_signal: the exit signal as the program has watched it so far; by default from now on.
+        elastic: whether the run may be asked to continue with another number of replicas. torchrun
+            asks by SIGTERM, the launcher of forked ranks by a file (`is_asked_to_resize`).
+        exit_signal: the exit signal that the program already watches; by default watched from now.
 
     Attributes:
-        watches: whether a flag asks for any of this.
+        watches: whether a flag sets any of these.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class StopRequests:
         self._ended_by_torchrun = True
 
     def check(self, device: torch.device, *, late: bool | None = None) -> str | None:
-        """Return why all ranks should stop now: "signal", "resize", "duration" or None.
+        """Return why all ranks should stop now ("signal", "resize" or "duration"), or None.
 
-        All ranks call this together. It costs one small all-reduce, or nothing if no flag asks for
-        a stop. With ``late``, the default on a GPU, it returns the previous call's result without
+        All ranks call this together. It costs one small all-reduce, or nothing if no flag sets a
+        condition. With ``late``, the default on a GPU, return the previous call's result without
         waiting.
         """
         if not self.watches:
@@ -103,16 +103,15 @@ class Run:
 
     Attributes:
         stores: the places where the run keeps snapshots; see `supervision.Supervision.stores`.
-        restored_from: where its state comes from: "start", "checkpoint", "memory" or "peer".
-        rewinds: each return to an earlier state since the run started, as the iteration after which
-            it happened and the iteration whose state it is.
+        restored_from: the source of its state: "start", "checkpoint", "memory" or "peer".
+        rewinds: returns to an earlier state since the run started; each has the iteration after
+            which it happened, and the iteration of the restored state.
         checkpoints: None if the run neither saves nor loads.
-        saved_at: iteration of the newest save, or of the checkpoint that the run has found.
+        saved_at: iteration of the newest save, or of the checkpoint that the run has loaded.
         seq_length: tokens of a sample in the next training step; None if the task has no such
             length.
-        flops_of_samples: operations of a training step on one sample, by its length, as far as
-            steps have asked for them.
-        best_before: the best checkpoints before the one that is saved next, if that is a new best.
+        flops_of_samples: operations of a training step on one sample, by its length; a cache.
+        best_before: if the next save is a new best, the best checkpoints before it.
     """
 
     config: RunConfig
@@ -156,7 +155,7 @@ class Run:
         if source.plan is not None:
             return source.plan.steps_per_epoch * self.evaluation_batch_size
         if source.whole_epochs:
-            # Only some of the ranks open the split and know its length.
+            # Only the ranks that open the split know its length.
             count = torch.tensor(source.num_samples or 0, device=self.device)
             torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX)
             return int(count)
@@ -171,7 +170,8 @@ class Run:
     def save(self, superseded: Collection[int] = (), *, is_last: bool = False) -> bool:
         """Save a checkpoint if ``--save`` is given; ``superseded`` checkpoints may be deleted.
 
-        Return False if that failed, and the run may go on. Only the ``is_last`` save must succeed.
+        Return False if the save failed and the run may continue. Only the ``is_last`` save must
+        succeed.
         """
         if self.config.checkpoint.save is None or self.optimizer is None:
             return True
@@ -182,16 +182,16 @@ class Run:
         )
 
     def settle_best(self) -> None:
-        """Take the newest best checkpoint off the list if its save has failed, and put others back.
+        """Restore the list of best checkpoints if the save of the newest one has failed.
 
-        All ranks call this together before they use the list. It waits for that save to end.
+        All ranks call this together before they use the list. It waits until that save has ended.
         """
         before, self._best_if_failed = self._best_if_failed, None
         if before is not None and self.saves.newest_has_failed():
             self.progress.best_checkpoints = before
 
     def save_now(self, superseded: Collection[int] = (), *, waits: bool) -> None:
-        """Save a checkpoint, or raise a CheckpointError; with ``waits`` wait for its files."""
+        """Save a checkpoint or raise a CheckpointError; ``waits`` waits for its files."""
         assert self.optimizer is not None and self.checkpoints is not None
         with self.context.recorder.phase("save"), self.parameter_gather.paused():
             self.checkpoints.save(
@@ -214,7 +214,7 @@ class Run:
         return self.config.to_dict()
 
     def finish_saves(self) -> None:
-        """Wait for all checkpoints that are being written; if the last one failed, save it again.
+        """Wait for all checkpoints that are being written; if the last one fails, save it again.
 
         All ranks call this together.
         """
@@ -225,7 +225,7 @@ class Run:
 def count_parameters(
     chunks: Sequence[DistributedDataParallel], context: ParallelContext
 ) -> tuple[int, int, int]:
-    """Return the number of all parameters, of trained ones, and the largest number on a rank.
+    """Return the numbers of all and of trained parameters, and the largest number on a rank.
 
     All ranks call this together.
     """

@@ -1,4 +1,4 @@
-"""Tells how the saves of a run end, and lets the run go on where one fails."""
+"""Reports how the saves of a run end, and lets the run continue after a failed one."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
 
 
 class Write(Protocol):
-    """A function that saves the run, and waits for the files if told so."""
+    """A function that saves the run; its argument says whether to wait for the files."""
 
     def __call__(self, *, waits: bool) -> None: ...
 
 
 class Saves:
-    """The saves of a run, which are written at once or in the background.
+    """The saves of a run, written in the foreground or in the background.
 
     Attributes:
-        num_failed: saves that failed, which all ranks know from the next save on.
+        num_failed: number of failed saves; all ranks know it from the next save on.
 
     Args:
-        folder: the save folder, whose list of events gets each save.
-        rank: rank 0 tells what happens.
-        tolerant: whether the run goes on after a failed save.
+        folder: the save folder, whose log of events gets each save.
+        rank: only rank 0 reports.
+        tolerant: whether the run continues after a failed save.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class Saves:
         self._stalls: dict[int, float] = {}
         self._failed = 0
         self._newest_failed = False
-        # Whether the newest save may have failed, and the failures that were known when it began.
+        # Whether the newest save may have failed, and the number of failures when it began.
         self._is_open, self._known = False, 0
-        # Steps since the last save or look at it, and their number at the next look.
+        # Steps since the last save or check, and the number of steps until the next check.
         self._steps, self._pause = 0, 1
 
     @property
@@ -56,12 +56,10 @@ class Saves:
         return self._failed + late
 
     def save(self, write: Write, iteration: int, is_last: bool) -> bool:
-        """Save by ``write``, which is told whether to wait for the files; return if it worked.
-
-        All ranks call this together.
+        """Save by calling ``write``; return whether that worked. All ranks call this together.
 
         Raises:
-            CheckpointError: the save failed, and the run may not go on without it.
+            CheckpointError: the save failed, and the run may not continue without it.
         """
         started = time.perf_counter()
         self._is_open, self._steps = True, 0
@@ -87,7 +85,7 @@ class Saves:
         return True
 
     def look(self) -> None:
-        """Tell which saves in the background have ended since the last call."""
+        """Report the saves in the background that have ended since the last call."""
         if self._background is None:
             return
         for outcome in self._background.ended():
@@ -99,17 +97,17 @@ class Saves:
                 self._tell_success(outcome.iteration, stall, outcome.seconds)
 
     def wait(self) -> None:
-        """Wait for all saves in the background, which end in time; all ranks call this together."""
+        """Wait for all background saves, which have a time limit; all ranks call this together."""
         if self._background is not None:
             self._background.wait()
             self.look()
 
     def must_repeat(self) -> bool:
-        """Return whether a save is due since the newest one has failed; called after each step.
+        """Return whether the newest save has failed and is due again; called after each step.
 
-        All ranks call this together. They look after one step, then after 2, 4, 8 and so on until a
-        save has succeeded, so that a disk that stays full costs little time, as do the messages by
-        which they learn of a save in the background.
+        All ranks call this together. They check only 1, 2, 4, 8 and so on steps after a save,
+        until one succeeds. So neither repeated saves to a full disk nor the messages about saves in
+        the background cost much time.
         """
         if not (self._is_open and self._tolerant):
             return False
@@ -134,9 +132,9 @@ class Saves:
         return self._background.last_has_failed
 
     def finish(self, write: Write, iteration: int) -> None:
-        """Wait for all saves; if the newest one failed, write it again, and wait for the files.
+        """Wait for all saves; if the newest one failed, save again and wait for the files.
 
-        All ranks call this together, and all raise a CheckpointError if that fails too.
+        All ranks call this together. All raise a CheckpointError if the second save fails, too.
         """
         self.wait()
         if self._background is not None and self._background.last_has_failed:
@@ -153,9 +151,9 @@ class Saves:
         append_event(self._folder, "save_failed", iteration=iteration, rank=0, reason=sentence)
 
     def _tell_success(self, iteration: int, stall: float, seconds: float | None = None) -> None:
-        """Note a save: the seconds for which training waited, and those until a later end.
+        """Record a save: the seconds for which training waited, and those until a later end.
 
-        A run without background and restarts keeps no list of events for its saves.
+        A run without background saves and restarts keeps no log of its saves.
         """
         if self._rank == 0 and self._tolerant:
             append_event(

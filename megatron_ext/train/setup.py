@@ -1,4 +1,4 @@
-"""Builds what a run needs on this rank: model, optimizer, loaded checkpoint and data, in order."""
+"""Builds, in order, what a run needs on this rank: model, optimizer, loaded checkpoint and data."""
 
 from __future__ import annotations
 
@@ -52,11 +52,13 @@ def build_run(
     exit_signal: ExitSignal | None = None,
     transformer_config: TransformerConfig | None = None,
 ) -> Run:
-    """Build what a run needs on this rank, load its checkpoint, and let ``helper`` write others.
+    """Build what a run needs on this rank, and load its checkpoint.
 
-    ``transformer_config`` is that of ``config``, if it has been built already. A time limit of the
-    run counts from ``started``, in seconds since 1970, and ``exit_signal`` tells whether the signal
-    has come; by default both count from now.
+    Args:
+        helper: the process that writes checkpoints in the background, if any.
+        started: when the run began, in seconds since 1970, for its time limit; by default now.
+        exit_signal: the exit signal that the program already watches; by default watched from now.
+        transformer_config: the configuration built from ``config``, if it has been built already.
     """
     started = time.time() if started is None else started
     prepare_transformer_engine(config)
@@ -125,8 +127,8 @@ def build_run(
         saved_at=saved_at,
         seq_length=config.model.seq_length,
     )
-    # Data loaders that start draw a number from torch's generator. A run that starts draws it too,
-    # as Megatron-LM does; a run that goes on has drawn it before it saved its state.
+    # A data loader draws a number from torch's generator when it starts. A new run draws it as
+    # well, as Megatron-LM does. A resumed run has drawn it before it saved its state.
     with torch.random.fork_rng(devices=[], enabled=loaded is not None):
         attach_data(run, task, assets)
     return run
@@ -138,7 +140,7 @@ def _tell_sizes(
     chunks: list[DistributedDataParallel],
     optimizer: MegatronOptimizer | None,
 ) -> None:
-    """Print the size of the model and how it is computed; all ranks call this together."""
+    """Print the size of the model and its implementation; all ranks call this together."""
     sizes = count_parameters(chunks, context)
     if context.rank == 0:
         print(f"> {parameters_line(*sizes)}", flush=True)
@@ -172,7 +174,7 @@ def _peak_flops(device: torch.device) -> float | None:
 def _background(
     config: RunConfig, context: ParallelContext, device: torch.device, helper: Helper | None
 ) -> BackgroundSaves | None:
-    """Return what saves while training goes on, if ``--async-save`` has started a helper."""
+    """Return the background saves of a run, if ``--async-save`` has started a helper, or None."""
     if helper is None:
         return None
     from megatron_ext.checkpoint.background import BackgroundSaves
@@ -184,7 +186,7 @@ def _background(
 def _checkpoints(
     config: RunConfig, context: ParallelContext, background: BackgroundSaves | None
 ) -> CheckpointManager:
-    """Return what saves and loads checkpoints, whose code a run without them does not import."""
+    """Return the manager of checkpoints; a run without checkpoints does not import its code."""
     from megatron_ext.checkpoint.adapters import FrozenBase
     from megatron_ext.checkpoint.manager import CheckpointManager
 
@@ -195,7 +197,7 @@ def _checkpoints(
 def _saves(
     config: RunConfig, context: ParallelContext, background: BackgroundSaves | None
 ) -> Saves:
-    """Return what tells how the saves of a run end."""
+    """Return the `Saves` of a run, which report how they end."""
     tolerant = config.checkpoint.async_save or config.fault_tolerance.may_be_restarted
     save = config.checkpoint.save
     return Saves(save, context.rank, background=background, tolerant=tolerant)
@@ -207,9 +209,9 @@ def _follow_new_weights(
     ema: ShardedEMA | None,
     context: ParallelContext,
 ) -> None:
-    """Let optimizer and averages start from weights that the task has set, and print its notes.
+    """Make optimizer and averages start from the weights set by the task, and print its notes.
 
-    Without ``notes`` the task has left the model as it is.
+    ``notes`` is None if the task has not changed the model.
     """
     if notes is None:
         return
@@ -224,7 +226,7 @@ def _follow_new_weights(
 def _continue_schedules(
     runner: StepRunner, config: RunConfig, loaded: LoadedCheckpoint, context: ParallelContext
 ) -> None:
-    """Let schedules go on at the rates of a loaded checkpoint, and print a note if they changed."""
+    """Let schedules continue at the rates of a loaded checkpoint; print a note if they changed."""
     progress = Progress.from_dict({**loaded.progress, "iteration": loaded.iteration})
     consumed = progress.consumed_train_samples
     notes = [x.go_on(config, progress.iteration, consumed) for x in runner.schedules]
@@ -233,11 +235,12 @@ def _continue_schedules(
 
 
 def _progress_after(loaded: LoadedCheckpoint | None, context: ParallelContext) -> Progress:
-    """Print the path and notes of a loaded checkpoint, and return the progress to resume from."""
+    """Print the path and notes of a loaded checkpoint; return the progress to resume from."""
     if loaded is None:
         return Progress()
     if context.rank == 0:
-        # Whoever takes weights alone counts steps from 0, though the folder is of another step.
+        # A run that loads only weights counts steps from 0, although the folder belongs to another
+        # step.
         goes_on = loaded.path.name.endswith(f"{loaded.iteration:07d}")
         what = f"iteration {loaded.iteration}" if goes_on else "its weights"
         print(f"> loaded {loaded.path} ({what})", flush=True)
@@ -266,7 +269,7 @@ def attach_data(run: Run, task: Task, assets: Any) -> None:
         run.train_source = source(datasets.train, run.progress.consumed_train_samples)
     run.valid_sources, run.test_sources = _evaluation_sources(run, datasets, source)
     if config.ema.eval_ema:
-        # The same samples once more, for which torch's generator must not be asked again.
+        # The same samples again; torch's generator must not draw another number for this source.
         with torch.random.fork_rng(devices=[]):
             valid, test = _evaluation_sources(run, datasets, source)
         run.ema_sources = {"validation": valid, "test": test}
@@ -284,7 +287,7 @@ def attach_data(run: Run, task: Task, assets: Any) -> None:
 def _evaluation_sources(
     run: Run, datasets: Datasets, source: Callable[..., BatchSource]
 ) -> tuple[list[BatchSource], list[BatchSource]]:
-    """Return batch sources in two lists: one for each validation set, and one for the test set."""
+    """Return two lists of batch sources: one for each validation set, and one for the test set."""
     training = run.config.training
     several = datasets.valid
     valid = list[BatchSource]()
@@ -303,7 +306,7 @@ def _evaluation_sources(
 
 
 def _exists(dataset: Any, device: torch.device) -> bool:
-    """Return whether any rank has the dataset of a split; all ranks call this together."""
+    """Return whether any rank has a dataset for a split; all ranks call this together."""
     found = torch.tensor(int(dataset is not None), device=device)
     torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
     return bool(found)

@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The losses of a training step, and the update that it made.
+    """The losses of a training step, and its update.
 
     Attributes:
-        losses: mean of each reported loss over the step's targets; on the last stage only.
+        losses: mean of each reported loss over the step's targets; only on the last stage.
         counts: for each loss, the sum of its targets' weights.
-        model_update: update of the run's model; None where the step trained other networks only.
-        flops: floating-point operations on all ranks, if the step counts them; None to use those
-            of `Task.step_stats`.
+        model_update: update of the run's model; None if the step trained only other networks.
+        flops: floating-point operations on all ranks, if the step counts them; None uses
+            `Task.step_stats`.
     """
 
     losses: dict[str, Tensor]
@@ -64,9 +64,9 @@ class StepInputs:
     """The micro-batches of a training step.
 
     Attributes:
-        batches: micro-batches of this rank; None on stages that read no data.
-        num_microbatches: micro-batches of each data-parallel rank.
-        consumed_samples: samples of all earlier steps, for ``--deterministic-dropout``.
+        batches: this rank's micro-batches; None on stages that read no data.
+        num_microbatches: number of micro-batches of each data-parallel rank.
+        consumed_samples: number of samples in all earlier steps, for ``--deterministic-dropout``.
         seq_length: tokens of a sample; None for ``--seq-length``.
     """
 
@@ -78,14 +78,13 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class StepLosses:
-    """The losses of the passes of a training step, whose gradients are computed.
+    """The losses of a training step, after its gradients have been computed.
 
     Attributes:
-        reports: ``[sum, count]`` by loss of each micro-batch of this rank; empty before the last
-            stage.
+        reports: ``[sum, count]`` of each loss for each micro-batch of this rank; empty before the
+            last stage.
         totals: their sums over micro-batches, data- and context-parallel ranks.
-        gradient_scale: what the gradients are still to be multiplied by, float32 ``[]``; None if
-            nothing.
+        gradient_scale: remaining factor for the gradients, float32 ``[]``; None for 1.
     """
 
     reports: list[Report]
@@ -101,16 +100,16 @@ class StepRunner:
     """Runs the pipeline schedule over this rank's chunks, and updates the parameters.
 
     Attributes:
-        engine: runs the pipeline; None if megatron-core's own schedule does.
+        engine: runs the pipeline; None to use megatron-core's own schedule.
         observer: called before the update, when each data-parallel rank has all reduced gradients.
         check_zeroed: called with the chunks after their gradients have been set to zero.
-        scales_in_update: whether the update divides the gradients by the step's targets, unless an
-            observer is to see them divided.
-        approvals: each called before an update, on all ranks together, with `StepLosses.totals` and
-            the gradient norm ``[]``; returns whether the update may be applied, bool ``[]``.
-        guard: called with the inputs of a step in place of `zero_gradients`, `compute_gradients`
-            and `update`; it calls these, and returns what the last two returned.
-        extra_state: state that a checkpoint holds besides the run's model; None for none.
+        scales_in_update: whether the update divides the gradients by the step's number of targets.
+            With an observer, which must see divided gradients, it does not.
+        approvals: called before an update, by all ranks together, with `StepLosses.totals` and the
+            gradient norm ``[]``; each returns whether the update may be applied, bool ``[]``.
+        guard: called with the inputs of a step instead of `zero_gradients`, `compute_gradients` and
+            `update`; it calls these, and returns the results of the last two.
+        extra_state: checkpointed state besides the run's model; None if there is none.
     """
 
     extra_state: ExtraState | None = None
@@ -169,12 +168,12 @@ class StepRunner:
 
     @property
     def trained_chunks(self) -> list[DistributedDataParallel]:
-        """Return the model chunks that train, whose replicas must stay equal."""
+        """Return the trained model chunks, whose replicas must stay equal."""
         return self.chunks
 
     @property
     def schedules(self) -> list[Schedule]:
-        """Return the schedules of learning rates of the networks that train, the model's first."""
+        """Return the learning-rate schedules of the trained networks, the model's first."""
         return [] if self.scheduler is None else [self.scheduler]
 
     def model_steps(self, steps: int) -> int:
@@ -198,7 +197,7 @@ class StepRunner:
     def train(self, inputs: StepInputs, num_samples: int) -> StepResult:
         """Compute the gradients over a global batch, and update the parameters once.
 
-        ``num_samples``, the samples of this step, advances the learning-rate schedule.
+        The learning-rate schedule advances by ``num_samples``, the samples of this step.
         """
         assert self.scheduler is not None
         if self.guard is None:
@@ -219,9 +218,9 @@ class StepRunner:
         return StepResult(losses, counts, update, update)
 
     def zero_gradients(self) -> None:
-        """Set all gradients to zero, or let the first product of a step overwrite them."""
+        """Zero all gradients, or let the first product of a step overwrite them."""
         assert self.optimizer is not None
-        # The kernels of CUDA graphs always add, and so do products to gradients that are sharded.
+        # CUDA graphs always add to the gradients, and so do products with sharded gradients.
         adds = self.engine is None or self.engine.graphs or self._shards_gradients
         self._gradients.start(overwrite=not adds and self.check_zeroed is None)
         self.optimizer.zero_grad()
@@ -257,7 +256,7 @@ class StepRunner:
                     force_all_reduce=observed,
                     forward_only=False,
                 )
-        # megatron-core's own schedules have divided the gradients already.
+        # megatron-core's own schedules have already divided the gradients.
         divides = self.engine is not None and self.transformer_config.calculate_per_token_loss
         num_targets = self.engine.num_targets if self.engine is not None and divides else None
         with self.context.recorder.phase("reduce"):
@@ -276,10 +275,10 @@ class StepRunner:
         return StepLosses(reports, totals, scale)
 
     def update(self, step: StepLosses) -> UpdateResult:
-        """Apply the gradients, unless they are not finite or one of `approvals` is False."""
+        """Apply the gradients, unless they are not finite or one of `approvals` returns False."""
         assert self.optimizer is not None
         self._give_memory_back(2)
-        # The previous update is over, while the passes of this step still wait for the device.
+        # The previous update is done by now, while the device still works on this step: no wait.
         self.settle()
 
         def approve(norm: Tensor) -> Tensor:
@@ -304,8 +303,8 @@ class StepRunner:
     ) -> list[Any]:
         """Run the forward passes of a step, and return the report of each micro-batch.
 
-        On the last stage it is ``[sum, count]`` by loss, or with ``collect_non_loss_data`` data for
-        `Task.process_non_loss_data`; before the last stage the list is empty.
+        On the last stage a report is ``[sum, count]`` of each loss; with ``collect_non_loss_data``
+        it is the data for `Task.process_non_loss_data`. Before the last stage the list is empty.
         """
         batches = self._prepared(batches)
         masks = self._masks(0)
@@ -339,7 +338,7 @@ class StepRunner:
         seq_length: int | None,
         **options: bool,
     ) -> list[Any]:
-        """Run a step by megatron-core's own schedule; see `PipelineEngine.run`."""
+        """Run a step with megatron-core's own schedule; see `PipelineEngine.run`."""
 
         def forward_step(
             iterator: Iterator[tuple[int, Batch]], chunk: torch.nn.Module
@@ -366,14 +365,14 @@ class StepRunner:
         return reports
 
     def _prepared(self, batches: Sequence[Batch] | None) -> Sequence[Batch] | None:
-        """Return the batches with what the task adds to them on the last stage."""
+        """Return the batches, with the task's additions on the last stage."""
         prepare = self.task.prepare_batches
         if prepare is None or batches is None or not self.context.is_last_stage:
             return batches
         return prepare(self.config, batches, self.context)
 
     def _masks(self, consumed_samples: int) -> Masks | None:
-        """Return the dropout contexts of ``--deterministic-dropout``; None without it."""
+        """Return the dropout contexts for ``--deterministic-dropout``; None without the flag."""
         if not self.config.model.deterministic_dropout:
             return None
         from megatron_ext.layers.dropout import microbatch_masks
@@ -390,7 +389,8 @@ class StepRunner:
     def _shape(self, batches: Sequence[Any] | None, seq_length: int | None) -> Shape:
         """Return the shape ``[s, b, h]`` of the tensors that this rank sends to the next stage.
 
-        If the task says the shape, micro-batches may differ, and it is a list of one for each.
+        If the task determines the shape, micro-batches may differ, and the result is a list of
+        shapes.
         """
         if self.task.boundary_shape is not None:
             assert batches is not None
@@ -406,7 +406,7 @@ class StepRunner:
     def _count(self, batches: Sequence[Batch] | None, num_microbatches: int) -> StepCounts | None:
         """Set the scale of auxiliary losses, and return the target counts of the step.
 
-        The counts are None before the last stage. All ranks call this together.
+        Before the last stage the counts are None. All ranks call this together.
         """
         counts = None
         if batches is not None and self.context.is_last_stage:
@@ -426,18 +426,18 @@ class StepRunner:
     def _follow(
         self, update: UpdateResult, scheduler: OptimizerParamScheduler, num_samples: int
     ) -> None:
-        """Queue an update for ``scheduler``; settle the queue if the update's outcome is known."""
+        """Queue an update for ``scheduler``; settle the queue if the update's result is known."""
         self._unsettled.append((update, scheduler, num_samples))
         if update.known:
             self.settle()
 
     @property
     def settled(self) -> bool:
-        """Return whether the learning-rate schedules include the last update."""
+        """Return whether the learning-rate schedules already include the last update."""
         return not self._unsettled
 
     def settle(self) -> None:
-        """Wait for pending updates; advance the learning-rate schedule of each that was applied."""
+        """Wait for pending updates; advance the learning-rate schedule for each applied one."""
         while self._unsettled:
             update, scheduler, num_samples = self._unsettled.pop(0)
             with self.context.recorder.phase("update"):
@@ -445,7 +445,7 @@ class StepRunner:
                     scheduler.step(increment=num_samples)
 
     def _give_memory_back(self, level: int) -> None:
-        """Empty the GPU memory cache if ``--empty-unused-memory-level`` is at least ``level``."""
+        """Free cached GPU memory if ``--empty-unused-memory-level`` is at least ``level``."""
         if self.config.training.empty_unused_memory_level >= level:
             torch.cuda.empty_cache()
 
@@ -481,15 +481,15 @@ def reduce_reports(reports: Sequence[Report], context: ParallelContext) -> dict[
 def reduce_step(
     reports: Sequence[Report], num_targets: Tensor | None, context: ParallelContext
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Return the sums of `reduce_reports`, and 1 over the number of targets, float32 ``[]``.
+    """Return the sums of `reduce_reports`, and 1 / number of targets as float32 ``[]``.
 
-    All ranks call this together, and one reduction sums losses and targets. ``num_targets``,
-    integer ``[]``, is what the losses of this rank have counted; only the last stage's value is
-    used. Without it the second result is None. The host does not wait for the device to check that
-    the number is positive, as it does in megatron-core's ``finalize_model_grads``.
+    All ranks call this together; a single reduction sums losses and targets. ``num_targets``,
+    integer ``[]``, is the number of targets in this rank's losses; only the last stage's value is
+    used. Without it the second result is None. megatron-core's ``finalize_model_grads`` waits for
+    the device to check that the number is positive; this function does not.
     """
     keys = list(reports[0]) if reports else []
-    # In double precision: a count beyond 2^24 tokens is not exact in single.
+    # In double precision, because single precision cannot represent counts beyond 2^24 exactly.
     entries = [torch.stack([report[key].view(2).double() for report in reports]) for key in keys]
     numbers = [number for entry in entries for number in entry.sum(dim=0).unbind(0)]
     if num_targets is not None:
@@ -517,11 +517,11 @@ def mean_of(entry: Tensor) -> Tensor:
 def means_of(totals: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the mean of each loss from its ``[sum, count]``.
 
-    A loss without targets, for instance of a kind that no sample had, is left out. The first loss,
-    which is the run's loss, is always kept; without targets it is 0.
+    A loss without targets is left out, for example the loss of a kind that no sample had. The first
+    loss, which is the run's loss, is always kept; without targets it is 0.
     """
     first = next(iter(totals), None)
-    # In double precision, as the sums of single steps may not be.
+    # In double precision: sums of a single step may still be in single precision.
     return {
         name: float(mean_of(total.double()))
         for name, total in totals.items()
@@ -534,17 +534,18 @@ NAMES = {
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
 }
-"""Names under which Megatron-LM logs the losses of ``--moe-router-load-balancing-type``."""
+"""Megatron-LM's names in the log for the losses of ``--moe-router-load-balancing-type``."""
 
 
 def take_auxiliary_losses(
     transformer_config: StepTransformerConfig, context: ParallelContext, num_microbatches: int
 ) -> dict[str, torch.Tensor]:
-    """Return the mean of each MoE router loss over layers and micro-batches; all ranks call this.
+    """Return each MoE router loss, averaged over layers and micro-batches.
 
-    megatron-core's own reduction needs experts on every pipeline stage and a collective that Gloo
-    lacks. A load-balancing loss is the sum of its parts on the tensor- and context-parallel ranks;
-    the global one is summed over the replicas too. Each rank holds the whole z-loss.
+    All ranks call this together. megatron-core's own reduction needs experts on every pipeline
+    stage, and a collective that Gloo lacks. A load-balancing loss is the sum of its parts on
+    tensor- and context-parallel ranks; the global one is also summed over the replicas. Each rank
+    holds the whole z-loss.
     """
     logged = core.take_auxiliary_losses()
     kinds = transformer_config.moe_router_load_balancing_type
@@ -558,7 +559,7 @@ def take_auxiliary_losses(
             totals[index] = logged[name].double().sum()
     pattern = expert_pattern(transformer_config)
     layers = sum(pattern) + (transformer_config.mtp_num_layers or 0) * pattern[-1]
-    # Replicas and whole copies are averaged by hand: Gloo has no average.
+    # Average replicas and whole copies by a sum and a division: Gloo has no average.
     torch.distributed.all_reduce(totals)
     replicas = context.layout.data_parallel_size
     copies = {"z_loss": replicas * context.pgs.tp_cp.size(), NAMES["global_aux_loss"]: 1}

@@ -1,8 +1,8 @@
 """The socket around the ranks of a run: who watches them, and what follows a fault.
 
-`Supervision` is what every run has: the first rank that fails ends all. The add-on ``resilience``
-replaces it where a run has several ranks, or flags that ask for more: it tells hangs and slow
-ranks, starts ranks again, and keeps states in memory for that.
+`Supervision` is the default: if one rank fails, all are ended. The add-on ``resilience`` replaces
+it for runs with several ranks, or with flags that need more. It detects hangs and stragglers,
+restarts ranks, and keeps snapshots in memory for the restart.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megatron_ext.train.supervisor import SignalForwarder, Supervisor
 
 RESILIENCE = "resilience"
-"""The add-on that fills this socket."""
+"""The add-on that plugs into this socket."""
 FLAGS = {
     "fault_tolerance": None,
     "checkpoint": {
@@ -33,18 +33,18 @@ FLAGS = {
         "non_persistent_local_ckpt_dir",
     },
 }
-"""The flags of the add-on: fields by section, None for all of a section."""
+"""The flags of the add-on: fields by section; None means all fields of the section."""
 
 Configure = Callable[[int], RunConfig]
-"""A function that returns the configuration of a run for another number of ranks."""
+"""Takes a number of ranks, and returns the configuration of the run for it."""
 
 
 class Supervision:
-    """Ends all ranks of a run when the first one fails.
+    """Ends all ranks of a run when one fails.
 
     Attributes:
-        max_restarts: how often ranks are started again; None if the first fault ends the run.
-        is_elastic: whether the run may go on with another number of ranks.
+        max_restarts: how often ranks are restarted; None if the first fault ends the run.
+        is_elastic: whether the run may continue with another number of ranks.
     """
 
     max_restarts: int | None = None
@@ -54,14 +54,14 @@ class Supervision:
         self.config = config
 
     def notes(self) -> list[str]:
-        """Return sentences on flags that have no effect as this run is started."""
+        """Return sentences on flags that have no effect with the way this run is started."""
         return []
 
     def prepare(self, configure: Configure) -> None:
-        """Check the numbers of ranks with which the run may go on.
+        """Check all numbers of ranks with which the run may continue.
 
         Raises:
-            ConfigError: one of them does not go with the flags.
+            ConfigError: a number of ranks does not fit the flags.
         """
 
     def run(
@@ -72,42 +72,43 @@ class Supervision:
         timeout_minutes: float,
         exit_signal: ExitSignal,
     ) -> int:
-        """Fork ranks as often as `max_restarts` allows, and return the exit code of the run.
+        """Fork ranks up to `max_restarts` more times, and return the exit code of the run.
 
-        ``main_of`` gives what a rank does, by the number of ranks, which ``fork`` starts.
+        ``fork`` starts the ranks. ``main_of`` takes the number of ranks, and returns the function
+        that each rank runs.
         """
         raise NotImplementedError
 
     def supervisor(
         self, world_size: int, forwarder: SignalForwarder, timeout_minutes: float, save: str | None
     ) -> Supervisor:
-        """Return what waits for ranks that are about to be forked, and tells faults in ``save``."""
+        """Return a supervisor for ranks that are about to be forked; it logs faults in ``save``."""
         from megatron_ext.train.supervisor import Supervisor
 
         return Supervisor(forwarder, timeout_minutes)
 
     def follow_earlier_process(self) -> None:
-        """Count this process as a restart if a launcher has started it in place of another."""
+        """Count this process as a restart if a launcher has started it to replace another one."""
 
     def guard(self, rank: int) -> AbstractContextManager[None]:
-        """Return a context in which others can see on this rank what it does."""
+        """Return a context in which other processes can see what this rank is doing."""
         return nullcontext()
 
     def stores(self, context: ParallelContext) -> Sequence[Any]:
-        """Return the places where the run keeps states in memory; all ranks call this together."""
+        """Return the places where the run keeps snapshots; all ranks call this together."""
         return []
 
     def recoveries(self, stores: Sequence[Any], context: ParallelContext) -> Sequence[Any]:
-        """Return what finds the states in such places, from which a run goes on."""
+        """Return objects that find the snapshots in ``stores`` to resume from."""
         return []
 
     def callbacks(self, run: Any, settle: Callable[[], None]) -> Sequence[Any]:
-        """Return the callbacks that its flags ask for; ``settle`` waits for the last update."""
+        """Return the callbacks that the flags require; ``settle`` waits for the last update."""
         return []
 
 
 def supervision_of(config: RunConfig) -> Supervision:
-    """Return the add-on's supervision if a run needs it, and the plain one if not."""
+    """Return the add-on's supervision if a run needs it, otherwise the plain one."""
     if config.parallel.world_size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         if not given_flags(config):
             return Supervision(config)
@@ -115,7 +116,7 @@ def supervision_of(config: RunConfig) -> Supervision:
 
 
 def supervision_of_ranks() -> Supervision:
-    """Return the supervision of ranks that are forked for something else than a run."""
+    """Return the supervision for ranks that are forked for something other than a run."""
     return _of_add_on(None)
 
 
@@ -125,7 +126,7 @@ def _of_add_on(config: RunConfig | None) -> Supervision:
 
 
 def given_flags(config: RunConfig) -> list[str]:
-    """Return the flags of the add-on that are given."""
+    """Return the flags of the add-on that the user has given."""
     return [flag for section, names in FLAGS.items() for flag in changed(config, [section], names)]
 
 

@@ -1,4 +1,4 @@
-"""Watches the forked ranks of one machine: the first that fails by itself ends all."""
+"""Watches the forked ranks of one machine: the first rank that fails by itself ends all."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from megatron_ext.train.exit_codes import (
 from megatron_ext.train.exit_signal import ExitSignal
 
 GRACE_SECONDS = 3.0
-"""Time between asking the ranks to end and killing them."""
+"""Seconds between asking the ranks to exit and killing them."""
 SECONDS_BETWEEN_POLLS = 0.02
-"""Time after which the end of a rank is seen."""
+"""Seconds until the end of a rank is noticed."""
 _SECONDS_FOR_THE_CAUSE = 2.0
-"""Time from the first rank that gave up waiting to the report of the ranks it waited for."""
+"""Seconds from the first rank that gave up waiting to the report on the ranks it waited for."""
 _SECONDS_BETWEEN_LOOKS = 0.5
 _SECONDS_FOR_THE_OTHERS = 60.0
-"""Time from the first rank that has saved and ended, as asked, until the others are killed."""
+"""Seconds after the first rank has saved and exited, as requested, until the others are killed."""
 
 
 class SignalForwarder:
-    """Passes the signals that the launcher gets on to its ranks, while it is entered.
+    """While entered, passes the launcher's signals on to its ranks.
 
     Attributes:
-        children: rank by process id; whoever starts and reaps ranks keeps it.
-        asked: the last signal that has come to end the ranks at once; None before the first.
-        received: all signals that have come.
+        children: rank by process id; the code that starts and reaps ranks updates it.
+        asked: the last signal that asked the ranks to exit at once; None before the first.
+        received: all received signals.
 
     Args:
-        exit_signal: the signal after which the ranks save and end; those that are forked later
-            learn of it from there.
+        exit_signal: the signal at which ranks save and exit; ranks that are forked later inherit
+            its state.
     """
 
     def __init__(self, exit_signal: ExitSignal | None = None) -> None:
@@ -56,8 +56,8 @@ class SignalForwarder:
 
     def __enter__(self) -> SignalForwarder:
         for number in STOP_SIGNALS:
-            # What this process ignores, as nohup and the background jobs of scripts do, the ranks
-            # ignore too.
+            # Ranks also ignore signals that this process ignores, as under nohup or in background
+            # jobs.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._on_signal)
         return self
@@ -71,7 +71,7 @@ class SignalForwarder:
         self.restore()
 
     def restore(self) -> None:
-        """Give the signals back to their former handlers, as a forked rank does first."""
+        """Restore the previous handlers; a forked rank does this first."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
@@ -85,7 +85,7 @@ class SignalForwarder:
         self.send(signal.SIGKILL if self._is_impatient(number) else number)
 
     def _is_impatient(self, number: int) -> bool:
-        """Return whether Ctrl-C has come again while the ranks still clean up."""
+        """Return whether Ctrl-C was pressed again while the ranks are still cleaning up."""
         if number != signal.SIGINT or self.asked != number:
             return False
         now = time.monotonic()
@@ -93,9 +93,9 @@ class SignalForwarder:
         return now > first + SECONDS_OF_ONE_INTERRUPTION
 
     def code(self, code: int) -> int:
-        """Return the exit code of ranks of which the first has ended with ``code``.
+        """Return the exit code for ranks of which the first ended with ``code``.
 
-        Ranks that were asked to end did so one after the other, in whatever way.
+        If a signal asked the ranks to exit, return the code for that signal, however they ended.
         """
         if self.asked is None or code in (0, EXIT_CODE_USER_ERROR, EXIT_CODE_SIGNAL):
             return code
@@ -104,7 +104,7 @@ class SignalForwarder:
     def code_of(self, status: int) -> int:
         """Return the exit code for a rank's status.
 
-        With ``--exit-signal-handler``, 143 is kept for runs that have saved.
+        With ``--exit-signal-handler``, code 143 is reserved for runs that have saved.
         """
         if status == -signal.SIGTERM and self._exit_signal.number is not None:
             return EXIT_CODE_NOT_SAVED
@@ -118,7 +118,7 @@ class SignalForwarder:
 
 
 class Supervisor:
-    """Waits for ranks; ends all if one fails or stays stopped too long."""
+    """Waits for ranks; ends all of them if one fails, or stays stopped for too long."""
 
     seconds_for_the_cause = _SECONDS_FOR_THE_CAUSE
 
@@ -135,7 +135,8 @@ class Supervisor:
     def wait(self) -> int:
         """Wait for all ranks; return the exit code of the first that failed, or 0.
 
-        A rank that failed by itself precedes those that failed only because another did not answer.
+        A rank that failed by itself counts before ranks that failed only because another did not
+        answer.
         """
         while self._children:
             if not self._reap():
@@ -144,13 +145,13 @@ class Supervisor:
         return self._code
 
     def _reap(self) -> bool:
-        """Record the exit of each rank that has ended by now, and return whether there was any."""
+        """Record the exit of each rank that has ended; return whether there was one."""
         before = len(self._children)
         for pid in list(self._children):
             try:
                 done, status = os.waitpid(pid, os.WNOHANG)
             except ChildProcessError:
-                # Another part of this process has taken the status: the rank counts as failed.
+                # Another part of this process has reaped the rank; it counts as failed.
                 done = pid
                 status = 1 << 8
             if done:
@@ -160,8 +161,8 @@ class Supervisor:
     def _ended(self, rank: int, status: int) -> None:
         """Record a rank's exit, and end all ranks if it failed by itself.
 
-        If the rank only gave up waiting for another one, all ranks end a little later. Until then
-        the rank that caused the failure can report it.
+        If the rank only gave up waiting for another one, all ranks are ended a little later. Until
+        then, the rank that caused the failure can report it.
         """
         if status in FOLLOWS and self._code == 0:
             self._code = status
@@ -174,7 +175,7 @@ class Supervisor:
         """End all ranks, since this one failed by itself."""
         self._code = self._forwarder.code_of(status)
         if status == EXIT_CODE_SIGNAL:
-            # The others have agreed to end too, and may have reports to finish.
+            # The other ranks have agreed to exit too, and may have reports to finish.
             self._kill_at = time.monotonic() + _SECONDS_FOR_THE_OTHERS
             return
         if status < 0 and -status != self._forwarder.asked:
@@ -208,7 +209,7 @@ class Supervisor:
         self._end_all(grace=0.5)
 
     def _find_stopped(self, now: float) -> None:
-        """End all ranks if a signal has stopped one for longer than the timeout."""
+        """End all ranks if a signal has kept one stopped for longer than the timeout."""
         stopped = {pid: rank for pid, rank in self._children.items() if is_stopped(pid)}
         self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
         for pid, rank in stopped.items():
@@ -223,7 +224,7 @@ class Supervisor:
                 return
 
     def _stays_stopped(self, rank: int) -> None:
-        """End all ranks, since a signal has stopped this one for too long."""
+        """End all ranks, since a signal has kept this one stopped for too long."""
         self._code = EXIT_CODE_NO_ANSWER
         self._end_all(grace=0.5)
 

@@ -1,6 +1,6 @@
 """A task: what to train, as a frozen dataclass of callables.
 
-Annotations here say Any for `train.run.Run`, whose module imports this one.
+Annotations here use Any for `train.run.Run`, because its module imports this one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_ext.train.batch_size import StepStats
 
 
 def later(place: str) -> Callable[..., Any]:
-    """Return a function that calls the one at ``module:name``, and imports the module only then."""
+    """Return a function that imports ``module:name`` at its first call, and calls it."""
     module, _, name = place.partition(":")
 
     def call(*args: Any, **options: Any) -> Any:
@@ -50,7 +50,7 @@ class Datasets:
 DatasetsProvider = Callable[[RunConfig, Any, Sequence["int | None"], Callable[[], bool]], Datasets]
 Preflight = Callable[[RunConfig], tuple[RunConfig, Any]]
 InputChecks = Callable[[RunConfig], Sequence[Callable[[], Any]]]
-# What a batch is, is between a task's source and its forward step.
+# The type of a batch is known only to a task's source and its forward step.
 ForwardStep = Callable[
     [RunConfig, Any, torch.nn.Module, "StepCounts | None"], tuple[Tensor, LossFunction]
 ]
@@ -66,7 +66,7 @@ STEP_FLAGS = {
     "model": {"mtp_num_layers"},
     "loss": {"loss", "loss_args", "label_smoothing", "z_loss_coeff", "cross_entropy_chunk_size"},
 }
-"""Flags, by section, that only work if the forward step implements them, as GPT's does."""
+"""Flags, by section, that work only if the forward step implements them, as GPT's does."""
 
 
 RUNNER_FLAGS = {"rerun_mode", "rerun_interval", "check_state_interval", "on_spike"}
@@ -84,9 +84,9 @@ class Task(TaskFlags):
         model_chunk: ``(config, transformer_config, context, pre_process=, post_process=,
             vp_stage=)`` to one pipeline chunk.
         forward_step: ``(config, batch, model, counts)`` to the output of the chunk and the loss
-            function, which is called on the last stage only. There, ``counts`` holds the target
-            counts of the whole training step; it is None on other stages and in evaluation.
-        auxiliary_losses: whether the model attaches losses of its own with
+            function, which is called only on the last stage. There, ``counts`` is the target counts
+            of the whole training step; it is None on other stages and in evaluation.
+        auxiliary_losses: whether the model attaches its own losses with
             `layers.auxiliary_loss.attach_microbatch_loss`.
         prepare_batches: ``(config, batches, context)`` to the batches, called on the last stage
             with all micro-batches of a step before its first forward pass.
@@ -95,34 +95,34 @@ class Task(TaskFlags):
         step_stats: ``(run, num_microbatches)`` to the `StepStats` of the next training step.
         boundary_shape: ``(batch, chunk)`` to the shape ``[s, b, h]`` of a micro-batch's activations
             between pipeline stages; None if the flags determine it.
-        callbacks: each ``(run)`` to a `callbacks.callback.Callback`, called when training begins,
-            or to None if this run does not need it.
+        callbacks: each ``(run)`` to a `callbacks.callback.Callback`, or to None if the run does not
+            need it; called when training begins.
         sample_name: noun for samples in the log, such as "images"; None to log no sample rate.
-        perplexity: whether the loss named "lm loss" is a cross-entropy, whose exponential
-            evaluation reports too.
-        initial_weights: ``(config, context, chunks)`` to notes on weights that it has put into the
-            model of a run that loads no checkpoint; None if it leaves the model as it is.
+        perplexity: whether the loss named "lm loss" is a cross-entropy; evaluation then also
+            reports its exponential.
+        initial_weights: ``(config, context, chunks)``, called if a run loads no checkpoint. It may
+            put weights into the model, and returns notes on them, or None if it changed nothing.
         step_runner: ``(config, task, context, transformer_config, chunks, optimizer, scheduler)``
             to the `step.StepRunner` that runs the steps; None for `step.StepRunner` itself.
-        preflight: ``(config)`` to the configuration, completed from the data, and to the task's
+        preflight: ``(config)`` to the configuration, completed from the data, and the task's
             assets, which its data and steps need. It checks the data on every rank before any
             process group exists.
-        inputs: ``(config)`` to a check of each file and folder that flags name, which raises the
-            error of one that does not exist. They are called for a run that has been refused, to
-            report such inputs too, and need nothing but the flags as given.
-        data_lines: ``(config, assets)`` to lines on what was read of the data and what was not
-            used, which the first rank prints at the start.
+        inputs: ``(config)`` to checks, one for each file and folder that flags name; a check raises
+            an error if the input does not exist. They are called for a run that was refused, to
+            report missing inputs as well, so they use only the flags as given.
+        data_lines: ``(config, assets)`` to lines on the data that was read and not used, which the
+            first rank prints at the start.
         cost: the cost model for plans (``--dry-run``, tools/plan.py); None if there is none.
-        takes_step_flags: True, or the forward step itself, if the forward step implements
-            `STEP_FLAGS`, or the set of those that it implements; the others are refused.
-        step_advice: what such a refusal advises besides leaving the flag out.
-        chunk_sections: by a model chunk, the sections of flags that it alone implements; a task
-            with another model chunk refuses these flags.
+        takes_step_flags: True, or the forward step itself, if the forward step implements all
+            `STEP_FLAGS`; or the set of those that it implements. The others are refused.
+        step_advice: what such a refusal advises, besides leaving the flag out.
+        chunk_sections: for each model chunk function, the sections of flags that only it
+            implements. A task with another model chunk refuses these flags.
         process_non_loss_data: ``(collected, iteration, writer)``, called after each evaluation on
             the reporting rank of a run with ``--tensorboard-dir``, as Megatron-LM's
-            ``process_non_loss_data_func``. ``collected`` holds the result of the loss function
-            with ``non_loss_data=True`` for each micro-batch of the last evaluation step.
-        non_loss_data: ``(chunks)`` to data that replace ``collected``, called on all ranks.
+            ``process_non_loss_data_func``. ``collected`` holds the result of the loss function with
+            ``non_loss_data=True`` for each micro-batch of the last evaluation step.
+        non_loss_data: ``(chunks)`` to data that replaces ``collected``; called on all ranks.
     """
 
     datasets: DatasetsProvider
@@ -157,7 +157,7 @@ class Task(TaskFlags):
     def replace(self, **changes: Any) -> Task:
         """Return a copy of the task with other values of some attributes.
 
-        Other datasets have other inputs, which `Task.inputs` does not check unless it is given too.
+        With other ``datasets``, the inputs are checked only if ``inputs`` is given as well.
         """
         if "datasets" in changes:
             changes.setdefault("inputs", Task.inputs)
@@ -175,7 +175,7 @@ class Task(TaskFlags):
 
 @dataclass(frozen=True)
 class TaskChoice:
-    """The tasks of a program; ``pick`` chooses one by the configuration that the user gives."""
+    """The tasks of a program; ``pick`` chooses one of them by the user's configuration."""
 
     tasks: tuple[Task, ...]
     pick: Callable[[RunConfig], Task]

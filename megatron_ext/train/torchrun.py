@@ -1,8 +1,8 @@
-"""torchrun with an exit code that says why the run has ended; torch's own always ends with 1.
+"""torchrun with an exit code that says why the run ended; torch's own always exits with 1.
 
-``python -m megatron_ext.train.torchrun`` takes the words of torchrun. Where the environment
-variable MEGATRON_EXT_EXIT_CODES names a folder, each node whose ranks have ended by themselves, and
-not because another node did, leaves its exit code there.
+``python -m megatron_ext.train.torchrun`` takes torchrun's arguments. If MEGATRON_EXT_EXIT_CODES
+names a folder, each node stores its exit code there, unless its ranks ended only because of another
+node.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ from megatron_ext.train.exit_codes import (
 
 _PASSED_ON = "--signals-to-handle"
 _SECONDS_FOR_RANKS = 30.0
-"""Time for ranks that torch does not wait for any more, as torch gives them after one signal."""
+"""Seconds to wait for ranks that torch no longer waits for, as long as torch does after one
+signal."""
 
 
 def run_torchrun(words: Sequence[str]) -> int:
-    """Run torchrun, and return 0 or the exit code of the rank that has failed by itself.
+    """Run torchrun, and return 0 or the exit code of the rank that failed by itself.
 
-    torchrun itself prints what has failed. After a signal to torchrun, which it passes on, the code
-    is that of the ranks if they have ended by themselves since, else that of a rank that the signal
-    has ended. The host folder ends with this process, also after a failure.
+    torchrun itself prints what has failed. After a signal to torchrun, which passes it on, the code
+    is that of the ranks if they have exited by themselves since then, or else that of a rank that
+    the signal ended. The host folder is removed with this process, even after a failure.
     """
     try:
         with shared_host_folder() as folder, _ended_ranks(folder) as left:
@@ -75,9 +76,9 @@ def run_torchrun(words: Sequence[str]) -> int:
 
 
 def _passing_signals_on() -> list[str]:
-    """Return the flag with which torch's agent passes all of `STOP_SIGNALS` on to its ranks.
+    """Return the flag that makes torch's agent pass all of `STOP_SIGNALS` on to its ranks.
 
-    It dies of others, and leaves its ranks alone. Old versions of torch have no such flag.
+    Other signals kill the agent but not its ranks. Old versions of torch have no such flag.
     """
     if _PASSED_ON not in get_args_parser().format_usage():
         return []
@@ -86,10 +87,10 @@ def _passing_signals_on() -> list[str]:
 
 @contextmanager
 def _ended_ranks(folder: Path | None) -> Iterator[set[int]]:
-    """Yield a set that holds the ranks' exit codes when a signal has ended the agent.
+    """Yield a set that gets the ranks' exit codes if a signal has ended the agent.
 
-    Signals that come meanwhile are ignored, and ranks that still run are waited for, since torch
-    waits no more for those of an agent that has got several signals.
+    Meanwhile signals are ignored, and running ranks are waited for: after several signals to the
+    agent, torch no longer waits for its ranks.
     """
     left: set[int] = set()
     try:

@@ -1,4 +1,4 @@
-"""Callbacks, which run between the steps of a run: their base class, and several short ones."""
+"""The base class of callbacks, which run between the steps of a run, and several short ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult
 
 Losses = Sequence[Mapping[str, float]]
-"""Losses of each validation set by name; empty mappings but on the last pipeline stage."""
+"""Losses of each validation set by name; empty mappings except on the last pipeline stage."""
 
 
 @dataclass
@@ -24,8 +24,8 @@ class Decision:
     """The consequences of a step, which callbacks set in `Callback.decide`.
 
     Attributes:
-        save: whether to save a checkpoint of this iteration; a run that ends is always saved.
-        stop: the reason why the run ends; None if it continues.
+        save: whether to save a checkpoint of this iteration. The last iteration is always saved.
+        stop: why the run ends; None if it continues.
         superseded: iterations whose checkpoints may be deleted.
     """
 
@@ -38,9 +38,9 @@ class Decision:
 class Callback:
     """An action between steps; a subclass overrides the methods that it needs.
 
-    All ranks call each method together, and only those that a subclass overrides are called.
-    `loop.callbacks_of` lists the callbacks of a run in their order, and `Task.callbacks` names
-    those of a task.
+    All ranks call each method together. Methods that a subclass does not override are never called.
+    `loop.callbacks_of` lists the callbacks of a run in their order; `Task.callbacks` adds those of
+    a task.
     """
 
     def __init__(self, run: Run) -> None:
@@ -68,25 +68,25 @@ class Callback:
         """Run after all `after_step` calls; may request a checkpoint or an end in ``decision``."""
 
     def after_save(self) -> None:
-        """Run at the end of a step, after its checkpoint if it has one."""
+        """Run at the end of a step, after its checkpoint has been saved, if any."""
 
     def on_train_end(self) -> None:
-        """Run once after the last step, also if the run ends early."""
+        """Run once after the last step, even if the run ends early."""
 
 
 def due(iteration: int, interval: int | None) -> bool:
-    """Return whether ``iteration`` is a multiple of ``interval``; False if this is None or 0."""
+    """Return whether ``iteration`` is a multiple of ``interval``; False for None or 0."""
     return interval is not None and interval > 0 and iteration % interval == 0
 
 
 def overridden(callbacks: Sequence[Callback], name: str) -> list[Callable[..., None]]:
-    """Return the method ``name`` of each callback that has one of its own."""
+    """Return the method ``name`` of each callback whose class overrides it."""
     default = getattr(Callback, name)
     return [getattr(each, name) for each in callbacks if getattr(type(each), name) is not default]
 
 
 class WeightAverage(Callback):
-    """Updates averaged weights each step before ``--ema-start``, every few steps from then on."""
+    """Updates averaged weights: in each step before ``--ema-start``, then at an interval."""
 
     def after_update(self, result: StepResult) -> None:
         run = self.run
@@ -108,7 +108,7 @@ class WeightAverage(Callback):
 
 
 class GarbageCollection(Callback):
-    """Collects garbage, with ``--manual-gc``, at its interval and around evaluations only."""
+    """With ``--manual-gc``, collects garbage only at an interval and around evaluations."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -134,10 +134,10 @@ class GarbageCollection(Callback):
 
 
 class StepProfiler(Callback):
-    """Records the steps from ``--profile-step-start`` to the one before ``--profile-step-end``.
+    """Profiles the steps from ``--profile-step-start`` to the one before ``--profile-step-end``.
 
-    torch's trace, for chrome://tracing or Perfetto, goes to ``profile_rank<r>.json`` in the
-    TensorBoard folder, else in the save folder, else in the working folder.
+    torch's trace (for chrome://tracing or Perfetto) is written to ``profile_rank<r>.json`` in the
+    TensorBoard folder, or else in the save folder, or else in the working folder.
     """
 
     def __init__(self, run: Run) -> None:
@@ -167,15 +167,15 @@ class StepProfiler(Callback):
 
 
 EXIT_INTERVAL = "exit interval"
-"""Reason of a run that ends by ``--exit-interval``; any other reason takes precedence."""
+"""Reason of a run that ends by ``--exit-interval``; other reasons take precedence."""
 
 
 class StopConditions(Callback):
-    """Saves at ``--save-interval``; ends the run at a signal, time limit or ``--exit-interval``."""
+    """Saves at ``--save-interval``; ends a run at a signal, a time limit or ``--exit-interval``."""
 
     @staticmethod
     def apply(run: Run) -> bool:
-        """Return whether the flags of a run name any of these conditions."""
+        """Return whether a flag of the run sets any of these conditions."""
         interval = run.config.checkpoint.save_interval or run.config.training.exit_interval
         return bool(interval) or run.stop_requests.watches
 
@@ -197,7 +197,7 @@ class StopConditions(Callback):
 
 
 class SaveWatch(Callback):
-    """Tells how saves in the background end, and repeats one that has failed."""
+    """Reports how saves in the background end, and repeats a failed one."""
 
     def after_step(self) -> None:
         self.run.saves.look()

@@ -24,7 +24,7 @@ from megatron_ext.train.step import StepRunner, means_of, reduce_reports
 
 
 def check_validation(config: RunConfig, *, given: bool) -> None:
-    """Raise a DataError if a flag needs a validation split and none is ``given``."""
+    """Raise a DataError if a flag needs a validation split but the run has none."""
     best = config.checkpoint.keep_best
     patience = config.training.early_stop_patience
     for name, value in (("--keep-best", best), ("--early-stop-patience", patience)):
@@ -36,7 +36,7 @@ def check_validation(config: RunConfig, *, given: bool) -> None:
 
 
 class EarlyStopping(Callback):
-    """Keeps the checkpoints of lowest validation loss, and ends a run that stopped improving.
+    """Keeps the checkpoints with the lowest validation loss, and ends a run that stops improving.
 
     The constructor raises a DataError, on all ranks, if ``--keep-best`` or
     ``--early-stop-patience`` is given but the run has no validation split.
@@ -62,7 +62,7 @@ class EarlyStopping(Callback):
         )
 
     def after_evaluation(self, losses: Losses) -> None:
-        """Store the losses for `decide`, which runs once other callbacks have asked to save."""
+        """Store the losses for `decide`, which runs after other callbacks have requested saves."""
         self._losses = losses
 
     def decide(self, decision: Decision) -> None:
@@ -79,7 +79,7 @@ class EarlyStopping(Callback):
         progress = self.run.progress
         if config.checkpoint.keep_best is None and config.training.early_stop_patience is None:
             return False
-        # Every rank judges by the loss of the reporting rank.
+        # All ranks must decide alike, so they use the loss of the reporting rank.
         mean = mean_validation_loss(losses)
         told = torch.tensor(mean, dtype=torch.float64, device=self.run.device)
         torch.distributed.broadcast(told, src=self.run.context.reporting_rank)
@@ -103,9 +103,9 @@ class EarlyStopping(Callback):
         progress.lowest_loss = loss if fell else lowest
 
     def _rank(self, loss: float, decision: Decision, *, regular: bool) -> bool:
-        """Return whether this loss is among the best; put superseded checkpoints in ``decision``.
+        """Return whether this loss is among the best; add superseded checkpoints to ``decision``.
 
-        ``regular`` says whether this iteration is saved for another reason too.
+        ``regular`` says whether this iteration is saved for another reason as well.
         """
         config = self.run.config.checkpoint
         progress = self.run.progress
@@ -123,20 +123,21 @@ class EarlyStopping(Callback):
         if progress.best_checkpoints[0] is new:
             told = f"best validation loss so far at iteration {new.iteration}: {loss:.6E}"
             self.run.reporters.say(told)
-        # With --save-retain-interval each checkpoint goes when the next is saved; its turn is past.
+        # With --save-retain-interval a checkpoint is removed when the next one is saved. That
+        # moment is past for these, so they must be removed here.
         retains = config.save_retain_interval is not None
         decision.superseded = tuple(x.iteration for x in dropped if retains or not x.regular)
         return True
 
 
 def mean_validation_loss(losses: Losses) -> float:
-    """Return the first loss, averaged over validation sets; NaN on all but the last stage."""
+    """Return the first loss, averaged over the validation sets; NaN except on the last stage."""
     first = [next(iter(each.values()), math.nan) for each in losses]
     return math.fsum(first) / len(first) if first else math.nan
 
 
 class Evaluation(Callback):
-    """Evaluates every ``--eval-interval`` steps, and calls ``callbacks`` before and after it."""
+    """Evaluates every ``--eval-interval`` steps, and calls ``callbacks`` before and after."""
 
     def __init__(self, run: Run, callbacks: Sequence[Callback]) -> None:
         super().__init__(run)
@@ -157,8 +158,8 @@ class Evaluation(Callback):
 def evaluate_at_end(run: Run) -> None:
     """Evaluate the validation and the test split after the last iteration.
 
-    The checkpoint of this iteration exists already. If the loss is among the best, the checkpoint
-    is saved again with a list of best checkpoints that includes it.
+    The checkpoint of this iteration already exists. If its loss is among the best, it is saved
+    again, so that its list of best checkpoints includes itself.
     """
     losses = evaluate_split(run, "validation", final=True)
     iteration = run.progress.iteration
@@ -175,7 +176,7 @@ def evaluate_at_end(run: Run) -> None:
 def evaluate_split(run: Run, name: str, *, final: bool = False) -> list[dict[str, float]]:
     """Evaluate and report the validation or test split, also with averaged weights (--eval-ema).
 
-    Return each set's losses by name, for the current weights; {} before the last stage.
+    Return the losses of each set with the current weights, by name; {} before the last stage.
     """
     sources = run.valid_sources if name == "validation" else run.test_sources
     with run.context.recorder.phase("evaluate"), run.parameter_gather.paused():
@@ -196,7 +197,7 @@ def _evaluate_sources(
     """Evaluate and report each set of a split, with ``mark`` after its name; return the losses."""
     found = []
     process = run.task.process_non_loss_data
-    # All ranks take part in what only one of them hands over.
+    # All ranks run the collective calls, although only one rank passes the result on.
     collects = process is not None and bool(run.config.logging.tensorboard_dir) and not mark
     for index, source in enumerate(sources):
         steps = -(-run.evaluation_samples(source) // run.evaluation_batch_size)
@@ -230,8 +231,8 @@ def evaluate(
     """Return the mean of each loss over ``num_steps`` global batches, and collected data.
 
     Args:
-        num_microbatches: micro-batches in each step, unless the source decides their number.
-        collects: also collect the data that `Task.process_non_loss_data` takes.
+        num_microbatches: number of micro-batches in a step, unless the source decides it.
+        collects: whether to also collect data for `Task.process_non_loss_data`.
 
     Returns:
         The losses by name ({} before the last pipeline stage), and collected data ([] if none).

@@ -1,4 +1,4 @@
-"""Checks that ranks hold equal values, and that no old gradients are left."""
+"""Checks that ranks hold equal values, and that no gradients are left over."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Named = Sequence[tuple[str, Tensor]]
 
 
 class InvariantError(MegatronExtError):
-    """Ranks that must hold the same values hold different ones, or a gradient is stale."""
+    """Ranks hold different values that must be equal, or a gradient is left over."""
 
 
 class Invariants(Callback):
@@ -40,7 +40,7 @@ class Invariants(Callback):
 def named_parameters(
     chunks: Sequence[DistributedDataParallel],
 ) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return trainable parameters by name; with several chunks, names begin like "chunk 0: "."""
+    """Return trainable parameters by name; several chunks add a prefix such as "chunk 0: "."""
     several = len(chunks) > 1
     return [
         (f"chunk {index}: {name}" if several else name, parameter)
@@ -55,10 +55,11 @@ def check_replicas(
 ) -> None:
     """Compare every parameter with its copies on other ranks; all ranks call this together.
 
-    Dense parameters must agree over data- and context-parallel ranks, and experts over their
-    replicas. Dense parameters that are not split must agree over tensor-parallel ranks, and a tied
-    embedding over its stages. fp8's amax histories must agree over all ranks with a part or copy
-    of the layer. An InvariantError names the first tensor that differs, and the ranks.
+    Dense parameters must be equal on data- and context-parallel ranks, and experts on their
+    replicas. Dense parameters that are not sharded must be equal on tensor-parallel ranks, and a
+    tied embedding on its stages. fp8's amax histories must be equal on all ranks with a part or
+    copy of the layer. Raise an InvariantError that names the first tensor that differs, and the
+    ranks.
     """
     named = named_parameters(chunks)
     of_experts = {id(p) for chunk in chunks for p in expert_parameters(chunk)}
@@ -96,7 +97,7 @@ def _check_histories(chunks: Sequence[DistributedDataParallel], iteration: int) 
 
 
 def check_zeroed(chunks: Sequence[DistributedDataParallel], iteration: int) -> None:
-    """Raise an InvariantError before a step if a gradient is left over from the step before."""
+    """Raise an InvariantError if a gradient of the previous step is left over before this one."""
     for name, parameter in named_parameters(chunks):
         buffer = getattr(parameter, "main_grad", None)
         if parameter.grad is not None or (buffer is not None and bool(buffer.any())):
@@ -125,7 +126,7 @@ def _check_equal(
 ) -> None:
     """Compare tensors over a group; raise an InvariantError for the first one that differs.
 
-    ``where``, ``kind`` and ``cause`` are words of the message.
+    ``where``, ``kind`` and ``cause`` are parts of the message.
     """
     if not named or group.size() == 1:
         return

@@ -1,4 +1,4 @@
-"""Tells at once which step was not finite, on which ranks, and in which parameter first."""
+"""Reports at once which step was not finite, on which ranks, and in which parameter first."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _AXES = {"dp": "data", "cp": "context", "tp": "tensor", "pp": "pipeline"}
 
 
 def places(ranks: Sequence[int], context: ParallelContext) -> str:
-    """Return ranks with the positions that they share, such as "ranks 2, 3 (data 1, pipeline 0)".
+    """Return text such as "ranks 2, 3 (data 1, pipeline 0)": ranks and their common positions.
 
-    A position is left out if the layout has only one, or if the ranks differ in it.
+    A dimension is left out if its size is 1, or if the ranks differ in it.
     """
     positions = [context.layout.position(rank) for rank in ranks]
     sizes = {axis: len(context.layout.groups(axis)[0]) for axis in _AXES}
@@ -45,8 +45,7 @@ def places(ranks: Sequence[int], context: ParallelContext) -> str:
 def announce(run: Run, kind: str, sentence: str, **facts: Any) -> None:
     """Print a sentence on the reporting rank, and append an event to the save folder.
 
-    All ranks that know the same facts call this. ``kind`` and ``facts`` are those of
-    `disk.events`.
+    All ranks that know the facts may call this. For ``kind`` and ``facts`` see `disk.events`.
     """
     run.reporters.say(sentence)
     if run.context.is_reporting_rank:
@@ -74,7 +73,7 @@ class NotFinite:
 
 
 def not_finite_here(run: Run, losses: Sequence[Tensor]) -> NotFinite:
-    """Look through this rank's gradients of the last step, and through its losses."""
+    """Find this rank's non-finite gradients of the last step, and its non-finite losses."""
     bad = [
         name
         for name, parameter in named_parameters(run.runner.trained_chunks)
@@ -84,12 +83,12 @@ def not_finite_here(run: Run, losses: Sequence[Tensor]) -> NotFinite:
 
 
 def describe(found: Sequence[NotFinite], norm: float, context: ParallelContext) -> dict[str, Any]:
-    """Return the facts about a step that is not finite, from what its ranks found.
+    """Return facts about a step that was not finite, from the ranks' observations.
 
-    The facts are the sentence, the ranks, the first bad parameter and the cause: "loss",
-    "gradient" or, if only their sum of squares overflows, "norm". Among the ranks with a bad
-    gradient, the ranks with the fewest bad parameters come closest to the cause of a single fault.
-    As the gradients have been summed over the replicas, they do not tell which replica it was.
+    The facts are a sentence, the ranks, the first bad parameter, and the cause: "loss", "gradient"
+    or "norm" (only the sum of squares overflowed). Assuming a single fault, the ranks with the
+    fewest bad parameters are the closest to it. The gradients have been summed over the replicas,
+    so they cannot show which replica it was.
     """
     with_gradients = [each for each in found if each.parameters]
     cause = "loss" if any(each.loss for each in found) else "gradient"
@@ -111,18 +110,19 @@ def describe(found: Sequence[NotFinite], norm: float, context: ParallelContext) 
 
 
 class NonFinite(Callback):
-    """Tells where a skipped step was not finite.
+    """Reports where a skipped step was not finite.
 
-    Where the host decides on the update, as on a CPU, that is told in the step itself. Where the
-    device decides, the host learns of it during the next step and reads the norm of each gradient,
-    which the device has kept.
+    If the host decides on the update, as on a CPU, the report is part of the step itself. If the
+    device decides, the host learns of it in the next step, and then reads the stored norm of each
+    gradient.
     """
 
     @staticmethod
     def tells(config: RunConfig) -> bool:
-        """Return whether a run tells it: ``--rerun-mode`` validate_results tells it by itself.
+        """Return whether a run reports this.
 
-        Under fp16, whose loss scale overflows now and then, nothing is told.
+        With ``--rerun-mode validate_results``, another part does. Under fp16 nothing is reported,
+        since the loss scale overflows now and then.
         """
         return config.fault_tolerance.rerun_mode != VALIDATE and not config.precision.fp16
 
@@ -146,7 +146,7 @@ class NonFinite(Callback):
         self._tell_late()
 
     def _tell_late(self) -> None:
-        """Tell about the step before this one, whose update is over by now."""
+        """Report on the previous step, whose update is finished by now."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -165,7 +165,7 @@ class NonFinite(Callback):
         self._tell(iteration, update, here)
 
     def _tell(self, iteration: int, update: UpdateResult, here: NotFinite) -> None:
-        """Gather what the ranks found that share the norm, and announce it."""
+        """Gather the observations of the ranks that share the norm, and announce them."""
         run = self.run
         group = parts_of(run.optimizer)[0].get_grad_stats_parallel_group()
         gathered: list[Any] = [None] * group.size()
@@ -177,9 +177,9 @@ class NonFinite(Callback):
 
 
 def gradient_names(run: Run) -> list[list[str]]:
-    """Return the names of the parameters whose gradients a norm counts, as in `UpdateResult.sizes`.
+    """Return the names of the parameters in the norm, in the order of `UpdateResult.sizes`.
 
-    It is called after an update, while the optimizers still hold the gradients.
+    Call this after an update, while the optimizers still hold the gradients.
     """
     named = {id(p): name for name, p in named_parameters(run.runner.trained_chunks)}
     found = []

@@ -1,6 +1,6 @@
-"""The reporters of a run, which exist on the reporting rank only: TensorBoard, W&B and progress.
+"""Builds the reporters of a run (TensorBoard, W&B and others) on the reporting rank.
 
-The reporting rank is the last of the ranks that hold the last pipeline stage.
+The reporting rank is the highest rank with the last pipeline stage.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_ext.train.reporting.start import write_configuration
 
 
 def iteration_scalars(record: IterationRecord, config: LoggingConfig) -> dict[str, float]:
-    """Return the values of an iteration's report by tag, under Megatron-LM's names."""
+    """Return the scalars of an iteration's report by tag, under Megatron-LM's names."""
     scalars = {
         "learning-rate": record.learning_rate,
         "batch-size": float(record.global_batch_size),
@@ -59,7 +59,7 @@ def iteration_scalars(record: IterationRecord, config: LoggingConfig) -> dict[st
 
 
 def evaluation_scalars(record: EvaluationRecord, config: LoggingConfig) -> dict[str, float]:
-    """Return the values of an evaluation's report by tag, under Megatron-LM's names."""
+    """Return the scalars of an evaluation's report by tag, under Megatron-LM's names."""
     scalars = {}
     for name, value in record.losses.items():
         scalars[f"{name} {record.split}"] = value
@@ -80,7 +80,7 @@ def _imported(module: str, given: str, called: str) -> Any:
 
 
 class TensorBoard:
-    """Writes steps to event files: Megatron-LM's tags by iteration and by consumed samples."""
+    """Writes steps to event files, with Megatron-LM's tags by iteration and by consumed samples."""
 
     follows_steps = True
 
@@ -91,7 +91,7 @@ class TensorBoard:
         usual = threading.excepthook
 
         def hook(arguments: threading.ExceptHookArgs) -> None:
-            """Hide an OSError of TensorBoard's writer thread; the next write raises it again."""
+            """Ignore an OSError of TensorBoard's writer thread; the next write raises it again."""
             writes = type(arguments.thread).__name__ == "_AsyncWriterThread"
             if not (writes and isinstance(arguments.exc_value, OSError)):
                 usual(arguments)
@@ -156,16 +156,16 @@ def _follows_steps(sink: Reporter) -> bool:
 
 
 class TimeAccount(Protocol):
-    """Accounts for the time of a run between its records, as the add-on ``report`` does."""
+    """Accounts for the time of a run between its records; the add-on ``report`` implements it."""
 
     def launched(self, config: RunConfig, num_iterations: int) -> None:
-        """Write with which settings, machine and packages the ranks start."""
+        """Record the settings, the machine and the packages with which the ranks start."""
 
     def write(self, iteration: int) -> None:
-        """Write what the time since the last call was spent on, up to a step."""
+        """Record how the time since the last call was spent, up to step ``iteration``."""
 
     def finish(self, reason: str) -> None:
-        """Write the last of it, and why the run has ended without a fault."""
+        """Record the rest of the time, and why the run has ended without a fault."""
 
 
 def _report_of(save: str | None) -> Any:
@@ -175,7 +175,7 @@ def _report_of(save: str | None) -> Any:
 
 @contextmanager
 def reported_end(save: str | None, launch: Launch) -> Iterator[End]:
-    """Let the add-on ``report`` write its page when this context ends, if the run saves."""
+    """If the run saves, let the add-on ``report`` write its page when this context ends."""
     report = _report_of(save)
     if report is None:
         yield End()
@@ -185,10 +185,10 @@ def reported_end(save: str | None, launch: Launch) -> Iterator[End]:
 
 
 class Reporters:
-    """All reporters (sinks) of a run; a context manager that closes them on exit.
+    """All reporters of a run, as a context manager that closes them on exit.
 
     Attributes:
-        time_rows: writes what the time of the run is spent on; None without a save folder.
+        time_rows: records how the run's time is spent; None without a save folder.
         reason: why the run ends, if it ends without an error.
     """
 
@@ -199,9 +199,9 @@ class Reporters:
         self._warned: set[int] = set()
 
     def on_iteration(self, record: IterationRecord, own: IterationRecord | None = None) -> None:
-        """Report an interval; ``own`` is the record of its last step, for those that follow steps.
+        """Report an interval; ``own`` is the record of its last step.
 
-        Without one they get the record of the interval.
+        Sinks that follow steps get ``own`` if it is given, otherwise the record of the interval.
         """
         for sink in self.sinks:
             with self._going_on(sink):
@@ -223,7 +223,7 @@ class Reporters:
 
     @contextmanager
     def _going_on(self, sink: Reporter | TimeAccount) -> Iterator[None]:
-        """Swallow an OSError of a sink, such as a full disk, with one warning for each sink."""
+        """Ignore an OSError of a sink, such as a full disk, with one warning per sink."""
         try:
             yield
         except OSError as error:
@@ -290,10 +290,10 @@ def build_reporters(
     num_iterations: int,
     launched: Launch | None = None,
 ) -> Reporters:
-    """Build the sinks that the flags select; ranks other than the reporting rank have none.
+    """Build the sinks that the flags select; other ranks than the reporting rank have none.
 
-    A run that was ``launched`` accounts for its time since then.
-    A package that is not installed, or a folder that cannot be written, raises a ConfigError.
+    If ``launched`` is given, the run's time is accounted for from then on. Raise a ConfigError if a
+    package is not installed or a folder is not writable.
     """
     if not context.is_reporting_rank:
         return Reporters([])

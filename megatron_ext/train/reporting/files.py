@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 METRICS_FILE = "metrics.jsonl"
 CONFIGURATION_FILE = "config.yaml"
 TIME, LAUNCHED, ENDED = "time", "launched", "ended"
-"""Kinds of rows: the seconds of an interval; a start of the ranks; the end of a launch."""
+"""Kinds of rows: the seconds of an interval, a start of the ranks, and the end of a launch."""
 OF_TIME = (TIME, LAUNCHED, ENDED)
 SAME_LAUNCH = 1.0
-"""Seconds by which two ranks may disagree about the start of their launcher."""
+"""Seconds by which ranks may differ about the start time of their launcher."""
 
 
 def iteration_line(record: IterationRecord, now: datetime, *, on_gpu: bool) -> str:
-    """Return a report's log line: Megatron-LM's fields, with this package's before the last two."""
+    """Return a report's log line: Megatron-LM's fields, with ours before the last two of them."""
     parts = [
         f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {record.iteration:8d}/{record.num_iterations:8d}",
         f"consumed samples: {record.consumed_samples:12d}",
@@ -64,7 +64,7 @@ def iteration_line(record: IterationRecord, now: datetime, *, on_gpu: bool) -> s
 
 
 def evaluation_lines(record: EvaluationRecord) -> list[str]:
-    """Return three lines: the line of one evaluation between two rules of dashes."""
+    """Return three lines: an evaluation's line between two rules of dashes."""
     where = f"iteration {record.iteration}"
     if record.final or record.split.endswith(AVERAGED):
         where += f" on {record.split} set" if record.final else " with averaged weights"
@@ -114,7 +114,7 @@ _NOT_FINITE = {word: float(word) for word in ("NaN", "Infinity", "-Infinity")}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a `MetricsFile`, if any, up to the first line that is none of its rows.
+    """Return the rows of a `MetricsFile`, if any, up to the first line that is not a valid row.
 
     Raises:
         UnreadableFile: the file cannot be read, or is no regular file.
@@ -134,20 +134,20 @@ def _is_row(row: Mapping[str, Any]) -> bool:
 
 
 def with_numbers(row: dict[str, Any]) -> dict[str, Any]:
-    """Turn the words of a row that stand for numbers that are not finite into these numbers."""
+    """Replace the words in a row that stand for non-finite numbers by these numbers."""
     words = [k for k, v in row.items() if isinstance(v, str) and v in _NOT_FINITE]
     return row | {name: _NOT_FINITE[row[name]] for name in words} if words else row
 
 
 def as_json(row: Mapping[str, Any]) -> str:
-    """Return a row as a line of JSON, where a number that is not finite is a word such as "NaN"."""
+    """Return a row as a line of JSON; non-finite numbers become words such as "NaN"."""
     numbers = {name: value for name, value in row.items() if isinstance(value, float)}
     words = {k: json.dumps(v) for k, v in numbers.items() if not math.isfinite(v)}
     return json.dumps({**row, **words}, allow_nan=False) + "\n"
 
 
 def number(value: object) -> float:
-    """Return a finite number of a file as a float; raise a ValueError for anything else."""
+    """Return a finite number from a file as a float; raise a ValueError for anything else."""
     if type(value) is float and math.isfinite(value):
         return value
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -162,7 +162,7 @@ def number(value: object) -> float:
 
 
 def launch_time(row: Mapping[str, Any]) -> float:
-    """Return when the launch that wrote a row started; NaN if the row does not tell."""
+    """Return the start time of the launch that wrote a row; NaN if the row has none."""
     try:
         return number(row.get("launched_at"))
     except ValueError:
@@ -170,15 +170,15 @@ def launch_time(row: Mapping[str, Any]) -> float:
 
 
 def is_launch(row: Mapping[str, Any], started: float) -> bool:
-    """Return whether a row belongs to the launch that started at this time."""
+    """Return whether a row belongs to the launch that began at ``started``."""
     return abs(launch_time(row) - started) <= SAME_LAUNCH
 
 
 class MetricsFile:
     """Appends to ``metrics.jsonl``; a resumed run first removes the steps that it will repeat.
 
-    A run that starts anew removes all rows, except those that tell the time of its own launch,
-    ``launched_at`` in seconds since the epoch, in which it may have been restarted.
+    A run that starts anew removes all rows except the time rows of its own launch. That launch
+    began at ``launched_at``, in seconds since the epoch, and may have restarted the run.
 
     Each line is strict JSON: a number that is not finite, such as the gradient norm of a skipped
     step, is the word ``NaN``, ``Infinity`` or ``-Infinity``, as in Protocol Buffers' JSON.
@@ -191,7 +191,7 @@ class MetricsFile:
             row
             for row in read_metrics(self.path)
             if (row["iteration"] <= resumed_at and not row.get("final"))
-            # Time that was spent stays spent, also on steps that are done again.
+            # Time rows stay: the time was spent, even on steps that are repeated.
             or (row["kind"] in OF_TIME and (resumed_at or is_launch(row, launched_at)))
         ]
         temporary = self.path.with_suffix(".jsonl.tmp")
@@ -237,14 +237,14 @@ class MetricsFile:
 
 SECONDS_BETWEEN_PLOTS = 60.0
 SMOOTHED_FROM = 200
-"""Number of points from which a plotted loss is smoothed."""
+"""Number of points above which a plotted loss is smoothed."""
 
 Row = dict[str, Any]
 
 
 def plot_metrics(rows: list[Row], path: Path, title: str = "") -> None:
     """Plot the rows of a metrics file to a PNG; do nothing if no row is a training row."""
-    # Without pyplot, which takes a second to import and keeps figures of its own.
+    # pyplot is avoided: it takes a second to import and keeps its own list of figures.
     from matplotlib.figure import Figure
 
     train = [row for row in rows if row["kind"] == "train"]
@@ -298,7 +298,7 @@ def _plot_losses(axes: Axes, train: list[Row], evaluations: list[Row], resumed: 
 
 
 def _draw(axes: Axes, steps: list[int], values: list[float], **style: Any) -> None:
-    """Plot values; draw many as a smoothed line above the faint raw one, unless given a colour."""
+    """Plot values; without a colour, plot many as a smoothed line over a faint raw one."""
     if len(values) < SMOOTHED_FROM or style.get("color"):
         marker = "." if len(values) < 60 else ""
         axes.plot(steps, values, marker=marker, markersize=4, linewidth=1.4, **style)
@@ -308,7 +308,7 @@ def _draw(axes: Axes, steps: list[int], values: list[float], **style: Any) -> No
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """Return the exponential moving average over about a fiftieth of the values, bias-corrected."""
+    """Return the bias-corrected moving average over about a fiftieth of the values."""
     keep = 1 - 1 / max(2.0, len(values) / 50)
     mean = 0.0
     weight = 0.0
@@ -322,7 +322,7 @@ def smoothed(values: list[float]) -> list[float]:
 
 
 def _series(rows: list[Row], name: str) -> tuple[list[int], list[float]]:
-    """Return the iterations and the values of ``name``, from the rows that have it."""
+    """Return the iterations and values of ``name``, from the rows that have it."""
     mine = [row for row in rows if row.get(name) is not None]
     return [row["iteration"] for row in mine], [float(row[name]) for row in mine]
 
@@ -340,7 +340,7 @@ class LossPlot:
             self.close()
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
-        """Do nothing; the next redrawing includes the evaluation."""
+        """Do nothing; the next drawing includes the evaluation."""
 
     def close(self) -> None:
         plot_metrics(read_metrics(self._metrics), self._metrics.with_name("loss.png"), self._title)

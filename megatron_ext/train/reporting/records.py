@@ -16,17 +16,16 @@ class IterationRecord:
         learning_rate, global_batch_size: values of the last step.
         losses: mean of each loss over the reported steps that updated the parameters, by name.
         loss_scale: scale of fp16; 1 otherwise.
-        grad_norm: norm before clipping in the last step; not finite when the step was skipped.
+        grad_norm: norm before clipping in the last step; not finite if the step was skipped.
         skipped, total_skipped: steps without an update since the last report, and in the run.
         nans: skipped steps whose loss was not finite.
         peak_flops: peak of one GPU in floating-point operations per second, None if unknown.
         sample_name: noun for samples in the log, such as "images"; None to log no sample rate.
         memory: allocated and reserved bytes of this rank's GPU, by name; empty on a CPU.
-        epoch: passes through the training data so far; None where the data has no epochs.
-        failed_saves: number of checkpoints that could not be saved, and without which the run went
-            on.
-        printed: the record of the printed line, in which Megatron-LM counts the first step of a run
-            a second time; None where it is this one.
+        epoch: passes through the training data so far; None if the data has no epochs.
+        failed_saves: number of checkpoints that could not be saved although the run continued.
+        printed: the record for the printed line, which counts the first step of a run a second
+            time, as in Megatron-LM; None if it is this record.
     """
 
     iteration: int
@@ -58,7 +57,8 @@ class IterationRecord:
     def common(self) -> dict[str, float]:
         """Return values under the names that common fine-tuning tools use, such as ``train/loss``.
 
-        ``train/skipped_iterations`` counts since the run began; ``train/throughput`` is samples/s.
+        ``train/skipped_iterations`` counts from the start of the run; ``train/throughput`` is
+        samples/s.
         """
         return {
             "train/loss": next(iter(self.losses.values()), math.nan),
@@ -92,11 +92,11 @@ class IterationRecord:
 
 
 FINISHED = "finished"
-"""Reason of a run that has done all its steps."""
+"""Reason of a run that has completed all its steps."""
 AVERAGED = " ema"
 """Suffix of the name of a split that was evaluated with the averaged weights."""
 LANGUAGE_LOSS = "lm loss"
-"""Name of the loss of language models, the only loss whose perplexity is reported."""
+"""Name of a language model's loss, the only loss that has a reported perplexity."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,11 @@ class EvaluationRecord:
 
     Attributes:
         split: ``validation`` or ``test``; followed by `` set`` and a number if there are several
-            sets, and by `AVERAGED` for averaged weights. A task may have names of its own.
+            sets, and by `AVERAGED` for averaged weights. A task may use other names.
         consumed_samples: training samples used so far.
         final: whether the evaluation follows the last step.
         perplexity: whether `LANGUAGE_LOSS` is a cross-entropy, which has a perplexity.
-        title: what the values are, at the beginning of the line.
+        title: the beginning of the line, which says what the values are.
     """
 
     split: str
@@ -121,7 +121,7 @@ class EvaluationRecord:
     title: str = "validation loss"
 
     def perplexity_of(self, name: str) -> float | None:
-        """Return ``exp(min(20, loss))`` as Megatron-LM does; None for a loss without perplexity."""
+        """Return ``exp(min(20, loss))`` as in Megatron-LM; None for a loss without perplexity."""
         if not self.perplexity or name != LANGUAGE_LOSS:
             return None
         return math.exp(min(20, self.losses[name]))
@@ -138,7 +138,7 @@ class EvaluationRecord:
 class Reporter(Protocol):
     """A sink of reports, such as a file or a server; `close` is its last call.
 
-    One with a true ``follows_steps`` gets records of single steps, at an interval of its own.
+    A reporter whose ``follows_steps`` is true gets records of single steps, at its own interval.
     """
 
     def on_iteration(self, record: IterationRecord) -> None: ...

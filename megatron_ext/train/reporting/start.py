@@ -1,4 +1,4 @@
-"""The lines that a run prints at its start, and the whole configuration for its save folder."""
+"""The lines that a run prints at its start, and the complete configuration for its save folder."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from megatron_ext.layers.sdpa import flash_3_in_use
 from megatron_ext.train.reporting.files import CONFIGURATION_FILE
 
 STARTED = "> starting"
-"""Begins the first line of a run that has passed all checks."""
+"""The beginning of the first line of a run that has passed all checks."""
 _WIDTH = 100
 _PACKAGE = __name__.split(".")[0]
 
 
 def start_lines(config: RunConfig, given: Collection[str]) -> list[str]:
-    """Return lines that describe a run after all checks: sizes, layout and non-default flags.
+    """Return lines that describe a checked run: sizes, layout and non-default flags.
 
-    ``given`` holds the field names of the flags on the command line.
+    ``given`` holds the fields of the flags on the command line.
     """
     model = config.model
     sizes = {
@@ -83,7 +83,7 @@ def start_lines(config: RunConfig, given: Collection[str]) -> list[str]:
 
 
 def _as_flag(section: Any, field: str) -> str:
-    """Return the flag, with its value, that sets a field on the command line."""
+    """Return the flag, with its value, that sets a field."""
     value = getattr(section, field)
     spelling = spelling_of(section, field)
     if isinstance(value, bool):
@@ -93,19 +93,19 @@ def _as_flag(section: Any, field: str) -> str:
 
 
 def _listed(title: str, flags: dict[str, list[str]]) -> list[str]:
-    """Return lines with a title and, for each section, a paragraph of its flags."""
+    """Return a title line and, for each section, a paragraph with its flags."""
     wrapper = textwrap.TextWrapper(_WIDTH, initial_indent=">   ", subsequent_indent=">     ")
     wrapper.break_long_words = wrapper.break_on_hyphens = False
     lines = [f"> {title}"] if flags else []
     for name, entries in flags.items():
-        # A flag and its value stay on one line.
+        # Keep a flag and its value on one line.
         text = " ".join(entry.replace(" ", "\0") for entry in entries)
         lines += [line.replace("\0", " ") for line in wrapper.wrap(f"{name}: {text}")]
     return lines
 
 
 def write_configuration(content: str, folder: Path) -> None:
-    """Write a run's configuration to its save folder, and replace an earlier one there."""
+    """Write a run's configuration to its save folder, replacing an earlier one."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f"{CONFIGURATION_FILE}.tmp"
     write_text(temporary, content)
@@ -115,7 +115,7 @@ def write_configuration(content: str, folder: Path) -> None:
 def implementation_line(
     model: ModelConfig, fp8: Fp8Config, optimizer: MegatronOptimizer | None
 ) -> str:
-    """Return the line that names the layers, attention, optimizer and fp8 recipe of a run."""
+    """Return the line with the layers, attention, optimizer and fp8 recipe of a run."""
     kernels = ", FlashAttention 3" if flash_3_in_use() else ""
     layers = f"torch {importlib.metadata.version('torch')}; attention: torch SDPA{kernels}"
     if model.transformer_impl == TE_IMPL:
@@ -131,7 +131,7 @@ def implementation_line(
 
 
 def parameters_line(total: int, trained: int, largest: int) -> str:
-    """Return the line on the model's parameters: all, trained ones, and the most on one rank."""
+    """Return the line with the number of all and of trained parameters, and the most on a rank."""
     share = "" if trained == total else f", {trained:,} of them trained"
     return f"parameters: {total:,}{share}; at most {largest:,} on one rank"
 
@@ -139,9 +139,8 @@ def parameters_line(total: int, trained: int, largest: int) -> str:
 def _optimizer(optimizer: MegatronOptimizer | None) -> str:
     """Return the package and class of the optimizer, such as "torch AdamW" or "Triton AdamW".
 
-    Muon, which has another rule for the weights that are no matrices, is named beside that.
-
-    If this package defines the class, its first base class from another package is named.
+    With Muon, return for example "Muon and torch AdamW", since AdamW updates the weights that are
+    no matrices. If this package defines the class, name its first base class from another package.
     """
     if optimizer is None:
         return "none"
