@@ -1,6 +1,7 @@
-"""Clips that lie in tar files, as WebDataset writes them, and are read in place.
+"""Finds clips in tar files of WebDataset's layout; the clips are read in place, without unpacking.
 
-The members of a sample have one name and different endings: `0001.mp4`, `0001.txt`, `0001.json`.
+The members of a sample have the same name and different suffixes: `0001.mp4`, `0001.txt`,
+`0001.json`.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ CLIP_SUFFIXES = IMAGE_SUFFIXES | {
     ".wmv", ".asf", ".3gp", ".3g2", ".mts", ".m2ts", ".m2v", ".vob", ".ogg", ".h264", ".hevc",
     ".avif", ".heic", ".heif", ".mjpeg",
 }  # fmt: skip
-"""Endings of the members that are clips; others are no clips."""
+"""The suffixes of members that are clips."""
 _MOST_LINKS = 8
-"""Links that lead to a file one after the other; more lead in a circle."""
+"""The longest chain of links to a file; a longer one counts as a cycle."""
 
 
 def samples_in(archive: Path) -> Iterator[tuple[Member | None, dict[str, Any], list[str]]]:
-    """Yield the clip of each sample, its row, and the endings of its members that are not used.
+    """Yield (clip, row, suffixes of unused members) of each sample.
 
     The row has the values of the `.json`, and as `text` the content of the `.txt`. The clip is None
-    for a sample without one. The members of a sample may lie anywhere in the file, since `tar`
-    writes a folder in no order.
+    if the sample has none. The members of a sample may be anywhere in the archive, since `tar`
+    writes the files of a folder in no particular order.
 
     Raises:
-        UnreadableFile: it is no tar file, is packed, or a `.json` holds no object.
+        UnreadableFile: ``archive`` is not a tar file or is packed, or a `.json` holds no object.
     """
     try:
         with tarfile.open(archive, "r:") as tar:
@@ -56,7 +57,7 @@ def samples_in(archive: Path) -> Iterator[tuple[Member | None, dict[str, Any], l
 def _file_of(
     member: tarfile.TarInfo, members: Mapping[str, tarfile.TarInfo]
 ) -> tarfile.TarInfo | None:
-    """Return the file that a member is or links to; None for a folder or a link that leads out."""
+    """Follow links to a file of the archive; return None for a folder or a link to the outside."""
     for _ in range(_MOST_LINKS):
         if member.isfile():
             return member
@@ -70,7 +71,7 @@ def _file_of(
 
 
 def _stem(name: str) -> str:
-    """Return the name of a sample: the path up to the first dot of the last part."""
+    """Return the name of a member's sample: its path up to the first dot of the file name."""
     folder, _, last = name.rpartition("/")
     return f"{folder}/{last.partition('.')[0]}"
 
@@ -78,7 +79,7 @@ def _stem(name: str) -> str:
 def _sample(
     tar: tarfile.TarFile, archive: Path, members: list[tuple[str, tarfile.TarInfo]]
 ) -> tuple[Member | None, dict[str, Any], list[str]]:
-    """Return what `samples_in` yields for one sample, given the names and files of its members."""
+    """Return what `samples_in` yields for one sample; ``members`` are its names and files."""
     clip: Member | None = None
     row: dict[str, Any] = {}
     text = ""
@@ -102,7 +103,7 @@ def _sample(
             unused.append(ending or name)
     if clip is None:
         unused = [PurePosixPath(name).suffix.lower() or name for name, _ in members]
-    # What stands in the .txt is the caption, as for clips in a folder.
+    # The .txt takes precedence over the .json as the caption, as it does for clips in a folder.
     return clip, {**row, "text": text} if text else row, unused
 
 

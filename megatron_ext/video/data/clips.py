@@ -23,12 +23,13 @@ class Clip:
 
     Attributes:
         path: a video (anything that FFmpeg reads: mp4, webm, gif, ...), an image, or a folder of
-            images, which are its frames, sorted by name with numbers by value (10 after 9).
-        caption: the row's text, without the suffix that `with_suffix` adds; may be empty.
-        fps: frame rate that the row gives; None takes the file's, or `frames.FOLDER_FPS` for
-            a folder of images.
-        motion: the row's motion score, or None; `with_suffix` adds it to the caption.
-        member: the place of the file in a tar file; None for a file or folder of its own.
+            images. The images of a folder are its frames, sorted by name with numbers by value (10
+            after 9).
+        caption: the text of the row, without the suffix that `with_suffix` adds; may be empty.
+        fps: the frame rate of the row; None takes the frame rate of the file, or
+            `frames.FOLDER_FPS` for a folder of images.
+        motion: the motion score of the row, or None; `with_suffix` adds it to the caption.
+        member: the position of the file in a tar file; None if it is not in a tar file.
     """
 
     path: str
@@ -48,9 +49,9 @@ def with_suffix(
 ) -> str:
     """Return the caption with its suffix, such as ``A cat. 24 FPS, 4 motion score.``
 
-    Text encoders get this text in training and sampling. The suffix gives ``fps``, the frame rate
-    of the sample, and ``motion``. A motion of None, and an fps of None or 0, are left out. With
-    ``first`` the same words stand before the caption.
+    Text encoders get this text in training and sampling. The suffix contains ``fps``, the frame
+    rate of the sample, and ``motion``. A motion of None, and an fps of None or 0, are left out.
+    With ``first`` the same words come before the caption instead.
     """
     parts = [f"{fps:g} FPS"] if fps else []
     if motion is not None:
@@ -69,16 +70,16 @@ def read_list(
 ) -> list[Clip]:
     """Read a list of clips, a folder of clips with a ``.txt`` caption beside each, or a tar file.
 
-    A list is csv (with commas, semicolons, tabs or bars), tsv, a JSON list, jsonl or parquet. Its
-    rows have ``path``, ``file_name`` or ``video`` (relative to the list), ``text``, ``caption`` or
-    ``prompt``, and may have ``fps`` and ``motion`` (or ``motion_score``). Other columns, and a
-    second path, caption or score in a row, are named to ``say`` with the number of rows that have
-    them.
+    A list is csv (with commas, semicolons, tabs or bars), tsv, a JSON list, jsonl or parquet. Each
+    row has a path relative to the list (``path``, ``file_name`` or ``video``), a caption (``text``,
+    ``caption`` or ``prompt``), and optionally ``fps`` and ``motion`` (or ``motion_score``). Other
+    columns, and a second path, caption or score in a row, are not used; ``say`` is called with
+    their names and numbers of rows.
 
-    A folder with ``metadata.csv``, ``.jsonl`` or ``.parquet`` is read by this list. Otherwise the
-    folders and tar files in it are read too. A folder with a caption beside it, or one of images
-    without any captions, is one clip, whose frames are the images. A tar file has samples as
-    WebDataset writes them; see `archives.samples_in`.
+    If a folder has ``metadata.csv``, ``.jsonl`` or ``.parquet``, that list is read. Otherwise all
+    clips in the folder are read, including those in its folders and tar files. A folder is a single
+    clip, whose frames are its images, if it has a caption beside it, or if it holds images and no
+    captions. A tar file has samples in WebDataset's layout; see `archives.samples_in`.
 
     An unreadable list or row, or an empty list, raises DataError, which names the ``flag`` that
     gives the path.
@@ -116,21 +117,21 @@ def read_list(
 
 _KINDS = "csv, tsv, json, jsonl or parquet list, a tar file or a folder of clips"
 _METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
-"""Names of the lists that Hugging Face's folders of videos have."""
+"""The names of lists in Hugging Face's folders of videos."""
 
 
 def _metadata_in(folder: Path) -> Path | None:
-    """Return the list of a folder, if it has one of its own."""
+    """Return the metadata list in a folder, or None."""
     return next((folder / name for name in _METADATA if (folder / name).is_file()), None)
 
 
 def list_folder(path: str | os.PathLike[str]) -> str:
-    """Return the folder from which the paths of a list count."""
+    """Return the folder to which the paths in a list are relative."""
     return os.fspath(path) if os.path.isdir(path) else os.path.dirname(path)
 
 
 def _unused(row: dict[str, Any]) -> Iterator[str]:
-    """Yield the columns of a row that have a value which nothing reads."""
+    """Yield the names of the columns of a row whose values are not used."""
     given = [name for name, value in row.items() if value not in (None, "")]
     read = {"fps"}
     for names in (lists.PATHS, lists.CAPTIONS, lists.SCORES):
@@ -139,10 +140,10 @@ def _unused(row: dict[str, Any]) -> Iterator[str]:
 
 
 def _clips_in(folder: Path, read: set[Path], unused: Counter[str]) -> Iterator[Clip]:
-    """Yield the clips in a folder and in those within it; no folder is read twice through links.
+    """Yield the clips in a folder and in the folders within it.
 
-    ``read`` is the set of folders read before, and ``unused`` counts columns that nothing reads;
-    this extends both.
+    ``read`` holds the folders that have been read, so that links cannot make one be read twice.
+    ``unused`` counts columns that are not used. Both are updated.
     """
     read.add(folder.resolve())
     for path in sorted(folder.iterdir()):
@@ -157,7 +158,7 @@ def _clips_in(folder: Path, read: set[Path], unused: Counter[str]) -> Iterator[C
 
 
 def _holds_frames(folder: Path) -> bool:
-    """Return whether a folder's images are the frames of one clip."""
+    """Tell whether the images of a folder are the frames of one clip; see `read_list`."""
     if _text_of(folder, folder.name) is not None:
         return True
     names = [path for path in folder.iterdir() if not path.name.startswith(".")]
@@ -167,19 +168,19 @@ def _holds_frames(folder: Path) -> bool:
 
 
 def _caption_beside(clip: Path) -> str:
-    # A folder of images has no suffix, even where its name has a dot.
+    # A dot in the name of a folder does not begin a suffix.
     text = _text_of(clip, clip.name if clip.is_dir() else clip.stem)
     return "" if text is None else read_text(text).strip()
 
 
 def _text_of(clip: Path, name: str) -> Path | None:
-    """Return the file beside a clip that has its caption, if there is one."""
+    """Return the file beside a clip that holds its caption, or None."""
     texts = [clip.with_name(f"{name}{ending}") for ending in (".txt", ".TXT")]
     return next((text for text in texts if text.is_file()), None)
 
 
 def _clips_of(archive: Path, unused: Counter[str]) -> Iterator[Clip]:
-    """Yield the clips of a tar file; ``unused`` counts columns and members that nothing reads."""
+    """Yield the clips of a tar file; count columns and members that are not used in ``unused``."""
     for member, row, others in archives.samples_in(archive):
         if member is not None:
             own = {name: value for name, value in row.items() if name not in lists.PATHS}
@@ -213,7 +214,7 @@ def _clip(row: Any, source: Path, place: str, member: Member | None = None) -> C
 
 
 def _first(row: dict[str, Any], names: Sequence[str]) -> tuple[str, Any]:
-    """Return the first of some columns that has a value, and the value; an empty one without."""
+    """Return the first of the columns ``names`` that has a value, and its value; "" if none has."""
     return next(((x, row[x]) for x in names if row.get(x) not in (None, "")), (names[0], ""))
 
 

@@ -1,4 +1,4 @@
-"""The interface of video codecs, the built-in codec without weights, and diffusers' video VAEs.
+"""The interface of video codecs, a built-in codec without weights, and the video VAEs of diffusers.
 
 Pixels are ``[b, 3, f, H, W]`` float32 in [-1, 1]; latents are ``[b, c, t, h, w]``. All codecs are
 causal: the first latent frame depends only on the first frame, and
@@ -28,10 +28,10 @@ class VideoCodec(ABC):
     """The interface of a codec for preprocessing, online encoding and sampling.
 
     Attributes:
-        channels: latent channels, c.
-        spatial: side of the square of pixels that a latent pixel encodes.
-        temporal: frames that a latent frame encodes; the first latent frame encodes only one.
-        identity: settings that decide the latents, stored with a dataset for comparison.
+        channels: number of latent channels, c.
+        spatial: side in pixels of the square that a latent pixel encodes.
+        temporal: number of frames that a latent frame encodes; the first one encodes only one.
+        identity: settings that determine the latents; a dataset stores them for comparison.
     """
 
     channels: int
@@ -43,7 +43,7 @@ class VideoCodec(ABC):
     def encode(self, pixels: Tensor, *, number: int = 0, piece: str = "clip") -> Tensor:
         """Encode ``[b, 3, f, H, W]`` in [-1, 1] as ``[b, c, t, h, w]`` float32.
 
-        Random latents, such as a VAE's posterior samples, depend only on the codec's seed, the
+        Random latents, such as posterior samples of a VAE, depend only on the codec's seed, the
         clip's ``number`` in the list of clips, and ``piece``. The piece is ``"clip"`` for a whole
         clip, or the name of reference frames, for example ``"head1"``.
         """
@@ -82,7 +82,7 @@ class VideoCodec(ABC):
 
 
 def public(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a config.json without private ones, versions and the weights' dtype."""
+    """Return the entries of a config.json, without private ones, the version and the dtype."""
     incidental = ("transformers_version", "torch_dtype", "dtype")
     return {k: v for k, v in settings.items() if k[:1] != "_" and k not in incidental}
 
@@ -102,17 +102,17 @@ def compared(earlier: Mapping[str, Any], current: Mapping[str, Any]) -> str:
 
 _ROTATION_SEED = 20250312
 _COLOURS = ((1, 1, 1), (1, 0, -1), (1, -2, 1))
-"""Colour basis over red, green, blue: brightness and two differences, mutually orthogonal."""
+"""An orthogonal basis of colours over red, green, blue: brightness and two differences."""
 
 
 class PatchCodec(VideoCodec):
     """A codec that needs no weights and no training: a fixed transform of space-time patches.
 
-    A latent pixel encodes a patch of p = ``temporal`` frames of q x q pixels, q = ``spatial``. In
-    the first latent frame these p frames are the first frame, repeated. A patch is flattened in the
-    order colour, frame, row, column to ``3 * p * q * q`` values. The transform is a cosine basis
-    followed by a rotation. It is orthogonal: with all channels it loses nothing, with fewer it
-    keeps the lowest frequencies. It is meant for tests, small experiments and data without a VAE.
+    A latent pixel encodes a patch of p = ``temporal`` frames of q x q pixels, q = ``spatial``. For
+    the first latent frame, the first frame is repeated p times. A patch is flattened in the order
+    colour, frame, row, column to ``3 * p * q * q`` values. The transform is a cosine basis followed
+    by a rotation, so it is orthogonal: with all channels it loses nothing, with fewer it keeps the
+    lowest frequencies. The codec is meant for tests, small experiments and data without a VAE.
     """
 
     def __init__(self, config: CodecConfig) -> None:
@@ -173,7 +173,7 @@ def cosine_basis(temporal: int, spatial: int, kept: Tensor | None = None) -> Ten
 
 
 def band_order(temporal: int, spatial: int) -> Tensor:
-    """Return the row indices of `cosine_basis` from low to high frequency, a vector of int64."""
+    """Return the row indices of `cosine_basis`, sorted from low to high frequency, ``[3pqq]``."""
     t, y, x = (torch.arange(n).double() / n for n in (temporal, spatial, spatial))
     radius = t[:, None, None] ** 2 + y[:, None] ** 2 + x**2
     return radius.expand(3, -1, -1, -1).reshape(-1).argsort(stable=True)
@@ -183,7 +183,7 @@ def rotation(size: int) -> Tensor:
     """Return a fixed orthogonal matrix ``[size, size]`` float64, which mixes channels.
 
     It is Q of the QR decomposition of a Gaussian matrix, with the signs that make Q unique. The
-    random bits come from numpy's PCG64, which gives the same bits in every release of numpy.
+    random bits come from PCG64, whose bits are the same in every release of numpy.
     """
     uniforms = np.random.PCG64(_ROTATION_SEED).random_raw(2 * size * size)
     u, v = ((uniforms >> np.uint64(11)).astype(np.float64) + 0.5).reshape(2, size, size) / 2.0**53
@@ -196,13 +196,13 @@ def rotation(size: int) -> Tensor:
 class DiffusersCodec(VideoCodec):
     """A video VAE of diffusers (AutoencoderKLHunyuanVideo, AutoencoderKLWan, ...) from a folder.
 
-    The latents are a posterior sample z, normalized as in diffusers' pipelines. With a mean and std
-    in the VAE's configuration they are ``scaling_factor * (z - mean) / std`` for each channel,
-    otherwise ``scaling_factor * (z - shift_factor)``.
+    The latents are a posterior sample z, normalized as in diffusers' pipelines. If the VAE's
+    configuration has a mean and a std, they are ``scaling_factor * (z - mean) / std`` for each
+    channel, otherwise ``scaling_factor * (z - shift_factor)``.
 
     Args:
         folder: holds ``config.json`` and the weights; nothing is downloaded.
-        seed: decides the posterior samples.
+        seed: seed of the posterior samples.
 
     Raises:
         ConfigError: the folder holds no causal video VAE, or diffusers is missing.
@@ -222,9 +222,9 @@ class DiffusersCodec(VideoCodec):
         self._mean, self._std = self._statistics()
 
     def _number(self, *names: str) -> int:
-        """Return the VAE's value for the first of ``names`` that it has; raise ConfigError if none.
+        """Return the value of the first of ``names`` that the VAE has; raise ConfigError if none.
 
-        The VAE's class gives defaults for entries that an old config.json lacks.
+        Entries that an old config.json lacks may be attributes of the VAE's class.
         """
         for name in names:
             value = self.vae.config.get(name) or getattr(self.vae, name, None)
@@ -261,7 +261,7 @@ class DiffusersCodec(VideoCodec):
                 f"`codec` ({self.folder}) gives latents of shape {tuple(posterior.mean.shape)}, "
                 f"but a causal VAE gives {shape}; use another VAE."
             )
-        # Drawn by number, so that neither the order nor the number of processes matters.
+        # Noise depends on the number of the clip, not on the order or the number of processes.
         draws = generator(self._seed, number, f"posterior {piece}")
         noise = torch.from_numpy(draws.standard_normal(shape, dtype=np.float32))
         sample: Tensor = posterior.mean.float() + posterior.std.float() * noise.to(self.device)
@@ -274,7 +274,10 @@ class DiffusersCodec(VideoCodec):
         return decoded.float()
 
     def raw(self, latents: Tensor) -> Tensor:
-        """Return latents ``[b, c, t, h, w]`` unnormalized, in the VAE's dtype and on its device."""
+        """Undo the normalization of latents ``[b, c, t, h, w]``, and move them to the VAE's device.
+
+        The result has the VAE's dtype.
+        """
         raw: Tensor = latents.to(self.device).float() * self._std + self._mean
         return raw.to(self.vae.dtype)
 
@@ -311,7 +314,7 @@ def _load_vae(folder: str, name: str) -> Any:
         )
     try:
         vae, info = kind.from_pretrained(folder, local_files_only=True, output_loading_info=True)
-    # Broken weights give errors of safetensors, pickle and torch, which share no class.
+    # Damaged weights raise errors of safetensors, pickle or torch, which have no common class.
     except Exception as error:
         raise ConfigError(
             f"`codec` ({folder}) holds an {name} whose weights cannot be loaded ({error}); copy "

@@ -1,13 +1,12 @@
-"""Codecs by name or by manifest, and decoders that take a long video part by part.
+"""Builds codecs by name or from a manifest, and decoders of long videos in parts.
 
-Codecs are causal: pixels depend on earlier latent frames, but on no later ones. Decoding by parts
-is exact only if each part gets all the earlier latent frames on which its pixels depend.
+Codecs are causal: pixels depend only on the latent frames up to their own. Decoding in parts is
+exact if each part gets all earlier latent frames on which its pixels depend.
 
-- The patch codec decodes each latent frame by itself, which is exact.
-- Wan's VAE caches two earlier frames for every convolution: exact, and nothing is decoded twice.
-- Any other VAE decodes the `OVERLAP` latent frames before a part again. HunyuanVideo's VAE
-  depends on frames farther back, and its norms cover all frames of a call, so its pixels only come
-  close to those of decoding the whole video.
+- The patch codec decodes each latent frame independently, which is exact.
+- Wan's VAE caches two earlier frames for each convolution. This is exact and decodes nothing twice.
+- Any other VAE decodes the `OVERLAP` latent frames before a part again. This is approximate for
+  HunyuanVideo's VAE, which depends on frames farther back and normalizes over all frames of a call.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from megatron_ext.video.data.codec import (
 def build_codec(
     config: CodecConfig, device: torch.device | None = None, seed: int = 0
 ) -> VideoCodec:
-    """Build the codec of a configuration; ``seed`` decides a VAE's posterior samples."""
+    """Build the codec of a configuration; ``seed`` is the seed of a VAE's posterior samples."""
     if config.codec == PATCH:
         return PatchCodec(config)
     return DiffusersCodec(config.codec, device or torch.device("cpu"), seed)
@@ -53,13 +52,13 @@ def codec_from_manifest(
 ) -> VideoCodec:
     """Build the codec that made the latents of a dataset, to decode samples or encode references.
 
-    The patch codec needs only the manifest; a VAE needs its ``codec_folder``. ``seed`` decides a
-    VAE's posterior samples.
+    The patch codec needs only the manifest; a VAE needs its ``codec_folder``. ``seed`` is the seed
+    of a VAE's posterior samples.
 
     Raises:
-        ConfigError: a VAE without folder, the patch codec with one, or a folder without a usable
-            VAE.
-        DataError: the manifest names no codec, or another VAE than the folder's.
+        ConfigError: a VAE lacks its folder, the patch codec has one, or the VAE in the folder
+            cannot be used.
+        DataError: the manifest names no codec, or another VAE than the one in the folder.
     """
     identity = manifest.get("codec")
     if not isinstance(identity, Mapping) or not isinstance(identity.get("codec"), str):
@@ -95,7 +94,7 @@ def codec_from_manifest(
 
 
 OVERLAP = 9
-"""Latent frames that are decoded again with the next part, for VAEs without an exact way."""
+"""The number of latent frames before a part that are decoded again, for VAEs without a cache."""
 
 BlockDecoder = Callable[[Tensor], Tensor]
 """A function from the next latents ``[b, c, t, h, w]`` of b videos to pixels ``[b, 3, f, H, W]``.
@@ -108,10 +107,11 @@ with another number of channels than the codec's raise DataError.
 def block_decoder(codec: VideoCodec) -> BlockDecoder:
     """Return a new `BlockDecoder`, which decodes videos part by part from their first frames on.
 
-    The top of this file says which decoders are exact.
+    The docstring of this module says which decoders are exact.
     """
     if isinstance(codec, PatchCodec):
-        # Behind another frame, so that none but the first of all is taken for an image.
+        # The codec decodes the first frame of a call to a single frame. One frame of overlap
+        # prevents that for all but the first frame of the video.
         return OverlapDecoder(codec, overlap=1)
     if isinstance(codec, DiffusersCodec) and type(codec.vae).__name__ == "AutoencoderKLWan":
         return FeatureCacheDecoder(codec)
@@ -143,15 +143,16 @@ class OverlapDecoder:
 class FeatureCacheDecoder:
     """Decodes frame by frame with the feature cache of diffusers' Wan VAE.
 
-    The cache belongs to this object, so the VAE may be used elsewhere between two calls.
+    This object holds the cache, so the VAE can be used elsewhere between two calls.
     """
 
     def __init__(self, codec: DiffusersCodec) -> None:
         self._codec = codec
         self._vae = codec.vae
         self._vae.clear_cache()
-        self._features = self._vae._feat_map  # the VAE takes a new list each time that it is used
-        # Versions of diffusers that know Wan 2.2 ask for it.
+        # The VAE makes a new list whenever it is used elsewhere, so this list stays ours.
+        self._features = self._vae._feat_map
+        # Only versions of diffusers with Wan 2.2 have this parameter.
         takes_first = "first_chunk" in inspect.signature(self._vae.decoder.forward).parameters
         self._first: dict[str, bool] = {"first_chunk": True} if takes_first else {}
 

@@ -1,13 +1,12 @@
-"""Reference frames and captions as conditions: which clips get them, and what the loss leaves out.
+"""Chooses the conditions of clips, reference frames and captions, and masks the loss.
 
-A mode is drawn for each clip (Open-Sora 2.0, ``condition_config``). The model is given no frame
+A mode is drawn for each clip (Open-Sora 2.0, ``condition_config``): the model is given no frame
 (t2v), the first, the last or both frames (i2v), or a longer piece at one end (v2v). References are
-encoded by themselves, so that no later frame leaks into them through the VAE. They reach the model
-only as its condition: the clip to be denoised has noise on all frames.
+encoded separately, so that later frames cannot leak into them through the VAE. The model gets them
+only as its condition; the clip to be denoised has noise on all frames.
 
-Some captions are replaced by the empty one, so that sampling can guide away from it
-(classifier-free guidance, arXiv:2207.12598). Token embeddings and pooled embedding are replaced
-independently.
+Some captions are replaced by the empty caption, for classifier-free guidance (arXiv:2207.12598) in
+sampling. Token embeddings and pooled embedding are replaced independently.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from megatron_ext.video.config.run import MODES, ConditionConfig
 
 @dataclass(frozen=True)
 class Section:
-    """Consecutive reference frames of a clip: index of the first latent frame, and their number."""
+    """Consecutive reference frames of a clip; ``start`` and ``length`` count latent frames."""
 
     start: int
     length: int
@@ -86,7 +85,7 @@ def draw_modes(config: ConditionConfig, num_frames: int, uniforms: Tensor) -> Te
 
 
 def frame_masks(modes: Tensor, num_frames: int, config: ConditionConfig) -> Tensor:
-    """Return masks ``[b, t]`` bool, True at the reference frames that ``modes`` ``[b]`` give."""
+    """Return masks ``[b, t]`` bool that are True at the reference frames of ``modes`` ``[b]``."""
     masks = torch.zeros(len(modes), num_frames, dtype=torch.bool)
     for mask, mode in zip(masks, modes.tolist(), strict=True):
         for section in sections(MODES[mode], num_frames, config):
@@ -102,7 +101,7 @@ def place_references(
 ) -> Tensor:
     """Return latents of ``shape`` ``[c, t, h, w]`` with the references in place, zero elsewhere.
 
-    ``pieces`` are sections of k frames with their latents ``[c, k, h, w]``. Latents that do not fit
+    ``pieces`` are sections of k frames and their latents ``[c, k, h, w]``. Latents that do not fit
     their section raise DataError.
     """
     placed = torch.zeros(*shape, dtype=dtype, device=device)
@@ -132,9 +131,9 @@ def condition(references: Tensor, masks: Tensor) -> Tensor:
 def loss_mask(masks: Tensor, tokens_per_frame: int, reference_loss: str) -> Tensor:
     """Return 1 for tokens that count in the loss, else 0, ``[b, t * tokens_per_frame]`` float32.
 
-    ``masks`` ``[b, t]`` are True at reference frames. With ``reference_loss`` "masked" no reference
-    frame counts, with "all" every one does. With "trimmed" the reference frames of a clip count
-    only if one of them lies between the clip's first and last frame.
+    ``masks`` ``[b, t]`` are True at reference frames. If ``reference_loss`` is "masked", no
+    reference frame counts; if "all", every one does. If "trimmed", the reference frames of a clip
+    count only if one of them is neither the first nor the last frame of the clip.
     """
     left_out = masks
     if reference_loss == "all":
@@ -146,7 +145,7 @@ def loss_mask(masks: Tensor, tokens_per_frame: int, reference_loss: str) -> Tens
 
 @dataclass(frozen=True)
 class Text:
-    """Encoded captions: embeddings of l tokens, ``[b, l, d]``, and pooled ones, ``[b, e]``."""
+    """Encoded captions: token embeddings ``[b, l, d]``, and pooled embeddings ``[b, e]``."""
 
     sequence: Tensor
     pooled: Tensor
@@ -155,8 +154,8 @@ class Text:
 def null_like(null: Text, text: Text) -> Text:
     """Return the empty caption ``null`` in the shape and dtype of the captions ``text``.
 
-    ``null`` is ``[1, k, d]`` and ``[1, e]``, or has b rows as ``text`` has, which is ``[b, l, d]``
-    and ``[b, e]``. The last of the k tokens is repeated until there are l; k > l raises DataError.
+    ``null`` is ``[1, k, d]`` and ``[1, e]``, or has b rows like ``text``, which is ``[b, l, d]``
+    and ``[b, e]``. The last of its k tokens is repeated until there are l; k > l raises DataError.
     """
     length = text.sequence.size(1)
     null_length = null.sequence.size(1)
@@ -174,10 +173,10 @@ def null_like(null: Text, text: Text) -> Text:
 
 
 def drop_text(text: Text, null: Text, drop_sequence: Tensor, drop_pooled: Tensor) -> Text:
-    """Replace embeddings by those of the empty caption ``null``, made to fit by `null_like`.
+    """Replace embeddings of some captions by those of the empty caption ``null``.
 
-    Token embeddings are replaced where ``drop_sequence`` ``[b]`` is True, and pooled embeddings
-    where ``drop_pooled`` ``[b]`` is.
+    Token embeddings are replaced where ``drop_sequence`` ``[b]`` is True, pooled embeddings where
+    ``drop_pooled`` ``[b]`` is True.
     """
     empty = null_like(null, text)
     sequence_at = drop_sequence.to(text.sequence.device)[:, None, None]

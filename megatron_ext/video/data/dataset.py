@@ -1,4 +1,4 @@
-"""Map-style datasets of clips, read from shards or encoded on access, and their micro-batches."""
+"""Datasets of clips, which are read from shards or encoded on access, and their micro-batches."""
 
 from __future__ import annotations
 
@@ -52,9 +52,10 @@ class VideoClips(Dataset[VideoSample], ABC):
 
     Attributes:
         manifest: how latents and embeddings were made; see `manifest.make_manifest`.
-        plan: the bucket plan with this run's micro-batch sizes; None takes the manifest's sizes.
+        plan: the bucket plan with the micro-batch sizes of this run; None takes the sizes in the
+            manifest.
         null_text: the encoded empty caption: token embeddings ``[l, d]`` and pooled ``[e]``.
-        of_buckets: numbers of the clips of each bucket; buckets without clips are left out.
+        of_buckets: the numbers of the clips of each bucket, for buckets with clips.
     """
 
     manifest: dict[str, Any]
@@ -72,7 +73,7 @@ class VideoClips(Dataset[VideoSample], ABC):
 
     @abstractmethod
     def _sample(self, number: int) -> VideoSample:
-        """Return the clip ``number``, which is known to be in range."""
+        """Return clip ``number``, which is in range."""
 
     @abstractmethod
     def latent_shape(self, number: int) -> tuple[int, int, int, int]:
@@ -80,15 +81,15 @@ class VideoClips(Dataset[VideoSample], ABC):
 
     @abstractmethod
     def file_of(self, number: int) -> str | None:
-        """Return the path of the file that clip ``number`` was made from, where it is known."""
+        """Return the path of the source file of clip ``number``; None if it is unknown."""
 
     def members(
         self, default_micro_batch_size: int, name: str = "The data"
     ) -> dict[Bucket, Members]:
         """Return the clips and the micro-batch size of each bucket.
 
-        A bucket without a size of its own takes ``default_micro_batch_size``. DataError is raised
-        if the data, called ``name``, has clips of a bucket that the plan lacks.
+        A bucket without a micro-batch size takes ``default_micro_batch_size``. DataError is raised
+        if there are clips of a bucket that the plan lacks; it calls the data ``name``.
         """
         return {
             bucket: Members(clips, self._micro_batch_size(bucket, name) or default_micro_batch_size)
@@ -109,7 +110,7 @@ class VideoClips(Dataset[VideoSample], ABC):
 
 
 class ShardedVideos(VideoClips):
-    """Clips of a folder that tools/preprocess_video.py wrote, which lie in ``shards``.
+    """The clips of a folder of shards that tools/preprocess_video.py has written.
 
     A missing or damaged file raises DataError.
     """
@@ -153,7 +154,7 @@ class ShardedVideos(VideoClips):
 
     @cached_property
     def _files(self) -> dict[int, str]:
-        """Return the path of the file of each row of the list, by its number."""
+        """Return the paths of the source files, by the numbers of their rows in the list."""
         register = read_register(self._folder)
         return {entry.number: entry.path for entry in register.entries} if register else {}
 
@@ -161,10 +162,10 @@ class ShardedVideos(VideoClips):
 class OnlineVideos(VideoClips):
     """Clips that are decoded and encoded on each access; nothing is stored.
 
-    A clip has the same crop each time. If its frames cannot be decoded, although its header could
-    be read, the next clip of its bucket replaces it, with a warning, so that one bad file does not
-    end days of training. A loader with worker processes needs the patch codec and `HashedWords`, or
-    models on the CPU, since processes cannot share models on a GPU.
+    A clip has the same crop each time. One bad file must not end days of training: if the frames of
+    a clip cannot be decoded, although its header could be read, the next clip of its bucket is used
+    instead, with a warning. A loader with worker processes needs the patch codec and `HashedWords`,
+    or models on the CPU, since processes cannot share models on a GPU.
     """
 
     def __init__(
@@ -217,9 +218,9 @@ class VideoBatch:
 
     Attributes:
         latents: ``[b, c, t, h, w]``.
-        text: token embeddings ``[b, l, d]``, with the rows that `pad_text` adds.
+        text: token embeddings ``[b, l, d]``, including the rows that `pad_text` adds.
         pooled: pooled text embeddings ``[b, e]``.
-        references: latents ``[b, c, k, h, w]`` of the first or last k latent frames, named by
+        references: latents ``[b, c, k, h, w]`` of the first or last k latent frames, by names of
             `encode.reference_name`.
     """
 
@@ -229,7 +230,7 @@ class VideoBatch:
     references: dict[str, Tensor]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by name, among them the references as ``references/NAME``."""
+        """Return all tensors by name; references have names such as ``references/head1``."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         references = own.pop("references")
         return {**own, **{f"references/{name}": piece for name, piece in references.items()}}
@@ -248,7 +249,7 @@ class VideoBatch:
 
 
 def pad_text(text: Tensor, image_tokens: int, multiple: int) -> Tensor:
-    """Repeat the last row of text ``[..., l, d]`` until ``multiple`` divides l + image tokens."""
+    """Repeat the last row of text ``[..., l, d]`` until ``multiple`` divides l + image_tokens."""
     missing = -(text.size(-2) + image_tokens) % multiple
     last = text[..., -1:, :]
     return torch.cat([text, last.expand(*last.shape[:-2], missing, last.size(-1))], dim=-2)
@@ -257,12 +258,12 @@ def pad_text(text: Tensor, image_tokens: int, multiple: int) -> Tensor:
 def collate(samples: Sequence[VideoSample], *, patch: int, multiple: int = 1) -> VideoBatch:
     """Stack clips of one bucket into a micro-batch.
 
-    DataError is raised for clips that differ in shape, references or the shape of the embeddings,
-    and for latents whose sides are not multiples of ``patch``.
+    DataError is raised if clips differ in their shapes, references or shapes of embeddings, or if
+    the sides of latents are not multiples of ``patch``.
 
     Args:
-        patch: side of a token's square patch, in latent pixels.
-        multiple: number that must divide the sum of text and image tokens; `pad_text` adds text.
+        patch: side of the square patch of a token, in latent pixels.
+        multiple: divisor of the number of text and image tokens together; `pad_text` pads the text.
     """
     shapes = {tuple(sample.latents.shape) for sample in samples}
     if len(shapes) != 1:
@@ -304,8 +305,8 @@ def collate(samples: Sequence[VideoSample], *, patch: int, multiple: int = 1) ->
 def open_online(options: VideoPreprocessOptions, *, flag: str, tell: bool) -> OnlineVideos:
     """Open a list of clips that are encoded on access, with the same buckets as in preprocessing.
 
-    The header of every clip is read, and nothing is written. ``flag`` gives the list, for errors.
-    ``tell`` prints how many clips are left out, and why.
+    Read the header of every clip, and write nothing. ``flag`` is the flag that gives the list, for
+    errors. With ``tell`` print how many clips are left out, and why.
     """
     codec = build_codec(options.codec, seed=options.encode.clip_seed)
     check_codec(options.plan, codec, options.encode.reference_lengths)

@@ -1,7 +1,7 @@
-"""Plans and encodes clips, the same way in preprocessing and in the data loader.
+"""Plans and encodes clips, in the same way in preprocessing and in the data loader.
 
-`plan_clips` reads the header of every clip before anything is encoded, and finds its bucket, or why
-it has none. `ClipEncoder` then turns each planned clip into a sample.
+`plan_clips` reads the header of every clip before anything is encoded, and assigns a bucket or the
+reason why there is none. `ClipEncoder` then turns each planned clip into a sample.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from megatron_ext.video.data.text_encoders import TextEncoder
 
 @dataclass(frozen=True)
 class PlannedClip:
-    """A sample that a clip gives.
+    """A sample to make from a clip.
 
     Attributes:
         number: number of the clip in its list.
-        shape: shape of its file.
-        bucket: bucket that the sample enters.
-        window: number of the window, and where it begins in frames at the rate of samples; None if
-            the sample is cut out of the clip by ``--temporal-crop``.
+        shape: shape of the clip's file.
+        bucket: bucket of the sample.
+        window: (number of the window, its first frame at the rate of samples). None if the position
+            of the sample in the clip follows from ``--temporal-crop``.
     """
 
     number: int
@@ -60,20 +60,20 @@ class PlannedClip:
     window: tuple[int, int] | None = None
 
     def key(self, row: str) -> str:
-        """Return the identity of the sample, given that of the clip's row."""
+        """Return the key of the sample, given the key of the clip's row."""
         return row if self.window is None else f"{row}.{self.window[0]}"
 
 
 @dataclass(frozen=True)
 class VideoSample:
-    """One clip as training needs it.
+    """One encoded clip.
 
     Attributes:
         latents: ``[c, t, h, w]``.
-        text, pooled: embeddings of the caption, by token ``[l, d]`` and as a whole ``[e]``.
-        references: latents ``[c, k, h, w]`` of the first or last k latent frames, encoded without
-            the rest of the clip and named by `reference_name`. There are none with k >= t.
-        fps: frames per second of the sample, the nearest whole number; 0 for an image.
+        text, pooled: embeddings of the caption, of its tokens ``[l, d]`` and of the whole ``[e]``.
+        references: latents ``[c, k, h, w]`` of the first or last k < t latent frames, which are
+            encoded without the rest of the clip, by names of `reference_name`.
+        fps: frames per second of the sample, rounded to a whole number; 0 for an image.
         number: number of the clip in its list.
         caption: the caption that the text encoder got, suffix included.
     """
@@ -88,12 +88,12 @@ class VideoSample:
 
 
 def reference_name(side: str, num_frames: int) -> str:
-    """Return the name of the first or last latent frames, such as ``head1`` or ``tail9``."""
+    """Return the name of the first ("head") or last ("tail") latent frames, such as ``head1``."""
     return f"{side}{num_frames}"
 
 
 class ClipEncoder:
-    """A codec and a text encoder that turn planned clips into samples."""
+    """Turns planned clips into samples, by a codec and a text encoder."""
 
     def __init__(self, config: EncodeConfig, codec: VideoCodec, text_encoder: TextEncoder) -> None:
         self.config = config
@@ -137,9 +137,9 @@ class ClipEncoder:
     def _references(
         self, pixels: Tensor, num_latent_frames: int, number: int, place: str
     ) -> dict[str, Tensor]:
-        """Return latents of the first and last frames, each encoded without the rest, by name.
+        """Return the latents of the first and last frames, each encoded without the rest, by name.
 
-        ``place`` tells windows of one clip apart.
+        ``place`` distinguishes the windows of one clip.
         """
         references = {}
         for length in self.config.reference_lengths:
@@ -154,9 +154,9 @@ class ClipEncoder:
 
 
 def worded(caption: str, fps: float | None, motion: float | None, text_encoder: TextEncoder) -> str:
-    """Return the caption with its suffix (`with_suffix`), or with the same words before it.
+    """Return the caption with its suffix (`with_suffix`).
 
-    They stand before a caption that the encoder would cut, since it would cut them off.
+    If the text encoder would cut the suffix off, put its words before the caption instead.
     """
     ended = with_suffix(caption, fps, motion)
     if ended != caption and text_encoder.cuts(ended):
@@ -165,7 +165,7 @@ def worded(caption: str, fps: float | None, motion: float | None, text_encoder: 
 
 
 def reference_names(lengths: Sequence[int]) -> tuple[str, ...]:
-    """Return the names of references of these lengths, in latent frames, at both ends of a clip."""
+    """Return the names of the references at both ends of a clip; lengths count latent frames."""
     return tuple(reference_name(side, n) for n in lengths for side in ("head", "tail"))
 
 
@@ -182,8 +182,8 @@ class Dropped:
 def check_codec(plan: BucketPlan, codec: VideoCodec, reference_lengths: Sequence[int] = ()) -> None:
     """Check that the codec can encode every bucket of a plan, and that references fit a bucket.
 
-    ConfigError is raised for frames, heights or widths that the codec cannot encode, and for
-    references of more than one latent frame that are not shorter than the longest bucket.
+    ConfigError is raised if the codec cannot encode a number of frames, a height or a width, and if
+    references of more than one latent frame are not shorter than the longest bucket.
     """
     longest = 1
     for resolution, lengths in plan.rules.items():
@@ -212,8 +212,8 @@ def plan_clips(
     """Assign each clip to a bucket by its header; return the samples and the dropped clips.
 
     ``workers`` processes read headers. ``tick`` is called with the number of clips read so far.
-    Clips have the given ``numbers``, or those of their places. If no clip has a bucket, a DataError
-    gives the reasons, unless the plan ``may_be_empty``.
+    ``numbers`` are the numbers of the clips; None counts from 0. If no clip has a bucket, a
+    DataError gives the reasons, unless the plan ``may_be_empty``.
     """
     planned: list[PlannedClip] = []
     dropped: list[Dropped] = []
@@ -247,8 +247,8 @@ def plan_clips(
     return planned, dropped
 
 
-def _scenes(seen: _Seen, config: EncodeConfig) -> list[range]:
-    """Return the scenes of a clip, in frames at the rate of samples."""
+def _scenes(seen: _Probed, config: EncodeConfig) -> list[range]:
+    """Return the scenes of a clip as ranges of frames, at the frame rate of samples."""
     interval = subsampling(seen.shape.fps, config.fps_cap, config.video_fps)[0]
     begins = [math.ceil(place / interval - 1e-6) for place in seen.scenes or ()]
     end = available_frames(seen.shape, config.fps_cap, config.video_fps)
@@ -256,10 +256,10 @@ def _scenes(seen: _Seen, config: EncodeConfig) -> list[range]:
 
 
 def _most_frames(config: EncodeConfig, scenes: Sequence[range] | None) -> int | None:
-    """Return how many frames of a clip a sample may take; None for all."""
+    """Return the largest number of frames of a sample; None if there is no limit."""
     limits = [] if config.video_window_frames is None else [config.video_window_frames]
     if scenes and scenes[-1].stop > 1:
-        # Scenes of one frame make no picture of a video.
+        # At least 2, so that a video whose scenes have one frame each does not become an image.
         limits.append(max(2, *map(len, scenes)))
     return min(limits, default=None)
 
@@ -267,7 +267,7 @@ def _most_frames(config: EncodeConfig, scenes: Sequence[range] | None) -> int | 
 def _windows(
     planned: PlannedClip, config: EncodeConfig, scenes: Sequence[range] | None
 ) -> list[PlannedClip]:
-    """Return the samples that a clip gives."""
+    """Return the samples of a clip: one for each window, or one without ``--video-windows``."""
     length = planned.bucket.num_frames
     if config.video_windows is None or length == 1:
         return [planned]
@@ -287,11 +287,11 @@ def _windows(
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """The result of a look at a clip.
+class _Probed:
+    """What was read from a clip for the plan.
 
     Attributes:
-        scenes: where scenes begin, in frames of the clip; None if they are not asked for.
+        scenes: the first frame of each scene, in frames of the clip; None if not needed.
     """
 
     shape: ClipShape
@@ -299,13 +299,15 @@ class _Seen:
 
 
 _CLIPS_AT_A_TIME = 16
-"""Clips that a process looks at before it reports."""
+"""The number of clips that a process reads before it reports them."""
 
 
-def _looks(clips: Sequence[Clip], config: EncodeConfig, workers: int) -> Iterator[_Seen | Dropped]:
-    """Yield what a look at each clip shows, in order.
+def _looks(
+    clips: Sequence[Clip], config: EncodeConfig, workers: int
+) -> Iterator[_Probed | Dropped]:
+    """Read what the plan needs from each clip, in order.
 
-    Several workers are processes: most of a look is Python, of which threads run one at a time.
+    Workers are processes, not threads: most of the work is Python code, which holds the GIL.
     """
     look = partial(_look, config)
     if workers == 1 or len(clips) <= _CLIPS_AT_A_TIME:
@@ -324,23 +326,23 @@ def _looks(clips: Sequence[Clip], config: EncodeConfig, workers: int) -> Iterato
             ) from None
 
 
-def _look(config: EncodeConfig, clip: Clip) -> _Seen | Dropped:
-    """Look at a clip; one that is dropped gets the number 0."""
+def _look(config: EncodeConfig, clip: Clip) -> _Probed | Dropped:
+    """Read what the plan needs from a clip; if it is dropped, its number is set later."""
     if not clip.caption:
         return Dropped(0, clip.path, Drop.NO_CAPTION)
     try:
         shape = probe(clip)
         if config.video_windows != "scenes":
-            return _Seen(shape, None)
+            return _Probed(shape, None)
         threshold = config.video_scene_threshold
         threshold = SCENE_THRESHOLD if threshold is None else threshold
-        return _Seen(shape, scene_starts(clip, shape, threshold))
+        return _Probed(shape, scene_starts(clip, shape, threshold))
     except DataError as error:
         return Dropped(0, clip.path, Drop.UNREADABLE, str(error))
 
 
 def report(dropped: Sequence[Dropped], total: int) -> list[str]:
-    """Return a line per reason: the number of dropped clips, and the first one's path or error."""
+    """Return a line for each reason, with the number of dropped clips and an example."""
     first = {d.reason: d.detail or d.path for d in reversed(dropped)}
     return [
         f"{count} of {total} clips dropped: the clip {why.value}. First: {first[why].rstrip('.')}."
@@ -356,7 +358,7 @@ def sample_rate(planned: PlannedClip, config: EncodeConfig) -> float:
 
 
 def rate_report(planned: Sequence[PlannedClip], config: EncodeConfig) -> list[str]:
-    """Return lines about clips that repeat frames, or go at another rate than their files say."""
+    """Return lines about clips that repeat frames, or whose rate differs from their files'."""
     lines = []
     moving = [p for p in planned if p.bucket.num_frames > 1]
     changed = [p for p in moving if abs(p.shape.speed - 1) > _SAME_SPEED]
@@ -379,4 +381,6 @@ def rate_report(planned: Sequence[PlannedClip], config: EncodeConfig) -> list[st
 
 
 _SAME_SPEED = 0.01
-"""Share by which the rate of a row may miss that of its file: 30 often stands for 29.97."""
+"""The relative difference up to which the rates of a row and its file count as equal.
+
+A row often says 30 for a file of 29.97."""

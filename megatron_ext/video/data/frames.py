@@ -1,4 +1,4 @@
-"""The pixels of clips: video files, pictures, and folders of pictures, as players show them."""
+"""Reads the pixels of video files, pictures and folders of pictures, as players show them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_ext.video.data.pictures import IMAGE_SUFFIXES, Colour, Picture
 from megatron_ext.video.data.timing import frame_rate, frames_at
 
 FOLDER_FPS = 24.0
-"""Frame rate of an image folder whose row in the list gives none."""
+"""The frame rate of a folder of images whose row in the list has none."""
 
 
 def probe(clip: Clip) -> ClipShape:
@@ -58,8 +58,8 @@ def probe(clip: Clip) -> ClipShape:
 def scene_starts(clip: Clip, shape: ClipShape, threshold: float) -> list[float]:
     """Return where the scenes of a clip begin, in frames of its rate; the first begins at 0.
 
-    Pictures, and folders of pictures, are one scene. See `video_files.scene_times` for the
-    threshold, and `decode` for the errors.
+    A picture, or a folder of pictures, is one scene. `video_files.scene_times` explains the
+    threshold, `decode` the errors.
     """
     path = clip.source
     is_folder = isinstance(path, Path) and path.is_dir()
@@ -89,9 +89,9 @@ def decode(
     package raises ConfigError.
 
     Args:
-        first, interval: the frames are those shown at ``first``, ``first + interval`` and so on,
-            counted in frames of the clip's rate; fractions lie between two frames (`frames_at`).
-        shape: what `probe` returned for the clip; None looks again.
+        first, interval: the frames are those shown at the times ``first``, ``first + interval`` and
+            so on, in frames of the clip's rate. A time may be between two frames (`frames_at`).
+        shape: the result of `probe` for the clip; None calls it.
         blend: whether to mix the frames before and after a time.
         background: colour under transparent parts; see `colour_of`.
     """
@@ -102,7 +102,7 @@ def decode(
     shapes = set()
     fitted = []
     with _reading(path):
-        # One at a time: a hundred frames of a large video would take gigabytes.
+        # Convert one frame at a time: a hundred frames of a large video take gigabytes.
         frames = _frames(path, shape, within, colour_of(background))
         for mixed in frames_at(frames, within, step=interval, blend=blend):
             planes = torch.zeros(3, 1, *size)
@@ -120,7 +120,7 @@ def decode(
 
 
 def fit(frames: Tensor, size: tuple[int, int]) -> Tensor:
-    """Scale frames until they cover ``size`` (height, width), and cut out their centre.
+    """Scale frames until they cover ``size`` (height, width), and crop their centre.
 
     ``[f, H0, W0, 3]`` uint8 becomes ``[3, f, H, W]`` float32 in [-1, 1].
     """
@@ -139,14 +139,14 @@ def fit(frames: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 class _Frame(Protocol):
-    """A frame of a clip that is turned into pixels only if it is wanted."""
+    """A frame that is converted to pixels only when `picture` is called."""
 
     def picture(self) -> Picture: ...
 
 
 @dataclass(frozen=True)
 class _Still:
-    """A picture file that is a frame."""
+    """A frame that is a picture file, of a folder of pictures."""
 
     path: ClipFile
     background: Colour
@@ -156,8 +156,8 @@ class _Still:
 
 
 @dataclass(frozen=True)
-class _Shown:
-    """Pixels that are a frame."""
+class _Pixels:
+    """A frame that is already converted to pixels."""
 
     pixels: Picture
 
@@ -168,12 +168,12 @@ class _Shown:
 def _frames(
     path: ClipFile, shape: ClipShape, places: list[float], background: Colour
 ) -> Iterator[tuple[float, float, _Frame]]:
-    """Yield time, duration and content of frames; times count frames of the clip's rate."""
+    """Yield (time, duration, frame) of each frame, in frames of the clip's rate."""
     if isinstance(path, Path) and path.is_dir():
         for number, image in enumerate(_images_of(path)):
             yield number, 1.0, _Still(image, background)
     elif not pictures.is_picture(path):
-        # In frames of the file's own rate, so that another rate of the row changes no index.
+        # Use the rate of the file, so that a different rate in the row does not change indices.
         fps = shape.fps / shape.speed
         yield from video_files.video_frames(path, fps, background, min(places, default=0.0))
     elif shape.num_frames == 1:
@@ -184,11 +184,11 @@ def _frames(
         last = int(np.searchsorted(begins, max(places, default=0.0) + 0.5))
         shown = pictures.read_animation(path, last, background)
         for time, length, pixels in zip(begins, lengths, shown, strict=False):
-            yield float(time), float(length), _Shown(pixels)
+            yield float(time), float(length), _Pixels(pixels)
 
 
 def _timing(lengths: list[float]) -> tuple[int, float]:
-    """Return the number of frames and the frame rate of frames that are shown for some seconds."""
+    """Return the number of frames and the frame rate; ``lengths`` are the frames' seconds."""
     begins = np.concatenate([[0.0], np.cumsum(lengths)[:-1]])
     fps, constant = frame_rate(begins, ())
     last = 1 if constant else max(1, round(lengths[-1] * fps))
@@ -196,7 +196,7 @@ def _timing(lengths: list[float]) -> tuple[int, float]:
 
 
 def _images_of(folder: Path) -> list[Path]:
-    """Return a folder's images, sorted by name with numbers by value, so that 10 follows 9."""
+    """Return the images of a folder, sorted by name with numbers by value: 10 after 9."""
 
     def natural(path: Path) -> tuple[list[tuple[int, int, str]], str]:
         parts = re.findall(r"[0-9]+|[^0-9]+", path.name)
@@ -228,7 +228,7 @@ def _reading(path: ClipFile) -> Iterator[None]:
         yield
     except MemoryError:
         raise
-    # FFmpeg and pillow have errors of dozens of classes for bad files, among them bare Exception.
+    # FFmpeg and pillow raise dozens of classes for bad files, including Exception itself.
     except Exception as error:
         raise DataError(
             f"The clip {path} cannot be read ({str(error) or type(error).__name__}); mend the file "

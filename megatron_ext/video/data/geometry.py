@@ -1,8 +1,8 @@
-"""Sizes of clips, the plan of buckets that a run uses, and the bucket of each clip.
+"""Defines the sizes of clips and the plan of buckets, and assigns clips to buckets.
 
-The rules are Open-Sora 2.0's (arXiv:2503.09642): a resolution is a number of pixels. For each
-aspect ratio, height and width are multiples of 16 whose product is close to that number. Random
-draws depend only on the seed and the clip, so every process finds the same bucket in any order.
+The rules are those of Open-Sora 2.0 (arXiv:2503.09642). A resolution is a number of pixels. For
+each aspect ratio, height and width are multiples of 16 whose product is close to that number.
+Random choices depend only on the seed and the clip, so the assignment is the same in every process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NAME = re.compile(r"(\d+)(px|p)")
 def pixel_budget(resolution: str) -> int:
     """Return the number of pixels of a frame: 256² for ``256px``, 1280 × 720 for ``720p``.
 
-    A name of another form, or with a number below 16, raises ConfigError.
+    A name of another form, or a number below 16, raises ConfigError.
     """
     match = _NAME.fullmatch(resolution)
     side = int(match[1]) if match else 0
@@ -45,7 +45,7 @@ def pixel_budget(resolution: str) -> int:
 
 @lru_cache
 def sizes(resolution: str) -> tuple[tuple[int, int], ...]:
-    """Return the distinct (height, width) of a resolution, landscape before portrait."""
+    """Return each distinct (height, width) of a resolution, landscape before portrait."""
     budget = pixel_budget(resolution)
     frame_sizes = [_size(budget, ratio) for ratio in ASPECT_RATIOS]
     frame_sizes += [(width, height) for height, width in frame_sizes]
@@ -55,8 +55,8 @@ def sizes(resolution: str) -> tuple[tuple[int, int], ...]:
 def _size(budget: int, ratio: float) -> tuple[int, int]:
     """Return the (height, width) for a number of pixels and an aspect ratio.
 
-    Both sides are rounded down to multiples of 16; then one side is changed by 16 if the number of
-    pixels comes closer to the budget.
+    Round both sides down to multiples of 16. Then change one side by 16 if this brings the number
+    of pixels closer to the budget.
     """
     width = max(MULTIPLE, math.floor(math.sqrt(budget * ratio) / MULTIPLE) * MULTIPLE)
     height = max(MULTIPLE, budget // width // MULTIPLE * MULTIPLE)
@@ -68,7 +68,7 @@ def _size(budget: int, ratio: float) -> tuple[int, int]:
 
 
 def nearest_size(resolution: str, height: int, width: int) -> tuple[int, int]:
-    """Return the (height, width) of a resolution whose log aspect ratio is nearest to a frame's."""
+    """Return the (height, width) of a resolution with the log aspect ratio nearest to a frame's."""
     log_ratio = math.log(height / width)
     return min(sizes(resolution), key=lambda size: abs(math.log(size[0] / size[1]) - log_ratio))
 
@@ -83,19 +83,20 @@ class Bucket:
     width: int
 
     def __str__(self) -> str:
-        """Return the bucket as logs and messages show it: ``256px 17x192x336``."""
+        """Return the bucket as text, such as ``256px 17x192x336``."""
         return f"{self.resolution} {self.num_frames}x{self.height}x{self.width}"
 
 
 @dataclass(frozen=True)
 class BucketRule:
-    """The rule of a bucket: how many fitting clips enter it, and how many make a micro-batch.
+    """The share of fitting clips that enter a bucket, and the bucket's micro-batch size.
 
     A value out of range raises ConfigError.
 
     Attributes:
-        probability: chance that a clip that fits enters the bucket, in [0, 1].
-        micro_batch_size: clips of a micro-batch on one rank; None takes ``--micro-batch-size``.
+        probability: probability that a clip that fits enters the bucket, in [0, 1].
+        micro_batch_size: number of clips of a micro-batch on one rank; None takes
+            ``--micro-batch-size``.
     """
 
     probability: float
@@ -140,7 +141,7 @@ class BucketPlan:
             )
 
     def as_dict(self) -> dict[str, dict[str, list[float | None]]]:
-        """Return the plan in the form that `parse_plan` reads."""
+        """Return the plan as JSON values, which `parse_plan` reads."""
         return {
             resolution: {str(n): [x.probability, x.micro_batch_size] for n, x in lengths.items()}
             for resolution, lengths in self.rules.items()
@@ -151,11 +152,11 @@ class BucketPlan:
 
 
 def parse_plan(given: Any) -> BucketPlan:
-    """Return a plan from JSON, as text or parsed; raise ConfigError if it has another form.
+    """Parse a plan from a JSON text or from JSON values; raise ConfigError if its form is wrong.
 
     The form is ``{"256px": {"17": [probability, micro_batch_size]}}``, where 17 is the number of
-    frames. The micro-batch size may be null or left out, and ``{"256px": {"17": 1.0}}`` gives a
-    probability only.
+    frames. The micro-batch size may be null or missing; ``{"256px": {"17": 1.0}}`` has only a
+    probability.
     """
     try:
         tree = parse_json(given, "The bucket plan") if isinstance(given, str) else given
@@ -186,14 +187,14 @@ def _rule(given: Any) -> BucketRule:
 
 
 def _whole(value: Any) -> int:
-    """Turn a whole number, or the text of one, into an int; raise ValueError for anything else."""
+    """Convert a whole number, or its text, to an int; raise ValueError for anything else."""
     if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
         raise ValueError(f"{value!r} is no whole number")
     return int(value)
 
 
 SMALLEST_SHARE = 0.8
-"""A clip may enter a resolution from this share of its pixels on; it is enlarged if smaller."""
+"""A clip may enter a resolution, and is enlarged, if it has at least this share of its pixels."""
 
 
 class Drop(str, Enum):
@@ -208,15 +209,14 @@ class Drop(str, Enum):
 
 @dataclass(frozen=True)
 class ClipShape:
-    """The shape of a clip as it is shown; an image has 1 frame, and 0 frames per second.
+    """The shape of a clip as a player shows it; an image has 1 frame, and 0 frames per second.
 
     Attributes:
-        num_frames: frames at the rate ``fps``. A clip of variable rate is counted as if each frame
-            were repeated while it stands still.
-        height, width: size in square pixels of the upright picture.
+        num_frames: number of frames at the rate ``fps``. If the rate varies, a frame that is shown
+            longer counts several times.
+        height, width: size of the upright picture, in square pixels.
         fps: usual frame rate.
-        speed: how many times faster than its timestamps say the clip is shown, because its row
-            gives another rate.
+        speed: the frame rate in the clip's row over the frame rate in its file.
     """
 
     num_frames: int
@@ -227,18 +227,18 @@ class ClipShape:
 
 
 _SAME_RATE = 1.01
-"""A clip is faster than a cap only beyond this factor: a header of 24.02 means 24."""
+"""A clip's rate may exceed the cap by this factor: a header often says 24.02 for 24."""
 
 
 def subsampling(
     fps: float, fps_cap: float, video_fps: float | None = None
 ) -> tuple[int | float, int | float]:
-    """Return the distance of the frames to keep, in frames of a clip, and their frame rate.
+    """Return the distance of the frames to keep, in frames of the clip, and their frame rate.
 
-    Without ``video_fps`` the rule is Open-Sora's: every n-th frame is kept, n is
-    ``ceil(fps / fps_cap)``, the rate ``floor(fps / n)``. With ``video_fps`` this is the rate, and
-    the distance may be a fraction. For an image, with 0 frames per second, the result is
-    ``(1, 0)``.
+    Without ``video_fps`` the rule is Open-Sora's: keep every n-th frame, where n is
+    ``ceil(fps / fps_cap)``; the rate is ``floor(fps / n)``. With ``video_fps`` the rate is
+    ``video_fps``, and the distance may be a fraction. For an image, which has 0 frames per second,
+    the result is ``(1, 0)``.
     """
     if video_fps is not None and fps:
         return fps / video_fps, int(video_fps) if video_fps == int(video_fps) else video_fps
@@ -263,19 +263,21 @@ def assign(
     video_fps: float | None = None,
     most_frames: int | None = None,
 ) -> Bucket | Drop:
-    """Return the bucket of a clip of which at most ``most_frames`` are taken, or why it has none.
+    """Return the bucket of a clip, or the reason why it has none.
 
-    Resolutions that are not far larger than the clip are tried from large to small. A video fits
-    the longest bucket that it has enough frames for, an image fits the bucket of one frame. The
-    clip enters the bucket with the bucket's probability; otherwise the next resolution is tried.
-    ``seed`` and ``number``, the clip's number in its list, decide the draws.
+    Try resolutions from large to small, except those much larger than the clip. A video fits the
+    longest bucket for which it has enough frames; an image fits the bucket of one frame. The clip
+    enters this bucket with the bucket's probability; otherwise try the next resolution. The random
+    choices depend on ``seed`` and ``number``, the clip's number in its list. At most
+    ``most_frames`` frames of the clip count.
     """
     draws = np.random.Generator(np.random.PCG64((seed, 0, number)))
     frames = available_frames(clip, fps_cap, video_fps)
     frames = min(frames, most_frames or frames)
     reason = Drop.TOO_SMALL
     for resolution in sorted(plan.rules, key=pixel_budget, reverse=True):
-        # One draw for each resolution, taken or not: adding a bucket moves no other draw.
+        # Draw for each resolution, even if the number is not needed: then a new bucket in the plan
+        # does not change the numbers of the others.
         draw = float(draws.random())
         if clip.height * clip.width < SMALLEST_SHARE * pixel_budget(resolution):
             continue
@@ -299,7 +301,10 @@ def first_frame(
     fps_cap: int,
     video_fps: float | None = None,
 ) -> int | float:
-    """Return where a crop begins, in frames of the clip, drawn from seed and number."""
+    """Return the random start of a temporal crop, in frames of the clip.
+
+    It depends on ``seed`` and ``number``, the clip's number in its list.
+    """
     interval = subsampling(clip.fps, fps_cap, video_fps)[0]
     spare = available_frames(clip, fps_cap, video_fps) - num_frames
     draws = np.random.Generator(np.random.PCG64((seed, 0, number, 1)))
@@ -312,12 +317,12 @@ def window_starts(
     """Return where the windows of a clip begin, in frames at the rate of samples.
 
     Args:
-        available: frames of the clip at this rate, at least ``length``.
-        length: frames of a window.
-        windows: "first", "uniform" for ``count`` windows from the beginning to the end, but no more
-            than lie side by side, or "all" for those at each multiple of ``stride``.
-        stride: None for windows that lie side by side.
-        count: most windows; None for no limit.
+        available: number of frames of the clip at this rate, at least ``length``.
+        length: number of frames of a window.
+        windows: "first"; "uniform" for ``count`` windows spread from beginning to end, but no more
+            than fit without overlap; or "all" for a window at each multiple of ``stride``.
+        stride: distance of windows; None for windows side by side.
+        count: the most windows; None for no limit.
     """
     if windows == "first":
         return [0]

@@ -1,4 +1,4 @@
-"""Figures of a dataset of encoded clips: its buckets, rates, captions, repeated and bad samples."""
+"""Inspects a dataset of encoded clips: its buckets, rates, captions, repeated and bad samples."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from megatron_ext.video.data.shards import MANIFEST
 from megatron_ext.video.data.similar import Looks
 
 _NAMED = 5
-"""Samples of a kind that are named."""
+"""The most samples that a warning names."""
 
 
 def is_video_set(path: Path) -> bool:
-    """Return whether a path is a folder that tools/preprocess_video.py wrote."""
+    """Tell whether a path is a folder that tools/preprocess_video.py has written."""
     return (path / MANIFEST).is_file()
 
 
 @dataclass
 class Inspected:
-    """The lines of a report, and warnings."""
+    """The lines of a report, and its warnings."""
 
     lines: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -41,9 +41,9 @@ def inspect_videos(
     """Report on a dataset of clips; DataError is raised if a file is missing or damaged.
 
     Args:
-        micro_batch_size: clips of a micro-batch, for buckets that have no size of their own.
-        global_batch_size: clips of a step of a run; a bucket with fewer is warned of.
-        scan: whether all samples are read, to find bad numbers and samples that are there twice.
+        micro_batch_size: micro-batch size of buckets that have none.
+        global_batch_size: number of clips of a step; buckets with fewer clips get a warning.
+        scan: whether to read all samples, to find bad values and duplicates.
     """
     videos = ShardedVideos(folder)
     report = Inspected()
@@ -73,7 +73,7 @@ def _buckets(
     global_batch_size: int | None,
     warnings: list[str],
 ) -> Iterator[str]:
-    """Yield a line for each bucket, and add a warning for those with too few clips for a step."""
+    """Yield a line for each bucket; add a warning for each with too few clips for a step."""
     yield "buckets"
     for bucket, members in sorted(videos.members(micro_batch_size).items()):
         count = len(members.clips)
@@ -93,7 +93,10 @@ def _buckets(
 
 
 def _scan(videos: ShardedVideos, size: int, report: Inspected) -> None:
-    """Read all samples, and report rates, captions, numbers, and what is there twice or bad."""
+    """Read all samples; report rates and captions, and warn of duplicates and bad values.
+
+    ``size`` is the number of bytes of the dataset.
+    """
     rates = Counter[int]()
     words = list[int]()
     same: dict[bytes, list[int]] = {}
@@ -101,7 +104,7 @@ def _scan(videos: ShardedVideos, size: int, report: Inspected) -> None:
     bad = list[int]()
     total, squares, count = 0.0, 0.0, 0
     buckets = {x: bucket for bucket, numbers in videos.of_buckets.items() for x in numbers}
-    # Frames tell more than latents, but decoding those of a VAE would take as long as encoding.
+    # Comparing frames is better than comparing latents, but decoding by a VAE would take too long.
     is_patch = videos.manifest["codec"]["codec"] == PATCH
     codec = codec_from_manifest(videos.manifest) if is_patch else None
     looks = Looks()

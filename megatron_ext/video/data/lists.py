@@ -1,4 +1,4 @@
-"""The rows of lists of clips: csv and its kin, json, jsonl and parquet."""
+"""Reads the rows of lists of clips: csv, tsv, json, jsonl and parquet."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from megatron_ext.errors import ConfigError, DataError
 PATHS = ("path", "file_name", "video")
 CAPTIONS = ("text", "caption", "prompt")
 SCORES = ("motion", "motion_score")
-"""Names of one column each; of two in a row, the first that has a value is taken."""
+"""The accepted names of a column; if a row has several, the first with a value is taken."""
 KNOWN = (
     f"{', '.join(PATHS[:-1])} or {PATHS[-1]}, with {', '.join(CAPTIONS[:-1])} or {CAPTIONS[-1]}, "
     f"and, if wanted, fps and {' or '.join(SCORES)}"
 )
 _TABLES = {".csv": ",;\t|", ".tsv": "\t"}
-"""Endings of tables, and characters that may stand between their cells."""
+"""Suffixes of text tables, and the delimiters that they may have."""
 _MARK = b"\xef\xbb\xbf"
 """The byte-order mark, which spreadsheets write."""
 
 
 def rows_of(source: Path) -> Iterator[tuple[str, Any]]:
-    """Yield each row of a list, and its place in words, such as "line 3".
+    """Yield (place, row) of each row of a list; the place is text such as "line 3".
 
     Raises:
-        UnreadableFile: it cannot be read.
+        UnreadableFile: the list cannot be read.
         DataError: a row cannot be read, or a table lacks the columns of clips.
-        ConfigError: it is a parquet file, and pyarrow is missing.
+        ConfigError: the list is a parquet file, and pyarrow is missing.
     """
     suffix = source.suffix.lower()
     if suffix in _TABLES:
@@ -58,7 +58,7 @@ def bad_row(source: Path, place: str, what: str) -> DataError:
 
 
 def check_columns(source: Path, columns: Sequence[str], where: str = "") -> None:
-    """Raise DataError if a table has no column of paths or of captions, or one of a name twice."""
+    """Raise DataError if a table lacks a column of paths or captions, or has a column twice."""
     for name in {*PATHS, *CAPTIONS, *SCORES, "fps"}:
         if list(columns).count(name) > 1:
             raise DataError(
@@ -98,7 +98,7 @@ def _table_rows(source: Path, delimiters: str) -> Iterator[tuple[str, Any]]:
         if not first.strip():
             return
         delimiter = _delimiter(source, first, delimiters)
-        # Without `strict`, a quote that is not closed takes the rows after it into its cell.
+        # Without `strict`, an unclosed quote would silently swallow the following rows.
         reader = csv.DictReader(chain([first], stream), delimiter=delimiter, strict=True)
         begin = 1
         try:

@@ -69,7 +69,7 @@ class VideoPreprocessOptions:
 def sample_options(
     options: VideoPreprocessOptions, codec: VideoCodec, text_encoder: TextEncoder
 ) -> dict[str, Any]:
-    """Return what decides the samples of a dataset besides its clips, as its manifest has it."""
+    """Return everything except the clips that determines the samples, for the manifest."""
     return {
         "format": shards.FORMAT,
         "codec": codec.identity,
@@ -86,7 +86,7 @@ def sample_options(
 
 
 def weights_stamp(options: VideoPreprocessOptions) -> str:
-    """Return a hash of sizes and modification times of the models that encode."""
+    """Return a hash of the sizes and modification times of the files of codec and text encoder."""
     models = [options.codec.codec, options.text_encoder.t5_path, options.text_encoder.clip_path]
     files = [sorted(Path(model).rglob("*")) for model in models if model]
     weights = [stamp(path) for model in files for path in model if path.is_file()]
@@ -100,15 +100,15 @@ def make_manifest(
     rates: Sequence[float],
     clips: Sequence[Any],
 ) -> dict[str, Any]:
-    """Return the entries of a manifest, but for its shards.
+    """Return the entries of a manifest, except its shards.
 
-    The fingerprint is a hash of the other entries and of the identities of the samples.
+    The fingerprint is a hash of the other entries and of ``clips``.
 
     Args:
-        about: `sample_options`.
-        buckets: buckets by number.
+        about: the result of `sample_options`.
+        buckets: the buckets in the order of their numbers.
         rates: frame rate of each sample; 0 for pictures.
-        clips: identity of each sample, in order.
+        clips: the key of each sample, in order.
     """
     rules = plan.rules
     moving = [rate for rate in rates if rate]
@@ -121,7 +121,7 @@ def make_manifest(
             }
             for bucket in buckets
         ],
-        # Samples take the frame rate of most videos too.
+        # The most common frame rate, which sampling uses too.
         "fps": Counter(moving).most_common(1)[0][0] if moving else 24,
     }
     deciding = json.dumps([content, clips], sort_keys=True)
@@ -129,7 +129,7 @@ def make_manifest(
 
 
 def buckets_of(manifest: Mapping[str, Any]) -> list[Bucket]:
-    """Return the buckets of a manifest; a bucket's number is its index."""
+    """Return the buckets of a manifest; the number of a bucket is its index."""
     return [Bucket(**entry["shape"]) for entry in manifest["buckets"]]
 
 
@@ -163,7 +163,7 @@ _ENTRIES = {
     "fps": ("a number above 0", lambda x: _NUMBER[1](x) and x > 0),
     "fingerprint": _TEXT,
 }
-"""Entries that a manifest must have: a table, a list of one kind, or (kind in words, test)."""
+"""The required entries of a manifest: a dict, a list with one item, or (description, check)."""
 _SIZES = {
     ("text_encoder", HASHED): {"width": _SIZE, "pooled_width": _SIZE},
     ("codec", PATCH): {
@@ -171,14 +171,14 @@ _SIZES = {
         **dict.fromkeys(("codec_shift", "codec_scale"), _NUMBER),
     },
 }
-"""Further entries of the codec or text encoder that has no model folder with its sizes."""
+"""Further required entries of a codec or text encoder that has no model folder with its sizes."""
 
 
 def _faults(value: Any, expected: Any, name: str) -> Iterator[tuple[str, str | None]]:
-    """Yield the name and fault of each entry of ``value`` that is not as ``expected`` demands.
+    """Yield (name, fault) of each entry of ``value`` that does not match ``expected``.
 
-    A fault is a clause for an error message, or None if the entry is missing. ``expected`` has the
-    form of `_ENTRIES`, and ``name`` is the name of ``value`` itself.
+    The fault is a clause for an error message, or None if the entry is missing. ``expected`` has
+    the form of `_ENTRIES`; ``name`` is the name of ``value`` itself.
     """
     if not isinstance(expected, dict | list):
         if not expected[1](value):
@@ -199,9 +199,10 @@ def _faults(value: Any, expected: Any, name: str) -> Iterator[tuple[str, str | N
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read ``manifest.json``, which says what the shards of a folder hold.
+    """Read ``manifest.json``, which describes the shards of a folder.
 
-    DataError is raised if it is missing, of another format, lacks an entry, or has a wrong one.
+    DataError is raised if the file is missing or has another format, and if an entry is missing or
+    wrong.
     """
     path = folder / shards.MANIFEST
     manifest = shards.read_json(path)

@@ -1,4 +1,4 @@
-"""Files in tar files, which are read in place."""
+"""Reads files within tar files, without unpacking them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Member:
-    """The bytes of one file in a tar file that is not packed.
+    """The position of one file within a tar file that is not compressed.
 
     Attributes:
-        modified: the file's own time, which stays when more files are appended.
+        start, size: first byte and number of bytes of the file in the archive.
+        modified: modification time of the file itself, which does not change when other files are
+            appended to the archive.
     """
 
     archive: str
@@ -31,16 +33,16 @@ class Member:
         return f"{self.archive}/{self.name}"
 
     def opened(self) -> io.RawIOBase:
-        """Return the file for reading, which needs no closing."""
-        return _Span(self)
+        """Open the file for reading; it need not be closed."""
+        return _MemberFile(self)
 
 
-class _Span(io.RawIOBase):
-    """A member as a file. Each read opens the archive, so that clips hold no open files."""
+class _MemberFile(io.RawIOBase):
+    """A file object of a member; it opens the archive for each read, so none stays open."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
-        self._place = 0
+        self._position = 0
 
     def readable(self) -> bool:
         return True
@@ -49,27 +51,27 @@ class _Span(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self._place
+        return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._member.size}
-        self._place = max(0, base[whence] + offset)
-        return self._place
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._member.size}
+        self._position = max(0, base[whence] + offset)
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
-        left = max(0, self._member.size - self._place)
+        left = max(0, self._member.size - self._position)
         view = memoryview(buffer)[:left]
         with open(self._member.archive, "rb", buffering=0) as archive:
-            archive.seek(self._member.start + self._place)
+            archive.seek(self._member.start + self._position)
             count = archive.readinto(view) or 0
-        self._place += count
+        self._position += count
         return count
 
 
 ClipFile = Path | Member
-"""The file of a clip: one of its own, or a folder, or one in a tar file."""
+"""The file of a clip: a file, a folder, or a file in a tar file."""
 
 
 def readable(file: ClipFile) -> Path | io.RawIOBase:
-    """Return what a library opens to read a file."""
+    """Return a path or a file object, from which libraries can read the file."""
     return file.opened() if isinstance(file, Member) else file

@@ -1,4 +1,4 @@
-"""Joins datasets of encoded clips to one."""
+"""Merges datasets of encoded clips."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from megatron_ext.video.data.shards import (
 
 
 def merge_videos(folders: Sequence[Path], output: Path) -> int:
-    """Write the clips of several datasets, in their order, into a new one; return their number.
+    """Write the clips of several datasets, in order, into a new one; return the number of clips.
 
-    The new dataset has no ``clips.jsonl``, since its clips come from several lists, so that no
-    clips can be added to it later. The rate that samples take is that of the first dataset.
+    The new dataset has no ``clips.jsonl``, since its clips come from several lists. Therefore no
+    clips can be added to it later. Its frame rate for sampling is that of the first dataset.
 
     Raises:
-        ConfigError: the datasets were encoded by other models, or give a bucket another size of
-            micro-batches.
+        ConfigError: the datasets were encoded by different models, or differ in the micro-batch
+            size of a bucket.
         DataError: a dataset is damaged, or the output exists.
     """
     if output.exists():
@@ -39,7 +39,7 @@ def merge_videos(folders: Sequence[Path], output: Path) -> int:
     sets = [ShardedVideos(folder) for folder in folders]
     paths = [str(folder) for folder in folders]
     manifest = joined_manifest(Blend.once(paths), [one.manifest for one in sets], "--input")
-    # The lists say which clips were dropped, and stay with the old datasets.
+    # This entry refers to the list of dropped clips, which stays with the old datasets.
     manifest.pop("dropped", None)
     numbers = {bucket: number for number, bucket in enumerate(buckets_of(manifest))}
     count = sum(map(len, sets))
@@ -56,7 +56,7 @@ def merge_videos(folders: Sequence[Path], output: Path) -> int:
                     output, name, manifest["references"], manifest["storage"]
                 ) as writer:
                     for row, bucket in enumerate(shard.buckets()):
-                        # Clips are numbered anew: those of each dataset began at 0.
+                        # Renumber the clips, since the numbers of each dataset begin at 0.
                         sample = dataclasses.replace(shard.sample(row), number=written)
                         writer.add(sample, own[bucket])
                         written += 1

@@ -26,23 +26,22 @@ IMAGE_SUFFIXES = frozenset(
     (".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".bmp", ".tif", ".tiff")
 )
 _VIDEO_SUFFIXES = (".mjpeg", ".mjpg")
-"""Endings of videos that are nothing but pictures one after the other."""
+"""Suffixes of videos that are plain sequences of JPEG pictures, and so begin like a picture."""
 _ANIMATED = ("PNG", "WEBP", "AVIF")
-"""Formats whose pictures follow each other in time; the second picture of a JPEG or a TIFF is
-another size or another page."""
+"""Formats in which several pictures are an animation. In a JPEG or a TIFF, further pictures are
+other sizes or other pages."""
 _TURNED = (5, 6, 7, 8)
-"""EXIF orientations that swap height and width."""
+"""The EXIF orientations that swap height and width."""
 _ORIENTATION = 0x0112
 _WITH_ALPHA = ("RGBA", "RGBa", "LA", "La", "PA")
 _NO_DURATION = 0.1
-"""Seconds for which viewers show a frame that gives no duration."""
+"""The seconds for which viewers show a frame without a duration."""
 
 
 def is_picture(path: ClipFile) -> bool:
-    """Return whether Pillow reads a file, and not FFmpeg.
+    """Tell whether a file is read by Pillow rather than FFmpeg.
 
-    Its first bytes decide, since pictures of the web often have the ending of another kind. FFmpeg
-    reads GIF.
+    The first bytes decide, since pictures from the web often have a wrong suffix. FFmpeg reads GIF.
     """
     file = readable(path)
     with file if isinstance(file, io.RawIOBase) else open(file, "rb") as stream:
@@ -59,44 +58,45 @@ def is_picture(path: ClipFile) -> bool:
 
 
 def picture_size(path: ClipFile) -> tuple[int, int]:
-    """Return the height and width of the upright picture, from the header where it says so."""
+    """Return the height and width of the upright picture, from its header if possible."""
     with Image.open(readable(path)) as image:
         if image.format == "TIFF":
-            # Some versions of Pillow turn it when it is opened, others when it is loaded.
+            # Some versions of Pillow rotate a TIFF when they open it, others when they load it.
             upright = ImageOps.exif_transpose(image)
             return upright.height, upright.width
-        # A PNG's own method would decode the pixels, to look for EXIF behind them.
+        # Call the base class: the method of PNG images would decode the pixels, to look for EXIF
+        # data behind them.
         if Image.Image.getexif(image).get(_ORIENTATION) in _TURNED:
             return image.width, image.height
         return image.height, image.width
 
 
 def read_picture(path: ClipFile, background: Colour) -> Picture:
-    """Return a picture ``[H, W, 3]`` as bytes; of an animated one the first frame."""
+    """Return a picture, or the first frame of an animated one, ``[H, W, 3]`` uint8."""
     with Image.open(readable(path)) as image:
         return _as_rgb(image, background)
 
 
 def is_animated(path: ClipFile) -> bool:
-    """Return whether a picture file is a clip: an animated PNG or WebP."""
+    """Tell whether a picture file is animated, such as a PNG or WebP with several frames."""
     with Image.open(readable(path)) as image:
         return len(_numbers(image)) > 1
 
 
 def durations(path: ClipFile) -> list[float]:
-    """Return how long each frame of an animated picture is shown, in seconds."""
+    """Return the duration of each frame of an animated picture, in seconds."""
     seconds = []
     with Image.open(readable(path)) as image:
         for number in _numbers(image):
             image.seek(number)
-            # WebP tells the duration only when the frame is decoded.
+            # The duration of a WebP frame is known only after decoding it.
             image.load()
             seconds.append(float(image.info.get("duration") or 0) / 1000 or _NO_DURATION)
     return seconds
 
 
 def read_animation(path: ClipFile, last: int, background: Colour) -> list[Picture]:
-    """Return the frames 0 to ``last`` of an animated picture, each ``[H, W, 3]`` as bytes."""
+    """Return the frames 0 to ``last`` of an animated picture, each ``[H, W, 3]`` uint8."""
     with Image.open(readable(path)) as image:
         frames = []
         for number in _numbers(image)[: last + 1]:
@@ -106,13 +106,16 @@ def read_animation(path: ClipFile, last: int, background: Colour) -> list[Pictur
 
 
 def _numbers(image: Any) -> range:
-    """Return the numbers of the frames that play; a PNG may begin with a picture beside them."""
+    """Return the numbers of the frames of the animation.
+
+    A PNG may begin with a default picture that is not part of it.
+    """
     count = getattr(image, "n_frames", 1) if image.format in _ANIMATED else 1
     return range(1 if count > 1 and image.info.get("default_image") else 0, count)
 
 
 def composited(pixels: Picture, background: Colour) -> Picture:
-    """Return pixels ``[H, W, 4]`` over a background, ``[H, W, 3]``, all of them bytes."""
+    """Compose pixels with alpha, ``[H, W, 4]`` uint8, over a background; return ``[H, W, 3]``."""
     alpha = pixels[..., 3:].astype(np.uint32)
     below = np.asarray(background, np.uint32)
     mixed = (pixels[..., :3] * alpha + below * (255 - alpha) + 127) // 255
@@ -127,7 +130,7 @@ def _as_rgb(image: Any, background: Colour) -> Picture:
             f"its pixels are {numbers}, which do not say what is white; save it with 8 or 16 bits"
         )
     if upright.mode.startswith("I"):
-        # Grey values of 16 bits, which `convert` would cut off at 255.
+        # Scale grey values of 16 bits, since `convert` would clip them at 255.
         grey = np.asarray(upright).astype(np.float64)
         eight = np.clip(np.rint(grey / 257), 0, 255).astype(np.uint8)
         pixels = np.repeat(eight[..., None], 3, axis=-1)
@@ -141,10 +144,10 @@ def _as_rgb(image: Any, background: Colour) -> Picture:
 
 
 def _in_srgb(image: Any, mode: str) -> Any:
-    """Return a picture as RGB or RGBA whose numbers mean the colours of a usual screen.
+    """Convert a picture to RGB or RGBA (``mode``) in the sRGB colour space.
 
-    Phones and cameras write other colours, and the profile that says which. A profile that does
-    not fit the picture is left aside, as viewers do.
+    Phones and cameras write other colour spaces, and a colour profile. A profile that does not fit
+    the picture is ignored, as viewers do.
     """
     profile = image.info.get("icc_profile")
     if image.mode not in ("CMYK", "L"):

@@ -1,7 +1,7 @@
-"""Turns clips and captions into a dataset of shards, encoded in one or more processes.
+"""Encodes clips and captions into a dataset of shards, in one or more processes.
 
-A killed run keeps what it has encoded, and the same command goes on after it. So does a later run
-whose list has more rows.
+Encoded clips are kept if a run is killed, and the same command continues it. A later run whose list
+has more rows also keeps them, and encodes only the new rows.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ from megatron_ext.video.data.text_encoders import build_text_encoder
 
 Say = Callable[[str], None]
 _PARTS = "parts"
-"""The folder in a dataset with what is encoded, but not in a shard yet."""
+"""The folder in a dataset that holds parts: encoded clips whose shard is not finished."""
 _MOST_CLIPS_OF_A_PART = 16
 _PARTS_OF_A_WORKER = 4
-"""Parts for each worker at least, so that none waits long for the last one."""
+"""The least number of parts per worker, so that workers do not wait long for the last one."""
 
 
 def preprocess(options: VideoPreprocessOptions, say: Say = say_to_stderr) -> None:
-    """Encode a list of clips into a dataset; an error leaves what is encoded in place."""
+    """Encode a list of clips into a dataset; after an error, encoded clips are kept."""
     with _one_thread():
         _preprocess(options, say)
 
@@ -112,7 +112,7 @@ def _preprocess(options: VideoPreprocessOptions, say: Say) -> None:
         encoder = ClipEncoder(options.encode, codec, text_encoder)
         work = partial(_encode_part, encoder, options, register.fingerprint)
         alone = options.workers == 1 or len(todo.parts) <= 1
-        # Worker processes load their own models, for which those of this one make room.
+        # Worker processes load models of their own, so free the memory of this process's models.
         del codec, text_encoder, encoder
         encode = partial(_encode_here, work) if alone else partial(_encode_in_workers, options, say)
         del work
@@ -138,7 +138,7 @@ def _preprocess(options: VideoPreprocessOptions, say: Say) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Make and lock the folder of a dataset; remove it again if an error leaves it empty."""
+    """Create and lock the folder of a dataset; remove it if it is empty after an error."""
     lock = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -166,9 +166,10 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute as in worker processes: sums in another order would give other bytes.
+    """Compute with one thread, like worker processes.
 
-    Processes may also be forked here: OpenMP would hang in them if several threads had run.
+    With several threads sums would have another order, and the result other bytes. Also, OpenMP
+    would hang in forked processes if several threads had run in this one.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -183,7 +184,7 @@ def _register_of(folder: Path, options: Mapping[str, Any]) -> Register:
     register = read_register(folder)
     if register is not None:
         before = {**register.options}
-        # A flag that did not exist then had the effect of its default.
+        # A flag that is newer than the register counts as its default.
         before["encode"] = {**asdict(EncodeConfig()), **before.get("encode", {})}
         refuse_other_options(folder, before, options)
         return register
@@ -197,10 +198,10 @@ def _register_of(folder: Path, options: Mapping[str, Any]) -> Register:
 
 
 class _Samples:
-    """The samples that are on disk, in finished shards and parts, by their keys.
+    """The samples on disk, in finished shards and parts, by their keys.
 
     Attributes:
-        markers: content of the ``.json`` of each finished shard of the dataset, by its name.
+        markers: content of the ``.json`` of each finished shard, by the name of the shard.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any], fingerprint: str) -> None:
@@ -217,7 +218,7 @@ class _Samples:
     def add_shard(self, folder: Path, name: str, *, check: bool = False) -> None:
         """Add the samples of a shard or part, unless it is unfinished, damaged or of other data.
 
-        ``check`` compares the bytes of a part with its digest.
+        With ``check`` compare the bytes of a part with its digest.
         """
         try:
             marker = shards.read_json(folder / f"{name}.json")
@@ -231,14 +232,15 @@ class _Samples:
             self._damaged.update({row[3]: row for row in damaged})
         except (DataError, KeyError, IndexError, TypeError):
             return
-        # A sample is the same wherever it lies; what is in a shard stays when parts are removed.
+        # All copies of a sample are equal. Prefer the first, which is in a shard, because parts are
+        # removed.
         for row, key in enumerate(keys):
             self._places.setdefault(key, (shard, row))
         if folder == self._folder:
             self.markers[name] = marker
 
     def has_shard(self, name: str, entries: Sequence[Entry]) -> bool:
-        """Return whether a shard is finished and has these samples, but for damaged clips."""
+        """Tell whether a shard is finished and has exactly these samples, except damaged clips."""
         marker = self.markers.get(name)
         whole = [entry.key for entry in entries if entry.key not in self._damaged]
         damaged = {entry.key for entry in entries} - set(whole)
@@ -249,7 +251,7 @@ class _Samples:
         )
 
     def join(self, name: str, entries: Sequence[Entry], options: VideoPreprocessOptions) -> None:
-        """Write a shard of samples that are all on disk."""
+        """Write a shard from samples that are all on disk."""
         names = reference_names(options.encode.reference_lengths)
         keys = [entry.key for entry in entries if entry.key not in self._damaged]
         with shards.ShardWriter(self._folder, name, names, options.storage) as writer:
@@ -263,7 +265,7 @@ class _Samples:
         self.add_shard(self._folder, name)
 
     def remove_unknown(self, folder: Path) -> None:
-        """Remove the files of parts that are not finished."""
+        """Remove the files of unfinished parts."""
         parts = folder / _PARTS
         finished = {shard.name for shard, _ in self._places.values()}
         for path in parts.glob("*") if parts.is_dir() else ():
@@ -282,7 +284,7 @@ def _digest(folder: Path, name: str) -> str:
 
 
 def _part_of(path: Path) -> str:
-    """Return the name of the part that a file belongs to."""
+    """Return the name of the part to which a file belongs."""
     return path.name.partition("_")[0].partition(".")[0]
 
 
@@ -292,8 +294,8 @@ def _marker(
     """Return the content of the ``.json`` that marks a shard or a part as finished.
 
     Args:
-        keys: identities of the samples, in order.
-        damaged: number, path, error and identity of each clip that could not be decoded.
+        keys: the keys of the samples, in order.
+        damaged: (number, path, error, key) of each clip that could not be decoded.
     """
     return {
         "format": shards.FORMAT, "name": name, "fingerprint": fingerprint, "clips": len(keys),
@@ -308,9 +310,9 @@ def _plan(
     samples: _Samples,
     say: Say,
 ) -> tuple[dict[str, PlannedClip], list[Dropped]]:
-    """Bring the register up to the list; return clips without a sample by key, and dropped ones.
+    """Update the register to the list; return the clips to encode, by key, and the dropped clips.
 
-    Rows that the register has keep their numbers and shards. Others get the next ones.
+    Rows that are in the register keep their numbers and shards. New rows get the next ones.
     """
     keys = row_keys(clips, list_folder(options.input))
     _without_rows(options, dict(zip(keys, clips, strict=True)), register, samples, say)
@@ -369,10 +371,10 @@ def _without_rows(
     samples: _Samples,
     say: Say,
 ) -> None:
-    """Take rows that are not in the list any more from the register, if they have no sample.
+    """Remove rows from the register that are no longer in the list and have no sample.
 
-    With ``--drop-missing`` all of them go, and what remains of their shards gets new shards. If the
-    list has no row of the register, DataError is raised without the flag.
+    With ``--drop-missing`` remove also those that have a sample; the other samples of their shards
+    get new shards. Without it, raise DataError if the list has none of the register's rows.
     """
     gone = [entry for entry in register.entries if entry.row not in listed]
     with_sample = [entry for entry in gone if entry.shard and entry.key in samples]
@@ -404,7 +406,7 @@ def _without_rows(
 
 
 def _new_names(register: Register, on_disk: Iterable[str]) -> Iterator[str]:
-    """Yield names of shards that no shard has, in order."""
+    """Yield names for new shards, in order."""
     names = {*on_disk, *register.shards()}
     first = max((shards.number_of(name) for name in names), default=-1) + 1
     return map(shards.shard_name, count(first))
@@ -416,7 +418,7 @@ def _give_shards(
     planned: Mapping[str, PlannedClip],
     on_disk: Iterable[str],
 ) -> None:
-    """Give planned clips without a shard new ones."""
+    """Assign planned clips that have no shard to new shards."""
     names = _new_names(register, on_disk)
     without = [x.key for x in register.entries if x.shard is None and x.key in planned]
     size = options.clips_per_shard
@@ -430,12 +432,12 @@ def _give_shards(
 
 @dataclass(frozen=True)
 class _Part:
-    """Some clips of one shard, which one worker encodes at a time.
+    """Clips of one shard that a worker encodes together.
 
     Attributes:
-        name: name of the files, which no earlier part has.
-        buckets: number of each clip's bucket in the manifest.
-        keys: identity of each sample.
+        name: the beginning of the names of its files, which no earlier part has.
+        buckets: the number of each clip's bucket in the manifest.
+        keys: the key of each sample.
     """
 
     name: str
@@ -452,7 +454,7 @@ Encode = Callable[["_Todo", Progress], None]
 
 
 class _Todo:
-    """The shards that are not finished, and the parts of them that must be encoded first."""
+    """The unfinished shards, and the parts of them that are still to be encoded."""
 
     def __init__(
         self,
@@ -492,7 +494,7 @@ class _Todo:
         self._left = Counter(part.shard for part in self.parts)
 
     def run(self, encode: Encode, say: Say) -> int:
-        """Finish all shards; return how many clips were encoded for it."""
+        """Finish all shards; return the number of clips that were encoded."""
         for name in self._entries:
             if not self._left[name]:
                 self._join(name)
@@ -508,7 +510,7 @@ class _Todo:
         return self._missing
 
     def finish(self, number: int) -> None:
-        """Take the samples of a part that was encoded, and join its shard if that was the last."""
+        """Add the samples of an encoded part; write its shard if this was its last part."""
         part = self.parts[number]
         self._samples.add_shard(self.folder, part.name)
         lost = [key for key in part.keys if key not in self._samples]
@@ -522,7 +524,7 @@ class _Todo:
             self._join(part.shard)
 
     def unfinished(self, numbers: Iterable[int]) -> list[int]:
-        """Return the numbers of those parts that are not on disk."""
+        """Return those of ``numbers`` whose parts are not on disk."""
         return [x for x in numbers if not (self.folder / f"{self.parts[x].name}.json").exists()]
 
     def _join(self, name: str) -> None:
@@ -566,17 +568,17 @@ def _encode_in_workers(
 
 
 def _method(options: VideoPreprocessOptions) -> Literal["fork", "spawn"]:
-    """Return how worker processes start.
+    """Return how worker processes are started.
 
-    A forked process starts at once, but cannot use a GPU that this one has used, nor libraries
-    whose threads have run here, as those of models do.
+    Forking is fast. But a forked process cannot use a GPU that its parent has used, nor libraries
+    that have started threads in the parent, as those of models do.
     """
     plain = options.codec.codec == PATCH and options.text_encoder.text_encoder == HASHED
     return "fork" if plain and options.device == "cpu" else "spawn"
 
 
 def _start_encoding(options: VideoPreprocessOptions, fingerprint: str, worker: int) -> Work:
-    """Load the models of a worker process, which take the GPUs in turn."""
+    """Load the models of a worker process; workers use the GPUs in turn."""
     torch.set_num_threads(1)
     device = torch.device(options.device)
     if device.type == "cuda":
@@ -596,8 +598,8 @@ def _encode_part(
 ) -> None:
     """Encode and publish one part; its ``.json`` lists the clips that cannot be decoded.
 
-    A part does not live long, so nobody waits until it is on the disk; its digest tells whether a
-    failure of power has taken some of it.
+    Parts are temporary, so do not wait for the disk. The digest of a part shows whether a power
+    failure has damaged it.
     """
     folder = Path(options.output) / _PARTS
     names = reference_names(options.encode.reference_lengths)
@@ -627,8 +629,8 @@ def _publish(
 ) -> int:
     """Write ``manifest.json``, and ``dropped.jsonl`` with all clips that the dataset lacks.
 
-    Shards that the dataset has no more are removed. The result is the number of samples. DataError
-    is raised if no clip could be decoded.
+    Remove shards that no longer belong to the dataset. Return the number of samples. DataError is
+    raised if no clip could be decoded.
     """
     names = list(register.shards())
     markers = {name: samples.markers[name] for name in names}
@@ -706,7 +708,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse_options(argv: Sequence[str]) -> VideoPreprocessOptions:
-    """Turn a command line into options; raise ConfigError for a flag that is wrong."""
+    """Parse a command line; raise ConfigError for a wrong flag."""
     values = vars(_parser().parse_args(list(argv)))
     given = values.pop("buckets")
     if not given.lstrip().startswith("{"):
@@ -725,7 +727,10 @@ def parse_options(argv: Sequence[str]) -> VideoPreprocessOptions:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; return status 0, 1 for bad input, 2 for bad flags, 130 if interrupted."""
+    """Run a command line and return the exit code.
+
+    The code is 0 for success, 1 for bad input, 2 for bad flags, and 130 after an interrupt.
+    """
     try:
         preprocess(parse_options(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:

@@ -1,6 +1,7 @@
-"""A video `--dry-run` of clips of one shape, which needs no data: ``--dry-run-shape 768x768x129``.
+"""Supports a `--dry-run` for clips of one shape without data: ``--dry-run-shape 768x768x129``.
 
-What a dataset's manifest would say follows from the flags of codec and text encoder instead.
+Settings that otherwise come from the manifest of the data are derived from the flags of codec and
+text encoder.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ def prepare_shape(config: RunConfig) -> RunConfig:
     model = dataclasses.replace(
         config.model, seq_length=length, max_position_embeddings=length, padded_vocab_size=None
     )
-    # The number of steps has no price; a length in epochs has no meaning without data.
+    # The number of steps does not matter here, and epochs are undefined without data.
     training = dataclasses.replace(config.training.in_steps(1), eval_iters=0)
     return dataclasses.replace(config, model=model, training=training)
 
 
 def clip_of_shape(config: RunConfig) -> Clip:
-    """Return a cost model's `Clip` of the shape; `prepare_shape` says what it raises."""
+    """Return the shape as a `Clip` of the cost model; raise the errors of `prepare_shape`."""
     video = config.section(VideoConfig)
     network = network_of(config)
     assert video.dry_run_shape is not None

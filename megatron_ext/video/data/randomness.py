@@ -1,10 +1,11 @@
-"""Every random decision about a micro-batch, as a function of the seed and the samples' numbers.
+"""Draws the random numbers of a micro-batch, as a function of the seed and the sample numbers.
 
-Each decision comes from a counter-based generator (Philox, SC11 "Parallel random numbers: as easy
-as 1, 2, 3") whose key is a hash of the seed, the number of the sample in the run and the purpose.
-Ranks of one replica therefore decide alike without communication, and replicas decide differently.
-Every parallel layout makes the same decisions, and a resumed run needs no generator state. The keys
-of numpy's Philox have 128 bits. Seeds of torch's CPU generator have only 32 bits: among 100,000
+Each number comes from a counter-based generator (Philox, SC11 "Parallel random numbers: as easy as
+1, 2, 3") whose key is a hash of the seed, the number of the sample in the run and the purpose.
+Therefore the ranks of a replica draw the same numbers without communication, replicas draw
+different ones, the parallel layout does not matter, and a resumed run needs no generator state.
+
+numpy's Philox has keys of 128 bits. Seeds of torch's CPU generator have only 32 bits: among 100,000
 samples, two would probably share their noise.
 """
 
@@ -24,14 +25,14 @@ from megatron_ext.video.data.conditions import draw_modes
 
 @dataclass(frozen=True)
 class Randomness:
-    """Random decisions about the b samples of a micro-batch, on the CPU.
+    """The random numbers and choices for the b samples of a micro-batch, on the CPU.
 
     Attributes:
         noise: x1, the noise of each clip, ``[b, c, t, h, w]`` float32, standard normal.
         normals: u, from which timesteps are computed, ``[b]`` float32, standard normal.
         modes: condition modes as indices into `MODES`, ``[b]`` int64.
-        drop_text: True replaces the token embeddings by the empty caption's, ``[b]`` bool.
-        drop_pooled: True replaces the pooled embedding by the empty caption's, ``[b]`` bool.
+        drop_text: whether to use the token embeddings of the empty caption, ``[b]`` bool.
+        drop_pooled: whether to use the pooled embedding of the empty caption, ``[b]`` bool.
     """
 
     noise: Tensor
@@ -50,10 +51,10 @@ def generator(seed: int, sample: int, purpose: str) -> np.random.Generator:
 def sample_numbers(
     consumed_samples: int, microbatch: int, micro_batch_size: int, dp_rank: int, dp_size: int
 ) -> range:
-    """Return the numbers of a micro-batch's samples, which count through the whole run.
+    """Return the numbers of a micro-batch's samples, counted through the whole run.
 
     Args:
-        consumed_samples: samples of all earlier training steps, over all replicas.
+        consumed_samples: number of samples of all earlier training steps, over all replicas.
         microbatch: index of the micro-batch in its step.
     """
     first = consumed_samples + (microbatch * dp_size + dp_rank) * micro_batch_size
@@ -94,10 +95,10 @@ def draw_microbatch(
     conditions: ConditionConfig,
     dropout: TextDropoutConfig,
 ) -> Randomness:
-    """Return all random decisions about a micro-batch of latents of shape (c, t, h, w).
+    """Draw all random numbers for a micro-batch of latents of shape (c, t, h, w).
 
-    ``samples`` are the numbers of the clips in the run. ConfigError is raised if no condition mode
-    fits them.
+    ``samples`` are the numbers of the samples in the run. ConfigError is raised if no condition
+    mode fits clips of t latent frames.
     """
     return Randomness(
         noise=draw_noise(seed, samples, shape),

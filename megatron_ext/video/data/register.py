@@ -1,7 +1,7 @@
-"""The clips that a dataset knows: the row of the list that each one was, its number and its shard.
+"""Records the clips of a dataset in `clips.jsonl`: for each, its row in the list, number and shard.
 
-`clips.jsonl` is written before clips are encoded. A later run with more rows thereby gives old ones
-their old numbers, which decide random draws, and leaves them in their shards.
+The file is written before clips are encoded. A later run whose list has more rows therefore gives
+old rows the same numbers, on which random choices depend, and leaves them in their shards.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ class Entry:
     """One sample of a dataset.
 
     Attributes:
-        key: identity of its row (`row_keys`), followed by the window of a long video, if any.
-        number: number of its row, which decides random draws.
+        key: key of its row (`row_keys`), followed by the number of the window if the clip has
+            several.
+        number: number of its row, on which random choices depend.
         path: path of the clip, for messages.
-        shard: name of its shard; None if the clip was dropped before it was encoded.
+        shard: name of its shard; None if the clip was dropped before encoding.
         fps: frame rate of the sample; 0 for a picture.
     """
 
@@ -46,17 +47,17 @@ class Entry:
 
     @property
     def row(self) -> str:
-        """Return the key of the row of the list."""
+        """Return the key of the sample's row in the list."""
         return self.key.partition(".")[0]
 
 
 @dataclass
 class Register:
-    """All entries of a dataset in the order of its samples, and what they have in common.
+    """All entries of a dataset, in the order of its samples.
 
     Attributes:
-        options: what decides the bytes of a sample besides its clip and its number.
-        buckets: buckets by number, which samples store.
+        options: everything that determines the bytes of a sample, except its clip and number.
+        buckets: the buckets; their indices are the bucket numbers that samples store.
     """
 
     options: Mapping[str, Any]
@@ -69,7 +70,7 @@ class Register:
         return _hash(self.options)
 
     def shards(self) -> dict[str, list[Entry]]:
-        """Return the entries of each shard by its name, in order."""
+        """Return the entries of each shard, in order, by the name of the shard."""
         shards: dict[str, list[Entry]] = {}
         for entry in self.entries:
             if entry.shard is not None:
@@ -77,17 +78,17 @@ class Register:
         return dict(sorted(shards.items()))
 
     def bucket_number(self, bucket: Bucket) -> int:
-        """Return the number of a bucket, which a new one gets here."""
+        """Return the number of a bucket; a new bucket is added and gets the next number."""
         if bucket not in self.buckets:
             self.buckets.append(bucket)
         return self.buckets.index(bucket)
 
 
 def row_keys(clips: Sequence[Clip], folder: str) -> list[str]:
-    """Return an identity for each row of a list in ``folder``, which no other row has.
+    """Return a unique key for each row of a list in ``folder``.
 
-    It covers the path within the folder, what the row says, and size and time of the file. Of equal
-    rows each has its own.
+    It is a hash of the row, of the path relative to the folder, and of the file's size and
+    modification time. Repeated rows get different keys.
     """
     base = os.path.join(os.path.abspath(folder), "")
     counts: Counter[str] = Counter()
@@ -103,7 +104,7 @@ def row_keys(clips: Sequence[Clip], folder: str) -> list[str]:
 
 
 def stamp(path: str | Path) -> list[int]:
-    """Return size and modification time of a file, or nothing if there is none."""
+    """Return [size, modification time] of a file, or [] if it does not exist."""
     try:
         stat = os.stat(path)
     except OSError:
@@ -116,7 +117,7 @@ def _hash(value: Any) -> str:
 
 
 def write_register(folder: Path, register: Register) -> None:
-    """Publish ``clips.jsonl``."""
+    """Write ``clips.jsonl`` into the folder of a dataset."""
     head = {
         "format": FORMAT,
         "options": register.options,
@@ -166,7 +167,7 @@ def _entries(rows: Iterable[dict[str, Any] | None], path: Path) -> Iterable[Entr
 
 
 def refuse_other_options(folder: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    """Raise DataError if samples of a dataset were made with other options than those given."""
+    """Raise DataError if the options of an existing dataset (``old``) differ from the new ones."""
     before = _flat(old)
     now = _flat(new)
     differing = [
@@ -182,7 +183,7 @@ def refuse_other_options(folder: Path, old: Mapping[str, Any], new: Mapping[str,
 
 
 def _flat(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested options by the names on the way to them."""
+    """Flatten nested options: return their values by names such as ``encode.clip_seed``."""
     flat: dict[str, Any] = {}
     for name, value in json.loads(json.dumps(options)).items():
         inner = isinstance(value, dict)

@@ -1,8 +1,9 @@
-"""Which clips each rank computes in each step of a run, and how many tokens each clip has.
+"""Plans which clips each rank gets in each step of a run, and how many tokens each clip has.
 
-Data-parallel ranks wait for one another. Therefore all ranks and micro-batches of a step have clips
-of one bucket, as long as each bucket has enough; else buckets are mixed, so that none is left out.
-The order is a function of ``(seed, epoch, step)``: to resume, a run needs only its step.
+Data-parallel ranks wait for one another in every step. Therefore all clips of a step come from one
+bucket, if every bucket has enough clips for a step; otherwise buckets are mixed within steps, so
+that none is left out. The order is a function of ``(seed, epoch, step)``, so a run can resume from
+its step alone.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from megatron_ext.video.data.geometry import Bucket
 
 @dataclass(frozen=True)
 class Members:
-    """The clips of one bucket by number, and its micro-batch size on one rank.
+    """The numbers of the clips of one bucket, and its micro-batch size on one rank.
 
     Attributes:
-        clips: clips of the first epoch.
-        shares: the clips of each set, and how many of them an epoch takes, which may be more than
-            there are; none if each epoch takes all clips once.
+        clips: the clips of the first epoch.
+        shares: (clips of a set, number of them in an epoch) of each set. The number may exceed that
+            of the set's clips. Empty if each epoch has all clips once.
     """
 
     clips: Sequence[int]
@@ -36,27 +37,28 @@ class Members:
     def of_shares(
         cls, shares: Sequence[tuple[Sequence[int], int]], micro_batch_size: int
     ) -> Members:
-        """Return members of which an epoch takes a number from each set."""
+        """Return members whose epochs take the given number of clips from each set."""
         clips = cls((), micro_batch_size, shares).of_epoch(0)
         return cls(clips.tolist(), micro_batch_size, shares)
 
     def of_epoch(self, epoch: int) -> NDArray[np.int64]:
-        """Return the clips of an epoch, as many as in each other one.
+        """Return the clips of an epoch; their number is the same in all epochs.
 
-        Of a set that is not taken in whole passes, epochs take in turn what is left.
+        If the number of clips from a set is not a multiple of its size, each epoch continues in the
+        set where the last one stopped.
         """
         if not self.shares:
             return np.asarray(self.clips, np.int64)
         taken = [np.zeros(0, np.int64)]
         for clips, count in self.shares:
-            # In a mixed order, since neighbours in a list are often alike.
+            # Shuffle the set first, since neighbours in a list are often alike.
             mixed = np.asarray(clips, np.int64)[shuffled(len(clips), 0, 0, 0)]
             taken.append(mixed[(epoch * count + np.arange(count)) % max(len(clips), 1)])
         return np.concatenate(taken)
 
 
 def must_mix(buckets: Mapping[Bucket, Members], num_microbatches: int) -> bool:
-    """Return whether a bucket has clips for a micro-batch, but too few for a step of its own.
+    """Tell whether a bucket has enough clips for a micro-batch, but too few for a whole step.
 
     A step has ``num_microbatches`` micro-batches on all ranks together.
     """
@@ -69,18 +71,20 @@ class BucketSteps:
     """The micro-batches of each rank in each step.
 
     Each epoch shuffles the clips of every bucket, cuts them into units, and shuffles the units. A
-    unit is the clips of a whole step. With ``mixed`` it is one micro-batch; ranks then take units
-    in turn, so shapes differ within a step. The clips of a bucket that fill no unit are left out,
-    different ones in each epoch. A seed of None keeps the order of the data.
+    unit has the clips of a whole step. With ``mixed`` it has those of one micro-batch, and ranks
+    take units in turn, so that shapes differ within a step. The last clips of a bucket, which do
+    not fill a unit, are left out; they are different ones in each epoch. With a seed of None clips
+    keep the order of the data.
 
-    With ``whole`` no clip is left out: the last unit of a bucket has fewer clips, and ``mixed``
-    fills up the last step with micro-batches of no clips. `filled` says what is computed instead.
+    With ``whole`` no clip is left out: the last unit of a bucket has fewer clips, and with
+    ``mixed`` the last step is completed by micro-batches without clips. `filled` returns the clips
+    that are computed in their place.
 
     Attributes:
-        name: what the clips are, for errors.
+        name: name of the data, for errors.
 
     Raises:
-        DataError: the clips fill no step.
+        DataError: the clips do not fill a step.
     """
 
     buckets: Mapping[Bucket, Members]
@@ -108,11 +112,11 @@ class BucketSteps:
         self._order = list[tuple[Bucket, list[int]]]()
 
     def _unit(self, members: Members) -> int:
-        """Return the number of clips of a unit: a step's or, with ``mixed``, a micro-batch's."""
+        """Return the number of clips of a unit: of a step or, with ``mixed``, of a micro-batch."""
         return members.micro_batch_size * (1 if self.mixed else self._per_step)
 
     def _share(self, count: int, size: int) -> int:
-        """Return into how many groups of ``size`` a count is cut; the last is whole or is cut."""
+        """Return the number of groups of ``size`` in ``count``; with ``whole`` round it up."""
         return -(-count // size) if self.whole else count // size
 
     def _num_units(self, members: Members) -> int:
@@ -120,18 +124,18 @@ class BucketSteps:
 
     @property
     def left_out(self) -> dict[Bucket, int]:
-        """Return how many clips of each bucket an epoch leaves out, too few to fill a unit."""
+        """Return the number of clips of each bucket that an epoch leaves out."""
         if self.whole:
             return dict.fromkeys(self.buckets, 0)
         return {b: len(m.clips) % self._unit(m) for b, m in self.buckets.items()}
 
     @property
     def never_taken(self) -> dict[Bucket, int]:
-        """Return the number of clips of a unit, for each bucket whose clips fill none."""
+        """Return the number of clips of a unit for each bucket that has fewer clips than that."""
         return {b: self._unit(m) for b, m in self.buckets.items() if not self._num_units(m)}
 
     def filled(self, bucket: Bucket, clips: Sequence[int]) -> list[int]:
-        """Return a micro-batch's clips, with copies of the bucket's first to make it whole."""
+        """Fill up the clips of a micro-batch with copies of the first clip of its bucket."""
         members = self.buckets[bucket]
         missing = members.micro_batch_size - len(clips)
         return [*clips, *[members.clips[0]] * missing]
@@ -160,7 +164,7 @@ class BucketSteps:
 
     def _shuffled_units(self, epoch: int) -> list[tuple[Bucket, list[int]]]:
         units = list[tuple[Bucket, list[int]]]()
-        # By name, so that the order does not depend on how the mapping was built.
+        # Sort the buckets, so that the result does not depend on the order of the mapping.
         for i, (bucket, members) in enumerate(sorted(self.buckets.items(), key=lambda b: b[0])):
             size = self._unit(members)
             clips = members.of_epoch(epoch)
@@ -179,12 +183,12 @@ class BucketSteps:
 
 @dataclass(frozen=True)
 class Geometry:
-    """The size of the token sequence that each clip of a bucket makes.
+    """The size of the token sequence of each clip of a bucket.
 
     Attributes:
         shape: (c, t, h, w) of the clip's latents.
-        num_text: text tokens, padding included.
-        num_image: image tokens.
+        num_text: number of text tokens, including padding.
+        num_image: number of image tokens.
     """
 
     shape: tuple[int, int, int, int]
@@ -202,8 +206,8 @@ class VideoPlan:
 
     Args:
         geometries: the size of the sequences of each bucket.
-        identity: hash of everything that decides which clips a step has; the parallel layout does
-            not belong to it.
+        identity: hash of everything that determines the clips of a step. It does not include the
+            parallel layout.
     """
 
     def __init__(
@@ -223,9 +227,8 @@ class VideoPlan:
     ) -> list[tuple[Bucket, list[int], range]]:
         """Return the clips of each micro-batch of a data-parallel rank.
 
-        Each micro-batch is its bucket, the numbers of its clips in the dataset, and their numbers
-        among the samples of the run. ``first_sample`` is the sample number with which the step
-        begins.
+        Each micro-batch is (bucket, numbers of its clips in the dataset, numbers of its samples in
+        the run). ``first_sample`` is the number of the first sample of the step.
         """
         ranks = [self.steps.microbatches(step, other) for other in range(self.steps.num_ranks)]
         planned = []

@@ -1,4 +1,4 @@
-"""Several sets of clips in one run: their shares of an epoch, and what they must have in common."""
+"""Combines several sets of clips in one run, by weights, and checks that they fit together."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _ALIKE = (
     "text_width",
     "pooled_width",
 )
-"""Entries of the manifest that sets of one run must share."""
+"""Entries of the manifest that must be equal in all sets of a run."""
 
 
 @dataclass(frozen=True)
 class Blend:
-    """The sets of a run in their order, without any twice.
+    """The sets of a run, in order; each path occurs once.
 
     Attributes:
-        weights: share of the samples that each set gives; None without weights.
-        repeats: how often each set was named.
+        weights: the share of samples from each set; None without weights.
+        repeats: the number of times that each set was given.
     """
 
     paths: tuple[str, ...]
@@ -48,13 +48,13 @@ class Blend:
 
     @classmethod
     def once(cls, paths: Sequence[str]) -> Blend:
-        """Return the sets at these paths, each of which is read once in an epoch."""
+        """Return a blend in which each set is read once per epoch."""
         return cls(tuple(paths), None, (1,) * len(paths))
 
     def passes(self, sizes: Sequence[int]) -> list[Fraction]:
-        """Return how often an epoch passes through each set of a number of clips.
+        """Return how often an epoch reads each set, given the numbers of clips of the sets.
 
-        With weights the set that is passed least often is passed once.
+        With weights, the set that is read least often is read once.
         """
         if self.weights is None:
             return [Fraction(count) for count in self.repeats]
@@ -64,7 +64,7 @@ class Blend:
 
 
 def blend_of(words: Sequence[str], flag: str = "--video-data-path") -> Blend:
-    """Parse paths, or weights and paths in turn as in Megatron-LM; a path may be given again.
+    """Parse paths, or alternating weights and paths as in Megatron-LM; paths may be repeated.
 
     Bad weights, or a mix of both forms, raise ConfigError.
     """
@@ -102,10 +102,10 @@ def _number(word: str) -> float | None:
 def joined_manifest(
     blend: Blend, manifests: Sequence[dict[str, Any]], flag: str = "--video-data-path"
 ) -> dict[str, Any]:
-    """Return a manifest for all sets: that of the first one, with the buckets of all.
+    """Return a manifest for all sets: the manifest of the first set, with the buckets of all.
 
-    Sets that were encoded by other models, or give a bucket another micro-batch size, raise
-    ConfigError.
+    ConfigError is raised if sets were encoded by different models, or differ in the micro-batch
+    size of a bucket.
     """
     first = manifests[0]
     for path, manifest in zip(blend.paths, manifests, strict=True):
@@ -139,7 +139,7 @@ def _short(value: Any) -> str:
 
 
 class JoinedVideos(VideoClips):
-    """The clips of several sets, which follow each other in the order of the blend."""
+    """The clips of several sets, one set after another in the order of the blend."""
 
     def __init__(
         self, blend: Blend, sets: Sequence[VideoClips], plan: BucketPlan | None, flag: str
@@ -149,7 +149,7 @@ class JoinedVideos(VideoClips):
         self.plan = plan
         manifests = [one.manifest for one in sets]
         if plan is not None:
-            # Its sizes count, whatever the sets say.
+            # The plan replaces the micro-batch sizes of the sets, so these may differ.
             manifests = [{**m, "buckets": _without_sizes(m)} for m in manifests]
         self.manifest = joined_manifest(blend, manifests, flag)
         self._begins = np.cumsum([0, *map(len, sets)])
@@ -161,7 +161,7 @@ class JoinedVideos(VideoClips):
                 self.of_buckets[bucket] = numbers
 
     def _numbers(self, place: int, bucket: Bucket) -> list[int]:
-        """Return the numbers of the clips of a bucket that a set gives."""
+        """Return the numbers of the clips of a bucket in the set with index ``place``."""
         begin = int(self._begins[place])
         return [begin + number for number in self._sets[place].of_buckets.get(bucket, ())]
 
@@ -206,7 +206,7 @@ class JoinedVideos(VideoClips):
         return members
 
     def table(self) -> str:
-        """Return text with a line for each set: its clips, and how often an epoch takes them."""
+        """Return a text with a line for each set: its clips, and how often an epoch reads them."""
         whole = sum(p * len(one) for p, one in zip(self.passes, self._sets, strict=True))
         lines = ["> sets of clips:"]
         for path, passes, one in zip(self.blend.paths, self.passes, self._sets, strict=True):
@@ -230,7 +230,7 @@ def _without_sizes(manifest: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def check_not_empty(blend: Blend, sets: Sequence[VideoClips], flag: str) -> None:
-    """Raise DataError for a set without clips, whose share no other can take."""
+    """Raise DataError for a set without clips, which cannot contribute its share."""
     for path, one in zip(blend.paths, sets, strict=True):
         if not len(one):
             raise DataError(f"{path} holds no clips; leave it out of `{flag}`.")

@@ -1,6 +1,6 @@
-"""The data of a video run: opened and checked before training, and read step by step.
+"""Opens and checks the data of a video run before training, and reads it step by step.
 
-In each tensor-parallel group the first rank reads the clips of a micro-batch and sends them on.
+In each tensor-parallel group the first rank reads the clips of a micro-batch and broadcasts them.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ from megatron_ext.video.step import FlowMicrobatch
 
 
 def open_videos(config: RunConfig, paths: Sequence[str]) -> VideoClips:
-    """Open the clips of preprocessed folders, or those of lists with ``--online-encoding``.
+    """Open the clips of preprocessed folders, or of lists with ``--online-encoding``.
 
-    ``paths`` are those of ``--video-data-path`` or of ``--video-valid-path``.
+    ``paths`` is the value of ``--video-data-path`` or of ``--video-valid-path``.
     """
     video = config.section(VideoConfig)
     kinds = (CodecConfig, TextEncoderConfig, EncodeConfig)
@@ -86,9 +86,9 @@ def open_videos(config: RunConfig, paths: Sequence[str]) -> VideoClips:
 def _opened(
     flag: str, blend: Blend, buckets: str | None, encoding: tuple[Any, ...] | None
 ) -> VideoClips:
-    """Open the clips of a blend, or return those of an earlier call with the same arguments.
+    """Open the clips of a blend; a second call with the same arguments returns the same object.
 
-    Processes that are forked later share these clips. ``encoding`` is None for folders of shards.
+    Processes that are forked later share it. ``encoding`` is None for folders of shards.
     """
     plan = None if buckets is None else parse_plan(buckets)
     sets = [_opened_set(flag, path, plan, encoding) for path in blend.paths]
@@ -143,7 +143,7 @@ def null_text_of(config: RunConfig, manifest: dict[str, Any]) -> tuple[Tensor, T
 
 @dataclass(frozen=True)
 class VideoSplit:
-    """The clips of one split of the data, at ``path``, and the plan of the steps that take them.
+    """The clips of one split of the data, at ``path``, and the plan of their steps.
 
     ``kind`` is "training" or "validation".
     """
@@ -155,13 +155,13 @@ class VideoSplit:
 
 
 def open_split(config: RunConfig, *, validates: bool = False) -> VideoSplit:
-    """Open the clips to train or, with ``validates``, to evaluate with, and plan their steps.
+    """Open the clips of training or, with ``validates``, of validation, and plan their steps.
 
-    Steps of training take clips as the seed shuffles them. Those of validation take all in order,
-    and mix buckets, so that only the last step is filled up.
+    Training shuffles clips by the seed. Validation takes all clips in order and mixes buckets, so
+    that only the last step must be filled up.
 
-    DataError or ConfigError is raised for unusable data, too few clips for a step, or clips that do
-    not fit the network.
+    DataError or ConfigError is raised if the data cannot be used, has too few clips for a step, or
+    has clips that do not fit the network.
     """
     video = config.section(VideoConfig)
     kind = "validation" if validates else "training"
@@ -197,7 +197,7 @@ def open_split(config: RunConfig, *, validates: bool = False) -> VideoSplit:
         geometries[bucket] = Geometry(shape, text, image)
     units = {str(b): [len(m.clips), m.micro_batch_size * per_step] for b, m in members.items()}
     deciding = [clips.manifest["fingerprint"], units, batch, config.training.seed]
-    # Only where they are mixed, so that checkpoints of other runs keep their identity.
+    # Add this only if buckets are mixed, to keep the identity in checkpoints of other runs.
     deciding += ["mixed"] if mixed else []
     identity = hashlib.sha256(json.dumps(deciding).encode()).hexdigest()
     return VideoSplit(kind, " ".join(paths), clips, VideoPlan(steps, geometries, identity))
@@ -209,7 +209,7 @@ def build_video_datasets(
     sizes: Sequence[int | None],
     is_built_on_rank: Callable[[], bool],
 ) -> Datasets:
-    """Return training and validation splits, on every rank, since all need the plans of steps."""
+    """Return the training and validation splits; every rank needs them, to plan its steps."""
     train = open_split(config)
     valid = None
     if config.section(VideoConfig).video_valid_path is not None:
@@ -220,8 +220,8 @@ def build_video_datasets(
 def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
     """Open and check the data; return the configuration with the settings that follow from it.
 
-    The second value is None; another task may return a tokenizer, for example. Data that is damaged
-    or does not fit the flags raises ConfigError or DataError.
+    The second result is None, where other tasks return for example a tokenizer. Data that is
+    damaged or does not fit the flags raises ConfigError or DataError.
     """
     video = config.section(VideoConfig)
     if video.dry_run_shape is not None:
@@ -252,7 +252,7 @@ def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
     model = dataclasses.replace(
         config.model, seq_length=longest, max_position_embeddings=longest, padded_vocab_size=None
     )
-    # Validation takes all of its data, and is left out where there is none.
+    # Validation always reads all of its data; without data there is none.
     evaluates = video.video_valid_path is not None and training.eval_iters > 0
     sizes = [x.micro_batch_size for x in train.clips.members(training.batch_sizes[0]).values()]
     training = dataclasses.replace(
@@ -265,9 +265,9 @@ def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
 
 
 def video_inputs(config: RunConfig) -> list[Callable[[], Any]]:
-    """Return a check of each list or folder of clips, and of encoders' folders; see `Task.inputs`.
+    """Return checks of the lists and folders of clips, and of encoders' folders; see `Task.inputs`.
 
-    Encoders are read only where clips are encoded during training.
+    Encoders are checked only if clips are encoded during training.
     """
     video = config.section(VideoConfig)
     encoder = config.section(TextEncoderConfig)
@@ -289,7 +289,7 @@ def video_inputs(config: RunConfig) -> list[Callable[[], Any]]:
 
 
 def _with_warmup(given: OptimizerConfig, training: TrainingConfig) -> OptimizerConfig:
-    """Return the optimizer's flags with a missing warm-up filled in, shorter in a short run.
+    """Return the optimizer's flags with the default warm-up, which is shorter in a short run.
 
     Flags that do not fit the number of steps raise ConfigError.
     """
@@ -312,7 +312,7 @@ def _check_references(conditions: ConditionConfig, split: VideoSplit) -> None:
             try:
                 needed = sections(mode, t, conditions)
             except DataError:
-                continue  # such clips are never drawn for this mode
+                continue  # Clips of this length never get this mode.
             for section in needed:
                 name = reference_name("tail" if section.start else "head", section.length)
                 if name not in references:
@@ -325,7 +325,7 @@ def _check_references(conditions: ConditionConfig, split: VideoSplit) -> None:
 
 
 def planned_clips(config: RunConfig) -> list[Clip]:
-    """Return a cost model's `Clip` for each bucket of the training data that some step uses."""
+    """Return a `Clip` of the cost model for each bucket that the steps of training use."""
     if config.section(VideoConfig).dry_run_shape is not None:
         return [clip_of_shape(config)]
     plan = open_split(config).plan
@@ -349,7 +349,7 @@ def planned_clips(config: RunConfig) -> list[Clip]:
 
 
 def bucket_table(split: VideoSplit) -> str:
-    """Return text with a line per bucket: clips, clips left out of an epoch, sequence length."""
+    """Return a text with a line for each bucket: its clips, those left out, its sequence length."""
     steps = split.plan.steps
     lines = [
         f"  {bucket!s:28} {len(members.clips):8d} clips, micro-batches of "
@@ -362,7 +362,7 @@ def bucket_table(split: VideoSplit) -> str:
 
 
 def starved_buckets(split: VideoSplit) -> list[str]:
-    """Return a warning for each bucket whose clips are too few ever to be trained."""
+    """Return a warning for each bucket with so few clips that they are never trained."""
     steps = split.plan.steps
     if steps.mixed:
         unit = "a micro-batch"
@@ -378,7 +378,7 @@ def starved_buckets(split: VideoSplit) -> list[str]:
 
 
 def _clips_of_steps(steps: BucketSteps, dp_rank: int, first_step: int) -> Iterator[list[int]]:
-    """Yield the clip numbers of each micro-batch of a rank, from ``first_step`` on, endlessly."""
+    """Yield the clip numbers of each micro-batch of a rank, from ``first_step`` on, forever."""
     for step in itertools.count(first_step):
         for bucket, clips in steps.microbatches(step, dp_rank):
             yield steps.filled(bucket, clips)
@@ -391,7 +391,8 @@ def _on_all_ranks(batch: VideoBatch | None, device: torch.device, group: Any) ->
     if group.size() == 1:
         return VideoBatch.from_tensors(tensors)
     about: list[Any] = [{name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}]
-    # Ahead of the tensors, since clips differ in size, and short ones have fewer references.
+    # The other ranks need the shapes first: clips differ in size, and short ones have fewer
+    # references.
     torch.distributed.broadcast_object_list(about, group=group, group_src=0)
     for name, (shape, dtype) in about[0].items():
         if batch is None:
@@ -408,9 +409,9 @@ EVALUATION_SEED = 1 << 32
 class VideoSource(BatchSource):
     """The batches of one split on this rank, grouped by step; see `Task.source`.
 
-    Training starts at the run's step. Random decisions then depend on the number of the sample in
-    the run, so a clip gets new ones in each epoch. Validation (``full_epoch``) starts at the first
-    step. Random decisions then depend on the number of the clip and are the same in every pass.
+    Training starts at the step of the run. Its random numbers depend on the number of the sample in
+    the run, so they are new in each epoch. Validation (``full_epoch``) starts at the first step.
+    Its random numbers depend on the number of the clip, so they are the same in every pass.
     """
 
     def __init__(
@@ -435,7 +436,8 @@ class VideoSource(BatchSource):
                 num_workers=num_workers,
                 collate_fn=partial(collate, patch=patch, multiple=network.sequence_multiple),
                 pin_memory=run.device.type == "cuda",
-                # The loader would draw its seed from the generator that ranks share.
+                # Without it the loader would draw a seed from torch's global generator, and ranks
+                # without a loader would get out of step.
                 generator=torch.Generator().manual_seed(0),
                 multiprocessing_context=worker_context(num_workers),
                 worker_init_fn=worker_setup(),
@@ -447,7 +449,7 @@ class VideoSource(BatchSource):
 
     @property
     def coming(self) -> int:
-        """Return the index of the next step, which counts from the beginning of the run."""
+        """Return the index of the next step, counted from the beginning of the run."""
         return self._coming
 
     def _next_batch(self) -> VideoBatch | None:
@@ -476,7 +478,7 @@ class VideoSource(BatchSource):
 
 
 def video_step_stats(run: Run, num_microbatches: int) -> StepStats:
-    """Return clips, tokens and FLOPs of the coming step on all ranks; see `Task.step_stats`."""
+    """Return the clips, tokens and FLOPs of the next step on all ranks; see `Task.step_stats`."""
     source = run.train_source
     assert isinstance(source, VideoSource)
     network = network_of(run.config)

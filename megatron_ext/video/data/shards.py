@@ -1,10 +1,11 @@
-"""Encoded clips on disk: shards of Megatron indexed datasets, one for each field, and a manifest.
+"""Stores encoded clips on disk, in shards.
 
-Each field of a shard, such as ``FOLDER/shard_00003_latents.bin`` with its ``.idx``, holds one
-document for each clip. A document of ``geometry`` is six int32 numbers: ``bucket, t, h, w, fps``
-and the number of the clip. A document of ``caption`` is UTF-8 bytes. ``shard_00003.json`` marks a
-shard as finished, and ``manifest.json``, written last, makes the folder a dataset. ``null_text``
-and ``null_pooled`` hold the encoded empty caption.
+A shard has one Megatron indexed dataset for each field, such as
+``FOLDER/shard_00003_latents.bin`` with its ``.idx``, which holds one document for each clip. A
+document of ``geometry`` is six int32 numbers: ``bucket, t, h, w, fps`` and the number of the clip.
+A document of ``caption`` is UTF-8 bytes. ``shard_00003.json`` marks a shard as finished;
+``manifest.json``, which is written last, makes the folder a dataset. ``null_text`` and
+``null_pooled`` hold the encoded empty caption.
 """
 
 from __future__ import annotations
@@ -44,20 +45,20 @@ def shard_name(number: int) -> str:
 
 
 def number_of(name: str) -> int:
-    """Return the number of a shard with a name that `shard_name` gives."""
+    """Return the number of a shard from its name; the inverse of `shard_name`."""
     return int(name.removeprefix("shard_"))
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the names of the shards or parts in a folder that have a ``.json``, sorted."""
+    """Return the sorted names of the shards or parts in a folder that have a ``.json``."""
     paths = folder.glob("*.json") if folder.is_dir() else ()
     return sorted(path.stem for path in paths if _NAME.fullmatch(path.stem))
 
 
 def write_json(path: Path, content: Any, *, durable: bool = True) -> None:
-    """Write a JSON file under a temporary name, and rename it to publish it.
+    """Write a JSON file atomically: under a temporary name, which is then changed.
 
-    ``durable`` waits until it is on the disk, where a failure of power leaves it.
+    With ``durable`` wait until it is on the disk, so that it survives a power failure.
     """
     temporary = path.with_name(f"{path.name}.writing.{os.getpid()}")
     with open_new(temporary) as stream:
@@ -88,7 +89,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def to_storage(tensor: Tensor, storage: str) -> NDArray[Any]:
-    """Return a tensor's values flat, as stored: float32, or the bits of bfloat16 as int16."""
+    """Return the flat values of a tensor as they are stored.
+
+    They are float32, or for the storage "bfloat16" the bits of bfloat16 as int16.
+    """
     flat = tensor.detach().reshape(-1)
     if storage == "bfloat16":
         return flat.bfloat16().view(torch.int16).numpy()
@@ -104,8 +108,8 @@ def dtype_of(field: str, storage: str) -> np.dtype[Any]:
 class ShardWriter:
     """Writes the fields of one shard, clip by clip.
 
-    Leaving the context publishes the files; after an exception none are published.
-    ``references`` names all encoded reference frames that clips may have, such as ``head1``. See
+    Files get their final names at the end of the `with` block, but not after an exception.
+    ``references`` are the names of all reference frames that clips may have, such as ``head1``. See
     `IndexedWriter` for ``durable``.
     """
 
@@ -160,8 +164,8 @@ class ShardWriter:
 class Field:
     """One field of one shard, such as the latents of all its clips.
 
-    Every read opens the file, since memory maps of thousands of shards would exceed the number of
-    files that a process may have open.
+    Each read opens the file: with thousands of shards, permanent memory maps would exceed the
+    number of files that a process may have open.
     """
 
     def __init__(self, prefix: Path, dtype: np.dtype[Any]) -> None:
@@ -186,9 +190,9 @@ class Field:
         return len(self.begins) - 1
 
     def read(self, first: int, last: int) -> NDArray[Any]:
-        """Return the values of the clips ``first`` to ``last - 1``, flat.
+        """Return the flat values of the clips from ``first`` to ``last - 1``.
 
-        A file that has been cut or removed raises DataError.
+        A file that has been truncated or removed raises DataError.
         """
         begin = int(self.begins[first])
         end = int(self.begins[last])
@@ -207,9 +211,9 @@ class Field:
         return self.read(row, row + 1)
 
     def shaped(self, row: int, storage: str, *shape: int) -> Tensor:
-        """Return one clip's values in the stored dtype, in a shape that may contain one -1.
+        """Return the values of one clip in ``shape``, which may contain one -1.
 
-        A number of values that does not fit the shape raises DataError.
+        They have the stored dtype. If their number does not fit the shape, DataError is raised.
         """
         values = self[row]
         tensor = torch.from_numpy(values)
@@ -225,7 +229,7 @@ class Field:
 
 
 class Shard:
-    """One shard of a dataset; its clips are numbered by row, from 0.
+    """One shard of a dataset; its clips are indexed by row, from 0.
 
     A file that is missing, damaged, or does not fit the manifest raises DataError.
     """
@@ -254,7 +258,7 @@ class Shard:
         return len(self.fields["geometry"])
 
     def buckets(self) -> NDArray[np.int64]:
-        """Return the bucket number of each clip, as a vector; raise DataError if one is unknown."""
+        """Return the bucket number of each clip; raise DataError if a bucket is unknown."""
         geometry = self.fields["geometry"]
         numbers = geometry.read(0, len(self)).reshape(-1, _GEOMETRY)[:, 0].astype(np.int64)
         num_buckets = len(self._manifest["buckets"])
@@ -266,7 +270,7 @@ class Shard:
         return numbers
 
     def number_of(self, row: int) -> int:
-        """Return the number that one clip has in the list of clips."""
+        """Return the number of a clip in the list of clips."""
         return int(self.fields["geometry"][row][-1])
 
     def latent_shape(self, row: int) -> tuple[int, int, int, int]:

@@ -1,8 +1,9 @@
-"""Find clips that look alike, such as copies that were encoded again, scaled or cut differently.
+"""Finds near-duplicate clips, such as copies that were encoded again, scaled or cropped.
 
-Each clip is described by small grey pictures of its first, middle and last frame. Two clips look
-alike if these correlate by `ALIKE` or more, and their mean colours are close. Pairs are found by
-random projections (SimHash, Charikar 2002, doi:10.1145/509907.509965), without comparing all.
+A clip is described by small grey pictures of its first, middle and last frame. Two clips are near
+duplicates if these pictures correlate by at least `ALIKE`, and their mean colours are close.
+Random projections find candidate pairs without comparing all (SimHash, Charikar 2002,
+doi:10.1145/509907.509965).
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
 ALIKE = 0.99
-"""Least correlation of two clips that look alike."""
+"""The least correlation of near duplicates."""
 _SIDE = 8
 _BANDS = 24
 _BITS_OF_BAND = 16
 _CLOSE = 0.05
-"""Largest distance of mean colours, as a share of their range over all clips."""
+"""The largest distance of mean colours, as a share of their range over all clips."""
 _FLAT = 1e-3
-"""Deviation, as a share of that over all clips, below which a clip is flat and left out."""
+"""A clip is flat if its standard deviation is below this share of that of all clips."""
 
 
 class Looks:
-    """The looks of clips, added one by one, and the pairs of them that are alike."""
+    """Collects descriptions of clips, and finds the near duplicates among them."""
 
     def __init__(self) -> None:
         self._numbers: list[int] = []
@@ -34,7 +35,7 @@ class Looks:
         self._means: list[NDArray[np.float32]] = []
 
     def add(self, number: int, frames: Tensor) -> None:
-        """Add clip ``number`` by its decoded frames, or its latents, ``[c, t, h, w]``."""
+        """Add clip ``number``; ``frames [c, t, h, w]`` are its decoded frames or its latents."""
         last = frames.size(1) - 1
         shown = frames[:, [0, last // 2, last]].float()
         grey = shown.mean(dim=0)
@@ -43,9 +44,10 @@ class Looks:
         self._means.append(shown.mean(dim=(1, 2, 3)).numpy())
 
     def pairs(self) -> Iterator[tuple[int, int]]:
-        """Yield the first clip, and each later one that looks like it or like another such clip.
+        """Yield (first clip, duplicate) of each near duplicate.
 
-        Clips of one colour are left out: nothing but the colour tells them apart.
+        The first clip is that of a group in which each clip is a near duplicate of another one.
+        Flat clips are left out, since they differ only in their colour.
         """
         if len(self._numbers) < 2:
             return
@@ -68,7 +70,7 @@ class Looks:
     def _alike(
         self, pictures: NDArray[np.float32], rows: NDArray[np.int64]
     ) -> Iterator[tuple[int, int]]:
-        """Yield pairs of rows that correlate, and whose signs agree in all bits of some band."""
+        """Yield pairs of rows that correlate, among those whose hashes agree in some band."""
         random = np.random.default_rng(0)
         powers = 1 << np.arange(_BITS_OF_BAND)
         for _ in range(_BANDS):

@@ -1,6 +1,6 @@
-"""Text encoders by configuration or by manifest: hashed words, and models of transformers.
+"""Builds text encoders from a configuration or a manifest: hashed words, or models of transformers.
 
-MMDiTs take their text from T5 and CLIP, Wan's networks from UMT5.
+MMDiT networks use T5 and CLIP, Wan networks use UMT5.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class TextEncoder(Protocol):
     """The interface of a text encoder for preprocessing, online encoding and sampling.
 
     Attributes:
-        length: rows of an encoded caption, l: embeddings of its tokens or words, then padding.
-        width: features of a row, d.
-        pooled_width: features of the pooled embedding, e; 0 if there is none.
-        identity: settings that decide the embeddings, stored with a dataset for comparison.
+        length: number l of rows of an encoded caption: its tokens or words, then padding.
+        width: number d of features of a row.
+        pooled_width: number e of features of the pooled embedding; 0 if there is none.
+        identity: settings that determine the embeddings; a dataset stores them for comparison.
     """
 
     length: int
@@ -44,7 +44,7 @@ class TextEncoder(Protocol):
         ...
 
     def cuts(self, caption: str) -> bool:
-        """Return whether the caption is too long for the rows, so that its end is left out."""
+        """Tell whether a caption has more than `length` tokens, so that its end is cut off."""
         ...
 
 
@@ -52,11 +52,11 @@ _WORD = re.compile(r"[^\W_]+")
 
 
 class HashedWords:
-    """A text encoder with a fixed random vector for every word: no weights, and no meaning.
+    """A text encoder without weights: each word has a fixed random vector.
 
     Row i holds the vector of word i; rows after the last word are zero. The pooled vector is the
-    sum of a second vector of each word, divided by the square root of the number of words. The
-    empty caption is all zeros. Case and punctuation are ignored: "a cat." and "a Cat" are the same.
+    sum of another vector of each word, divided by the square root of the number of words. The empty
+    caption is all zeros. Case and punctuation are ignored: "a cat." and "a Cat" are the same.
     """
 
     def __init__(self, config: TextEncoderConfig) -> None:
@@ -84,7 +84,10 @@ class HashedWords:
 
 @lru_cache(maxsize=1 << 16)
 def _word_vector(salt: str, word: str, width: int) -> Tensor:
-    """Return a vector ``[width]`` of 1 and -1 from the word's hash, the same on every machine."""
+    """Return a vector ``[width]`` of 1 and -1 that depends only on the hash of a word.
+
+    ``salt`` distinguishes several vectors of a word.
+    """
     digest = hashlib.blake2b(f"{salt}\0{word}".encode(), digest_size=16).digest()
     raw = np.random.PCG64(int.from_bytes(digest, "big")).random_raw(width)
     return torch.from_numpy((raw >> np.uint64(63)).astype(np.float32) * 2 - 1)
@@ -100,9 +103,9 @@ def load_model(
 ) -> tuple[Any, Any]:
     """Load a model of transformers and its tokenizer from local folders.
 
-    ConfigError is raised if transformers is missing, the model's type is not one of ``types``, it
-    lacks weights, or a folder cannot be loaded. The messages name ``text_encoder``, the chosen
-    encoder, and ``name``, the option that gives ``path``.
+    ConfigError is raised if transformers is missing, the model's type is not one of ``types``,
+    weights are missing, or a folder cannot be loaded. Its message names ``text_encoder``, the
+    chosen encoder, and ``name``, the option that gives ``path``.
     """
     try:
         import transformers
@@ -118,14 +121,14 @@ def load_model(
             f"{' or '.join(types)}; correct the path."
         )
     try:
-        # False rather than nothing, for which transformers asks the terminal whether to run code.
+        # If this is not given, transformers asks on the terminal whether to run remote code.
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             tokenizer_path, local_files_only=True, trust_remote_code=False
         )
         model, info = getattr(transformers, model_class).from_pretrained(
             path, local_files_only=True, output_loading_info=True
         )
-    # Broken files give errors of safetensors, tokenizers, pickle and torch, which share no class.
+    # Damaged files raise errors of safetensors, tokenizers, pickle or torch, of no common class.
     except Exception as error:
         raise ConfigError(
             f"`{name}` ({path}) holds no model and tokenizer that can be loaded ({error}); copy "
@@ -140,7 +143,7 @@ def load_model(
 
 
 def tokenized(tokenizer: Any, captions: Sequence[str], length: int) -> Any:
-    """Return ``input_ids`` and ``attention_mask`` of captions, cut or padded to ``[n, length]``."""
+    """Return ``input_ids`` and ``attention_mask`` of captions, ``[n, length]``, cut or padded."""
     return tokenizer(
         list(captions), max_length=length, padding="max_length", truncation=True,
         return_attention_mask=True, return_tensors="pt",
@@ -148,13 +151,13 @@ def tokenized(tokenizer: Any, captions: Sequence[str], length: int) -> Any:
 
 
 def is_cut(tokenizer: Any, caption: str, length: int) -> bool:
-    """Return whether `tokenized` cuts a caption to ``length`` tokens."""
-    # A verbose tokenizer would warn of captions longer than its model's.
+    """Tell whether `tokenized` would cut a caption to ``length`` tokens."""
+    # `verbose=False` avoids a warning about captions that are too long for the model.
     return len(tokenizer(caption, truncation=False, verbose=False)["input_ids"]) > length
 
 
 def read_settings(name: str, path: str) -> dict[str, Any]:
-    """Return the config.json of a folder, or raise ConfigError that names the option ``name``."""
+    """Return the config.json of a folder; raise a ConfigError, which names the option ``name``."""
     try:
         return read_json_object(Path(path) / "config.json", not_finite=True)
     except UnreadableFile as error:
@@ -172,8 +175,8 @@ def read_settings(name: str, path: str) -> dict[str, Any]:
 class T5AndClip:
     """A text encoder that gives T5's last hidden states and CLIP's pooled text vector.
 
-    As in Open-Sora 2.0, T5 gets no attention mask: pad tokens take part in attention, here and in
-    the denoiser.
+    As in Open-Sora 2.0, T5 gets no attention mask. So pad tokens take part in attention, here and
+    in the denoiser.
     """
 
     def __init__(self, config: TextEncoderConfig, device: torch.device) -> None:
@@ -213,10 +216,10 @@ class UMT5:
     """A text encoder that gives UMT5's last hidden states, zero at pads, and no pooled vector.
 
     As in `diffusers.WanPipeline`, the encoder masks pad tokens, and the denoiser attends to their
-    zero rows. Captions are cleaned as that pipeline does without the optional package ftfy:
-    character references such as ``&amp;`` are resolved twice, and runs of white space become one
-    space. Embeddings therefore do not depend on whether ftfy is installed. The tokenizer lies in
-    the model's folder or, as in a folder of a diffusers pipeline, in ``../tokenizer``.
+    zero rows. Captions are cleaned as in that pipeline without the optional package ftfy: character
+    references such as ``&amp;`` are resolved twice, and runs of white space become one space.
+    Embeddings therefore do not depend on whether ftfy is installed. The tokenizer is in the model's
+    folder or, as in diffusers' pipelines, in ``../tokenizer``.
     """
 
     pooled_width = 0
@@ -263,7 +266,7 @@ def build_text_encoder(
 
 
 def encoder_checks(config: TextEncoderConfig) -> list[Callable[[], Any]]:
-    """Return a check of the config.json of each folder that an encoder is loaded from."""
+    """Return a check of the config.json in each folder of the text encoder."""
     paths = {name: getattr(config, name) for name in FOLDERS[config.text_encoder]}
     return [partial(read_settings, name, path) for name, path in paths.items() if path is not None]
 
@@ -271,7 +274,7 @@ def encoder_checks(config: TextEncoderConfig) -> list[Callable[[], Any]]:
 def width_of(config: TextEncoderConfig) -> int:
     """Return the number of features of a row of the embeddings, without loading a model.
 
-    A folder without a config.json of T5 or UMT5 raises ConfigError.
+    ConfigError is raised for a folder without the config.json of a T5 or UMT5.
     """
     if config.text_encoder == HASHED:
         return config.text_width
@@ -294,9 +297,9 @@ def text_encoder_from_manifest(
     """Build the text encoder that made the embeddings of a dataset, to encode new captions.
 
     Raises:
-        ConfigError: a folder is missing, cannot be loaded, or is given although the encoder has
+        ConfigError: a folder is missing, cannot be loaded, or is given although the encoder needs
             none.
-        DataError: the manifest names no text encoder, or other models than the folders'.
+        DataError: the manifest names no text encoder, or other models than those in the folders.
     """
     config = check_text_encoder(manifest, t5_path, clip_path)
     encoder = build_text_encoder(config, device)
@@ -315,8 +318,8 @@ def check_text_encoder(
 ) -> TextEncoderConfig:
     """Return the configuration of the text encoder that made a dataset's embeddings.
 
-    No model is loaded. ConfigError is raised for a folder that is missing, unreadable or not
-    needed, and DataError for a manifest that lacks the text encoder or its sizes.
+    Load no model. ConfigError is raised for a folder that is missing, unreadable or not needed, and
+    DataError for a manifest that lacks the text encoder or its sizes.
     """
     identity = manifest.get("text_encoder")
     advice = "make the data again with tools/preprocess_video.py."

@@ -1,4 +1,4 @@
-"""When the frames of a clip are shown: its frame rate from its timestamps, and frames by time."""
+"""Determines the frame rate of a clip from its timestamps, and selects frames by time."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ Frame = TypeVar("Frame")
 _WHOLE = (5, 6, 8, 10, 12, 15, 16, 20, 24, 25, 30, 48, 50, 60, 90, 100, 120, 240)
 _NTSC = (24, 30, 48, 60, 120)
 USUAL_RATES = (*map(Fraction, _WHOLE), *(Fraction(1000 * rate, 1001) for rate in _NTSC))
-"""Frame rates that cameras and programs write."""
+"""The frame rates that cameras and programs write."""
 
 _ROUNDING = 1.1e-3
-"""Seconds by which a timestamp may be rounded: Matroska, and files copied from it, count ms."""
+"""The largest rounding error of a timestamp, in seconds: Matroska counts milliseconds, and so do
+files that were converted from it."""
 _SNAP = 0.02
-"""Share by which the usual interval of a variable clip may miss a usual rate that is meant."""
+"""If a clip's rate varies and is nearer to a usual rate than this share, it is taken as that."""
 _ON_GRID = 0.1
-"""A frame this near to a place of the grid, in frames, stands on it; the rest is rounding."""
+"""A frame that is nearer than this to a whole frame number counts as exact, up to rounding."""
 
 
 def frame_rate(times: NDArray[np.float64], given: Sequence[Fraction | None]) -> tuple[float, bool]:
-    """Return the frame rate that timestamps follow, and whether it is constant.
+    """Return the frame rate of timestamps, and whether it is constant.
 
-    Headers are not trusted, since remuxed and cut files have wrong averages: a rate of a header or
-    a usual one counts if the timestamps lie on its grid. If they lie on none, the rate is one over
-    the usual interval between two frames.
+    Headers are not trusted, since remuxed and cut files have wrong averages. A rate, whether of a
+    header or a usual one, is accepted if all timestamps lie on its grid, up to rounding. If none
+    is accepted, the rate is one over the usual interval between two frames.
 
     Args:
-        times: at least two timestamps in seconds, rising.
-        given: rates that the headers give, the most trusted first.
+        times: at least two increasing timestamps in seconds.
+        given: the rates in headers, the most trusted first.
     """
     mean = (len(times) - 1) / (times[-1] - times[0])
     rates = [float(rate) for rate in (*given, *USUAL_RATES) if rate]
@@ -58,18 +59,18 @@ def frames_at(
     step: float,
     blend: bool = False,
 ) -> Iterator[list[tuple[Frame, float]]]:
-    """Yield the frames that are shown at given places, each as [(frame, weight)].
+    """Yield the frame at each of the given times, as [(frame, weight)].
 
-    Where frames are dense, this is the frame nearest in time, the later one of two as near. A frame
-    that stands still for longer than ``step`` is left half a ``step`` before the next one, as by
+    This is the frame nearest in time, or the later one of two equally near frames. If frames are
+    farther apart than ``step``, the later one is taken from half a ``step`` before its time, as in
     ffmpeg's filter fps. The iterator ends early if the frames do.
 
     Args:
-        frames: time, duration and content of each frame, in order of time. Times count frames of
-            the clip's rate from the clip's beginning.
-        places: rising times for which frames are wanted.
-        step: distance between two places, in the same unit.
-        blend: whether to mix the two frames around a place by their distances instead.
+        frames: (time, duration, content) of each frame, in order of time. Times are in frames of
+            the clip's rate, from the clip's beginning.
+        places: the times, increasing.
+        step: distance of two times, in the same unit.
+        blend: whether to mix the two frames around a time instead, weighted by their distances.
     """
     left = iter(places)
     place = next(left, None)
@@ -103,7 +104,10 @@ _EPSILON = 1e-6
 def _mixed(
     before: tuple[float, float, Frame] | None, after: Frame, share: float
 ) -> list[tuple[Frame, float]]:
-    """Return frames with weights: ``share`` for the later one, the rest for the earlier one."""
+    """Return the later frame with weight ``share``, and the earlier one with the rest.
+
+    A frame whose weight is almost 0 is left out.
+    """
     if before is None or share > 1 - _EPSILON:
         return [(after, 1.0)]
     if share < _EPSILON:

@@ -1,8 +1,8 @@
 """Reads the frames of video files through FFmpeg, as a player shows them.
 
-A player turns and mirrors frames by their display matrix, widens pixels that are not square,
-deinterlaces, maps HDR to the range of a screen, and shows what lies under transparent parts. The
-filters for this are FFmpeg's own, chosen by what the stream and its frames say.
+A player rotates and mirrors frames by their display matrix, scales pixels that are not square,
+deinterlaces, maps HDR to the range of a screen, and shows a background under transparent parts. We
+do all this by filters of FFmpeg, which are chosen by the properties of the stream and its frames.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ except ImportError:
     av = None
 
 _PICTURES = ("attached_pic", "timed_thumbnails")
-"""Dispositions of video streams that are no video, such as the cover of an album."""
+"""Dispositions of streams that are not the video, such as the cover of an album."""
 _ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
-"""Decoders that read the transparency of a codec; FFmpeg's own ones leave it out."""
+"""The decoders that read transparency, which FFmpeg's own decoders of these codecs ignore."""
 _STILLS = ("heic", "heix", "heim", "heis", "mif1", "avif")
-"""Brands of files that hold a picture, and no video."""
+"""The brands of files that hold a still picture, not a video."""
 _HDR = {16: "PQ", 18: "HLG"}
-"""Transfer functions, by their number in ITU-T H.273."""
+"""The transfer functions of HDR, by their number in ITU-T H.273."""
 _HDR_FILTER = "scale"
 _OF_THREAD = threading.local()
 _TO_SCREEN = "out_transfer=bt709:out_primaries=bt709:out_color_matrix=bt709"
@@ -45,11 +45,13 @@ _TO_SCREEN = "out_transfer=bt709:out_primaries=bt709:out_color_matrix=bt709"
 
 @dataclass(frozen=True)
 class VideoFacts:
-    """The facts of a video file: size of the upright picture in square pixels, frames, and rate.
+    """The shape of a video file.
 
     Attributes:
-        num_frames: frames at the rate ``fps``, with those that would fill pauses.
-        fps: usual frame rate; 0 for one frame.
+        num_frames: number of frames at the rate ``fps``; a frame that is shown longer counts
+            several times.
+        height, width: size of the upright picture, in square pixels.
+        fps: usual frame rate; 0 if there is only one frame.
     """
 
     num_frames: int
@@ -59,16 +61,16 @@ class VideoFacts:
 
 
 def video_facts(path: ClipFile) -> VideoFacts:
-    """Return what a video file holds, from the packets of its stream and its first frame.
+    """Return the shape of a video file, from the packets of its stream and its first frame.
 
-    ValueError is raised for a file without video, and errors of FFmpeg for one that it cannot read.
+    ValueError is raised for a file without video, an error of FFmpeg for a file it cannot read.
     """
     with _opened(path) as (container, stream):
         by_decoding = _lacks_times(container)
         timed = [
             (packet.dts if by_decoding else packet.pts, packet.duration or 0)
             for packet in _packets(container, stream)
-            # Packets before the beginning of an edited mp4 give no frame.
+            # An edited mp4 may have packets before its beginning, which are not shown.
             if packet.size > 0 and not packet.is_discard
         ]
         base = float(stream.time_base)
@@ -84,16 +86,16 @@ def video_facts(path: ClipFile) -> VideoFacts:
                 "that it would look washed out; convert it to BT.709"
             )
         if stream.codec_context.color_trc in _HDR:
-            _Renderer(stream, first, (0, 0, 0))  # refuses what it cannot map
+            _Renderer(stream, first, (0, 0, 0))  # Raises if it cannot map the HDR colours.
         height, width = _size(stream, first)
         start = first.pts
     if None in (pts for pts, _ in timed) or start is None:
-        # Streams without timestamps, such as raw H.264, have a rate only.
+        # Streams without timestamps, such as raw H.264, have only a rate in their header.
         fps = float(rates[-1]) if rates and len(timed) > 1 else 0.0
         return VideoFacts(len(timed), height, width, fps)
     if by_decoding:
         timed = _behind(timed, start)
-    # Packets before the first frame that can be decoded give none, as after a cut in open groups.
+    # After a cut within an open group of pictures, the first packets cannot be decoded: skip them.
     whole = sorted({pts: duration for pts, duration in timed if pts >= start}.items())
     if not whole:
         raise ValueError("it has no frames")
@@ -108,10 +110,10 @@ def video_facts(path: ClipFile) -> VideoFacts:
 def video_frames(
     path: ClipFile, fps: float, background: Colour, begin: float = 0
 ) -> Iterator[tuple[float, float, LazyFrame]]:
-    """Yield the time, the duration and the picture of each frame.
+    """Yield (time, duration, frame) of each frame.
 
-    Times count frames of the rate ``fps`` from the first frame that can be decoded. Frames well
-    before the time ``begin`` may be left out, so that the middle of a long video is found at once.
+    Times are in frames of the rate ``fps``, from the first frame that can be decoded. Frames well
+    before the time ``begin`` may be skipped by seeking, which is much faster in a long video.
     """
     seconds = begin / (fps or 1)
     start: float | None = None
@@ -127,7 +129,7 @@ def video_frames(
                 renderer = _Renderer(stream, frame, background)
             time = number / (fps or 1) if frame.pts is None else float(frame.pts * frame.time_base)
             start = time if start is None else start
-            # Older versions of PyAV do not tell it; the last frame then lasts like the others.
+            # Older versions of PyAV lack it. Then the last frame is as long as the others.
             ticks = getattr(frame, "duration", None) or 0
             duration = float(ticks * frame.time_base) if frame.time_base else 0.0
             yield (time - start) * fps, duration * fps, LazyFrame(renderer, frame)
@@ -136,8 +138,8 @@ def video_frames(
 def scene_times(path: ClipFile, threshold: float) -> list[float]:
     """Return when each scene begins, in seconds from the first frame that can be decoded.
 
-    A scene begins where FFmpeg's filter select finds a change of more than ``threshold``, which
-    lies between 0 and 1. The whole file is decoded. `video_facts` says what is raised.
+    A scene begins where FFmpeg's filter select finds a change of more than ``threshold``, a number
+    between 0 and 1. The whole file is decoded. Raise the errors of `video_facts`.
     """
     times = [0.0]
     filters: _Filters | None = None
@@ -150,7 +152,7 @@ def scene_times(path: ClipFile, threshold: float) -> list[float]:
                 frame.time_base = 1 / rate
             if filters is None:
                 begin = frame.pts * frame.time_base
-                # Small frames show the same changes, in a fraction of the time.
+                # Small frames give the same scenes in a fraction of the time.
                 small = ("scale", f"w=min(iw\\,{_SCENE_WIDTH}):h=-2")
                 change = ("select", f"gt(scene\\,{threshold})")
                 filters = _Filters(frame, [small, change], Fraction(1))
@@ -162,25 +164,27 @@ def scene_times(path: ClipFile, threshold: float) -> list[float]:
 
 _SCENE_WIDTH = 320
 _SEEK_AFTER = 4.0
-"""Seconds from which on a video is sought, and not decoded from its beginning."""
+"""Seek in a video if its first wanted frame is after this many seconds; else decode from the start.
+"""
 _SEEK_BEFORE = (1.0, 8.0)
-"""Seconds before a frame that are aimed at, one after the other: broadcasts are found roughly."""
+"""How many seconds before a wanted frame to seek; the second is tried if the first does not arrive
+before the frame. Seeking in recorded broadcasts is imprecise."""
 _LATEST = Fraction(1, 2)
-"""Seconds by which decoding times may go back: cheap recorders write them out of order."""
+"""The seconds by which decoding times may decrease: cheap recorders write them out of order."""
 _FILTERED_BEFORE = 0.25
-"""Seconds before a frame that are decoded at least, since filters look at frames before it."""
+"""Decode at least so many seconds before a wanted frame, since filters use earlier frames."""
 
 
 def _near(container: Any, stream: Any, seconds: float) -> Iterator[Any] | None:
-    """Return the first frame of a stream, and those from a key frame before a time on.
+    """Return the first frame of a stream, then the frames from a key frame before a time on.
 
-    The time counts from the first frame. The result is None where the file cannot be sought.
+    ``seconds`` is the time after the first frame. Return None if seeking in the file fails.
     """
     first = next(_decoded(container, stream), None)
     if first is None or first.pts is None or not first.time_base:
         return None
     if _lacks_times(container) and stream.codec_context.has_b_frames:
-        # How far frames lag behind their packets may differ after a seek.
+        # Such frames are timed by their packets, and the delay may differ after a seek.
         return None
     latest = first.pts + (seconds - _FILTERED_BEFORE) / first.time_base
     for before in _SEEK_BEFORE:
@@ -189,7 +193,7 @@ def _near(container: Any, stream: Any, seconds: float) -> Iterator[Any] | None:
         except av.FFmpegError:
             return None
         frames = _decoded(container, stream)
-        # Frames that are shown before the key frame refer to frames that were not decoded.
+        # Skip frames before the key frame: they may refer to frames that were not decoded.
         key = next((frame for frame in frames if frame.key_frame), None)
         if key is not None and key.pts is not None and first.pts < key.pts <= latest:
             return chain([first, key], frames)
@@ -198,13 +202,13 @@ def _near(container: Any, stream: Any, seconds: float) -> Iterator[Any] | None:
 
 @dataclass(frozen=True)
 class LazyFrame:
-    """A decoded frame that is turned into pixels only if it is wanted."""
+    """A decoded frame that is converted to pixels only when `picture` is called."""
 
     renderer: _Renderer
     frame: Any
 
     def picture(self) -> Picture:
-        """Return the pixels, ``[H, W, 3]`` as bytes; ValueError is raised if some are lost."""
+        """Return the pixels, ``[H, W, 3]`` uint8; ValueError is raised if the frame is damaged."""
         if self.frame.is_corrupt:
             raise ValueError(f"its frame at {self.frame.time or 0:.2f} s is damaged")
         return self.renderer.picture(self.frame)
@@ -212,8 +216,11 @@ class LazyFrame:
 
 @contextmanager
 def _opened(path: ClipFile) -> Iterator[tuple[Any, Any]]:
-    """Open a file, and choose its video: the largest one that is no cover picture."""
-    # Without the protocol FFmpeg takes "12:" in "12:30:00.mp4" for one.
+    """Open a file; yield it and its video stream.
+
+    That is the default stream, or else the largest one, but not a cover picture.
+    """
+    # Without "file:" FFmpeg would take "12:" in "12:30:00.mp4" for the name of a protocol.
     file = readable(path) if isinstance(path, Member) else f"file:{path}"
     with av.open(file) as container:
         videos = [x for x in container.streams.video if not _is_picture(x)]
@@ -239,7 +246,7 @@ def _is_default(stream: Any) -> bool:
 
 
 def _decoded(container: Any, stream: Any) -> Iterator[Any]:
-    """Yield the frames of a stream, with their transparency where they have one."""
+    """Decode a stream and yield its frames, with transparency if they have it."""
     name = _ALPHA_DECODERS.get(stream.codec_context.name)
     decoder: Any = None
     if name is not None and stream.metadata.get("alpha_mode") == "1":
@@ -259,10 +266,10 @@ def _decoded(container: Any, stream: Any) -> Iterator[Any]:
 
 
 def _packets(container: Any, stream: Any) -> Iterator[Any]:
-    """Yield the packets of a stream, and at its end an empty one.
+    """Yield the packets of a stream, and an empty packet at the end.
 
-    ValueError is raised where files were joined without new timestamps: a player would show the
-    second one after the first, but by the timestamps they are shown at the same time.
+    ValueError is raised for files that were joined without new timestamps. A player would show the
+    second file after the first, but by their timestamps they are shown at the same time.
     """
     last = None
     for packet in container.demux(stream):
@@ -277,15 +284,16 @@ def _packets(container: Any, stream: Any) -> Iterator[Any]:
 
 
 def _decoded_by(decode: Callable[[Any], Sequence[Any]], packets: Iterator[Any]) -> Iterator[Any]:
-    """Yield the frames of packets; those before the first frame may be of another beginning.
+    """Decode packets and yield their frames; ignore errors before the first frame.
 
-    A recorded broadcast begins anywhere, and players show it from the first whole frame on.
+    A recorded broadcast can begin within a group of pictures. Players show it from the first frame
+    that can be decoded.
     """
     begun = False
     first_error: Exception | None = None
     for packet in packets:
         if packet.size == 0 and packet.dts is not None:
-            # The frame before stays, as recorders of screens write it.
+            # Screen recorders write an empty packet if the picture has not changed.
             continue
         try:
             frames = decode(packet)
@@ -301,15 +309,15 @@ def _decoded_by(decode: Callable[[Any], Sequence[Any]], packets: Iterator[Any]) 
 
 
 def _lacks_times(container: Any) -> bool:
-    """Return whether a format keeps no times of frames, only their number, as AVI does.
+    """Tell whether a format, such as AVI, stores no times of frames.
 
-    FFmpeg then guesses them, and wrongly for frames that are not stored in the order of showing.
+    FFmpeg then guesses the times. It guesses wrongly if frames are not stored in display order.
     """
     return bool(container.format.name == "avi")
 
 
 def _in_order(frames: Iterator[Any]) -> Iterator[Any]:
-    """Yield frames that are timed by the packets after which they were decoded."""
+    """Yield frames with the times of the packets after which they were decoded."""
     last: int | None = None
     for frame in frames:
         if frame.dts is not None and (last is None or frame.dts > last):
@@ -321,10 +329,10 @@ def _in_order(frames: Iterator[Any]) -> Iterator[Any]:
 
 
 def _behind(timed: list[tuple[int, int]], start: int) -> list[tuple[int, int]]:
-    """Return times and durations of frames, as `_in_order` has them, from those of their packets.
+    """Return (time, duration) of frames as `_in_order` times them, given those of their packets.
 
-    ``start`` is the time of the first frame; as many packets were read before it as frames follow
-    the last packet.
+    ``start`` is the time of the first frame. The packets before it show by how many frames decoding
+    lags behind; as many frames follow the last packet.
     """
     late = sum(time < start for time, _ in timed)
     last, duration = timed[-1]
@@ -353,7 +361,7 @@ class _Filters:
         self._graph.configure()
 
     def push(self, frame: Any | None) -> Iterator[Any]:
-        """Filter a frame, or None at the end, and yield the frames that come out."""
+        """Filter a frame, or None for the end, and yield the resulting frames."""
         self._graph.vpush(frame)
         while True:
             try:
@@ -363,7 +371,7 @@ class _Filters:
 
 
 def _deinterlaced(frames: Iterator[Any]) -> Iterator[Any]:
-    """Yield frames, deinterlaced by FFmpeg's yadif from the first interlaced one on."""
+    """Yield frames; from the first interlaced frame on, deinterlace them by FFmpeg's yadif."""
     filters: _Filters | None = None
     for frame in frames:
         if filters is None and not frame.interlaced_frame:
@@ -386,8 +394,8 @@ class _Renderer:
         self._to = "rgba" if alpha or frame.format.has_palette else "rgb24"
         self._aspect = Fraction(stream.sample_aspect_ratio or 1)
         self._shape = _shaped(stream, frame)
-        # The filter format converts as the program ffmpeg does; PyAV's own conversion takes other
-        # neighbours for colours of more than 8 bits.
+        # Use the filter "format", which converts like the program ffmpeg. PyAV's own conversion
+        # interpolates colours of more than 8 bits differently.
         self._colour = [("format", self._to)]
         hdr = _HDR.get(stream.codec_context.color_trc)
         if hdr is None:
@@ -403,9 +411,9 @@ class _Renderer:
             ) from error
 
     def _shared(self, frame: Any) -> _Filters:
-        """Return the filters of this thread for frames like this one.
+        """Return the filters for frames like this one, from the cache of this thread.
 
-        FFmpeg takes seconds for the table with which the first frame is mapped.
+        They are cached because FFmpeg takes seconds to compute the table that maps HDR colours.
         """
         steps = (*self._shape, *self._colour)
         key = (*self._format, frame.time_base, steps, self._aspect)
@@ -416,7 +424,7 @@ class _Renderer:
         return cache[key]
 
     def picture(self, frame: Any) -> Picture:
-        """Return the pixels of a frame, ``[H, W, 3]`` as bytes."""
+        """Return the pixels of a frame, ``[H, W, 3]`` uint8."""
         if (frame.width, frame.height) != self._format[:2]:
             raise ValueError("its frames differ in size")
         if frame.format.name != self._format[2]:
@@ -426,7 +434,7 @@ class _Renderer:
 
 
 def _shaped(stream: Any, frame: Any) -> list[Step]:
-    """Return the filters that make a frame upright, with square pixels."""
+    """Return the filters that make a frame upright and its pixels square."""
     widened = [("scale", "iw*sar:ih"), ("setsar", "1")]
     return _upright(frame) + (widened if (stream.sample_aspect_ratio or 1) != 1 else [])
 
@@ -442,20 +450,20 @@ def _size(stream: Any, frame: Any) -> tuple[int, int]:
 _UNIT = 1 << 16
 """One, in the fixed-point numbers of a display matrix."""
 _LEVEL = math.radians(1)
-"""An angle that is this near to a multiple of a right angle counts as one."""
+"""An angle that is this near to a multiple of a right angle counts as that multiple."""
 _TRANSPOSED = {
     (True, True): "cclock_flip",
     (True, False): "clock",
     (False, True): "cclock",
     (False, False): "clock_flip",
 }
-"""Directions of the filter transpose by the signs of b and c of a display matrix."""
+"""The direction of the filter transpose, by the signs of b and c in a display matrix."""
 
 
 def _upright(frame: Any) -> list[Step]:
-    """Return the filters that turn and mirror a frame as its display matrix says.
+    """Return the filters that rotate and mirror a frame by its display matrix.
 
-    They are those that the program ffmpeg puts before all others.
+    The program ffmpeg inserts the same filters.
     """
     matrix = _display_matrix(frame)
     if matrix is None:
