@@ -205,8 +205,7 @@ def test_nothing_else_in_the_package_unpickles() -> None:
 
     `reproduced` reads what its own forked ranks have written a moment before, `helper` what the
     helpers of its own save have, `snapshot` and `flight` what the same user's run has written in
-    folders that are that user's alone, `disk.reading` YAML with a safe loader, and `ray_tasks` what
-    Ray carries between the processes of one run, where Ray itself unpickles.
+    folders that are that user's alone, and `disk.reading` YAML with a safe loader.
     """
     package = Path(megatron_ext.__file__).parent
     found = {
@@ -221,6 +220,5 @@ def test_nothing_else_in_the_package_unpickles() -> None:
         "checkpoint/unpickling.py",
         "extras/resilience/flight.py",
         "extras/audit/reproduced.py",
-        "text/preprocess/ray_tasks.py",
         "disk/reading.py",
     }

@@ -11,7 +11,7 @@ from unittest import mock
 
 from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.preprocess import run
-from megatron_ext.text.preprocess.jobs import Job, Say, StopAtLine, bad_line, encode_part
+from megatron_ext.text.preprocess.jobs import Job, Say, encode_part
 from megatron_ext.text.preprocess.options import PreprocessOptions
 from tests.intake.judge import Heard
 from tests.intake.leaves import Change
@@ -90,10 +90,7 @@ def hear(content: Any, folder: Path) -> Heard:
 
 def _encode_here(job: Job, numbers: list[int], say: Say) -> None:
     for number in numbers:
-        try:
-            encode_part(job, number, lambda read, documents: None)
-        except StopAtLine as stop:
-            raise bad_line(stop, job.parts[number]) from None
+        encode_part(job, number, lambda read, documents: None)
 
 
 def _written(form: str, rows: list[Any], folder: Path) -> Path:

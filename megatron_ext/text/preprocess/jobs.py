@@ -6,7 +6,6 @@ only on the part's lines and the options, so a part can be encoded anywhere, and
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,9 +18,6 @@ from megatron_ext.text.preprocess.options import PreprocessOptions
 from megatron_ext.text.preprocess.parts import PartWriter, read_marker
 from megatron_ext.text.preprocess.starts import check_encoding, is_blank
 from megatron_ext.text.preprocess.tables import is_table
-
-SECONDS_FOR_FILES = 30.0
-"""The seconds after which a file of another machine must be visible here; NFS may be late."""
 
 Say = Callable[[str], None]
 
@@ -64,7 +60,6 @@ class Job:
     Attributes:
         folder: the work directory.
         key: the key of the plan in ``folder``.
-        build: builds ``encoding`` from ``options`` in another process.
         fast: whether the encoder uses the fast engine.
     """
 
@@ -74,7 +69,6 @@ class Job:
     parts: Sequence[Part]
     encoding: Encoding
     encoder: BlockEncoder
-    build: Build
     fast: bool
 
 
@@ -91,15 +85,11 @@ def progress_of(job: Job, todo: Sequence[int]) -> Progress:
     return Progress(total, earlier, "documents", log_interval=interval, in_bytes=True)
 
 
-class StopAtLine(Exception):
-    """Raised with (line number in the part, reason) for a bad line that ends the run."""
-
-
 def encode_part(job: Job, number: int, advance: Advance) -> None:
     """Encode one part and write its marker.
 
     ``advance`` is called with the input bytes and the documents of each block. Blank lines at the
-    end of an input are skipped; any other blank line is bad. Raise a StopAtLine for a bad line,
+    end of an input are skipped; any other blank line is bad. Raise a DataError for a bad line,
     unless ``--on-bad-line`` sets it aside.
     """
     streams = job.options.streams
@@ -108,7 +98,6 @@ def encode_part(job: Job, number: int, advance: Advance) -> None:
     part = job.parts[number]
     first = 0
     blank: list[bytes] = []
-    stops = job.options.on_bad_line != "quarantine"
     try:
         for block, read in blocks(part):
             if part.start == first == 0 and not is_table(part.packing):
@@ -120,10 +109,10 @@ def encode_part(job: Job, number: int, advance: Advance) -> None:
             while end and is_blank(lines[end - 1]):
                 end -= 1
             lines, blank = lines[:end], lines[end:]
-            advance(read, _encode_lines(job, writer, lines, first, stops=stops))
+            advance(read, _encode_lines(job, part, writer, lines, first))
             first += len(lines)
         if blank and not is_end_of_input(part):
-            _encode_lines(job, writer, blank, first, stops=stops)
+            _encode_lines(job, part, writer, blank, first)
         elif blank:
             for line in range(first, first + len(blank)):
                 writer.skip(line)
@@ -135,29 +124,22 @@ def encode_part(job: Job, number: int, advance: Advance) -> None:
 
 
 def _encode_lines(
-    job: Job, writer: PartWriter, lines: Sequence[bytes], first: int, *, stops: bool
+    job: Job, part: Part, writer: PartWriter, lines: Sequence[bytes], first: int
 ) -> int:
-    """Encode lines of a part, whose first has the number ``first``; return how many documents.
+    """Encode lines of a part, whose first has the number ``first``; return how many documents."""
 
-    With ``stops`` raise a StopAtLine for a bad line; else record it.
-    """
-    refuse = partial(_refuse, None if stops else writer, lines, first)
+    def refuse(line: int, reason: str) -> None:
+        if job.options.on_bad_line != "quarantine":
+            raise _bad_line(part, line, reason)
+        writer.reject(line, reason, lines[line - first])
+
     documents = job.encoder.encode(lines, first, refuse, writer.write, writer.tally)
     writer.count(len(lines), documents)
     return documents
 
 
-def _refuse(
-    writer: PartWriter | None, lines: Sequence[bytes], first: int, line: int, reason: str
-) -> None:
-    if writer is None:
-        raise StopAtLine(line, reason)
-    writer.reject(line, reason, lines[line - first])
-
-
-def bad_line(stop: StopAtLine, part: Part) -> DataError:
+def _bad_line(part: Part, number: int, reason: str) -> DataError:
     """Return the error that tells the user which line ended the run."""
-    number, reason = stop.args
     file, line = place_of(part, number)
     unit = "item" if part.packing == "array" else "line"
     place = file if part.packing == "texts" else f"{file} {unit} {line}"

@@ -202,11 +202,23 @@ def replace_file(path: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class Failure:
-    """The error of a failed Slurm task, whose plan has the key ``key``."""
+    """The error of a task, whose plan has the key ``key``, that another attempt would meet too.
+
+    ``kind`` is "inexact" for an InexactEngine, else "refused".
+    """
 
     kind: str
     messages: list[str]
     key: str
+
+
+def write_failure(folder: Path, failure: Failure) -> None:
+    replace_file(folder / f"failed.{secrets.token_hex(6)}.json", json.dumps(asdict(failure)))
+
+
+def failure_paths(folder: Path) -> list[Path]:
+    """Return the files of the failures in a work directory."""
+    return sorted(folder.glob("failed.*.json"))
 
 
 def failure_of(path: Path) -> Failure:

@@ -1,38 +1,22 @@
-"""Encodes the parts of a run as tasks of Ray, on machines that share its file system.
+"""Encodes the parts of a run in tasks of Ray, one part in each and `--workers` at a time.
 
 A process of Ray loads the tokenizer once, for all tasks of a run that it gets.
 """
 
 import os
-import pickle
 import re
 import signal
 import socket
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.data.part_pool import ATTEMPTS
-from megatron_ext.data.progress import Progress
-from megatron_ext.errors import ConfigError, MachineFault, MegatronExtError
+from megatron_ext.errors import ConfigError
+from megatron_ext.text.preprocess.cluster import save_job
 from megatron_ext.text.preprocess.inputs import Part
-from megatron_ext.text.preprocess.jobs import (
-    SECONDS_FOR_FILES,
-    Build,
-    Job,
-    Say,
-    StopAtLine,
-    bad_line,
-    encode_part,
-    progress_of,
-    unfinished,
-)
-from megatron_ext.text.preprocess.options import PreprocessOptions
-from megatron_ext.text.preprocess.parts import read_marker
-from megatron_ext.text.tokenizers.fast import InexactEngine
+from megatron_ext.text.preprocess.jobs import Job, Say
 
 _SECONDS_BETWEEN_LOOKS = 1.0
 _SECONDS_TO_CANCEL = 10.0
@@ -43,148 +27,78 @@ _PATIENCE = "RAY_gcs_server_port_wait_time_s"
 """The variable that sets how often Ray tries to reach a cluster, 40 seconds each; 20 by default."""
 
 
-@dataclass(frozen=True)
-class _Setting:
-    """The values from which a process of Ray makes its job."""
+class RayTasks:
+    """Tasks of Ray, on the cluster that `RAY_ADDRESS` names or that runs on this machine.
 
-    options: PreprocessOptions
-    folder: Path
-    key: str
-    parts: Sequence[Part]
-    build: Build
-    fast: bool
-    cwd: str
-
-
-_jobs: dict[str, Job] = {}
-"""The job of this process of Ray, keyed by the key of its plan."""
-
-
-def encode_here(key: str, setting: list[Any], number: int) -> bytes:
-    """Encode one part in a task of Ray; return b"", or the pickled error that ended it.
-
-    ``setting`` holds a Ray reference to a pickled `_Setting`. It is in a list, because Ray would
-    fetch a bare reference for each task; here each process fetches it once.
+    If there is none, start Ray on this machine for the time of the run. Raise a ConfigError if Ray
+    is not installed, or its cluster is not found.
     """
-    import ray
 
-    try:
-        if key not in _jobs:
-            made_from: _Setting = pickle.loads(ray.get(setting[0]))
-            os.environ["TOKENIZERS_PARALLELISM"] = "false"
-            os.chdir(made_from.cwd)
-            encoding = made_from.build(made_from.options)
-            encoder = encoding.encoder(fast=made_from.fast)
-            _jobs.clear()
-            _jobs[key] = Job(
-                made_from.options, made_from.folder, made_from.key, made_from.parts, encoding,
-                encoder, made_from.build, made_from.fast,
-            )  # fmt: skip
-        encode_part(_jobs[key], number, lambda _read, _documents: None)
-    except (StopAtLine, InexactEngine, MegatronExtError, OSError) as error:
-        return pickle.dumps(error)
-    return b""
+    def __init__(self, job: Job, _todo: Sequence[int], say: Say) -> None:
+        save_job(job)
+        self._job = job
+        self._ray, self._ours = _connect(job.options.workers, say)
+        # Ray must not retry tasks itself: it would silently retry forever a task that it killed for
+        # lack of memory.
+        self._task = self._ray.remote(num_cpus=1, max_retries=0)(_task_of(_ROOT))
+        self._waiting = deque[int]()
+        self._running: dict[Any, int] = {}
+        self._faults: dict[int, str] = {}
+
+    def submit(self, numbers: Sequence[int]) -> None:
+        self._waiting.extend(numbers)
+        self._faults.clear()
+
+    def running(self, left: Sequence[int]) -> bool:
+        folder = os.path.abspath(self._job.folder)
+        until = time.monotonic() + _SECONDS_BETWEEN_LOOKS
+        while time.monotonic() < until:
+            while self._waiting and len(self._running) < self._job.options.workers:
+                number = self._waiting.popleft()
+                self._running[self._task.remote(folder, self._job.key, number)] = number
+            if not self._running:
+                return False
+            finished, _ = self._ray.wait(list(self._running), timeout=_SECONDS_BETWEEN_LOOKS)
+            for reference in finished:
+                number = self._running.pop(reference)
+                if fault := _fault(self._ray, reference, self._job.parts[number]):
+                    self._faults[number] = fault
+        return True
+
+    def faults(self, left: Sequence[int]) -> tuple[list[str], bool]:
+        unknown = "A Ray process has left no marker for"
+        clauses = [self._faults.get(i, f"{unknown} {self._job.parts[i]}") for i in left]
+        return clauses, not self._faults.keys() >= set(left)
+
+    def close(self) -> None:
+        for reference in self._running:
+            self._ray.cancel(reference, force=True)
+        if self._running:  # The caller may remove the work directory: nobody must write there now.
+            references = list(self._running)
+            self._ray.wait(references, num_returns=len(references), timeout=_SECONDS_TO_CANCEL)
+        if self._ours:
+            self._ray.shutdown()
 
 
-def _task_of(root: str) -> Callable[..., bytes]:
+def _task_of(root: str) -> Callable[..., str]:
     """Return the function that a task runs; it imports this package from the folder ``root``.
 
     Ray's processes may lack this process's import paths, so the function must be sent as code, not
-    by its name: hence the nested function. Settings and errors are sent as pickled bytes for the
-    same reason, since a server of Ray unpickles other values.
+    by its name: hence the nested function. It names `task` as text, because that module runs whole
+    runs too, and so imports this one.
     """
 
-    def encode(key: str, setting: list[Any], number: int) -> bytes:
+    def encode(folder: str, key: str, number: int) -> str:
+        import importlib
         import sys
 
         if root not in sys.path:
             sys.path.insert(0, root)
-        from megatron_ext.text.preprocess import ray_tasks
-
-        return ray_tasks.encode_here(key, setting, number)
+        task = importlib.import_module("megatron_ext.text.preprocess.task")
+        reason: str = task.encode_by_ray(folder, key, number)
+        return reason
 
     return encode
-
-
-def encode_by_ray(job: Job, todo: Sequence[int], say: Say) -> None:
-    """Encode the parts with the numbers ``todo`` in tasks of Ray, ``--workers`` at a time.
-
-    The cluster is the one that `RAY_ADDRESS` names, or the one that runs on this machine. If there
-    is none, start Ray on this machine for the time of the run. If the process of a part dies, or
-    cannot read or write, the part is encoded again after the others, ``ATTEMPTS`` times in all.
-
-    Raises:
-        ConfigError: Ray is not installed, or its cluster is not found.
-        DataError: a bad line, or a damaged file.
-        MachineFault: a part has failed in all its attempts.
-        InexactEngine: the fast engine gives other ids than the tokenizer.
-    """
-    ray, ours = _connect(job.options.workers, say)
-    progress = progress_of(job, todo)
-    running: dict[Any, int] = {}
-    try:
-        _encode_all(ray, job, todo, running, progress, say)
-        until = time.monotonic() + SECONDS_FOR_FILES
-        while unfinished(job, todo) and time.monotonic() < until:
-            time.sleep(0.5)
-    finally:
-        for reference in running:
-            ray.cancel(reference, force=True)
-        if running:  # The caller may remove the work directory, so nobody must write there now.
-            ray.wait(list(running), num_returns=len(running), timeout=_SECONDS_TO_CANCEL)
-        progress.close()
-        if ours:
-            ray.shutdown()
-
-
-def _encode_all(
-    ray: Any, job: Job, todo: Sequence[int], running: dict[Any, int], progress: Progress, say: Say
-) -> None:
-    """Encode parts in tasks.
-
-    ``running`` maps each running task to the number of its part; it is changed in place, so that
-    the caller can cancel the tasks after an error.
-    """
-    task = _task(ray, job)
-    waiting = deque(todo)
-    faults = Counter[int]()
-    done = documents = 0
-    while waiting or running:
-        while waiting and len(running) < job.options.workers:
-            number = waiting.popleft()
-            running[task(number)] = number
-        finished, _ = ray.wait(list(running), timeout=_SECONDS_BETWEEN_LOOKS)
-        for reference in finished:
-            number = running.pop(reference)
-            fault = _fault(ray, reference, job.parts[number])
-            if fault is None:
-                marker = read_marker(job.folder, job.key, number)
-                done += job.parts[number].num_bytes
-                documents += marker.documents if marker else 0
-                continue
-            faults[number] += 1
-            if faults[number] == ATTEMPTS:
-                raise MachineFault(
-                    f"{fault}, as in each of {ATTEMPTS} attempts; finished parts are kept, so mend "
-                    "this and run the same command again."
-                )
-            say(f"{fault}; it is encoded again (attempt {faults[number] + 1}).")
-            waiting.append(number)
-        progress.show(done, documents)
-
-
-def _task(ray: Any, job: Job) -> Callable[[int], Any]:
-    """Return a function that starts the task of a part.
-
-    Ray must not retry tasks itself: it would silently retry forever a task that it killed for lack
-    of memory.
-    """
-    setting = _Setting(
-        job.options, job.folder, job.key, job.parts, job.build, job.fast, os.getcwd()
-    )
-    shared = [ray.put(pickle.dumps(setting))]
-    encode = ray.remote(num_cpus=1, max_retries=0)(_task_of(_ROOT))
-    return lambda number: encode.remote(job.key, shared, number)
 
 
 def _connect(workers: int, say: Say) -> tuple[Any, bool]:
@@ -255,13 +169,13 @@ def _knock(ray: Any, address: str) -> None:
         socket.create_connection((host, int(port)), _SECONDS_TO_CONNECT).close()
 
 
-def _fault(ray: Any, reference: Any, part: Part) -> str | None:
-    """Return None if a task has succeeded, or the reason why its part must be encoded again.
+def _fault(ray: Any, reference: Any, part: Part) -> str:
+    """Return "", or why the process of a task has died or could not encode its part, as a clause.
 
-    Raise the error of the task if another attempt would end in the same way.
+    Raise an error that another attempt would not mend.
     """
     try:
-        pickled = ray.get(reference)
+        reason = ray.get(reference)
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, ImportError):
             raise ConfigError(
@@ -272,12 +186,9 @@ def _fault(ray: Any, reference: Any, part: Part) -> str | None:
     except ray.exceptions.RayError as error:
         reason = " ".join(str(error).split())[:_LENGTH_OF_REASON]
         return f"A Ray process died at {part} ({reason})"
-    if not pickled:
-        return None
-    ended_by = pickle.loads(pickled)
-    if isinstance(ended_by, OSError):
-        return (
-            f"A Ray process could not write or read ({ended_by}) for {part}, as where a disk is "
-            "full, or a machine does not share these folders"
-        )
-    raise bad_line(ended_by, part) if isinstance(ended_by, StopAtLine) else ended_by
+    if not reason:
+        return ""
+    return (
+        f"A Ray process could not write or read ({reason}) for {part}, as where a disk is full, or "
+        "a machine does not share these folders"
+    )

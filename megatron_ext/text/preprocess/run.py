@@ -96,7 +96,7 @@ def encoded(
     with _without_threads():
         encoding = encoding or build(options)
         with planned(options, encoding.identity, say) as (work, parts, done):
-            job = _job(options, work, parts, build, encoding, say)
+            job = _job(options, work, parts, encoding, say)
             resumed = len(done)
             try:
                 run_parts(job, done, say)
@@ -129,13 +129,12 @@ def _job(
     options: PreprocessOptions,
     work: WorkDirectory,
     parts: Sequence[Part],
-    build: Build,
     encoding: Encoding,
     say: Say,
 ) -> Job:
     fast = encoding.choose_engine(parts, say)
     encoder = encoding.encoder(fast=fast)
-    return Job(options, work.folder, work.key, parts, encoding, encoder, build, fast)
+    return Job(options, work.folder, work.key, parts, encoding, encoder, fast)
 
 
 def plan_for_slurm(options: PreprocessOptions, build: Build, say: Say = say_to_stderr) -> None:
@@ -149,7 +148,7 @@ def plan_for_slurm(options: PreprocessOptions, build: Build, say: Say = say_to_s
                 "`--slurm-script` needs inputs that can be read again, but one is a stream; write "
                 "it to a file first, or leave the flag out."
             )
-        job = _job(options, work, parts, build, encoding, say)
+        job = _job(options, work, parts, encoding, say)
         todo = unfinished(job, range(len(parts)))
         if not todo:
             raise ConfigError(
@@ -238,7 +237,8 @@ def run_parts(job: Job, done: dict[int, PartMarker], say: Say) -> None:
     """Encode the unfinished parts by the executor of the options; add their markers to ``done``."""
     todo = [i for i in range(len(job.parts)) if i not in done]
     if todo:
-        _executor(job.options.executor)(job, todo, say)
+        encode = encode_parts if job.options.executor == "local" else _encode_elsewhere
+        encode(job, todo, say)
     for i in todo:
         marker = read_marker(job.folder, job.key, i)
         if marker is None:
@@ -249,16 +249,12 @@ def run_parts(job: Job, done: dict[int, PartMarker], say: Say) -> None:
         done[i] = marker
 
 
-def _executor(name: str) -> Callable[[Job, list[int], Say], None]:
-    if name == "slurm":
-        from megatron_ext.text.preprocess import slurm
+def _encode_elsewhere(job: Job, todo: Sequence[int], say: Say) -> None:
+    from megatron_ext.text.preprocess import cluster, ray_tasks, slurm
 
-        return slurm.encode_by_slurm
-    if name == "ray":
-        from megatron_ext.text.preprocess import ray_tasks
-
-        return ray_tasks.encode_by_ray
-    return encode_parts
+    by_slurm = job.options.executor == "slurm"
+    executor = slurm.SlurmArrays if by_slurm else ray_tasks.RayTasks
+    cluster.encode_on(executor(job, todo, say), job, todo, say)
 
 
 def publish_job(

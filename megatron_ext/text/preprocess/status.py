@@ -20,7 +20,13 @@ from megatron_ext.data.indexed import check_indexed_dataset
 from megatron_ext.disk.reading import UnreadableFile, open_regular, read_text
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.preprocess.inputs import Part
-from megatron_ext.text.preprocess.parts import PartMarker, failure_of, read_marker, read_plan
+from megatron_ext.text.preprocess.parts import (
+    PartMarker,
+    failure_of,
+    failure_paths,
+    read_marker,
+    read_plan,
+)
 
 _MOST_ROWS = 20
 _SECONDS_OF_SILENCE = 60.0
@@ -144,7 +150,7 @@ def _lines(
             f"{machines}, {each:.1f} s for a part; ETA "
             f"{tqdm.format_interval(left * seconds / read)}."
         )
-    for path in sorted(folder.glob("failed.*.json")):
+    for path in failure_paths(folder):
         with suppress(UnreadableFile):  # the run may end meanwhile
             for message in failure_of(path).messages:
                 yield f"A task has failed: {message}"

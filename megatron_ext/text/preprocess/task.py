@@ -1,4 +1,4 @@
-"""The program of a task of Slurm: encodes some parts of a run, or finishes the run.
+"""Encodes parts of a run in a task of Slurm, as this program does, or in a task of Ray.
 
     python -m megatron_ext.text.preprocess.task FOLDER [PARTS]
 
@@ -7,11 +7,10 @@ the numbers of the parts to encode, such as 0-3,7. Without PARTS, encode all mis
 the datasets.
 """
 
-import json
 import os
-import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,11 @@ from megatron_ext.errors import (
 )
 from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.config.tokenizer import TokenizerConfig
-from megatron_ext.text.preprocess.jobs import Build, Job, unfinished
+from megatron_ext.text.preprocess.cluster import numbers_of
+from megatron_ext.text.preprocess.jobs import Build, Job, encode_part, unfinished
 from megatron_ext.text.preprocess.options import PreprocessOptions
-from megatron_ext.text.preprocess.parts import read_plan, replace_file
+from megatron_ext.text.preprocess.parts import Failure, read_plan, write_failure
 from megatron_ext.text.preprocess.run import Report, preprocess, run_or_explain
-from megatron_ext.text.preprocess.slurm import numbers_of
 from megatron_ext.text.preprocess.texts import TextEncoding
 from megatron_ext.text.preprocess.workers import encode_parts
 from megatron_ext.text.sft.preprocess import (
@@ -61,11 +60,10 @@ def finish(options: PreprocessOptions) -> int:
     return run_or_explain(run)
 
 
-def encode(folder: Path, saved: dict[str, Any], numbers: list[int]) -> None:
-    """Encode the parts with these numbers, except those that are finished.
+def job_of(folder: Path, saved: dict[str, Any]) -> Job:
+    """Build the job that the coordinating process has saved.
 
-    Raise a DataError if the plan in the folder is not the one for which this task was ``saved``, or
-    if it has no such parts.
+    Raise a DataError if the plan in the folder is not the one for which the job was ``saved``.
     """
     plan = read_plan(folder)
     if plan.key != saved["key"]:
@@ -73,19 +71,66 @@ def encode(folder: Path, saved: dict[str, Any], numbers: list[int]) -> None:
             f"The parts in {folder} were cut anew after this job had been submitted; submit the "
             "job of the new parts instead."
         )
-    if max(numbers, default=0) >= len(plan.parts):
-        raise DataError(
-            f"The job names part {max(numbers)}, but the parts in {folder} are 0 to "
-            f"{len(plan.parts) - 1}; name some of these."
-        )
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     options = options_of(saved)
     sft = isinstance(options, SftPreprocessOptions)
     build: Build = conversation_encoding if sft else TextEncoding
     encoding = build(options)
     encoder = encoding.encoder(fast=saved["fast"])
-    job = Job(options, folder, plan.key, plan.parts, encoding, encoder, build, saved["fast"])
+    return Job(options, folder, plan.key, plan.parts, encoding, encoder, saved["fast"])
+
+
+def encode(folder: Path, saved: dict[str, Any], numbers: list[int]) -> None:
+    """Encode the parts with these numbers, except those that are finished.
+
+    Raise a DataError if there are no such parts.
+    """
+    job = job_of(folder, saved)
+    if max(numbers, default=0) >= len(job.parts):
+        raise DataError(
+            f"The job names part {max(numbers)}, but the parts in {folder} are 0 to "
+            f"{len(job.parts) - 1}; name some of these."
+        )
     encode_parts(job, unfinished(job, numbers), say_to_stderr)
+
+
+def attempt(folder: Path, key: str, work: Callable[[], None]) -> Sequence[str]:
+    """Call ``work``; return the messages of the error that ended it, or none.
+
+    If another attempt would fail in the same way, write the error for the coordinating process.
+    """
+    try:
+        work()
+        return []
+    except InexactEngine as error:
+        failure = Failure("inexact", [str(error)], key)
+    except (ConfigError, DataError) as error:
+        failure = Failure("refused", list(error.messages), key)
+    except MegatronExtError as error:
+        return error.messages
+    write_failure(folder, failure)
+    return failure.messages
+
+
+def encode_by_ray(folder: str, key: str, number: int) -> str:
+    """Encode one part in a process of Ray; return "", or why it could not write or read."""
+
+    def work() -> None:
+        encode_part(_job_by_ray(folder, key), number, lambda _read, _documents: None)
+
+    try:
+        attempt(Path(folder), key, work)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+@lru_cache(maxsize=1)
+def _job_by_ray(folder: str, key: str) -> Job:
+    """Build the job of the plan with this key once, for all tasks that this process gets."""
+    saved = read_json_object(Path(folder) / "job.json")
+    os.chdir(saved["cwd"])
+    return job_of(Path(folder), {**saved, "key": key})
 
 
 def main(argv: list[str]) -> int:
@@ -121,21 +166,10 @@ def main(argv: list[str]) -> int:
         return 2
     if len(argv) == 1:
         return finish(options_of(saved))
-    try:
-        encode(folder, saved, numbers)
-        return 0
-    except InexactEngine as error:
-        messages = [str(error)]
-        kind = "inexact"
-    except MegatronExtError as error:
-        messages = list(error.messages)
-        kind = "refused" if isinstance(error, (ConfigError, DataError)) else "fault"
+    messages = attempt(folder, saved["key"], lambda: encode(folder, saved, numbers))
     for message in messages:
         say_to_stderr(f"error: {message}")
-    if kind != "fault":  # Another attempt would fail in the same way, so tell the coordinator.
-        failed = {"kind": kind, "messages": messages, "key": saved["key"]}
-        replace_file(folder / f"failed.{secrets.token_hex(6)}.json", json.dumps(failed))
-    return 1
+    return 1 if messages else 0
 
 
 if __name__ == "__main__":

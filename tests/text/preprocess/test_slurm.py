@@ -11,18 +11,11 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import ConfigError, DataError, MachineFault
-from megatron_ext.text.preprocess import slurm as slurm_module
+from megatron_ext.text.preprocess import cluster as cluster_module
 from megatron_ext.text.preprocess import task
 from megatron_ext.text.preprocess.cli import _run, main, parse_options
-from megatron_ext.text.preprocess.parts import WorkDirectory
-from megatron_ext.text.preprocess.slurm import (
-    _forget_former_run,
-    _Watch,
-    numbers_of,
-    ranges,
-    write_script,
-)
-from megatron_ext.text.tokenizers.fast import InexactEngine
+from megatron_ext.text.preprocess.cluster import numbers_of
+from megatron_ext.text.preprocess.slurm import write_script
 from tests.text import tiny
 from tests.text.preprocess.faults import deaths, plant_deaths
 from tests.text.preprocess.runs import check_pair, left_in, run, texts_of
@@ -70,7 +63,7 @@ def test_a_part_that_always_dies_ends_the_run_and_others_are_kept(
 ) -> None:
     path, documents = marked(tmp_path, 60, 1)
     plant_deaths(tmp_path, monkeypatch, "MARK", times=9, parent=True)
-    monkeypatch.setattr(slurm_module, "ATTEMPTS", 2)
+    monkeypatch.setattr(cluster_module, "ATTEMPTS", 2)
     with pytest.raises(
         MachineFault, match=r"Parts 0 of .*out were not encoded in 2 attempts \(Slu"
     ):
@@ -150,17 +143,6 @@ def test_without_slurm_or_where_it_refuses_the_run_says_so(
             _run([*words, str(tmp_path / name)])
 
 
-def test_only_the_tasks_of_this_plan_end_the_run(tmp_path: Path) -> None:
-    options = SimpleNamespace(log_interval=1)
-    watch = _Watch(SimpleNamespace(folder=tmp_path, key="new", parts=[], options=options), [])
-    for key in ("former", "new"):
-        assert watch.look() == []
-        failed = {"kind": "inexact", "messages": ["ids differ"], "key": key}
-        (tmp_path / f"failed.{key}.json").write_text(json.dumps(failed))
-    with pytest.raises(InexactEngine, match="ids differ"):
-        watch.look()
-
-
 def test_a_queue_that_does_not_answer_delays_no_finished_run(slurm: Slurm, tmp_path: Path) -> None:
     (slurm.folder / "busy").touch()
     path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(5))
@@ -184,12 +166,10 @@ def test_the_job_of_a_killed_run_is_cancelled_and_its_tasks_encode_nothing_of_th
     ):
         task.encode(folder, saved, [0, 7])
     (folder / "slurm_job").write_text("100")
-    with WorkDirectory(str(tmp_path / "out")) as work:
-        work.clear()
-        work.keep = True
-    _forget_former_run(folder)
-    assert slurm.cancelled() == ["100", "100"]
-    assert not (folder / "slurm_job").exists()
+    before = slurm.cancelled()
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(5))  # and so another plan
+    run(tmp_path, path, workers=1, **SLURM)
+    assert slurm.cancelled() == [*before, "100"]
 
 
 def test_tasks_read_the_options_of_their_run(tmp_path: Path) -> None:
@@ -215,13 +195,3 @@ def test_a_task_that_cannot_begin_says_why(
         rf"^error: {gone}/job.json cannot be read \(No such file .*\): the run in {gone} has ended"
     )
     assert re.match(said, capsys.readouterr().err)
-    with pytest.raises(
-        ConfigError, match=r"^The parts of a task \(3,x\) must be numbers, such as "
-    ):
-        numbers_of("3,x")
-
-
-def test_numbers_of_parts_are_written_short() -> None:
-    for numbers, text in (([0], "0"), ([0, 1, 2, 7, 9, 10], "0-2,7,9-10"), ([5, 6], "5-6")):
-        assert ranges(numbers) == text
-        assert numbers_of(text) == numbers

@@ -1,0 +1,147 @@
+"""Encodes the parts of a run in tasks on machines that share its file system, by Slurm or Ray.
+
+A task reads its job from the work directory (`task.py`). It writes a marker for each finished part,
+and nothing else reports success; an error that another attempt would meet too gets a file of its
+own. If all tasks have ended and parts have no marker, these are encoded again.
+"""
+
+import json
+import os
+import re
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict
+from typing import Protocol
+
+from megatron_ext.data.part_pool import ATTEMPTS
+from megatron_ext.errors import ConfigError, DataError, MachineFault
+from megatron_ext.text.preprocess.jobs import Job, Say, progress_of
+from megatron_ext.text.preprocess.parts import (
+    PartMarker,
+    failure_of,
+    failure_paths,
+    read_marker,
+    replace_file,
+)
+from megatron_ext.text.tokenizers.fast import InexactEngine
+
+_SECONDS_FOR_FILES = 30.0
+"""The seconds after which a file of another machine must be visible here; NFS may be late."""
+
+
+class Cluster(Protocol):
+    """Runs tasks that encode parts, in one attempt after another."""
+
+    def submit(self, numbers: Sequence[int]) -> None:
+        """Submit the tasks of an attempt to encode parts."""
+        ...
+
+    def running(self, left: Sequence[int]) -> bool:
+        """Wait a moment, and return whether tasks still run; the parts ``left`` have no marker."""
+        ...
+
+    def faults(self, left: Sequence[int]) -> tuple[list[str], bool]:
+        """Return a clause on each task that has ended without a marker for one of ``left``.
+
+        The second value tells whether one of these tasks may have succeeded, so that the marker is
+        only late.
+        """
+        ...
+
+    def close(self) -> None:
+        """Cancel the tasks that still run."""
+        ...
+
+
+def encode_on(cluster: Cluster, job: Job, todo: Sequence[int], say: Say) -> None:
+    """Encode the parts with the numbers ``todo`` on a cluster, and close it.
+
+    Raises:
+        DataError: the input cannot be used, or somebody has cancelled the tasks.
+        MachineFault: `ATTEMPTS` attempts have not encoded a part.
+        InexactEngine: the fast engine gives other ids than the tokenizer.
+    """
+    for path in failure_paths(job.folder):  # An earlier run with the same plan has left them.
+        path.unlink()
+    watch = Watch(job, todo)
+    left = list(todo)
+    with closing(watch.progress), closing(cluster):
+        for attempt in range(1, ATTEMPTS + 1):
+            cluster.submit(left)
+            while cluster.running(left):
+                left = watch.look()
+            left = watch.look()
+            until = time.monotonic() + _SECONDS_FOR_FILES
+            faults, may_be_late = cluster.faults(left)
+            while may_be_late and time.monotonic() < until:
+                time.sleep(0.5)
+                left = watch.look()
+                faults, may_be_late = cluster.faults(left)
+            if not left:
+                return
+            for fault in faults[:3]:
+                say(f"{fault}.")
+            if attempt < ATTEMPTS:
+                say(f"Parts {ranges(left)} are encoded again (attempt {attempt + 1}).")
+    raise MachineFault(
+        f"Parts {ranges(left)} of {job.options.output_prefix} were not encoded in {ATTEMPTS} "
+        f"attempts ({faults[0]}); finished parts are kept, so mend this and run the same command "
+        "again."
+    )
+
+
+class Watch:
+    """Watches tasks by the files in their work directory: markers, and errors that end the run."""
+
+    def __init__(self, job: Job, todo: Sequence[int]) -> None:
+        self._job = job
+        self._todo = todo
+        self._done: dict[int, PartMarker] = {}
+        self.progress = progress_of(job, todo)
+
+    def look(self) -> list[int]:
+        """Show the progress; return the unfinished parts, or raise the error of a task."""
+        for path in failure_paths(self._job.folder):
+            failure = failure_of(path)
+            if failure.key != self._job.key:  # A task of an earlier plan was still running.
+                continue
+            if failure.kind == "inexact":
+                raise InexactEngine(failure.messages[0])
+            raise DataError(failure.messages)
+        for number in self._todo:
+            if number not in self._done:
+                marker = read_marker(self._job.folder, self._job.key, number)
+                if marker is not None:
+                    self._done[number] = marker
+        done = sum(self._job.parts[number].num_bytes for number in self._done)
+        self.progress.show(done, sum(marker.documents for marker in self._done.values()))
+        return [number for number in self._todo if number not in self._done]
+
+
+def save_job(job: Job) -> None:
+    """Write the file in the work directory by which tasks build the same job."""
+    about = {"options": asdict(job.options), "key": job.key, "fast": job.fast, "cwd": os.getcwd()}
+    about["kind"] = type(job.options).__name__
+    replace_file(job.folder / "job.json", json.dumps(about))
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Write ascending numbers as a text such as ``0-3,7``, which `numbers_of` reads."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def numbers_of(text: str) -> list[int]:
+    """Parse a text such as ``0-3,7`` into its numbers; raise a ConfigError for any other text."""
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
+        raise ConfigError(
+            f"The parts of a task ({text}) must be numbers, such as 0-3,7; mend them."
+        )
+    ends = [piece.split("-") for piece in text.split(",")]
+    return [number for end in ends for number in range(int(end[0]), int(end[-1]) + 1)]
