@@ -14,6 +14,7 @@ from megatron_ext.errors import end_on_interrupt, run_program
 if __name__ == "__main__":
     end_on_interrupt()
 
+from megatron_ext.config.inapplicable import Inapplicable, of_program
 from megatron_ext.extras import run_tool
 from megatron_ext.text.task import TEXT
 from megatron_ext.train.main import main
@@ -22,11 +23,11 @@ AUDIT = "--audit"
 """The word by which the flags are audited instead of used."""
 
 
-def video_sections() -> dict[str, tuple[type, ...]]:
+def video_flags() -> list[Inapplicable]:
     """Return the flags of pretrain_video.py, which nothing but a flag of them needs here."""
     from megatron_ext.video.config.rules import SECTIONS
 
-    return {"pretrain_video.py": SECTIONS}
+    return [of_program("pretrain_video.py", SECTIONS)]
 
 
 def program(argv: list[str]) -> int:
@@ -35,7 +36,7 @@ def program(argv: list[str]) -> int:
         print(__doc__)
     elif AUDIT in argv:
         return audit([word for word in argv if word != AUDIT])
-    return main(TEXT, argv, elsewhere=video_sections)
+    return main(TEXT, argv, elsewhere=video_flags)
 
 
 def audit(flags: list[str]) -> int:

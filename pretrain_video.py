@@ -13,16 +13,17 @@ from megatron_ext.errors import end_on_interrupt, run_program
 if __name__ == "__main__":
     end_on_interrupt()
 
+from megatron_ext.config.inapplicable import Inapplicable, of_program
 from megatron_ext.train.main import main
 from megatron_ext.video.task import VIDEO
 
 
-def text_sections() -> dict[str, tuple[type, ...]]:
+def text_flags() -> list[Inapplicable]:
     """Return the flags of pretrain_gpt.py, which nothing but a flag of them needs here."""
     from megatron_ext.text.config.rules import SECTIONS
 
-    return {"pretrain_gpt.py": SECTIONS}
+    return [of_program("pretrain_gpt.py", SECTIONS)]
 
 
 if __name__ == "__main__":
-    run_program(partial(main, VIDEO, elsewhere=text_sections))
+    run_program(partial(main, VIDEO, elsewhere=text_flags))

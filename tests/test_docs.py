@@ -15,7 +15,7 @@ import pytest
 
 from examples.custom_model.train import CapFlags
 from megatron_ext.config.flags import flags_of
-from megatron_ext.config.megatron_flags import NO_EFFECT, RENAMED, UNSUPPORTED
+from megatron_ext.config.inapplicable import megatron_flags
 from megatron_ext.config.sections import OWN_FLAGS, spellings
 from pretrain_gpt import AUDIT
 from tests.combinations.options import every_flag
@@ -107,7 +107,7 @@ def test_every_path_exists(page: str) -> None:
 @functools.cache
 def engine_flags() -> frozenset[str]:
     table = spellings(every_flag())
-    return frozenset({*table, *NO_EFFECT, *RENAMED, *UNSUPPORTED, *OWN_FLAGS, AUDIT})
+    return frozenset({*table, *megatron_flags(), *OWN_FLAGS, AUDIT})
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.main import preflight, pretrain, stored_config
 from megatron_ext.train.reporting.files import plot_metrics, read_metrics
 from megatron_ext.train.run import Run
-from megatron_ext.train.task import Task, TaskChoice, check_own_flags
+from megatron_ext.train.task import Task, TaskChoice
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -89,7 +89,6 @@ def train_on_ranks(
         checkpoint_config=stored_config(read_words(words, task)),
         defaults=defaults,
     )
-    check_own_flags(parsed.task, parsed.config)
     config, assets = preflight(parsed.config, parsed.task.preflight)
     run = partial(pretrain, parsed.task, config, device=device, assets=assets, prepare=prepare)
     code = fork_ranks(run, ranks)

@@ -2,7 +2,8 @@
 
 A flag is handled in one of four ways: it does what it does in Megatron-LM; it has no effect here,
 and a note says why; it is known but refused, and the error names an alternative; or it is unknown,
-and the error names similar flags. All errors of a command line are reported together.
+and the error names similar flags. The second and third are entries of `inapplicable`. All errors of
+a command line are reported together.
 """
 
 from __future__ import annotations
@@ -16,18 +17,8 @@ from typing import Any
 
 from megatron_ext.config import sections
 from megatron_ext.config.finalize import errors_of_ranges, finalize
-from megatron_ext.config.flags import Flag, flags_of
-from megatron_ext.config.megatron_flags import (
-    ALWAYS_ON,
-    GPU_ONLY,
-    NEEDS,
-    NO_EFFECT,
-    OF_ENGINE,
-    RENAMED,
-    UNSUPPORTED,
-    answer_in,
-    unmet,
-)
+from megatron_ext.config.flags import Flag
+from megatron_ext.config.inapplicable import Inapplicable, answer_to, by_flag, megatron_flags
 from megatron_ext.config.run import Program, RunConfig, engine_sections
 from megatron_ext.config.sections import canonical
 from megatron_ext.disk.reading import UnreadableFile, read_yaml
@@ -35,8 +26,8 @@ from megatron_ext.errors import ConfigError
 
 Values = dict[str, dict[str, Any]]
 """Values of fields, by section."""
-Elsewhere = Callable[[], Mapping[str, Sequence[type]]]
-"""Returns the sections of other programs by name; called only to explain an unknown flag."""
+Elsewhere = Callable[[], Sequence[Inapplicable]]
+"""Returns the flags of other programs; called only to explain an unknown flag."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +56,6 @@ def parse_args(
     device: str,
     checkpoint_config: Mapping[str, Any] | None = None,
     defaults: Mapping[str, Any] | None = None,
-    elsewhere: Elsewhere | None = None,
     reading: Reading | None = None,
 ) -> ParsedArgs:
     """Parse and check a command line; a ConfigError has one sentence for every error.
@@ -77,7 +67,6 @@ def parse_args(
             from (``--use-checkpoint-args``), as far as a file may give them
             (`sections.described`); the command line wins over it.
         defaults: values by field that replace the task's defaults and the fields' own.
-        elsewhere: tells which program has an unknown flag.
         reading: what `read_words` returns for these words, if they have been read already. It is
             used up: notes and errors are added to it.
     """
@@ -85,7 +74,7 @@ def parse_args(
     if "--help" in argv or "-h" in argv:
         sections.print_help(program)
         raise SystemExit(0)
-    reading = reading or read_words(argv, program, elsewhere)
+    reading = reading or read_words(argv, program)
     given = [reading.read_yaml(path, program) for path in reading.config_files]
     given.append(reading.values)
     try:
@@ -115,15 +104,15 @@ def parse_args(
             f"The model's flags that its checkpoint stores do not fit together ({error!r}); load "
             "another checkpoint, or give the flags yourself."
         ) from error
-    reading.errors += reading.left_out_errors(config)
-    for flag in sections.all_flags(program):
-        reason = sections.reason_left_out(task.left_out, flag)
-        value = user_values.get(flag.section, {}).get(flag.field, flag.default)
-        if reason and value not in (flag.default, task.defaults.get(flag.field, flag.default)):
-            reading.errors.append(f"`{flag.shown}` has no effect {reason}; leave it out.")
+    entries = by_flag(task.answers(), _values(config))
+    usual = {**task.defaults, **(defaults or {})}
+    reading.errors += reading.settled_errors(config)
+    reading.errors += _refusals(sections.all_flags(program), entries, config, usual)
     if reading.errors:
         raise ConfigError(reading.errors)
-    notes = [*reading.notes, *_inert(reading.given, config, task.needs)]
+    answers = [(flag, entries.get(flag.positive[0])) for flag in reading.given]
+    idle = [x.sentence(f"`{flag.shown}`") for flag, x in answers if x and not x.remedy]
+    notes = [*reading.notes, *idle]
     if bare.model.transformer_impl == "transformer_engine" and config.device == "cpu":
         notes.append(
             "`--transformer-impl` (transformer_engine) has no effect on a CPU: Transformer Engine "
@@ -158,7 +147,8 @@ def all_errors(
         errors: what a check has found that may have kept others from being made.
         input_errors: takes a task and what flags give, before anything is derived from them, and
             returns a sentence for each unusable input.
-        defaults, elsewhere: as in `parse_args`.
+        defaults: as in `parse_args`.
+        elsewhere: as in `read_words`.
     """
     reading = read_words(argv, program, elsewhere)
     if reading.print_config:
@@ -213,15 +203,14 @@ def _by_section(values: Mapping[str, Any], program: Program) -> Values:
 def read_words(
     argv: Sequence[str], program: Program, elsewhere: Elsewhere | None = None
 ) -> Reading:
-    """Read the words of a command line into values of fields, with notes and errors."""
+    """Read the words of a command line into values of fields, with notes and errors.
+
+    ``elsewhere`` tells which other program has an unknown flag.
+    """
     reading = Reading(
         table=sections.spellings(sections.all_flags(program)),
-        elsewhere=elsewhere or dict,
-        left_out={
-            name: sections.reason_left_out(program.left_out, flag)
-            for flag in sections.left_out_flags(program).values()
-            for name in sections.spellings([flag])
-        },
+        answers=megatron_flags() | by_flag(program.inapplicable),
+        elsewhere=elsewhere or tuple,
     )
     entries: list[tuple[str, list[str]]] = []
     for word in reading.words(argv):
@@ -244,16 +233,16 @@ class Reading:
 
     Attributes:
         table: flags by spelling, with False for a spelling that sets False, else with True.
-        elsewhere: as in `parse_args`.
-        left_out: reasons why the program lacks flags of the engine, by spelling.
+        answers: the entries of flags that the program lacks, by spelling.
+        elsewhere: as in `read_words`.
         unread: first spellings of the flags whose values could not be read.
-        settled: file, key, flag and value of each config-file entry for a flag in ``left_out``.
+        settled: file, key, flag and value of each entry of a file whose flag the program lacks.
         renamed: old spellings that were given, by the new ones.
     """
 
     table: dict[str, tuple[Flag, bool]]
+    answers: dict[str, Inapplicable]
     elsewhere: Elsewhere
-    left_out: dict[str, str | None]
     values: Values = field(default_factory=dict)
     given: list[Flag] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -269,13 +258,14 @@ class Reading:
         """Yield the words of a command line; split ``--a=b`` in two, and rename old flags."""
         for word in argv:
             name, equals, value = word.partition("=") if word[:2] == "--" else (word, "", "")
-            now = None
-            if word[:2] == "--":
-                now = RENAMED.get(name) or answer_in(RENAMED, canonical(name))
-            if now is not None:
-                self.notes.append(f"`{name}` is spelled `{' '.join(now)}` now.")
+            entry = answer_to(canonical(name), self.answers) if word[:2] == "--" else None
+            if entry is not None and entry.instead:
+                self.notes.append(entry.sentence(f"`{name}`"))
+                now = entry.instead.split()
                 self.renamed |= {flag: name for flag in now if flag.startswith("--")}
-            yield from now or (name,)
+                yield from now
+            else:
+                yield name
             if equals:
                 yield value
 
@@ -293,36 +283,26 @@ class Reading:
             self._read_value(word, values, *self.table[name])
         elif (off := name.replace("--disable-", "--no-", 1)) in self.table:
             self._read_value(word, values, *self.table[off])
-        elif reason := answer_in(NO_EFFECT, name):
-            self.notes.append(f"`{word}` has no effect: {reason}.")
-        elif refusal := answer_in(UNSUPPORTED, name):
-            if values == [refusal.default]:
-                self.notes.append(
-                    f"`{word}` ({refusal.default}) has no effect: it is {refusal.source}'s "
-                    "default, and what is done here."
-                )
-                return
-            self.errors.append(
-                f"`{word}` is known from {refusal.source} but refused here: {refusal.reason}."
-            )
-        elif name in self.left_out:
-            self.errors.append(f"`{word}` has no effect {self.left_out[name]}; leave it out.")
-        elif found := self._elsewhere(name):
-            self.errors.append(
-                f"`{word}` is a flag of {found[0]}, not of this program; leave it out."
-            )
+        elif entry := answer_to(name, self.answers) or answer_to(name, by_flag(self.elsewhere())):
+            self._answer(word, name, values, entry)
         else:
-            accepted = [*self.table, *RENAMED, *sections.OWN_FLAGS]
+            renamed = [old for old, entry in self.answers.items() if entry.instead]
+            accepted = [*self.table, *renamed, *sections.OWN_FLAGS]
             near = difflib.get_close_matches(name, accepted, n=3, cutoff=0.6)
             self.errors.append(_unknown(f"`{word}`", [f"`{x}`" for x in near]))
 
-    def _elsewhere(self, name: str) -> tuple[str, Flag] | None:
-        """Return another program's name and its flag of this spelling; None if none has one."""
-        for program_name, kinds in self.elsewhere().items():
-            table = sections.spellings([x for kind in kinds for x in flags_of("", kind)])
-            if name in table:
-                return program_name, table[name][0]
-        return None
+    def _answer(self, word: str, name: str, values: list[str], entry: Inapplicable) -> None:
+        """Note or refuse a flag that the program lacks; ``name`` is its canonical spelling."""
+        default = entry.defaults.get(name.removeprefix("--"))
+        if not entry.remedy:
+            self.notes.append(entry.sentence(f"`{word}`"))
+        elif entry.source and values == [default]:
+            self.notes.append(
+                f"`{word}` ({default}) has no effect: it is {entry.source}'s default, and what is "
+                "done here."
+            )
+        else:
+            self.errors.append(entry.sentence(f"`{word}`"))
 
     def _read_value(self, word: str, values: list[str], flag: Flag, positive: bool) -> None:
         value: Any = positive
@@ -383,7 +363,7 @@ class Reading:
             self.errors.append(f"`--config` ({path}) must hold names and values.")
             return {}
         fields = {flag.field: flag for flag in sections.all_flags(program)}
-        left_out = sections.left_out_flags(program)
+        lacking = sections.lacking_flags(program)
         # A printed configuration holds fields that follow from others too.
         derived = {
             field.name
@@ -404,28 +384,26 @@ class Reading:
                     values.setdefault(fields[name].section, {})[name] = read
                 except ConfigError as error:
                     self.errors += error.messages
-            elif name in left_out:
-                self.settled.append((path, str(key), left_out[name], value))
-            elif name not in derived and (found := self._elsewhere(sections.canonical(name))):
+            elif name in lacking:
+                self.settled.append((path, str(key), lacking[name], value))
+            elif name not in derived and (
+                entry := answer_to(canonical(name), by_flag(self.elsewhere()))
+            ):
                 # Configurations that earlier versions printed have the default there.
-                other, flag = found
-                if value != flag.default:
-                    self.errors.append(
-                        f"`{key}` in {path} ({value}) is a flag of {other}, not of this program; "
-                        "leave it out."
-                    )
+                if value != entry.defaults.get(name.replace("_", "-")):
+                    self.errors.append(entry.sentence(f"`{key}` in {path} ({value})"))
             elif name not in derived:
                 near = difflib.get_close_matches(name, list(fields), n=2)
                 self.errors.append(_unknown(f"`{key}` in {path}", near))
         return values
 
-    def left_out_errors(self, config: RunConfig) -> Iterator[str]:
-        """Yield a sentence for each config-file entry that would change a left-out flag's value."""
+    def settled_errors(self, config: RunConfig) -> Iterator[str]:
+        """Yield a sentence for each entry of a file that the run contradicts or ignores."""
         for path, key, flag, value in self.settled:
-            has = getattr(getattr(config, flag.section), flag.field)
+            has = getattr(config.by_name()[flag.section], flag.field)
             if value not in (list(has) if isinstance(has, tuple) else has, flag.default):
-                why = self.left_out[flag.positive[0]]
-                yield f"`{key}` in {path} ({value}) has no effect {why}; leave it out."
+                entry = self.answers[flag.positive[0]]
+                yield entry.sentence(f"`{key}` in {path} ({value})")
 
     def settle_old_spellings(self, values: Values) -> None:
         """Let ``--bf16`` or ``--fp16``, if given, replace a GPU's default of bf16.
@@ -460,24 +438,26 @@ def _unknown(named: str, near: list[str]) -> str:
     return f"{named} is not a flag of this program; {advice}"
 
 
-def _inert(given: Sequence[Flag], config: RunConfig, needs: Mapping[str, str]) -> list[str]:
-    """Return a note for each given flag that has no effect in this run, on this device, or ever."""
-    reasons = [(flag, ALWAYS_ON.get(flag.field), "") for flag in given]
-    if config.device == "cpu":
-        kept = ("ddp_bucket_size", "ddp_num_buckets") * config.optimizer.shards_gradients
-        on_gpu = [flag for flag in given if flag.field not in kept]
-        reasons += [(flag, GPU_ONLY.get(flag.field), " on a CPU") for flag in on_gpu]
-    if not config.model.group_query_attention:
-        alone = " without `--group-query-attention`"
-        each = "each head has keys and values of its own"
-        reasons += [(flag, each, alone) for flag in given if flag.field == "num_query_groups"]
-    if config.model.transformer_impl != "transformer_engine":
-        without = " without Transformer Engine"
-        flags = [flag for flag in given if config.device != "cpu" or flag.field not in GPU_ONLY]
-        reasons += [(flag, OF_ENGINE.get(flag.field), without) for flag in flags]
-    notes = [f"`{flag.shown}` has no effect{where}: {why}." for flag, why, where in reasons if why]
+def _values(config: RunConfig) -> dict[str, Any]:
+    """Return the values of all fields by name, and the device."""
     values = {k: v for section in config.by_name().values() for k, v in vars(section).items()}
-    for needed, names in unmet({**NEEDS, **needs}, values):
-        idle = [flag for flag in given if flag.field in names]
-        notes += [f"`{flag.shown}` has no effect without `{needed}`." for flag in idle]
-    return notes
+    return {**values, "device": config.device}
+
+
+def _refusals(
+    flags: Iterable[Flag],
+    entries: Mapping[str, Inapplicable],
+    config: RunConfig,
+    usual: Mapping[str, Any],
+) -> Iterator[str]:
+    """Yield a sentence for each flag that is refused and not at its default or usual value."""
+    by_section = config.by_name()
+    for flag in flags:
+        entry = entries.get(flag.positive[0])
+        value = getattr(by_section[flag.section], flag.field)
+        if (
+            entry
+            and entry.remedy
+            and value not in (flag.default, usual.get(flag.field, flag.default))
+        ):
+            yield entry.sentence(f"`{flag.shown}`")

@@ -17,6 +17,7 @@ import yaml
 
 from megatron_ext.config.fault_tolerance import FaultToleranceConfig
 from megatron_ext.config.flags import Changeable
+from megatron_ext.config.inapplicable import ENGINE, Inapplicable
 from megatron_ext.config.layers import layers_without_rope
 from megatron_ext.config.model import ACTIVATIONS, ModelConfig
 from megatron_ext.config.optimizer import EmaConfig, LoraConfig, OptimizerConfig
@@ -33,8 +34,6 @@ from megatron_ext.config.training import LossConfig, TrainingConfig
 from megatron_ext.errors import ConfigError
 
 Section = TypeVar("Section")
-LeftOut = Mapping[str, Mapping[str, str]]
-
 
 _OF_WRONG_TYPES = TypeError, ValueError, LookupError, AttributeError, ArithmeticError
 """Errors that the checks of a section raise for values of other types than its flags have."""
@@ -203,11 +202,9 @@ class TaskFlags:
 
     Attributes:
         sections: frozen dataclasses whose fields are the task's flags.
-        left_out: the reason why the task does not use a flag of the engine, by section and field
-            (``"*"`` is every field). A program does not accept flags that all tasks leave out.
+        inapplicable: the flags that do not apply in this task, or in some of its runs. A program
+            lacks the flags that all its tasks always refuse.
         defaults: values that replace the usual defaults of flags, by field.
-        needs: maps a flag, such as ``"--position-embedding-type rope"``, to the fields that have no
-            effect unless this flag is given, separated by spaces.
         resolve: fills in values that the task decides, before the engine derives the others.
         rules: takes ``(given, resolved)`` and returns a sentence for each fault. ``given`` is the
             configuration before anything was derived.
@@ -218,15 +215,18 @@ class TaskFlags:
     """
 
     sections: tuple[type, ...] = ()
-    left_out: LeftOut = field(default_factory=dict)
+    inapplicable: tuple[Inapplicable, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    needs: Mapping[str, str] = field(default_factory=dict)
     resolve: Callable[[RunConfig], RunConfig] = lambda config: config
     rules: Callable[[RunConfig, RunConfig], list[str]] = lambda given, run: []
     stored_model: Callable[[Mapping[str, Any], RunConfig], Mapping[str, Any]] = (
         lambda stored, given: {"model": stored["model"]}
     )
     described_model: Callable[[RunConfig], Mapping[str, Mapping[str, Any]]] = lambda given: {}
+
+    def answers(self) -> tuple[Inapplicable, ...]:
+        """Return the flags that do not apply, of the task and of the engine."""
+        return (*self.inapplicable, *ENGINE)
 
 
 class Program(Protocol):
@@ -235,7 +235,7 @@ class Program(Protocol):
     @property
     def sections(self) -> tuple[type, ...]: ...
     @property
-    def left_out(self) -> LeftOut: ...
+    def inapplicable(self) -> tuple[Inapplicable, ...]: ...
     def choose(self, config: RunConfig) -> TaskFlags: ...
 
 

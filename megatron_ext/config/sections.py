@@ -27,9 +27,8 @@ from itertools import chain, groupby
 from typing import Any
 
 from megatron_ext.config.flags import Flag, flag, flags_of, from_checkpoint
-from megatron_ext.config.megatron_flags import RENAMED
+from megatron_ext.config.inapplicable import by_flag, megatron_flags
 from megatron_ext.config.run import (
-    LeftOut,
     Program,
     RunConfig,
     engine_sections,
@@ -46,7 +45,8 @@ OWN_FLAGS = ("--help", "-h", "--config", "--print-config", "--no-position-embedd
 def check_sections(sections: Sequence[type], engine: Mapping[str, type]) -> None:
     """Raise a ConfigError unless sections are frozen dataclasses of flags whose names are free."""
     errors: list[str] = []
-    taken = dict.fromkeys([*OWN_FLAGS, *RENAMED], "the parser")
+    renamed = [name for name, entry in megatron_flags().items() if entry.instead]
+    taken = dict.fromkeys([*OWN_FLAGS, *renamed], "the parser")
     for name, kind in engine.items():
         taken |= dict.fromkeys(_names(name, kind), f"the section `{name}`")
     for kind in sections:
@@ -231,19 +231,16 @@ def sections_of(program: Program) -> dict[str, type]:
 def all_flags(program: Program) -> list[Flag]:
     """Return the flags that a program accepts, section by section."""
     flags = [flag for name, kind in sections_of(program).items() for flag in flags_of(name, kind)]
-    return [flag for flag in flags if reason_left_out(program.left_out, flag) is None]
+    lacking = lacking_flags(program)
+    return [flag for flag in flags if flag.field not in lacking]
 
 
-def left_out_flags(program: Program) -> dict[str, Flag]:
-    """Return the engine's flags that the program does not accept, by field."""
-    flags = [flag for name, kind in engine_sections().items() for flag in flags_of(name, kind)]
-    return {x.field: x for x in flags if reason_left_out(program.left_out, x) is not None}
-
-
-def reason_left_out(left_out: LeftOut, flag: Flag) -> str | None:
-    """Return the reason for a flag in ``left_out``, or None if the flag is not there."""
-    fields = left_out.get(flag.section, {})
-    return fields.get(flag.field) or fields.get("*")
+def lacking_flags(program: Program) -> dict[str, Flag]:
+    """Return the flags of the program's sections that it always refuses, by field."""
+    refused = [entry for entry in program.inapplicable if entry.remedy]
+    answers = by_flag(refused)
+    flags = [flag for name, kind in sections_of(program).items() for flag in flags_of(name, kind)]
+    return {flag.field: flag for flag in flags if flag.positive[0] in answers}
 
 
 def spellings(flags: Sequence[Flag]) -> dict[str, tuple[Flag, bool]]:

@@ -28,7 +28,7 @@ from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.main import preflight, pretrain
 from megatron_ext.train.reporting.files import MetricsFile, read_metrics
 from megatron_ext.train.run import Run
-from megatron_ext.train.task import Task, TaskChoice, check_own_flags
+from megatron_ext.train.task import Task, TaskChoice
 
 
 class GradientRecorder:
@@ -103,7 +103,6 @@ def record(
         if parsed.config.checkpoint.save is not None:
             raise ConfigError("`--save` is given, but a parity run keeps nothing; drop it.")
         with open_new(folder / "log") as log, redirect_stdout(log):
-            check_own_flags(parsed.task, parsed.config)
             config, assets = preflight(parsed.config, parsed.task.preflight)
     except MegatronExtError as error:
         return Recording(layout, folder, [], failure=" ".join(error.messages))

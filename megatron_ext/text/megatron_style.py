@@ -124,8 +124,7 @@ def megatron_task(
     sections = () if extra_args_provider is None else (section_of(extra_args_provider),)
     return dataclasses.replace(
         GPT.with_sections(*sections),
-        takes_step_flags=frozenset({"mtp_num_layers"}),
-        step_advice="train with `pretrain_gpt.py`, whose own step knows it",
+        implements={**GPT.implements, step: "mtp-num-layers"},
         prepare_batches=None,
         datasets=datasets,
         inputs=tokenizer_inputs,

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext import extras
+from megatron_ext.config.inapplicable import names_of
 from megatron_ext.config.model import ModelConfig, padded_size
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.loader import BatchSource, build_source
 from megatron_ext.errors import ConfigError
+from megatron_ext.text.config.inapplicable import TEXT_FLAGS
 from megatron_ext.text.config.rules import (
-    NEEDS,
     SECTIONS,
     resolve_text,
     stored_text_model,
@@ -45,7 +46,7 @@ from megatron_ext.text.tokenizers import build_tokenizer, check_files
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.callbacks.callback import Callback
 from megatron_ext.train.run import Run
-from megatron_ext.train.task import Datasets, Task, TaskChoice, later
+from megatron_ext.train.task import STEP_FLAGS, Datasets, Task, TaskChoice, later
 
 DIRECT = "megatron_ext.text.data.splits"
 """The module of the direct order of samples, which is imported by runs in that order alone."""
@@ -217,7 +218,7 @@ def data_ledger(run: Run) -> Callback | None:
 
 GPT = Task(
     sections=(*SECTIONS, HuggingFaceConfig),
-    needs=NEEDS,
+    inapplicable=TEXT_FLAGS,
     resolve=lambda config: resolve_folder(resolve_text(config)),
     rules=gpt_rules,
     stored_model=stored_text_model,
@@ -230,8 +231,10 @@ GPT = Task(
     source=text_source,
     model_chunk=build_gpt_chunk,
     forward_step=gpt_forward_step,
-    takes_step_flags=gpt_forward_step,
-    chunk_sections={build_gpt_chunk: (HybridConfig,)},
+    implements={
+        gpt_forward_step: f"{STEP_FLAGS} mtp-num-layers",
+        build_gpt_chunk: names_of(HybridConfig),
+    },
     prepare_batches=prepare_batches,
     step_stats=text_step_stats,
     callbacks=(data_ledger, TaskScores.of_run, HuggingFaceFolders.of_run, storage_notes),

@@ -49,7 +49,7 @@ from megatron_ext.train.reporting.start import start_lines
 from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run
 from megatron_ext.train.supervision import check_add_ons, supervision_of
-from megatron_ext.train.task import Preflight, Task, TaskChoice, check_own_flags, later
+from megatron_ext.train.task import Preflight, Task, TaskChoice, later
 
 EVERYWHERE = (
     # megatron-core deprecates its own default value of this field.
@@ -149,7 +149,7 @@ def main(
         if splits_layers(words, stored):
             keep_launch_order()
         known: dict[str, Any] = {"checkpoint_config": stored, "defaults": defaults}
-        known |= {"device": select().kind, "elsewhere": elsewhere}
+        known |= {"device": select().kind}
         parse = partial(parse_args, argv, program, **known)
         parsed = parse(world_size=int(os.environ.get("WORLD_SIZE", "0")), reading=words)
         if parsed.print_config:
@@ -158,7 +158,6 @@ def main(
         logging.basicConfig(level=parsed.config.logging.logging_level or logging.WARNING)
         device = select(parsed.config.parallel.distributed_backend)
         task = parsed.task
-        check_own_flags(task, parsed.config)
         check_add_ons(parsed.config)
         staged = stage(parsed.config, is_first=first) if parsed.config.checkpoint.addresses else []
         config, assets = preflight(parsed.config, task.preflight)

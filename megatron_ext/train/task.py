@@ -6,7 +6,6 @@ Annotations here use Any for `train.run.Run`, because its module imports this on
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -16,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from megatron_ext.config.flags import changed
-from megatron_ext.config.run import LeftOut, RunConfig, TaskFlags, named
+from megatron_ext.config.inapplicable import ENGINE, Inapplicable
+from megatron_ext.config.run import RunConfig, TaskFlags, named
 from megatron_ext.data.batch import Batch
 from megatron_ext.data.loader import BatchSource
-from megatron_ext.errors import ConfigError
 from megatron_ext.layers.chunks import ModelChunk
 from megatron_ext.losses.contract import LossFunction, StepCounts
 from megatron_ext.parallel.context import ParallelContext
@@ -62,14 +60,13 @@ InitialWeights = Callable[
 BoundaryShape = Callable[[Any, torch.nn.Module], Sequence[int]]
 ProcessNonLossData = Callable[[Any, int, Any], None]
 
-STEP_FLAGS = {
-    "model": {"mtp_num_layers"},
-    "loss": {"loss", "loss_args", "label_smoothing", "z_loss_coeff", "cross_entropy_chunk_size"},
-}
-"""Flags, by section, that work only if the forward step implements them, as GPT's does."""
-
-
-RUNNER_FLAGS = {"rerun_mode", "rerun_interval", "check_state_interval", "on_spike"}
+STEP_FLAGS = "loss loss-args label-smoothing z-loss-coeff cross-entropy-chunk-size"
+"""Flags of the loss, which only work if the forward step implements them, as GPT's does."""
+OF_STEP_RUNNER = Inapplicable(
+    "rerun-mode rerun-interval check-state-interval on-spike",
+    remedy="leave it out",
+    says="looks into the steps of one network, but this task takes steps of its own",
+)
 """Flags that only `step.StepRunner` itself implements, not a task's own ``step_runner``."""
 
 
@@ -113,11 +110,9 @@ class Task(TaskFlags):
         data_lines: ``(config, assets)`` to lines on the data that was read and not used, which the
             first rank prints at the start.
         cost: the cost model for plans (``--dry-run``, tools/plan.py); None if there is none.
-        takes_step_flags: True, or the forward step itself, if the forward step implements all
-            `STEP_FLAGS`; or the set of those that it implements. The others are refused.
-        step_advice: what such a refusal advises, besides leaving the flag out.
-        chunk_sections: for each model chunk function, the sections of flags that only it
-            implements. A task with another model chunk refuses these flags.
+        implements: by a forward step or model chunk, the flags that it implements: of `STEP_FLAGS`,
+            and those of tenants that other functions may leave out of account. A task whose own
+            step and chunk do not implement one of them refuses it.
         process_non_loss_data: ``(collected, iteration, writer)``, called after each evaluation on
             the reporting rank of a run with ``--tensorboard-dir``, as Megatron-LM's
             ``process_non_loss_data_func``. ``collected`` holds the result of the loss function with
@@ -142,17 +137,27 @@ class Task(TaskFlags):
     step_runner: Callable[..., Any] | None = None
     data_lines: Callable[[RunConfig, Any], Sequence[str]] = lambda config, assets: ()
     cost: TaskCost | None = None
-    takes_step_flags: bool | ForwardStep | frozenset[str] = False
-    step_advice: str = (
-        "let the step call `text.step.gpt_forward_step`, which knows it, and say "
-        "`takes_step_flags=True` in the task"
-    )
-    chunk_sections: Mapping[ModelChunk, Sequence[type]] = field(default_factory=dict)
+    implements: Mapping[ForwardStep | ModelChunk, str] = field(default_factory=dict)
     process_non_loss_data: ProcessNonLossData | None = None
     non_loss_data: Callable[[Sequence[torch.nn.Module]], Any] | None = None
 
     def choose(self, config: RunConfig) -> Task:
         return self
+
+    def answers(self) -> tuple[Inapplicable, ...]:
+        """Return the flags that do not apply, also those that no part of the task implements."""
+        parts = [part for part in (self.forward_step, self.model_chunk) if part is not None]
+        own = {name for part in parts for name in self.implements.get(part, "").split()}
+        known = " ".join([STEP_FLAGS, *self.implements.values()]).split()
+        lacking = " ".join(dict.fromkeys(name for name in known if name not in own))
+        named = " and ".join(f"`{getattr(part, '__name__', 'one of its own')}`" for part in parts)
+        ignored = Inapplicable(
+            lacking,
+            remedy="leave it out, or say in `Task.implements` which of them implements it",
+            says=f"is left out of account by the forward step and the model of this task ({named})",
+        )
+        of_runner = [] if self.step_runner is None else [OF_STEP_RUNNER]
+        return (*self.inapplicable, ignored, *of_runner, *ENGINE)
 
     def replace(self, **changes: Any) -> Task:
         """Return a copy of the task with other values of some attributes.
@@ -184,17 +189,11 @@ class TaskChoice:
     def sections(self) -> tuple[type, ...]:
         return tuple(dict.fromkeys(kind for task in self.tasks for kind in task.sections))
 
-    @functools.cached_property
-    def left_out(self) -> LeftOut:
-        """Return the engine's flags that no task uses, by section and field, each with a reason."""
-        first, *others = (task.left_out for task in self.tasks)
-        shared = {
-            section: {
-                k: v for k, v in fields.items() if all(k in x.get(section, ()) for x in others)
-            }
-            for section, fields in first.items()
-        }
-        return {section: fields for section, fields in shared.items() if fields}
+    @property
+    def inapplicable(self) -> tuple[Inapplicable, ...]:
+        """Return the entries that all tasks share."""
+        first, *others = (task.inapplicable for task in self.tasks)
+        return tuple(entry for entry in first if all(entry in other for other in others))
 
     def choose(self, config: RunConfig) -> Task:
         return self.pick(config)
@@ -210,50 +209,6 @@ class TaskChoice:
     def _each(self, change: Callable[[Task], Task]) -> TaskChoice:
         changed = {task: change(task) for task in self.tasks}
         return TaskChoice(tuple(changed.values()), lambda config: changed[self.pick(config)])
-
-
-def check_own_flags(task: Task, config: RunConfig) -> None:
-    """Raise a ConfigError with a sentence for each flag that the task's step or model ignores."""
-    errors = [*_step_errors(task, config), *_chunk_errors(task, config)]
-    errors += _runner_errors(task, config)
-    if errors:
-        raise ConfigError(errors)
-
-
-def _step_errors(task: Task, config: RunConfig) -> list[str]:
-    takes = task.takes_step_flags
-    if takes is True or (takes is not False and takes is task.forward_step):
-        return []
-    own = takes if isinstance(takes, frozenset) else frozenset()
-    given = [x for name, only in STEP_FLAGS.items() for x in changed(config, [name], only - own)]
-    step = getattr(task.forward_step, "__name__", "none")
-    left_out = {name for fields in task.left_out.values() for name in fields}
-    return [
-        f"`{flag}` is left out of account by the forward step of this task (`{step}`); leave it "
-        f"out, or {task.step_advice}."
-        for flag in given
-        if flag.lstrip("-").replace("-", "_") not in left_out
-    ]
-
-
-def _chunk_errors(task: Task, config: RunConfig) -> list[str]:
-    own = getattr(task.model_chunk, "__name__", "its own")
-    return [
-        f"`{flag}` is left out of account by the model of this task (`{own}`); leave it out."
-        for chunk, kinds in task.chunk_sections.items()
-        if chunk is not task.model_chunk
-        for flag in changed(config, [*named([kind for kind in kinds if config.has(kind)])])
-    ]
-
-
-def _runner_errors(task: Task, config: RunConfig) -> list[str]:
-    if task.step_runner is None:
-        return []
-    return [
-        f"`{flag}` looks into the steps of one network, but this task takes steps of its own; "
-        "leave it out."
-        for flag in changed(config, ["fault_tolerance"], RUNNER_FLAGS)
-    ]
 
 
 def no_datasets(*_: Any) -> Datasets:

@@ -16,8 +16,8 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.planning.network import Case, TaskCost
 from megatron_ext.train.task import Task, TaskChoice
 from megatron_ext.video.config.rules import (
-    FLOW_LEFT_OUT,
     SECTIONS,
+    UNUSED_IN_FLOW,
     VIDEO_DEFAULTS,
     VIDEO_DIT_DEFAULTS,
     dit_rules,
@@ -87,7 +87,7 @@ def forward_step(
 
 FLOW = Task(
     sections=SECTIONS,
-    left_out=FLOW_LEFT_OUT,
+    inapplicable=UNUSED_IN_FLOW,
     defaults=VIDEO_DEFAULTS,
     resolve=resolve_mmdit,
     rules=mmdit_rules,

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.config.megatron_flags import GPU_ONLY, NO_EFFECT, RENAMED, UNSUPPORTED, answer_in
+from megatron_ext.config.inapplicable import answer_to, megatron_flags
 from megatron_ext.config.parser import read_words
 from megatron_ext.config.sections import OWN_FLAGS, all_flags, spellings
-from megatron_ext.text.task import TEXT
+from megatron_ext.text.task import GPT, TEXT
 from tests.config.runs import SMALL
 from tests.training_runs import errors_of, parsed
 
@@ -18,6 +18,9 @@ NAMES = dict(
 )
 """Every flag of Megatron-LM's parser in releases 0.16 to 0.20 -> the releases that have it."""
 ACCEPTED = spellings(all_flags(TEXT))
+LACKING = megatron_flags()
+ENTRIES = list({id(entry): entry for entry in LACKING.values()}.values())
+REMEDIES = sorted({entry.remedy for entry in ENTRIES if entry.remedy})
 
 
 def test_every_flag_of_megatron_lm_has_an_answer() -> None:
@@ -32,10 +35,9 @@ def test_every_flag_of_megatron_lm_has_an_answer() -> None:
 
 
 def test_a_name_has_one_answer_only() -> None:
-    tables = [set(ACCEPTED), set(NO_EFFECT), set(UNSUPPORTED), set(RENAMED)]
-    for index, table in enumerate(tables):
-        for other in tables[index + 1 :]:
-            assert table & other == set()
+    assert ACCEPTED.keys() & LACKING.keys() == set()
+    names = [f"--{name}" for entry in ENTRIES for name in entry.flags.split()]
+    assert len(names) == len(set(names)) == len(LACKING)
 
 
 @pytest.mark.parametrize("name", ["gpu-sniff-test-interval", "no-rl-profile", "disable-msc"])
@@ -46,21 +48,23 @@ def test_a_flag_that_changes_no_result_is_a_note(name: str) -> None:
     assert note.startswith(f"`--{name}` has no effect: ") and note.endswith(".")
 
 
-@pytest.mark.parametrize("reason", sorted({entry.reason for entry in UNSUPPORTED.values()}))
-def test_advice_of_a_refusal_can_be_followed(reason: str) -> None:
-    meaning, _, advice = reason.partition("; ")
-    assert meaning and re.match(r"(use|leave it out)", advice), reason
-    for name in re.findall(r"`(--[a-z0-9-]+)", advice):
+@pytest.mark.parametrize("remedy", REMEDIES)
+def test_advice_of_a_refusal_can_be_followed(remedy: str) -> None:
+    assert re.match(r"(use|leave it out)", remedy), remedy
+    for name in re.findall(r"`(--[a-z0-9-]+)", remedy):
         assert name in ACCEPTED or name in OWN_FLAGS, name
-    for path in re.findall(r"(?:tools|examples)/[a-z_.]+", advice):
+    for path in re.findall(r"(?:tools|examples)/[a-z_.]+", remedy):
         assert (ROOT / path).exists(), path
 
 
 def test_flags_in_the_reasons_of_notes_exist() -> None:
-    for reason in set(NO_EFFECT.values()):
-        for name in re.findall(r"`(--[a-z0-9-]+)", reason):
-            assert name in ACCEPTED or name in UNSUPPORTED, name
-    assert {name for name in GPU_ONLY if f"--{name.replace('_', '-')}" not in ACCEPTED} == set()
+    for entry in ENTRIES:
+        for name in re.findall(r"`(--[a-z0-9-]+)", "" if entry.remedy else entry.reason):
+            assert name in ACCEPTED or LACKING[name].remedy, name
+        assert bool(entry.reason) != bool(entry.instead)
+        assert set(entry.defaults) <= set(entry.flags.split())
+    used = {f"--{name}" for entry in GPT.answers() for name in entry.flags.split()}
+    assert used <= ACCEPTED.keys()
 
 
 def test_a_refused_flag_with_megatron_lms_default_asks_for_nothing() -> None:
@@ -99,8 +103,8 @@ def test_flags_of_scripts_built_on_megatron_lm_that_change_nothing_are_notes() -
 def test_both_negative_spellings_switch_off() -> None:
     for name in ("--no-log-loss-scale-to-tensorboard", "--disable-log-loss-scale-to-tensorboard"):
         assert read_words([name], TEXT).values["logging"]["log_loss_scale_to_tensorboard"] is False
-    assert answer_in(UNSUPPORTED, "--disable-spec") is not None
-    assert answer_in(UNSUPPORTED, "--disable-nothing") is None
+    assert answer_to("--disable-spec", LACKING) is not None
+    assert answer_to("--disable-nothing", LACKING) is None
 
 
 LISTS = {
@@ -160,7 +164,7 @@ def test_a_near_name_is_one_that_is_accepted() -> None:
     (error,) = errors_of(f"{SMALL} --num-layer 3")
     assert error.startswith("`--num-layer` is not a flag of this program; did you mean")
     for name in re.findall(r"`(--[a-z-]+)`", error)[1:]:
-        assert name in ACCEPTED or name in RENAMED
+        assert name in ACCEPTED or LACKING[name].instead
 
 
 def test_a_schedule_without_quotes_is_told_to_quote_it() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config.flags import Flag
-from megatron_ext.config.megatron_flags import NO_EFFECT, RENAMED, UNSUPPORTED
+from megatron_ext.config.inapplicable import megatron_flags
 from megatron_ext.config.sections import all_flags, spellings
 from megatron_ext.text.task import TEXT
 from tests.combinations.options import values_of
@@ -27,7 +27,7 @@ def changes(content: Any, dice: random.Random) -> Iterator[Change]:
             for words in _values(flag, dice):
                 name, _, value = words.partition(" ")
                 yield Change((name,), "added", value)
-    for name in (*NO_EFFECT, *RENAMED, *UNSUPPORTED):
+    for name in megatron_flags():
         yield Change((name,), "added", "")
         yield Change((name,), "added", "1")
 

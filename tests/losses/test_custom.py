@@ -17,6 +17,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.losses import contract
 from megatron_ext.losses.custom import load_loss
 from megatron_ext.text.task import GPT
+from megatron_ext.train.task import STEP_FLAGS
 from tests.training_runs import SAME_WEIGHTS, mock_data, train, train_steps
 
 USERS_FILE = '''
@@ -78,7 +79,7 @@ def dense_forward_step(
     return losses.float(), loss
 
 
-DENSE = replace(GPT, forward_step=dense_forward_step, takes_step_flags=True)
+DENSE = replace(GPT, forward_step=dense_forward_step, implements={dense_forward_step: STEP_FLAGS})
 
 
 def test_trains_like_its_dense_form_on_four_ranks(spec: str, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.hybrid import HybridConfig, Pattern, read_pattern
 from megatron_ext.text.model import gpt
 from megatron_ext.text.task import GPT
-from megatron_ext.train.task import check_own_flags
 from tests.training_runs import SMALL, check_refused, config_of, errors_of, prepared, without
 
 BASE = without(SMALL, "--num-layers")
@@ -96,13 +95,13 @@ def test_a_model_of_the_users_own_is_refused_before_ranks_start() -> None:
     words = [*BASE, "--train-iters", "1", "--hybrid-layer-pattern", "*-*-"]
     task = GPT.replace(model_chunk=own_chunk)
     _, config, _ = prepared(words, GPT)
-    check_own_flags(GPT, config)
     with pytest.raises(ConfigError) as caught:
-        check_own_flags(task, config)
-    assert list(caught.value.messages) == [
-        "`--hybrid-layer-pattern` is left out of account by the model of this task (`own_chunk`); "
-        "leave it out."
-    ]
+        prepared(words, task)
+    (sentence,) = caught.value.messages
+    assert sentence.startswith(
+        "`--hybrid-layer-pattern` is left out of account by the forward step and the model of this "
+        "task (`gpt_forward_step` and `own_chunk`); leave it out, or "
+    )
     own = type("Own", (gpt.GPTModel,), {})
     assert gpt._model_class(config, own) is own
     assert gpt._model_class(config, gpt.GPTModel).__name__ == "HybridModel"

@@ -15,7 +15,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.losses.contract import LossFunction, StepCounts, checked, weighted_token_loss
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from megatron_ext.text.task import GPT
-from megatron_ext.train.task import Task
+from megatron_ext.train.task import STEP_FLAGS, Task
 from tests.training_runs import SMALL as RUN
 from tests.training_runs import train, train_on_ranks
 
@@ -134,9 +134,11 @@ def test_flags_that_a_step_leaves_out_are_refused(words: str, flag: str, tmp_pat
         train_on_ranks([*RUN, *words.split()], save=tmp_path, task=task)
     (sentence,) = caught.value.messages
     assert sentence.startswith(
-        f"`{flag}` is left out of account by the forward step of this task (`collecting_step`)"
+        f"`{flag}` is left out of account by the forward step and the model of this task "
+        "(`collecting_step` and `build_gpt_chunk`); leave it out, or say"
     )
-    allowed = dataclasses.replace(task, takes_step_flags=True)
+    implements = {collecting_step: f"{STEP_FLAGS} mtp-num-layers"}
+    allowed = dataclasses.replace(task, implements=implements)
     train_on_ranks([*RUN, *words.split(), "--dry-run"], save=tmp_path, task=allowed)
 
 

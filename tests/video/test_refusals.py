@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.config.inapplicable import of_program
 from megatron_ext.text import task as text_task
 from megatron_ext.train.exit_codes import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
@@ -206,7 +207,8 @@ def test_what_an_mmdit_would_ignore_is_refused(refused: Refused, clips: Path, wo
 
 def test_text_runs_refuse_the_flags_of_video(capfd: pytest.CaptureFixture[str]) -> None:
     words = "--train-iters 1 --video-data-path x --mmdit-size small --flow-shift 2 --no-adaln-zero"
-    flags, elsewhere = [*TINY, *mock_data(), *words.split()], {"pretrain_video.py": SECTIONS}
+    flags = [*TINY, *mock_data(), *words.split()]
+    elsewhere = [of_program("pretrain_video.py", SECTIONS)]
     assert main(text_task.TEXT, flags, elsewhere=lambda: elsewhere) == EXIT_CODE_USER_ERROR
     told = "error: `{}` is a flag of pretrain_video.py, not of this program; leave it out.".format
     names = ("--video-data-path", "--mmdit-size", "--flow-shift", "--no-adaln-zero")

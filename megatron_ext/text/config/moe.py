@@ -33,21 +33,6 @@ CAPACITY_BALANCING = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
 TENSOR = "--tensor-model-parallel-size"
 PADDING = "--moe-router-padding-for-quantization"
 
-NEEDS = {
-    "--num-experts": (
-        "moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size "
-        "moe_shared_expert_gate moe_router_topk moe_router_load_balancing_type moe_aux_loss_coeff "
-        "moe_z_loss_coeff moe_input_jitter_eps moe_router_dtype moe_router_score_function "
-        "moe_router_pre_softmax moe_router_num_groups moe_router_group_topk "
-        "moe_router_group_scores "
-        "moe_router_topk_scaling_factor moe_router_enable_expert_bias moe_router_bias_update_rate "
-        "moe_router_force_load_balancing moe_token_dispatcher_type moe_expert_capacity_factor "
-        "moe_pad_expert_input_to_capacity moe_token_drop_policy moe_layer_recompute "
-        "moe_apply_probs_on_input"
-    ),
-}
-"""The fields without effect in a model without experts (`megatron_flags.NEEDS`)."""
-
 
 @dataclass(frozen=True)
 class MoEConfig(LayerSection):

@@ -13,11 +13,10 @@ from megatron_ext.config.rules.latent_attention import latent_attention_errors
 from megatron_ext.config.rules.optimizer import target_errors
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.config import moe
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.sft import SftConfig, sft_errors
-from megatron_ext.text.config.tokenizer import TOKENIZER_NEEDS, TokenizerConfig
-from megatron_ext.text.data.config import FIM_NEEDS, DataConfig, FimConfig, direct_errors
+from megatron_ext.text.config.tokenizer import TokenizerConfig
+from megatron_ext.text.data.config import DataConfig, FimConfig, direct_errors
 from megatron_ext.text.evaluation.config import TaskEvaluationConfig
 from megatron_ext.text.hybrid import HybridConfig, hybrid_errors, resolve_hybrid
 
@@ -31,14 +30,6 @@ SECTIONS = (
     TaskEvaluationConfig,
 )
 """The sections that pretrain_gpt.py adds to the engine's flags."""
-
-NEEDS = {
-    "--dataloader-type cyclic": "data_sharding",
-    **moe.NEEDS,
-    **TOKENIZER_NEEDS,
-    **FIM_NEEDS,
-}
-"""Fields without effect unless the flag that is the key is given (`megatron_flags.NEEDS`)."""
 
 
 def resolve_text(config: RunConfig) -> RunConfig:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ext.config.flags import COUNT, NATURAL, changed_fields, flag, spelling_of
-from megatron_ext.config.megatron_flags import unmet
+from megatron_ext.config.inapplicable import by_flag
+from megatron_ext.text.config.inapplicable import TOKENIZER_FLAGS
 
 
 @dataclass(frozen=True)
@@ -44,29 +45,11 @@ class TokenizerConfig:
     )
 
 
-_SENTENCE_PIECE = "SentencePieceTokenizer or GPTSentencePieceTokenizer or Llama2Tokenizer"
-TOKENIZER_NEEDS = {
-    "--tokenizer-type GPT2BPETokenizer": "vocab_file merge_file",
-    "--tokenizer-type NullTokenizer or TikTokenizer or ByteLevelTokenizer": "vocab_size",
-    "--tokenizer-type TikTokenizer": (
-        "tiktoken_pattern tiktoken_num_special_tokens tiktoken_special_tokens"
-    ),
-    f"--tokenizer-type {_SENTENCE_PIECE}": "tokenizer_sentencepiece_legacy",
-    "--tokenizer-type HuggingFaceTokenizer": "tokenizer_hf_include_special_tokens",
-    f"--tokenizer-type HuggingFaceTokenizer or TikTokenizer or {_SENTENCE_PIECE}": (
-        "tokenizer_model"
-    ),
-}
-"""Fields of the tokenizer without effect unless it is of the type that the key names."""
-
-
 def idle_tokenizer_flags(settings: TokenizerConfig) -> list[str]:
     """Return a note for each flag that a tokenizer of this type does not read."""
-    given = changed_fields(settings)
+    idle = by_flag(TOKENIZER_FLAGS, vars(settings))
     return [
-        f"`{spelling_of(settings, name)}` ({getattr(settings, name)}) has no effect without "
-        f"`{needed}`."
-        for needed, names in unmet(TOKENIZER_NEEDS, vars(settings))
-        for name in names
-        if name in given
+        idle[name].sentence(f"`{spelling_of(settings, field)}` ({getattr(settings, field)})")
+        for field in changed_fields(settings)
+        if (name := f"--{field.replace('_', '-')}") in idle
     ]

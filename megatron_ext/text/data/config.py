@@ -188,16 +188,6 @@ class FimConfig:
         return []
 
 
-FIM_NEEDS = {
-    "--fim-data": (
-        "fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix fim_prefix_token "
-        "fim_middle_token fim_suffix_token fim_pad_token fim_eod_token"
-    ),
-    "--fim-split-sample": "fim_fragment_rate",
-}
-"""Fields that have an effect only with the flag that is their key (`megatron_flags.NEEDS`)."""
-
-
 def _is_split(split: str) -> bool:
     try:
         shares = [float(part) for part in split.replace("/", ",").split(",") if part.strip()]

@@ -67,7 +67,7 @@ def inference_task(*sections: type) -> Task:
         inputs=tokenizer_inputs,
         callbacks=(),
         model_chunk=build_frozen_chunk,
-        chunk_sections={},
+        implements={**GPT.implements, build_frozen_chunk: GPT.implements[build_gpt_chunk]},
     ).with_sections(*sections)
 
 

@@ -4,11 +4,13 @@ import argparse
 import difflib
 import signal
 from collections.abc import Sequence
+from functools import partial
 from typing import NoReturn
 
 from megatron_ext.config.flags import Flag, flags_of
-from megatron_ext.config.megatron_flags import ALWAYS_ON
+from megatron_ext.config.inapplicable import Inapplicable, by_flag
 from megatron_ext.errors import ConfigError, interrupt_once, say_to_stderr
+from megatron_ext.text.config.inapplicable import ALWAYS_FAST
 from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.config.tokenizer import idle_tokenizer_flags
 from megatron_ext.text.preprocess.options import (
@@ -26,17 +28,30 @@ from megatron_ext.text.preprocess.run import (
 from megatron_ext.text.preprocess.texts import TextEncoding
 
 _WORKERS_HINT = "use `--workers` with the number of CPU cores"
-_NOT_HERE = {
-    "--legacy-tokenizer": "Megatron-LM has deprecated those tokenizers and their other ids; leave "
-    "the flag out",
-    "--find-optimal-num-workers": f"each worker is one process on its own bytes; {_WORKERS_HINT}",
-    "--workers-to-check": f"there is no search for a number of workers; {_WORKERS_HINT}",
-    "--max-documents": f"there is no search for a number of workers; {_WORKERS_HINT}",
-}
-_NO_EFFECT = {
-    "--padded-vocab-size": "it belongs to the model, not to the data",
-    "--tokenizer-hf-use-fast": ALWAYS_ON["tokenizer_hf_use_fast"],
-}
+_idle = partial(Inapplicable, says="has no effect here")
+_not_here = partial(Inapplicable, says="is known in Megatron-LM but not supported here")
+_FOREIGN = by_flag(
+    [
+        _not_here(
+            "legacy-tokenizer",
+            "Megatron-LM has deprecated those tokenizers and their other ids",
+            "leave the flag out",
+        ),
+        _not_here(
+            "find-optimal-num-workers",
+            "each worker is one process on its own bytes",
+            _WORKERS_HINT,
+        ),
+        _not_here(
+            "workers-to-check max-documents",
+            "there is no search for a number of workers",
+            _WORKERS_HINT,
+        ),
+        _idle("padded-vocab-size", "it belongs to the model, not to the data"),
+        _idle(ALWAYS_FAST.flags, ALWAYS_FAST.reason),
+    ]
+)
+"""Flags of Megatron-LM's tool that this one lacks, by spelling."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -65,7 +80,7 @@ def _parser(*, status: bool = False) -> argparse.ArgumentParser:
     add_flags(parser, "conversations (outputs are PREFIX_sft_document and _mask)", _sft_flags())
     add_tokenizer_flags(parser)
     hidden = parser.add_argument_group("known in Megatron-LM, of no effect or not supported here")
-    for flag in (*_NOT_HERE, *_NO_EFFECT):
+    for flag in _FOREIGN:
         hidden.add_argument(flag, nargs="*", default=None, help=argparse.SUPPRESS)
     return parser
 
@@ -87,18 +102,16 @@ def parse_options(argv: Sequence[str]) -> tuple[PreprocessOptions, list[str]]:
     parser = _parser()
     args, unknown = parser.parse_known_args(_dashed(argv))
     values = vars(args)
-    foreign = (*_NOT_HERE, *_NO_EFFECT)
-    given = [flag for flag in foreign if values[flag[2:].replace("-", "_")] is not None]
-    wrong = [
-        f"`{flag}` is known in Megatron-LM but not supported here: {why}."
-        for flag, why in _NOT_HERE.items()
-        if flag in given
+    foreign = [
+        (entry.remedy, entry.sentence(f"`{flag}`"))
+        for flag, entry in _FOREIGN.items()
+        if values[flag[2:].replace("-", "_")] is not None
     ]
+    wrong = [sentence for remedy, sentence in foreign if remedy]
     wrong += _about_unknown(parser, unknown)
     if wrong:
         raise ConfigError(wrong)
-    no_effect = [(flag, why) for flag, why in _NO_EFFECT.items() if flag in given]
-    notes = [f"`{flag}` has no effect here: {why}." for flag, why in no_effect]
+    notes = [sentence for remedy, sentence in foreign if not remedy]
     own = [flag.field for flag in flags_of("preprocess", PreprocessOptions)]
     chosen = {name: values[name] for name in ("output_prefix", *own)}
     chosen["inputs"] = args.input

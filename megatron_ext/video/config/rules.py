@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from megatron_ext.config.flags import changed, default_of, spelling_of
+from megatron_ext.config.inapplicable import Inapplicable, names_of
 from megatron_ext.config.model import ModelConfig
-from megatron_ext.config.optimizer import ALL_TARGETS
+from megatron_ext.config.optimizer import ALL_TARGETS, LoraConfig
 from megatron_ext.config.rules.optimizer import target_errors
-from megatron_ext.config.run import LeftOut, RunConfig
-from megatron_ext.config.training import TrainingConfig
+from megatron_ext.config.run import RunConfig
+from megatron_ext.config.training import LossConfig, TrainingConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.encoding import UMT5, CodecConfig, EncodeConfig, TextEncoderConfig
 from megatron_ext.video.config.run import (
@@ -78,42 +80,35 @@ STREAMING_DEFAULTS: Mapping[str, Any] = {
 
 _FOLLOWED = ("hidden_size", "num_attention_heads", "perform_initialization",
              "gradient_accumulation_fusion", "compile")  # fmt: skip
-_ON = "on a video model: "
-_SHAPE = f"{_ON}its shape follows from its named size and the flags beside it"
-_STEP = f"{_ON}a step is as large as its bucket says"
-_EXPERTS = f"{_ON}its blocks have no experts"
-_COST = f"{_ON}blocks are dealt to stages by their cost"
-_VOCABULARY = f"{_ON}there is no vocabulary whose embedding could have it"
+_unused = partial(Inapplicable, remedy="leave it out", says="has no effect on a video model")
 
-LEFT_OUT: LeftOut = {
-    "model": {
-        field.name: _SHAPE
-        for field in dataclasses.fields(ModelConfig)
-        if "help" in field.metadata and field.name not in _FOLLOWED
-    },
-    "loss": {"*": f"{_ON}its loss is that of its task"},
-    "training": {
-        "rampup_batch_size": _STEP,
-        "step_batch_size_schedule": _STEP,
-        "decrease_batch_size_if_needed": _STEP,
-        "train_samples": f"{_ON}steps differ in their number of clips; give --train-iters",
-        "full_validation": f"{_ON}evaluation always goes through the whole validation data",
-    },
-    "logging": {"log_validation_ppl_to_tensorboard": f"{_ON}its loss has no perplexity"},
-    "optimizer": {"decoupled_lr": _VOCABULARY, "decoupled_min_lr": _VOCABULARY},
-    "parallel": {
-        **dict.fromkeys(("expert_model_parallel_size", "expert_tensor_parallel_size"), _EXPERTS),
-        "pipeline_model_parallel_layout": _COST,
-        "decoder_first_pipeline_num_layers": _COST,
-        "decoder_last_pipeline_num_layers": _COST,
-        "num_layers_per_virtual_pipeline_stage": _COST,
-        "account_for_embedding_in_pipeline_split": _COST,
-        "account_for_loss_in_pipeline_split": _COST,
-    },
-}
-"""Flags of the engine that are of no use to any video run, by section, with the reasons."""
+UNUSED = (
+    _unused(
+        names_of(ModelConfig, but=_FOLLOWED),
+        "its shape follows from its named size and the flags beside it",
+    ),
+    _unused("expert-model-parallel-size expert-tensor-parallel-size", "its blocks have no experts"),
+    _unused(names_of(LossConfig), "its loss is that of its task"),
+    _unused(
+        "rampup-batch-size step-batch-size-schedule decrease-batch-size-if-needed",
+        "a step is as large as its bucket says",
+    ),
+    _unused("train-samples", "steps differ in their number of clips; give --train-iters"),
+    _unused("full-validation", "evaluation always goes through the whole validation data"),
+    _unused("log-validation-ppl-to-tensorboard", "its loss has no perplexity"),
+    _unused(
+        "decoupled-lr decoupled-min-lr", "there is no vocabulary whose embedding could have it"
+    ),
+    _unused(
+        "pipeline-model-parallel-layout decoder-first-pipeline-num-layers "
+        "decoder-last-pipeline-num-layers num-layers-per-virtual-pipeline-stage "
+        "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split",
+        "blocks are dealt to stages by their cost",
+    ),
+)
+"""Flags of the engine that are of no use to any video run."""
 
-FLOW_LEFT_OUT: LeftOut = {**LEFT_OUT, "lora": {"*": f"{_ON}its layers take no adapters"}}
+UNUSED_IN_FLOW = (*UNUSED, _unused(names_of(LoraConfig), "its layers take no adapters"))
 
 _SAMPLES_OF_FLOW = (
     "sample_steps sample_text_scale sample_image_scale sample_oscillation sample_scale_by_frame "

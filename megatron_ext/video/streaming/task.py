@@ -13,9 +13,9 @@ from megatron_ext.train.run import Run
 from megatron_ext.train.task import Task, no_datasets
 from megatron_ext.video.config.encoding import CodecConfig
 from megatron_ext.video.config.rules import (
-    LEFT_OUT,
     SECTIONS,
     STREAMING_DEFAULTS,
+    UNUSED,
     resolve_streaming,
     streaming_rules,
 )
@@ -78,7 +78,7 @@ def streaming_step_stats(run: Run, num_microbatches: int) -> StepStats:
 
 STREAMING = Task(
     sections=SECTIONS,
-    left_out=LEFT_OUT,
+    inapplicable=UNUSED,
     defaults=STREAMING_DEFAULTS,
     resolve=resolve_streaming,
     rules=streaming_rules,

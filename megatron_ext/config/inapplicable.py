@@ -1,0 +1,205 @@
+"""Flags that do not apply: one kind of entry, the engine's entries, and how they are looked up.
+
+Flags of Megatron-LM that this package lacks are listed in `megatron_flags.yaml`, the engine's own
+that do nothing in some runs in `ENGINE`. A task adds entries in `Task.inapplicable`. Where several
+entries are about a flag, the first that holds in the run counts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_ext.config.flags import flags_of
+
+Values = Mapping[str, Any]
+"""The values of all fields of a configuration by name, and its device."""
+
+
+@dataclass(frozen=True)
+class Inapplicable:
+    """The answer to flags that do not apply, always or in some runs.
+
+    With ``instead``, the flag is replaced and a note says so. With ``remedy``, it is refused. Else
+    it is accepted, and a note says that it has no effect.
+
+    Attributes:
+        flags: names without leading dashes, separated by spaces.
+        reason: why it does not apply; "" where ``says`` is all.
+        remedy: what to do instead.
+        says: the words between flag and reason, which tell where the entry holds.
+        holds: takes the values of a run and returns whether the entry holds there; None if always.
+        instead: the words that replace the flag.
+        defaults: by refused flag, the value that asks for nothing and is therefore accepted.
+        source: the program that a refused flag is known from.
+    """
+
+    flags: str
+    reason: str = ""
+    remedy: str = ""
+    says: str = "has no effect"
+    holds: Callable[[Values], bool] | None = None
+    instead: str = ""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
+
+    def sentence(self, named: str) -> str:
+        """Return the sentence about a flag, which it shows as ``named``."""
+        if self.instead:
+            return f"{named} is spelled `{self.instead}` now."
+        reason = f": {self.reason}" if self.reason else ""
+        remedy = f"; {self.remedy}" if self.remedy else ""
+        return f"{named} {self.says}{reason}{remedy}."
+
+
+def without(needed: str, flags: str, reason: str = "") -> Inapplicable:
+    """Return the entry of flags that do nothing without another: `--fp16`, or `--name a or b`."""
+    name, _, accepted = needed.removeprefix("--").partition(" ")
+    name = name.replace("-", "_")
+
+    def holds(values: Values) -> bool:
+        value = values[name]
+        return str(value) not in accepted.split(" or ") if accepted else value in (None, False)
+
+    return Inapplicable(flags, reason, says=f"has no effect without `{needed}`", holds=holds)
+
+
+_ON_CPU = "has no effect on a CPU"
+_NOT_BESIDE = "communication on a CPU does not run beside computation"
+on_cpu = functools.partial(
+    Inapplicable, says=_ON_CPU, holds=lambda values: values["device"] == "cpu"
+)
+without_engine = functools.partial(
+    Inapplicable,
+    says="has no effect without Transformer Engine",
+    holds=lambda values: values["transformer_impl"] != "transformer_engine",
+)
+
+
+def names_of(*kinds: type, but: Iterable[str] = ()) -> str:
+    """Return all spellings of the flags of sections, except those of the fields ``but``."""
+    spellings = (
+        (*flag.positive, *flag.negative)
+        for kind in kinds
+        for flag in flags_of("", kind)
+        if flag.field not in but
+    )
+    return " ".join(name.removeprefix("--") for names in spellings for name in names)
+
+
+def of_program(name: str, kinds: Iterable[type]) -> Inapplicable:
+    """Return the entry of the flags of another program, which are declared by sections."""
+    return Inapplicable(
+        names_of(*kinds),
+        remedy="leave it out",
+        says=f"is a flag of {name}, not of this program",
+        defaults={
+            flag.positive[0].removeprefix("--"): flag.default
+            for kind in kinds
+            for flag in flags_of("", kind)
+        },
+    )
+
+
+def by_flag(
+    entries: Iterable[Inapplicable], values: Values | None = None
+) -> dict[str, Inapplicable]:
+    """Return the entry that counts for each flag, by its spelling.
+
+    Without the ``values`` of a run, only entries that always hold count.
+    """
+    found: dict[str, Inapplicable] = {}
+    for entry in entries:
+        if entry.holds is None or (values is not None and entry.holds(values)):
+            for name in entry.flags.split():
+                found.setdefault(f"--{name}", entry)
+    return found
+
+
+def answer_to(word: str, table: Mapping[str, Inapplicable]) -> Inapplicable | None:
+    """Return a table's entry for a flag, or for the flag that ``--no-`` or ``--disable-`` negates.
+
+    Megatron-LM gives each switch that is on by default these two negative spellings.
+    """
+    for prefix in ("--disable-", "--no-"):
+        if word not in table and word.startswith(prefix):
+            bare = word.removeprefix(prefix)
+            word = next((x for x in (f"--no-{bare}", f"--{bare}") if x in table), word)
+    return table.get(word)
+
+
+@functools.cache
+def megatron_flags() -> dict[str, Inapplicable]:
+    """Return the entries of Megatron-LM's flags that this package lacks, by spelling."""
+    text = Path(__file__).with_name("megatron_flags.yaml").read_text(encoding="utf-8")
+    # libyaml, where it was built, takes a twentieth of the time.
+    tables = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    accepted = tables.pop("replaced") + tables.pop("without effect")
+    entries = [Inapplicable(**entry) for entry in accepted]
+    for source, refused in tables.items():
+        says = f"is known from {source} but refused here"
+        entries += [Inapplicable(**entry, says=says, source=source) for entry in refused]
+    return by_flag(entries)
+
+
+ENGINE = (
+    on_cpu(
+        "bias-dropout-fusion persist-layer-norm gradient-accumulation-fusion "
+        "cross-entropy-loss-fusion cross-entropy-fusion-impl",
+        "a fused kernel of a GPU",
+    ),
+    on_cpu(
+        "overlap-grad-reduce overlap-param-gather align-grad-reduce align-param-gather "
+        "tp-comm-overlap tp-comm-overlap-cfg tp-comm-overlap-ag tp-comm-overlap-rs "
+        "tp-comm-overlap-rs-dgrad tp-comm-bulk-dgrad tp-comm-bulk-wgrad tp-comm-bootstrap-backend "
+        "tp-comm-overlap-disable-qkv tp-comm-overlap-disable-fc1",
+        _NOT_BESIDE,
+    ),
+    Inapplicable(
+        "ddp-bucket-size ddp-num-buckets",
+        _NOT_BESIDE,
+        says=_ON_CPU,
+        # Buckets also say which gradients are summed together where ranks keep shares of them.
+        holds=lambda values: (
+            values["device"] == "cpu" and values["data_parallel_sharding_strategy"] != "optim_grads"
+        ),
+    ),
+    on_cpu("ddp-average-in-collective", "gloo cannot average"),
+    on_cpu(
+        "cuda-graph-impl cuda-graph-warmup-steps",
+        "the launches of kernels that graphs save are a GPU's",
+    ),
+    on_cpu(
+        "attention-backend",
+        "attention is computed there as megatron-core's own layers do or by torch's SDPA",
+    ),
+    on_cpu("compile", "nothing is compiled there"),
+    on_cpu("log-memory-to-tensorboard", "memory of a GPU"),
+    on_cpu("muon-fp32-matmul-prec", "a CPU multiplies in float32"),
+    on_cpu("empty-unused-memory-level", "a CPU keeps no memory cache"),
+    without_engine("fp8-param-gather", "the torch layers keep and gather their weights in bf16"),
+    without("--recompute-granularity selective", "recompute-modules"),
+    without("--fp16", "loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis"),
+    without("--exit-signal-handler", "exit-signal"),
+    without("--on-spike", "spike-window spike-factor"),
+    without("--profile", "profile-step-start profile-step-end profile-ranks"),
+    without("--optimizer sgd", "sgd-momentum"),
+    without(
+        "--optimizer adam or muon",
+        "adam-beta1 adam-beta2 adam-eps use-precision-aware-optimizer exp-avg-dtype "
+        "exp-avg-sq-dtype",
+    ),
+    without(
+        "--optimizer muon",
+        "muon-momentum muon-use-nesterov muon-split-qkv muon-scale-mode muon-extra-scale-factor "
+        "muon-coefficient-type muon-num-ns-steps muon-fp32-matmul-prec muon-tp-mode "
+        "muon-scalar-optimizer",
+    ),
+    without("--lr-decay-style WSD", "lr-wsd-decay-style lr-wsd-decay-iters lr-wsd-decay-samples"),
+)
+"""Flags of the engine that do nothing in some runs."""
