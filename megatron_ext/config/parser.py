@@ -107,7 +107,9 @@ def parse_args(
     entries = by_flag(task.answers(), _values(config))
     usual = {**task.defaults, **(defaults or {})}
     reading.errors += reading.settled_errors(config)
-    reading.errors += _refusals(sections.all_flags(program), entries, config, usual)
+    # What the engine derives from a refused flag is no other one.
+    given = task.resolve(bare)
+    reading.errors += _refusals(sections.all_flags(program), entries, given, usual)
     if reading.errors:
         raise ConfigError(reading.errors)
     answers = [(flag, entries.get(flag.positive[0])) for flag in reading.given]
