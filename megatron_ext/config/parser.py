@@ -108,8 +108,8 @@ def parse_args(
     usual = {**task.defaults, **(defaults or {})}
     reading.errors += reading.settled_errors(config)
     # What the engine derives from a refused flag is no other one.
-    given = task.resolve(bare)
-    reading.errors += _refusals(sections.all_flags(program), entries, given, usual)
+    decided = task.resolve(bare)
+    reading.errors += _refusals(sections.all_flags(program), entries, decided, usual)
     if reading.errors:
         raise ConfigError(reading.errors)
     answers = [(flag, entries.get(flag.positive[0])) for flag in reading.given]
