@@ -56,6 +56,7 @@ def parse_args(
     device: str,
     checkpoint_config: Mapping[str, Any] | None = None,
     defaults: Mapping[str, Any] | None = None,
+    elsewhere: Elsewhere | None = None,
     reading: Reading | None = None,
 ) -> ParsedArgs:
     """Parse and check a command line; a ConfigError has one sentence for every error.
@@ -67,6 +68,7 @@ def parse_args(
             from (``--use-checkpoint-args``), as far as a file may give them
             (`sections.described`); the command line wins over it.
         defaults: values by field that replace the task's defaults and the fields' own.
+        elsewhere: as in `read_words`.
         reading: what `read_words` returns for these words, if they have been read already. It is
             used up: notes and errors are added to it.
     """
@@ -74,7 +76,7 @@ def parse_args(
     if "--help" in argv or "-h" in argv:
         sections.print_help(program)
         raise SystemExit(0)
-    reading = reading or read_words(argv, program)
+    reading = reading or read_words(argv, program, elsewhere)
     given = [reading.read_yaml(path, program) for path in reading.config_files]
     given.append(reading.values)
     try:
@@ -149,8 +151,7 @@ def all_errors(
         errors: what a check has found that may have kept others from being made.
         input_errors: takes a task and what flags give, before anything is derived from them, and
             returns a sentence for each unusable input.
-        defaults: as in `parse_args`.
-        elsewhere: as in `read_words`.
+        defaults, elsewhere: as in `parse_args`.
     """
     reading = read_words(argv, program, elsewhere)
     if reading.print_config:

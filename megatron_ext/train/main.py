@@ -149,7 +149,7 @@ def main(
         if splits_layers(words, stored):
             keep_launch_order()
         known: dict[str, Any] = {"checkpoint_config": stored, "defaults": defaults}
-        known |= {"device": select().kind}
+        known |= {"device": select().kind, "elsewhere": elsewhere}
         parse = partial(parse_args, argv, program, **known)
         parsed = parse(world_size=int(os.environ.get("WORLD_SIZE", "0")), reading=words)
         if parsed.print_config:

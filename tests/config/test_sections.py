@@ -9,6 +9,7 @@ import yaml
 
 from megatron_ext.checkpoint.compatibility import check_changes
 from megatron_ext.config.finalize import finalize
+from megatron_ext.config.inapplicable import of_program
 from megatron_ext.config.optimizer import ALL_TARGETS, TARGETS, EmaConfig
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.precision import CudaGraphConfig, Fp8Config
@@ -182,7 +183,7 @@ def test_changed_flags_are_found_in_a_checkpoint_that_stored_them_elsewhere() ->
 def test_a_printed_configuration_may_hold_defaults_of_the_other_program(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     words = f"{STREAMING} --config {file}".split()
-    elsewhere = {"pretrain_gpt.py": TEXT.sections}
+    elsewhere = [of_program("pretrain_gpt.py", TEXT.sections)]
 
     def read(**values: Any) -> RunConfig:
         file.write_text(yaml.safe_dump({"moe": {"moe_router_topk": 2, **values}}))

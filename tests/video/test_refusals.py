@@ -219,7 +219,8 @@ def test_video_runs_refuse_the_flags_of_text(
     clips: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = f"--video-data-path {clips} --num-experts 4 --moe-permute-fusion"
-    flags, elsewhere = [*FLAGS, *words.split()], {"pretrain_gpt.py": text_task.TEXT.sections}
+    flags = [*FLAGS, *words.split()]
+    elsewhere = [of_program("pretrain_gpt.py", text_task.TEXT.sections)]
     assert main(VIDEO, flags, elsewhere=lambda: elsewhere) == EXIT_CODE_USER_ERROR
     told = "error: `{}` is a flag of pretrain_gpt.py, not of this program; leave it out.".format
     names = ("--num-experts", "--moe-permute-fusion")
