@@ -1,4 +1,4 @@
-"""Write sampled clips as mp4 files, with a contact sheet and a jsonl list of them."""
+"""Writes sampled clips as mp4 files, with a contact sheet and a jsonl list of the clips."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.sampling.requests import ClipRequest
 
 _CONSTANT_QUALITY = {"crf": "17"}
-"""Options of x264 for a quality at which losses are hardly visible."""
+"""Options of x264 for a quality with hardly visible losses."""
 _FRAGMENTED = {"movflags": "frag_keyframe+empty_moov+default_base_moof", "flush_packets": "1"}
-"""Options with which a file can be played while it is written, and needs no index in memory."""
+"""Options that let a file be played while it is written, and avoid an index in memory."""
 _FRAGMENT = 2  # seconds
 _HD = (1280, 720)
-"""Width or height from which players take untagged video for BT.709, and below it for BT.601."""
+"""Players assume BT.709 for untagged video of at least this width or height, else BT.601."""
 _BT709, _BT601, _LIMITED = 1, 6, 1
-"""Numbers of ITU-T H.273 for the matrix, and FFmpeg's for the range of 16 to 235."""
+"""The numbers of the two matrices in ITU-T H.273, and FFmpeg's number for the range 16 to 235."""
 
 
 class Mp4Writer:
     """An H.264 file of one clip, written frame by frame.
 
-    With ``growing`` it can be played while it is written. An odd height or width is padded to an
-    even one, which the format needs. Colours are tagged, so that every player shows the same: the
-    matrix is BT.709 in HD and BT.601 below, with the primaries and transfer of BT.709.
+    With ``growing`` it can be played while it is written. The format needs even sizes, so an odd
+    height or width is padded. Colours are tagged, so that all players show them alike: the matrix
+    is BT.709 in HD and BT.601 below, with the primaries and transfer of BT.709.
 
     Raises:
         ConfigError: PyAV is not installed.
@@ -47,7 +47,7 @@ class Mp4Writer:
 
     def __init__(self, path: Path, fps: float, *, growing: bool = False) -> None:
         (self._av,) = _imported("av", "av")
-        # Without the protocol FFmpeg takes what stands before a colon for one.
+        # Without "file:" FFmpeg would take the text before a colon for the name of a protocol.
         name = f"file:{path}"
         self._container = self._av.open(name, "w", options=_FRAGMENTED if growing else {})
         options = _CONSTANT_QUALITY | (
@@ -82,7 +82,7 @@ class Mp4Writer:
         self._is_begun = True
 
     def close(self) -> None:
-        """Write the frames that the encoder still holds, and finish the file."""
+        """Write the remaining frames of the encoder, and finish the file."""
         try:
             if self._is_begun:
                 self._container.mux(self._stream.encode())
@@ -91,7 +91,7 @@ class Mp4Writer:
 
     def abandon(self) -> None:
         """Close the file without finishing it."""
-        # An error here is a consequence of the one that ended the writing.
+        # Hide errors here, which only follow from the error that ended the writing.
         with suppress(Exception):
             self._container.close()
 
@@ -117,9 +117,9 @@ def _imported(package: str, *modules: str) -> list[Any]:
 CONTACT_SHEET = "contact_sheet.png"
 LIST = "samples.jsonl"
 SHEET_FRAMES = 8
-"""Largest number of frames of a clip in the contact sheet, spread from the first to the last."""
+"""The most frames of a clip in the contact sheet; they are spread from the first to the last."""
 SHEET_SIDE = 256
-"""Largest size of a frame's longer side in the contact sheet, in pixels."""
+"""The largest length of a frame's longer side in the contact sheet, in pixels."""
 TITLE = 20
 """Height of a title in the contact sheet, in pixels."""
 GAP = 4
@@ -142,14 +142,14 @@ def write_clips(
 ) -> None:
     """Write P clips, their contact sheet and a list of them into a folder.
 
-    The files are ``sample_000.mp4`` and so on, `CONTACT_SHEET` and `LIST`. They are first written
-    into a temporary folder, which then takes the folder's place, so that the folder is never
-    incomplete. The folder's earlier samples are lost.
+    The files are ``sample_000.mp4`` and so on, `CONTACT_SHEET` and `LIST`. They are written into a
+    temporary folder, which then replaces the folder, so that the folder is never incomplete.
+    Earlier samples in the folder are lost.
 
     Args:
         pixels: P clips ``[3, f, H, W]``, all finite; they are clamped to [-1, 1].
-        seed: seed of the noise of requests that have none of their own.
-        facts: more fields of each clip's row in `LIST`, such as the iteration of the model.
+        seed: seed of the noise of requests that have no seed.
+        facts: additional fields of each clip's row in `LIST`, such as the iteration of the model.
 
     Raises:
         ConfigError: PyAV or pillow is not installed.
@@ -170,7 +170,7 @@ def write_clips(
 
 
 def open_folder(target: Path) -> Path:
-    """Make and return an empty temporary folder, which `publish` later renames to ``target``.
+    """Create an empty temporary folder, which `publish` later renames to ``target``.
 
     Raises:
         DataError: the target holds files other than samples.
@@ -180,7 +180,7 @@ def open_folder(target: Path) -> Path:
             f"The folder {target} holds files that are no samples and would be lost; give the "
             "name of a new folder."
         )
-    # All runs use one name, so that this clears the files of a killed run.
+    # The name is always the same, so this removes the files of a killed run.
     writing = target.with_name(f".{target.name}.writing")
     remove(writing)
     writing.mkdir(parents=True)
@@ -188,7 +188,7 @@ def open_folder(target: Path) -> Path:
 
 
 def publish(writing: Path, target: Path) -> None:
-    """Rename ``writing`` to ``target``, and then remove the older samples that were there."""
+    """Rename ``writing`` to ``target``, then remove the samples that were there before."""
     older = target.with_name(f".{target.name}.older")
     if target.exists():
         remove(older)
@@ -208,10 +208,10 @@ def describe(
     """Write a contact sheet and a list of clips, `CONTACT_SHEET` and `LIST`, into a folder.
 
     Args:
-        requests: request of each clip, a dataclass with a ``title``, in the order of the clips.
+        requests: the request of each clip, a dataclass with a ``title``, in the order of the clips.
         clips: all or some frames of each clip in order, P times ``[f, H, W, 3]``.
         num_frames: number of frames of each whole clip.
-        facts: more fields of each row of `LIST`; a request's own value of such a field stands.
+        facts: additional fields of each row of `LIST`; a field of the request takes precedence.
 
     Raises:
         ConfigError: pillow is not installed.
@@ -266,14 +266,14 @@ def _sheet_size(height: int, width: int) -> tuple[int, int]:
 
 
 def _shortened(title: str, fits: Callable[[str], bool]) -> str:
-    """Return the title in one line, cut off with "..." if ``fits`` is false for the whole."""
+    """Return the title in one line; if it does not fit, shorten it and append "..."."""
     line = " ".join(title.split())
     ends = [line, *(f"{line[:end]}..." for end in range(len(line), 0, -1))]
     return next(filter(fits, ends), "...")
 
 
 def _is_ours(target: Path) -> bool:
-    """Return whether ``target`` is a folder that holds only files with the names of samples."""
+    """Tell whether ``target`` is a folder that holds only files with names of samples."""
     if not target.is_dir() or target.is_symlink():
         return False
     names = {path.name for path in target.iterdir()}

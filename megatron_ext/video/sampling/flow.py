@@ -1,8 +1,9 @@
-"""Sample latent videos by Euler's method along the learned flow, from noise to data.
+"""Samples latent videos by Euler's method along the learned flow, from noise to data.
 
 Captions and reference images guide the flow (classifier-free guidance, arXiv:2207.12598 and
 2211.09800). Let c be the prediction for caption and references, u the prediction for the empty
-caption and references, and u2 the one for the empty caption without references. Open-Sora 2.0 uses
+caption and references, and u2 the prediction for the empty caption without references. Open-Sora
+2.0 uses
 
     v = u2 + image_scale * (u - u2) + text_scale * (c - u).
 """
@@ -21,7 +22,7 @@ from megatron_ext.video.loss import shift, shift_factor
 from megatron_ext.video.model.tokens import LatentShape, pack, tokens_per_frame, unpack
 
 OSCILLATION_START = 10
-"""Step, counted from 0, from which on odd steps have scales of 1 with ``--sample-oscillation``."""
+"""With ``--sample-oscillation``, odd steps from this step on, counted from 0, have scales of 1."""
 
 
 def _rests(sampling: SampleConfig, step: int) -> bool:
@@ -36,11 +37,12 @@ def text_scale(sampling: SampleConfig, step: int) -> float:
 def image_scale(sampling: SampleConfig, step: int, num_frames: int) -> Tensor:
     """Return the guidance scale of the references for each latent frame, ``[t]`` float32.
 
-    With ``--sample-scale-by-frame`` the scale rises over the frames from 1 to an end value. This
-    end value falls over the steps, counted from 0, from ``--sample-image-scale`` towards 1.
+    Steps are counted from 0. With ``--sample-scale-by-frame`` the scale increases over the frames
+    from 1 to an end value, and this end value decreases over the steps from
+    ``--sample-image-scale`` towards 1.
     """
     scale = 1.0 if _rests(sampling, step) else sampling.sample_image_scale
-    # A scale below 1 weakens the references; there is nothing to spread over the frames.
+    # A scale of 1 or less does not amplify the references, so it is the same for all frames.
     if not sampling.sample_scale_by_frame or scale <= 1:
         return torch.full((num_frames,), scale)
     end = scale + (1 - scale) * step / sampling.sample_steps
@@ -51,8 +53,8 @@ def guided(c: Tensor, u: Tensor, u2: Tensor, text: float, image: Tensor | float)
     """Return the velocity v of the module's formula, guided by caption and references.
 
     ``c`` is the prediction with both, ``u`` without caption, and ``u2`` with neither, ``[b, n, d]``
-    for n tokens. The scale of the caption is ``text``; ``image``, a number or ``[n, 1]``, is the
-    scale of the references. The result is exactly ``c`` if both scales are 1.
+    for n tokens. ``text`` is the scale of the caption; ``image``, a number or ``[n, 1]``, is the
+    scale of the references. If both scales are 1, the result is exactly ``c``.
     """
     return c + (text - 1) * (c - u) + (image - 1) * (u - u2)
 
@@ -98,11 +100,11 @@ def sample(
     """Sample clips; return latents ``[b, c, t, h, w]`` float32, with the reference frames as given.
 
     Args:
-        velocity: the model; called once a step, with 3 * b samples for the guidance if there are
-            references, else with 2 * b.
+        velocity: the model. It is called once per step for the guidance, with 3 * b samples if
+            there are references, else with 2 * b.
         text: encoded captions: tokens ``[b, l, d]`` and pooled vectors ``[b, e]``.
-        null: the encoded empty caption, ``[1, k, d]`` and ``[1, e]``, k at most l, or a caption to
-            lead away from for each clip, ``[b, l, d]`` and ``[b, e]``.
+        null: the encoded empty caption, ``[1, k, d]`` and ``[1, e]`` with k <= l, or the encoded
+            negative prompt of each clip, ``[b, l, d]`` and ``[b, e]``.
         noise: start of sampling, ``[b, c, t, h, w]`` on the device of the model.
         references: reference frames, with latents in the shape of the noise; None for no frames.
     """
@@ -127,7 +129,7 @@ def sample(
         x = x.repeat(len(texts), 1, 1)
         predicted = velocity(x, x.new_full((x.size(0),), now), sequence, pooled, condition_tokens)
         parts = predicted.float().chunk(len(texts))
-        # Without references u and u2 are one prediction.
+        # Without references u and u2 are the same prediction.
         c, u, u2 = parts if len(parts) == 3 else (*parts, parts[1])
         by_token = image_scale(sampling, step, t).repeat_interleave(tokens)[:, None].to(x.device)
         return guided(c, u, u2, text_scale(sampling, step), by_token)

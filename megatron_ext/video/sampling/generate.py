@@ -1,4 +1,4 @@
-"""Generate clips for the prompts of a run, by all of its ranks together."""
+"""Generates clips for the prompts of a run, on all of its ranks together."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 def requests_of(sample: SampleConfig) -> list[ClipRequest]:
     """Return the requests in the file ``--sample-prompts``, or those of ``--sample-texts``.
 
-    Those without a negative prompt get that of the flag.
+    A request without a negative prompt gets that of the flag.
     """
     if sample.sample_texts is None:
         assert sample.sample_prompts is not None
@@ -71,8 +71,8 @@ class RequestGroup:
     """Requests for clips of one size, sampled in the same number of steps.
 
     Attributes:
-        numbers: the places of the requests among all.
-        draws: (seed, number) of each request, from which its noise follows.
+        numbers: the indices of the requests among all requests.
+        draws: (seed, number) of each request, which determine its noise.
     """
 
     numbers: list[int]
@@ -85,10 +85,10 @@ class RequestGroup:
 def groups_of(
     requests: Sequence[ClipRequest], shape: SampleShape, sampling: SampleConfig
 ) -> list[RequestGroup]:
-    """Return the requests in groups that are sampled together; the flags say what a row does not.
+    """Group the requests that can be sampled together.
 
-    A request with a seed of its own has the noise of number 0, so that the clip does not depend on
-    the others.
+    Values that a request lacks are those of the flags. A request with its own seed gets the noise
+    of number 0, so that its clip does not depend on its position in the file.
     """
     groups = dict[tuple[Any, int], RequestGroup]()
     for number, request in enumerate(requests):
@@ -105,7 +105,7 @@ def groups_of(
 
 
 def shape_of(sample: SampleConfig, manifest: Mapping[str, Any]) -> SampleShape:
-    """Return the clips' size from the flags; the default is the dataset's largest bucket."""
+    """Return the size of clips from the flags; the default is the largest bucket of the dataset."""
     buckets = [Bucket(**entry["shape"]) for entry in manifest["buckets"]]
     largest = max(buckets, key=lambda b: (b.height * b.width, b.num_frames, b))
     height, width = sample.sample_size or (largest.height, largest.width)
@@ -117,16 +117,16 @@ def shape_of(sample: SampleConfig, manifest: Mapping[str, Any]) -> SampleShape:
 def build_codec_of(
     codec: CodecConfig, manifest: Mapping[str, Any], device: torch.device | None = None
 ) -> VideoCodec:
-    """Build the codec that a dataset's manifest names; ``--codec`` is the folder of a VAE."""
+    """Build the codec that a dataset's manifest names; for a VAE, ``--codec`` is its folder."""
     return codec_from_manifest(manifest, None if codec.codec == PATCH else codec.codec, device)
 
 
 def check_sampling(config: RunConfig, manifest: Mapping[str, Any]) -> None:
-    """Check before a run starts that clips can be sampled with its flags.
+    """Check before a run starts that its flags allow sampling clips.
 
     Raises:
-        ConfigError, DataError: prompts or references cannot be read, codec or model do not take
-            the size, or encoders cannot be built.
+        ConfigError, DataError: prompts or references cannot be read, the size does not fit codec
+            or model, or encoders cannot be built.
     """
     sample = config.section(SampleConfig)
     text = config.section(TextEncoderConfig)
@@ -165,9 +165,9 @@ def encode_on_reporting_rank(
     null: Text | None = None,
     conditions: ConditionConfig | None = None,
 ) -> EncodedRequests:
-    """Encode requests with `encode_requests` on the reporting rank, and return the result on all.
+    """Encode requests by `encode_requests` on the reporting rank; return the result on all ranks.
 
-    All ranks call this together. Only the reporting rank needs codec and encoder.
+    All ranks call this together. Only the reporting rank needs codec and text encoder.
 
     Raises:
         ConfigError, DataError: encoding failed on the reporting rank (raised on all ranks).
@@ -197,11 +197,11 @@ def generate_latents(
 
     A clip's noise depends only on the seed and the clip's number, so it is the same in any layout.
     Replicas with one clip less than others also sample the last clip, and discard it. All replicas
-    thus make the same number of calls, which a model with experts on several replicas needs.
+    then make the same number of calls, as a model with experts on several replicas needs.
 
     Args:
-        draws: (seed, number) from which the noise of each request follows; by default the seed of
-            the flags, and the number among the requests.
+        draws: (seed, number) of each request, which determine its noise. By default the seed is
+            that of the flags, and the number is the request's index.
 
     Returns:
         ``[P, c, t, h, w]`` float32 on the model's device, on the reporting rank; None elsewhere.

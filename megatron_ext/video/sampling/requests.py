@@ -1,4 +1,4 @@
-"""Requests for clips: read captions and references from files, and encode them."""
+"""Reads requests for clips, which are captions and references, and encodes them."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ Request = TypeVar("Request")
 
 @dataclass(frozen=True)
 class SampleShape:
-    """Size of sampled clips in frames and pixels; one frame makes an image.
+    """The size of sampled clips in frames and pixels; a clip of one frame is an image.
 
     Attributes:
-        fps: frames per second; added to the caption of a clip.
-        encode: flags with which the training data was encoded, which references and captions
-            follow.
+        fps: frames per second, which are added to the caption of a clip.
+        encode: flags with which the training data was encoded; references and captions are encoded
+            in the same way.
     """
 
     num_frames: int
@@ -59,14 +59,14 @@ class ClipRequest:
     Attributes:
         text: caption without suffix.
         reference: image, video or folder of images whose first frames (head modes), last frames
-            (tail modes) or both (i2v_loop) are given to the model; None exactly for mode t2v.
+            (tail modes) or both (i2v_loop) are given to the model; None for mode t2v.
         mode: one of `MODES`.
         motion: motion score in the caption; None leaves it out.
-        negative_prompt: caption that guidance leads away from; None takes the flag's.
-        seed: seed of the noise, from which the clip then follows wherever its request stands; None
-            takes the flag's seed and the number of the request.
-        steps: steps of Euler's method; None takes the flag's.
-        size: height and width in pixels; None takes the flag's.
+        negative_prompt: caption from which guidance leads away; None takes that of the flag.
+        seed: seed of the noise, which then does not depend on the number of the request. None takes
+            the seed of the flag and the number of the request.
+        steps: number of steps of Euler's method; None takes that of the flag.
+        size: height and width in pixels; None takes that of the flag.
 
     Raises:
         ConfigError: the mode is unknown, or the reference does not fit it.
@@ -108,7 +108,7 @@ class EncodedRequests:
         latent_shape: shape of one clip, (c, t, h, w).
         text: encoded captions: tokens ``[P, l, d]`` and pooled vectors ``[P, e]``.
         null: the encoded empty caption, ``[1, k, d]`` and ``[1, e]``, or the encoded negative
-            prompt of each request, ``[P, l, d]`` and ``[P, e]``.
+            prompts, ``[P, l, d]`` and ``[P, e]``.
         references: latents ``[P, c, t, h, w]`` and masks ``[P, t]``; None if no request has one.
     """
 
@@ -124,9 +124,9 @@ class EncodedRequests:
 def read_requests(path: str | os.PathLike[str]) -> list[ClipRequest]:
     """Read requests for clips from a text file of captions, or from a jsonl; see `read_prompts`.
 
-    Rows of a jsonl have ``text``. They may have one of ``image``, ``video`` and ``reference``, a
-    path relative to the file, and ``mode``, by default t2v without one, v2v_head with a video, else
-    i2v_head. They may have the other fields of `ClipRequest`.
+    A row of a jsonl has ``text``. It may have a reference, which is one of ``image``, ``video`` and
+    ``reference``, a path relative to the file. It may have ``mode``; the default is t2v without a
+    reference, v2v_head with a video, else i2v_head. It may have the other fields of `ClipRequest`.
     """
     names = [*(x.name for x in fields(ClipRequest)), "image", "video"]
     texts = ("reference", "image", "video", "mode", "negative_prompt")
@@ -141,14 +141,14 @@ def read_prompts(
     names: Sequence[str],
     texts: Sequence[str] = (),
 ) -> list[Request]:
-    """Read requests from a text file with one caption a line, or from a jsonl; skip blank lines.
+    """Read requests from a text file with one caption per line, or from a jsonl; skip blank lines.
 
     Args:
-        kind: the dataclass of requests, which can be called with only a caption.
+        kind: the dataclass of requests, which can be built from a caption alone.
         of_row: makes a request from a row of a jsonl and the path of the file; may raise
             ConfigError, ValueError or TypeError.
-        names: the names that a row may have, ``text`` among them.
-        texts: those of them whose values are texts or null.
+        names: the names of the fields that a row may have, including ``text``.
+        texts: the names of the fields whose values must be texts or null.
 
     Raises:
         DataError: the file cannot be read, has an invalid row, or has no row.
@@ -168,7 +168,7 @@ def read_prompts(
 
 
 def read_lines(source: Path, what: str) -> list[tuple[int, str]]:
-    """Return (number counted from 1, text) of each line of a file that is not blank.
+    """Return (number, text) of each line of a file that is not blank; numbers count from 1.
 
     Raises:
         DataError: the file cannot be read, or has only blank lines; ``what`` names the file.
@@ -209,7 +209,7 @@ def read_row(
 
 
 def bad_row(source: Path, line: int, what: str) -> DataError:
-    """Return the error about an invalid row; ``what`` follows its line number in the message."""
+    """Return the error about an invalid row; ``what`` follows the line number in the message."""
     return DataError(f"{source} line {line} {what}; mend the row or take it out.")
 
 
@@ -231,9 +231,9 @@ def _request(row: dict[str, Any], source: Path) -> ClipRequest:
 
 
 def given_starts(sample: SampleConfig) -> tuple[str | None, list[str | None]]:
-    """Return the kind of the given start, and for each of ``--sample-texts`` its first file.
+    """Return the kind of the references in the flags, and the reference of each sample text.
 
-    The kind is "image", "video" or None; one file serves all texts.
+    The kind is "image", "video" or None. A single reference is used for all texts.
     """
     count = len(sample.sample_texts or [])
     name = "video" if sample.sample_video else "image" if sample.sample_image else None
@@ -243,14 +243,14 @@ def given_starts(sample: SampleConfig) -> tuple[str | None, list[str | None]]:
 
 
 def usual_mode(name: str | None) -> str:
-    """Return the mode of a request by the name that its reference has: "image", "video" or so."""
+    """Return the default mode for a reference given as "image", "video" or "reference", or None."""
     if name is None:
         return "t2v"
     return "v2v_head" if name == "video" else "i2v_head"
 
 
 def start_of(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
-    """Return which of some names a row has a path for; raise ValueError if it has several."""
+    """Return which of ``names`` has a value in a row, or None; raise ValueError for several."""
     given = [name for name in names if row.get(name)]
     if len(given) > 1:
         raise ValueError(f"it has `{given[0]}` and `{given[1]}`, which exclude each other")
@@ -258,7 +258,7 @@ def start_of(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
 
 
 def whole_number(row: Mapping[str, Any], name: str, *, at_least: int) -> int | None:
-    """Return a whole number of a row, or None without it; raise ValueError for another value."""
+    """Return the whole number under ``name``, or None; raise ValueError for any other value."""
     value = row.get(name)
     if value is None:
         return None
@@ -288,12 +288,12 @@ def encode_requests(
     """Encode captions with the suffix used in training, and references at the size of the clips.
 
     Args:
-        codec, text_encoder: encoders of the training data.
+        codec, text_encoder: the encoders of the training data.
         null: the encoded empty caption of the training data; None encodes it here.
-        conditions: conditions of training, which give the lengths of v2v references.
+        conditions: the conditions of training, which determine the lengths of v2v references.
 
     Raises:
-        ConfigError: the codec does not take the shape.
+        ConfigError: the codec cannot encode the shape.
         DataError: a reference cannot be read, or references or clips are too short for a mode.
     """
     latent_shape = codec.latent_shape(shape.num_frames, shape.height, shape.width)
@@ -323,17 +323,18 @@ def encode_requests(
 
 
 def _encoded(encoder: TextEncoder, captions: Sequence[str]) -> Text:
-    """Encode captions one by one, since large encoders need much memory."""
+    """Encode captions one by one, to limit the memory of large encoders."""
     pairs = [encoder.encode([caption]) for caption in captions]
     return Text(*(torch.cat(parts).cpu() for parts in zip(*pairs, strict=True)))
 
 
 @dataclass(frozen=True)
 class ReferencePart:
-    """The frames of a reference that one section of a clip is given.
+    """The frames of a reference that fill one section of a clip.
 
     Attributes:
-        first, interval: first frame and distance of frames, in frames of the reference.
+        shape: shape of the reference.
+        first, interval: the first frame and the distance of frames, in frames of the reference.
         count: number of frames.
     """
 
@@ -350,7 +351,7 @@ def reference_parts(
     codec: VideoCodec,
     conditions: ConditionConfig,
 ) -> list[ReferencePart]:
-    """Return the frames of a request's reference that its mode takes, after a look at its header.
+    """Read the header of a request's reference; return the frames that the request's mode needs.
 
     Raises:
         DataError: the reference cannot be read, or it or the clip is too short for the mode.
@@ -358,7 +359,7 @@ def reference_parts(
     assert request.reference is not None
     latent_frames = codec.latent_shape(shape.num_frames, shape.height, shape.width)[1]
     header = probe(Clip(request.reference, request.text))
-    # Frames are taken as in training: at the frame rate of the clips, or near it.
+    # Take frames at the same rate as training does: that of the clips, or near it.
     exact = shape.fps if shape.encode.video_fps else None
     interval = subsampling(header.fps, shape.fps, exact)[0]
     parts = []
@@ -398,6 +399,6 @@ def _placed(
                 blend=shape.encode.video_blend,
                 background=shape.encode.video_background,
             )
-            # Each section is encoded by itself, as in training.
+            # Encode each section separately, as in training.
             placed.append((part.section, codec.encode(pixels[None])[0].cpu()))
     return place_references(placed, latent_shape, torch.float32)

@@ -1,4 +1,4 @@
-"""Sample clips with the model of a run, at intervals during training or without training."""
+"""Samples clips with the model of a run, at intervals during training or without training."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def velocity_of(run: Run) -> ParallelVelocity:
 
 
 def say_share_of_start(run: Run) -> None:
-    """Say how much of a run's averaged weights is still their start, before clips are sampled."""
+    """Report how much of the averaged weights still comes from their initial values, if any."""
     note = run.progress.average_note
     if note is not None:
         run.reporters.say(f"{note}; `--no-sample-ema` samples with the last weights")
 
 
 def facts_of_weights(run: Run, *, averaged: bool) -> dict[str, Any]:
-    """Return facts on the weights that made samples, for ``samples.jsonl``."""
+    """Return fields of ``samples.jsonl`` that describe the weights that made the samples."""
     facts = {"iteration": run.progress.iteration, "averaged_weights": averaged}
     return {**facts, "share_of_start": run.progress.average_start} if averaged else facts
 
@@ -97,9 +97,9 @@ class ClipSampler:
     def __call__(self, folder: Path) -> None:
         """Sample the clips and write them into a folder.
 
-        Nothing is written if a value is not finite; the log then says so. Averaged weights
-        are used if the run keeps them and ``--sample-ema`` is on. Raises MegatronExtError on all
-        ranks if the files cannot be written.
+        If a value is not finite, nothing is written, and the log says so. Averaged weights are used
+        if the run has them and ``--sample-ema`` is on. MegatronExtError is raised on all ranks if
+        the files cannot be written.
         """
         run = self._run
         sample = self._sample

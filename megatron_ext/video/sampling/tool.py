@@ -1,4 +1,4 @@
-"""The program tools/sample_video.py: sample clips from a training checkpoint, in any layout."""
+"""The program tools/sample_video.py: samples clips from a training checkpoint, in any layout."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def sample_at_once(run: Run) -> None:
 
 
 def sample_video(program: TaskChoice, argv: Sequence[str]) -> int:
-    """Sample clips as the command-line arguments ask; return the program's exit code."""
+    """Sample clips by command-line arguments; return the program's exit code."""
     sampling = program.replace(preflight=prepare_sampling, datasets=no_datasets, callbacks=())
     return run_sampling(sampling, argv, defaults_of, sample_at_once)
 

@@ -1,4 +1,4 @@
-"""Predict the velocity of latent videos with a model in the parallel layout of its run."""
+"""Predicts the velocity of latent videos, with a model in the parallel layout of its run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def from_last_stage(x: Tensor, context: ParallelContext) -> Tensor:
-    """Return ``x`` of the last stage; other stages pass a buffer of its shape and dtype."""
+    """Broadcast ``x`` from the last stage; other stages pass a buffer of its shape and dtype."""
     x = x.contiguous()
     torch.distributed.broadcast(x, group=context.pgs.pp, group_src=context.last_stage_rank)
     return x
@@ -35,22 +35,22 @@ class ParallelVelocity:
 
     A model is an `MMDiT`, or any module with
 
-    - ``forward`` with the keywords of `MMDiT.forward`, of which ``guidance`` and ``cond`` are given
-      only to models that take them,
-    - ``set_input_tensor``, as megatron-core's schedules call it,
-    - ``boundary_shape(num_text, num_image, micro_batch_size)``: shape of the tensor passed between
-      stages,
-    - ``image_tokens(num_text, num_image)``: slice of the image tokens that the output on this rank
-      covers; needed with context parallelism,
-    - ``guidance_embed`` and ``cond_embed``, on the module or on its ``sizes``: true if it takes
-      ``guidance`` and ``cond``; a model without these attributes takes neither.
+    - ``forward`` with the keywords of `MMDiT.forward`; ``guidance`` and ``cond`` are passed only to
+      models that take them,
+    - ``set_input_tensor``, which megatron-core's schedules call,
+    - ``boundary_shape(num_text, num_image, micro_batch_size)``: shape of the tensor that is passed
+      between stages,
+    - ``image_tokens(num_text, num_image)``: slice of the image tokens in the output of this rank;
+      needed with context parallelism,
+    - ``guidance_embed`` and ``cond_embed``, on the module or on its ``sizes``: whether it takes
+      ``guidance`` and ``cond``; without these attributes it takes neither.
 
-    All inputs are given to all stages. Parameters must be gathered: with ``--overlap-param-gather``
-    call it inside ``ParameterGather.paused()``, as evaluation does.
+    All stages get all inputs. Parameters must be gathered: with ``--overlap-param-gather`` call it
+    within ``ParameterGather.paused()``, as evaluation does.
 
     Args:
         engine: the engine of the training step, or `forward_engine`.
-        chunks: the model on this rank, in the wrappers that the training step calls.
+        chunks: the model on this rank, wrapped as for training.
         guidance: guidance strength, an input of models with ``guidance_embed``; None for others.
 
     Raises:
@@ -58,7 +58,7 @@ class ParallelVelocity:
     """
 
     gives_parts = True
-    """Whether the output on a context-parallel rank covers only its part of the tokens."""
+    """Whether the output on a context-parallel rank has only the rank's part of the tokens."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class ParallelVelocity:
 
     @property
     def takes_references(self) -> bool:
-        """Return whether the model takes reference frames."""
+        """Tell whether the model takes reference frames."""
         model = self._models[0]
         return bool(getattr(getattr(model, "sizes", model), SWITCHES["cond"], False))
 
@@ -108,8 +108,8 @@ class ParallelVelocity:
     ) -> Tensor:
         """Return the velocity in evaluation mode, without gradients.
 
-        Inputs and result are the same on all ranks of the replica. The text is padded with copies
-        of its last row until the ranks divide the sequence length, as in training.
+        Inputs and result are the same on all ranks of the replica. As in training, the text is
+        padded with copies of its last row, so that the ranks can divide the sequence equally.
 
         Args:
             ids: positions of the tokens, ``[n, 3]``; the other arguments are those of `Velocity`.
@@ -136,7 +136,7 @@ class ParallelVelocity:
             inputs["guidance"] = torch.full_like(t, self.guidance)
         sizes = getattr(self._models[0], "sizes", None)
         if isinstance(sizes, MMDiTSizes):
-            # Before any rank waits for another.
+            # Check this before a rank waits for another, so that all ranks raise the error.
             check_inputs(sizes, {**dict.fromkeys(SWITCHES), **inputs}, is_first_stage=True)
         outputs = self._run(inputs, self._models[0].boundary_shape(text.size(1), n, b))
         return self._on_all_ranks(outputs, x, text.size(1))
@@ -147,9 +147,9 @@ class ParallelVelocity:
             return collect_outputs(self.engine, [inputs], shape)
 
     def _on_all_ranks(self, outputs: Sequence[Tensor], x: Tensor, num_text: int) -> Tensor:
-        """Join the outputs of the last stage's context-parallel ranks; return the whole everywhere.
+        """Join the outputs of the context-parallel ranks of the last stage; return it on all ranks.
 
-        The sum that joins them is exact, since each token is nonzero on one rank only. The result
+        They are joined by an exact sum, since each token is nonzero on only one rank. The result
         has the shape of the input tokens ``x``. Raises DataError if an output does not fit it.
         """
         groups = self.context.pgs

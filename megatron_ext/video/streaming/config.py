@@ -39,9 +39,9 @@ class StreamingConfig(WindowConfig):
     `video.streaming.rules` checks that the values fit together.
 
     Attributes:
-        text_features: width of the text encoder's output, which is the text width of all networks.
+        text_features: width of the text encoder's output, and so the text width of all networks.
         switches: whether the files of prompts hold second prompts, to which sequences switch.
-        given_frames: number of latent frames that are given at the start of a sequence rather than
+        given_frames: number of latent frames at the start of a sequence that are given rather than
             generated: 0, or the frames of the first block.
     """
 
@@ -192,11 +192,11 @@ class StreamingConfig(WindowConfig):
 
     @property
     def starts_others(self) -> bool:
-        """Return whether critic or teacher start from the weights of a checkpoint."""
+        """Tell whether critic or teacher start from the weights of a checkpoint."""
         return self.critic_checkpoint is not None or self.teacher_checkpoint is not None
 
     def sizes(self, role: Role = "generator") -> VideoDiTSizes:
-        """Return a network's sizes; without a size flag of its own it has the generator's."""
+        """Return the sizes of a network; without a size flag it has those of the generator."""
         named = SIZES[getattr(self, f"{role}_size") or self.generator_size]
         channels = self.latent_channels or SIZES[self.generator_size].channels
         width = self.text_features or named.text_width

@@ -1,6 +1,6 @@
-"""Plan the memory of ``--task streaming``: three networks, the cache, the passes of a step.
+"""Plans the memory of ``--task streaming``: three networks, the cache, the passes of a step.
 
-`STREAMING_COST` makes `report` take the place of the usual report of a plan.
+`STREAMING_COST` replaces the usual report of a plan by `report`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_ext.video.streaming.rules import TeacherSizes, teacher_sizes
 
 @dataclass(frozen=True)
 class NetworkMemory:
-    """The memory of a network on the rank that holds most of it.
+    """The memory of a network on the rank that needs the most.
 
     Attributes:
         weights: parameters of the network on the rank.
@@ -65,7 +65,7 @@ class StreamingMemory:
 
     @property
     def largest(self) -> tuple[str, int]:
-        """Return the name and the bytes of the pass that holds most."""
+        """Return the name and the bytes of the pass that needs the most."""
         return max(self.passes.items(), key=lambda entry: entry[1])
 
     @property
@@ -123,7 +123,7 @@ class _Formulas:
         frames = self._window.capacity_for(self._streaming.chunk_frames)
         rows = frames * frame.num_image // x.cp + frame.num_text
         both = 2 * sizes.num_blocks * rows * x.b * sizes.hidden_size // x.tp
-        # The memo holds a copy of the text itself in fp32 too.
+        # The memo also holds a copy of the text in fp32.
         return both * x.width + frame.num_text * x.b * sizes.text_width * FP32
 
     def passes(self) -> dict[str, int]:
@@ -141,7 +141,7 @@ class _Formulas:
         count = 1 if streaming.two_phase else streaming.blocks.count(size)
         generated = cost.kept * count + cost.transient
         if count > 1:
-            # A weight's gradient waits until those of all blocks have been summed.
+            # The gradients of weights are kept until those of all blocks have been summed.
             trained = sum(x.numel for x in block.weights(stage) if not x.frozen)
             generated += trained * self._ranks.width
         peaks = {
@@ -179,7 +179,7 @@ class _Formulas:
         """Return the cost formulas of the generator on a block with a full attention window."""
         window = self._window
         clip = self._clip(self._streaming.frame_block)
-        # The block is so far on that the window is full of cached frames.
+        # Choose a block late enough that the window is full of cached frames.
         first = window.at_or_after(window.block * (1 + window.window // window.block))
         seen = sorted(f for part in window.visible(first) for f in part if f < first)
         plan = AttentionPlan.causal(window, first, clip.frames, seen)
@@ -188,7 +188,7 @@ class _Formulas:
 
 
 def not_estimated(config: RunConfig) -> list[str]:
-    """Return a sentence for each part of streaming that a plan leaves out."""
+    """Return a sentence on each part of streaming whose memory is not in the plan."""
     streaming = config.section(StreamingConfig)
     encoder = config.section(TextEncoderConfig)
     notes = [

@@ -1,12 +1,12 @@
-"""Decide how streaming sequences grow, when prompts switch, and which network each step trains.
+"""Decides how streaming sequences grow, when prompts switch, and which network each step trains.
 
-Every random decision is a function of the seed and of numbers that count sequences, clips or
-samples. Control flow (lengths, growth, switches, exit steps) depends on the numbers of sequence and
-clip. It must be the same on all ranks, or their collectives would not match. Noise depends on the
-numbers of the samples in the run. It differs between replicas, but does not depend on the layout.
+Every random choice is a function of the seed and of the number of a sequence, clip or sample.
+Control flow (lengths, growth, switches, exit steps) depends on the numbers of sequence and clip. It
+must be the same on all ranks, or their collectives would not match. Noise depends on the numbers of
+the samples in the run. It differs between replicas, but does not depend on the layout.
 
 A clip is the input of critic and teacher: the newest ``--chunk-frames`` latent frames of a
-sequence. Each pass of a step takes the next clip.
+sequence. Each pass of a step gets the next clip.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ Pass = Literal["generator", "critic"]
 
 
 def can_grow(streaming: StreamingConfig, current: int, length: int) -> bool:
-    """Return whether a sequence of ``current`` frames has room for a clip within ``length``."""
+    """Tell whether a sequence of ``current`` frames can get another clip within ``length``."""
     return current + streaming.min_new_frames <= length
 
 
 def num_clips(streaming: StreamingConfig, length: int) -> int:
-    """Return the number of clips of a sequence if each after the first adds the fewest frames."""
+    """Return the number of clips of a sequence in which each clip adds the fewest frames."""
     return 1 + (length - streaming.chunk_frames) // streaming.min_new_frames
 
 
 def switch_candidates(streaming: StreamingConfig, length: int) -> tuple[int, ...]:
     """Return the frames at which a sequence may switch its prompt.
 
-    Without ``--switch-frames`` they are the starts of all clips but the first and the last, as if
-    every clip added ``min_new_frames``. The result is empty if the sequence is too short or the run
+    Without ``--switch-frames`` these are the starts of all clips except the first and the last, if
+    every clip adds ``min_new_frames``. The result is empty if the sequence is too short or the run
     has no second prompts.
     """
     if not streaming.switches:
@@ -53,8 +53,8 @@ def switch_candidates(streaming: StreamingConfig, length: int) -> tuple[int, ...
 def passes(streaming: StreamingConfig, step: int, accumulation: int = 1) -> tuple[Pass, ...]:
     """Return the network that each clip of a step trains, in order.
 
-    Every network trained in the step gets ``accumulation`` clips. The generator is trained in one
-    of ``generator_interval`` steps, the critic in all.
+    Each network that the step trains gets ``accumulation`` clips. The generator is trained in one
+    of ``generator_interval`` steps, the critic in every step.
     """
     trains_generator = step % streaming.generator_interval == 0
     once: tuple[Pass, ...] = ("generator", "critic") if trains_generator else ("critic",)
@@ -123,7 +123,10 @@ def switch_frame(streaming: StreamingConfig, seed: int, sequence: int) -> int | 
 def new_frames(
     streaming: StreamingConfig, seed: int, sequence: int, clip: int, *, remaining: int
 ) -> int:
-    """Return how many frames a clip after the first adds: whole blocks, at most ``remaining``."""
+    """Return the number of frames that a clip adds: whole blocks, at most ``remaining``.
+
+    The clip is not the first of its sequence.
+    """
     most = min(streaming.max_new_frames, remaining)
     choices = range(streaming.min_new_frames, most + 1, streaming.frame_block)
     return _choice(choices, seed, sequence, f"streaming growth {clip}")
@@ -152,8 +155,8 @@ def noise(
 
     Args:
         samples: numbers of the b samples in the run.
-        purpose: name of the use, unique within a sequence.
-        like: a tensor that gives dtype and device; None gives float32 on the CPU.
+        purpose: name of the use of the noise, unique within a sequence.
+        like: a tensor with the wanted dtype and device; None is float32 on the CPU.
     """
     drawn = draw_noise(seed, samples, shape, f"streaming {purpose}")
     return drawn if like is None else drawn.to(like.device, like.dtype)
@@ -169,8 +172,9 @@ def block_noise(
 ) -> Tensor:
     """Draw the noise of the block that begins at ``frame``, ``[b, *shape]``; see `noise`.
 
-    Step 0 is the noise from which the block is denoised. Steps from 1 on are the noise added before
-    later denoising steps. Step -1 is the noise added to the block written into the cache.
+    Step 0 is the noise from which the block is denoised. Steps 1 and later are the noise that is
+    added before later denoising steps. Step -1 is the noise that is added before the block is
+    written into the cache.
     """
     return noise(seed, samples, shape, f"frame {frame} step {step}", like=like)
 

@@ -1,7 +1,7 @@
-"""Sample long videos with a run's generator, block by block into mp4 files.
+"""Samples long videos with a run's generator, and writes them block by block into mp4 files.
 
-All ranks work together. Frames are written to the files as they are made, so that the memory does
-not grow with the length of videos.
+All ranks work together. Frames are written to the files as soon as they are generated, so the
+memory does not grow with the length of videos.
 """
 
 from __future__ import annotations
@@ -57,12 +57,17 @@ Encode = Callable[[Sequence[str]], Tensor]
 
 
 class NotFiniteError(DataError):
-    """A video holds values that are not finite."""
+    """Raised for a video that holds values that are not finite."""
 
 
 @dataclass(frozen=True)
 class WrittenVideo:
-    """The written video of prompt ``number``, and still frames of it, ``[k, H, W, 3]``."""
+    """A written video.
+
+    Attributes:
+        number: number of its prompt.
+        shown: still frames for the contact sheet, ``[k, H, W, 3]``.
+    """
 
     number: int
     num_frames: int
@@ -73,13 +78,13 @@ class LongVideoWriter:
     """Writes a batch of videos, some frames at a time; call `finish` or `abandon` at the end.
 
     Args:
-        numbers: numbers of the prompts, which name the files.
-        decoder: takes the next latents ``[b, c, t, h, w]``, from the beginning of the videos on,
-            and returns their pixels ``[b, 3, f, H, W]``; see `video.data.codecs`.
+        numbers: numbers of the prompts, which are part of the files' names.
+        decoder: decodes the latents ``[b, c, t, h, w]`` of each call, in order from the beginning
+            of the videos, to pixels ``[b, 3, f, H, W]``; see `video.data.codecs`.
         num_frames: number of decoded frames of each whole video.
 
     Attributes:
-        num_frames: number of decoded frames of each video written so far.
+        num_frames: number of decoded frames of each video that have been written so far.
 
     Raises:
         ConfigError: PyAV is not installed.
@@ -142,9 +147,9 @@ class Throughput:
     """Counts and times of sampling, from the first noise to frames in a file.
 
     Attributes:
-        blocks, frames: numbers of frame blocks and of decoded frames, summed over all videos.
-        seconds: seconds until the last block was written.
-        first_block: seconds until the first block of the first video was written.
+        blocks, frames: number of frame blocks and of decoded frames, summed over all videos.
+        seconds: seconds from the start until the last block was written.
+        first_block: seconds from the start until the first block was written.
     """
 
     videos: int = 0
@@ -155,7 +160,7 @@ class Throughput:
 
 
 Progress = Callable[[Throughput], None]
-"""Called after each block with the throughput of a replica so far."""
+"""A callback that gets the throughput of a replica so far, after each block."""
 
 
 class LongVideoSampler:
@@ -164,8 +169,9 @@ class LongVideoSampler:
     The run's random states do not change: networks have no dropout, and noise has its own seed.
 
     Args:
-        encode: encodes all captions; called once.
-        build_codec: called on the first rank of each replica, which decodes and writes.
+        encode: encodes all captions; it is called once.
+        build_codec: builds the codec; it is called on the first rank of each replica, which decodes
+            and writes.
 
     Attributes:
         num_frames: number of latent frames of each video.
@@ -184,7 +190,7 @@ class LongVideoSampler:
         captions = [[prompt.text, *(s.text for s in prompt.switches)] for prompt in self._prompts]
         encoded = encode([caption for some in captions for caption in some])
         self._texts = torch.split(encoded.cpu(), [len(some) for some in captions])
-        # A VAE draws random weights before it loads its own.
+        # Building a VAE draws random weights before it loads its own: keep the random state.
         with torch.random.fork_rng(devices=[]):
             self._codec = on_first_of_replica(build_codec, "Loading the codec", run.context)
         self._starts = self._encoded_starts()
@@ -216,7 +222,7 @@ class LongVideoSampler:
 
     @property
     def num_blocks(self) -> int:
-        """Return the number of frame blocks that this replica samples, over all its videos."""
+        """Return the number of frame blocks of all videos that this replica samples."""
         per_video = self._streaming.blocks.count(self.num_frames)
         return per_video * sum(map(len, self._batches()))
 
@@ -269,13 +275,13 @@ class LongVideoSampler:
         finally:
             if context.is_reporting_rank:
                 shutil.rmtree(writing, ignore_errors=True)
-        # Only ranks that write videos have counts above 0.
+        # Ranks that write no videos have counts of 0.
         counted = [astuple(throughput) for _, throughput in parts]
         made, blocks, frames, seconds, first = zip(*counted, strict=True)
         return Throughput(sum(made), sum(blocks), sum(frames), max(seconds), max(first))
 
     def _batches(self) -> Iterator[list[int]]:
-        """Yield batches of this replica's prompt numbers that begin and switch alike."""
+        """Yield this replica's prompt numbers in batches of prompts that begin and switch alike."""
         context = self._run.context
         size = self._sample.sample_batch_size
         own = range(context.dp_rank, len(self._prompts), context.layout.data_parallel_size)
@@ -288,7 +294,7 @@ class LongVideoSampler:
             yield from (alike[i : i + size] for i in range(0, len(alike), size))
 
     def _sample_batch(self, numbers: list[int], writing: Path, timer: _Timer) -> list[WrittenVideo]:
-        """Sample and write a batch of videos; return them on the rank that writes, else []."""
+        """Sample and write a batch of videos; return them on the rank that writes, elsewhere []."""
         context = self._run.context
         what = f"Writing into {writing}"
         writer: LongVideoWriter | None = None
@@ -321,7 +327,7 @@ class LongVideoSampler:
         return videos
 
     def _blocks(self, numbers: Sequence[int]) -> Iterator[Tensor]:
-        """Yield the blocks of a batch, ``[b, t, c, h, w]`` float32, made with a new cache."""
+        """Generate a batch with a new cache; yield its blocks, ``[b, t, c, h, w]`` float32."""
         run = self._run
         streaming = self._streaming
         height, width = streaming.latent_size
@@ -329,7 +335,7 @@ class LongVideoSampler:
         frame_shape = network.sizes.channels, height, width
         like = torch.empty(0, device=run.device)
         given = [(number, self._prompts[number].seed) for number in numbers]
-        # With a seed of its own, a video does not depend on the number of its prompt.
+        # If a prompt has its own seed, the video must not depend on the prompt's number.
         draws = [(self._sample.sample_seed, n) if seed is None else (seed, 0) for n, seed in given]
 
         def noise(frame: int, step: int) -> Tensor:

@@ -46,10 +46,10 @@ Loss = tuple[Tensor, Tensor, Report]
 
 @dataclass(frozen=True)
 class NoisedClip:
-    """A clip with noise for critic and teacher; all frames of a sample have one noise level.
+    """A clip with noise for critic and teacher; all frames of a sample have the same noise level.
 
     Attributes:
-        x: X_t, the noised latents, ``[b, t, c, h, w]``, without gradient.
+        x: X_t, the noised latents ``[b, t, c, h, w]``, without gradient.
         noise: the noise in ``x``, in the same shape.
         timesteps: timestep of each sample, ``[b]`` float32.
         sigma: noise level at the timesteps, ``[b]`` float64.
@@ -64,10 +64,10 @@ class NoisedClip:
 def noised_clip(
     clip: StreamClip, schedule: NoiseSchedule, seed: int, purpose: decisions.Pass
 ) -> NoisedClip:
-    """Return a clip with noise added, for critic and teacher.
+    """Add noise to a clip, for critic and teacher.
 
-    Noise and timesteps depend only on the seed, on the clip's samples, number and exit step, and on
-    ``purpose``, the network that is trained.
+    Noise and timesteps depend only on the seed, on the samples, number and exit step of the clip,
+    and on ``purpose``, the network that is trained.
     """
     latents = clip.latents.detach()
     name = f"{purpose} chunk {clip.number}"
@@ -80,13 +80,13 @@ def noised_clip(
 
 @dataclass(frozen=True)
 class Scores:
-    """Critic and teacher, and the parameters with which their predictions are compared.
+    """Critic and teacher, with the parameters by which their predictions are compared.
 
     Attributes:
         critic: network that models the flow of generated videos.
         teacher: network that models the flow of real videos. With guidance it gets both prompts
             in one batch of 2 * b.
-        negative_text: embeddings of the negative prompt, ``[b or 1, l, d]``, as long as the
+        negative_text: embeddings of the negative prompt, ``[b or 1, l, d]``, with the l of the
             clip's prompts; unused without guidance.
         guidance_scale: w of the guidance; 1 is no guidance.
         sid_alpha: alpha of score identity distillation.
@@ -107,8 +107,8 @@ class Scores:
 
         Args:
             x: noised latents.
-            entering: copy of ``x`` that the networks get, so that a hook on it receives only the
-                gradient through the networks; None gives them ``x`` itself.
+            entering: a copy of ``x`` as input of the networks, so that a hook on it receives only
+                the gradient through the networks; None uses ``x`` itself.
         """
         given = x if entering is None else entering
         text = clip.text
@@ -144,7 +144,7 @@ def sid_direction(
 
     The gradient with respect to the latents, ``[b, t, c, h, w]`` float64, is multiplied by the
     number of elements of a frame. The weights of critic and teacher get no gradients. If ranks
-    divide the tokens, ``whole_gradient`` maps a rank's gradient of the input to the full one.
+    divide the tokens, ``whole_gradient`` combines the ranks' gradients of the input.
     """
     latents = clip.latents.detach().requires_grad_()
     with torch.enable_grad(), _frozen(scores.critic, scores.teacher):
@@ -156,7 +156,7 @@ def sid_direction(
         scale = scores.guidance_scale
         alpha = scores.sid_alpha
         losses = sid_losses(latents, **clean, scale=scale, alpha=alpha)
-        # Not torch.autograd.grad: recomputed blocks may refuse to be asked for one input.
+        # Use backward, not torch.autograd.grad, which checkpointed (recomputed) blocks may refuse.
         torch.where(clip.mask, losses, 0.0).sum().backward()  # type: ignore[no-untyped-call]
     assert latents.grad is not None
     return latents.grad.double() * latents[0, 0].numel(), losses.detach()
@@ -164,7 +164,7 @@ def sid_direction(
 
 @contextmanager
 def _frozen(*networks: Any) -> Iterator[None]:
-    """Freeze the weights of networks inside of the ``with`` block."""
+    """Freeze the weights of networks within the ``with`` block."""
     modules = [network for network in networks if isinstance(network, torch.nn.Module)]
     trained = [p for module in modules for p in module.parameters() if p.requires_grad]
     try:
@@ -181,10 +181,10 @@ def generator_losses(
 ) -> Iterator[Loss]:
     """Yield the loss of each trained block of the newest clip; their sum is the clip's loss.
 
-    A block's last denoising step is run again only when its loss is taken from the iterator. A
-    backward pass after each loss thus keeps the activations of one block at a time. ``direction``
-    is the result of `generator_direction`, or ``direction`` and ``losses`` are the results of
-    `sid_direction`.
+    The last denoising step of a block is run again only when the iterator reaches its loss. If the
+    caller runs backward after each loss, only the activations of one block are kept at a time.
+    ``direction`` is the result of `generator_direction`, or ``direction`` and ``losses`` are the
+    results of `sid_direction`.
     """
     for step in clip.blocks:
         frames = clip.frames_of(step)
@@ -210,16 +210,16 @@ def dmd_direction(
 ) -> Tensor:
     """Return D = (f - r) / mean|X - r|, the direction away from the teacher's distribution.
 
-    f and r are the clean latents that critic and teacher predict from the noised clip, r with
-    guidance. D is float64, and 0 for a sample with r = X. Values that are not finite are kept, so
-    that the training step can detect them.
+    f and r are the clean latents that critic and teacher predict from the noised clip; r includes
+    the guidance. D is float64, and 0 for a sample with r = X. Values that are not finite are kept,
+    so that the training step can detect them.
 
     Args:
         latents: X, whole clips ``[b, t, c, h, w]``; the normaliser is a mean over all frames,
-            also those that do not count.
+            including those that do not count.
         fake: f, in the shape of X.
         conditional, unconditional: predictions of the teacher under the prompt and under the
-            negative prompt, from which r follows.
+            negative prompt, which are combined to r.
         scale: w of the guidance.
     """
     real = _guided(conditional, unconditional, scale)
@@ -235,7 +235,7 @@ def sid_losses(
     scale: float,
     alpha: float,
 ) -> Tensor:
-    """Return the score identity loss of each frame, L_S of the module, ``[b, t]`` float64.
+    """Return the score identity loss L_S of each frame, ``[b, t]`` float64.
 
     Arguments and symbols are those of `dmd_direction`; ``alpha`` is that of L_S. The normaliser
     mean|X - r| gets no gradient. The loss of a sample with r = X is 0.
@@ -255,7 +255,7 @@ def _guided(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
 
 @torch.no_grad()
 def _distance(latents: Tensor, real: Tensor) -> Tensor:
-    """Return mean|latents - real| of each sample, ``[b, 1, 1, 1, 1]``; infinite instead of 0."""
+    """Return mean|latents - real| of each sample, ``[b, 1, 1, 1, 1]``, with infinity for 0."""
     distance = (latents.double() - real).abs().flatten(1).mean(dim=1)
     return torch.where(distance == 0, torch.inf, distance).view(-1, *[1] * (latents.dim() - 1))
 
@@ -265,21 +265,21 @@ def dmd_loss(
 ) -> Loss:
     """Return sum, count and report of the generator's loss on clips, or on blocks of them.
 
-    The float64 sum adds up one mean over the elements of each frame, so that sum / count is L_G of
-    the module. The value of L_G does not show convergence, but ``dmdtrain_gradient_norm`` does: the
-    mean of |D| over all frames of ``latents``.
+    The float64 sum adds up the means over the elements of each frame, so sum / count is L_G. The
+    value of L_G does not show convergence, but ``dmdtrain_gradient_norm`` in the report does: it is
+    the mean of |D| over all frames of ``latents``.
 
     Args:
         latents: generated latents X with gradient, ``[b, t, c, h, w]``.
         direction: D of `dmd_direction` for these frames, in the shape of ``latents``.
         mask: frames that count, bool ``[b, t]``.
-        losses: loss of each frame, ``[b, t]``, if the loss is not L_G. Then ``losses`` give its
+        losses: loss of each frame, ``[b, t]``, if the loss is not L_G. Then ``losses`` is its
             value, and ``direction`` its gradient times the number of elements of a frame.
     """
     x = latents.double()
     d = direction.double()
     counts = mask[..., None, None, None]
-    # X - stopgrad(X - D), without the rounding of the difference: its gradient is D to the bit.
+    # This is X - stopgrad(X - D), but without rounding, so that the gradient is exactly D.
     if losses is None:
         error = torch.where(counts, x - x.detach() + d, 0.0)
         total = 0.5 * _by_frame(error.square()).sum()
@@ -302,10 +302,10 @@ def critic_loss(
 ) -> Loss:
     """Return sum, count and report of the critic's denoising loss on generated clips.
 
-    ``kind`` is the quantity whose error is squared. The error of the ``flow`` is multiplied by
-    sigma for the clean latents ``x0``, by 1 - sigma for the ``noise``, and by sqrt((1 - sigma)² +
-    sigma²) for ``v`` of the variance-preserving path with the same signal-to-noise ratio. The
-    float64 sum adds up one mean over the elements of each frame.
+    ``kind`` is the quantity whose squared error is the loss. Its error is the error of the ``flow``
+    times sigma for the clean latents ``x0``, times 1 - sigma for the ``noise``, and times
+    sqrt((1 - sigma)² + sigma²) for ``v`` of the variance-preserving path with the same
+    signal-to-noise ratio. The float64 sum adds up the means over the elements of each frame.
 
     Args:
         flow: prediction of the critic for the noised clip, ``[b, t, c, h, w]``.

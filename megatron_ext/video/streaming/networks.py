@@ -1,4 +1,4 @@
-"""Build the networks of a streaming run, load their weights, and update the trained ones."""
+"""Builds the networks of a streaming run, loads their weights, and updates the trained ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megatron_ext.parallel.context import ParallelContext
 
 CRITIC_LR = 1 / 5
-"""Default ratio of the critic's learning rate to the generator's, 2e-6 / 1e-5
+"""The default ratio of the learning rates of critic and generator, 2e-6 / 1e-5
 (arXiv:2509.22622)."""
 
 
@@ -41,8 +41,8 @@ class TrainedNetwork:
     """A network with its gradients and its optimizer.
 
     Attributes:
-        chunks: list of one: the network, wrapped for data parallelism.
-        clip_grad: largest global norm of the gradient, 0 for no clipping.
+        chunks: a list with one item: the network, wrapped for data parallelism.
+        clip_grad: largest global norm of the gradient; 0 for no clipping.
         base: frozen weights under the adapters if checkpoints hold only adapters, else None.
     """
 
@@ -69,7 +69,7 @@ class TrainedNetwork:
         Args:
             num_frames: number of this rank's frames that count in the loss. Gradients are divided
                 by the total of all replicas. None averages gradients, for losses that are means.
-            everywhere: leave whole gradients on every rank, also with a distributed optimizer.
+            everywhere: whether every rank gets whole gradients, even with a distributed optimizer.
         """
         finalize_model_grads(self.chunks, num_frames, force_all_reduce=everywhere)
 
@@ -89,7 +89,7 @@ def build_network(
 ) -> VideoDiT:
     """Build generator, critic or teacher; only the generator has causal attention.
 
-    ``stage`` is unused, since the model takes its stage from ``context``; see `Task.model_chunk`.
+    ``stage`` is ignored: the model takes its stage from ``context``. See `Task.model_chunk`.
     """
     streaming = config.section(StreamingConfig)
     options = wan_options(streaming, config.parallel, causal=role == "generator")
@@ -125,7 +125,7 @@ def build_critic(
 
 
 def of_role(config: RunConfig, role: Role) -> RunConfig:
-    """Return the run's configuration with generator, critic or teacher as its model."""
+    """Return the configuration of a run whose model is generator, critic or teacher."""
     model = config.section(StreamingConfig).described(config.model, role)
     return dataclasses.replace(config, model=model)
 
@@ -138,10 +138,10 @@ def load_weights(
     optimizer: MegatronOptimizer | None,
     section: str | None = None,
 ) -> None:
-    """Load the weights of a checkpoint, or do nothing if ``path`` is None.
+    """Load the weights of the checkpoint ``path``, if it is not None.
 
     Args:
-        section: network to take from the checkpoint of a streaming run; None for the generator.
+        section: the network to load from a checkpoint of a streaming run; None for the generator.
 
     Raises:
         CheckpointError: ``path`` has no checkpoint, or one of another model.

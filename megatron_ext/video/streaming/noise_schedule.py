@@ -1,4 +1,4 @@
-"""Noise levels of distribution matching on videos.
+"""Defines the noise levels of distribution matching on videos.
 
 The path is ``x_t = (1 - sigma) * x0 + sigma * noise``. Networks predict the flow ``v = noise - x0``
 and take the timestep ``t``, 0 to 1000, as an input. A table, shifted towards the noise, maps a
@@ -23,18 +23,18 @@ class NoiseSchedule:
     Args:
         streaming: ``timestep_shift`` is a in sigma = a * s / (1 + (a - 1) * s), where s is the
             level before the shift. With ``warp_denoising_steps``, ``denoising_steps`` are 1000 * s
-            and are shifted like the table; otherwise they are timesteps already.
+            and are shifted like the table; otherwise they are already timesteps.
 
     Attributes:
-        sigmas: the table, falling from 1, ``[1000]`` float64 on the CPU.
-        denoising_timesteps: timesteps of the generator's denoising steps, falling.
+        sigmas: the table, decreasing from 1, ``[1000]`` float64 on the CPU.
+        denoising_timesteps: timesteps of the generator's denoising steps, decreasing.
     """
 
     def __init__(self, streaming: StreamingConfig) -> None:
         self.streaming = streaming
         table = torch.arange(NUM_TIMESTEPS, 0, -1, dtype=torch.float64) / NUM_TIMESTEPS
         self.sigmas = shift(table, streaming.timestep_shift)
-        # Rising, so that the nearest entry is found by bisection.
+        # In increasing order, as bisection for the nearest entry needs.
         self._timesteps = self.sigmas.flip(0) * NUM_TIMESTEPS
         steps = torch.tensor(streaming.denoising_steps, dtype=torch.float64)
         if streaming.warp_denoising_steps:
@@ -42,9 +42,9 @@ class NoiseSchedule:
         self.denoising_timesteps: tuple[float, ...] = tuple(steps.tolist())
 
     def sigma(self, timesteps: Tensor) -> Tensor:
-        """Return the sigma of the table's entry nearest to each timestep, float64.
+        """Return the sigma of the table entry that is nearest to each timestep, float64.
 
-        It is never 0, since the last entry of the table is above 0.
+        It is never 0, since all entries of the table are above 0.
         """
         table = self._timesteps.to(timesteps.device)
         t = timesteps.double()
@@ -54,11 +54,11 @@ class NoiseSchedule:
         return torch.where(t - low < high - t, low, high) / NUM_TIMESTEPS
 
     def context_sigma(self, *, recached: bool = False) -> float:
-        """Return the noise level of the past frames that the generator sees.
+        """Return the noise level of the past frames to which the generator attends.
 
-        With ``context_noise_from_table`` it comes from the table, which with the default shift
-        gives 0.5% at timestep 0. Frames ``recached`` at a prompt switch then have level 0, as in
-        LongLive. Without the flag all past frames have one level, which is 0 at timestep 0.
+        With ``context_noise_from_table`` it comes from the table, which at timestep 0 gives 0.5%
+        with the default shift. Frames ``recached`` at a prompt switch then have level 0, as in
+        LongLive. Without the flag all past frames have the same level, which is 0 at timestep 0.
         """
         noise = self.streaming.context_noise
         from_table = self.streaming.context_noise_from_table
@@ -68,14 +68,15 @@ class NoiseSchedule:
     def score_timesteps(self, uniforms: Tensor, exit_step: int | None = None) -> Tensor:
         """Return the timesteps at which critic and teacher evaluate clips, ``[b]`` float32.
 
-        All lie between ``min_timestep`` and ``max_timestep``. With ``ts_schedule`` the noise is at
+        They are between ``min_timestep`` and ``max_timestep``. With ``ts_schedule`` the noise is at
         least that of the denoising step after ``exit_step``. With ``ts_schedule_max`` it is at most
         that of ``exit_step``. Self-Forcing (arXiv:2506.08009) has the same bounds.
 
         Args:
-            uniforms: in [0, 1), ``[b]``; each picks one of the 1000 steps before the shift.
-            exit_step: denoising step, counted from 0, at which all blocks of the clip end; None if
-                blocks may end at different steps, in which case they set no bounds.
+            uniforms: random numbers in [0, 1), ``[b]``; each selects one of the 1000 steps before
+                the shift.
+            exit_step: denoising step, counted from 0, at which all blocks of the clip end. None if
+                blocks may end at different steps; then there are no such bounds.
         """
         streaming = self.streaming
         exits = self.denoising_timesteps
@@ -95,14 +96,14 @@ class NoiseSchedule:
         return 1 + int((self._timesteps - timestep).abs().argmin())
 
     def add_noise(self, x0: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
-        """Return noised latents x_t at timesteps of samples ``[b]`` or of frames ``[b, t]``."""
+        """Return the noised latents x_t; ``timesteps`` is ``[b]``, or ``[b, t]`` for each frame."""
         return mixed(x0, noise, self.sigma(timesteps))
 
 
 def mixed(x0: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
     """Return x_t, the latents ``x0`` mixed with noise, ``[b, t, c, h, w]`` in the dtype of ``x0``.
 
-    ``sigma`` holds one level for each sample ``[b]``, for each frame ``[b, t]``, or for all ``[]``.
+    ``sigma`` has a level for each sample ``[b]`` or each frame ``[b, t]``, or one for all ``[]``.
     """
     s = spread(sigma, x0)
     return ((1 - s) * x0.double() + s * noise.double()).to(x0.dtype)

@@ -1,4 +1,4 @@
-"""Check a streaming run before any rank starts, and set the options that follow from its data."""
+"""Checks a streaming run before any rank starts, and sets the options that follow from its data."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def sized(config: RunConfig) -> RunConfig:
 
 
 def coverage(streaming: StreamingConfig, accumulation: int) -> str:
-    """Return words for the log on how many clips of a sequence train the generator."""
+    """Return a clause for the log on how many clips of a sequence train the generator."""
     start = f"the generator is trained in one of {streaming.generator_interval} steps"
     trained = num_trained_clips(streaming)
     if trained is None:
@@ -98,7 +98,7 @@ def coverage(streaming: StreamingConfig, accumulation: int) -> str:
 
 
 def clip_tokens(streaming: StreamingConfig) -> int:
-    """Return the number of tokens that the networks see of one clip, for a batch of 1."""
+    """Return the number of tokens of one clip in a batch of 1."""
     return streaming.chunk_frames * _frame_tokens(streaming)
 
 
@@ -185,7 +185,7 @@ def _check_layout(streaming: StreamingConfig, parallel: ParallelConfig) -> None:
         name = getattr(streaming, f"{role}_size")
         sizes = streaming.sizes(role)
         if name is None:
-            continue  # as the generator
+            continue  # This network has the size of the generator, which is checked.
         for what, number in (("heads", sizes.num_heads), ("feed-forward rows", sizes.ffn_size)):
             if number % tp and role != "teacher":
                 errors.append(

@@ -1,4 +1,4 @@
-"""Prompts of training and of long videos: read from files, checked and encoded."""
+"""Reads, checks and encodes the prompts of training and of long videos."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A row of a file of prompts, from which a sequence is made.
+    """A row of a file of prompts, for one sequence.
 
     Attributes:
         second_text: prompt to which the sequence switches; None for no switch.
-        start: path of an image, video or folder of images that gives the first frames, or None.
+        start: path of an image, video or folder of images with the first frames, or None.
     """
 
     text: str
@@ -57,9 +57,9 @@ class PromptRow:
 def read_training_prompts(config: StreamingConfig) -> Sequence[PromptRow]:
     """Read the prompts of a training run from ``--prompts-path`` and ``--second-prompts-path``.
 
-    Rows of a jsonl have ``text``, and may have ``second_text`` and ``image`` or ``video``, a path
-    relative to the file. Either all rows or none have a second text, and likewise an image or
-    video, since sequences switch and begin in the same way on all replicas.
+    A row of a jsonl has ``text``. It may have ``second_text``, and ``image`` or ``video``, a path
+    relative to the file. Sequences switch and begin in the same way on all replicas: so either all
+    rows or none have a second text, and either all or none have an image or video.
 
     Raises:
         DataError: a file cannot be read or is empty, a row is invalid, or the two files do not fit
@@ -139,12 +139,12 @@ class VideoPrompt:
     """The first caption of a long video, and its switches to other captions.
 
     Attributes:
-        seed: seed of the noise, from which the video then follows wherever its prompt stands; None
-            takes the flag's seed and the number of the prompt.
-        start: path of an image, video or folder of images that gives the first block, or None.
+        seed: seed of the noise, which then does not depend on the number of the prompt. None takes
+            the seed of the flag and the number of the prompt.
+        start: path of an image, video or folder of images with the first block, or None.
 
     Raises:
-        ConfigError: the frames of the switches are not above 0 and rising.
+        ConfigError: the frames of the switches are not above 0 and increasing.
     """
 
     text: str
@@ -174,8 +174,8 @@ class VideoPrompt:
 def read_video_prompts(path: str | os.PathLike[str]) -> list[VideoPrompt]:
     """Read prompts of long videos from a text file of captions or a jsonl; see `read_prompts`.
 
-    Rows of a jsonl have ``text``, and may have ``switches``, a list of ``{"frame": latent frame,
-    "text": caption}``, ``seed``, and ``image`` or ``video``, a path relative to the file.
+    A row of a jsonl has ``text``. It may have ``switches``, a list of ``{"frame": latent frame,
+    "text": caption}``; ``seed``; and ``image`` or ``video``, a path relative to the file.
     """
     names = ("text", "switches", "seed", "image", "video")
     return read_prompts(path, VideoPrompt, _prompt, names=names, texts=("image", "video"))
@@ -210,7 +210,7 @@ def at_block_starts(
     """Return the prompts with each switch inside a block moved to the start of the next block.
 
     Raises:
-        DataError: a switch lies after the start of the last block, or two switches coincide then.
+        DataError: a switch is after the start of the last block, or two switches then coincide.
     """
     moved = []
     for prompt in prompts:
@@ -237,7 +237,7 @@ def at_block_starts(
 def video_prompts(
     sample: SampleConfig, own: StreamingSampleConfig, streaming: StreamingConfig
 ) -> list[VideoPrompt]:
-    """Return the prompts that the flags of sampling give, switching at starts of blocks."""
+    """Return the prompts of the sampling flags, with switches moved to starts of blocks."""
     if sample.sample_texts is None:
         assert sample.sample_prompts is not None
         prompts = read_video_prompts(sample.sample_prompts)
@@ -267,11 +267,13 @@ def encode_captions(
     context: ParallelContext,
     device: torch.device,
 ) -> Tensor:
-    """Return embeddings ``[n, l, d]`` float32 of n captions on all ranks, which call this together.
+    """Encode n captions; return embeddings ``[n, l, d]`` float32 on all ranks.
+
+    All ranks call this together.
 
     Args:
-        encoder: returns the encoder; called on the first rank of each replica only.
-        shape: length and width of an embedding, (l, d).
+        encoder: returns the encoder; it is called only on the first rank of each replica.
+        shape: (l, d), length and width of an embedding.
 
     Raises:
         MegatronExtError: the encoder failed (raised on all ranks).
@@ -279,7 +281,7 @@ def encode_captions(
 
     def encoded() -> Tensor:
         built = encoder()
-        # One by one, for the memory of large encoders.
+        # Encode captions one by one, to limit the memory of large encoders.
         return torch.cat([built.encode([caption])[0] for caption in captions])
 
     embeddings = on_first_of_replica(encoded, "Encoding the prompts", context)
@@ -290,11 +292,11 @@ def encode_captions(
 def given_block(
     codec: VideoCodec, path: str, frames: int, size: Sequence[int], device: torch.device
 ) -> Tensor:
-    """Return an image or video encoded as the first block of a video, ``[1, frames, c, h, w]``.
+    """Encode an image or video as the first block of a video, ``[1, frames, c, h, w]``.
 
-    An image is repeated to fill a block of more than one frame, since a cache holds whole blocks.
-    ``size`` is the height and width of the latents. Raises DataError if a video is shorter than
-    the block.
+    The cache holds whole blocks, so an image is repeated to fill a block of several frames.
+    ``size`` is (height, width) of the latents. DataError is raised if a video is shorter than the
+    block.
     """
     clip = Clip(path, "")
     count = (frames - 1) * codec.temporal + 1
@@ -312,9 +314,9 @@ def given_block(
 
 
 class FilePrompts:
-    """A source of prompts from the run's files, shuffled anew in each epoch and encoded.
+    """A source of encoded prompts from the run's files, which each epoch shuffles differently.
 
-    Only the first rank of each replica holds the encoders. They encode text and given frames when a
+    Only the first rank of each replica has the encoders. They encode text and given frames when a
     sequence begins. All ranks of the run call each method together.
 
     Attributes:
@@ -344,7 +346,7 @@ class FilePrompts:
             self.codec = on_first_of_replica(codec, "Loading the codec", context)
 
     def __call__(self, samples: Sequence[int]) -> Prompts:
-        """Return the encoded prompts of samples, which are given by their numbers in the run.
+        """Return the encoded prompts of samples; ``samples`` are their numbers in the run.
 
         Raises DataError on all ranks if given frames cannot be read.
         """
@@ -371,7 +373,7 @@ class FilePrompts:
         return encode_captions(captions, encoder, self._text, self._context, self._device)
 
     def first_frame(self, latents: Tensor) -> Tensor:
-        """Encode the last frame of latents as an image that begins a clip, ``[b, 1, c, h, w]``."""
+        """Encode the last frame of latents as an image, to begin a clip; ``[b, 1, c, h, w]``."""
 
         def image() -> Tensor:
             assert self.codec is not None

@@ -1,14 +1,14 @@
-"""Generate frame blocks without gradient, then run the last step of each again with gradient.
+"""Generates frame blocks without gradient, then runs the last step of each again with gradient.
 
 A block is denoised from noise up to its exit step. The clean latents that this step predicts are
-the block (arXiv:2506.08009), and are written into the cache for later blocks. Only the exit step
-is trained; past frames are constants. The gradient of a loss on the latents is therefore known
-before any backward pass: all blocks are generated without gradient, then each exit step is run
-again from its recorded input. Peak memory is that of one block, and blocks are independent
-micro-batches.
+the block (arXiv:2506.08009); they are written into the cache for later blocks. Only the exit step
+is trained; past frames are constants. Therefore the gradient of a loss on the latents can be
+computed before any backward pass: generate all blocks without gradient, compute it, then run each
+exit step again from its recorded input. Peak memory is that of one block, and blocks are
+independent micro-batches.
 
 Sampling generates videos of any length in the same way, with all denoising steps. When the prompt
-changes, or a cache was lost, past frames are encoded anew under the current prompt.
+changes, or a cache was lost, past frames are encoded again under the current prompt.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ExitStep:
     """The inputs of the denoising step at which a block is finished.
 
     Attributes:
-        x: noised latents, ``[b, block, c, h, w]``, with one timestep for all frames.
+        x: noised latents, ``[b, block, c, h, w]``, with the same timestep for all frames.
         text: embeddings of the prompt, ``[b, l, d]``.
         first_frame: number of the block's first frame in the video.
     """
@@ -58,10 +58,10 @@ class History:
     """The past frames of a video, as they were generated.
 
     Attributes:
-        newest: last frames, ``[b, t, c, h, w]``.
-        length: number of frames so far, the last of which are ``newest``.
-        sinks: first frames, to which all later ones attend: at least `num_sinks`, or all frames of
-            a shorter video.
+        newest: the last frames, ``[b, t, c, h, w]``.
+        length: number of frames so far, including ``newest``.
+        sinks: the first frames, to which all later frames attend: at least `num_sinks`, or all
+            frames of a shorter video.
     """
 
     newest: Tensor
@@ -85,8 +85,8 @@ class Generator:
     def clean(self, step: ExitStep) -> Tensor:
         """Return the clean latents that a denoising step predicts, ``[b, block, c, h, w]``.
 
-        The cache is only read, since later blocks must not see keys of noised frames. The second
-        phase of training calls this again with gradient.
+        The cache is read but not written, since later blocks must not attend to noised frames. The
+        second phase of training calls this again with gradient.
         """
         t = _timesteps(step.timestep, step.x)
         flow = self.network(
@@ -101,8 +101,8 @@ class Generator:
         """Generate a block in ``exit_step + 2`` forward passes, and write it into the cache.
 
         Args:
-            exit_step: denoising step whose clean latents are the block, counted from 0.
-            graph: run the exit step with gradient.
+            exit_step: denoising step, counted from 0, whose clean latents are the block.
+            graph: whether to run the exit step with gradient.
 
         Returns:
             Clean latents ``[b, block, c, h, w]``, and the inputs of the exit step.
@@ -122,7 +122,7 @@ class Generator:
         return x0, last
 
     def write_back(self, x0: Tensor, first_frame: int, text: Tensor, noise: BlockNoise) -> None:
-        """Write clean frames into the cache, with the noise that ``--context-noise`` asks for."""
+        """Write clean frames into the cache, with the noise of ``--context-noise``."""
         sigma = self.schedule.context_sigma()
         if sigma:
             x0 = mixed(x0, noise(first_frame, WRITE_BACK), torch.tensor(sigma))
@@ -136,15 +136,15 @@ class Generator:
         """Refill the cache by encoding past frames under a prompt.
 
         Args:
-            history: holds at least the last ``frames`` frames, or all of a shorter video.
+            history: has at least the last ``frames`` frames, or all frames of a shorter video.
             text: embeddings of the prompt, ``[b, l, d]``.
-            noise: source of the noise with which the frames were first written into the cache.
-            frames: largest number of newest frames to encode.
-            keep_sink: keep the cached sinks (see `History`), instead of encoding them too.
+            noise: the noise with which the frames were first written into the cache.
+            frames: the most frames, from the newest back, to encode.
+            keep_sink: whether to keep the cached sinks (see `History`) and not encode them.
         """
         sinks = num_sinks(self.cache.window)
         if keep_sink and history.length <= sinks:
-            return  # nothing but sinks
+            return  # All frames are sinks, which are kept.
         first = max(0, history.length - frames, sinks if keep_sink else 0)
         sink_latents = None
         if first and not keep_sink and sinks:
@@ -162,7 +162,7 @@ class Generator:
         )
 
     def _as_context(self, latents: Tensor, first_frame: int, noise: BlockNoise) -> Tensor:
-        """Return past frames with the noise that they get when they are encoded anew."""
+        """Add the noise to past frames that they get when they are encoded again."""
         sigma = self.schedule.context_sigma(recached=True)
         if not sigma:
             return latents
@@ -172,7 +172,7 @@ class Generator:
 
 
 def num_sinks(window: FrameWindow) -> int:
-    """Return how many first frames all later frames attend to, rounded up to whole blocks."""
+    """Return the number of sinks, the first frames to which all frames attend, in whole blocks."""
     return window.at_or_after(window.sink)
 
 
@@ -183,18 +183,19 @@ def _timesteps(value: float, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class StreamClip:
-    """The newest frames of a sequence, as critic and teacher see them.
+    """The newest frames of a sequence, the input of critic and teacher.
 
     Attributes:
         latents: X, ``[b, t, c, h, w]``; with gradient only for the generator without ``two_phase``.
-        mask: True for frames that count in the losses, ``[b, t]``: new, and made under ``text``.
-        text: embeddings of the current prompt, ``[b, l, d]``, which the losses use for all frames.
-        blocks: exit steps to run again with gradient; none for the critic or without ``two_phase``.
+        mask: True for frames that count in the losses, ``[b, t]``: new frames made under ``text``.
+        text: embeddings of the current prompt, ``[b, l, d]``; the losses use it for all frames.
+        blocks: exit steps to run again with gradient; empty for the critic or without
+            ``two_phase``.
         samples: numbers of the clip's samples in the run.
         sequence: number of the clip's sequence in the run.
         number: number of the clip in the sequence, from 0.
         first_new: number of the first new frame in the sequence.
-        end: number of the frame after the newest in the sequence.
+        end: number in the sequence of the frame after the newest.
         exit_step: denoising step, from 0, at which all new blocks end; None if blocks may differ.
     """
 
@@ -210,7 +211,7 @@ class StreamClip:
     exit_step: int | None = None
 
     def frames_of(self, step: ExitStep) -> slice:
-        """Return the slice of the clip's frames that the block of an exit step covers."""
+        """Return the slice of the clip's frames that are the block of an exit step."""
         place = step.first_frame - (self.end - self.latents.size(1))
         return slice(place, place + step.x.size(1))
 
@@ -224,21 +225,21 @@ def generate_blocks(
     keep_sink: bool,
     start: Tensor | None = None,
 ) -> Iterator[Tensor]:
-    """Generate a batch of videos with all denoising steps, and yield each block once it is made.
+    """Generate a batch of videos with all denoising steps; yield each block when it is finished.
 
-    Memory does not grow with the length of the videos. It holds a cache of one window
+    The memory does not grow with the length of the videos: it is a cache of one window
     (``network.new_cache(b, h, w)``), the latent frames of one window, and the first frames (sinks).
-    Where the prompt changes, the last frames, as many as the window holds, are encoded anew, as in
-    LongLive's sampling (arXiv:2509.22622).
+    When the prompt changes, the last frames of the window are encoded again, as in LongLive's
+    sampling (arXiv:2509.22622).
 
     Args:
-        generator: its cache is emptied first.
-        texts: embeddings ``[b, l, d]``, keyed by the latent frame at which each takes effect, the
-            start of a block; must have the key 0.
-        noise: source of noise, from which latents get their shape, dtype and device.
-        num_frames: latent frames of each video, in whole blocks.
-        keep_sink: when the prompt changes, keep the cached sinks as the first prompt made them.
-        start: clean latents of the first block, which is then not generated; None for none.
+        generator: the generator, whose cache is emptied first.
+        texts: embeddings ``[b, l, d]`` of the prompts, keyed by the latent frame from which each is
+            used. Keys are starts of blocks and include 0.
+        noise: the noise of blocks; latents have its shape, dtype and device.
+        num_frames: number of latent frames of each video, in whole blocks.
+        keep_sink: whether to keep the cached sinks of the first prompt when the prompt changes.
+        start: clean latents of the first block; None generates it too.
 
     Yields:
         Clean latents of the next block, ``[b, block, c, h, w]``.

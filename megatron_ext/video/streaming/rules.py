@@ -18,7 +18,7 @@ TENSOR, PIPELINE = "--teacher-tensor-model-parallel-size", "--teacher-pipeline-m
 
 
 def streaming_errors(streaming: StreamingConfig) -> list[str]:
-    """Return a sentence for each fault in the flags of streaming."""
+    """Return a sentence on each error in the flags of streaming."""
     errors = []
     tensor = streaming.teacher_tensor_model_parallel_size
     own_layout = tensor is not None or streaming.teacher_pipeline_model_parallel_size > 1
@@ -54,7 +54,7 @@ def streaming_errors(streaming: StreamingConfig) -> list[str]:
 
 
 def check_options(streaming: StreamingConfig) -> None:
-    """Check that lengths, window and noise levels, each within its range, fit together.
+    """Check that lengths, window and noise levels fit together; each is in its range already.
 
     Raises:
         ConfigError: a rule is broken; the error names only the first broken rule.
@@ -104,7 +104,7 @@ def check_options(streaming: StreamingConfig) -> None:
 def sample_errors(
     own: StreamingSampleConfig, sample: SampleConfig, streaming: StreamingConfig
 ) -> list[str]:
-    """Return a sentence for each fault in the flags of sampled videos."""
+    """Return a sentence on each error in the flags of sampled videos."""
     errors = []
     blocks = streaming.blocks
     length = own.sample_latent_frames
@@ -163,7 +163,7 @@ def teacher_sizes(streaming: StreamingConfig, parallel: ParallelConfig) -> Teach
 
 
 def teacher_errors(streaming: StreamingConfig, parallel: ParallelConfig) -> list[str]:
-    """Return a sentence for each reason why the teacher cannot have its layout."""
+    """Return a sentence on each reason why the teacher cannot have its layout."""
     tensor = parallel.tensor_model_parallel_size
     context = parallel.context_parallel_size
     if min(tensor, context) < 1 or parallel.world_size % (tensor * context):
@@ -197,7 +197,7 @@ def teacher_errors(streaming: StreamingConfig, parallel: ParallelConfig) -> list
 
 
 def _rank_errors(own: TeacherSizes, parallel: ParallelConfig) -> list[str]:
-    """Return a list of one error if the teacher's copies do not fit ranks and replicas, else []."""
+    """Return an error, in a list, if copies of the teacher do not fit ranks or replicas."""
     world = parallel.world_size
     tensor = parallel.tensor_model_parallel_size
     context = parallel.context_parallel_size

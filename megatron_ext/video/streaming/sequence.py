@@ -1,4 +1,4 @@
-"""The long video that a replica generates clip by clip, and its state in checkpoints."""
+"""The sequence of a replica: a long video that it generates clip by clip, with its saved state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_ext.video.streaming.rollout import (
 )
 
 NEVER = -1
-"""Value of `SequenceState.switch_frame` in a sequence without a switch."""
+"""The value of `SequenceState.switch_frame` for a sequence without a switch."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Prompts:
 
     Attributes:
         text, text_after: embeddings of the prompts before and after the switch, ``[b, l, d]``.
-        start: clean latents of given first frames, ``[b, t, c, h, w]``, in whole blocks; fewer
-            frames than a clip has.
+        start: clean latents of the given first frames, ``[b, t, c, h, w]``, in whole blocks; they
+            are fewer than the frames of a clip.
     """
 
     text: Tensor
@@ -41,27 +41,28 @@ class Prompts:
 
 
 PromptSource = Callable[[Sequence[int]], Prompts]
-"""Maps the numbers of samples in the run to their prompts, which depend on nothing else."""
+"""A function from the numbers of samples in the run to their prompts, which depend on nothing else.
+"""
 
 FirstFrame = Callable[[Tensor], Tensor]
-"""Takes latents ``[b, t, c, h, w]`` and encodes their last frame as an image,
+"""A function that encodes the last frame of latents ``[b, t, c, h, w]`` as an image,
 ``[b, 1, c, h, w]``."""
 
 
 @dataclass
 class SequenceState:
-    """The state of one replica's sequence. It needs no random states: its numbers seed every draw.
+    """The state of a replica's sequence; random choices follow from its numbers, not random states.
 
     Attributes:
         sequence: number of the sequence in the run.
-        consumed_samples: number of the sequence's first sample on replica 0, counted over the run.
+        consumed_samples: number in the run of the sequence's first sample on replica 0.
         chunk: number of clips generated so far; checkpoints call clips chunks.
         current_length: number of frames so far, including given ones.
         max_length: number of frames that the sequence may not exceed.
         switch_frame: first frame under the second prompt, at the start of a block, or `NEVER`.
         has_switched: 1 if the second prompt is the current one, else 0.
-        previous: last frames as generated, at most as many as a clip has, ``[b, t, c, h, w]``.
-        sink: first frames as generated, ``[b, t, c, h, w]``.
+        previous: the last generated frames, at most as many as a clip has, ``[b, t, c, h, w]``.
+        sink: the first generated frames, ``[b, t, c, h, w]``.
         text: embeddings of the current prompt, ``[b, l, d]``.
         text_after: embeddings of the second prompt; empty if there is none.
     """
@@ -79,11 +80,11 @@ class SequenceState:
     text_after: Tensor
 
     def switches_before(self, frame: int) -> bool:
-        """Return whether the sequence will still switch its prompt, at a frame before ``frame``."""
+        """Tell whether the sequence still has a switch of its prompt before ``frame``."""
         return not self.has_switched and NEVER < self.switch_frame < frame
 
     def first_frames(self, recent: Tensor, length: int, sinks: int) -> Tensor:
-        """Return the first ``sinks`` frames of the sequence, or all if the sequence is shorter.
+        """Return the first ``sinks`` frames of the sequence, or all of a shorter sequence.
 
         ``recent``, ``[b, t, c, h, w]``, are the last of the ``length`` frames so far.
         """
@@ -92,7 +93,7 @@ class SequenceState:
 
 @dataclass(frozen=True)
 class Replica:
-    """Data-parallel replica ``dp_rank`` of ``dp_size``; generates ``batch`` sequences at a time."""
+    """Replica ``dp_rank`` of ``dp_size`` replicas, which generates ``batch`` videos at a time."""
 
     seed: int
     batch: int = 1
@@ -108,13 +109,13 @@ class StreamingSequence:
 
     Args:
         generator: its cache must fit ``streaming``.
-        like: empty tensor ``[0, 0, c, h, w]`` that gives sizes, dtype and device of latents.
-        first_frame: encodes the first frame of clips anew; None leaves it as it was generated.
+        like: empty tensor ``[0, 0, c, h, w]`` with the sizes, dtype and device of latents.
+        first_frame: encodes the first frame of a clip as an image; None leaves it as generated.
 
     Attributes:
-        state: None before the first sequence.
-        first: numbers in the run of the next sequence and of its first sample, used if ``state`` is
-            None. A resumed run that cannot load the old sequence begins after it.
+        state: the state; None before the first sequence.
+        first: the numbers in the run of the next sequence and of its first sample, which count if
+            ``state`` is None. A resumed run that cannot load the old sequence begins after it.
     """
 
     def __init__(
@@ -148,17 +149,17 @@ class StreamingSequence:
 
     @property
     def can_generate_more(self) -> bool:
-        """Return whether there is a current sequence that may have another clip."""
+        """Tell whether there is a current sequence that can get another clip."""
         s = self.state
         if s is None:
             return False
         return s.chunk == 0 or decisions.can_grow(self.streaming, s.current_length, s.max_length)
 
     def next_clip(self, *, trains_generator: bool) -> StreamClip:
-        """Generate the next clip to train on; begin a new sequence if the current one has ended.
+        """Generate the next clip for training; begin a new sequence if the current one has ended.
 
         With ``trains_generator`` and ``two_phase``, the caller must run the exit steps in
-        `StreamClip.blocks` again before the next call, since they read the cache.
+        `StreamClip.blocks` again before the next call, because they read the cache.
         """
         if not self.can_generate_more:
             self.begin()
@@ -172,7 +173,7 @@ class StreamingSequence:
         return self.state
 
     def begin(self) -> None:
-        """Begin the next sequence of the run: empty the cache, and write given frames into it."""
+        """Begin the next sequence: empty the cache, and write the given frames into it."""
         replica = self.replica
         streaming = self.streaming
         blocks = streaming.blocks
@@ -189,7 +190,7 @@ class StreamingSequence:
             chunk=0,
             current_length=start.size(1),
             max_length=decisions.sequence_length(streaming, replica.seed, sequence),
-            # A block is made under one prompt.
+            # The prompt can change only between blocks.
             switch_frame=NEVER if switch is None else blocks.at_or_after(switch),
             has_switched=0,
             previous=start,
@@ -255,11 +256,11 @@ class StreamingSequence:
         )
 
     def _with_first_frame(self, recent: Tensor) -> tuple[Tensor, bool]:
-        """Return the last clip of ``recent``, and whether its first frame is encoded anew.
+        """Return the last clip of ``recent``, and whether its first frame was encoded again.
 
-        Teacher and critic expect clips whose first latent frame encodes an image. If frames come
-        before the clip, its first frame is therefore encoded anew as an image, without
-        gradient. With ``decode_history`` that frame is decoded together with the ones before it.
+        Teacher and critic expect clips whose first latent frame encodes an image. Therefore, if
+        frames precede the clip, its first frame is encoded again as an image, without gradient.
+        With ``decode_history`` that frame is decoded together with the preceding frames.
         """
         size = self.streaming.chunk_frames
         clip = recent[:, -size:]
@@ -273,10 +274,10 @@ class StreamingSequence:
     def _roll_out(
         self, start: int, end: int, first_trained: int
     ) -> tuple[Tensor, tuple[ExitStep, ...], tuple[int, ...]]:
-        """Generate frames ``start`` to ``end``; those from ``first_trained`` on are to be trained.
+        """Generate frames ``start`` to ``end``; train those from ``first_trained`` on.
 
-        Returns their latents, the exit steps to run again with gradient, and the last denoising
-        step of each block.
+        Returns the latents, the exit steps to run again with gradient, and the last denoising step
+        of each block.
         """
         streaming = self.streaming
         frames = [*streaming.blocks.blocks(start, end - start)]
@@ -304,19 +305,19 @@ class StreamingSequence:
         return torch.cat(made, dim=1), tuple(trained), exits
 
     def _switch(self, frame: int, made: list[Tensor]) -> None:
-        """Switch to the second prompt at ``frame``, and encode past frames anew under it.
+        """Switch to the second prompt at ``frame``, and encode past frames again under it.
 
-        ``made`` are the latents of the current clip's blocks so far.
+        ``made`` are the latents of the blocks of the current clip so far.
         """
         s = self.state = replace(self._state, text=self._state.text_after, has_switched=1)
         recent = torch.cat([s.previous, *(x.detach() for x in made)], dim=1)
         self._encode_anew(recent, frame, keep_sink=self.streaming.sink_at_switch == "keep")
 
     def rebuild_cache(self) -> None:
-        """Refill a cache that was lost, by encoding past frames under the current prompt.
+        """Refill a lost cache by encoding past frames under the current prompt.
 
-        The result differs a little from the lost cache, whose blocks were written one by one by
-        older weights, and had attended to frames that are not encoded again.
+        The result differs slightly from the lost cache. Its blocks were written one by one with
+        older weights, and attended to frames that are not encoded again.
         """
         s = self._state
         if s.previous.size(1):
@@ -339,7 +340,7 @@ class StreamingSequence:
     def load_state_dict(self, stored: Mapping[str, Any]) -> None:
         """Restore the sequence from the `state_dict` of a run with the same sizes.
 
-        If ``stored`` has no ``cache``, `rebuild_cache` makes one from past frames.
+        If ``stored`` has no ``cache``, `rebuild_cache` refills it from past frames.
         """
         if not stored:
             self.state = None

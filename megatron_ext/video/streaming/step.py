@@ -1,4 +1,4 @@
-"""A step of streaming long-tuning (arXiv:2509.22622): clips, losses and updates."""
+"""Runs the steps of streaming long-tuning (arXiv:2509.22622): clips, losses and updates."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class WorkCounter:
     """Counts the floating-point operations of each `VideoDiT` in some networks, pass by pass.
 
     The count cannot be computed in advance, since the number of passes is random. To include the
-    backward pass, operations of a forward pass count three times if weights get a gradient, and
-    twice if only its input gets one. Recomputation to save memory does not count.
+    backward pass, a forward pass counts three times if weights get gradients, and twice if only its
+    input gets one. Recomputation to save memory does not count.
     """
 
     def __init__(self, networks: Iterable[torch.nn.Module]) -> None:
@@ -70,7 +70,7 @@ class WorkCounter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the passes inside of the ``with`` block uncounted."""
+        """Do not count the passes within the ``with`` block."""
         flops = self._flops
         try:
             yield
@@ -129,7 +129,7 @@ class StreamingRunner(StepRunner):
         return {"critic": self.critic, "generator": self.generator}
 
     def model_steps(self, steps: int) -> int:
-        """Return how many of the first ``steps`` steps train the generator, the run's model."""
+        """Return the number of the first ``steps`` steps that train the generator."""
         return -(-steps // self.streaming.generator_interval)
 
     def _sequence(self, prompts: FilePrompts) -> StreamingSequence:
@@ -151,9 +151,9 @@ class StreamingRunner(StepRunner):
         )
 
     def train(self, inputs: StepInputs, num_samples: int) -> StepResult:
-        """Train one step, on a clip per micro-batch for each network that the step trains.
+        """Run one training step, with a clip per micro-batch for each network that it trains.
 
-        ``inputs`` has no batches, since the sequence holds the prompts and counts its own samples.
+        ``inputs`` has no batches, since the sequence has the prompts and counts its own samples.
         """
         num_microbatches = inputs.num_microbatches
         kinds = passes(self.streaming, self.extra_state.steps, num_microbatches)
@@ -166,7 +166,7 @@ class StreamingRunner(StepRunner):
         frames: dict[Pass, list[Tensor]] = {kind: [] for kind in trained}
         recorder = self.context.recorder
         for kind in kinds:
-            with recorder.phase("forward"):  # the backward passes too, clip by clip
+            with recorder.phase("forward"):  # Includes the backward pass of each clip.
                 new_reports, num_frames = self._pass(kind, num_microbatches)
             reports[kind] += new_reports
             frames[kind].append(num_frames)
@@ -186,7 +186,7 @@ class StreamingRunner(StepRunner):
         return self._result(reports, updates)
 
     def _move_on(self, updates: dict[Pass, UpdateResult], num_samples: int) -> None:
-        """Count the step and advance the learning rates, also of a network without update."""
+        """Count the step, and advance all learning rates, also those of untrained networks."""
         self.extra_state.steps += 1
         for kind, network in self._networks.items():
             if kind in updates:
@@ -194,16 +194,19 @@ class StreamingRunner(StepRunner):
             else:
                 network.scheduler.step(increment=num_samples)
         if "generator" in updates:
-            # The memo holds the text as encoded by the weights before the update.
+            # The memo holds text that the weights before the update have encoded.
             self.sequence.generator.cache.memo.clear()
 
     def _pass(self, kind: Pass, accumulation: int) -> tuple[list[Report], Tensor]:
-        """Add up a network's gradients on a clip; return reports and how many frames count."""
+        """Accumulate a network's gradients on a clip; return reports and the number of frames.
+
+        Only frames that count in the loss are counted.
+        """
         clip = self.sequence.next_clip(trains_generator=kind == "generator")
         noised = noised_clip(clip, self.schedule, self.config.training.seed, kind)
         num_frames = clip.mask.sum()
-        # Frames of all clips have equal weight and data-parallel ranks sum, or clips have equal
-        # weight and data-parallel ranks average.
+        # Either all frames have equal weight, and gradients are summed over data-parallel ranks; or
+        # all clips have equal weight, and gradients are averaged.
         per_frame = self.config.training.calculate_per_token_loss
         share = 1 if per_frame else num_frames * accumulation
         reports = []
@@ -214,7 +217,7 @@ class StreamingRunner(StepRunner):
         return reports, num_frames
 
     def _generator_losses(self, clip: StreamClip, noised: NoisedClip) -> Iterator[Loss]:
-        """Yield the generator's loss on a clip: one for each block with ``two_phase``, else one."""
+        """Yield the generator's losses on a clip: one per block with ``two_phase``, else one."""
         if self.streaming.distribution_loss == "sid":
             direction, losses = sid_direction(clip, noised, self.scores, self._whole_gradient)
         else:
@@ -226,7 +229,7 @@ class StreamingRunner(StepRunner):
             yield dmd_loss(clip.latents, direction=direction, mask=clip.mask, losses=losses)
 
     def _whole_gradient(self, gradient: Tensor) -> Tensor:
-        """Combine the ranks' gradients of a network's input into that of the whole loss."""
+        """Combine the gradients of a network's input on all ranks into the gradient of the loss."""
         groups = self.context.pgs
         whole = gradient.contiguous().clone()
         if self.transformer_config.sequence_parallel:

@@ -1,4 +1,4 @@
-"""Store critic and sequence in the checkpoint of a streaming run."""
+"""Stores critic and sequence in the checkpoint of a streaming run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FIRST_ALONE = "--independent-first-frame"
 
 
 def _settings(config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return flags on which a stored sequence depends, and flags on which its cache depends."""
+    """Return the flags on which a stored sequence depends, and those on which its cache depends."""
     streaming = config.section(StreamingConfig)
     sequence = {
         "--micro-batch-size": config.training.batch_sizes[0],
@@ -50,16 +50,16 @@ def _settings(config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 class StreamingState:
-    """The state of a streaming run besides its generator; a `checkpoint.state.ExtraState`.
+    """The state of a streaming run except its generator; a `checkpoint.state.ExtraState`.
 
     The names of the critic's state in the checkpoint begin with ``critic.``. The teacher does not
     change and is not saved. Each data-parallel replica has its own sequence, whose cache is sharded
     over tensor- and context-parallel ranks. A run with another model-parallel layout rebuilds the
-    cache from the stored frames. A run with another number of replicas begins new sequences, which
-    are numbered after the stored ones, so that no prompt is seen twice.
+    cache from the stored frames. A run with another number of replicas begins new sequences, whose
+    numbers continue after the stored ones, so that no prompt is used twice.
 
     Attributes:
-        steps: number of training steps done.
+        steps: number of completed training steps.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class StreamingState:
     def state_to_save(self, metadata: dict[str, Any], *, with_optimizer: bool) -> dict[str, Any]:
         """Return critic, sequence, cache and progress for a checkpoint; see `ExtraState`."""
         state = self._critic_state(metadata, with_optimizer=with_optimizer, is_loading=False)
-        # Copy to the CPU: later passes change the originals, and a load may have other devices.
+        # Copy to the CPU: later passes change the originals, and the load may be on other devices.
         stands: dict[str, Any] = tree_map_only(
             torch.Tensor, lambda x: x.detach().to("cpu", copy=True), self._sequence.state_dict()
         )
@@ -94,7 +94,7 @@ class StreamingState:
     def state_to_load(
         self, path: Path, metadata: dict[str, Any], *, with_optimizer: bool
     ) -> dict[str, Any]:
-        """Check that a checkpoint fits; return the state to load, without objects missing there."""
+        """Check that a checkpoint fits; return the state to load, without objects that it lacks."""
 
         def names() -> set[str]:
             entries = set(stored_entries(path))
@@ -108,12 +108,12 @@ class StreamingState:
         stored = gather_or_raise(names, f"{path} cannot be read")[0]
         base = self._critic.base
         if base is not None:
-            # Adapters of the critic belong to the weights that they were trained on.
+            # Adapters of the critic fit only the weights with which they were trained.
             recorded = FrozenBase.recorded(common_state_of(path)[CRITIC])
             if recorded is not None:
                 base.check(path, recorded, "--critic-checkpoint")
         state = self._critic_state(metadata, with_optimizer=with_optimizer, is_loading=True)
-        # A critic with fewer blocks than the stored one is refused.
+        # Refuse a critic with fewer blocks than the stored one.
         keys = chunk_keys(self._critic.chunks)
         chunks = {k: state[CRITIC][k] for k in keys if k in state[CRITIC]}
         what = f"{path} cannot be compared with the critic"
@@ -123,7 +123,7 @@ class StreamingState:
         return {**state, **{k: v for k, v in objects.items() if v.unique_key in stored}}
 
     def load(self, loaded: dict[str, Any], *, with_optimizer: bool, notes: list[str]) -> None:
-        """Restore critic, sequence and progress; ``notes`` gets sentences on what is left out."""
+        """Restore critic, sequence and progress; append to ``notes`` what is not loaded."""
         critic = self._critic
         progress = loaded[PROGRESS]
         notes += self._left_out
@@ -134,7 +134,7 @@ class StreamingState:
         self.steps = int(progress["steps"])
         first, sample = progress["coming"]
         self._sequence.first = int(first), int(sample)
-        # Runs of earlier versions had no such flag.
+        # Checkpoints of earlier versions lack this flag.
         settings = {_FIRST_ALONE: False, **progress["settings"]}
         changes = _changes(settings, self._sequence_flags)
         if SEQUENCE not in loaded:
@@ -169,7 +169,7 @@ class StreamingState:
         return {CRITIC: state}
 
     def _objects(self, stands: dict[str, Any] | None, cache: Any) -> dict[str, ShardedObject]:
-        """Return sharded objects of the sequence's state ``stands`` and of this rank's cache.
+        """Return sharded objects of the sequence's state, and of this rank's cache.
 
         The first rank of each replica writes the sequence, and every rank writes its own cache.
         Both arguments are None for a load.

@@ -38,7 +38,7 @@ def sampler_of(run: Run) -> Callable[[Path], None]:
     prompts = runner.sequence.prompts
     work = runner.work
     assert isinstance(prompts, FilePrompts)
-    # A VAE is large, so the one that encodes first frames is used again.
+    # A VAE is large, so reuse the one that encodes first frames.
     codec = partial(build_codec, run.config.section(CodecConfig), run.device)
     sampler = LongVideoSampler(run, prompts.encode, lambda: prompts.codec or codec())
 
@@ -57,7 +57,7 @@ def sampler_of(run: Run) -> Callable[[Path], None]:
 def no_batches(
     run: Run, dataset: Any, assets: None, consumed_samples: int, full_epoch: bool
 ) -> BatchSource:
-    """Return a source without batches, since the sequence holds the prompts."""
+    """Return a source without batches: the sequence has the prompts."""
     return BatchSource(None, None)
 
 

@@ -1,8 +1,8 @@
 """The frozen teacher, which may have another parallel layout than the trained networks.
 
-Every rank of a replica has whole latents, timesteps, texts and predictions. A copy of the teacher
-can therefore span any group of consecutive ranks. If a group covers several replicas, it predicts
-for the samples of all of them. If a replica has several groups, they divide its samples.
+Every rank of a replica has whole latents, timesteps, texts and predictions. Therefore a copy of the
+teacher can span any group of consecutive ranks. If a group covers several replicas, it predicts the
+samples of all of them. If a replica has several groups, they divide its samples.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def build_teacher(
         return _network(own, build_transformer_config(own), context, device)
     run = context.layout
     minutes = config.parallel.distributed_timeout_minutes
-    # Consecutive ranks form a group, so the data-parallel rank of the teacher varies slowest.
+    # Consecutive ranks must form a group, so the teacher's data-parallel rank varies slowest.
     layout = Layout(run.world_size, sizes.tensor, sizes.pipeline, use_tp_pp_dp_mapping=True)
     lies = secondary_groups(layout, timeout_minutes=minutes, recorder=context.recorder)
     transformer_config = build_transformer_config(own)
@@ -70,7 +70,10 @@ def build_teacher(
 
 
 def _config_of(config: RunConfig, sizes: TeacherSizes | None) -> RunConfig:
-    """Return the run's configuration with the teacher as model; ``sizes`` may set its layout."""
+    """Return the configuration of a run whose model is the teacher, with the layout ``sizes``.
+
+    None as ``sizes`` keeps the layout of the run.
+    """
     parallel = config.parallel
     if sizes is not None:
         own = dataclasses.replace(
@@ -110,9 +113,9 @@ class ParallelTeacher(torch.nn.Module):
     Args:
         network: this rank's stage.
         context: parallel groups of the teacher; each teacher group is a data-parallel replica.
-        peers: the ranks at this rank's position in the replicas that its teacher group covers or,
-            if a replica has several teacher groups, at this rank's position in those groups.
-        num_replicas: number of replicas of the run that a teacher group covers; 1 if the group lies
+        peers: the ranks with this rank's position in each replica that its teacher group covers.
+            If a replica has several teacher groups, the ranks with this rank's position in each.
+        num_replicas: number of replicas of the run that a teacher group covers; 1 if the group is
             within a replica.
     """
 
@@ -139,15 +142,15 @@ class ParallelTeacher(torch.nn.Module):
 
     @torch.no_grad()
     def forward(self, *, x: Tensor, timesteps: Tensor, text: Tensor) -> Tensor:
-        """Return the flow that the teacher predicts for noised latents, in their shape, float32.
+        """Return the teacher's prediction of the flow for noised latents, in their shape, float32.
 
-        All ranks of the run call this together, with equally many samples. The samples are equal on
-        all ranks of a replica.
+        All ranks of the run call this together, with the same number of samples. All ranks of a
+        replica have the same samples.
 
         Raises:
             DataError: the inputs do not fit the model (raised on all ranks).
         """
-        # Before any rank waits for another.
+        # Check this before a rank waits for another, so that all ranks raise the error.
         check_inputs(self._model.sizes, x, timesteps, text)
         own = x, timesteps, text
         if self._num_replicas > 1:
@@ -155,17 +158,18 @@ class ParallelTeacher(torch.nn.Module):
             rows = tuple(_gathered(part, self._peers) for part in own)
             flow = self._predicted(rows, self._num_replicas)
             return flow.chunk(self._num_replicas)[self._peers.rank()]
-        # The groups of a replica divide its samples; parts repeat where groups do not divide them.
+        # The groups of a replica divide its samples. If their number does not divide the samples,
+        # some groups compute the same part.
         num_parts = gcd(x.size(0), self._peers.size())
         number = self._peers.rank() % num_parts
         flow = self._predicted(tuple(part.chunk(num_parts)[number] for part in own), 1)
         return _gathered(flow, self._peers)[: x.size(0)]
 
     def _predicted(self, rows: tuple[Tensor, ...], num_microbatches: int) -> Tensor:
-        """Return the flow for rows (latents, timesteps, texts, each ``[n, ...]``) on all ranks."""
+        """Return the flow for rows, which are (latents, timesteps, texts), each ``[n, ...]``."""
         x = rows[0]
         staged = self._context.layout.pipeline_model_parallel_size > 1
-        # With pipeline stages each sample is a micro-batch.
+        # With pipeline stages, each sample is a micro-batch, to keep all stages busy.
         parts = [part.chunk(x.size(0) if staged else num_microbatches) for part in rows]
         names = "x", "timesteps", "text"
         inputs = [dict(zip(names, batch, strict=True)) for batch in zip(*parts, strict=True)]

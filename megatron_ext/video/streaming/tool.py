@@ -1,4 +1,4 @@
-"""The program tools/sample_video.py --streaming: long videos from a checkpoint, block by block."""
+"""The program tools/sample_video.py --streaming: samples long videos from a checkpoint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _STORED = ("streaming", "lora", "codec", "text_encoder")
 """Sections of the checkpoint's configuration that determine the model and its sampling."""
 
 PROGRESS_INTERVAL = 5.0
-"""Shortest time between two progress lines of the first replica, in seconds."""
+"""The least seconds between two progress lines of the first replica."""
 
 
 def defaults_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,9 +58,9 @@ def defaults_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
 
 
 def _base_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return flags that give a run the frozen weights under a checkpoint's adapters.
+    """Return the flags with which a run gets the frozen weights under a checkpoint's adapters.
 
-    The flags name another checkpoint, or the seed of random weights. They are empty for a
+    The flags name another checkpoint, or the seed of random weights. There are none for a
     checkpoint without adapters.
 
     Raises:
@@ -107,7 +107,7 @@ def sample_at_once(run: Run) -> None:
     shape = text.text_length, streaming.text_features
 
     def encode(captions: Sequence[str]) -> Tensor:
-        # The encoder is built here, so that it is gone when the videos are sampled.
+        # Build the encoder here, so that its memory is free when the videos are sampled.
         build = partial(build_text_encoder, text, device)
         return encode_captions(captions, build, shape, run.context, device)
 
@@ -130,7 +130,7 @@ def sample_at_once(run: Run) -> None:
 
 
 def summary(seen: Throughput, latent_frames: int) -> str:
-    """Return a line that describes a throughput, with the number of latent frames of all videos."""
+    """Return a line that describes a throughput; ``latent_frames`` counts those of all videos."""
     return (
         f"made {seen.videos} videos of {seen.blocks} frame blocks ({latent_frames} latent "
         f"frames, {seen.frames} frames) in {seen.seconds:.1f} s: "
