@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron_ext.layers import pointwise
 from megatron_ext.layers.hooks import call_pre_hooks
+from megatron_ext.layers.subclass import specialize
 from megatron_ext.layers.weight_gradients import (
     DeferredWeightGradients,
     accumulate,
@@ -208,5 +209,6 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
 
 def group_experts(layer: torch.nn.Module) -> None:
     """Make the experts of an MoE layer use grouped products, without changing their parameters."""
-    if type(layer.experts) is SequentialMLP:
-        layer.experts.__class__ = GroupedExperts
+    experts = layer.experts
+    if type(experts) is SequentialMLP:
+        specialize(experts, GroupedExperts)

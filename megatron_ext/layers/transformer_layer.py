@@ -42,6 +42,7 @@ from megatron_ext.layers.pointwise import (
     weights_of,
 )
 from megatron_ext.layers.rotary import LayerRotary
+from megatron_ext.layers.subclass import specialize
 
 if TYPE_CHECKING:
     from megatron_ext.layers.graphs import LayerGraphs
@@ -221,13 +222,10 @@ OWN = {core.MLP: MLP, CoreSharedExpertMLP: SharedExpertMLP}
 
 
 def use_own_mlps(module: torch.nn.Module) -> None:
-    """Change the class of megatron-core's MLPs in a module to ours, which has the same state.
-
-    A layer spec cannot name our class, since megatron-core passes process groups only to its own.
-    """
+    """Change the class of megatron-core's MLPs in a module to ours, which has the same state."""
     for part in module.modules():
         if type(part) in OWN:
-            part.__class__ = OWN[type(part)]
+            specialize(part, OWN[type(part)])
 
 
 def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:

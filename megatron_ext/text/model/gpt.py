@@ -13,6 +13,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.rotary import rotary_embedding
 from megatron_ext.layers.specs import layer_spec, mtp_block_spec
+from megatron_ext.layers.subclass import specialize
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.hybrid import HybridConfig
 from megatron_ext.text.model.language import TextModel
@@ -45,7 +46,7 @@ class GPTModel(TextModel, CoreGPTModel):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if not core.TAKES_SHORT_GROUPS:
-            self.decoder.__class__ = TransformerBlock
+            specialize(self.decoder, TransformerBlock)
 
 
 def _model_class(config: RunConfig, given: Callable[..., TextModel]) -> Callable[..., TextModel]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_ext.layers.auxiliary_loss import MTPTargets, OutputHead, attach
 from megatron_ext.layers.dropout import HiddenDropout
 from megatron_ext.layers.linear import OutputLayer, WordEmbedding
+from megatron_ext.layers.subclass import specialize
 
 
 class TextModel(LanguageModule):  # type: ignore[misc]
@@ -24,14 +25,14 @@ class TextModel(LanguageModule):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         if self.post_process:
             # Our layer can defer the gradient of its weight; it has no adapter and no 8-bit scales.
-            self.output_layer.__class__ = OutputLayer
+            specialize(self.output_layer, OutputLayer)
             self.output_layer.lora = self.output_layer.fp8 = None
             if self.share_embeddings_and_output_weights and self.mtp_process:
                 # The copy of the embedding that multi-token prediction holds serves the output.
                 self.output_layer.weight = None
         if hasattr(self, "embedding"):
             # Our embedding can add its gradients to the gradient buffer itself.
-            self.embedding.word_embeddings.__class__ = WordEmbedding
+            specialize(self.embedding.word_embeddings, WordEmbedding)
             self.embedding.word_embeddings.config = self.config
         if hasattr(self, "embedding") and getattr(self.config, "deterministic_dropout", False):
             probability = self.config.hidden_dropout
