@@ -210,5 +210,6 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
 def group_experts(layer: torch.nn.Module) -> None:
     """Make the experts of an MoE layer use grouped products, without changing their parameters."""
     experts = layer.experts
+    assert isinstance(experts, torch.nn.Module)
     if type(experts) is SequentialMLP:
         specialize(experts, GroupedExperts)
