@@ -1,8 +1,8 @@
-"""Add-ons: folders that plug into the sockets of the engine, and that a run can do without.
+"""Add-ons: optional folders that plug into the sockets of the engine.
 
-The flags of an add-on are known without it, and its code is imported when one of them is given.
-Nothing outside of an add-on imports it by name: `part` and `needed` find it. After ``rm -r`` of its
-folder everything else works as before, and its flags are answered with one sentence.
+The flags of an add-on are known without importing it; its code is imported when one of its flags is
+given. Nothing outside an add-on imports it by name: `part` and `needed` look it up. After ``rm -r``
+of its folder everything else still works, and its flags are answered with one sentence.
 
 The sockets are sections of flags (`config.sections`), callbacks between steps
 (`train.callbacks.callback`), reporters of records (`train.reporting.records`), and the supervision
@@ -21,20 +21,20 @@ from megatron_ext.errors import ConfigError, say_to_stderr
 
 def is_there(name: str) -> bool:
     """Return whether the folder of an add-on exists."""
-    # A folder that holds nothing but Python's caches is none.
+    # A folder with nothing but Python's caches does not count.
     return any(Path(__file__).with_name(name).glob("*.py"))
 
 
 def part(name: str, module: str) -> Any:
-    """Return a module of an add-on, which is imported now; None if its folder is not there."""
+    """Import and return a module of an add-on; return None if the add-on's folder is missing."""
     return import_module(f"{__name__}.{name}.{module}") if is_there(name) else None
 
 
 def needed(name: str, module: str, flag: str) -> Any:
-    """Return a module of an add-on for which ``flag`` asks.
+    """Import and return a module of an add-on that ``flag`` needs.
 
     Raises:
-        ConfigError: its folder is not there.
+        ConfigError: the add-on's folder is missing.
     """
     loaded = part(name, module)
     if loaded is None:
@@ -43,7 +43,7 @@ def needed(name: str, module: str, flag: str) -> Any:
 
 
 def missing(name: str, flag: str) -> str:
-    """Return the sentence for a flag of an add-on whose folder is not there."""
+    """Return the error sentence for a flag of an add-on whose folder is missing."""
     return (
         f"`{flag}` needs the add-on {name}, but the folder megatron_ext/extras/{name} is not "
         "there; put it back, or leave the flag out."
@@ -51,7 +51,7 @@ def missing(name: str, flag: str) -> str:
 
 
 def run_tool(name: str, module: str, argv: Sequence[str], *, description: str) -> int:
-    """Run the program in a module of an add-on; return its exit code, 2 if its folder is not there.
+    """Run the program in a module of an add-on; return its exit code, 2 if the folder is missing.
 
     ``description`` is the text of the program's help.
     """

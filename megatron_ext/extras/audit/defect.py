@@ -1,7 +1,7 @@
-"""Defines a defect of megatron-core: its state by release, and the flags that hit it.
+"""Defines a defect of megatron-core: its state in each release, and the flags that trigger it.
 
-The defects themselves are data, `defects.yaml`, of which the table in docs/numerics.md and the
-audit of flags are made; `rules` has the flags.
+The defects themselves are data in `defects.yaml`. The table in docs/numerics.md and the audit of
+flags are made from it; `rules` has the flags.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from megatron_ext.extras.audit.flags import Flags, holds
 
 RELEASES = ("0.16", "0.17", "0.18", "0.19")
-"""Minor releases of megatron-core whose defects were measured: 0.16.1, 0.17.1, 0.18.2, 0.19.2."""
+"""Minor releases of megatron-core with measured defects: 0.16.1, 0.17.1, 0.18.2 and 0.19.2."""
 
 
 Condition = Callable[[Flags], bool]
@@ -25,8 +25,8 @@ class State:
     """The state of a defect in a release.
 
     Attributes:
-        kind: ``there``, ``fixed`` or ``changed`` (there in another form).
-        figure: what was measured on it.
+        kind: ``there``, ``fixed``, or ``changed`` (still there in another form).
+        figure: what was measured on this release.
     """
 
     kind: str
@@ -34,7 +34,7 @@ class State:
 
     @classmethod
     def of(cls, entry: Mapping[str, str]) -> State:
-        """Return the state that an entry of `defects.yaml` holds."""
+        """Return the state that an entry of `defects.yaml` describes."""
         return cls(entry["kind"], entry.get("figure", ""))
 
     def __str__(self) -> str:
@@ -43,14 +43,14 @@ class State:
 
 @dataclass(frozen=True)
 class Rule:
-    """The flags that hit a defect.
+    """The flags that trigger a defect.
 
     Attributes:
-        all_of: conditions that hold together.
-        error: the size of the error on these flags.
+        all_of: conditions that must all hold.
+        error: the size of the error with these flags.
         advice: what to do.
-        only: the releases, with blanks between, that have it in this form; empty for all.
-        depends: what it further depends on that no flag says; such a defect is no finding.
+        only: the releases with the defect in this form, separated by spaces; empty for all.
+        depends: a further condition that no flag shows; such a defect does not count as a finding.
     """
 
     all_of: tuple[Condition, ...]
@@ -60,10 +60,10 @@ class Rule:
     depends: str = ""
 
     def hit(self, flags: Flags) -> bool:
-        """Return whether the flags hit the defect.
+        """Return whether the flags trigger the defect.
 
         Raises:
-            Undecided: that hangs on a value that cannot be read.
+            Undecided: the result depends on a value that cannot be read.
         """
         return holds(*(lambda c=condition: bool(c(flags)) for condition in self.all_of))
 
@@ -78,12 +78,13 @@ class Defect:
 
     Attributes:
         stock: what megatron-core 0.16 does, with measured figures.
-        since: the state on 0.19, as measured by `tools/audit.py --reproduce`.
-        began: the release from which that state holds; the ones before it are as 0.16.
-        between: states of releases before 0.19 that are neither.
+        since: the state on 0.19, measured by `tools/audit.py --reproduce`.
+        began: the first release with that state; earlier releases behave like 0.16.
+        between: states of releases before 0.19 that differ from both.
         ours: what this package does instead.
-        test: the tests of that.
-        rules: the flags that hit it, the first that holds decides; empty if no flag decides.
+        test: the tests of this package's behaviour.
+        rules: the flags that trigger it; the first rule that holds decides. Empty if no flag
+            matters.
     """
 
     number: str
@@ -106,7 +107,7 @@ class Defect:
         return cls(number, **texts, since=since, rules=rules, began=began, between=between)
 
     def state(self, release: str) -> State:
-        """Return the state on a minor release such as ``0.16``."""
+        """Return the state in a minor release such as ``0.16``."""
         before = State("there", self.stock)
         return dict(self.between).get(release, self.since if release >= self.began else before)
 

@@ -1,4 +1,4 @@
-"""Gives the values of flags as Megatron-LM takes them, its defaults included."""
+"""Reads the values of flags as Megatron-LM does, including its defaults."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _REPEATED = re.compile(r"\(([^()]*)\)\*(\d+)")
 
 
 class Undecided(Exception):
-    """A value that cannot be read, and that decides whether a defect is hit."""
+    """A value that decides whether a defect is triggered cannot be read."""
 
 
 class Flags:
-    """The flags of one start of a training program.
+    """The flags of one command line of a training program.
 
-    A flag that is given twice has its last value, as in argparse. Names may have underscores, as in
+    As in argparse, the last value of a repeated flag counts. Names may contain underscores, as in
     this package's own programs.
 
     Args:
@@ -38,16 +38,16 @@ class Flags:
                 self.values[current] = (*self.values[current], word)
 
     def has(self, *names: str) -> bool:
-        """Return whether one of the flags is given, and keep it as used."""
+        """Return whether one of the flags is given, and remember it as used."""
         given = [name for name in names if name in self.values]
         self.used += given
         return bool(given)
 
     def text(self, name: str, default: str = "") -> str:
-        """Return the values of a flag, joined by blanks.
+        """Return the values of a flag, joined by spaces.
 
         Raises:
-            Undecided: the value is a variable, as in a recipe.
+            Undecided: the value is an unknown variable, as in a recipe.
         """
         if name not in self.values:
             return default
@@ -61,7 +61,7 @@ class Flags:
         """Return the first value of a flag as a number.
 
         Raises:
-            Undecided: the value is no number.
+            Undecided: the value is not a number.
         """
         text = self.text(name).split()
         if not text:
@@ -102,7 +102,7 @@ class Flags:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether sequences are split over tensor-parallel ranks."""
+        """Whether sequences are sharded over tensor-parallel ranks."""
         return self.has("--sequence-parallel") and self.tp > 1
 
     @property
@@ -117,17 +117,17 @@ class Flags:
 
     @property
     def per_token(self) -> bool:
-        """Whether the loss is divided by the tokens of the global batch; not by default."""
+        """Whether the loss is divided by the tokens of the global batch (not the default)."""
         return self.has("--calculate-per-token-loss")
 
     @property
     def masked(self) -> bool:
-        """Whether targets are masked: ends of documents, or prompts of fine-tuning."""
+        """Whether some targets are masked: ends of documents, or prompts in fine-tuning."""
         return self.has("--eod-mask-loss", "--sft")
 
     @property
     def interleaved(self) -> bool:
-        """Whether pipeline stages have several chunks."""
+        """Whether pipeline stages have several chunks (interleaved schedule)."""
         layout = self.text("--pipeline-model-parallel-layout")
         if layout:
             whole = _REPEATED.sub(lambda x: x[1] * int(x[2]), layout)
@@ -147,12 +147,12 @@ class Flags:
 
     @property
     def biases(self) -> bool:
-        """Whether linear layers have biases, as they have by default."""
+        """Whether linear layers have biases, which is the default."""
         return not self.has("--disable-bias-linear")
 
 
 def _split(words: Sequence[str]) -> list[str]:
-    """Return words; one that holds a flag and its values, in quotes, is split."""
+    """Return the words; split a quoted word that holds a flag and its values."""
     result: list[str] = []
     for word in words:
         split = word.split()
@@ -162,10 +162,10 @@ def _split(words: Sequence[str]) -> list[str]:
 
 
 def holds(*conditions: Callable[[], bool]) -> bool:
-    """Return whether all conditions hold; one that fails decides, whatever others leave open.
+    """Return whether all conditions hold; False if one fails, even if others cannot be read.
 
     Raises:
-        Undecided: none fails, but one is open.
+        Undecided: no condition fails, but one cannot be read.
     """
     undecided: Undecided | None = None
     for condition in conditions:

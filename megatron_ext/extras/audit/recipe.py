@@ -9,7 +9,7 @@ from megatron_ext.errors import DataError
 
 
 def read_recipe(path: Path) -> list[str]:
-    """Return the flags of a recipe, which are ``MODEL_ARGS`` of a YAML file, as words.
+    """Return, as words, the flags of a recipe: the ``MODEL_ARGS`` of a YAML file.
 
     Raises:
         DataError: the file cannot be read, or has no such mapping.

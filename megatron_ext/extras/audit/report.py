@@ -1,4 +1,4 @@
-"""Judges flags by the rules of all defects, and prints findings, lists and reproductions."""
+"""Checks flags against the rules of all defects, and prints findings, lists and reproductions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron_ext.extras.audit.rules import RULES
 
 
 def _defects() -> tuple[Defect, ...]:
-    """Return the defects of `defects.yaml`, each with the flags that hit it."""
+    """Return the defects in `defects.yaml`, each with its rules."""
     entries = read_yaml(Path(__file__).with_name("defects.yaml"))
     return tuple(
         Defect.of(number, entry, RULES.get(number, ())) for number, entry in entries.items()
@@ -35,22 +35,22 @@ def _defects() -> tuple[Defect, ...]:
 
 
 DEFECTS = _defects()
-"""All defects in the order of their numbers."""
+"""All defects, ordered by number."""
 
 PROGRAM = "pretrain_gpt.py"
-"""The program of Megatron-LM that flags are for if none is named."""
+"""The program of Megatron-LM that flags belong to, unless another is named."""
 
 FILES = "data layers losses mtp optimizer router schedules stages".split()
-"""Endings of the files beside this one that reproduce defects."""
+"""Endings of the names of the files beside this one that reproduce defects."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A defect that flags hit.
+    """A defect that the flags trigger.
 
     Attributes:
         flags: the flags that decided.
-        depends: a condition that no flag says; empty for a finding that counts.
+        depends: a condition that no flag shows; empty for a finding that counts.
     """
 
     number: str
@@ -64,7 +64,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Audit:
-    """The findings on flags, and sentences about what could not be judged."""
+    """The findings for some flags, and sentences about what could not be checked."""
 
     core: str
     findings: tuple[Finding, ...]
@@ -72,12 +72,12 @@ class Audit:
 
     @property
     def certain(self) -> list[Finding]:
-        """The findings that count: those that hang on flags alone."""
+        """The findings that count: those that depend only on flags."""
         return [finding for finding in self.findings if not finding.depends]
 
 
 def release_of(core: str | None) -> tuple[str, str]:
-    """Return a version of megatron-core, by default the installed one, and its minor release.
+    """Return a version of megatron-core (by default the installed one) and its minor release.
 
     Raises:
         ConfigError: the version is unknown, or none is installed.
@@ -93,7 +93,7 @@ def release_of(core: str | None) -> tuple[str, str]:
 
 
 def audit(words: Sequence[str], core: str | None = None, program: str = PROGRAM) -> Audit:
-    """Judge the flags of a training program of Megatron-LM.
+    """Check the flags of a training program of Megatron-LM.
 
     Args:
         words: the words after the name of the program.
@@ -135,7 +135,7 @@ def audit(words: Sequence[str], core: str | None = None, program: str = PROGRAM)
 
 
 def show(console: Console, result: Audit) -> None:
-    """Print the findings as a table, then what depends on more than flags, then notes."""
+    """Print the findings as a table, then conditional findings, then notes."""
     certain = result.certain
     head = f"megatron-core {result.core}: "
     head += f"{len(certain)} known defect(s) on these flags" if certain else "no known defect"
@@ -155,7 +155,7 @@ def show(console: Console, result: Audit) -> None:
 
 
 def show_list(console: Console) -> None:
-    """Print all defects with their states."""
+    """Print all defects with their states in each release."""
     table = Table("defect", "affected", *RELEASES, "flags")
     for x in DEFECTS:
         judged = "judged by flags" if x.rules else "no flag hits it"
@@ -165,7 +165,7 @@ def show_list(console: Console) -> None:
 
 
 def reproduce(number: str) -> str:
-    """Run a defect on the installed megatron-core; return stock, right, ratio and what it was.
+    """Reproduce a defect on the installed megatron-core; return its figures in a sentence.
 
     Raises:
         ConfigError: the defect is unknown, or has no reproduction.
@@ -174,7 +174,7 @@ def reproduce(number: str) -> str:
         raise ConfigError(f"--reproduce ({number}) is no defect; use D1 to {DEFECTS[-1].number}.")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     warnings.simplefilter("ignore")
-    # Figures are then the same on machines that have them.
+    # Hide these packages, so that the figures are the same on machines that have them.
     for name in ("transformer_engine", "apex"):
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
     for file in FILES:
@@ -189,7 +189,7 @@ def reproduce(number: str) -> str:
 
 
 def main(argv: Sequence[str], description: str = "") -> int:
-    """Carry out the tool; return 0 for clean, 1 for findings, 2 for errors."""
+    """Run the tool; return 0 without findings, 1 with findings, 2 after an error."""
     own = list(argv[: argv.index("--")]) if "--" in argv else list(argv)
     words = list(argv[len(own) + 1 :])
     parser = argparse.ArgumentParser(

@@ -25,16 +25,16 @@ from megatron_ext.parallel.context import ParallelContext
 SEQUENCE_LENGTH = 8
 DOCUMENT_LENGTH = 5
 PATIENCE = 2.0
-"""Seconds after which a dataset that is still being built counts as endless; it takes 1 ms."""
+"""Seconds after which the building of a dataset counts as endless; it takes 1 ms."""
 
 
 class EndlessError(Exception):
-    """An error that ends what runs past `PATIENCE`."""
+    """Work has run for longer than `PATIENCE`."""
 
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raise an `EndlessError` if the block, in the main thread, takes longer.
+    """Raise an `EndlessError` if the block, in the main thread, takes longer than ``seconds``.
 
     Raises:
         EndlessError: the time is up.
@@ -53,7 +53,7 @@ def at_most(seconds: float) -> Iterator[None]:
 
 
 def write_documents(prefix: Path, documents: int, dtype: type = np.uint16) -> None:
-    """Write documents of five tokens, ``0 1 2 3 4``, ``5 6 7 8 9`` and so on up to 79."""
+    """Write documents of five tokens each: ``0 1 2 3 4``, ``5 6 7 8 9`` and so on up to 79."""
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     for document in (torch.arange(documents * DOCUMENT_LENGTH) % 80).view(documents, -1):
         builder.add_document(document, [DOCUMENT_LENGTH])
@@ -61,9 +61,9 @@ def write_documents(prefix: Path, documents: int, dtype: type = np.uint16) -> No
 
 
 def tokenizer_of(vocabulary: int) -> Any:
-    """Return megatron-core's tokenizer without words, of so many ids.
+    """Return megatron-core's null tokenizer with ``vocabulary`` ids.
 
-    One release counts the end of a document in the argument, another beside it.
+    Releases differ in whether the argument includes the end-of-document id.
     """
     made = (NullTokenizer(size) for size in (vocabulary, vocabulary - 1))
     return next(tokenizer for tokenizer in made if tokenizer.vocab_size == vocabulary)
@@ -72,7 +72,7 @@ def tokenizer_of(vocabulary: int) -> Any:
 def dataset_config(
     prefix: Path, vocabulary: int = 90, split: str = "99,1,0", **changes: Any
 ) -> GPTDatasetConfig:
-    """Return a dataset configuration of megatron-core, with a cache beside the data."""
+    """Return a dataset configuration of megatron-core, with its cache next to the data."""
     return GPTDatasetConfig(
         random_seed=1234,
         sequence_length=SEQUENCE_LENGTH,
@@ -89,19 +89,19 @@ def dataset_config(
 
 
 def build_train_split(config: GPTDatasetConfig, *samples: int) -> GPTDataset:
-    """Build datasets as Megatron-LM does, and return that of the training split."""
+    """Build datasets as Megatron-LM does; return the training split's."""
     train, *_ = BlendedMegatronDatasetBuilder(GPTDataset, samples, lambda: True, config).build()
     return train
 
 
 def in_folder(measure: Callable[[Path], Any], _context: ParallelContext) -> Any:
-    """Return what a measurement finds that needs an empty folder."""
+    """Return the result of a measurement that needs an empty folder."""
     with tempfile.TemporaryDirectory() as name:
         return measure(Path(name))
 
 
 def measured(measure: Callable[[Path], Any]) -> Any:
-    """Return what a measurement finds on one rank, in a folder of its own."""
+    """Return the result of a measurement on one rank, in its own folder."""
     return on_ranks(partial(in_folder, measure))[0]
 
 
@@ -110,7 +110,7 @@ def _empty_split(folder: Path) -> tuple[float, str]:
     write_documents(prefix, 20)
     try:
         with at_most(PATIENCE):
-            # One hundredth of 20 documents is none of them.
+            # One hundredth of 20 documents, rounded down, is no document.
             build_train_split(dataset_config(prefix), 4, 4, 0)
     except EndlessError:
         return math.nan, f"still counted epochs of no tokens after {PATIENCE:.0f} s"
@@ -120,7 +120,7 @@ def _empty_split(folder: Path) -> tuple[float, str]:
 
 
 def d29() -> Reproduced:
-    """Return the samples of a split that has no document."""
+    """Return the number of samples in a split without documents."""
     stock, outcome = measured(_empty_split)
     what = f"samples of a validation split that --split 99,1,0 leaves empty: it {outcome}"
     return Reproduced(stock, 0.0, what)
@@ -131,12 +131,12 @@ def _stale_cache(folder: Path) -> float:
     for documents in (20, 40):
         write_documents(prefix, documents)
         train = build_train_split(dataset_config(prefix, split="1,0,0"), 6, 0, 0)
-    assert train[0]["tokens"].numel() == SEQUENCE_LENGTH  # the index may be read only then
+    assert train[0]["tokens"].numel() == SEQUENCE_LENGTH  # the index is built only when it is read
     return float(max(train.document_index))
 
 
 def d30() -> Reproduced:
-    """Return the last document that a cached index names after the files have been replaced."""
+    """Return the last document in a cached index after the data files have been replaced."""
     stock = measured(_stale_cache)
     what = (
         "number of the last document in the sample index of 40 documents, whose files have "
@@ -147,16 +147,16 @@ def d30() -> Reproduced:
 
 def _first_document(folder: Path) -> list[int]:
     prefix = folder / "docs"
-    # Megatron-LM's tools/preprocess_data.py takes 4 bytes from a vocabulary of 65,500 on.
+    # Megatron-LM's tools/preprocess_data.py uses 4 bytes per id from a vocabulary of 65,500 on.
     write_documents(prefix, 20, np.int32)
     config = dataset_config(prefix, 65_500, sequences_per_dataset={str(prefix): (20, 21)})
-    # What is read is a view of the file, which the data set closes when it goes.
+    # Copy the tokens: they are a view of the file, which the dataset closes when it is deleted.
     low = GPTDataset.build_low_level_dataset(str(prefix), config)
     return [int(x) for x in low[0]]
 
 
 def d31() -> Reproduced:
-    """Return the sum of the ids ``0 1 2 3 4`` as ``--per-dataset-sequences-path`` reads them."""
+    """Return the sum of the ids ``0 1 2 3 4``, read through ``--per-dataset-sequences-path``."""
     read = measured(_first_document)
     shown = " ".join(map(str, read))
     what = (
@@ -167,7 +167,7 @@ def d31() -> Reproduced:
 
 
 def _modes(folder: Path) -> tuple[float, list[str]]:
-    """Write two sequences in default modes, then in given ones, and read the modes back."""
+    """Write two sequences with default modes, then with explicit ones; read the modes back."""
     modes = math.nan
     raised = []
     for name, given in (("default", {}), ("given", {"modes": [0, 0]})):
@@ -188,14 +188,14 @@ def _modes(folder: Path) -> tuple[float, list[str]]:
 
 
 def d32() -> Reproduced:
-    """Return the number of modes of a multimodal dataset of two sequences in default modes."""
+    """Return the number of modes in a multimodal dataset of two sequences with default modes."""
     stock, raised = measured(_modes)
     what = "number of modes of a multimodal dataset of 2 sequences in default modes"
     return Reproduced(stock, 2.0, "; ".join([what, *raised]))
 
 
 def counted_samples(tokens: int, *, drop_last: bool) -> int:
-    """Return the samples that megatron-core counts in one document of so many tokens."""
+    """Return how many samples megatron-core counts in one document of ``tokens`` tokens."""
     sizes = np.asarray([tokens], np.int32)
     order = np.zeros(1, np.int32)
     index = helpers.build_sample_idx(sizes, order, SEQUENCE_LENGTH, 1, tokens, drop_last, 1)
@@ -203,7 +203,7 @@ def counted_samples(tokens: int, *, drop_last: bool) -> int:
 
 
 def d33() -> Reproduced:
-    """Return the number of sequences in 2^24 + 2 tokens, the last of which is partial."""
+    """Return the number of sequences in 2^24 + 2 tokens, where the last one is partial."""
     tokens = 2**24 + 2
     (stock,) = on_ranks(lambda _context: counted_samples(tokens, drop_last=False))
     what = f"sequences of 8 in {tokens} tokens with --no-drop-last-partial-validation-sequence"

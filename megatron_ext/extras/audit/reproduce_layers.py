@@ -1,4 +1,4 @@
-"""Reproductions of defects in layers of megatron-core: D34 to D37, D42."""
+"""Reproductions of defects in megatron-core's layers: D34 to D37 and D42."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ HIDDEN = 8
 TOKENS = 6
 """Tokens that each expert of a rank gets."""
 ENDLESS = 12
-"""Forward passes of a layer in one step after which it counts as recomputed for ever."""
+"""Forward passes of a layer in one step after which it counts as recomputed endlessly."""
 
 
 def _refusals(context: ParallelContext) -> list[str]:
-    """Return what megatron-core's attention and norm say against the parallel sizes of a rank."""
+    """Return the errors of megatron-core's attention and norm for a rank's parallel sizes."""
     sizes = {"context_parallel_size": context.pgs.cp.size()}
     sizes["tensor_model_parallel_size"] = context.pgs.tp.size()
     config = TransformerConfig(
@@ -58,7 +58,7 @@ def _refusals(context: ParallelContext) -> list[str]:
 
 
 def d34() -> Reproduced:
-    """Return the layers, of attention under CP 2 and a norm under SP, that can be built."""
+    """Return how many of two layers can be built: attention under CP 2, and a norm under SP."""
     attention = on_ranks(_refusals, cp=2)[0]
     norm = on_ranks(_refusals, tp=2)[0]
     refused = [*attention, *norm]
@@ -70,7 +70,7 @@ def d34() -> Reproduced:
 
 
 def _inputs(rank: int) -> Tensor:
-    """Return the hidden states ``[2 x TOKENS, h]`` of the two experts of a rank."""
+    """Return the hidden states ``[2 x TOKENS, h]`` for the two experts of a rank."""
     generator = torch.Generator().manual_seed(7 + rank)
     return torch.randn(2 * TOKENS, HIDDEN, generator=generator)
 
@@ -98,14 +98,14 @@ def _plain_gradients(experts: SequentialMLP, inputs: list[Tensor]) -> dict[str, 
 def expert_gradients(
     context: ParallelContext, name: str, copies: bool
 ) -> tuple[float, float, float]:
-    """Return the norm of a gradient of experts, the right one, and the relative error.
+    """Return the norm of a gradient of experts, the right norm, and the relative error.
 
-    Each rank holds two experts and has tokens of its own for each of them. The gradients pass
-    through megatron-core's data-parallel wrapper and ``finalize_model_grads``, as in a run.
+    Each rank holds two experts and has its own tokens for each of them. The gradients pass through
+    megatron-core's data-parallel wrapper and ``finalize_model_grads``, as in a run.
 
     Args:
         name: the kind of parameter, such as ``fc1.weight``.
-        copies: whether all ranks hold the same experts, so that gradients add up.
+        copies: whether all ranks hold the same experts, so that gradients are summed.
     """
     config = TransformerConfig(
         num_layers=1,
@@ -138,7 +138,7 @@ def expert_gradients(
 
 
 def d35() -> Reproduced:
-    """Return the gradient of experts that both of two tensor-parallel ranks hold whole."""
+    """Return the gradient of experts that two tensor-parallel ranks both hold as a whole."""
     measure = partial(expert_gradients, name="fc1.weight", copies=True)
     stock, right, error = on_ranks(measure, tp=2, etp=1)[0]
     what = (
@@ -150,7 +150,7 @@ def d35() -> Reproduced:
 
 
 def d36() -> Reproduced:
-    """Return the gradient of a bias of experts on two tensor-parallel ranks with other experts."""
+    """Return the gradient of an expert bias on two tensor-parallel ranks with different experts."""
     measure = partial(expert_gradients, name="fc2.bias", copies=False)
     stock, right, error = on_ranks(measure, tp=2, ep=2, etp=1)[0]
     what = (
@@ -162,10 +162,10 @@ def d36() -> Reproduced:
 
 
 class CompressedQuery(torch.nn.Module):
-    """The way of the compressed query through multi-latent attention.
+    """The part of multi-latent attention that processes the compressed query.
 
-    Stands in for megatron-core's MLASelfAttention, which 0.16 cannot build without Transformer
-    Engine. Its parts are megatron-core's and have the names that they have there.
+    It replaces megatron-core's MLASelfAttention, which 0.16 cannot build without Transformer
+    Engine. Its parts are megatron-core's, under megatron-core's names.
     """
 
     def __init__(self, config: TransformerConfig, weight: Tensor, tp: ProcessGroup) -> None:
@@ -192,7 +192,7 @@ def _query_norm(context: ParallelContext) -> tuple[float, float]:
     """Return the norm of the gradient of ``q_layernorm`` after ``finalize_model_grads``.
 
     Returns:
-        megatron-core's, and that of plain torch in double precision on the whole weight.
+        megatron-core's norm, and the norm by plain torch in double precision on the whole weight.
     """
     config = TransformerConfig(
         num_layers=1,
@@ -227,17 +227,18 @@ def d42() -> Reproduced:
 
 
 class EndlessError(Exception):
-    """An error that ends a recomputation that would never end."""
+    """A recomputation would never end."""
 
 
 def _step(context: ParallelContext, **options: Any) -> tuple[float, float, str]:
-    """Do one step of megatron-core's GPTModel.
+    """Run one step of megatron-core's GPTModel.
 
     Returns:
-        The norm of all gradients, the forward passes of the last MLP, both NaN after an error, and
-        a clause about the error.
+        The norm of all gradients and the number of forward passes of the last MLP (both NaN after
+            an
+        error), and a clause about the error.
     """
-    torch.manual_seed(1)  # from which megatron-core draws the weights on a CPU
+    torch.manual_seed(1)  # megatron-core draws the weights on a CPU from this generator
     model = stock_gpt(context, **options)
     passes = 0
 
@@ -266,7 +267,7 @@ PIECES: dict[str, Any] = {
 
 
 def _recomputed(context: ParallelContext) -> tuple[float, list[str]]:
-    """Return the forward passes of a recomputed MLP, and clauses about what goes wrong."""
+    """Return the number of forward passes of a recomputed MLP, and clauses about errors."""
     clauses = []
     models: dict[str, dict[str, Any]] = {
         "3 layers": {"num_layers": 3},
@@ -277,7 +278,8 @@ def _recomputed(context: ParallelContext) -> tuple[float, list[str]]:
         norm, _, error = _step(context, **options, **PIECES)
         if not abs(norm / right - 1) <= 1e-5:
             clauses.append(f"{name} in pieces of two: {error or f'a norm of {norm}, not {right}'}")
-    # The last, since autograd does nothing more on a rank after an error in a nested backward pass.
+    # This must come last: after an error in a nested backward pass, autograd no longer works on a
+    # rank.
     _, passes, error = _step(context, **SELECTIVE, add_bias_linear=True)
     if error:
         clauses.append(f"--recompute-modules mlp ends with {error}")
@@ -285,14 +287,14 @@ def _recomputed(context: ParallelContext) -> tuple[float, list[str]]:
 
 
 def d37() -> Reproduced:
-    """Return the forward passes of an MLP with biases that is recomputed."""
+    """Return the number of forward passes of a recomputed MLP with biases."""
     ((stock, clauses),) = on_ranks(_recomputed)
     what = "forward passes of an MLP with biases in a step with recomputation"
     return Reproduced(stock, 2.0, "; ".join([what, *clauses]))
 
 
 def _distributed(context: ParallelContext) -> tuple[float, float, str]:
-    """Return the norm of all gradients with recomputed depths, with their inputs cut and whole."""
+    """Return the gradients' norm with recomputed depths, for sharded and for whole inputs."""
     depths = {**PIECES, "recompute_num_layers": 1, "mtp_num_layers": 1}
     right, _, _ = _step(context, **depths)
     stock, _, error = _step(context, **depths, distribute_saved_activations=True)

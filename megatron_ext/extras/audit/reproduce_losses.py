@@ -33,7 +33,7 @@ Loss = Callable[[Tensor], tuple[Any, ...]]
 
 
 class Scale(MegatronModule):  # type: ignore[misc]
-    """The factor 2 times ``[1, 2, 3]``, so that the factor's gradient is a sum of the positions."""
+    """A factor of 2 times ``[1, 2, 3]``; the factor's gradient is a sum over the positions."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config=config)
@@ -41,10 +41,10 @@ class Scale(MegatronModule):  # type: ignore[misc]
         self.model_type = ModelType.encoder_or_decoder
 
     def set_input_tensor(self, _tensor: Tensor | None) -> None:
-        """Ignore the input; a single stage takes none."""
+        """Ignore the input, since a single stage has none."""
 
     def forward(self) -> Tensor:
-        """Return three numbers."""
+        """Return the three products."""
         return self.weight * torch.tensor([1.0, 2.0, 3.0])
 
 
@@ -53,11 +53,11 @@ def _tiny(**changes: Any) -> TransformerConfig:
 
 
 def train_step(loss: Loss, *, per_token: bool) -> tuple[float, list[Any]]:
-    """Do one step of megatron-core's schedule with `Scale` and a loss of its output ``[3]``.
+    """Run one step of megatron-core's schedule with `Scale` and a loss of its output ``[3]``.
 
     Returns:
-        The factor's gradient after the division by tokens, and the loss's report of each of the
-        `MICROBATCHES` micro-batches.
+        The factor's gradient after the division by tokens, and the loss's report for each of the
+            `MICROBATCHES` micro-batches.
     """
     transformer_config = _tiny(calculate_per_token_loss=per_token)
     transformer_config.finalize_model_grads_func = distributed.finalize_model_grads
@@ -80,17 +80,17 @@ def train_step(loss: Loss, *, per_token: bool) -> tuple[float, list[Any]]:
 
 
 def weighted_loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return a sum over targets whose weights add up to 2.5."""
+    """Return a sum over targets whose weights sum to 2.5."""
     return output.sum(), torch.tensor(2.5), {}
 
 
 def mean_loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return a mean, in the form of two values that counts no targets."""
+    """Return a mean in the form of two values, which does not count targets."""
     return output.mean(), {}
 
 
 def logging_loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return a sum over three targets, and the same sum to be logged."""
+    """Return a sum over three targets, and the same sum for the log."""
     total = output.sum()
     return total, torch.tensor(3), {"lm loss": total.detach()}
 
@@ -103,7 +103,7 @@ def _fractional_count(_context: ParallelContext) -> tuple[float, str]:
 
 
 def d17() -> Reproduced:
-    """Return the gradient of a loss per token whose targets weigh 2.5 in each micro-batch."""
+    """Return the gradient of a per-token loss whose targets weigh 2.5 in each micro-batch."""
     ((stock, outcome),) = on_ranks(_fractional_count)
     what = f"gradient per token of a loss whose count of targets is the fraction 2.5: it {outcome}"
     return Reproduced(stock, sum((1.0, 2.0, 3.0)) / 2.5, what)
@@ -114,7 +114,7 @@ def _logged(_context: ParallelContext) -> float:
 
 
 def d18() -> Reproduced:
-    """Return what is logged of a sum that is also the loss."""
+    """Return the logged value of a sum that is also the loss."""
     (stock,) = on_ranks(_logged)
     what = (
         "logged loss of a micro-batch whose detached sum over 3 targets is also the loss, which "
@@ -128,7 +128,7 @@ def _uncounted(_context: ParallelContext) -> float:
 
 
 def d19() -> Reproduced:
-    """Return the gradient of a loss of two values, per token, on two context-parallel ranks."""
+    """Return the gradient of a per-token loss with two values on two context-parallel ranks."""
     stock = on_ranks(_uncounted, cp=2)[0]
     replicated = on_ranks(_uncounted, dp=2)[0]
     what = (
@@ -182,19 +182,19 @@ def logits_and_labels() -> tuple[Tensor, Tensor]:
 
 
 def logit_gradients(loss: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the gradients ``[16, 2, v]`` of a loss, and those of torch's in double precision."""
+    """Return a loss's gradients ``[16, 2, v]``, and those of torch's in double precision."""
     logits, labels = logits_and_labels()
     exact = logits.double().requires_grad_()
     F.cross_entropy(exact.view(-1, VOCABULARY), labels.view(-1), reduction="sum").backward()  # type: ignore[no-untyped-call]
     mine = logits.clone().requires_grad_()
-    # The loss writes into what it is given, and a leaf may not be written into.
+    # The loss overwrites its input, and a leaf tensor must not be overwritten.
     loss(mine * 1.0, labels).sum().backward()  # type: ignore[no-untyped-call]
     assert mine.grad is not None and exact.grad is not None
     return mine.grad.double(), exact.grad
 
 
 def farthest(mine: Tensor, right: Tensor) -> tuple[float, float]:
-    """Return the entry of ``mine`` that is farthest from that of ``right``, and the latter."""
+    """Return the entry of ``mine`` that differs most from ``right``, and the right entry."""
     worst = int((mine - right).abs().argmax())
     return float(mine.flatten()[worst]), float(right.flatten()[worst])
 
@@ -224,22 +224,22 @@ def _logit_after_the_loss(_context: ParallelContext) -> tuple[float, float]:
 
 
 def d23() -> Reproduced:
-    """Return a logit in fp32 as the unfused cross-entropy leaves it."""
+    """Return an fp32 logit after the unfused cross-entropy has overwritten it."""
     ((stock, right),) = on_ranks(_logit_after_the_loss)
     what = "logit in fp32, read after the unfused cross-entropy, which leaves the softmax in place"
     return Reproduced(stock, right, what)
 
 
 def smoothed_loss(context: ParallelContext, smoothing: float) -> tuple[float, float]:
-    """Return the loss with smoothed labels that is farthest off, and the right one.
+    """Return the label-smoothed loss that is furthest from the right one, and the right one.
 
-    The vocabulary is cut over the tensor-parallel ranks. The right one is torch's in double
+    The vocabulary is sharded over the tensor-parallel ranks. The right loss is torch's in double
     precision.
     """
     full, labels = logits_and_labels()
     part = full.chunk(context.pgs.tp.size(), dim=-1)[context.pgs.tp.rank()].clone()
     mine = vocab_parallel_cross_entropy(part, labels, smoothing)
-    # megatron-core spreads the smoothing over the other words, torch over all of them.
+    # megatron-core spreads the smoothing over all other words, torch over all words.
     exact = F.cross_entropy(
         full.double().view(-1, VOCABULARY),
         labels.view(-1),
@@ -250,7 +250,7 @@ def smoothed_loss(context: ParallelContext, smoothing: float) -> tuple[float, fl
 
 
 def d24() -> Reproduced:
-    """Return the loss of one target with smoothed labels on two tensor-parallel ranks."""
+    """Return the label-smoothed loss of one target on two tensor-parallel ranks."""
     smoothed = partial(smoothed_loss, smoothing=0.1)
     stock, right = on_ranks(smoothed, tp=2)[0]
     ((alone, exact),) = on_ranks(smoothed)

@@ -1,7 +1,7 @@
-"""Reproduces the defects of megatron-core's multi-token prediction on one stage: D4, D5, D9 to D14.
+"""Reproduces defects of megatron-core's multi-token prediction on one stage: D4, D5, D9 to D14.
 
-A depth's targets are weighed by megatron-core's model and schedule. How much a target weighs is
-read from the gradient of its logits, which is the weight times ``softmax - one-hot``.
+megatron-core's model and schedule determine the weights of a depth's targets. The weight of a
+target is read from the gradient of its logits, which is the weight times ``softmax - one-hot``.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from megatron_ext.extras.audit.stock_gpt import LENGTH, sequences, stock_gpt
 from megatron_ext.parallel.context import ParallelContext
 
 RAGGED = (20, 3, 29, 9)
-"""Numbers of targets of four sequences; the rest of each is masked."""
+"""Numbers of targets in four sequences; all other targets are masked."""
 
 
 def _mask(targets: tuple[int, ...]) -> Tensor:
-    """Return a mask ``[sequences, LENGTH]`` with so many targets at the start of each sequence."""
+    """Return a mask ``[sequences, LENGTH]`` that has each sequence's targets at its start."""
     return (torch.arange(LENGTH) < torch.tensor(targets).unsqueeze(1)).float()
 
 
 def _one_further(values: Tensor) -> Tensor:
-    """Return ``[b, s]`` shifted by one position to the left; the last position becomes 0."""
+    """Return ``[b, s]`` shifted left by one position, with 0 in the last position."""
     return F.pad(values[:, 1:], (0, 1))
 
 
@@ -49,8 +49,8 @@ class Step:
     """One step of megatron-core with one depth of multi-token prediction.
 
     Attributes:
-        losses, weights: of the depth's targets ``[sequences, LENGTH]``: their losses by plain
-            cross-entropy, and the weight that each has in the gradient.
+        losses: losses of the depth's targets by plain cross-entropy, ``[sequences, LENGTH]``.
+        weights: weights of these targets in the gradient, ``[sequences, LENGTH]``.
         logged: the depth's loss in megatron-core's log.
         gradient: norm of the depth's gradient.
     """
@@ -68,7 +68,7 @@ def mtp_step(
     micro_batch: int = 1,
     per_token: bool = True,
 ) -> Step:
-    """Take one step of megatron-core's model and schedule without the division by all targets."""
+    """Run a step of megatron-core's model and schedule, without the division by all targets."""
     model = stock_gpt(context, mtp_num_layers=1, calculate_per_token_loss=per_token)
     tokens, labels, positions = sequences(len(targets))
     mask = _mask(targets)
@@ -78,7 +78,7 @@ def mtp_step(
     def keep(_layer: Any, _inputs: Any, output: tuple[Tensor, Any]) -> None:
         gradient: list[Tensor] = []
         output[0].register_hook(gradient.append)  # type: ignore[no-untyped-call]
-        # A copy, as megatron-core's cross-entropy writes into the logits.
+        # A copy, since megatron-core's cross-entropy overwrites the logits.
         seen.append((output[0].detach().clone(), gradient))
 
     def forward_step(data: Iterator[slice], chunk: Any) -> tuple[Tensor, Any]:
@@ -101,7 +101,7 @@ def mtp_step(
     )
     log: dict[str, Tensor] = {}
     MTPLossLoggingHelper.track_mtp_metrics(1 / len(starts), 1, None, total_loss_dict=log)
-    # Of each micro-batch, the output layer gets the depth first and the model's own states last.
+    # In each micro-batch the output layer gets the depth first, and the model's own states last.
     logits = torch.cat([kept for kept, _ in seen[::2]], dim=1).transpose(0, 1)
     gradients = torch.cat([gradient[0] for _, gradient in seen[::2]], dim=1).transpose(0, 1)
     slope = logits.softmax(-1) - F.one_hot(further, logits.size(-1))
@@ -131,10 +131,11 @@ def no_targets() -> Reproduced:
 
 
 def weight_of_a_target(targets: tuple[int, ...], *rows: int) -> list[float]:
-    """Return the weight of the depth's first target of each sequence ``rows``, over the right one.
+    """Return, for each of the sequences ``rows``, its first target's weight over the right weight.
 
-    The right weight is the scaling factor, 0.1, over the depth's targets of the whole step; the
-    step's gradient is divided by the targets of the main loss. Each sequence is a micro-batch.
+    The right weight is the scaling factor (0.1) divided by the number of the depth's targets in the
+    whole step; the step's gradient is divided by the main loss's targets. Each sequence is a
+    micro-batch.
     """
     step = _on_one_rank(targets)
     right = 0.1 / sum(max(count - 1, 0) for count in targets)
@@ -142,7 +143,7 @@ def weight_of_a_target(targets: tuple[int, ...], *rows: int) -> list[float]:
 
 
 def weight_of_a_depth() -> Reproduced:
-    """Measure D5: the weight of a target of a depth in the objective per token."""
+    """Measure D5: the weight of a depth's target in the per-token objective."""
     short = min(RAGGED)
     long = max(RAGGED)
     weights = weight_of_a_target(RAGGED, RAGGED.index(short), RAGGED.index(long))
@@ -157,7 +158,7 @@ def weight_of_a_depth() -> Reproduced:
 
 
 def logged_loss() -> Reproduced:
-    """Measure D14: the logged loss of a depth in micro-batches of unequal numbers of targets."""
+    """Measure D14: the logged loss of a depth if micro-batches differ in their targets."""
     step = _on_one_rank(RAGGED)
     whole = _on_one_rank(RAGGED, micro_batch=len(RAGGED))
     kept = _one_further(_mask(RAGGED))
@@ -208,7 +209,7 @@ def _shifted_short(context: ParallelContext) -> tuple[float, str]:
 
 
 def short_packing() -> Reproduced:
-    """Measure D10: the targets of a depth with a packed sample shorter than the ranks' chunks."""
+    """Measure D10: the targets of a depth if a packed sample is shorter than the ranks' slices."""
     by_rank = on_ranks(_shifted_short, cp=2)
     return Reproduced(
         sum(count for count, _ in by_rank),
@@ -219,9 +220,9 @@ def short_packing() -> Reproduced:
 
 
 class _Attention(torch.nn.Module):
-    """The causal core of attention over packed samples, which megatron-core's own refuses.
+    """Causal core attention over packed samples, which megatron-core's own refuses.
 
-    Samples see those before them, which is of no matter here.
+    Samples also attend to earlier samples, which does not matter here.
     """
 
     def __init__(self, **_options: Any) -> None:
@@ -277,7 +278,7 @@ def _logits_without_labels(context: ParallelContext) -> tuple[float, float, str]
 
 
 def no_labels() -> Reproduced:
-    """Measure D12: the logits of a model with a depth that is given no labels."""
+    """Measure D12: the logits of a model with a depth but without labels."""
     stock, right, error = on_ranks(_logits_without_labels)[0]
     what = "Norm of the logits of a model with multi-token prediction that is given no labels"
     return Reproduced(stock, right, f"{what}{error}.")
@@ -288,7 +289,7 @@ PADDED = 12
 
 
 def _routed(context: ParallelContext) -> list[float]:
-    """Return how many tokens each router counts as no padding, that of the depth last."""
+    """Return how many tokens each router counts as not padding, the depth's router last."""
     model = stock_gpt(context, mtp_num_layers=1, num_moe_experts=4, moe_router_topk=2)
     counts: list[float] = []
 
@@ -306,7 +307,7 @@ def _routed(context: ParallelContext) -> list[float]:
 
 
 def padding_of_a_depth() -> Reproduced:
-    """Measure D13: the tokens that the router of a depth counts, where a sequence is padded."""
+    """Measure D13: the tokens that a depth's router counts in a padded sequence."""
     counts = on_ranks(_routed)[0]
     right = LENGTH - PADDED
     return Reproduced(

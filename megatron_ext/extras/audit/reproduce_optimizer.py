@@ -25,13 +25,13 @@ LOSS_SCALE = 8.0
 
 
 class Network(MegatronModule):  # type: ignore[misc]
-    """An embedding ``[6, 4]`` and a matrix ``[6, 4]`` to six logits, 48 weights together."""
+    """An embedding ``[6, 4]`` and a matrix ``[6, 4]`` for six logits, 48 weights in total."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config=config)
         self.embedding = torch.nn.Parameter(torch.linspace(-1, 1, 24).view(6, 4))
         self.matrix = torch.nn.Parameter(torch.linspace(2, -1, 24).view(6, 4))
-        # megatron-core finds the decoupled learning rate of a parameter by this mark.
+        # megatron-core recognizes a parameter with a decoupled learning rate by this mark.
         self.embedding.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class Network(MegatronModule):  # type: ignore[misc]
 
 
 def network(dtype: torch.dtype = torch.float32) -> Network:
-    """Build the network with weights of a type."""
+    """Build the network with weights of a dtype."""
     halves = {"bf16": dtype is torch.bfloat16, "fp16": dtype is torch.float16}
     config = TransformerConfig(
         num_layers=1, hidden_size=4, num_attention_heads=1, params_dtype=dtype, **halves
@@ -52,11 +52,11 @@ def network(dtype: torch.dtype = torch.float32) -> Network:
 def trainer(
     net: Network, *, shard: bool = False, **flags: Any
 ) -> tuple[DistributedDataParallel, MegatronOptimizer]:
-    """Wrap a network and build its optimizer, Adam, as Megatron-LM does.
+    """Wrap a network and build its Adam optimizer, as Megatron-LM does.
 
     Args:
-        shard: whether the ranks share out the state (``--use-distributed-optimizer``).
-        flags: fields of the optimizer's configuration; those that megatron-core lacks are left out.
+        shard: whether the ranks shard the optimizer state (``--use-distributed-optimizer``).
+        flags: fields of the optimizer's configuration; unknown ones are left out.
     """
     config = net.config
     model = DistributedDataParallel(
@@ -76,7 +76,7 @@ def trainer(
 
 
 def scheduler(optimizer: MegatronOptimizer, **flags: Any) -> OptimizerParamScheduler:
-    """Build a schedule of constant learning rates, which sets those of the optimizer's groups."""
+    """Build a schedule of constant learning rates, which sets the rates of all groups."""
     phases = {"lr_warmup_steps": 0, "lr_decay_steps": 100, "lr_decay_style": "constant"}
     decay = {"start_wd": 0.0, "end_wd": 0.0, "wd_incr_steps": 100, "wd_incr_style": "constant"}
     rates = {"init_lr": 0.0, "max_lr": LR, "min_lr": 0.0}
@@ -84,7 +84,7 @@ def scheduler(optimizer: MegatronOptimizer, **flags: Any) -> OptimizerParamSched
 
 
 def backward(model: DistributedDataParallel) -> None:
-    """Put the gradients of the cross-entropy of six tokens into the buffers."""
+    """Accumulate the gradients of the cross-entropy of six tokens in the buffers."""
     model.zero_grad_buffer()
     tokens = torch.arange(6)
     loss = F.cross_entropy(model(tokens).float(), tokens.roll(1))
@@ -107,7 +107,7 @@ def _nan_gradient(_context: ParallelContext) -> tuple[int, int]:
 
 
 def d21() -> Reproduced:
-    """Return the weights that are numbers two steps after a gradient that is none."""
+    """Return the number of finite weights two steps after a gradient of NaN."""
     ((after_one, stock),) = on_ranks(_nan_gradient)
     what = (
         "weights of 48 that are numbers after a step in fp32 with --clip-grad 1 and one NaN among "
@@ -117,12 +117,12 @@ def d21() -> Reproduced:
 
 
 def resumed_rate(*, shard: bool, decoupled: bool, lr: float = LR, override: bool = False) -> float:
-    """Save an optimizer after a step, load it into a new one, return its rate of the matrix.
+    """Save an optimizer after a step, load it into a new one, and return the matrix's rate.
 
     Args:
-        decoupled: whether the embedding has a learning rate of its own.
-        lr: learning rate of the run that loads; the one that saves has 1e-2.
-        override: whether the run that loads has ``--override-opt-param-scheduler``.
+        decoupled: whether the embedding has its own learning rate.
+        lr: learning rate of the loading run; the saving run has 1e-2.
+        override: whether the loading run has ``--override-opt-param-scheduler``.
     """
     rates = {"decoupled_lr": DECOUPLED_LR, "decoupled_min_lr": 0.0} if decoupled else {}
     model, optimizer = trainer(network(), shard=shard, **rates)
@@ -142,7 +142,7 @@ def resumed_rate(*, shard: bool, decoupled: bool, lr: float = LR, override: bool
 
 
 def _rate_or_error(context: ParallelContext, **resume: Any) -> tuple[float, str]:
-    """Return the rate of `resumed_rate`, or NaN and the error that it raised."""
+    """Return the result of `resumed_rate`, or NaN and its error."""
     try:
         return resumed_rate(**resume), ""
     except (ValueError, KeyError) as error:
@@ -151,7 +151,7 @@ def _rate_or_error(context: ParallelContext, **resume: Any) -> tuple[float, str]
 
 
 def both_rates(**resume: Any) -> tuple[float, str]:
-    """Return the rate of a resumed run with shared-out state, and a clause about both kinds."""
+    """Return the rate of a resumed run with sharded state, and a clause about both kinds."""
     results = {
         shard: on_ranks(partial(_rate_or_error, shard=shard, **resume))[0]
         for shard in (True, False)
@@ -169,7 +169,7 @@ def d38() -> Reproduced:
 
 
 def d40() -> Reproduced:
-    """Return the learning rate after a resume with another one and the flag that prefers it."""
+    """Return the learning rate after a resume with another rate and the flag that prefers it."""
     stock, clause = both_rates(decoupled=False, lr=3 * LR, override=True)
     what = (
         "learning rate after a resume of a run of --lr 0.01 with --lr 0.03 "
@@ -179,7 +179,7 @@ def d40() -> Reproduced:
 
 
 def with_a_dense_overflow() -> tuple[DistributedDataParallel, MegatronOptimizer]:
-    """Build an fp16 network, all of whose weights but experts overflow, and its optimizer."""
+    """Build an fp16 network and its optimizer; the gradients of all dense weights overflow."""
     net = network(torch.float16)
     net.embedding.allreduce = False  # type: ignore[attr-defined]  # the mark of experts' weights
     model, optimizer = trainer(net, initial_loss_scale=LOSS_SCALE, hysteresis=1)
@@ -196,7 +196,7 @@ def _loss_scales(_context: ParallelContext) -> list[float]:
 
 
 def d39() -> Reproduced:
-    """Return the loss scale of experts after an overflow of a dense gradient."""
+    """Return the loss scale of experts after a dense gradient has overflowed."""
     dense, experts = on_ranks(_loss_scales, dp=2, ep=2)[0]
     what = (
         "scale by which gradients of experts are divided with --fp16 and "
@@ -208,7 +208,7 @@ def d39() -> Reproduced:
 
 def _padded_buckets(_context: ParallelContext) -> tuple[float, float, float]:
     net = network()
-    # A copy of the embedding on another stage starts a bucket of its own.
+    # megatron-core starts a new bucket for the copy of an embedding on another stage.
     net.matrix.shared_embedding = True  # type: ignore[attr-defined]
     model, optimizer = trainer(net, shard=True)
     scheduler(optimizer)
@@ -218,7 +218,7 @@ def _padded_buckets(_context: ParallelContext) -> tuple[float, float, float]:
     metadata = {"distrib_optim_fully_reshardable_mem_efficient": False}
     state = part.sharded_param_state_fully_reshardable(net.sharded_state_dict(), metadata=metadata)
     saved = {entry["param"].key: entry["param"].data for entry in state.values()}
-    # In fp32 the optimizer's weights, of which this is the checkpoint, are the network's.
+    # In fp32 the network's weights are the optimizer's own weights, which the checkpoint holds.
     right = {f"optimizer.state.param.{name}": p.detach() for name, p in net.named_parameters()}
     mine, truth = (torch.cat([each[key].flatten() for key in right]) for each in (saved, right))
     worst = int((mine - truth).abs().argmax())
@@ -226,7 +226,7 @@ def _padded_buckets(_context: ParallelContext) -> tuple[float, float, float]:
 
 
 def d41() -> Reproduced:
-    """Return a weight as the checkpoint of the distributed optimizer has it."""
+    """Return a weight from a checkpoint of the distributed optimizer."""
     stock, right, share = on_ranks(_padded_buckets, dp=2)[0]
     what = (
         "weight that is farthest off in the fully reshardable checkpoint of "

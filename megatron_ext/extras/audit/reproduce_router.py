@@ -29,7 +29,7 @@ HIDDEN, EXPERTS, TOPK = 16, 4, 2
 LENGTH, SEQUENCES = 8, 8
 COEFFICIENT = 0.01
 TOKENS, MICROBATCHES = 24, 400
-"""The step whose tokens are counted in 16 bits."""
+"""The size of the step in which 16-bit counters count tokens."""
 BIAS: dict[str, Any] = {
     "moe_router_enable_expert_bias": True,
     "moe_router_score_function": "sigmoid",
@@ -37,19 +37,19 @@ BIAS: dict[str, Any] = {
 
 
 class _PlainGating(TopKRouter):  # type: ignore[misc]
-    """megatron-core's router, with a plain product for the one that needs Transformer Engine."""
+    """megatron-core's router, with a plain product instead of Transformer Engine's."""
 
     def gating(self, input: Tensor) -> Tensor:
         return torch.nn.functional.linear(input, self.weight, self.bias)
 
 
 def router_class() -> type[TopKRouter]:
-    """Return megatron-core's router; only its logits are ours where it cannot make them (D25)."""
+    """Return megatron-core's router; if it cannot compute logits (D25), ours computes only them."""
     return TopKRouter if hasattr(moe_utils, "te_general_gemm") else _PlainGating
 
 
 def auxiliary_flags(kind: str) -> dict[str, Any]:
-    """Return the options of an auxiliary loss: ``aux_loss``, ``seq_aux_loss`` or ``z_loss``."""
+    """Return the options for an auxiliary loss: ``aux_loss``, ``seq_aux_loss`` or ``z_loss``."""
     if kind == "z_loss":
         return {"moe_z_loss_coeff": COEFFICIENT}
     return {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": COEFFICIENT}
@@ -108,8 +108,9 @@ def auxiliary_share(
 ) -> float:
     """Return the gradient of an auxiliary loss after a step, as a multiple of the right one.
 
-    The right one is that of the mean over all micro-batches, in double precision; the main loss is
-    0. The step has `SEQUENCES` sequences of `LENGTH` tokens, ``targets`` of which are not masked.
+    The right gradient is that of the mean over all micro-batches, in double precision; the main
+    loss is 0. The step has `SEQUENCES` sequences of `LENGTH` tokens, of which ``targets`` are not
+    masked.
 
     Raises:
         ArithmeticError: the gradient is not a multiple of the right one.
@@ -155,7 +156,7 @@ def share_of(
 
 
 def parallel_ranks() -> Reproduced:
-    """Measure D1: the auxiliary loss with tokens shared out over tensor-parallel ranks."""
+    """Measure D1: the auxiliary loss if tokens are sharded over tensor-parallel ranks."""
     context = share_of("aux_loss", cp=2)
     z_loss = share_of("z_loss", tp=2)
     return Reproduced(
@@ -168,7 +169,7 @@ def parallel_ranks() -> Reproduced:
 
 
 def masked_targets() -> Reproduced:
-    """Measure D2: the auxiliary loss where half of the targets are masked."""
+    """Measure D2: the auxiliary loss if half of the targets are masked."""
     half = LENGTH * SEQUENCES // 2
     return Reproduced(
         share_of("aux_loss", targets=half),
@@ -179,7 +180,7 @@ def masked_targets() -> Reproduced:
 
 
 def sequences_of_a_micro_batch() -> Reproduced:
-    """Measure D3: the load balancing of sequences with four sequences in a micro-batch."""
+    """Measure D3: the load-balancing loss of sequences, with four sequences in a micro-batch."""
     return Reproduced(
         share_of("seq_aux_loss", micro_batch=4),
         1.0,
@@ -210,7 +211,7 @@ def _logits(context: ParallelContext) -> tuple[float, float, str]:
 
 
 def router_without_transformer_engine() -> Reproduced:
-    """Measure D25: the router's logits where Transformer Engine is not installed."""
+    """Measure D25: the router's logits without Transformer Engine."""
     stock, right, error = on_ranks(_logits)[0]
     what = "Norm of the router's logits of 8 tokens without Transformer Engine"
     return Reproduced(stock, right, f"{what}{f': NameError ({error})' if error else ''}.")
@@ -218,7 +219,7 @@ def router_without_transformer_engine() -> Reproduced:
 
 def _counted(context: ParallelContext) -> list[float]:
     router = stock_router(context, **BIAS)
-    # All but one of the tokens chose every expert.
+    # Every token has chosen every expert, and one token is padding.
     router._apply_expert_bias(
         torch.ones(EXPERTS, EXPERTS, dtype=torch.bool), torch.arange(EXPERTS) == 1
     )
@@ -227,7 +228,7 @@ def _counted(context: ParallelContext) -> list[float]:
 
 
 def padding_of_the_expert_bias() -> Reproduced:
-    """Measure D26: what the expert bias counts of as many tokens as experts, one of them padded."""
+    """Measure D26: the tokens that the expert bias counts if one of them is padding."""
     counts = on_ranks(_counted)[0]
     return Reproduced(
         counts[1],
@@ -238,10 +239,7 @@ def padding_of_the_expert_bias() -> Reproduced:
 
 
 def _counted_in_16_bits(context: ParallelContext) -> list[tuple[float, float]]:
-    """Return the tokens that an expert's counter holds after a step in bf16, and the right number.
-
-    One pair for each expert.
-    """
+    """Return, for each expert, its token count after a step in bf16, and the right count."""
     router = stock_router(context, bf16=True, params_dtype=torch.bfloat16, **BIAS)
     generator = torch.Generator().manual_seed(6)
     with torch.no_grad():
@@ -255,7 +253,7 @@ def _counted_in_16_bits(context: ParallelContext) -> list[tuple[float, float]]:
 
 
 def counts_in_16_bits() -> Reproduced:
-    """Measure D43: the tokens that the expert bias counts in a model of 16 bits."""
+    """Measure D43: the tokens counted for the expert bias in a 16-bit model."""
     counts = on_ranks(_counted_in_16_bits)[0]
     stock, right = max(counts, key=lambda pair: pair[1] - pair[0])
     all_of_them = ", ".join(f"{mine:.0f} of {truth}" for mine, truth in counts)
@@ -268,7 +266,7 @@ def counts_in_16_bits() -> Reproduced:
 
 
 def _log_size(context: ParallelContext, experts: bool) -> int:
-    """Return the number of entries of the log of a stage, with its loss of experts or without."""
+    """Return the number of entries in a stage's log, with or without a loss of its experts."""
     auxiliary = auxiliary_flags("aux_loss")
     router = stock_router(context, num_layers=4, mtp_num_layers=1, **auxiliary)
     if experts:

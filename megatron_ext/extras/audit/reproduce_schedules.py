@@ -1,7 +1,7 @@
-"""Reproduces the defects of megatron-core's interleaved pipeline schedule: D15 and D16.
+"""Reproduces defects of megatron-core's interleaved pipeline schedule: D15 and D16.
 
-Four stages, two on each of two ranks, multiply what enters by a number each, so that the gradient
-of each number is a product of plain factors.
+There are four stages, two on each of two ranks. Each multiplies its input by a number, so that the
+gradient of each number is a simple product.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from megatron_ext.parallel.context import ParallelContext
 LENGTH, BATCH, WIDTH, MICROBATCHES = 64, 2, 32, 8
 FACTORS = (0.5, 1.25, 1.5, 0.75)
 STEPS = 8
-"""Number of steps of D16: which of them loses its race is chance, most do."""
+"""Number of steps for D16: a step loses the race by chance, and most steps do."""
 
 
 class Factor(MegatronModule):  # type: ignore[misc]
-    """One stage: the input ``[s, b, h]`` times a number; the first stage makes its own input."""
+    """One stage: its input ``[s, b, h]`` times a number; the first stage creates its own input."""
 
     def __init__(self, config: TransformerConfig, stage: int) -> None:
         super().__init__(config=config)
@@ -39,7 +39,7 @@ class Factor(MegatronModule):  # type: ignore[misc]
         self.entering: Tensor | None = None
 
     def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
-        """Take what the stage before sent."""
+        """Take the tensor that the previous stage sent."""
         self.entering = tensors[0]
 
     def forward(self, microbatch: int) -> Tensor:
@@ -83,7 +83,7 @@ def _steps(context: ParallelContext, count: int, messages: dict[str, bool]) -> l
 
 
 def _worst(what: str, *, steps: int, **messages: bool) -> Reproduced:
-    """Return the gradient that is furthest from its right value, of all stages and steps."""
+    """Return the gradient that is furthest from its right value, over all stages and steps."""
     ranks = on_ranks(partial(_steps, count=steps, messages=messages), pp=2, vpp=2)
     inputs = LENGTH * BATCH * WIDTH * sum(range(1, MICROBATCHES + 1))
     pairs = [
@@ -125,7 +125,7 @@ def deallocated_outputs() -> Reproduced:
 
 
 def neither() -> Reproduced:
-    """Measure the same chain with overlapped messages alone, which is right."""
+    """Measure the same chain with only overlapped messages, which is right."""
     return _worst(
         "Worst gradient of a chain of four virtual chunks on two stages with overlapped messages",
         steps=STEPS,

@@ -1,7 +1,7 @@
-"""Reproduces the defects of multi-token prediction on several pipeline stages: D6, D7 and D8.
+"""Reproduces defects of multi-token prediction on several pipeline stages: D6, D7 and D8.
 
-The stage that holds a depth has a copy of the embedding of the first stage. megatron-core's model,
-data-parallel wrapper, ``finalize_model_grads`` and optimizer have to keep both equal.
+The stage with a depth has a copy of the first stage's embedding. megatron-core's model,
+data-parallel wrapper, ``finalize_model_grads`` and optimizer must keep the two equal.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _wrapped(context: ParallelContext, **options: Any) -> DistributedDataParalle
 
 
 def _step_of_the_copy(context: ParallelContext) -> float:
-    """Return how far one step moves this stage's copy of the embedding, all gradients being 1."""
+    """Return how far one step moves this stage's copy of the embedding if all gradients are 1."""
     model = _wrapped(context)
     config = AdamOptimizerConfig(
         lr=RATE, decoupled_lr=DECOUPLED_RATE, weight_decay=0.0, clip_grad=0.0
@@ -74,7 +74,7 @@ def decoupled_rate() -> Reproduced:
 
 
 def _summed_gradient(context: ParallelContext, tied: bool) -> tuple[float, float]:
-    """Return gradient and initial norm of this stage's copy, after stage i has got 2^i."""
+    """Return gradient and initial norm of this stage's copy, where stage i adds 2^i."""
     layout = {"pipeline_model_parallel_layout": "Ett|m|L"}
     model = _wrapped(context, tied=tied, **layout)
     holder = model.module
@@ -86,7 +86,7 @@ def _summed_gradient(context: ParallelContext, tied: bool) -> tuple[float, float
 
 
 def stage_of_its_own() -> Reproduced:
-    """Measure D7: the gradient of the embedding with a depth on a stage of its own."""
+    """Measure D7: the gradient of the embedding if a depth has its own stage."""
     untied = on_ranks(partial(_summed_gradient, tied=False), pp=3)
     tied = on_ranks(partial(_summed_gradient, tied=True), pp=3)
     given = on_ranks(
@@ -116,7 +116,7 @@ def _positions(context: ParallelContext) -> tuple[float, Tensor]:
 
 
 def learned_positions() -> Reproduced:
-    """Measure D8: the gradient of learned positions with a depth on a later stage."""
+    """Measure D8: the gradient of learned positions if a depth is on a later stage."""
     (first, start), (copy, start_of_copy) = on_ranks(_positions, pp=2)
     apart = float((start_of_copy - start).norm() / start.norm())
     return Reproduced(

@@ -1,8 +1,8 @@
-"""Defines what a reproduction of a defect returns, and runs it on forked CPU ranks.
+"""Defines the result of a reproduction of a defect, and runs reproductions on forked CPU ranks.
 
-A reproduction runs megatron-core as it is and compares one of its figures with plain arithmetic.
-Each file ``reproduce_*.py`` beside this one has a dictionary ``REPRODUCTIONS`` from the number of a
-defect in docs/numerics.md, such as ``"D2"``, to its reproduction.
+A reproduction runs the unmodified megatron-core and compares one of its figures with plain
+arithmetic. Each file ``reproduce_*.py`` beside this one has a dictionary ``REPRODUCTIONS``, which
+maps the number of a defect in docs/numerics.md, such as ``"D2"``, to its reproduction.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from megatron_ext.train.launch import fork_ranks
 
 SEED = 1234
 TIMEOUT_MINUTES = 2.0
-"""Time that a rank waits for another one."""
+"""Minutes that a rank waits for another one."""
 
 
 @dataclass(frozen=True)
 class Reproduced:
-    """One figure of megatron-core beside the right one.
+    """One figure of megatron-core, and the right figure.
 
     Attributes:
-        stock: the figure of the installed megatron-core, NaN if it raised an error instead.
+        stock: the figure of the installed megatron-core; NaN if it raised an error.
         right: the figure of plain arithmetic.
-        what: one sentence that says what was measured, or which error was raised.
+        what: a sentence that says what was measured, or which error was raised.
     """
 
     stock: float
@@ -48,7 +48,7 @@ class Reproduced:
 
     @property
     def ratio(self) -> float:
-        """Return ``stock / right``: 1 if both are equal, infinite or NaN if undefined."""
+        """Return ``stock / right``: 1 if both are equal; infinite or NaN if undefined."""
         if self.stock == self.right:
             return 1.0
         if self.right == 0:
@@ -89,17 +89,17 @@ def on_ranks(
     get_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
     **sizes: int,
 ) -> list[T]:
-    """Run ``measure(context)`` on forked CPU ranks; return what each rank returned, in their order.
+    """Run ``measure(context)`` on forked CPU ranks; return the results of all ranks in order.
 
-    The ranks have the process groups of `layout_of` the sizes, the stand-in for ``torch.cuda`` and
-    one seed. Nothing of that reaches this process, and what they return is pickled. Their standard
-    output and their warnings in logs are dropped.
+    The ranks have the process groups of `layout_of` the sizes, the shim of ``torch.cuda``, and the
+    same seed. None of this affects the calling process. Results are pickled. The ranks' standard
+    output and logged warnings are dropped.
 
     Args:
-        get_embedding_ranks: as megatron-core's ``initialize_model_parallel`` takes it.
+        get_embedding_ranks: an argument of megatron-core's ``initialize_model_parallel``.
 
     Raises:
-        MegatronExtError: a rank failed, whose traceback is on standard error by then.
+        MegatronExtError: a rank failed; its traceback is then on standard error.
     """
     layout = layout_of(**sizes)
     with tempfile.TemporaryDirectory(prefix="reproduce_") as name:
@@ -124,8 +124,8 @@ def _rank(
     folder: Path,
     get_embedding_ranks: Callable[[list[int]], list[int]] | None,
 ) -> None:
-    """Measure on one rank, and write what it returns into a file of its own."""
-    # A GPU stays unused, so that the figures are the same on every machine.
+    """Measure on one rank, and write the result to the rank's own file."""
+    # GPUs are not used, so that the figures are the same on every machine.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     device = Device("cpu", "gloo")
     device.activate(0)

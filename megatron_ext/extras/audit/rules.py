@@ -1,4 +1,4 @@
-"""The flags of Megatron-LM that hit each defect of `defects.yaml`, and how far they are off."""
+"""The flags of Megatron-LM that trigger each defect in `defects.yaml`, and their errors."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ BY_MEAN = "leave --calculate-per-token-loss out"
 
 
 def auxiliary(x: Flags) -> bool:
-    """Return whether the router has an auxiliary loss with a coefficient that is not 0."""
+    """Return whether the router has an auxiliary loss with a nonzero coefficient."""
     kinds = x.text("--moe-router-load-balancing-type", "aux_loss").split()
     balanced = any("aux_loss" in kind for kind in kinds) and positive(x, "--moe-aux-loss-coeff")
     return balanced or positive(x, "--moe-z-loss-coeff")
 
 
 def positive(x: Flags, name: str) -> bool:
-    """Return whether a flag has a number above 0, be it one of several."""
+    """Return whether a flag has a positive number among its values."""
     return x.number(name, 0) > 0 or any(word.strip("[],0.") for word in x.text(name).split()[1:])
 
 
 def sequence_loss(x: Flags) -> bool:
-    """Return whether experts are balanced by sequence."""
+    """Return whether experts are balanced per sequence."""
     kinds = x.text("--moe-router-load-balancing-type", "aux_loss").split()
     return "seq_aux_loss" in kinds and positive(x, "--moe-aux-loss-coeff")
 
 
 def split_tokens(x: Flags) -> int:
-    """Return over how many ranks the tokens of a sequence are split."""
+    """Return the number of ranks over which the tokens of a sequence are sharded."""
     return x.cp * (x.tp if x.sequence_parallel else 1)
 
 
 def depth_weight(x: Flags) -> str:
-    """Return how far the weight of the last depth is off on 0.16."""
+    """Return the error of the weight of the last MTP depth in 0.16."""
     length = x.size("--seq-length", 0)
     if x.masked or not length:
         return "A depth weighs by the targets it keeps; 12 % off with ragged masks as measured."
@@ -47,13 +47,13 @@ def local(x: Flags) -> bool:
 
 
 def learned(x: Flags) -> bool:
-    """Return whether positions are learned, as they are by default."""
+    """Return whether position embeddings are learned, which is the default."""
     kind = x.text("--position-embedding-type", "learned_absolute")
     return kind == "learned_absolute" and not x.has("--use-rotary-position-embeddings")
 
 
 def uneven_pieces(x: Flags) -> bool:
-    """Return whether recomputed pieces do not divide the layers of a stage."""
+    """Return whether the layers of a stage are not a multiple of the recomputed groups' size."""
     layers = x.size("--num-layers", 0)
     piece = x.size("--recompute-num-layers", 1)
     chunks = x.pp * (x.size("--num-virtual-stages-per-pipeline-rank"))
@@ -72,30 +72,30 @@ def bias_recomputed(x: Flags) -> bool:
 
 
 def depth_pieces(x: Flags) -> bool:
-    """Return whether depths are recomputed in pieces of several layers."""
+    """Return whether MTP depths are recomputed in groups of several layers."""
     full = x.text("--recompute-granularity") == "full"
     return full and x.mtp > 0 and x.size("--recompute-num-layers", 1) > 1
 
 
 def misread_vocabulary(x: Flags) -> bool:
-    """Return whether the vocabulary has a size of which core errs about the type of ids."""
+    """Return whether megatron-core picks the wrong dtype of ids for this vocabulary size."""
     size = x.size("--vocab-size", 0) or x.size("--padded-vocab-size", 0)
     return 65_500 <= size < 65_536
 
 
 def no_vocabulary_size(x: Flags) -> bool:
-    """Return whether no flag says the size of the vocabulary."""
+    """Return whether no flag gives the size of the vocabulary."""
     return not x.has("--vocab-size", "--padded-vocab-size")
 
 
 def whole_query_norm(x: Flags) -> bool:
-    """Return whether tensor-parallel ranks have a norm of whole compressed queries."""
+    """Return whether tensor-parallel ranks each have a norm over whole compressed queries."""
     latent = x.has("--multi-latent-attention") and x.has("--q-lora-rank")
     return latent and x.has("--qk-layernorm") and x.tp > 1 and not x.sequence_parallel
 
 
 def modelopt(x: Flags) -> bool:
-    """Return whether a flag asks for the layers of NVIDIA's Model Optimizer."""
+    """Return whether a flag selects the layers of NVIDIA's Model Optimizer."""
     return x.has("--modelopt-enabled", "--export-kd-teacher-load")
 
 
@@ -472,4 +472,4 @@ RULES: dict[str, tuple[Rule, ...]] = {
         ),
     ),
 }
-"""By number of a defect; the first rule that holds decides. Others depend on no flag."""
+"""Rules by number of a defect; the first rule that holds decides. Defects not here need no flag."""

@@ -1,4 +1,4 @@
-"""Builds megatron-core's GPTModel as it is, with its own layers that need no Transformer Engine."""
+"""Builds megatron-core's unmodified GPTModel, with layers that need no Transformer Engine."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ def stock_gpt(
     Args:
         tied: whether the output layer shares the weight of the embedding.
         positions: ``position_embedding_type`` of the model.
-        attention: builds the core of attention in the place of megatron-core's, which refuses
-            packed samples.
+        attention: builds core attention instead of megatron-core's, which refuses packed samples.
     """
     config = stock_config(context, **options)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
@@ -67,7 +66,7 @@ def stock_gpt(
             layer.submodules.self_attention.submodules.core_attention = attention
     depths = None
     if config.mtp_num_layers and mtp_on_this_chunk(config, None):
-        # A stage of its own has no layer of the decoder to copy.
+        # A stage with only MTP has no decoder layer whose spec could be copied.
         layer = spec if spec.layer_specs else get_gpt_layer_local_spec()
         depths = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
     return GPTModel(

@@ -1,4 +1,4 @@
-"""Runs cases of faults and the undisturbed runs that they are compared with."""
+"""Runs cases of faults, and the undisturbed runs to compare them with."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Campaign:
     """Runs of one program with the same flags, in different layouts and with different faults.
 
     Attributes:
-        folder: where each run gets a folder of its own.
-        added: flags that the last run got besides the user's.
+        folder: parent of the runs' folders.
+        added: flags that the last run got in addition to the user's.
     """
 
     program: Task | TaskChoice
@@ -48,10 +48,10 @@ class Campaign:
         check_possible(self.program, words, case)
 
     def truth(self, case: Case) -> Truth:
-        """Return the undisturbed run of a case's layout and length; run it at the first call.
+        """Return the undisturbed run for a case's layout and length; the first call runs it.
 
         Raises:
-            ConfigError: that run fails.
+            ConfigError: the undisturbed run fails.
         """
         key = case.layout.name, case.steps
         if key not in self._truths:
@@ -102,7 +102,7 @@ class Campaign:
         return int(checkpoint.get("peer_checkpoint_interval") or 1)
 
     def point(self, result: Result) -> Point:
-        """Return the goodput that a long run with faults has had, and its rate of faults."""
+        """Return the goodput of a long run with faults, and its rate of faults."""
         assert result.folder is not None
         save = result.folder / "save"
         account = extras.needed("report", "goodput", "--faults-per-hour").account
@@ -110,7 +110,7 @@ class Campaign:
         return Point(len(result.case.faults) / (goodput.wall / 3600.0), goodput.share)
 
     def run(self, case: Case) -> Result:
-        """Run a case, and return what became of its faults.
+        """Run a case, and return the outcomes of its faults.
 
         Raises:
             ConfigError: a fault cannot happen, or the undisturbed run fails.
@@ -144,10 +144,10 @@ class Campaign:
 
 
 def seconds_of_a_step(rows: Mapping[int, Row], interval: int) -> float:
-    """Return the mean time of a step in the median block of ``interval`` steps in a row.
+    """Return the mean step time in the median block of ``interval`` consecutive steps.
 
-    So what comes once in so many steps has its share, and a pause of the machine has none. The
-    first block, in which everything happens for the first time, is left out.
+    So periodic work has its share, but a pause of the machine has none. The first block, where
+    everything happens for the first time, is left out.
     """
     times = [rows[iteration]["seconds_per_iteration"] for iteration in sorted(rows)]
     blocks = [times[n : n + interval] for n in range(interval, len(times), interval)]

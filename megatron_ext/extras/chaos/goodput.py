@@ -1,9 +1,9 @@
-"""The share of time that a run spends on steps that count, against the rate of faults.
+"""The share of time that a run spends on steps that count, as a function of the fault rate.
 
 `expected` is the formula of J. T. Daly ("A higher order estimate of the optimum checkpoint interval
 for restart dumps", Future Generation Computer Systems 22, 2006). `best_interval` is that of J. W.
 Young ("A first order approximation to the optimum checkpoint interval", 1974). `simulated` draws
-faults one by one, which may also fall into a restart.
+individual faults, which may also occur during a restart.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Costs:
 
     Attributes:
         step: time of a step without faults, snapshots and saves.
-        snapshot: time that copies in memory add to a step, on average.
-        save: time that the run stands still for a checkpoint.
-        restart: time from a fault to the first new step, with the time until the fault is seen.
-        copied_every: steps between copies in memory; None without them.
+        snapshot: mean time that snapshots add to a step.
+        save: time for which a checkpoint stops the run.
+        restart: time from a fault to the first new step, including the time to detect the fault.
+        copied_every: steps between snapshots; None without snapshots.
     """
 
     step: float
@@ -36,19 +36,19 @@ class Costs:
 
 @dataclass(frozen=True)
 class Point:
-    """A measured goodput: ``faults_per_hour`` and the share of time on steps that count."""
+    """A measured goodput: ``faults_per_hour``, and the share of time on steps that count."""
 
     faults_per_hour: float
     goodput: float
 
 
 def expected(mean_time_between: float, work: float, keeping: float, restart: float) -> float:
-    """Return the expected share of useful time when faults come by chance.
+    """Return the expected share of useful time if faults occur at random.
 
     Args:
         mean_time_between: mean time between faults.
-        work: useful time between two states that are kept; all of it since the last is lost.
-        keeping: time to keep a state.
+        work: useful time between two saved states; a fault loses all work since the last one.
+        keeping: time to save a state.
         restart: time of a restart.
     """
     mean = mean_time_between
@@ -66,8 +66,8 @@ def simulated(
 ) -> float:
     """Return the share of useful time in a simulated run of about ``hours`` hours.
 
-    A fault loses all steps since the last copy in memory or checkpoint. ``save_interval`` is the
-    number of steps between checkpoints.
+    A fault loses all steps since the last snapshot or checkpoint. ``save_interval`` is the number
+    of steps between checkpoints.
     """
     random = Random(seed)
     rate = faults_per_hour / 3600.0
@@ -103,11 +103,11 @@ RATES = (1, 2, 3, 6, 10, 20, 30, 60, 120, 240)
 
 
 def plot_goodput(costs: Costs, measured: Sequence[Point], path: Path, hours: float = 100.0) -> None:
-    """Plot goodput against the rate of faults to a PNG: simulated, by Daly's formula, measured.
+    """Plot goodput against the fault rate to a PNG: simulated, by Daly's formula, and measured.
 
-    Where copies are in memory, the simulated run writes a checkpoint every half an hour.
+    With snapshots, the simulated run writes a checkpoint every half hour.
     """
-    # Without pyplot, which takes a second to import and keeps figures of its own.
+    # pyplot is avoided: it takes a second to import and keeps its own list of figures.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5.5), layout="constrained")

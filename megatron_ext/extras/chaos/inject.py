@@ -1,9 +1,9 @@
-"""Injects faults into a running rank, to test how the run survives them; no flag leads here.
+"""Injects faults into a running rank, to test how the run survives them; there is no flag for it.
 
 ``tools/chaos.py`` and tests set the environment variable MEGATRON_EXT_FAULTS. It holds JSON: a list
-of faults, or ``{"folder": ..., "faults": [...]}``. With a folder each fault happens once in all
-restarts together; a file there says when, where and what it struck, and another one lists the steps
-that each rank has begun. Without the variable nothing happens.
+of faults, or ``{"folder": ..., "faults": [...]}``. With a folder, each fault happens only once over
+all restarts. A file in the folder then says when, where and what the fault struck; another file
+lists the steps that each rank has begun. Without the variable nothing happens.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ SLOW = "slow rank"
 KINDS = (*STRIKES, SLOW)
 _SECONDS_OF_A_SLOW_PASS = 0.05
 _COMPUTED = {"F": "forward", "B": "backward", "W": "backward"}
-"""Kinds of actions by letter, and the words for them at their end."""
+"""Words for computations, by the letter of the action; used for the end of an action."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault to inject, and where.
+    """A fault to inject, and its place.
 
     Attributes:
         kind: one of `KINDS`.
-        iteration: the step that it happens in, counted from 1; later, if ``at`` comes later.
+        iteration: the first step in which it may happen, counted from 1. It happens at the next
+            event ``at``.
         rank: the rank that it strikes; None lets ``seed`` choose.
-        at: name of an event of the recorder, such as "data", "update" or "save", or an action of
-            the schedule, such as "forward" (of any micro-batch), "forward of micro-batch 1" or
-            "end of backward"; "start" is before the model is built, when ``iteration`` is 0.
-        seconds: time from that event to the fault.
+        at: name of an event of the recorder, such as "data", "update" or "save"; or an action of
+            the schedule, such as "forward" (of any micro-batch), "forward of micro-batch 1" or "end
+            of backward"; or "start", before the model is built, with ``iteration`` 0.
+        seconds: delay from that event to the fault.
         generation: number of restarts before it; None for any.
         amount: strength; for a slow rank the seconds added to each forward pass.
-        steps: number of steps that a rank stays slow, or a disk full.
+        steps: number of steps for which a rank stays slow, or a disk full.
     """
 
     kind: str
@@ -64,14 +65,14 @@ class Fault:
 
 
 def as_variable(faults: Sequence[Fault], folder: Path | None = None) -> dict[str, str]:
-    """Return the environment variable that lets the ranks of a run have these faults."""
+    """Return an environment variable that injects these faults into the ranks of a run."""
     listed = [dataclasses.asdict(fault) for fault in faults]
     given = listed if folder is None else {"folder": str(folder), "faults": listed}
     return {VARIABLE: json.dumps(given)}
 
 
 def name_of_event(name: str, detail: Any) -> str:
-    """Return how a fault names an event: that of an action with its micro-batch, others as is."""
+    """Return the event's name for `Fault.at`; an action's name includes its micro-batch."""
     kind = getattr(detail, "kind", None)
     microbatch = getattr(detail, "microbatch", None)
     if kind is None or microbatch is None:
@@ -81,11 +82,7 @@ def name_of_event(name: str, detail: Any) -> str:
 
 
 class Injector:
-    """Listens to the events of one rank, and lets the faults meant for it happen.
-
-    Attributes:
-        chunks: the model chunks of this rank, once they are built.
-    """
+    """Listens to the events of one rank, and injects the faults meant for it."""
 
     def __init__(
         self,
@@ -118,7 +115,7 @@ class Injector:
         self._slow_until, self._delay = 0, 0.0
 
     def __call__(self, name: str, iteration: int, detail: Any = None) -> None:
-        """Take one event of the recorder."""
+        """React to one event of the recorder."""
         if name == "step":
             self._begin_step(iteration)
         due, self._due = self._due, []
@@ -186,10 +183,10 @@ class Injector:
 
 
 def arm(recorder: Recorder, save: str | None) -> Injector | None:
-    """Let faults happen at the events of this rank, if the environment asks for any.
+    """Inject the faults that the environment lists at the events of this rank.
 
-    Returns the listener that has been added to the recorder; None, and nothing is done, if there
-    are no faults. Processes that the rank forks later can be struck with it.
+    Return the listener that was added to the recorder; None if there are no faults. Faults can also
+    strike processes that the rank forks later.
     """
     if VARIABLE not in os.environ:
         return None
@@ -217,7 +214,7 @@ def _rank_of(fault: Fault, world_size: int) -> int:
 
 
 def record_file(folder: Path, index: int) -> Path:
-    """Return the file that tells of the fault at ``index`` in the list, once it happens."""
+    """Return the file that describes the fault ``index`` once it has happened."""
     return folder / f"fault_{index:03d}.json"
 
 

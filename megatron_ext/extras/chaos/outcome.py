@@ -1,6 +1,6 @@
-"""Tells for each injected fault whether the run saw it, named it rightly, and lost nothing by it.
+"""Checks for each injected fault that the run noticed it, named it correctly, and lost nothing.
 
-The truth comes from outside of what is judged: from the records that the injected faults leave,
+The truth is independent of the checked run: it comes from the records that injected faults leave,
 from the steps that each rank has begun, and from an undisturbed run with the same flags.
 """
 
@@ -41,14 +41,15 @@ TOLD: dict[str, tuple[str, tuple[str, ...]]] = {
     "NaN gradient": ("non_finite", ()),
     "bit flip": ("mismatch", ()),
 }
-"""The kind of event that tells of each kind of fault, and words of which its cause has one."""
+"""For each kind of fault, the kind of event that reports it, and words of which its cause has
+one."""
 NAMES_NO_RANK = {"full disk", "failed fsync", "lost socket"}
-"""Faults whose rank is not asked for: a lost connection has two ends, a save fails as a whole."""
+"""Faults without a definite rank: a lost connection has two ends, and a save fails as a whole."""
 RESTARTS = {kind for kind, (event, _) in TOLD.items() if event == "fault"}
 """Faults after which the run must restart."""
 SECONDS_UNTIL_SLOWNESS_IS_TOLD = 50.0
-"""Time after which a rank that stays slow must have been told: the ranks' times are measured every
-15 seconds, and a rank must be slow in two measurements in a row."""
+"""Seconds after which a rank that stays slow must have been reported: the ranks' times are measured
+every 15 seconds, and a rank must be slow in two consecutive measurements."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,9 @@ class Outcome:
     """The outcome of one fault; see the columns of `table.outcomes`.
 
     Attributes:
-        where: rank, step and event that were struck; None if the fault did not happen.
-        told: cause and rank that the run told; None if it told nothing.
-        problems: what is wrong, as sentences; empty if the fault was survived as it must be.
+        where: the rank, step and event of the fault; None if it did not happen.
+        told: cause and rank reported by the run; None if it reported nothing.
+        problems: sentences on what is wrong; empty if the run survived the fault as it must.
     """
 
     fault: Fault
@@ -87,9 +88,10 @@ class Result:
     """The outcome of a run with faults.
 
     Attributes:
-        different: name of the first tensor of the last checkpoint that differs from the truth's.
-        problems: what is wrong with the run as a whole.
-        seconds: time from the begin of the first step to the end of the run.
+        different: name of the first tensor in the last checkpoint that differs from the undisturbed
+            run's.
+        problems: sentences on what is wrong with the run as a whole.
+        seconds: time from the beginning of the first step to the end of the run.
     """
 
     case: Case
@@ -102,12 +104,12 @@ class Result:
 
     @property
     def weights_equal(self) -> bool:
-        """Tell whether the run has ended well with the weights of the undisturbed run."""
+        """Return whether the run completed with the weights of the undisturbed run."""
         return self.ended.code == 0 and self.different is None
 
     @property
     def survived(self) -> bool:
-        """Tell whether nothing is wrong with the run and with any of its faults."""
+        """Return whether nothing is wrong with the run and its faults."""
         return not self.problems and not any(outcome.problems for outcome in self.outcomes)
 
 
@@ -121,7 +123,7 @@ def digests(save: Path) -> dict[str, str]:
     names = sorted(name for name, entry in entries if isinstance(entry, TensorStorageMetadata))
     by_name = {f"iteration {iteration}": ""}
     with warnings.catch_warnings():
-        # torch tells that it reads in one process.
+        # torch warns that it reads in a single process.
         warnings.simplefilter("ignore")
         tensors = read_tensors(path, names)
     for name, tensor in tensors.items():
@@ -139,9 +141,9 @@ def steps_of(save: Path) -> dict[int, Row]:
 def judge(
     case: Case, ended: Ended, save: Path, records: Path, truth: Truth, *, most_lost: int = 1
 ) -> Result:
-    """Compare what a run with faults reported and computed with what was done to it.
+    """Compare the reports and results of a run with the faults that were injected into it.
 
-    ``most_lost`` is the most steps that a fault may cost where a copy of the state is in memory.
+    ``most_lost`` is the most steps that a fault may cost if there are snapshots.
     """
     struck = [_read(record_file(records, index)) for index in range(len(case.faults))]
     events = read_events(save)
@@ -179,7 +181,7 @@ def _outcome(
     kind, causes = TOLD[fault.kind]
     mine = [event for event in events if event["time"] < until]
     telling = next((event for event in mine if event["kind"] == kind), None)
-    # Another fault may come before the restart is over.
+    # Another fault may occur before the restart is finished.
     restart = next((event for event in events if event["kind"] == "restart"), None)
     problems = []
     reported = seen = None
@@ -210,7 +212,7 @@ def _outcome(
 
 
 def _slow_for(fault: Fault, row: Row, begun: Sequence[Row]) -> float:
-    """Return for how many seconds a rank has been slow."""
+    """Return for how many seconds a rank was slow."""
     end = fault.iteration + fault.steps
     slow = [s["time"] for s in begun if s["time"] >= row["time"] and s["iteration"] <= end]
     return max(slow, default=0.0) - float(row["time"])
@@ -221,10 +223,10 @@ def _any(events: Sequence[Row], kind: str) -> bool:
 
 
 def _steps_lost(row: Row, begun: Sequence[Row], until: float) -> tuple[int | None, float | None]:
-    """Return the complete steps done again after a fault, and the seconds to the next new step.
+    """Return the complete steps repeated after a fault, and the seconds to the next new step.
 
-    A step is complete when some rank has begun the next one. The next new step is over when a step
-    begins that none had begun before the fault.
+    A step is complete once a rank has begun the next one. The next new step ends when a step begins
+    that no rank had begun before the fault.
     """
     before = [step for step in begun if step["time"] <= row["time"]]
     after = [step for step in begun if row["time"] < step["time"] < until]
@@ -262,7 +264,7 @@ def _problems(ended: Ended) -> list[str]:
 
 
 def _other_losses(mine: dict[int, Row], truth: dict[int, Row]) -> list[str]:
-    """Return a sentence about the first step whose loss or norm is not the undisturbed run's."""
+    """Return a sentence on the first step whose loss or norm differs from the undisturbed run's."""
     for iteration, want in sorted(truth.items()):
         row = mine.get(iteration)
         if row is None:

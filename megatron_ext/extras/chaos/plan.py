@@ -1,4 +1,4 @@
-"""Draws where the faults of a run happen, and completes the flags of the run."""
+"""Draws the moments of a run's faults, and completes the flags of the run."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ TWELVE = (
     "SIGKILL", "SIGSTOP", "SIGSEGV", "exception", "slow rank", "memory", "full disk",
     "NaN gradient", "corrupt checkpoint", "bit flip", "failed fsync", "lost socket",
 )  # fmt: skip
-"""The faults that a run can have everywhere; "memory kill" needs a control group with a limit. A
-failed save is told some steps later, so no damaged checkpoint comes directly after one."""
+"""The faults that can be injected everywhere; "memory kill" needs a control group with a limit. A
+damaged checkpoint must not directly follow a failed save, which is reported some steps later."""
 ENDING = {"SIGKILL", "SIGSTOP", "SIGSEGV", "exception", "memory", "memory kill", "lost socket"}
-"""Faults that end or stop a rank, whatever it does, so that it may be struck at any moment."""
+"""Faults that end or stop a rank whatever it is doing, so that they may strike at any moment."""
 MOMENTS = ("step", "data", "forward", "backward", "reduce", "update")
 _FIXED = {
     "full disk": "save",
@@ -34,14 +34,14 @@ _FIXED = {
     "corrupt checkpoint": "forward",
 }
 FIRST = 6
-"""The first step with a fault; before it the mean time of a step gets known, and a save is made."""
+"""The first step with a fault: by then the mean step time is known, and there is a save."""
 APART = 5
 """Number of steps between two faults of a run."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run of ``steps`` steps with faults, in the order in which they come."""
+    """A run of ``steps`` steps with faults, in the order of their steps."""
 
     layout: NamedLayout
     seed: int
@@ -53,7 +53,7 @@ def parse_kinds(text: str) -> list[str]:
     """Parse comma-separated kinds of faults; "all" is every kind that needs no control group.
 
     Raises:
-        ConfigError: a kind is not known.
+        ConfigError: a kind is unknown.
     """
     kinds = list[str]()
     by_name = {kind.lower(): kind for kind in KINDS}
@@ -75,8 +75,8 @@ def draw(
 ) -> Case:
     """Draw rank and moment of each fault; the same arguments give the same case.
 
-    With ``step_seconds``, the time of a step, half of the faults that end a rank happen at any time
-    within a step, and the others at the beginning of a phase of it.
+    With ``step_seconds``, the time of a step, half of the faults that end a rank happen at a random
+    time within a step; the others happen at the beginning of a phase.
     """
     random = Random(f"{layout.name} {seed} {','.join(kinds)}")
     faults = []
@@ -112,9 +112,9 @@ def draw_by_time(
     *,
     step_seconds: float,
 ) -> Case:
-    """Draw faults that come by chance, ``per_minute`` on average, in a run of ``minutes``.
+    """Draw random faults, ``per_minute`` on average, for a run of ``minutes``.
 
-    Those that come close together are moved apart, so that each can be told.
+    Faults that are close together are moved apart, so that each can be reported.
     """
     random = Random(f"{layout.name} {seed} by time")
     clock = 0.0
@@ -132,7 +132,7 @@ def draw_by_time(
 
 
 def own_layout(words: Sequence[str], program: Program) -> NamedLayout:
-    """Return the layout that the user's flags ask for, which adds no flags of its own."""
+    """Return the layout of the user's own flags, which adds no flags."""
     given = read_words(words, program).values.get("parallel", {})
     return NamedLayout("as given", int(given.get("nproc_per_node") or 1), ())
 
@@ -145,15 +145,15 @@ DEFAULTS = {
     "--check-state-interval": "1",
     "--async-save": "",
 }
-"""Flags of a run with faults that the user has not given."""
+"""Flags of a run with faults, unless the user gives them."""
 
 
 def completed(
     program: Program, words: Sequence[str], case: Case, save: Path, *, bare: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Return the flags of a case's run, and those of them that were added to the user's.
+    """Return the flags of a case's run, and those flags that were added to the user's.
 
-    With ``bare`` nothing is added that guards the run.
+    With ``bare``, flags that protect the run are not added.
     """
     sections = read_words(words, program).values
     given = {name for section in sections.values() for name in section}
@@ -233,7 +233,7 @@ def _obstacles(fault: Fault, values: Mapping[str, Any], case: Case) -> Iterator[
 
 
 def _last_step(values: Mapping[str, Any], case: Case) -> tuple[int, str]:
-    """Return the last step of a run, and the flag that says so."""
+    """Return the last step of a run, and the flag that determines it."""
     ends = {"--train-iters": _integer(values, "train_iters") or case.steps}
     if values.get("skip_train"):
         ends["--skip-train"] = 0

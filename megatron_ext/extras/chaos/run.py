@@ -1,7 +1,7 @@
-"""Runs a training program in a fork of this process, and never waits for it beyond a deadline.
+"""Runs a training program in a fork of this process, with a deadline.
 
-This process has imported everything, so that a run starts at once instead of after five seconds.
-The fork runs the same ``main`` as the program of that name, with the same arguments.
+This process has already imported everything, so a run starts at once instead of after five seconds.
+The fork runs the same ``main`` as the program, with the same arguments.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_ext.train.task import Task, TaskChoice
 
 _SECONDS_FOR_STACKS = 1.0
 _SECONDS_FOR_OUTPUT = 2.0
-"""Time for the last output after the launcher has ended."""
+"""Seconds to wait for the last output after the launcher has ended."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Ended:
     """How a run ended.
 
     Attributes:
-        code: its exit code; None if it had to be ended at the deadline.
-        processes: what each process did at the deadline, as text.
+        code: its exit code; None if it was killed at the deadline.
+        processes: what each process was doing at the deadline, as text.
         left: processes that the run left behind, as text.
         at: when it ended, in seconds since 1970.
     """
@@ -56,8 +56,8 @@ def run_program(
 ) -> Ended:
     """Run a program with the arguments ``words``, and return how it ended.
 
-    Its output goes to the file ``log``, through a pipe, so that no limit of file sizes meets it.
-    After ``deadline`` seconds all its processes are described and killed.
+    Its output goes through a pipe to the file ``log``, so that no limit of file sizes applies to
+    it. After ``deadline`` seconds, all its processes are described and killed.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -85,7 +85,7 @@ def _child(
     environment: Mapping[str, str],
     parent: int,
 ) -> None:
-    """Run the program in this forked process, and end the process with its exit code."""
+    """Run the program in this forked process, and exit with its exit code."""
     code = 1
     try:
         os.setsid()
@@ -130,7 +130,7 @@ def _wait(pid: int, reader: int, log: Path, started: float, deadline: float) -> 
 
 
 def _copy(reader: int, file: object, seconds: float) -> bool:
-    """Wait up to ``seconds`` for output of a pipe, and copy a block of it to ``file``.
+    """Wait up to ``seconds`` for output from a pipe, and copy a block of it to ``file``.
 
     Return False once the pipe is closed.
     """
@@ -143,7 +143,7 @@ def _copy(reader: int, file: object, seconds: float) -> bool:
 
 
 def _session(pid: int) -> list[psutil.Process]:
-    """Return the processes of the session that ``pid`` leads or has led."""
+    """Return the processes of the session that ``pid`` leads or led."""
     processes = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, ProcessLookupError):
@@ -154,7 +154,7 @@ def _session(pid: int) -> list[psutil.Process]:
 
 
 def _describe(process: psutil.Process) -> str:
-    """Return the state of a process, and the kernel function that each of its threads is in."""
+    """Return the state of a process, and the kernel function in which each of its threads waits."""
     with suppress(psutil.Error, OSError):
         places = []
         for thread in sorted(Path(f"/proc/{process.pid}/task").iterdir()):

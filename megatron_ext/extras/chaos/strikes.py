@@ -1,7 +1,7 @@
-"""Faults that truly happen in this process: a signal, a full disk, a flipped bit, a lost socket.
+"""Real faults in this process: a signal, a full disk, a flipped bit, a lost socket and others.
 
-Only `inject` calls these functions. Each takes a `Target`, says through ``target.note`` what it is
-about to do, and does it. The note comes first, since some of them do not return.
+Only `inject` calls these functions. Each takes a `Target`, notes through ``target.note`` what it is
+about to do, and then does it. The note comes first, since some of them do not return.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ _MIB = 1 << 20
 _SPARE_MEMORY = 64 * _MIB
 """Address space left to a process whose memory is exhausted."""
 _LARGEST_FILE = 64 << 10
-"""Bytes that a file may have while the disk counts as full."""
+"""Size limit of a file while the disk counts as full."""
 _SECONDS_FOR_A_SAVE = 2.0
-"""How long a strike waits for the end of a save."""
+"""Seconds for which a strike waits for a save to end."""
 _TCP_INFO_BYTES_ACKED = 120
-"""Offset of ``tcpi_bytes_acked`` and, after it, ``tcpi_bytes_received`` in Linux's tcp_info."""
+"""Offset of ``tcpi_bytes_acked`` in Linux's tcp_info; ``tcpi_bytes_received`` follows."""
 
 
 class InjectedFault(RuntimeError):
-    """The exception of the fault "exception"."""
+    """The error that the fault "exception" raises."""
 
 
 @dataclass
 class Target:
-    """A rank that a fault strikes, with all that the fault may use.
+    """A rank that a fault strikes, with everything that the fault needs.
 
     Attributes:
-        note: records the fault with a text that says what exactly it strikes.
+        note: records the fault, with a text that says exactly what it strikes.
         save: the folder of the run's checkpoints, if any.
         host: the run's folder of memory checkpoints on this machine, if any.
         chunks: the model chunks of this rank.
         fsync_fails: the byte of `watch_fsync`.
-        undo: functions that end the fault's effect; called some steps later.
+        undo: functions that end the fault's effect; they are called some steps later.
     """
 
     note: Callable[[str], None]
@@ -64,19 +64,19 @@ class Target:
 
 
 def kill(target: Target) -> None:
-    """End this process by SIGKILL."""
+    """Kill this process by SIGKILL."""
     target.note("SIGKILL")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stop(target: Target) -> None:
-    """Stop this process by SIGSTOP, so that it hangs until somebody ends it."""
+    """Stop this process by SIGSTOP, so that it hangs until it is killed."""
     target.note("SIGSTOP")
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def crash(target: Target) -> None:
-    """Read the memory at address 0, for which the kernel sends SIGSEGV."""
+    """Read memory at address 0, for which the kernel sends SIGSEGV."""
     target.note("a read of address 0")
     ctypes.string_at(0)
 
@@ -88,7 +88,7 @@ def fail(target: Target) -> None:
 
 
 def exhaust_memory(target: Target) -> None:
-    """Allocate memory up to a limit of the address space (RLIMIT_AS), so that torch raises."""
+    """Allocate memory up to a limit of the address space (RLIMIT_AS), so that torch fails."""
     limit = psutil.Process().memory_info().vms + _SPARE_MEMORY
     target.note(f"allocation beyond a limit of {limit >> 20} MiB")
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
@@ -98,7 +98,7 @@ def exhaust_memory(target: Target) -> None:
 
 
 def exhaust_group_memory(target: Target) -> None:
-    """Allocate memory until the kernel kills this process because of its control group's limit."""
+    """Allocate memory until the kernel kills this process at the limit of its control group."""
     limit = memory_limit()
     if limit is None or not has_small_memory_limit():
         raise InjectedFault("this process has no control group with a small limit of memory")
@@ -109,7 +109,7 @@ def exhaust_group_memory(target: Target) -> None:
 
 
 def has_small_memory_limit() -> bool:
-    """Return whether a control group ends this process before the machine lacks memory."""
+    """Return whether a control group's limit would kill this process before memory runs out."""
     limit = memory_limit()
     return limit is not None and limit <= psutil.virtual_memory().total // 2
 
@@ -132,9 +132,9 @@ def memory_limit() -> int | None:
 
 
 def fill_disk(target: Target) -> None:
-    """Let the kernel refuse to write large files, in this process and those that it has started.
+    """For some steps, make the kernel refuse large files, in this process and its children.
 
-    RLIMIT_FSIZE gives EFBIG, as a full disk gives ENOSPC, for some steps.
+    RLIMIT_FSIZE gives the error EFBIG where a full disk gives ENOSPC.
     """
     limited = [psutil.Process(), *psutil.Process().children(recursive=True)]
     target.note(f"files of at most {_LARGEST_FILE >> 10} KiB in {len(limited)} processes")
@@ -157,7 +157,7 @@ def fail_fsync(target: Target) -> None:
 
 
 def watch_fsync() -> mmap.mmap:
-    """Let ``os.fsync`` raise EIO once when the returned byte is 1, which forks share."""
+    """Make ``os.fsync`` raise EIO once when the returned byte is 1; forks share the byte."""
     real = os.fsync
     fails = mmap.mmap(-1, 1)
 
@@ -172,15 +172,15 @@ def watch_fsync() -> mmap.mmap:
 
 
 def damage_checkpoint(target: Target) -> None:
-    """Change a byte in the newest checkpoint, delete the copies in memory, and end by SIGKILL.
+    """Change a byte in the newest checkpoint, delete all snapshots, and kill the rank by SIGKILL.
 
-    The copies go too, since a run that still has them does not read the checkpoint. It first waits
-    for a save under way, which would give the run a newer checkpoint.
+    The snapshots are deleted because a run that still has them does not read the checkpoint. First
+    wait for a save that is under way, which would give the run a newer checkpoint.
     """
     until = time.monotonic() + _SECONDS_FOR_A_SAVE
     while target.save is not None and any(target.save.glob("iter_???????.*")):
         if time.monotonic() > until:
-            break  # It is what an earlier fault has left of a save.
+            break  # an earlier fault has left this half save
         time.sleep(0.005)
     folders = sorted(target.save.glob("iter_???????")) if target.save is not None else []
     if not folders:
@@ -230,7 +230,7 @@ def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def cut_connection(target: Target) -> None:
-    """Shut the TCP connection that has carried most bytes; gloo's are the only ones of a fork."""
+    """Shut down the TCP connection that carried the most bytes; in a fork, all are gloo's."""
     busiest = max(_connections(), key=lambda pair: pair[0], default=None)
     if busiest is None:
         raise InjectedFault("this process has no TCP connection")
@@ -241,7 +241,7 @@ def cut_connection(target: Target) -> None:
 
 
 def _connections() -> Iterator[tuple[int, int]]:
-    """Yield the bytes carried by each TCP connection of this process, and its descriptor."""
+    """Yield the number of bytes and the descriptor of each TCP connection of this process."""
     for entry in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
@@ -269,6 +269,6 @@ STRIKES: dict[str, Callable[[Target], None]] = {
     "bit flip": flip_bit,
     "lost socket": cut_connection,
 }
-"""The function of each kind of fault. `inject` itself delays the forward passes of a slow rank."""
+"""The function for each kind of fault. `inject` itself delays the forward passes of a slow rank."""
 FROM_ANY_THREAD = {"SIGKILL", "SIGSTOP", "SIGSEGV", "memory kill", "lost socket"}
-"""Faults that a timer may cause in the middle of a computation."""
+"""Faults that a timer may inject in the middle of a computation."""

@@ -1,4 +1,4 @@
-"""The table and the JSON of what became of injected faults."""
+"""The table and the JSON of the outcomes of injected faults."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def outcomes(results: Sequence[Result]) -> Table:
 
 
 def summary(results: Sequence[Result]) -> list[list[str]]:
-    """Return a row of text for each kind of fault over all runs, below a row of headings.
+    """Return headings, and a row of text for each kind of fault, over all runs.
 
     Times are medians and, after a slash, maxima in seconds.
     """
@@ -69,7 +69,7 @@ def _spread(values: Sequence[float | None]) -> str:
 
 
 def problems(results: Sequence[Result]) -> list[str]:
-    """Return a line for each thing that is wrong."""
+    """Return a line for each problem."""
     lines = []
     for result in results:
         name = f"{result.case.layout.name}, seed {result.case.seed}"

@@ -1,4 +1,4 @@
-"""The tool of the add-on, `tools/chaos.py`: runs cases, and prints what was survived."""
+"""The add-on's tool, `tools/chaos.py`: runs cases, and prints their outcomes."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ def run_all(
     layouts: Sequence[NamedLayout],
     args: argparse.Namespace,
 ) -> Iterator[Result]:
-    """Run each layout with each seed, and yield what became of each run."""
+    """Run each layout with each seed, and yield the result of each run."""
     groups = [[kind] for kind in kinds] if args.apart else [kinds]
     for layout in layouts:
-        # At once, since the runs that come first take minutes.
+        # Checked at once, since the first runs take minutes.
         for group in groups if args.minutes is None else ():
             campaign.check(draw(group, layout, 0))
     for layout in layouts:
@@ -106,7 +106,7 @@ def run_all(
 
 
 def report(campaign: Campaign, results: Sequence[Result], args: argparse.Namespace) -> None:
-    """Print the table and what is wrong, and write the files that the arguments ask for."""
+    """Print the table and the problems, and write the files named by the arguments."""
     console = Console(width=None if sys.stdout.isatty() else 170)
     console.print(outcomes(results))
     for line in problems(results):

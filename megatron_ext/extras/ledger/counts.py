@@ -1,4 +1,4 @@
-"""Counts of a run's ledger: samples and epochs by source and stage, and what two runs share."""
+"""Counts from a run's ledger: samples and epochs by source and stage, and what two runs share."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Range = tuple[int, int]
 
 @dataclass
 class Use:
-    """The samples that a run took of a source in a stage.
+    """The samples of a source that a run used in a stage.
 
     Attributes:
-        tokens: tokens of the split of the source.
-        counted: samples in steps that count in the weights.
-        others: samples in other steps, by reason.
+        tokens: tokens in the source's split.
+        counted: number of samples in steps that count in the weights.
+        others: number of samples in other steps, by reason.
     """
 
     stage: int
@@ -40,10 +40,9 @@ class Use:
 
 
 def uses(ledger: Ledger) -> list[Use]:
-    """Return what a run took of each source by stage, in the steps whose order is known.
+    """Return the use of each source by stage, for the steps with a known order.
 
-    A stage begins where the mixture or the length of samples changes; `Use.stage` is its first
-    sample.
+    A stage begins when the mixture or the sample length changes; `Use.stage` is its first sample.
     """
     totals: dict[tuple[int, int, str, str], Use] = {}
     for each in ledger.steps(with_lost=True):
@@ -66,19 +65,19 @@ def uses(ledger: Ledger) -> list[Use]:
 
 
 Same = tuple[int, int, int]
-"""Key and tokens of a source, and how many such sources stand before it in the order: the same
-wherever its data lies."""
+"""Key and tokens of a source, and the number of equal sources before it in the order. It does not
+depend on where the data is stored."""
 Key = tuple[Same, int, bool, Phase]
 """A source, the tokens of a window, whether documents are packed, and a phase.
 
-Equal keys number the same samples.
+With equal keys, the same number means the same sample.
 """
 Samples = dict[Key, list[Range]]
-"""Samples by key as ranges, which may overlap."""
+"""Ranges of samples by key; they may overlap."""
 
 
 def samples_of(ledger: Ledger, steps: Iterable[Steps]) -> Samples:
-    """Return the samples of each source that some steps took."""
+    """Return the samples of each source that the given steps used."""
     samples: Samples = defaultdict(list)
     for each in steps:
         order = ledger.order_of(each)
@@ -91,13 +90,13 @@ def samples_of(ledger: Ledger, steps: Iterable[Steps]) -> Samples:
 
 
 def _same(order: SampleOrder) -> list[Same]:
-    """Return what tells the sources of an order apart, also those that share name and length."""
+    """Return an identity for each source of an order, even if several share name and length."""
     kinds = [(source.key, source.tokens) for source in order.sources]
     return [(*kind, kinds[:at].count(kind)) for at, kind in enumerate(kinds)]
 
 
 def _names(ledgers: Iterable[Ledger]) -> dict[Same, str]:
-    """Return the prefix of each source; where ledgers differ, the last one's."""
+    """Return the prefix of each source; if ledgers differ, the last one's."""
     prefixes: dict[Same, str] = {}
     for ledger in ledgers:
         for each in ledger.history.steps:
@@ -109,7 +108,7 @@ def _names(ledgers: Iterable[Ledger]) -> dict[Same, str]:
 
 
 def merged(ranges: Iterable[Range]) -> list[Range]:
-    """Return disjoint ranges in order that cover the same numbers."""
+    """Return disjoint, sorted ranges that cover the same numbers."""
     disjoint = list[Range]()
     for begin, end in sorted(ranges):
         if disjoint and begin <= disjoint[-1][1]:
@@ -124,23 +123,23 @@ def size(ranges: Iterable[Range]) -> int:
 
 
 def shared(first: Iterable[Range], second: Iterable[Range]) -> int:
-    """Return the count of numbers in both of two sets of ranges."""
+    """Return how many numbers lie in both of two sets of ranges."""
     one = merged(first)
     two = merged(second)
     return size(one) + size(two) - size(merged([*one, *two]))
 
 
 def holes(ranges: Iterable[Range]) -> int:
-    """Return how many numbers below the largest end no range covers."""
+    """Return how many numbers below the largest end are in no range."""
     covered = [(0, 0), *merged(ranges)]
     return sum(after[0] - before[1] for before, after in pairwise(covered))
 
 
 def check_of(ledger: Ledger) -> tuple[int, int]:
-    """Return how many samples the steps of a run took more than once, and how many they missed.
+    """Return how many samples a run used more than once, and how many it skipped.
 
-    A sample that comes again in another epoch of its source counts as another one. The check
-    covers steps that count and steps that were left out, but none that a restart lost.
+    Each epoch of a source has its own samples. The check covers steps that count and steps that
+    were left out, but not steps lost by a restart.
     """
     steps = [each for each in ledger.history.steps if each.order is not None]
     samples = samples_of(ledger, steps).values()
@@ -151,14 +150,15 @@ def check_of(ledger: Ledger) -> tuple[int, int]:
 
 @dataclass
 class Compared:
-    """The samples of one source in a run and in another that goes on from it, or branches off.
+    """The samples of one source in a run, and in a second run that continues or branches off.
 
     Attributes:
-        before: samples up to the step where the other begins.
-        first, second: samples of each run after that.
-        both: samples of both after that.
-        repeated: samples before that the second took again.
-        lost: samples that neither ``before`` nor the second took, though it took later ones.
+        before: number of samples up to the step where the second run begins.
+        first, second: number of samples of each run after that step.
+        both: number of samples after that step that both used.
+        repeated: number of earlier samples that the second run used again.
+        lost: number of samples that were used neither before nor by the second run, although the
+            second run used later ones.
     """
 
     source: str
@@ -171,13 +171,13 @@ class Compared:
 
 
 def compare(first: Ledger, second: Ledger) -> tuple[int, list[Compared]]:
-    """Compare a run with another that goes on from it in another folder, or with a branch.
+    """Compare a run with a second run that continues it in another folder, or branches off.
 
-    Return the step after which the two go their own ways, and the samples by source.
+    Return the last common step, and the samples by source.
 
     Raises:
-        ConfigError: one of them packs documents, or changes the length of samples at other places,
-            so that their samples cannot be matched, or the order of some steps is not known.
+        ConfigError: the samples cannot be matched, since only one run packs documents, or the
+            sample length changes at different places; or the order of some steps is unknown.
     """
     branch = max(first.record.own_start, second.record.own_start)
     before, one, two = (
@@ -200,7 +200,7 @@ def compare(first: Ledger, second: Ledger) -> tuple[int, list[Compared]]:
 
 
 def _between(history: History, low: int, high: int | None) -> list[Steps]:
-    """Return the steps after ``low`` up to ``high``, the end if None."""
+    """Return the steps after ``low`` up to ``high``; None means the end."""
     steps = []
     for each in history.steps:
         first = max(each.iteration, low) + 1
@@ -217,7 +217,7 @@ def _between(history: History, low: int, high: int | None) -> list[Steps]:
 
 
 def _check_phases(before: Samples, one: Samples, two: Samples, names: Mapping[Same, str]) -> None:
-    """Raise a ConfigError if a source has samples of other lengths in each of two runs."""
+    """Raise a ConfigError if a source has different sample lengths in two runs."""
     for last in {names[key[0]].rpartition("/")[2] for key in one}:
         own, other = (
             {key for key in part if names[key[0]].rpartition("/")[2] == last} for part in (one, two)

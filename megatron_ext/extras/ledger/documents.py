@@ -1,4 +1,4 @@
-"""The documents of a source, and the parts of them that samples hold."""
+"""The documents of a source, and the parts of them in samples."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ class Documents:
 
     Args:
         prefix: the dataset.
-        first: first token of the split in the file.
+        first: position in the file of the split's first token.
         tokens: tokens of the split.
-        data: the flags of the run, which say how addresses of object storage are read.
+        data: the run's flags for data, which say how to read addresses of object storage.
 
     Attributes:
-        starts: ``[D + 1]``, first token in the file of each document, then the end of the file.
-        packed_starts: tells where the documents that packing keeps whole start in the split.
+        starts: ``[D + 1]``, position in the file of each document's first token, then the end of
+            the file.
+        packed_starts: function that returns where the documents for packing start in the split.
     """
 
     def __init__(self, prefix: str, first: int, tokens: int, data: DataConfig) -> None:
@@ -50,7 +51,7 @@ class Documents:
     def _index(self) -> Index:
         if not is_address(self.prefix):
             return read_index(self.prefix)
-        # torch comes with it, for which nobody should wait whose data is on a disk.
+        # Imported late, since it imports torch, which data on a disk does not need.
         from megatron_ext.text.data.storage import index_of
 
         return index_of(self._data, self.prefix)
@@ -59,7 +60,7 @@ class Documents:
         return int(self.starts[document + 1] - self.starts[document])
 
     def range_of(self, document: int) -> tuple[int, int]:
-        """Return first token and end of a document in the circle of the split, as far as inside.
+        """Return the first token and the end of a document's part inside the split, in its circle.
 
         Raises:
             ConfigError: there is no such document.
@@ -73,7 +74,7 @@ class Documents:
         return max(0, begin), min(self.tokens, end)
 
     def read(self, begin: int, length: int) -> Array:
-        """Return tokens from a place in the file on."""
+        """Return ``length`` tokens from position ``begin`` of the file on."""
         if is_address(self.prefix):
             from megatron_ext.text.data.storage import open_tokens
 
@@ -86,11 +87,11 @@ class Documents:
 
 @dataclass(frozen=True)
 class Rows:
-    """Parts of documents in samples, ordered by sample and place; all are ``[r]`` int64.
+    """Parts of documents in samples, ordered by sample and position; all are ``[r]`` int64.
 
     Attributes:
         samples: number of the sample in the run.
-        columns: place of the part in the sample.
+        columns: position of the part in the sample.
         sources: index of the source in the order.
         documents: number of the document in its dataset.
         begins: first token of the part in the document.
@@ -105,25 +106,25 @@ class Rows:
     lengths: Ints
 
     def of(self, chosen: Array) -> Rows:
-        """Return the rows that an index or a mask chooses."""
+        """Return the rows chosen by an index or a mask."""
         return Rows(*(getattr(self, each.name)[chosen] for each in dataclasses.fields(self)))
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
-    """Return all rows of ``parts``, ordered by sample and place."""
+    """Return all rows of ``parts``, ordered by sample and position."""
     names = [each.name for each in dataclasses.fields(Rows)]
     rows = Rows(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
     return rows.of(np.lexsort((rows.columns, rows.samples)))
 
 
 def parts_of(pieces: Pieces, sample: int, source: int, documents: Documents) -> Rows:
-    """Cut the pieces of one source at its documents; ``sample`` is that of the first row."""
+    """Cut the pieces of one source at document boundaries; ``sample`` is the first row's sample."""
     own = pieces.sources == source
     rows = pieces.rows[own]
     columns = pieces.columns[own]
     begins = pieces.begins[own]
     lengths = pieces.lengths[own]
-    # A piece that passes the end of the circle goes on at its beginning.
+    # A piece that crosses the end of the circle continues at its beginning.
     inside = np.minimum(lengths, documents.tokens - begins)
     over = np.flatnonzero(inside < lengths)
     rows, columns = (

@@ -1,8 +1,8 @@
-"""The ledger of a run: which documents it was trained on, when and how often.
+"""The ledger of a run: which documents it was trained on, when, and how often.
 
-It joins the record of the run's steps (`step_record`) with the order of samples, which is a
-function (`megatron_ext.data.order`), and with the boundaries of documents in the index files. So
-it holds no list of samples, and costs the same for any length of a run.
+It joins three sources: the record of the run's steps (`step_record`), the order of samples, which
+is a function (`megatron_ext.data.order`), and the boundaries of documents in the index files. So it
+holds no list of samples, and costs the same for a run of any length.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _KNOWN = {"kind", "seed", "window", "tokens", "stages", "first_tokens", "split",
 class Read:
     """A part of a document in a sample: tokens of the document from ``begin`` to ``end`` - 1.
 
-    ``reason`` says why the step does not count; None if it does. ``step`` is None if only the
-    sample is known.
+    ``reason`` says why the step does not count, or is None if it counts. ``step`` is None if only
+    the sample is known.
     """
 
     step: int | None
@@ -57,10 +57,10 @@ class Ledger:
     """Answers about the run in a save folder.
 
     Args:
-        iteration: take the state of the run after this step; None for the newest.
+        iteration: use the state of the run after this step; None for the newest.
 
     Raises:
-        ConfigError: the folder has no record, or not of that step.
+        ConfigError: the folder has no record, or none of that step.
     """
 
     def __init__(self, folder: str | Path, iteration: int | None = None) -> None:
@@ -82,7 +82,7 @@ class Ledger:
         self.sources = sorted(self._first.keys() - self._moved.keys())
 
     def order_of(self, steps: Steps) -> SampleOrder:
-        """Return the order of some steps; raise a ConfigError if it was not recorded."""
+        """Return the order of the given steps; raise a ConfigError if it was not recorded."""
         if steps.order is None:
             raise ConfigError(
                 f"Steps {steps.iteration + 1} to {steps.done} were in another order than the "
@@ -110,7 +110,7 @@ class Ledger:
         return PackedOrder(values["tokens"], order.stages, order.window, order.seed, documents)
 
     def _starts_of(self, source: Source) -> DocumentStarts:
-        """Return what tells where the documents of a source start; its index is read when asked."""
+        """Return a function that finds a source's document starts; it opens the index on use."""
         name = self.name_of(source)
         return lambda begin, end: self.documents(name, source.tokens).packed_starts(begin, end)
 
@@ -124,10 +124,10 @@ class Ledger:
         return Documents(prefix, self._first[prefix], tokens, data)
 
     def section(self, kind: type[Section]) -> Section:
-        """Return a section of the run's configuration, from the file in its folder.
+        """Return a section of the run's configuration, read from the file in its folder.
 
-        What a file may not give has its default (`described`), and `withheld` then has sentences
-        on the permissions among it.
+        Settings that a file may not give have their defaults (`described`). If permissions are
+        among them, `withheld` has sentences on them.
 
         Raises:
             ConfigError: the file is missing, damaged or of another version.
@@ -145,7 +145,7 @@ class Ledger:
             ) from None
 
     def name_of(self, source: Source) -> str:
-        """Return the prefix under which the run has read a source last."""
+        """Return the prefix under which the run last read a source."""
         return self._moved.get(source.name, source.name)
 
     def documents_of(self, prefix: str) -> Documents:
@@ -158,13 +158,13 @@ class Ledger:
         )
 
     def steps(self, *, with_lost: bool) -> list[Steps]:
-        """Return the steps that count; ``with_lost`` those too that do not, or no longer."""
+        """Return the steps that count; ``with_lost`` adds those that do not, or no longer."""
         if not with_lost:
             return [each for each in self.history.steps if each.reason is None]
         return [*self.history.steps, *self.history.lost]
 
     def unknown(self, *, with_lost: bool) -> list[Steps]:
-        """Return the steps whose order is not known."""
+        """Return the steps whose order is unknown."""
         return [each for each in self.steps(with_lost=with_lost) if each.order is None]
 
     def rows(self, order: SampleOrder, first: int, end: int) -> Rows:
@@ -178,7 +178,7 @@ class Ledger:
         return joined(parts)
 
     def step(self, iteration: int) -> tuple[Steps, int, int]:
-        """Return the steps to which a step belongs, and the range of its samples.
+        """Return the `Steps` that contain a step, and the range of the step's samples.
 
         Raises:
             ConfigError: the run has no such step.
@@ -198,7 +198,7 @@ class Ledger:
         )
 
     def steps_with(self, iteration: int, sample: int) -> Steps | None:
-        """Return the last recorded steps in which a step began with a sample; None without any."""
+        """Return the last recorded `Steps` in which a step began at ``sample``, or None."""
         for each in reversed(self.steps(with_lost=True)):
             if each.batch is None or not each.iteration < iteration <= each.done:
                 continue
@@ -209,10 +209,10 @@ class Ledger:
     def reads_of(self, prefix: str, document: int, *, with_lost: bool) -> list[Read]:
         """Return where the run read a document, in the order of its steps.
 
-        Steps whose order is not known (`unknown`) are left out.
+        Steps whose order is unknown are left out (`unknown`).
 
         Raises:
-            ConfigError: the run has no such source, or the source no such document.
+            ConfigError: the run has no such source, or the source has no such document.
         """
         reads = list[Read]()
         begin, end = self.documents_of(prefix).range_of(document)
@@ -242,7 +242,7 @@ class Ledger:
 
 
 def _moves(orders: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Map each earlier name of a source that has moved (`plan_run`) to its last name."""
+    """Map each earlier name of a moved source (`plan_run`) to its last name."""
     moves = dict[str, str]()
     before = dict[str, int]()
     for order in orders:

@@ -1,4 +1,4 @@
-"""Keeps the record of a run's steps (`step_record`), from which tools/ledger.py answers."""
+"""Records a run's steps (`step_record`), from which tools/ledger.py answers questions."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from megatron_ext.train.step import StepResult
 
 
 class DataLedger(Callback):
-    """Records which samples each step uses, in the save folder of a run in the direct order.
+    """Records in the save folder which samples each step of a run in the direct order uses.
 
-    A run that goes on from there in Megatron-LM's order records its steps without their order, so
-    that a later run in the direct order does not take them for its own. Rank 0 writes, and a
-    record that cannot be written ends without ending the run.
+    If the run later continues in Megatron-LM's order, its steps are recorded without their order,
+    so that a later run in the direct order does not mistake them for its own. Rank 0 writes. If a
+    write fails, the record ends but the run continues.
     """
 
     def __init__(self, run: Run) -> None:
@@ -67,7 +67,7 @@ class DataLedger(Callback):
 
     @contextmanager
     def _writing(self) -> Iterator[RecordWriter | None]:
-        """Yield the writer, None on ranks without one; if it cannot write, tell so and end it."""
+        """Yield the writer (None on other ranks); if it fails, report that and close it."""
         try:
             yield self._writer
         except OSError as error:
@@ -102,7 +102,7 @@ class DataLedger(Callback):
             self._look_back()
 
     def _look_back(self) -> None:
-        """Write down the last step if it had no update, which is known by now."""
+        """Record that the last step had no update, if so; this is known only now."""
         pending, self._pending = self._pending, None
         if pending is not None and not pending[1].update.applied:
             self._leave_out(pending[0], pending[0], NO_UPDATE)

@@ -1,20 +1,21 @@
 """The record of a run's steps in its save folder: which samples each step has used.
 
-``data_ledger.jsonl`` has one JSON object a line, of these kinds:
+``data_ledger.jsonl`` has one JSON object per line, of these kinds:
 
-- ``order``: the order of samples from here on (`SampleOrder.to_dict`), its ``split``, and by source
-  the first token of the split in its file (``first_tokens``). It is written again if it changes.
-- ``other_order``: the order of samples from here on is not known, as in Megatron-LM's order.
-- ``start``: the run begins or goes on after ``iteration`` steps and ``sample`` samples. Steps after
-  ``iteration`` that stand above are no longer part of the run: their work is lost. ``from`` names
-  another folder whose record follows. At its own starts a run writes ``time`` and ``generation``,
-  how often it was restarted; one that begins anew has nothing to do with what stands above.
-- ``steps``: steps after ``iteration``, which begin with ``sample`` and take ``batch`` samples each;
-  ``done`` is the last one that ended, and ``begun`` the last one that began. These two numbers
-  have a fixed width and are overwritten with each step, so that the record of an unbroken run is a
-  single line, and a run that is killed has its last step written down. A ``batch`` of null says
-  that only the samples are known, up to ``end``.
-- ``left_out``: the steps from ``first`` to ``last`` do not count in the weights, and ``why``.
+- ``order``: the order of samples from here on (`SampleOrder.to_dict`), its ``split``, and for each
+  source the position in its file of the split's first token (``first_tokens``). It is written again
+  whenever it changes.
+- ``other_order``: from here on the order of samples is unknown, as in Megatron-LM's order.
+- ``start``: the run begins or resumes after ``iteration`` steps and ``sample`` samples. Earlier
+  lines about steps after ``iteration`` are no longer part of the run: their work is lost. ``from``
+  names another folder whose record comes first. At each of its starts a run writes ``time`` and
+  ``generation``, its number of restarts. A run that starts anew ignores all earlier lines.
+- ``steps``: steps after ``iteration``, which begin at ``sample`` and use ``batch`` samples each.
+  ``done`` is the last step that has ended, and ``begun`` the last one that has begun. These two
+  numbers have a fixed width and are overwritten in each step. So an unbroken run has a single line,
+  and the record includes the last step of a killed run. If ``batch`` is null, only the samples are
+  known, up to ``end``.
+- ``left_out``: the steps ``first`` to ``last`` do not count in the weights, and ``why``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ LEDGER_FILE = "data_ledger.jsonl"
 _COUNTS = ', "done": {:15d}, "begun": {:15d}}}\n'
 OTHER_ORDER = {"kind": "other_order"}
 REWOUND, NO_UPDATE, LOST = "rewound", "no update", "lost by a restart"
-"""Reasons why a step does not count: state went back, no update, or work lost by a restart."""
+"""Reasons why a step does not count: the state went back, no update, or work lost by a restart."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,12 @@ class Steps:
     """Steps that follow one another with the same number of samples.
 
     Attributes:
-        iteration, sample: steps and samples before the first one.
+        iteration, sample: number of steps and of samples before the first step.
         batch: samples of a step; None if only the samples of all steps are known.
-        done, begun: number of the last step that has ended, and of the last that has begun.
-        end: number of samples up to the last step; given where ``batch`` is None.
-        order: the order of samples with what belongs to it, as in the file; None if unknown.
+        done, begun: the last step that has ended, and the last that has begun.
+        end: number of samples up to the last step, if ``batch`` is None.
+        order: the order of samples as in the file, with its split and first tokens; None if
+            unknown.
         reason: why the steps do not count; None if they do.
     """
 
@@ -72,7 +74,7 @@ class Steps:
         return self.sample + (iteration - self.iteration) * self.batch
 
     def between(self, first: int, last: int, reason: str | None = None) -> Steps:
-        """Return the steps from ``first`` to ``last`` of these, as steps that have ended."""
+        """Return the part of these steps from ``first`` to ``last``, all of which have ended."""
         if self.batch is None:
             return dataclasses.replace(self, reason=reason)
         sample = self.sample_at(first - 1)
@@ -83,11 +85,11 @@ class Steps:
 
 @dataclass
 class History:
-    """The steps that led to a state of a run, and those that did not.
+    """The steps that led to a state of a run, and the steps that were lost.
 
     Attributes:
-        steps: the steps in order, those that do not count cut apart.
-        lost: steps whose work was lost by restarts, and which began or were done then.
+        steps: the steps in order; steps that do not count are entries of their own.
+        lost: steps that had begun or ended, but whose work was lost by restarts.
     """
 
     steps: list[Steps] = field(default_factory=list)
@@ -102,7 +104,7 @@ class History:
         return self.steps[-1].stop if self.steps else 0
 
     def cut(self, iteration: int) -> None:
-        """Let the history end with a step; later ones are lost."""
+        """End the history after step ``iteration``; later steps are lost."""
         kept = list[Steps]()
         for each in self.steps:
             last = max(each.done, each.begun)
@@ -116,7 +118,7 @@ class History:
         self.steps = kept
 
     def leave_out(self, first: int, last: int, why: str) -> None:
-        """Note that steps do not count."""
+        """Mark the steps ``first`` to ``last`` as not counting, because of ``why``."""
         steps = []
         for each in self.steps:
             low = max(first, each.iteration + 1)
@@ -134,7 +136,7 @@ class History:
 
 
 def joined(steps: Iterable[Steps]) -> list[Steps]:
-    """Join steps that follow one another in the same order and for the same reason."""
+    """Join consecutive steps with the same order and the same reason."""
     merged = list[Steps]()
     for each in steps:
         before = merged[-1] if merged else None
@@ -152,11 +154,11 @@ _COUNTS_OF = {
     "steps": ("iteration", "sample", "done", "begun"),
     "left_out": ("first", "last"),
 }
-"""Fields by kind of line that must be whole numbers from 0 on."""
+"""For each kind of line, the fields that must be whole numbers of at least 0."""
 
 
 def _is_row(row: Mapping[str, Any]) -> bool:
-    """Return whether a line is of a form that this module writes."""
+    """Return whether a line has a form that this module writes."""
     kind = row.get("kind")
     if kind == "order":
         tokens = row.get("tokens")
@@ -180,7 +182,7 @@ def _is_row(row: Mapping[str, Any]) -> bool:
 
 
 class StepRecord:
-    """The lines of a record, oldest first; lines that a full disk has cut are left out."""
+    """The lines of a record, oldest first, without lines that a full disk has cut off."""
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder) / LEDGER_FILE
@@ -189,7 +191,7 @@ class StepRecord:
 
     @property
     def taken_from(self) -> str | None:
-        """Return the folder whose record this one has taken over last; None if there is none."""
+        """Return the folder whose record this one last took over; None if there is none."""
         return next((row["from"] for row in reversed(self.rows) if "from" in row), None)
 
     @property
@@ -201,10 +203,10 @@ class StepRecord:
         return min((int(row["iteration"]) for row in own), default=0)
 
     def history(self, iteration: int | None = None) -> History:
-        """Return the steps that last led to ``iteration``; by default, to the end of the record.
+        """Return the steps that led to ``iteration``, by default to the end of the record.
 
         Raises:
-            ConfigError: the record does not hold that step.
+            ConfigError: the record does not contain that step.
         """
         if iteration is None:
             return self._replayed(self.rows)
@@ -213,7 +215,7 @@ class StepRecord:
             if row["kind"] == "steps" and row["iteration"] < iteration <= row["done"]:
                 later = (i for i in range(at, len(self.rows)) if self.rows[i]["kind"] == "start")
                 rows = self.rows[: next(later, None)]
-                # A later return to an earlier state does not concern the state that was left.
+                # The requested state was reached before this return to an earlier state.
                 relevant = [r for r in rows if r["kind"] != "left_out" or r["last"] <= iteration]
                 history = self._replayed(relevant)
                 lost = len(history.lost)
@@ -250,7 +252,7 @@ class StepRecord:
 
 
 class RecordWriter:
-    """Writes the record of a run; one process of the run has one."""
+    """Writes the record of a run; only one process of the run has a writer."""
 
     def __init__(self, folder: str | Path) -> None:
         self._known = record = StepRecord(folder)
@@ -272,9 +274,9 @@ class RecordWriter:
         self._append(json.dumps({"kind": kind, **facts}, allow_nan=False) + "\n")
 
     def order(self, order: Mapping[str, Any] | None) -> None:
-        """Write the order of the samples of later lines, if it is not that of the lines before.
+        """Write the order of the samples in later lines, if it has changed.
 
-        None says that it is not known.
+        None means that the order is unknown.
         """
         row = OTHER_ORDER if order is None else {**order, "kind": "order"}
         if row != self._order:
@@ -282,7 +284,7 @@ class RecordWriter:
             self._order = row
 
     def steps(self, steps: Steps) -> None:
-        """Begin a line of steps, which `count` keeps up to date."""
+        """Begin a line of steps, which `count` then updates."""
         row: dict[str, Any] = {"kind": "steps", "iteration": steps.iteration}
         row |= {"sample": steps.sample, "batch": steps.batch}
         if steps.batch is None:
@@ -292,7 +294,7 @@ class RecordWriter:
         self._append(_COUNTS.format(steps.done, steps.begun))
 
     def count(self, done: int, begun: int) -> None:
-        """Write the last step that has ended, and the last that has begun."""
+        """Update the last step that has ended, and the last that has begun."""
         os.pwrite(self._file, _COUNTS.format(done, begun).encode(), self._counts)
 
     def start(
@@ -303,11 +305,10 @@ class RecordWriter:
         past: Mapping[str, Any] | None,
         **facts: Any,
     ) -> None:
-        """Write that the run begins, or goes on after some steps and samples.
+        """Write that the run begins, or resumes after ``iteration`` steps and ``sample`` samples.
 
-        A run that is loaded from another ``folder`` takes over the record there. For steps that no
-        record holds, write what follows from the two counts and, if it is known, their order
-        ``past``.
+        A run that is loaded from another ``folder`` takes over the record there. For steps without
+        a record, write what follows from the two counts and, if it is known, their order ``past``.
         """
         history = self._known.history()
         history.cut(iteration)
@@ -327,7 +328,7 @@ class RecordWriter:
         self.write("start", iteration=iteration, sample=sample, **facts)
 
     def _take_over(self, iteration: int, sample: int, folder: str) -> History:
-        """Write another folder's history up to a step, if its record leads there; return it."""
+        """Write another folder's history up to a step, if its record contains it; return it."""
         try:
             history = StepRecord(folder).history(iteration)
         except ConfigError:

@@ -29,10 +29,10 @@ from megatron_ext.text.tokenizers import build_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
 
 _SHOWN_STAGES = 8
-"""Stages above which those that differ by their weights alone share a row."""
+"""Number of stages above which stages that differ only in their weights share a row."""
 _SHOWN_ROWS = 50
 _EXPORTED = 1 << 14
-"""Samples that are exported at once."""
+"""Number of samples that are exported at once."""
 
 
 def parser_of(description: str) -> argparse.ArgumentParser:
@@ -82,7 +82,7 @@ def parser_of(description: str) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
-    """Answer the question that the flags ask; raise a MegatronExtError if that cannot be."""
+    """Answer the question that the flags ask; raise a MegatronExtError if that is impossible."""
     ledger = Ledger(args.folder, args.checkpoint)
     texts = None
     if args.text:
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
 
 def _stages(totals: Sequence[Use]) -> Iterator[list[Use]]:
-    """Yield the uses of each stage, or of several where many differ by their weights alone."""
+    """Yield the uses of each stage; join many stages that differ only in their weights."""
     by_stage: dict[tuple[int, int], list[Use]] = defaultdict(list)
     for use in totals:
         by_stage[use.stage, use.seq_length].append(use)
@@ -219,9 +219,9 @@ def _reads_table(reads: Sequence[Read], *, with_lost: bool) -> Table:
 
 
 class Texts:
-    """The texts of documents, by the tokenizer of the run's configuration.
+    """The texts of documents, decoded by the tokenizer of the run's configuration.
 
-    ``trust_remote_code`` lets code of the tokenizer's folder run, which that configuration cannot.
+    ``trust_remote_code`` allows code in the tokenizer's folder to run; the configuration cannot.
     """
 
     def __init__(self, ledger: Ledger, characters: int, *, trust_remote_code: bool) -> None:
@@ -233,7 +233,7 @@ class Texts:
         self._tokenizer: Tokenizer = build_tokenizer(settings)
 
     def of(self, documents: Documents, begin: int, length: int) -> str:
-        """Return the text of some tokens of a dataset, from a place in its file on."""
+        """Return the text of ``length`` tokens, from position ``begin`` of the file on."""
         ids = documents.read(begin, length).tolist()
         valid = [i for i in ids if 0 <= i < self._tokenizer.vocab_size]
         text = self._tokenizer.detokenize(valid, skip_special_tokens=False)
@@ -314,7 +314,7 @@ def _show_comparison(first: Ledger, second: Ledger, console: Console) -> None:
 
 
 def export(ledger: Ledger, path: Path, *, with_lost: bool) -> str:
-    """Write a row for each part of a document in each sample to a parquet file; return a sentence.
+    """Write each part of a document in each sample as a row of a parquet file; return a sentence.
 
     Raises:
         ConfigError: pyarrow is missing, or the file cannot be written.
@@ -349,7 +349,7 @@ def export(ledger: Ledger, path: Path, *, with_lost: bool) -> str:
 
 
 def _blocks(ledger: Ledger, *, with_lost: bool) -> Iterator[dict[str, Any]]:
-    """Yield columns of the exported table, for some samples at once."""
+    """Yield columns of the exported table, for some samples at a time."""
     for steps in ledger.steps(with_lost=with_lost):
         if steps.order is None:
             continue
@@ -373,7 +373,7 @@ def _blocks(ledger: Ledger, *, with_lost: bool) -> Iterator[dict[str, Any]]:
 
 
 def main(argv: Sequence[str], description: str) -> int:
-    """Answer from a ledger; return the exit code, 2 after a user's error, which is printed."""
+    """Answer from a ledger; return the exit code, 2 after a user error, which is printed."""
     args = parser_of(description).parse_args(argv)
     width = None if sys.stdout.isatty() else 160
     console = Console(width=width, highlight=False, markup=False)

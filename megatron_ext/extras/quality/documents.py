@@ -1,7 +1,7 @@
-"""Documents of one or several indexed datasets, numbered through, and read in blocks.
+"""The documents of one or several indexed datasets, numbered consecutively, and read in blocks.
 
-Tokens pass through memory block by block, so that a dataset of any size can be examined. What is
-kept of a document is a few numbers.
+Tokens pass through memory block by block, so datasets of any size can be examined. Only a few
+numbers are kept for each document.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from megatron_ext.data.permutation import Ints, key_of, permute
 from megatron_ext.data.token_spans import tokens_before
 
 _AT_ONCE = 1 << 16
-"""Documents whose places in their file are computed at once."""
+"""Number of documents whose file positions are computed at once."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive chosen documents of one dataset.
+    """Consecutive selected documents of one dataset.
 
     Attributes:
         tokens: the documents' tokens, one document after another, ``[t]``.
         edges: where each document begins in ``tokens``, and the end of the last one, ``[d + 1]``.
-        first: position of the first document among all chosen ones.
+        first: position of the first document among all selected ones.
     """
 
     tokens: Array
@@ -45,19 +45,19 @@ class Block:
     first: int
 
     def __iter__(self) -> Iterator[tuple[int, Array]]:
-        """Yield position and tokens of each document."""
+        """Yield the position and the tokens of each document."""
         edges = self.edges.tolist()
         for i in range(len(edges) - 1):
             yield self.first + i, self.tokens[edges[i] : edges[i + 1]]
 
 
 class Documents:
-    """The documents of datasets, or a sample of them; each has a position from 0 on.
+    """The documents of datasets, or a sample of them; they have positions from 0 on.
 
     Args:
-        prefixes: datasets that `check_indexed_dataset` has found whole.
-        sample: the number of documents to choose, by ``seed``; None for all. A larger sample with
-            the same seed holds each smaller one.
+        prefixes: datasets that have passed `check_indexed_dataset`.
+        sample: number of documents to draw, by ``seed``; None for all. With the same seed, a larger
+            sample contains each smaller one.
     """
 
     def __init__(self, prefixes: Sequence[str], *, sample: int | None = None, seed: int = 0):
@@ -73,25 +73,25 @@ class Documents:
 
     @property
     def common_dtype(self) -> np.dtype[Any]:
-        """Return a type that holds the tokens of all datasets."""
+        """Return a dtype that can hold the tokens of all datasets."""
         return np.result_type(*(index.dtype for index in self._indices))
 
     def __len__(self) -> int:
         return self.available if self._chosen is None else len(self._chosen)
 
     def _draw(self, count: int, sample: int, purpose: str) -> Ints:
-        """Return ``sample`` different integers below ``count`` in rising order."""
+        """Return ``sample`` different integers below ``count``, in ascending order."""
         numbers = np.arange(min(sample, count), dtype=np.int64)
         if sample >= count:
             return numbers
         return np.sort(permute(numbers, count, key_of(self._seed, purpose)))
 
     def some(self, positions: Ints, count: int, purpose: str) -> Ints:
-        """Return ``count`` of the positions, or all if there are fewer, in rising order."""
+        """Return ``count`` of the positions (or all if there are fewer), in ascending order."""
         return positions[self._draw(len(positions), count, purpose)]
 
     def place(self, position: int) -> tuple[str, int]:
-        """Return the prefix of a document's dataset, and its number there."""
+        """Return the prefix of a document's dataset, and the document's number in it."""
         number = position if self._chosen is None else int(self._chosen[position])
         dataset = int(np.searchsorted(self._firsts, number, side="right")) - 1
         return self.prefixes[dataset], number - int(self._firsts[dataset])
@@ -104,11 +104,11 @@ class Documents:
     def blocks(
         self, what: str, positions: Ints | None = None, max_tokens: int = SCAN_ITEMS
     ) -> Iterator[Block]:
-        """Yield documents in blocks of about ``max_tokens`` tokens, with a bar called ``what``.
+        """Yield documents in blocks of about ``max_tokens`` tokens, with a progress bar ``what``.
 
         Args:
-            positions: the documents to read, in rising order; None for all. A block then numbers
-                its documents by their places in this array.
+            positions: the documents to read, in ascending order; None for all. If given, blocks
+                count positions in this array.
         """
         total = sum(
             int((ends - begins).sum()) * self._indices[dataset].dtype.itemsize
@@ -141,7 +141,7 @@ class Documents:
             return _read(stream, dtype, begins, stop)
 
     def _extents(self, positions: Ints | None) -> Iterator[tuple[int, int, Ints, Ints]]:
-        """Yield a dataset, the place of the first document, and first and last tokens of some."""
+        """Yield, for ranges of documents: dataset, first position, and first and last tokens."""
         count = len(self) if positions is None else len(positions)
         for start in range(0, count, _AT_ONCE):
             stop = min(start + _AT_ONCE, count)
@@ -157,7 +157,7 @@ class Documents:
 
 
 def _begins(index: Index, documents: Ints) -> Ints:
-    """Return the number of the first token of each document; the end for the one after the last."""
+    """Return the first token of each document; for one past the last, the end of the file."""
     sequences = index.documents[documents]
     if not len(index.offsets):
         return np.zeros(len(documents), np.int64)
@@ -167,7 +167,7 @@ def _begins(index: Index, documents: Ints) -> Ints:
 
 
 def _cuts(lengths: Ints, max_tokens: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of documents of at most ``max_tokens`` tokens, or of one longer document."""
+    """Yield ranges of documents with at most ``max_tokens`` tokens; a longer one is alone."""
     ends = np.cumsum(lengths)
     low, done = 0, 0
     while low < len(lengths):
@@ -178,7 +178,7 @@ def _cuts(lengths: Ints, max_tokens: int) -> Iterator[tuple[int, int]]:
 
 
 def _read(stream: BinaryIO, dtype: np.dtype[Any], begins: Ints, ends: Ints) -> Array:
-    """Read ranges of tokens one after another; neighbours are read at once."""
+    """Read ranges of tokens in order; adjacent ranges are read in one call."""
     breaks = np.flatnonzero(begins[1:] != ends[:-1]) + 1
     firsts = begins[np.concatenate([[0], breaks])].tolist()
     lasts = ends[np.concatenate([breaks - 1, [len(ends) - 1]])].tolist()

@@ -1,11 +1,11 @@
-"""Documents that are the same, token for token or nearly.
+"""Exact and near duplicates among documents.
 
-Exact duplicates have the same BLAKE2 digest of 128 bits. Near duplicates are found by MinHash with
+Exact duplicates have the same 128-bit BLAKE2 digest. Near duplicates are found by MinHash with
 locality-sensitive hashing (Broder 1997; Leskovec, Rajaraman and Ullman, "Mining of Massive
-Datasets", chapter 3): a document is the set of its shingles, the runs of `SHINGLE` tokens, and two
-documents with the Jaccard similarity s share one of b bands of r MinHashes with the probability
-1 - (1 - s^r)^b. Each pair that shares a band is then compared shingle by shingle, so that what is
-reported is a near duplicate for certain, and only pairs near the threshold may be missed.
+Datasets", chapter 3). A document is the set of its shingles: all sequences of `SHINGLE` consecutive
+tokens. Two documents with Jaccard similarity s share at least one of b bands of r MinHashes with
+probability 1 - (1 - s^r)^b. Each pair that shares a band is then compared shingle by shingle. So
+every reported pair really is a near duplicate, and only pairs near the threshold may be missed.
 
 A group is named by its leader, the first of its documents.
 """
@@ -26,25 +26,25 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.extras.quality.documents import Block, Documents
 
 SHINGLE = 5
-"""Tokens of a shingle; shorter documents have no near duplicates."""
+"""Tokens of a shingle. Shorter documents have no near duplicates."""
 MAX_TOKENS = 1 << 20
-"""Tokens of a document that are compared for near duplicates; what follows is not looked at."""
+"""Number of a document's tokens that are compared for near duplicates; the rest is ignored."""
 _HASHES = 128
 _CACHED = 1 << 26
-"""Shingles that are kept in memory, of 8 bytes each, while pairs are compared."""
+"""Number of shingles (8 bytes each) that are cached while pairs are compared."""
 _WANTED = 0.99
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Digests:
-    """The digests of documents, 16 bytes for each."""
+    """The digests of documents, 16 bytes each."""
 
     def __init__(self, count: int, dtype: np.dtype[Any]) -> None:
         self._dtype = dtype
         self._digests = np.zeros((count, 2), dtype=np.uint64)
 
     def add(self, block: Block) -> None:
-        """Keep the digests of a block's documents."""
+        """Add the digests of a block's documents."""
         size = self._dtype.itemsize
         edges = block.edges.tolist()
         text = np.ascontiguousarray(block.tokens, dtype=self._dtype).view(np.uint8).data
@@ -56,9 +56,9 @@ class Digests:
         self._digests[block.first : block.first + len(rows)] = rows
 
     def leaders(self, lengths: Ints) -> Ints:
-        """Return the position of the first document with the same tokens, ``[documents]``.
+        """Return, for each document, the first position with the same tokens, ``[documents]``.
 
-        An empty document is no duplicate.
+        Empty documents do not count as duplicates.
         """
         order = np.lexsort((self._digests[:, 1], self._digests[:, 0]))
         own = self._digests[order]
@@ -71,23 +71,23 @@ class Digests:
 
 
 def bands_for(threshold: float) -> tuple[int, int]:
-    """Return bands and MinHashes of a band that find 99% of the pairs at a similarity."""
+    """Return numbers of bands and of MinHashes per band that find 99% of pairs at ``threshold``."""
     rows = [r for r in range(1, _HASHES + 1) if shared(threshold, _HASHES // r, r) >= _WANTED]
     best = max(rows, default=1)
     return _HASHES // best, best
 
 
 def shared(similarity: float, bands: int, rows: int) -> float:
-    """Return the probability that two documents of a similarity share a band."""
+    """Return the probability that two documents with this similarity share a band."""
     return float(1 - (1 - similarity**rows) ** bands)
 
 
 def shingles(tokens: Array, edges: Ints) -> tuple[Words, Ints]:
-    """Hash the shingles of documents of at least `SHINGLE` tokens.
+    """Hash the shingles of documents that have at least `SHINGLE` tokens.
 
     Args:
         tokens: the documents one after another, ``[t]``.
-        edges: where each begins, and the end of the last one, ``[d + 1]``.
+        edges: where each document begins, and the end of the last one, ``[d + 1]``.
 
     Returns:
         The hashes of all shingles, and where those of each document begin and end, ``[d + 1]``.
@@ -104,22 +104,22 @@ def shingles(tokens: Array, edges: Ints) -> tuple[Words, Ints]:
 
 
 def near_leaders(documents: Documents, candidates: Ints, threshold: float, seed: int) -> Ints:
-    """Return for each candidate the place of the first of its group, ``[candidates]``.
+    """Return, for each candidate, the index of the first candidate in its group, ``[candidates]``.
 
-    Documents are in one group where a chain of near duplicates joins them.
+    Chains of near duplicates form a group.
 
     Args:
-        candidates: positions in rising order of documents with at least `SHINGLE` tokens, no two
-            of them the same.
+        candidates: positions of documents with at least `SHINGLE` tokens, in ascending order,
+            without exact duplicates.
         threshold: the least Jaccard similarity of two near duplicates.
-        seed: chooses the MinHashes.
+        seed: seed of the MinHashes.
     """
     rensa = require_rensa()
     bands, rows = bands_for(threshold)
     count = len(candidates)
     if count < 2:
         return np.arange(count)
-    # One band at a time is sorted, so the others wait in a file.
+    # Only one band is sorted at a time, so the others wait in a file.
     with TemporaryFile() as file:
         keys = np.memmap(file, dtype=np.uint64, mode="w+", shape=(bands, count))
         for block in documents.blocks("Hashing shingles", candidates):
@@ -137,7 +137,7 @@ def near_leaders(documents: Documents, candidates: Ints, threshold: float, seed:
 
 
 def require_rensa() -> Any:
-    """Import the library of MinHashes; raise a ConfigError if it is not installed."""
+    """Import the MinHash library; raise a ConfigError if it is not installed."""
     try:
         import rensa
     except ImportError:
@@ -149,7 +149,7 @@ def require_rensa() -> Any:
 
 
 def _grouped(documents: Documents, candidates: Ints, keys: Words, threshold: float) -> Ints:
-    """Join the documents that share a band and are similar; return the leader of each."""
+    """Group documents that share a band and are similar; return the leader of each document."""
     count = len(candidates)
     leaders = np.arange(count)
     refused = np.zeros(0, dtype=np.int64)
@@ -180,10 +180,10 @@ def _grouped(documents: Documents, candidates: Ints, keys: Words, threshold: flo
 
 
 def _pairs(band: Words) -> Ints:
-    """Return pairs of documents with the same key, each as one number: first × documents + second.
+    """Return pairs of documents with equal keys, each coded as first × documents + second.
 
-    A document is paired with the first one of its key and with the one before it, which in a
-    bucket of up to three documents are all pairs.
+    Each document is paired with the first one with its key, and with the previous one. In a bucket
+    of up to three documents, these are all pairs.
     """
     order = np.argsort(band, kind="stable")
     own = band[order]
@@ -197,17 +197,17 @@ def _pairs(band: Words) -> Ints:
 
 
 def jaccard(one: Words, other: Words) -> float:
-    """Return the Jaccard similarity of two sets, given as arrays of different elements."""
+    """Return the Jaccard similarity of two sets, given as arrays without repetitions."""
     both = len(np.intersect1d(one, other, assume_unique=True))
     return both / (len(one) + len(other) - both)
 
 
 def components(count: int, left: Ints, right: Ints) -> Ints:
-    """Return the lowest member of each node's connected component in a graph, ``[count]``."""
+    """Return, for each node of a graph, the lowest node in its connected component, ``[count]``."""
     labels = np.arange(count)
     while (labels[left] != labels[right]).any():
         low = np.minimum(labels[left], labels[right])
-        # The label of a label is lowered too, so that long chains take few rounds.
+        # Lowering the label's label as well lets long chains finish in few rounds.
         for nodes in (left, right):
             np.minimum.at(labels, labels[nodes], low)
             np.minimum.at(labels, nodes, low)

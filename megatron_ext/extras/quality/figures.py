@@ -1,4 +1,4 @@
-"""Figures of documents: lengths, frequencies of tokens, special tokens, characters, languages."""
+"""Statistics of documents: lengths, token frequencies, special tokens, characters, languages."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from megatron_ext.text.data.inspect import length_bin, length_counts
 from megatron_ext.text.tokenizers.base import NO_TOKEN, Tokenizer
 
 MAX_ID = 1 << 22
-"""Ids from here on, and negative ones, are counted together."""
+"""Ids from this one on, and negative ids, are counted together."""
 _HEAD = 20
 _TEXT_TOKENS = 10_000
 _LANGUAGE_CHARACTERS = 2_000
 _LEAST_LETTERS = 20
 _LEAST_CONFIDENCE = 0.7
 MANY = 0.01
-"""Share of control and replacement characters from which a document has many."""
-# Unicode's category Cc without tab, line feed and carriage return, and the sign of bytes that are
-# no text.
+"""Fraction of control and replacement characters at which a document counts as odd."""
+# Unicode's category Cc without tab, line feed and carriage return, and the replacement character,
+# which stands for bytes that are no text.
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufffd]")
 UNCLEAR, TOO_SHORT = "unclear", "too short"
 
 
 def length_bins(lengths: Ints) -> list[tuple[int, int, int]]:
-    """Return first length, last length and number of documents of the bins 0, 1, 2-3, 4-7, …"""
+    """Return first length, last length and number of documents for the bins 0, 1, 2-3, 4-7, …"""
     counts = length_counts(lengths)
     used = np.flatnonzero(counts).tolist()
     bins = range(used[0], used[-1] + 1) if used else range(0)
@@ -42,7 +42,7 @@ def length_bins(lengths: Ints) -> list[tuple[int, int, int]]:
 
 
 class TokenCounts:
-    """How often each id occurs, up to `MAX_ID`."""
+    """The number of occurrences of each id, up to `MAX_ID`."""
 
     def __init__(self) -> None:
         self.counts: Ints = np.zeros(0, dtype=np.int64)
@@ -63,7 +63,7 @@ class TokenCounts:
 
 @dataclass
 class Frequency:
-    """How often one token occurs; its text where there is a tokenizer."""
+    """The frequency of one token, and its text if there is a tokenizer."""
 
     token: int
     count: int
@@ -73,12 +73,13 @@ class Frequency:
 
 @dataclass
 class Tokens:
-    """Figures of the tokens of documents.
+    """Statistics of the tokens of documents.
 
     Attributes:
         distinct: number of different ids.
-        vocabulary: number of ids of the tokenizer; None without one.
-        outside: tokens whose ids the tokenizer lacks or, without one, that are too large to count.
+        vocabulary: number of ids of the tokenizer; None without a tokenizer.
+        outside: number of tokens whose ids the tokenizer lacks or, without a tokenizer, that are
+            too large to count.
         head: the most frequent tokens.
         special: the special tokens that occur; None without a tokenizer.
     """
@@ -91,7 +92,7 @@ class Tokens:
 
 
 def token_figures(counted: TokenCounts, tokenizer: Tokenizer | None) -> Tokens:
-    """Return the figures of counted tokens; special tokens are those of the tokenizer."""
+    """Return the statistics of counted tokens; the tokenizer defines the special ones."""
     counts = counted.counts
     total = int(counts.sum()) + counted.outside
     used = np.flatnonzero(counts)
@@ -118,7 +119,7 @@ def token_figures(counted: TokenCounts, tokenizer: Tokenizer | None) -> Tokens:
 
 
 def is_special(tokenizer: Tokenizer, token: int) -> bool:
-    """Return whether an id has a text only where special tokens are shown, or ends documents."""
+    """Return whether an id is a special token or the end of a document."""
     named = (tokenizer.eos, tokenizer.eod, tokenizer.bos, tokenizer.pad)
     if token in named and token != NO_TOKEN:
         return True
@@ -137,15 +138,15 @@ class Odd:
 
 @dataclass
 class Texts:
-    """Figures of the texts of a sample of documents.
+    """Statistics of the texts of a sample of documents.
 
     Attributes:
         documents: number of documents in the sample.
-        characters: number of characters read, up to those of 10,000 tokens of a document.
-        control: how many of them are control or replacement characters.
-        odd: number of documents with at least 1 in 100 of them.
-        worst: those with the largest share.
-        languages: documents by language; None where the library is not installed.
+        characters: number of characters read; at most 10,000 tokens of a document are decoded.
+        control: number of control or replacement characters among them.
+        odd: number of documents in which these are at least 1 in 100.
+        worst: the documents with the largest fraction of them.
+        languages: number of documents by language; None if the library is not installed.
     """
 
     documents: int
@@ -157,7 +158,7 @@ class Texts:
 
 
 def text_figures(documents: Documents, tokenizer: Tokenizer, count: int) -> Texts:
-    """Decode ``count`` documents, and look at their characters and languages."""
+    """Decode ``count`` documents, and count their characters and languages."""
     some = documents.some(np.arange(len(documents)), count, "texts")
     texts = Texts(len(some))
     classify = language_classifier()
@@ -183,21 +184,21 @@ def text_figures(documents: Documents, tokenizer: Tokenizer, count: int) -> Text
 def text_of_document(
     documents: Documents, tokenizer: Tokenizer, position: int, max_tokens: int
 ) -> str:
-    """Return the text of the first tokens of a document, without special tokens."""
+    """Return the text of a document's first tokens, without special tokens."""
     ids = documents.read(position, max_tokens)
     return decoded(tokenizer, ids, is_cut=len(ids) == max_tokens)
 
 
 def decoded(tokenizer: Tokenizer, ids: Array, *, is_cut: bool = False) -> str:
-    """Return the text of ids, without those that the tokenizer lacks and special tokens."""
+    """Return the text of ids, without special tokens and ids that the tokenizer lacks."""
     valid = ids[(ids >= 0) & (ids < tokenizer.vocab_size)].tolist()
     text = tokenizer.detokenize(valid, skip_special_tokens=True)
-    # The cut may lie inside a character.
+    # The text may be cut inside a character.
     return text.rstrip("\ufffd") if is_cut else text
 
 
 def language_classifier() -> Callable[[str], str] | None:
-    """Return a function from texts to codes of ISO 639-1; None if py3langid is not installed."""
+    """Return a function from a text to its ISO 639-1 code; None if py3langid is not installed."""
     try:
         import py3langid  # noqa: F401
     except ImportError:
@@ -216,7 +217,7 @@ def language_classifier() -> Callable[[str], str] | None:
 
 @cache
 def _language_model() -> Any:
-    """Load the model that py3langid brings, which takes a second."""
+    """Load py3langid's model, which takes a second."""
     from py3langid import langid
 
     return langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)

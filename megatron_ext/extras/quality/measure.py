@@ -1,8 +1,8 @@
-"""Measures the quality of datasets before a training on them.
+"""Measures the quality of datasets before they are used for training.
 
-All datasets are looked at together, so that a document that stands in two of them is found. The
-tokens are read twice at most: for digests and counts, and for near duplicates; what needs texts or
-a suffix array looks at samples whose sizes are told.
+All datasets are examined together, so that a document in two of them is found. The tokens are read
+at most twice: once for digests and counts, and once for near duplicates. Measurements that need
+texts or a suffix array use samples, whose sizes are reported.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SHOWN_CHARACTERS = 200
 
 @dataclass(frozen=True)
 class QualityOptions:
-    """The choice of what to measure; the fields are flags of tools/inspect_dataset.py."""
+    """The selection of measurements; the fields are flags of tools/inspect_dataset.py."""
 
     near_duplicates: float | None = None
     sample_documents: int | None = None
@@ -74,7 +74,7 @@ class QualityOptions:
 
 @dataclass
 class Place:
-    """A document, and where a span begins in it."""
+    """A document, and the beginning of a span in it."""
 
     dataset: str
     document: int
@@ -86,11 +86,11 @@ class Excerpt:
     """A group of documents, a repeated span or an odd document, with the beginning of its text.
 
     Attributes:
-        tokens: length of the span; of a group, the tokens that could go.
+        tokens: length of the span; for a group, the number of tokens that could be removed.
         count: number of documents, or of places.
-        places: the first few.
-        text: a beginning, as a text or, without a tokenizer, as ids.
-        share: of an odd document, its share of control and replacement characters.
+        places: the first few places.
+        text: the beginning, as text, or as ids without a tokenizer.
+        share: for an odd document, its fraction of control and replacement characters.
     """
 
     tokens: int
@@ -102,14 +102,14 @@ class Excerpt:
 
 @dataclass
 class Duplicates:
-    """Groups of documents of which one would be enough.
+    """Groups of duplicate documents, of which one each would be enough.
 
     Attributes:
         groups: number of groups of at least two documents.
-        documents: documents that could go, which are all but one of each group.
-        tokens: their tokens.
+        documents: number of documents that could be removed: all but one of each group.
+        tokens: number of their tokens.
         largest: the largest groups.
-        leaders: position of the first document of each document's group, ``[documents]``.
+        leaders: position of the first document in each document's group, ``[documents]``.
     """
 
     groups: int
@@ -121,7 +121,7 @@ class Duplicates:
 
 @dataclass
 class Quality:
-    """All figures of datasets; `documents` of them were `available`."""
+    """All statistics of datasets; `documents` of the `available` documents were examined."""
 
     datasets: list[str]
     available: int
@@ -141,9 +141,9 @@ class Quality:
     notes: list[str]
 
     def places_of(self, excerpt: Excerpt, shown: int = 4) -> str:
-        """Return the first places of an excerpt, and how many there are beyond.
+        """Return the first places of an excerpt, and the number of further ones.
 
-        A place is a dataset, the number of a document and, within it, of a token: web:12+345.
+        A place is a dataset, a document's number and a token in the document: web:12+345.
         """
         folder = os.path.commonpath([os.path.dirname(os.path.abspath(d)) for d in self.datasets])
         words = [
@@ -155,7 +155,7 @@ class Quality:
         return " ".join(words) + (f" and {more:,} more" if more > 0 else "")
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures as a JSON object, without the arrays of all documents."""
+        """Return the statistics as a JSON object, without arrays over all documents."""
         figures = asdict(self)
         for name in ("exact", "near"):
             if figures[name] is not None:
@@ -170,7 +170,7 @@ class Quality:
 def measure(
     prefixes: Sequence[str], tokenizer: Tokenizer | None, options: QualityOptions
 ) -> tuple[Quality, Documents]:
-    """Measure datasets that `check_indexed_dataset` has found whole; also return the documents."""
+    """Measure datasets that have passed `check_indexed_dataset`; also return their documents."""
     documents = Documents(prefixes, sample=options.sample_documents, seed=options.seed)
     lengths = documents.lengths()
     counts = TokenCounts()
@@ -221,7 +221,7 @@ def measure(
 def _near(
     documents: Documents, leaders: Ints, alone: Ints, lengths: Ints, options: QualityOptions
 ) -> Ints:
-    """Return the leaders of documents, with near duplicates in one group too."""
+    """Return the leaders of documents when near duplicates are put into one group as well."""
     assert options.near_duplicates is not None
     candidates = alone[lengths[alone] >= SHINGLE]
     places = near_leaders(documents, candidates, options.near_duplicates, options.seed)
@@ -233,7 +233,7 @@ def _near(
 
 @dataclass
 class _View:
-    """Shows documents: their places, beginnings and groups."""
+    """Formats documents: their places, beginnings and groups."""
 
     documents: Documents
     tokenizer: Tokenizer | None
@@ -243,19 +243,19 @@ class _View:
         return Place(*self.documents.place(position), token)
 
     def shown(self, ids: Any) -> str:
-        """Return ids as a text or, without a tokenizer, as numbers."""
+        """Return ids as text, or as numbers without a tokenizer."""
         if self.tokenizer is None:
             return " ".join(map(str, ids[:16].tolist()))
         return decoded(self.tokenizer, ids)[:_SHOWN_CHARACTERS]
 
     def span(self, span: Span) -> Excerpt:
-        """Return a repeated span with its first places and its beginning."""
+        """Return an excerpt of a repeated span: its first places and its beginning."""
         places = [self.place(position, token) for position, token in span.places[:_SHOWN]]
         text = self.shown(span.tokens[:_SHOWN_TOKENS])
         return Excerpt(len(span.tokens), len(span.places), places, text)
 
     def duplicates(self, leaders: Ints) -> Duplicates:
-        """Return the figures of groups that are named by their leaders."""
+        """Return the statistics of duplicate groups, given each document's leader."""
         later = np.flatnonzero(leaders != np.arange(len(leaders)))
         firsts, counts = np.unique(leaders[later], return_counts=True)
         largest = []
@@ -271,7 +271,7 @@ class _View:
 
 
 def _summary(lengths: Ints) -> dict[str, float]:
-    """Return the least, median, mean, 99th percentile and largest length."""
+    """Return minimum, median, mean, 99th percentile and maximum of the lengths."""
     if not len(lengths):
         return {}
     middle, high = np.percentile(lengths, [50, 99])
@@ -285,7 +285,7 @@ def _summary(lengths: Ints) -> dict[str, float]:
 
 
 def _notes(quality: Quality) -> list[str]:
-    """Return what was looked at in part only, and what was left out."""
+    """Return sentences on what was examined only in part, and what was left out."""
     notes = []
     if quality.documents < quality.available:
         notes.append(

@@ -1,4 +1,4 @@
-"""Writes the page on the quality of datasets: one file, no network, in the look of run reports."""
+"""Writes the page on the quality of datasets: one file without network access, like run reports."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from megatron_ext.inspect.pages.page import page_of, write_page
 from megatron_ext.inspect.pages.table import Table, moment, text_of
 
 Bars = list[tuple[str, str, float, str]]
-"""Rows of a table with bars: a word, a number, the length of the bar in percent, a note."""
+"""Rows of a table with bars: a word, a number, the bar's length in percent, and a note."""
 
 
 def write_quality_page(quality: Quality, path: Path) -> None:
-    """Write the page; an OSError is raised if it cannot be written."""
+    """Write the page; raise an OSError if it cannot be written."""
     write_page(path, quality_page(quality, now=time.time()))
 
 
 def quality_page(quality: Quality, *, now: float) -> str:
-    """Return the page as it is at the time ``now``."""
+    """Return the page, with ``now`` as the time of its creation."""
     names = [Path(prefix).name for prefix in quality.datasets]
     title = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     texts = quality.texts
@@ -55,7 +55,7 @@ def quality_page(quality: Quality, *, now: float) -> str:
 
 
 def _sentences(quality: Quality) -> list[str]:
-    """Return the sentences that a reader should read first."""
+    """Return the most important results as sentences."""
     tokens = quality.token_figures
     sentences = [
         f"{quality.documents:,} documents with {quality.tokens:,} tokens were looked at.",
@@ -100,7 +100,7 @@ def _tiles(quality: Quality) -> list[tuple[str, str]]:
 
 
 def _length_chart(quality: Quality) -> object:
-    """Draw the number of documents by length in bins that double."""
+    """Draw the number of documents by length, in bins that double."""
     columns = [
         (str(first) if first == last else f"{first:,}–{last:,}", str(_short(first)), count)
         for first, last, count in quality.length_bins
@@ -110,7 +110,7 @@ def _length_chart(quality: Quality) -> object:
 
 
 def _short(value: int) -> str:
-    """Return a power of two in few characters, such as "512" or "4k"."""
+    """Return a power of two in short form, such as "512" or "4k"."""
     for power, letter in ((30, "G"), (20, "M"), (10, "k")):
         if value >= 1 << power:
             return f"{value >> power}{letter}"

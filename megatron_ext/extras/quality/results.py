@@ -1,4 +1,4 @@
-"""Tells the quality of datasets in lines, as JSON, and as a list of duplicates to drop."""
+"""Prints the quality of datasets as lines, and writes JSON and a list of duplicates to drop."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _TEXT = 72
 
 
 def check_output(flag: str, path: Path | None) -> None:
-    """Raise a ConfigError if a file cannot be written, before hours of work are lost.
+    """Raise a ConfigError early if a file cannot be written, before hours of work are lost.
 
-    A list of duplicates is parquet or jsonl by the end of its name.
+    The suffix of a list of duplicates decides between parquet and jsonl.
     """
     if path is None:
         return
@@ -45,7 +45,7 @@ def check_output(flag: str, path: Path | None) -> None:
 
 
 def write_json(quality: Quality, path: Path) -> None:
-    """Write all figures as one JSON object."""
+    """Write all statistics as one JSON object."""
     option = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY
     _replace(path, orjson.dumps(quality.as_json(), option=option) + b"\n")
 
@@ -60,11 +60,11 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def write_duplicates(quality: Quality, documents: Documents, path: Path) -> int:
-    """Write a row for each document of each group, and return the number of rows.
+    """Write a row for each document in each duplicate group, and return the number of rows.
 
     The columns are ``group``, a number from 0 on; ``dataset``, a prefix; ``document``, its number
-    there; ``kind``: "first" for the one to keep, "exact" if it is the same as an earlier one, else
-    "near". A group's rows follow one another.
+    in the dataset; and ``kind``: "first" for the one to keep, "exact" if it equals an earlier one,
+    else "near". The rows of a group are adjacent.
     """
     duplicates = quality.exact if quality.near is None else quality.near
     batches = (list(rows) for rows in _batches(duplicates, quality.exact, documents))
@@ -95,7 +95,7 @@ def write_duplicates(quality: Quality, documents: Documents, path: Path) -> int:
 def _batches(
     duplicates: Duplicates, exact: Duplicates, documents: Documents
 ) -> Iterator[Iterator[dict[str, object]]]:
-    """Yield batches of rows, in the order of the groups' first documents."""
+    """Yield batches of rows, ordered by the first document of each group."""
     all_positions = np.arange(len(duplicates.leaders))
     is_grouped = np.zeros(len(all_positions), dtype=np.bool_)
     later = duplicates.leaders != all_positions
@@ -118,12 +118,12 @@ def _batches(
 
 
 def percent(part: float, whole: float) -> str:
-    """Return a share such as "1.25%"; a dash if there is no whole."""
+    """Return a percentage such as "1.25%"; a dash if ``whole`` is 0."""
     return f"{100 * part / whole:.3g}%" if whole else "–"
 
 
 def duplicates_sentence(duplicates: Duplicates, quality: Quality) -> str:
-    """Return how many documents and tokens could go."""
+    """Return a sentence on how many documents and tokens could be removed."""
     if not duplicates.groups:
         return "none"
     return (
@@ -134,7 +134,7 @@ def duplicates_sentence(duplicates: Duplicates, quality: Quality) -> str:
 
 
 def lines(quality: Quality) -> list[str]:
-    """Return the figures as lines for a terminal."""
+    """Return the statistics as lines for a terminal."""
     datasets = len(quality.datasets)
     output = [
         f"quality    {quality.documents:,} documents with {quality.tokens:,} tokens in "

@@ -1,7 +1,7 @@
 """The longest spans of tokens that occur more than once, found by a suffix array.
 
-Such spans are what is left when whole documents are unique: licences, menus, quoted articles
-(Lee et al. 2022, "Deduplicating Training Data Makes Language Models Better", section 4.1).
+Such spans remain even if all documents are unique: licences, menus, quoted articles (Lee et al.
+2022, "Deduplicating Training Data Makes Language Models Better", section 4.1).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from megatron_ext.data.permutation import Ints
 from megatron_ext.extras.quality.documents import Documents
 
 LONG = 50
-"""Tokens of a span whose repetition is counted, the length that Lee et al. use."""
+"""Least number of tokens of a span whose repetition is counted, the length used by Lee et al."""
 _SHOWN = 20
 _PLACES = 1000
-"""Most places of one span that are counted."""
+"""Largest number of places counted for one span."""
 
 
 @dataclass
 class Span:
-    """A span of tokens with the places where it occurs: position of a document, token in it."""
+    """A span of tokens, and its places: position of a document, and token in the document."""
 
     tokens: Array
     places: list[tuple[int, int]]
@@ -32,12 +32,12 @@ class Span:
 
 @dataclass
 class RepeatedSpans:
-    """Repeated spans that were found in a sample of documents.
+    """The repeated spans in a sample of documents.
 
     Attributes:
         documents: number of documents in the sample.
         tokens: number of tokens in it.
-        repeated: tokens that lie in a span of at least `LONG` tokens that occurs elsewhere too.
+        repeated: number of tokens in spans of at least `LONG` tokens that also occur elsewhere.
         longest: the longest spans, none of which begins inside a longer one.
     """
 
@@ -48,7 +48,7 @@ class RepeatedSpans:
 
 
 def suffix_library() -> Any | None:
-    """Return the library of suffix arrays, pydivsufsort; None if it is not installed."""
+    """Return the suffix array library, pydivsufsort; None if it is not installed."""
     try:
         import pydivsufsort
     except ImportError:
@@ -59,16 +59,16 @@ def suffix_library() -> Any | None:
 def repeated_spans(
     documents: Documents, candidates: Ints, lengths: Ints, max_tokens: int
 ) -> RepeatedSpans:
-    """Search documents for repeated spans within documents; needs the library.
+    """Search for repeated spans inside documents; this needs the library.
 
     Args:
-        candidates: positions of the documents, no two of them the same.
+        candidates: positions of the documents, without exact duplicates.
         lengths: tokens of all documents.
-        max_tokens: the bound of the sample. Documents are taken, by the seed, up to it.
+        max_tokens: size limit of the sample. Documents are drawn by the seed until it is reached.
     """
     some = candidates[lengths[candidates] > 0]
     mean = lengths[some].mean() if len(some) else 1.0
-    # A few more than the mean asks for, of which those are read that fit.
+    # Draw a few more than the mean length suggests, and read those that fit.
     some = documents.some(some, int(max_tokens / mean) + 1, "spans")
     some = some[np.cumsum(lengths[some]) <= max_tokens] if len(some) else some
     if not len(some):
@@ -78,9 +78,9 @@ def repeated_spans(
 
 
 def _joined(documents: Documents, some: Ints, lengths: Ints) -> tuple[Array, Ints]:
-    """Return documents in one array, each followed by a number that occurs once, and their starts.
+    """Join documents, each followed by a unique number; return the array and the documents' starts.
 
-    Since no separator is repeated, no repeated span crosses the end of a document.
+    The separators are unique, so no repeated span crosses the end of a document.
     """
     starts = np.concatenate([[0], np.cumsum(lengths[some] + 1)])
     text = np.empty(int(starts[-1]), dtype=np.int64)
@@ -97,7 +97,7 @@ def _search(text: Array, starts: Ints, some: Ints) -> RepeatedSpans:
     library = suffix_library()
     assert library is not None
     order: Array = library.divsufsort(text)
-    # Length of the common beginning of each suffix and the next one in the order.
+    # Length of the common prefix of each suffix and the next one in suffix order.
     common: Array = library.kasai(text, order)
     if len(common) == len(order):
         common = common[:-1]
@@ -113,7 +113,7 @@ def _search(text: Array, starts: Ints, some: Ints) -> RepeatedSpans:
 
 
 def _covered(order: Array, common: Array, size: int) -> int:
-    """Return how many tokens lie in a span of at least `LONG` tokens that occurs elsewhere."""
+    """Return how many tokens lie in a span of at least `LONG` tokens that also occurs elsewhere."""
     reach = np.zeros(size, dtype=np.int64)
     reach[order[:-1]] = common
     reach[order[1:]] = np.maximum(reach[order[1:]], common)
@@ -125,10 +125,10 @@ def _covered(order: Array, common: Array, size: int) -> int:
 
 
 def _longest(text: Array, order: Array, common: Array) -> list[tuple[int, Ints]]:
-    """Return length and places of the longest repeated spans; none begins inside a longer one."""
+    """Return lengths and places of the longest repeated spans; none begins inside a longer one."""
     one = order[:-1].astype(np.int64)
     other = order[1:].astype(np.int64)
-    # A pair whose spans have the same token before them is part of a longer pair.
+    # If the same token precedes both spans, the pair is part of a longer pair.
     is_first = (one == 0) | (other == 0) | (text[one - 1] != text[other - 1])
     pairs = np.flatnonzero(is_first & (common > 1))
     pairs = pairs[np.argsort(-common[pairs].astype(np.int64), kind="stable")]

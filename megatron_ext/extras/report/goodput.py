@@ -1,15 +1,14 @@
-"""Accounts for every second of a run: which made progress that was kept, and what took the rest.
+"""Accounts for every second of a run: progress that was kept, and everything else.
 
-Goodput is the share of the wall time that made training progress which was kept, as Google's
-ml-goodput-measurement defines it (https://pypi.org/project/ml-goodput-measurement/): steps whose
-result no restart threw away. The rest is lost to starting, waiting for data, saving, evaluating,
-faults and restarts. A step counts with its communication and its pipeline bubbles, which are shown
-apart.
+Goodput is the share of wall time that made training progress which was kept, as in Google's
+ml-goodput-measurement (https://pypi.org/project/ml-goodput-measurement/): steps whose results no
+restart threw away. The rest is lost to starting, waiting for data, saving, evaluating, faults and
+restarts. A step includes its communication and its pipeline bubbles, which are shown separately.
 
-The wall time of a run is the sum over its launches, each from the start of the launcher to its
-end. It is covered by the rows of kind "time" in metrics.jsonl, which hold the seconds of each phase
-between two moments, and by the gaps between them, which faults leave. No second is counted twice
-or left out, since each moment belongs to one row or to one gap.
+The wall time of a run is the sum over its launches, each from the start to the end of the launcher.
+It is covered by the rows of kind "time" in metrics.jsonl, which hold the seconds of each phase
+between two moments, and by the gaps between them, which faults leave. Each moment belongs to
+exactly one row or gap, so no second is counted twice or left out.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Row = Mapping[str, Any]
 Seconds = dict[str, float]
 
 PREFIX = "seconds/"
-"""Begins the names of the phases in a row of kind "time"."""
+"""Prefix of the names of phases in a row of kind "time"."""
 
 CATEGORIES = {
     "computing": "computing",
@@ -46,20 +45,20 @@ CATEGORIES = {
     "restart": "restarting",
     "other": "other",
 }
-"""Categories of time with their words; the first three make up goodput."""
+"""Categories of time, with their words; the first three make up goodput."""
 PRODUCTIVE = ("computing", "reduce", "bubble")
 _OF_PHASES = {"forward": "computing", "backward": "computing", "update": "computing"}
 _OUTSIDE_STEPS = ("start", "save", "restart")
-"""Categories that a step which is done again does not lose a second time."""
+"""Categories whose time is not counted as lost again when steps are repeated."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A stretch of a run's wall time, from ``start`` to ``end`` in seconds since the epoch.
+    """A part of a run's wall time, from ``start`` to ``end`` in seconds since the epoch.
 
     Attributes:
         seconds: seconds by category of `CATEGORIES`; they sum to ``end - start``.
-        iteration: the last step done before ``end``.
+        iteration: the last step that ended before ``end``.
     """
 
     start: float
@@ -73,8 +72,8 @@ class Goodput:
     """The account of a run's wall time.
 
     Attributes:
-        intervals: what each stretch of time was spent on, in order.
-        launches: times of start and end of each launch of the run.
+        intervals: how each part of the time was spent, in order.
+        launches: start and end time of each launch of the run.
     """
 
     intervals: list[Interval] = field(default_factory=list)
@@ -87,7 +86,7 @@ class Goodput:
 
     @cached_property
     def seconds(self) -> Seconds:
-        """Return the seconds by category over the whole run."""
+        """Return the seconds of each category over the whole run."""
         totals = dict.fromkeys(CATEGORIES, 0.0)
         for interval in self.intervals:
             for name, value in interval.seconds.items():
@@ -96,17 +95,17 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """Return goodput, from 0 to 1; 0 for a run without any time."""
+        """Return goodput as a fraction from 0 to 1; 0 for a run without any time."""
         seconds = self.seconds
         return sum(seconds[name] for name in PRODUCTIVE) / self.wall if self.wall > 0 else 0.0
 
     def losses(self) -> list[tuple[str, float]]:
-        """Return the categories that are no goodput with their seconds, the largest first."""
+        """Return the categories outside goodput with their seconds, the largest first."""
         lost = [(k, v) for k, v in self.seconds.items() if k not in PRODUCTIVE and v > 0]
         return sorted(lost, key=lambda entry: -entry[1])
 
     def sentence(self) -> str:
-        """Return goodput in one sentence with its three largest losses."""
+        """Return a sentence with the goodput and its three largest losses."""
         parts = [
             f"{CATEGORIES[name]} {show_seconds(value)} ({value / self.wall:.1%})"
             for name, value in self.losses()[:3]
@@ -116,7 +115,7 @@ class Goodput:
 
 
 def show_seconds(seconds: float) -> str:
-    """Return a duration for people, such as "0.31 s", "42.0 s", "12 min 5 s" or "3 h 20 min"."""
+    """Return a duration in words, such as "0.31 s", "42.0 s", "12 min 5 s" or "3 h 20 min"."""
     if seconds < 100:
         return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -128,7 +127,7 @@ def show_seconds(seconds: float) -> str:
 
 @lru_cache(1024)
 def _category_of(name: str, *, restarted: bool) -> str:
-    """Return the category of a phase, by its name in a row."""
+    """Return the category of a phase, given its name in a row."""
     phase = name.removeprefix(PREFIX)
     if phase == "start" and restarted:
         return "restart"
@@ -137,7 +136,7 @@ def _category_of(name: str, *, restarted: bool) -> str:
 
 @dataclass(frozen=True)
 class _TimeRow:
-    """A row of kind "time" with checked fields; ``seconds`` is by category."""
+    """A row of kind "time" with checked fields; ``seconds`` are by category."""
 
     start: float
     end: float
@@ -149,7 +148,7 @@ class _TimeRow:
 
     @classmethod
     def of(cls, row: Row) -> _TimeRow:
-        """Check a row of the file; raise a ValueError or KeyError if it is damaged."""
+        """Check a row from a file; raise a ValueError or KeyError if it is damaged."""
         generation = int(number(row.get("generation", 0)))
         seconds: Seconds = {}
         for name, value in row.items():
@@ -170,8 +169,8 @@ class _TimeRow:
 def account(rows: Sequence[Row], events: Sequence[Row] = ()) -> Goodput:
     """Return the account of a run from the rows of metrics.jsonl and the events of its faults.
 
-    Damaged rows are left out; their time becomes a gap. A run whose end no row tells, because it
-    still goes on or its launcher was killed, ends at its last row or event.
+    Damaged rows are left out; their time becomes a gap. If no row records the end of the run,
+    because it is still running or its launcher was killed, it ends at its last row or event.
     """
     times = list(_checked(rows))
     kept = _kept_iterations(times)
@@ -206,7 +205,7 @@ def _checked(rows: Sequence[Row]) -> Iterator[_TimeRow]:
 
 
 def _ends(rows: Sequence[Row], launched_at: float) -> Iterator[tuple[float, bool]]:
-    """Yield the ends that rows tell of one launch, and whether it failed."""
+    """Yield the recorded ends of one launch, and whether the launch failed."""
     for row in rows:
         if row.get("kind") == ENDED and is_launch(row, launched_at):
             try:
@@ -216,7 +215,7 @@ def _ends(rows: Sequence[Row], launched_at: float) -> Iterator[tuple[float, bool
 
 
 def _kept_iterations(times: Sequence[_TimeRow]) -> list[float]:
-    """Return for each row the last iteration whose steps no later row does again."""
+    """Return, for each row, the last iteration that no later row repeats."""
     kept = []
     lowest = math.inf
     for row in reversed(times):
@@ -227,7 +226,7 @@ def _kept_iterations(times: Sequence[_TimeRow]) -> list[float]:
 
 @dataclass(frozen=True)
 class _Fault:
-    """A fault that was seen at ``time``, ``seen_after`` seconds after it happened."""
+    """A fault that was detected at ``time``, ``seen_after`` seconds after it happened."""
 
     time: float
     seen_after: float
@@ -248,7 +247,7 @@ def _faults(events: Sequence[Row]) -> Iterator[_Fault]:
 
 
 class _Launch:
-    """Fills one launch of a run with intervals from its start to its end."""
+    """Divides one launch of a run into intervals, from its start to its end."""
 
     def __init__(
         self,
@@ -267,7 +266,7 @@ class _Launch:
         self._steps: _TimeRow | None = None
 
     def intervals(self, rows: Sequence[tuple[_TimeRow, float]]) -> list[Interval]:
-        """Return intervals that cover the launch without overlap; rows come with `kept`."""
+        """Return intervals that cover the launch without overlap; ``rows`` have their `kept`."""
         for row, kept in rows:
             if row.start > self._cursor:
                 self._gap(row.start, row)
@@ -277,7 +276,7 @@ class _Launch:
         return self._found
 
     def _add(self, end: float, seconds: Mapping[str, float], iteration: int) -> None:
-        """Add the interval from the cursor to ``end``; scale its seconds so that they fill it."""
+        """Add the interval from the cursor to ``end``; scale its seconds to fill it."""
         end = min(end, self._end)
         length = end - self._cursor
         if length <= 0:
@@ -291,7 +290,7 @@ class _Launch:
         self._cursor = end
 
     def _row(self, row: _TimeRow, kept: float) -> None:
-        """Add a row; the share of its steps that were done again later becomes lost time."""
+        """Add a row; the share of its steps that were repeated later becomes lost time."""
         done = row.iteration - row.before
         again = min(1.0, max(0.0, (row.iteration - kept) / done)) if done > 0 else 0.0
         seconds: Seconds = {}
@@ -304,7 +303,7 @@ class _Launch:
         self._steps = row if done > 0 else self._steps
 
     def _gap(self, end: float, after: _TimeRow | None) -> None:
-        """Add the time between two rows, which a fault may have left, up to the row ``after``."""
+        """Add the time between two rows, which may be due to a fault, up to the row ``after``."""
         faults = [f for f in self._faults if self._cursor <= f.time <= end]
         restarted = after is not None and after.generation > 0
         same = self._before is not None and after is not None
@@ -316,24 +315,24 @@ class _Launch:
             self._add(end, {name: end - self._cursor}, iteration)
             return
         if not faults and any(self._cursor - 0.01 <= stop <= end for stop in self._stops):
-            # The ranks ended on purpose, to start again as another number of ranks.
+            # The ranks ended on purpose, to restart with another number of ranks.
             self._add(end, {"lost" if failed else "restart": end - self._cursor}, iteration)
             return
         first = faults[0] if faults else _Fault(end, 0.0, None)
         happened = max(self._cursor, first.time - first.seen_after)
         self._unreported(happened, iteration, first, after)
         self._add(first.time, {"lost": first.time - self._cursor}, iteration)
-        # A launch that nothing goes on from ends by its fault.
+        # If nothing continues a launch, it ends with its fault.
         name = "lost" if after is None else "restart"
         self._add(end, {name: end - self._cursor}, iteration)
 
     def _unreported(
         self, end: float, iteration: int, fault: _Fault, after: _TimeRow | None
     ) -> None:
-        """Add the time from the last row to a fault: steps that were kept, and steps that were not.
+        """Add the time from the last row to a fault: steps that were kept, and lost steps.
 
-        Steps that the restart restored from memory were kept, though no row tells their seconds;
-        they are taken to be like those of the row before.
+        Steps that the restart restored from memory were kept, but no row has their seconds. They
+        are assumed to be like those of the previous row.
         """
         length = end - self._cursor
         kept = after.before - iteration if after is not None else 0

@@ -1,6 +1,6 @@
-"""Writes report.html: one page on a run that opens from disk and needs nothing else.
+"""Writes report.html, a self-contained page on a run that opens from disk.
 
-All strings come from files that may be of strangers; jinja2 escapes each of them.
+All strings come from untrusted files; jinja2 escapes each of them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from megatron_ext.train.reporting.files import SMOOTHED_FROM, number, smoothed
 
 REPORT_FILE = "report.html"
 MAX_MARKS = 60
-"""Most faults and events that are marked on a curve."""
+"""Largest number of faults and events marked on a curve."""
 EXPLANATION = (
     "Seconds are wall time, and means over the ranks of the machine that reports. Goodput is "
     "computing, communication and pipeline bubbles of steps that were kept; a step that was done "
@@ -61,9 +61,9 @@ EXPLANATION = (
 
 
 def write_report(run: RunFolder, output: Path | None = None) -> Goodput:
-    """Write the page on a run, by default into its folder, and return the account of its time.
+    """Write the page on a run, by default into its folder; return the account of its time.
 
-    An OSError is raised if the page cannot be written.
+    Raise an OSError if the page cannot be written.
     """
     path = output or run.path / REPORT_FILE
     goodput = account(run.rows, run.events)
@@ -72,7 +72,7 @@ def write_report(run: RunFolder, output: Path | None = None) -> Goodput:
 
 
 def render(folder: RunFolder, goodput: Goodput, *, now: float, beside: Path) -> str:
-    """Return the page on a run at the time ``now``; its links start at the folder ``beside``."""
+    """Return the page on a run at time ``now``; its links are relative to the folder ``beside``."""
     stories = fault_stories(folder)
     state = state_of(folder, now)
     noticed = noticed_table(folder)
@@ -96,7 +96,7 @@ def render(folder: RunFolder, goodput: Goodput, *, now: float, beside: Path) -> 
         time_chart=time_chart(goodput, _fault_marks(stories, by_time=True)),
         faults=fault_table(stories),
         pictures=pictures(stories),
-        # The dot keeps a folder's name from being read as the scheme of an address.
+        # Without the dot, a folder's name could be read as the scheme of an address.
         root=f"./{quote(os.path.relpath(folder.path, beside))}",
         checkpoints=checkpoint_table(folder),
         noticed=noticed,
@@ -108,7 +108,7 @@ def render(folder: RunFolder, goodput: Goodput, *, now: float, beside: Path) -> 
 
 
 def shares(goodput: Goodput) -> list[tuple[str, str, str, str, bool]]:
-    """Return for each category its class, words, seconds, share, and whether it is goodput."""
+    """Return, for each category, its class, words, seconds, share, and whether it is goodput."""
     wall = goodput.wall or 1.0
     return [
         (name, label, show_seconds(value), f"{value / wall:.1%}", name in PRODUCTIVE)
@@ -164,7 +164,7 @@ def _loss_curves(
 
 
 def _values(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    """Return the values of a name, NaN where a row has none."""
+    """Return the values of ``name``, NaN for a row without it."""
     values = []
     for row in rows:
         value = row.get(name)
@@ -176,7 +176,7 @@ def _values(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 
 
 def _fault_marks(stories: Sequence[FaultStory], *, by_time: bool = False) -> list[Mark]:
-    """Return the marks of the newest faults, at their iterations or at their times."""
+    """Return marks for the newest faults, at their iterations or their times."""
     marks = []
     for story in stories[-MAX_MARKS:]:
         at = time_of(story.fault) if by_time else integer_of(story.fault, "iteration")
@@ -186,7 +186,7 @@ def _fault_marks(stories: Sequence[FaultStory], *, by_time: bool = False) -> lis
 
 
 def _marks(folder: RunFolder, stories: Sequence[FaultStory], last: float) -> list[Mark]:
-    """Return the marks of faults and of spikes and the like, those within the curves."""
+    """Return marks for faults, spikes and other events within the curves."""
     marks = _fault_marks(stories)
     for event in folder.events_of("spike", "non_finite", "mismatch")[-MAX_MARKS:]:
         at = integer_of(event, "iteration")

@@ -1,7 +1,7 @@
-"""Reads what a run has left in its save folder, also while it runs, damaged, or of strangers.
+"""Reads the files of a run in its save folder, which may be in use, damaged or untrusted.
 
-Nothing here trusts a file: a line that is no JSON object is counted and left out, a link that leads
-out of the folder is not followed, and a value of another type than expected is passed over.
+Nothing here trusts a file. A line that is not a JSON object is counted and skipped, a link that
+leads out of the folder is not followed, and a value of an unexpected type is ignored.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from megatron_ext.train.reporting.files import (
 
 Row = dict[str, Any]
 MAX_CHECKPOINTS = 200
-"""Number of the newest checkpoints whose files are looked at."""
+"""Number of newest checkpoints whose files are checked."""
 _POST_MORTEM = re.compile(r"postmortem_(\d{1,9})$")
 _MAX_PICTURE = 1 << 20
 
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint in the folder; ``fault`` says what is wrong with its files, if anything.
+    """A checkpoint in the folder; ``fault`` says what is wrong with its files, or is None.
 
-    ``size`` is in bytes, and ``saved`` in seconds since the epoch, None if it is not known.
+    ``size`` is in bytes; ``saved`` is in seconds since the epoch, None if unknown.
     """
 
     iteration: int
@@ -61,7 +61,7 @@ class StoredCheckpoint:
 
 @dataclass(frozen=True)
 class PostMortem:
-    """A folder with the account of one fault; ``picture`` holds an SVG, if there is a small one."""
+    """A folder with the post-mortem of a fault; ``picture`` is an SVG, if there is a small one."""
 
     number: int
     name: str
@@ -75,9 +75,9 @@ class RunFolder:
 
     Attributes:
         rows: rows of metrics.jsonl, in order.
-        events: faults, restarts, saves and the like, in order of time.
+        events: faults, restarts, saves and other events, in order of time.
         settings: the configuration file, by section and field; {} if it cannot be read.
-        tracked: the iteration that the tracker names as the newest whole checkpoint.
+        tracked: the iteration that the tracker names as the newest complete checkpoint.
         problems: sentences on files that are damaged.
     """
 
@@ -95,7 +95,7 @@ class RunFolder:
 
     @property
     def start_facts(self) -> Row:
-        """Return what the ranks told at their last start; a restart tells only what changes."""
+        """Return the ranks' facts at their last start; a restart records only changes."""
         facts: Row = {}
         for row in self.of_kind(LAUNCHED):
             facts = row if "host" in row else facts | row
@@ -106,14 +106,14 @@ class RunFolder:
 
 
 def read_run_folder(path: Path) -> RunFolder:
-    """Read a save folder; leave out what is missing or damaged, and name it in ``problems``."""
+    """Read a save folder; leave out missing or damaged files, and add them to ``problems``."""
     folder = RunFolder(path)
     rows = _read_lines(path / METRICS_FILE, folder.problems)
     folder.rows = [row for row in rows if is_count(row.get("iteration"))]
     starts = (t for t in map(launch_time, folder.rows) if math.isfinite(t))
     began = min(starts, default=0.0)
     events = _read_lines(path / EVENTS_FILE, folder.problems)
-    # Those of an earlier run in the same folder are not of this run.
+    # Events of an earlier run in the same folder do not belong to this run.
     mine = (event for event in events if time_of(event) > began - 1.0)
     folder.events = sorted(mine, key=time_of)
     folder.settings = _read_settings(path / CONFIGURATION_FILE, folder.problems)
@@ -127,7 +127,7 @@ def read_run_folder(path: Path) -> RunFolder:
 
 
 def _read_lines(path: Path, problems: list[str]) -> list[Row]:
-    """Return the JSON objects with a ``kind`` in a file, and tell of its other lines."""
+    """Return the JSON objects with a ``kind`` in a file, and report its other lines."""
     rows = list[Row]()
     damaged = 0
     try:
@@ -146,7 +146,7 @@ def _read_lines(path: Path, problems: list[str]) -> list[Row]:
 
 
 def time_of(event: Row) -> float:
-    """Return when an event happened, in seconds since the epoch; 0.0 if it does not tell."""
+    """Return the time of an event in seconds since the epoch; 0.0 if it has none."""
     try:
         return number(event["time"])
     except (KeyError, ValueError):
@@ -186,7 +186,7 @@ def _checkpoints(root: Path, problems: list[str]) -> Iterable[StoredCheckpoint]:
 
 
 def _post_mortems(root: Path) -> Iterable[PostMortem]:
-    """Yield the post-mortems of a folder in their order, without following links out of it."""
+    """Yield the post-mortems of a folder in order, without following links out of it."""
     try:
         matches = [(m, entry) for entry in root.iterdir() if (m := _POST_MORTEM.match(entry.name))]
     except OSError:
@@ -203,7 +203,7 @@ def _post_mortems(root: Path) -> Iterable[PostMortem]:
 
 
 def _plain_bytes(path: Path, limit: int) -> bytes | None:
-    """Return the content of a regular file that is no link and no larger than ``limit``."""
+    """Return the content of a regular file, not a link, of at most ``limit`` bytes, or None."""
     try:
         return None if path.is_symlink() else read_bytes(path, limit)
     except (OSError, UnreadableFile):

@@ -1,4 +1,4 @@
-"""Says in plain sentences what ran, how far it came, how it ended, and whose fault it was."""
+"""Summarizes in sentences what ran, how far it got, how it ended, and what was at fault."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from megatron_ext.train.reporting.files import ENDED, OF_TIME, number
 from megatron_ext.train.reporting.records import FINISHED
 
 _SECONDS_OF_SILENCE = 120.0
-"""Time without a row or an event after which a run counts as dead."""
+"""Seconds without a row or an event after which a run counts as dead."""
 
 
 FINISHED_WORD = "finished"
-"""The word of a run that came to its end."""
+"""The word for a run that completed."""
 
 
 @dataclass(frozen=True)
 class State:
-    """How a run stands: a word, a sentence, and ``kind``, which is good, busy, warn or bad."""
+    """The state of a run: a word, a sentence, and ``kind`` (good, busy, warn or bad)."""
 
     kind: str
     word: str
@@ -34,13 +34,13 @@ class State:
 
 
 def state_of(folder: RunFolder, now: float) -> State:
-    """Return how a run stands at the time ``now``, as far as its files tell."""
+    """Return the state of a run at time ``now``, as far as its files show."""
     timed = [row for row in folder.rows if row["kind"] in OF_TIME]
     if not timed and not folder.rows:
         return State("warn", "no data", "The folder holds no metrics of a run.")
     last = timed[-1] if timed else {}
     if last.get("kind") == ENDED:
-        # The launcher tells the exit code, and the reporting rank, if it lives, the reason.
+        # The launcher records the exit code; the reporting rank, if it lives, records the reason.
         started = max((i for i, row in enumerate(timed) if row["kind"] != ENDED), default=-1)
         ends = timed[started + 1 :]
         code = next((c for row in ends[::-1] if (c := integer_of(row, "exit_code"))), 0)
@@ -69,7 +69,7 @@ def _moment_of(row: Mapping[str, Any]) -> float:
 
 
 def main_loss(train: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the name of a run's first loss, by which the others are named too."""
+    """Return the name of a run's first loss, which is its main loss; None without losses."""
     return next((name for row in train for name in losses_of(row)), None)
 
 
@@ -81,7 +81,7 @@ def losses_of(row: Mapping[str, Any]) -> list[str]:
 def summary(
     folder: RunFolder, goodput: Goodput, stories: Sequence[FaultStory], state: State
 ) -> list[str]:
-    """Return sentences that say what ran, how far it came, how it ended, and whose fault it was."""
+    """Return sentences on what ran, how far it got, how it ended, and what was at fault."""
     train = folder.of_kind("train")
     sentences = [*_what_ran(folder), state.sentence]
     if train:
@@ -93,7 +93,7 @@ def summary(
         wall = f" in {show_seconds(goodput.wall)}" if goodput.wall else ""
         reached = f"iteration {last['iteration']:,}"
         if state.word == FINISHED_WORD and steps is not None and last["iteration"] < steps:
-            # The last steps are fewer than those between two rows.
+            # The last interval may have fewer steps than the others.
             sentences.append(
                 f"It reached iteration {steps:,}{of}{wall}; the last row is of {reached}."
             )
@@ -177,7 +177,7 @@ def is_finite(value: object) -> bool:
 def tiles(
     folder: RunFolder, goodput: Goodput, stories: Sequence[FaultStory]
 ) -> list[tuple[str, str]]:
-    """Return the figures that stand at the top of the page, each with its name."""
+    """Return the figures at the top of the page, each with its name."""
     train = folder.of_kind("train")
     figures = []
     if train:

@@ -24,7 +24,7 @@ from megatron_ext.train.reporting.files import (
 )
 
 MAX_DATA_LINES = 100
-"""Most sentences on the data of a run."""
+"""Largest number of sentences on the data of a run."""
 FAULT, RESTART, SAVED = "fault", "restart", "saved"
 _NOT_ENVIRONMENT = {
     "kind",
@@ -35,7 +35,7 @@ _NOT_ENVIRONMENT = {
     "settings",
     "data",
 }
-"""Entries of a launch's row that the table of the environment leaves out."""
+"""Entries of a launch's row that are not part of the environment."""
 NOTICED = {
     "spike": "spike",
     "non_finite": "not finite",
@@ -44,11 +44,11 @@ NOTICED = {
     "save_failed": "failed save",
     "checkpoint_refused": "refused checkpoint",
 }
-"""Kinds of events that are neither faults nor saves, with their words."""
+"""Kinds of events besides faults and saves, with their words."""
 
 
 def seconds_of(value: object) -> str:
-    """Return a number of seconds for people; a dash if the value is no number."""
+    """Return a number of seconds in words; a dash if the value is not a number."""
     try:
         return show_seconds(number(value))
     except ValueError:
@@ -57,7 +57,7 @@ def seconds_of(value: object) -> str:
 
 @dataclass(frozen=True)
 class FaultStory:
-    """A fault with the restart that followed and its post-mortem, where there are such."""
+    """A fault with the restart that followed and its post-mortem, if any."""
 
     number: int
     fault: Row
@@ -66,12 +66,12 @@ class FaultStory:
 
     @property
     def target(self) -> str:
-        """Return the id of the row that tells this fault."""
+        """Return the id of this fault's row."""
         return f"fault-{self.number}"
 
     @property
     def headline(self) -> str:
-        """Return what happened, such as "rank 2: SIGKILL at iteration 31"."""
+        """Return what happened in short, such as "rank 2: SIGKILL at iteration 31"."""
         rank, iteration = (integer_of(self.fault, name) for name in ("rank", "iteration"))
         who = "a rank" if rank is None else f"rank {rank}"
         where = "" if iteration is None else f" at iteration {iteration}"
@@ -79,7 +79,7 @@ class FaultStory:
 
 
 def fault_stories(folder: RunFolder) -> list[FaultStory]:
-    """Join each fault with its restart, the first one after it, and with its post-mortem."""
+    """Join each fault with the first restart after it, and with its post-mortem."""
     faults = folder.events_of(FAULT)
     restarts = folder.events_of(RESTART)
     by_name = {p.name: p for p in folder.post_mortems}
@@ -114,7 +114,7 @@ def _restart_of_rows(folder: RunFolder, fault: Row) -> Row | None:
 
 
 def fault_table(stories: Sequence[FaultStory]) -> Table:
-    """Return a row for each fault: what, where, when it was seen, and what it cost."""
+    """Return a table of faults: what, where, when each was detected, and its cost."""
     columns = (
         "#", "time (UTC)", "iteration", "rank", "cause", "where", "seen after", "went on from",
         "steps lost", "first new step after",
@@ -149,7 +149,7 @@ def fault_table(stories: Sequence[FaultStory]) -> Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A post-mortem as the page shows it; ``data`` is the address of an embedded SVG, or empty."""
+    """A post-mortem for the page; ``data`` is the address of an embedded SVG, or empty."""
 
     title: str
     folder: str
@@ -160,7 +160,7 @@ class Picture:
 def pictures(
     stories: Sequence[FaultStory], limit: int = 10, max_bytes: int = 1_000_000
 ) -> list[Picture]:
-    """Return the newest post-mortems, with their pictures as long as these fit into the page."""
+    """Return the newest post-mortems, with pictures as long as these fit into the page."""
     chosen = list[Picture]()
     left = max_bytes
     for story in [s for s in stories if s.post_mortem is not None][-limit:]:
@@ -202,7 +202,7 @@ def checkpoint_table(folder: RunFolder) -> Table:
 
 
 def newest_whole(folder: RunFolder) -> int | None:
-    """Return the iteration of the newest checkpoint whose files are all there, if there is one."""
+    """Return the iteration of the newest checkpoint with complete files, or None."""
     return max((c.iteration for c in folder.checkpoints if c.fault is None), default=None)
 
 
@@ -215,7 +215,7 @@ def show_bytes(size: float) -> str:
 
 
 def noticed_table(folder: RunFolder) -> Table:
-    """Return a row for each event that is neither a fault nor a save: spikes, slow ranks, …"""
+    """Return a table of events besides faults and saves: spikes, slow ranks and so on."""
     columns = ("time (UTC)", "iteration", "what", "facts")
     table = Table(columns, numeric=frozenset({"iteration"}))
     for event in folder.events_of(*NOTICED):
@@ -231,9 +231,9 @@ def noticed_table(folder: RunFolder) -> Table:
 
 
 def changed_settings(config: RunConfig) -> dict[str, list[list[str]]]:
-    """Return by section the flag, value and default of each setting that is not at its default.
+    """Return, by section, flag, value and default of each setting that is not at its default.
 
-    A run keeps this with its metrics, as only it knows the sections that its program adds.
+    A run records this with its metrics, because only it knows the sections that its program adds.
     """
     return {
         name: [
@@ -249,8 +249,8 @@ def changed_settings(config: RunConfig) -> dict[str, list[list[str]]]:
 def settings_tables(folder: RunFolder) -> list[tuple[str, Table]]:
     """Return, by section, the settings that differ from their defaults.
 
-    They are those that the run recorded at its last start. Without that record they come from its
-    configuration file, of which only the sections that every program has are known.
+    The run records them at its last start. Without that record they are read from its configuration
+    file, where only the sections that every program has are known.
     """
     settings = folder.start_facts.get("settings")
     if not isinstance(settings, Mapping):
@@ -267,7 +267,7 @@ def settings_tables(folder: RunFolder) -> list[tuple[str, Table]]:
 
 
 def _from_file(section: str, values: Mapping[str, Any]) -> list[Sequence[str]]:
-    """Return settings of a configuration file that differ from the defaults of this version."""
+    """Return the settings in a configuration file that differ from this version's defaults."""
     kind = engine_sections().get(section)
     if kind is None:
         return [(str(name), _setting(value), "not known here") for name, value in values.items()]
@@ -295,7 +295,7 @@ def _setting(value: object) -> str:
 
 
 def data_lines(folder: RunFolder) -> list[str]:
-    """Return the sentences on what a run read of its data, and on what it did not use."""
+    """Return the sentences on the data that a run read and did not use."""
     sentences = folder.start_facts.get("data")
     lines = [text_of(line, 1000) for line in sentences] if isinstance(sentences, list) else []
     more = len(lines) - MAX_DATA_LINES
@@ -305,7 +305,7 @@ def data_lines(folder: RunFolder) -> list[str]:
 
 
 def environment_table(folder: RunFolder) -> Table:
-    """Return what the ranks have told of their machine and their packages when they started."""
+    """Return a table of the machine and packages that the ranks reported at their start."""
     table = Table(("what", "value"))
     for name, fact in folder.start_facts.items():
         if name in _NOT_ENVIRONMENT:

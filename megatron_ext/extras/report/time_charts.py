@@ -1,4 +1,4 @@
-"""Draws what the time of a run was spent on: as one bar, and over the run."""
+"""Draws how the time of a run was spent: as a single bar, and over the run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megatron_ext.inspect.pages.charts import HEIGHT, WIDTH, Axis, Mark, flag_li
 
 _UNITS = (("seconds", 1.0), ("minutes", 60.0), ("hours", 3600.0))
 BINS = 80
-"""Number of columns in the chart of where time went."""
+"""Number of columns in the chart over the run."""
 
 
 def share_bar(seconds: dict[str, float]) -> Markup:
-    """Draw one bar whose parts are the categories of the seconds in the order of `CATEGORIES`."""
+    """Draw one bar, divided by the seconds of the categories, in the order of `CATEGORIES`."""
     total = sum(seconds.values()) or 1.0
     parts = Markup("").join(
         Markup('<i class="c-{}" style="width:{:.3f}%" title="{}"></i>').format(
@@ -36,9 +36,9 @@ def share_bar(seconds: dict[str, float]) -> Markup:
 
 
 def time_chart(goodput: Goodput, marks: Sequence[Mark] = ()) -> Markup | None:
-    """Draw what the time was spent on over the run, as stacked columns of equal wall time.
+    """Draw how the time was spent over the run, as stacked columns of equal wall time.
 
-    The marks stand at moments in seconds since the epoch. Time between launches takes no room.
+    The marks are at times in seconds since the epoch. Time between launches takes no space.
     """
     wall = goodput.wall
     if wall <= 0:
@@ -65,7 +65,7 @@ def time_chart(goodput: Goodput, marks: Sequence[Mark] = ()) -> Markup | None:
 
 
 def _columns(goodput: Goodput) -> list[dict[str, float]]:
-    """Return the seconds by category in each of `BINS` equal parts of the wall time."""
+    """Return the seconds of each category in each of `BINS` equal parts of the wall time."""
     columns = [dict.fromkeys(CATEGORIES, 0.0) for _ in range(BINS)]
     width = goodput.wall / BINS
     for interval in goodput.intervals:
@@ -79,12 +79,12 @@ def _columns(goodput: Goodput) -> list[dict[str, float]]:
 
 
 def _elapsed(goodput: Goodput, moment: float) -> float:
-    """Return the wall time that a run had taken at a moment."""
+    """Return the wall time that the run had used at a moment."""
     return sum(min(max(moment - a, 0.0), b - a) for a, b in goodput.launches)
 
 
 def _stacked(columns: Sequence[dict[str, float]]) -> Iterator[Markup]:
-    """Yield one path for each category: the stretches of columns that it fills."""
+    """Yield a path for each category, which fills its part of the columns."""
     floors = [0.0] * len(columns)
     edges = [WIDTH * i / len(columns) for i in range(len(columns) + 1)]
     for name, label in CATEGORIES.items():

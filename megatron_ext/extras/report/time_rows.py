@@ -1,8 +1,9 @@
-"""Writes what a run's time is spent on to metrics.jsonl, and what its ranks started with.
+"""Records in metrics.jsonl how a run's time is spent, and the environment of its ranks.
 
 The ranks of a machine write their seconds to a board in shared memory, which the reporting rank
-reads when it reports. So the account costs no communication, and no device waits for it. With
-several machines it holds the ranks of the reporting machine, which has the last pipeline stages.
+reads when it reports. So the account needs no communication and no synchronization with a device.
+With several machines it covers the ranks of the reporting machine, which has the last pipeline
+stages.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _SECONDS_FOR_GIT = 1.0
 class TimeRows:
     """Adds a row of kind "time" for each report: the seconds of each phase since the last one.
 
-    Each value is a mean over the ranks of this machine, or of this rank alone without a board.
+    Each value is a mean over the ranks of this machine; without a board it is this rank's.
     """
 
     def __init__(self, folder: Path, recorder: Recorder, launch: Launch, resumed_at: int) -> None:
@@ -59,21 +60,21 @@ class TimeRows:
         self._generation = generation()
         own = sum(recorder.seconds.values())
         now = time.time()
-        # Restarted ranks count from their own start; the time before is that of the fault.
+        # Restarted ranks count from their own start; the time before belongs to the fault.
         self._from = now - own if self._generation else min(launch.started, now - own)
         self._before_ranks = now - own - self._from
         self._board = _board()
         recorder.listeners.append(self._on_event)
 
     def _on_event(self, name: str, _iteration: int, _detail: Any) -> None:
-        """Write the time of the start when the first step begins."""
+        """When the first step begins, write the time of the start."""
         if name == "step":
             others = [one for one in self._recorder.listeners if one != self._on_event]
             self._recorder.listeners = others
             self.write(self._iteration)
 
     def write(self, iteration: int) -> None:
-        """Write the seconds since the last row; ``iteration`` is the last step that was done."""
+        """Write the seconds since the last row; ``iteration`` is the last finished step."""
         seconds = self._since_last_row()
         now = time.time()
         seconds[START] = seconds.get(START, 0.0) + self._before_ranks
@@ -93,7 +94,7 @@ class TimeRows:
         append_row(self._path, row)
 
     def _since_last_row(self) -> dict[str, float]:
-        """Return by phase the mean of the seconds since the last call over the ranks known here."""
+        """Return the seconds of each phase since the last call, averaged over the known ranks."""
         before, self._seconds = self._seconds, self._read()
         mean: dict[str, float] = {}
         for rank, seconds in self._seconds.items():
@@ -104,21 +105,21 @@ class TimeRows:
         return mean
 
     def _read(self) -> dict[int, Mapping[str, float]]:
-        """Return the seconds of each rank by phase, up to now."""
+        """Return the seconds of each phase until now, by rank."""
         records = [] if self._board is None else self._board.read(num_events=1)
         by_rank: dict[int, Mapping[str, float]] = {}
         now = time.monotonic()
         for record in records:
             if record.generation == self._generation and not record.ended:
                 seconds = dict(record.seconds)
-                # What the board does not have yet belongs to the phase that the rank is in.
+                # Time that is not on the board yet belongs to the rank's current phase.
                 rest = max(0.0, now - record.started - sum(seconds.values()))
                 seconds[record.phase] = seconds.get(record.phase, 0.0) + rest
                 by_rank[record.rank] = seconds
         return by_rank or {0: self._recorder.seconds}
 
     def launched(self, config: RunConfig, num_iterations: int) -> None:
-        """Write the row that tells with which settings, machine and packages the ranks start."""
+        """Write the row with the settings, machine and packages of the ranks at their start."""
         row: dict[str, Any] = {"kind": LAUNCHED, "iteration": self._iteration, "time": time.time()}
         row |= {"launched_at": self.launch.started, "generation": self._generation}
         row |= {"world_size": config.parallel.world_size, "num_iterations": num_iterations}
@@ -130,7 +131,7 @@ class TimeRows:
         append_row(self._path, row)
 
     def finish(self, reason: str) -> None:
-        """Write the last row, why the run ended without a fault, and maybe the report."""
+        """Write the last row and why the run ended without a fault, and perhaps the report."""
         self.write(self._recorder.iteration or self._iteration)
         reports = not self.launch.ends_itself
         ended = _ended_row(self._iteration, self.launch, reason=reason, reported=reports)
@@ -140,7 +141,7 @@ class TimeRows:
 
 
 def _board() -> Board | None:
-    """Return the board of this machine's ranks; None if they have none, or it cannot be opened."""
+    """Return the board of this machine's ranks; None if there is none or it cannot be opened."""
     host = host_folder()
     try:
         return None if host is None else Board.of_machine(host)
@@ -149,7 +150,7 @@ def _board() -> Board | None:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Return facts about machine, program and packages, for people who ask later what ran."""
+    """Return facts about the machine, program and packages that a later reader may need."""
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -174,7 +175,7 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Return the git commit of the working folder; None if it has none, or git is not here."""
+    """Return the git commit of the working folder; None without git or a repository."""
     try:
         completed = subprocess.run(
             ["git", "rev-parse", "HEAD"],
@@ -194,19 +195,19 @@ def _ended_row(iteration: int, launch: Launch, **facts: Any) -> dict[str, Any]:
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Append one row to metrics.jsonl with a single write; the file may be open elsewhere too."""
+    """Append a row to metrics.jsonl by a single write, since the file may be open elsewhere."""
     with open_to_append(path, "ab", buffering=0) as file:
         file.write(as_json(row).encode())
 
 
 def end_launch(folder: Path, launch: Launch, exit_code: int | None = None) -> str | None:
-    """Write the report of a launch that is over; return goodput and the report's path in words.
+    """Write the report of a finished launch; return a sentence with goodput and the report's path.
 
-    A launcher calls this after its ranks have ended, however they did, and gives its exit code.
-    Returns None if no rank came as far as to write metrics, or if the report cannot be written,
-    which is a warning, since no run may fail by its report.
+    A launcher calls this after its ranks have ended in any way, and passes its exit code. Return
+    None if no rank got far enough to write metrics, or if the report cannot be written. The latter
+    only prints a warning, since a report must not make a run fail.
     """
-    # Only a run that is saved has a report.
+    # A run without a save folder has no report.
     from megatron_ext.extras.report.page import REPORT_FILE, write_report
     from megatron_ext.extras.report.run_folder import read_run_folder
 
@@ -221,7 +222,7 @@ def end_launch(folder: Path, launch: Launch, exit_code: int | None = None) -> st
             iteration = max(row["iteration"] for row in mine)
             ended = _ended_row(iteration, launch, exit_code=exit_code)
             run.rows.append(ended)
-            with contextlib.suppress(OSError):  # The disk may be full, which ended the run.
+            with contextlib.suppress(OSError):  # A full disk may be what ended the run.
                 append_row(folder / METRICS_FILE, ended)
         goodput = write_report(run)
         return f"{goodput.sentence()}; the report is {folder / REPORT_FILE}"
@@ -233,7 +234,7 @@ def end_launch(folder: Path, launch: Launch, exit_code: int | None = None) -> st
 
 @contextlib.contextmanager
 def reported_end(save: str | None, launch: Launch) -> Iterator[End]:
-    """Write the report of a run when this context ends, in the launcher and if the run saves."""
+    """If the run saves, write its report in the launcher when this context ends."""
     end = End()
     try:
         yield end

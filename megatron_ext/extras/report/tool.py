@@ -1,4 +1,4 @@
-"""The tool of the add-on, `tools/report.py`: writes the report of a run from its save folder."""
+"""The add-on's tool, `tools/report.py`: writes the report of a run from its save folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_ext.extras.report.run_folder import read_run_folder
 
 
 def main(argv: Sequence[str], description: str) -> int:
-    """Write the report of a folder; return the exit code."""
+    """Write the report on a folder; return the exit code."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -32,7 +32,7 @@ def main(argv: Sequence[str], description: str) -> int:
 
 
 def report(folder: Path, output: Path | None) -> Path:
-    """Write the report, and return its path; raise a ConfigError where that cannot be."""
+    """Write the report, and return its path; raise a ConfigError if that is impossible."""
     if not folder.is_dir():
         raise ConfigError(f"`folder` ({folder}) must be the save folder of a run; give another.")
     path = output or folder / REPORT_FILE

@@ -1,7 +1,7 @@
-"""The numbers of ranks with which a run may go on, and how it is asked to change between them.
+"""The numbers of ranks with which a run may continue, and how to request a change between them.
 
-The global batch, the order of the data and so the losses do not depend on the number of replicas,
-as long as they divide the batch.
+The global batch and the order of the data, and therefore the losses, do not depend on the number of
+replicas, as long as it divides the batch.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from megatron_ext.disk.writing import write_text
 from megatron_ext.errors import ConfigError
 
 WANTED_NODES = "elastic_nodes"
-"""File in the save folder in which an operator writes how many nodes a run should have."""
+"""File in the save folder where an operator writes the requested number of nodes."""
 
 
 def elastic_sizes(config: RunConfig, configure: Callable[[int], RunConfig]) -> tuple[int, ...]:
-    """Return the numbers of ranks with which a run may go on, largest first.
+    """Return the numbers of ranks with which a run may continue, largest first.
 
-    Without ``--elastic-min-nodes`` this is the present number only. A number in between that the
-    flags do not go with, for instance as its replicas do not divide the global batch, is left out
-    if this program starts the ranks. Under torchrun, which decides the number, it is refused.
+    Without ``--elastic-min-nodes`` this is only the present number. A number in between may
+    conflict with the flags, for example because its replicas do not divide the global batch. If
+    this program starts the ranks, such a number is left out. Under torchrun, which chooses the
+    number itself, it is an error.
 
     Args:
         configure: returns the configuration for a number of ranks, or raises a ConfigError.
 
     Raises:
-        ConfigError: the smallest number, or under torchrun any, does not go with the flags.
+        ConfigError: the smallest number, or under torchrun any number, conflicts with the flags.
     """
     size = config.parallel.world_size
     fewest = config.fault_tolerance.elastic_min_nodes
@@ -58,7 +59,7 @@ def elastic_sizes(config: RunConfig, configure: Callable[[int], RunConfig]) -> t
 
 
 def ranks_of_a_node(config: RunConfig) -> int:
-    """Return the ranks that come and go together: a node's under torchrun, else a replica's."""
+    """Return how many ranks come and go together: a node's under torchrun, else a replica's."""
     if "LOCAL_WORLD_SIZE" in os.environ:
         return int(os.environ["LOCAL_WORLD_SIZE"])
     return config.parallel.world_size // config.parallel.data_parallel_size
@@ -67,7 +68,7 @@ def ranks_of_a_node(config: RunConfig) -> int:
 def _faults(
     config: RunConfig, configure: Callable[[int], RunConfig], world_size: int
 ) -> Iterator[str]:
-    """Yield a sentence for each reason why the run cannot go on with a number of ranks."""
+    """Yield a sentence for each reason why the run cannot continue with ``world_size`` ranks."""
     try:
         other = configure(world_size)
     except ConfigError as error:
@@ -83,7 +84,7 @@ def _faults(
 
 
 def _batches(config: RunConfig) -> list[int]:
-    """Return, ascending, the numbers of samples that the steps of a run may have."""
+    """Return the possible numbers of samples in a step, in ascending order."""
     replicas = config.parallel.data_parallel_size
     micro = config.training.batch_sizes[0]
     return [count * micro * replicas for count in config.training.microbatch_counts(replicas)]
@@ -94,9 +95,9 @@ def _listed(sizes: list[int]) -> str:
 
 
 def wanted_nodes(save: str) -> tuple[int, int] | None:
-    """Return the number in `WANTED_NODES`, and when it was written; None without a number.
+    """Return the number in the file `WANTED_NODES`, and its time; None without a number.
 
-    The time is in nanoseconds, so that a number that is written again counts again.
+    The time is in nanoseconds, so that writing the same number again is a new request.
     """
     path = Path(save) / WANTED_NODES
     try:
@@ -106,10 +107,10 @@ def wanted_nodes(save: str) -> tuple[int, int] | None:
 
 
 def ask_to_resize(folder: Path) -> None:
-    """Ask the ranks of this machine to save at the next step boundary and to end."""
+    """Ask the ranks of this machine to save at the next step boundary and exit."""
     write_text(folder / RESIZE, "")
 
 
 def forget_resize(folder: Path) -> None:
-    """Take the request of `ask_to_resize` back, once the ranks have ended."""
+    """Withdraw the request of `ask_to_resize`, after the ranks have ended."""
     (folder / RESIZE).unlink(missing_ok=True)

@@ -1,7 +1,8 @@
-"""Watches the forked ranks of a run, sees faults, and tells of them.
+"""Watches the forked ranks of a run, detects faults, and reports them.
 
-A run that goes on after faults kills all ranks at once, as they are to be forked anew. Any other
-run ends as it would unwatched; its hangs are told but not ended, as a debugger may hold a rank.
+If a run continues after faults, all its ranks are killed at once, since they will be forked again.
+Any other run ends as it would without a watcher; its hangs are reported but not ended, because a
+debugger may be holding a rank.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ from megatron_ext.train.exit_codes import (
 from megatron_ext.train.supervisor import GRACE_SECONDS, SignalForwarder, Supervisor, say
 
 _SECONDS_BETWEEN_LOOKS = 0.1
-"""Time between looks at the board, of which one takes about 0.1 ms."""
+"""Seconds between two looks at the board; a look takes about 0.1 ms."""
 _SECONDS_FOR_EVIDENCE = 0.3
-"""Longest time for which ranks are asked what they do before they are killed."""
+"""Longest time in seconds to wait for the ranks' evidence before they are killed."""
 _PATIENCE_AFTER_A_HANG = 2.0
-"""How many times as long as a silence that ended by itself the next one must last to be told."""
+"""After a silence that ended by itself, the next reported silence must last this many times as
+long."""
 _LASTING = (
     0,
     EXIT_CODE_USER_ERROR,
@@ -44,20 +46,20 @@ _LASTING = (
     EXIT_CODE_NOT_SAVED,
     EXIT_CODE_SIGNAL,
 )
-"""Statuses of a rank that ended on purpose, or that would end in the same way again."""
+"""Statuses of ranks that ended on purpose, or that would end in the same way again."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """The end of a run's ranks that nobody asked for, or a hang.
+    """An unexpected end of a run's ranks, or a hang.
 
     Attributes:
         rank: the rank that failed first.
         cause: such as "SIGKILL", "exception" or "hang".
-        iteration: the newest step that any rank was in; None if it is not known.
-        where: what the rank did last, as text.
-        seen_after: most seconds that it can have taken to see the fault.
-        time: when the fault was seen, in seconds of CLOCK_MONOTONIC.
+        iteration: the newest step of any rank; None if unknown.
+        where: the last action of the rank, as text.
+        seen_after: upper bound of the detection time in seconds.
+        time: when the fault was detected, in seconds of CLOCK_MONOTONIC.
     """
 
     rank: int
@@ -71,7 +73,7 @@ class Fault:
 def append_fault(
     save: str | None, fault: Fault, *, generation: int, postmortem: Path | None
 ) -> None:
-    """Add a fault to the list in the save folder, with the name of its post-mortem's folder."""
+    """Add a fault to the log in the save folder, with the name of its post-mortem's folder."""
     append_event(
         save,
         "fault",
@@ -86,12 +88,12 @@ def append_fault(
 
 
 class FaultSupervisor(Supervisor):
-    """Waits for the ranks of one generation, and tells of faults: as post-mortem and as event.
+    """Waits for the ranks of one generation; reports faults as post-mortems and as events.
 
     Attributes:
-        fault: what ended or holds the ranks; None if they ended on purpose, or in a way that would
+        fault: why the ranks ended or hang; None if they ended on purpose, or in a way that would
             repeat.
-        postmortem: the folder of its post-mortem; None if there is none.
+        postmortem: the folder of the fault's post-mortem; None if there is none.
     """
 
     def __init__(
@@ -114,7 +116,7 @@ class FaultSupervisor(Supervisor):
         self.postmortem: Path | None = None
 
     def wait(self) -> int:
-        """Wait for all ranks, and return the exit code as `Supervisor.wait` does."""
+        """Wait for all ranks, and return the exit code like `Supervisor.wait`."""
         self._pids = {rank: pid for pid, rank in self._children.items()}
         code = super().wait()
         lost = self._contact_lost
@@ -125,7 +127,7 @@ class FaultSupervisor(Supervisor):
 
     @property
     def _asked(self) -> bool:
-        """Return whether the launcher has been asked to end."""
+        """Return whether the launcher has been asked to exit."""
         return self._forwarder.asked is not None
 
     def _reap(self) -> bool:
@@ -140,13 +142,13 @@ class FaultSupervisor(Supervisor):
             return
         self._watched = now
         hangs = [v for v in self._watcher.look(self._pids) if v.fault is Kind.HANG]
-        if hangs and self.fault is None:  # an end of a process is seen with its cause, by `_reap`
+        if hangs and self.fault is None:  # `_reap` handles ended processes
             self._hangs(hangs[0])
         elif not hangs:
             self._watcher.tell_slow_ranks(self._save, self._pids)
 
     def _hangs(self, verdict: Verdict) -> None:
-        """Act on a hang."""
+        """React to a hang."""
         raise NotImplementedError
 
     def _stays_stopped(self, rank: int) -> None:
@@ -165,7 +167,7 @@ class FaultSupervisor(Supervisor):
         super()._failed(rank, status)
 
     def _note(self, verdict: Verdict, cause: str) -> Case | None:
-        """Keep what is known about a fault that has just been seen, and write it down."""
+        """Keep what is known about a fault that was just detected, and write it down."""
         now = time.monotonic()
         seen_after = now - self._polled if verdict.fault is Kind.DEAD else verdict.silent
         rank = min(verdict.ranks, default=-1)
@@ -183,7 +185,7 @@ class FaultSupervisor(Supervisor):
                 iteration = max((record.iteration for record in case.board), default=None)
                 where = case.where(rank)
                 self.postmortem = self._write(case)
-            except Exception as error:  # the launcher must not depend on what can be told
+            except Exception as error:  # the launcher must survive a failed investigation
                 print(f"note: the post-mortem is not whole ({error!r})", flush=True)
         self.fault = Fault(rank, cause, now, iteration, where, round(seen_after, 4))
         append_fault(
@@ -192,7 +194,7 @@ class FaultSupervisor(Supervisor):
         return case
 
     def _write(self, case: Case) -> Path | None:
-        """Write the post-mortem of a fault, and return its folder if there is one."""
+        """Write the post-mortem of a fault; return its folder, or None."""
         return write_postmortem(case, self._save)
 
     def _end_all(self, grace: float = GRACE_SECONDS) -> None:
@@ -201,12 +203,12 @@ class FaultSupervisor(Supervisor):
         self._end_ranks(grace)
 
     def _end_ranks(self, grace: float) -> None:
-        """End all ranks, of whose fault all is noted."""
+        """End all ranks, after everything about their fault has been recorded."""
         super()._end_all(grace)
 
 
 class TellingSupervisor(FaultSupervisor):
-    """Waits for ranks that are not started again; what ends them, and when, stays as it is."""
+    """Waits for ranks that are not restarted, and only reports their faults."""
 
     _patience = 0.0
     _hung: Case | None = None
@@ -229,7 +231,7 @@ class TellingSupervisor(FaultSupervisor):
             self._see_whether_it_goes_on(self._hung)
 
     def _hangs(self, verdict: Verdict) -> None:
-        """Tell a hang once; after one that ended by itself, only one that is much longer."""
+        """Report a hang once; after one that ended by itself, report only a much longer one."""
         if verdict.silent < self._patience:
             return
         self._hung = case = self._note(verdict, "hang")
@@ -244,7 +246,7 @@ class TellingSupervisor(FaultSupervisor):
         print(text, file=sys.stderr, flush=True)
 
     def _see_whether_it_goes_on(self, case: Case) -> None:
-        """Tell that a rank which hung goes on, if it does."""
+        """Report that a rank continues after a hang, if it does."""
         assert self._watcher is not None
         for record in self._watcher.board.read(1):
             before = case.record(record.rank)
@@ -262,7 +264,7 @@ class TellingSupervisor(FaultSupervisor):
         super()._failed(rank, status)
 
     def _tell_end(self, fault: Fault, code: int) -> None:
-        """Print a line about a fault that has ended the run, if there is more to say."""
+        """Print a line about the fault that ended the run, if there is more to say."""
         parts = []
         if (fault.cause, code) == ("memory", code_of(-signal.SIGKILL)):
             parts.append(f"the kernel has killed rank {fault.rank} for want of memory")
@@ -273,17 +275,17 @@ class TellingSupervisor(FaultSupervisor):
             print("; ".join(parts), file=sys.stderr, flush=True)
 
     def _write(self, case: Case) -> Path | None:
-        """Without a save folder, write the post-mortem of a hang only."""
+        """Write the post-mortem; without a save folder, only that of a hang."""
         if self._save is None and case.cause != "hang":
             return None
         return write_postmortem(case, self._save)
 
 
 class RestartSupervisor(FaultSupervisor):
-    """Waits for the ranks of a generation that others follow; after a fault it kills all at once.
+    """Waits for the ranks of a generation that can be restarted; kills all at once after a fault.
 
     Args:
-        look_for_wish: called now and then, to look whether another number of ranks is wanted.
+        look_for_wish: called now and then, to check whether another number of ranks is requested.
     """
 
     seconds_for_the_cause = 0.2
@@ -315,13 +317,13 @@ class RestartSupervisor(FaultSupervisor):
 
     def _failed(self, rank: int, status: int) -> None:
         if status == EXIT_CODE_RESIZED:
-            # The others have been asked too, and are about to end in the same way.
+            # The other ranks have been asked as well, and are about to exit in the same way.
             self._code = status
             return
         super()._failed(rank, status)
 
     def _end_ranks(self, grace: float) -> None:
-        """Kill all ranks at once if they are to be started again, else end them as usual."""
+        """Kill all ranks at once if they will be restarted, otherwise end them as usual."""
         if self.fault is None:
             super()._end_ranks(GRACE_SECONDS)
             return

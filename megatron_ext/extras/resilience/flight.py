@@ -1,7 +1,7 @@
-"""The last collectives of a rank, as torch's flight recorder holds them, in a file for watchers.
+"""The latest collectives of a rank, from torch's flight recorder, in a file for watchers.
 
-torch records each collective, with gloo as with NCCL: group, number, operation, time of the call,
-and whether it is over. Messages of a pipeline are on the board instead.
+torch records each collective, with both gloo and NCCL: group, number, operation, time of the call,
+and whether it has ended. Pipeline messages are on the board instead.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Collective:
     Attributes:
         group: name of the process group, the same on all its ranks.
         label: description of the group, such as "TENSOR_MODEL_PARALLEL_GROUP".
-        ranks: global ranks of the group; empty if they are not known.
-        number: which collective of the group it is, from 1 on.
+        ranks: global ranks of the group; empty if unknown.
+        number: index of the collective within the group, from 1.
         name: operation, such as "all_reduce".
         shape: shapes of the inputs.
         created: time of the call, in seconds of CLOCK_MONOTONIC.
-        over: whether it has ended on this rank.
+        over: whether the collective has ended on this rank.
     """
 
     group: str
@@ -50,11 +50,11 @@ class Collective:
 
 
 Flight = tuple[Collective, ...]
-"""The last collectives of a rank, in the order of their calls."""
+"""The latest collectives of a rank, in the order of their calls."""
 
 
 def _groups() -> dict[str, tuple[int, ...]]:
-    """Return the global ranks of all process groups of this process by name."""
+    """Return the global ranks of all process groups of this process, by name."""
     world = torch.distributed.distributed_c10d._world
     return {
         str(name): tuple(torch.distributed.get_process_group_ranks(group))
@@ -80,16 +80,17 @@ def _collective(
 
 
 def write_flight(path: Path) -> None:
-    """Write the last collectives of this process to a file, which appears whole.
+    """Write the latest collectives of this process to a file, atomically.
 
-    The file has torch's own dump after a line with clock and groups, so that a rank does as little
-    as possible; without a dump, where torch does not record collectives, there are none.
+    The file has a line with clock and groups, followed by torch's own dump, so that a rank does as
+    little work as possible. If torch does not record collectives, there is no dump, and the list is
+    empty.
     """
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
     about: dict[str, Any] = {"behind": time.time() - time.monotonic(), "groups": {}}
     trace = b""
     if dump is not None and torch.distributed.is_initialized():
-        # Stack traces would take seconds; faulthandler writes those that matter.
+        # Stack traces would take seconds; faulthandler writes the important ones.
         trace = dump(includeStackTraces=False)
         about["groups"] = _groups()
     aside = path.with_suffix(".tmp")
@@ -98,7 +99,7 @@ def write_flight(path: Path) -> None:
 
 
 def read_flight(path: Path) -> Flight | None:
-    """Return what `write_flight` has written; None if there is no such file, or it is damaged."""
+    """Read the file of `write_flight`; return None if it is missing or damaged."""
     try:
         about, _, trace = path.read_bytes().partition(b"\n")
         given = json.loads(about)

@@ -1,4 +1,4 @@
-"""Tells a process how often its run has been restarted, and lists the restart of this process."""
+"""Counts how often a process's run has been restarted, and logs this process as a restart."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from megatron_ext.train.callbacks.callback import Callback
 from megatron_ext.train.run import Run
 
 FAULT_TIME_VARIABLE = "MEGATRON_EXT_FAULT_TIME"
-"""Environment variable with the time at which the fault before this restart was seen."""
+"""Environment variable with the time at which the fault before this restart was detected."""
 FAULT_STEP_VARIABLE = "MEGATRON_EXT_FAULT_STEP"
-"""Environment variable with the step in which the ranks were when that fault came."""
+"""Environment variable with the step in which that fault occurred."""
 
 
 def follow_earlier_process() -> None:
-    """Count this process as a restart if torchrun's agent has started one in its place before.
+    """Count this process as a restart if torchrun's agent had started one in its place before.
 
-    torchrun's own count leaves out restarts because of a node that comes or goes. The slot of this
-    rank on the board tells of the earlier process. All local ranks have to call it before they
-    write to the board.
+    torchrun's own count does not include restarts because a node comes or goes. But this rank's
+    slot on the board shows the earlier process. All local ranks must call this before they write to
+    the board.
     """
     folder = host_folder()
     if folder is None or not (folder / BOARD).exists():
@@ -37,7 +37,7 @@ def follow_earlier_process() -> None:
 
 
 class RestartReport(Callback):
-    """Adds a restart to the list of faults when its first step begins."""
+    """Adds a restart to the log of faults when its first step begins."""
 
     _is_told = False
 

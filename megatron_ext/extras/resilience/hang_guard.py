@@ -1,8 +1,8 @@
-"""Tells hangs and slow ranks where torchrun has started the ranks, and ends hangs if it restarts.
+"""Reports hangs and slow ranks under torchrun, and ends hangs if torchrun restarts ranks.
 
-torchrun's agent sees only processes that have ended, so a thread of each rank looks at the board of
-its machine. Of those that can, the lowest rank writes the post-mortem and, if torchrun starts ranks
-again, kills those that stopped first.
+torchrun's agent only notices processes that have ended, so a thread of each rank watches the board
+of its machine. The lowest rank whose thread is able to look writes the post-mortem. If torchrun
+restarts ranks, it also kills those that stopped first.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from megatron_ext.train.exit_codes import EXIT_CODE_NO_ANSWER
 
 _SECONDS_BETWEEN_LOOKS = 0.25
 _SECONDS_OF_A_SIGN = 2.0
-"""Time without a look after which the thread of a rank counts as unable."""
+"""Seconds without a look after which the thread of a rank counts as unable."""
 
 
 @contextmanager
 def hang_guard(config: RunConfig, rank: int) -> Iterator[None]:
-    """Let a watcher ask this rank what it does; if torchrun has started it, be one as well."""
+    """Let watchers query this rank; if torchrun has started it, let it watch as well."""
     folder = host_folder()
     with watchdog(folder, rank), _watching(config, folder):
         yield
@@ -46,7 +46,7 @@ def hang_guard(config: RunConfig, rank: int) -> Iterator[None]:
 
 @contextmanager
 def _watching(config: RunConfig, folder: Path | None) -> Iterator[None]:
-    """Watch the ranks of this machine in a thread, if torchrun has started them."""
+    """If torchrun has started the ranks of this machine, watch them in a thread."""
     minutes = config.parallel.distributed_timeout_minutes
     size = os.environ.get("LOCAL_WORLD_SIZE")
     watcher = open_watcher(folder, int(size or 1), minutes) if is_under_torchrun() else None
@@ -65,7 +65,7 @@ def _watching(config: RunConfig, folder: Path | None) -> Iterator[None]:
 
 
 class _Guard:
-    """The thread that watches all ranks of a machine; it reports while no lower rank does."""
+    """The thread that watches all ranks of a machine; it reports only if no lower rank does."""
 
     def __init__(self, watcher: Watcher, save: str | None, over: threading.Event) -> None:
         self._watcher = watcher
@@ -76,10 +76,10 @@ class _Guard:
         self._ends_hangs = restarts_by_torchrun() > 0
 
     def run(self) -> None:
-        """Look until the run is over on this rank; report slow ranks, and one hang."""
+        """Watch until the run is over on this rank; report slow ranks, and one hang."""
         has_reported = False
         while not self._over.wait(_SECONDS_BETWEEN_LOOKS):
-            # Also after a hang has been reported, or another rank would report it again.
+            # Keep looking after a reported hang; otherwise another rank would report it again.
             self._slot.set(Word.LOOKED, time.monotonic_ns())
             hangs = [v for v in self._watcher.look() if v.fault is Kind.HANG]
             if has_reported or not self._is_my_turn():
@@ -90,15 +90,15 @@ class _Guard:
                 self._watcher.tell_slow_ranks(self._save)
 
     def _is_my_turn(self) -> bool:
-        """Return whether no lower rank of this machine looks at the board."""
+        """Return whether no lower rank of this machine is watching the board."""
         since = time.monotonic() - _SECONDS_OF_A_SIGN
         lower = (self._watcher.board.read_slot(place, 1) for place in range(self._place))
         return not any(record is not None and record.looked > since for record in lower)
 
     def _tell(self, hang: Verdict) -> bool:
-        """Tell of the ranks of this machine that stopped first; return whether there are any.
+        """Report the ranks of this machine that stopped first; return whether there are any.
 
-        They are killed if torchrun then starts the ranks again.
+        Kill them if torchrun will then restart the ranks.
         """
         case = self._watcher.investigate(hang)
         culprits = [record for record in case.board if record.rank in case.blame.ranks]

@@ -1,7 +1,7 @@
-"""Checkpoints in the memory or on a disk of each machine, from which a run goes on after a fault.
+"""Snapshots in each machine's memory or on its disk, from which a run resumes after a fault.
 
-Each rank keeps its two newest snapshots, and its neighbour may hold copies of them (`peers`). What
-a restarted run goes on from is decided in `recovery`.
+Each rank keeps its two newest snapshots, and its neighbour may hold copies of them (`peers`).
+`recovery` chooses the snapshots for a restart.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from megatron_ext.parallel.collectives import from_all_ranks, gather_or_raise
 from megatron_ext.parallel.context import ParallelContext
 
 VALUES, SHARDED, PROGRESS, RUN_CONFIG = "values", "sharded", "progress", "run_config"
-"""The keys of what a snapshot holds."""
+"""Keys of the parts of a snapshot."""
 
 
 @dataclass(frozen=True)
 class Machines:
-    """The machine of each rank, by a name that its ranks share, and a group for their host memory.
+    """The machine of each rank, by a name that all its ranks share, and a group over host memory.
 
     Attributes:
         names: by rank, the machine's name; two folders of snapshots count as two machines.
-        group: all ranks, over host memory.
+        group: a process group of all ranks, over host memory.
     """
 
     names: list[str]
@@ -50,7 +50,7 @@ class Machines:
 
     @classmethod
     def of(cls, folder: Path, context: ParallelContext) -> Machines:
-        """Find out which ranks see one folder of snapshots; all ranks call this together."""
+        """Find out which ranks share a folder of snapshots; all ranks call this together."""
         folder.mkdir(parents=True, exist_ok=True)
         status = folder.stat()
         name = f"{socket.gethostname()}:{status.st_dev}:{status.st_ino}"
@@ -79,20 +79,20 @@ class Machines:
 
 
 class MemoryCheckpoints:
-    """Takes this rank's snapshots, and has them copied to its neighbour.
+    """Takes this rank's snapshots, and copies them to its neighbour.
 
     Attributes:
-        is_behind: whether the snapshots in the folder are of another layout, since the run has come
-            back with another number of replicas.
+        is_behind: whether the snapshots in the folder belong to another layout, because the run has
+            returned with another number of replicas.
 
     Args:
         folder: where all ranks of this machine keep their snapshots.
         interval: number of steps between two snapshots.
         neighbours: whether neighbours hold copies; a single rank has no neighbour.
         stays: whether the snapshots stay when the run ends.
-        left: whether the folder holds snapshots that a killed run with this save folder has left.
-        earlier: folders of other runs, from whose snapshots this run may go on when it starts.
-        over_group: send copies over a process group even on one machine.
+        left: whether a killed run with this save folder has left snapshots in the folder.
+        earlier: folders of other runs, whose snapshots this run may start from.
+        over_group: whether to send copies over a process group even on a single machine.
     """
 
     def __init__(
@@ -124,15 +124,14 @@ class MemoryCheckpoints:
 
     @property
     def num_copies(self) -> int:
-        """Return how many snapshots a rank keeps, with those of its neighbour."""
+        """Return how many snapshots a rank keeps, including its neighbour's."""
         return 4 if self._neighbours else 2
 
     def prepare(self, *state: dict[str, Any]) -> int:
-        """Reserve the memory of all snapshots, and return its bytes on this machine.
+        """Reserve the memory for all snapshots; return the bytes on this machine.
 
-        The arguments are those of `take` without the iteration.
-
-        All ranks call this together. If a machine has no room, all raise a CheckpointError.
+        The arguments are those of `take` without the iteration. All ranks call this together. If a
+        machine has no room, all raise a CheckpointError.
         """
         content = _content(*state)
         sizes = from_all_ranks(content.num_bytes + len(content.skeleton), None)
@@ -161,7 +160,7 @@ class MemoryCheckpoints:
         return needed
 
     def _bytes_on_disk(self) -> int:
-        """Return the bytes that snapshots of an earlier start have already reserved."""
+        """Return the bytes already reserved by the snapshots of an earlier start."""
         return sum(path.stat().st_size for path in self._paths())
 
     def take(
@@ -173,8 +172,8 @@ class MemoryCheckpoints:
     ) -> Snapshot:
         """Take a snapshot of ``state``, whose tensors may change as soon as this returns.
 
-        Its copy for the neighbour is made meanwhile. Only if the copy of the last but one snapshot
-        is not complete, this waits for it.
+        The copy for the neighbour is made in the background. This waits only if the copy of the
+        snapshot before the previous one is not complete.
         """
         if self._neighbours and self._thread is None:
             self._thread = CopyThread(self._copy())
@@ -196,14 +195,14 @@ class MemoryCheckpoints:
     def discard_others(self, iteration: int) -> None:
         """Discard snapshots of later iterations or of other layouts; all ranks call this together.
 
-        Otherwise a restarted run could go on from a later iteration of an earlier run, or from an
-        iteration of which some ranks' snapshots are from before a fault.
+        Otherwise a restart could resume from a later iteration of an earlier run, or from an
+        iteration for which some ranks' snapshots are older than a fault.
         """
         self.is_behind = False
         torch.distributed.barrier(group=self.machines.group)
         for path in self._paths() if self.machines.is_first else ():
             if int(path.stem.rpartition("_")[2]) >= len(self.machines.names):
-                path.unlink(missing_ok=True)  # No rank of this layout would write it again.
+                path.unlink(missing_ok=True)  # no rank of this layout would overwrite it
                 continue
             snapshot = SnapshotFile(path).read()
             if snapshot is not None and not self._is_of(snapshot, iteration):
@@ -214,7 +213,7 @@ class MemoryCheckpoints:
         return snapshot.iteration <= iteration and snapshot.facts.get("layout") == self._layout
 
     def listed(self, *, with_earlier: bool = False) -> list[tuple[Path, Snapshot]]:
-        """Return the whole snapshots on this machine; ``with_earlier`` adds those of other runs."""
+        """Return the whole snapshots on this machine; ``with_earlier`` adds other runs' ones."""
         paths = self._paths()
         for folder in self._earlier if with_earlier else ():
             paths += _paths_in(folder)
@@ -231,7 +230,7 @@ class MemoryCheckpoints:
             self._thread.wait(file)
 
     def close(self) -> None:
-        """Complete the copies; all ranks call this together after the last step."""
+        """Complete all copies; all ranks call this together after the last step."""
         if self._thread is not None:
             self._thread.close()
             self._thread = None

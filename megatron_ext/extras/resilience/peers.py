@@ -1,8 +1,8 @@
-"""Copies of a rank's snapshots that a neighbour holds, made while the training goes on.
+"""Copies of a rank's snapshots at its neighbour, made while the training goes on.
 
-The neighbour of a rank is the next rank, or with several machines the rank that has its place on
-the next machine. A copy on the same machine is made in memory; one for another machine goes over a
-process group of its own, in pieces, so that it does not wait for the collectives of the training.
+The neighbour of a rank is the next rank, or with several machines the corresponding rank on the
+next machine. A copy on the same machine is made in memory. A copy for another machine is sent in
+pieces over a separate process group, so that it does not wait for the collectives of the training.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from megatron_ext.checkpoint.snapshot import Snapshot, SnapshotFile, SnapshotPai
 logger = logging.getLogger(__name__)
 
 PIECE = 1 << 24
-"""Number of bytes that are copied or sent at a time."""
+"""Bytes that are copied or sent at a time."""
 
 
 def own_files(folder: Path, rank: int) -> SnapshotPair:
-    """Return the files of a rank's snapshots in a machine's folder."""
+    """Return the files of a rank's own snapshots."""
     return SnapshotPair(folder, f"rank_{rank:05d}")
 
 
 def held_files(folder: Path, rank: int) -> SnapshotPair:
-    """Return the files of the copies of a rank's snapshots that its neighbour holds."""
+    """Return the files of the copies of a rank's snapshots at its neighbour."""
     return SnapshotPair(folder, f"held_{rank:05d}")
 
 
 def distance(machines: Sequence[str]) -> int:
-    """Return by how many ranks a neighbour is away, from the machine of each rank.
+    """Return how many ranks away a neighbour is, given the machine of each rank.
 
     It is the largest number of ranks on a machine, so that neighbours are on different machines.
     """
@@ -46,7 +46,7 @@ def distance(machines: Sequence[str]) -> int:
 
 
 def pieces_of(raw: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield the pieces of a raw snapshot with the places where they begin."""
+    """Yield the pieces of a raw snapshot, each with its offset."""
     for start in range(0, raw.numel(), PIECE):
         yield start, raw[start : start + PIECE]
 
@@ -58,18 +58,18 @@ class CopyOnMachine:
         self._target = held_files(folder, rank)
 
     def __call__(self, snapshot: Snapshot) -> None:
-        """Copy a snapshot, while others of this rank may be taken."""
+        """Copy a snapshot; meanwhile this rank may take others."""
         raw = snapshot.raw
         self._target.turn().write_raw(raw.numel(), pieces_of(raw))
 
 
 class CopyOverGroup:
-    """Sends this rank's snapshots to its right neighbour, and holds those of its left one.
+    """Sends this rank's snapshots to its right neighbour, and stores those of its left neighbour.
 
     All ranks call it equally often.
 
     Args:
-        group: all ranks of the run, over host memory; no one else uses it meanwhile.
+        group: all ranks of the run, over host memory; used for nothing else meanwhile.
         step: distance of the neighbours.
     """
 
@@ -90,7 +90,7 @@ class CopyOverGroup:
         self._target.turn().write_raw(number, self._received(mine, number))
 
     def _received(self, mine: Tensor, number: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield the pieces of the left neighbour's ``number`` bytes, while ``mine`` are sent."""
+        """Yield the pieces of the left neighbour's ``number`` bytes, while sending ``mine``."""
         buffer = torch.empty(min(PIECE, number), dtype=torch.uint8)
         for start in range(0, max(mine.numel(), number), PIECE):
             piece = buffer[: max(0, min(PIECE, number - start))]
@@ -115,7 +115,8 @@ class CopyOverGroup:
 class CopyThread:
     """A thread that copies snapshots one after the other.
 
-    It ends with the process, however this ends: a neighbour that has died lets it wait forever.
+    It is a daemon thread, so it ends with the process: after a neighbour has died it waits for
+    ever.
     """
 
     def __init__(self, copy: Callable[[Snapshot], None]) -> None:
@@ -127,17 +128,17 @@ class CopyThread:
         self._thread.start()
 
     def start(self, snapshot: Snapshot) -> None:
-        """Copy a snapshot soon; its file must not be written before `wait`."""
+        """Start copying a snapshot; its file must not be overwritten before `wait`."""
         done = self._done[snapshot.path] = threading.Event()
         self._work.put((snapshot, done))
 
     def wait(self, file: SnapshotFile) -> None:
-        """Wait until the snapshot in a file has been copied, if it is to be."""
+        """Wait until the pending copy of a file's snapshot, if any, is complete."""
         if file.path in self._done:
             self._done[file.path].wait()
 
     def close(self) -> None:
-        """Wait for all copies, and end the thread; all ranks call this if they exchange."""
+        """Wait for all copies, and end the thread; if ranks exchange copies, all call this."""
         self._work.put(None)
         self._thread.join()
 
@@ -146,7 +147,8 @@ class CopyThread:
             snapshot, done = item
             try:
                 self._copy(snapshot)
-            # A neighbour that is lost or a full folder ends no training: the own copy stays.
+            # A lost neighbour or a full folder must not end the training: this rank's own snapshot
+            # remains.
             except Exception as error:
                 logger.warning(
                     "The neighbour has no copy of iteration %s: %s", snapshot.iteration, error

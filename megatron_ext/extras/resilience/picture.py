@@ -1,6 +1,6 @@
 """Draws the last events before a fault as a picture, ranks × time: ``python -m … FOLDER``.
 
-It is a program of its own, so that drawing takes no time from a recovery.
+It runs as a separate program, so that drawing does not delay a recovery.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _STEPS_SHOWN = 3
 
 
 def spans(events: Sequence[Sequence[Any]]) -> Iterator[tuple[float, float, str]]:
-    """Yield start, end and name of each phase; the last one lasts until time 0, the fault."""
+    """Yield start, end and name of each phase; the last one lasts until the fault, at time 0."""
     for event, after in zip(events, [*events[1:], [0.0]], strict=True):
         if after[0] > event[0]:
             yield event[0], after[0], event[3]
 
 
 def first_time(ranks: Sequence[dict[str, Any]]) -> float:
-    """Return the time from which on to draw: that of the last steps, or of the last seconds."""
+    """Return the time at which the drawing starts: the last few steps, or the last few seconds."""
     steps = [e[0] for rank in ranks for e in rank["events"] if e[1] == "STEP"]
     last = sorted({round(at, 3) for at in steps})[-_STEPS_SHOWN * len(ranks) :]
     events = [e[0] for rank in ranks for e in rank["events"]]
@@ -47,7 +47,7 @@ def first_time(ranks: Sequence[dict[str, Any]]) -> float:
 
 
 def draw(folder: Path) -> None:
-    """Draw ``timeline.json`` of a post-mortem's folder as ``picture.svg``."""
+    """Draw the ``timeline.json`` in a post-mortem's folder as ``picture.svg``."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

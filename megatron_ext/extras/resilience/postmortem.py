@@ -1,6 +1,6 @@
-"""The post-mortem of a fault: which rank stopped first, where, who waits for whom; kept as files.
+"""The post-mortem of a fault, as files: which rank stopped first, where, and who waits for whom.
 
-It is written beside a recovery and must not disturb it: what cannot be written is left out.
+It is written during a recovery and must not disturb it: parts that cannot be written are left out.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _OUTSIDE = ("/site-packages/", "/lib/python", "<frozen ")
 
 @dataclass(frozen=True)
 class Case:
-    """All that is known about a fault.
+    """Everything that is known about a fault.
 
     Attributes:
         cause: one or two words, such as "hang", "SIGKILL", "memory" or "exception".
-        now: time at which the fault was seen, of CLOCK_MONOTONIC.
-        states: states of the processes by process id.
-        resident: last known bytes of main memory by rank.
+        now: when the fault was detected, in seconds of CLOCK_MONOTONIC.
+        states: states of the processes, by process id.
+        resident: last known bytes in main memory, by rank.
     """
 
     cause: str
@@ -47,12 +47,12 @@ class Case:
     resident: Mapping[int, int] = field(default_factory=dict)
 
     def record(self, rank: int) -> RankRecord | None:
-        """Return the record of a rank of this machine, None for another."""
+        """Return the record of a rank of this machine; None for a rank of another machine."""
         return next((record for record in self.board if record.rank == rank), None)
 
     @property
     def sentence(self) -> str:
-        """Return one sentence: who stopped first, why and where."""
+        """Return a sentence that says which rank stopped first, why, and where."""
         if not self.blame.ranks:
             return f"Nothing tells which rank stopped first ({self.cause})."
         first = self.blame.ranks[0]
@@ -70,7 +70,7 @@ class Case:
         return self.blame.reason
 
     def where(self, rank: int) -> str:
-        """Return where a rank stood: step, phase, action, collective, line of code."""
+        """Return the position of a rank: step, phase, action, collective and line of code."""
         record = self.record(rank)
         if record is None:
             return "of which this machine knows no more"
@@ -91,7 +91,7 @@ class Case:
 
 
 def _action(record: RankRecord) -> str:
-    """Return the action of the plan that a rank was in, "" outside of actions."""
+    """Return the current action of a rank; "" outside actions."""
     later: list[Event] = []
     for event in reversed(record.events):
         if event.iteration != record.iteration or event.kind is EventKind.STEP:
@@ -105,7 +105,7 @@ def _action(record: RankRecord) -> str:
 
 
 def _frame_of_ours(evidence: Evidence) -> Frame | None:
-    """Return the innermost line of this package or of the user's code in a rank's stack."""
+    """Return the innermost line of a rank's stack in this package or the user's code."""
     stack = main_stack(evidence.stack or evidence.crash)
     ours = (frame for frame in stack if not any(place in frame.file for place in _OUTSIDE))
     return next(ours, stack[0] if stack else None)
@@ -149,10 +149,10 @@ def _stacks(case: Case, record: RankRecord, evidence: Evidence) -> str:
 
 
 def write_postmortem(case: Case, save: str | Path | None) -> Path | None:
-    """Write a post-mortem to a new folder ``postmortem_<n>`` of the save folder, and return it.
+    """Write a post-mortem to a new folder ``postmortem_<n>`` in the save folder, and return it.
 
-    Without a save folder, or if it cannot be written, the first lines are printed, and None is
-    returned.
+    Without a save folder, or if the post-mortem cannot be written, print its first lines and return
+    None.
     """
     text = report(case)
     if save is not None:
@@ -188,7 +188,7 @@ def _new_folder(save: Path) -> Path:
 
 
 def _timeline(case: Case) -> dict[str, object]:
-    """Return what the picture shows: events by rank, in seconds before the fault was seen."""
+    """Return the data of the picture: events by rank, in seconds before the fault was detected."""
     return {
         "title": case.sentence,
         "ranks": [
@@ -206,30 +206,31 @@ def _timeline(case: Case) -> dict[str, object]:
 
 
 class Drawings:
-    """The helpers that draw the pictures of a run's post-mortems."""
+    """The helper processes that draw the pictures of a run's post-mortems."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, folder: Path | None) -> None:
-        """Start to draw the picture of the post-mortem in a folder, if there is one."""
+        """Start drawing the picture of the post-mortem in ``folder``; do nothing for None."""
         if folder is not None and (process := start_drawing(folder)) is not None:
             self._processes.append(process)
 
     def wait(self) -> None:
-        """Wait until all pictures are drawn, each for a bounded time."""
+        """Wait until all pictures are drawn, each up to a time limit."""
         for process in self._processes:
             try:
                 process.wait(_SECONDS_FOR_DRAWING)
             except subprocess.TimeoutExpired:
-                # It ends by itself, and Python must not warn that nobody has waited for it.
+                # The helper ends by itself, and Python must not warn that nothing has waited for
+                # it.
                 process.returncode = 0
 
 
 def start_drawing(folder: Path) -> subprocess.Popen[bytes] | None:
-    """Start a helper that draws the picture of a post-mortem, and return it.
+    """Start a helper process that draws the picture of a post-mortem, and return it.
 
-    It is a process of low priority, so that drawing takes no time from a restart.
+    The process has low priority, so that drawing does not delay a restart.
     """
     command = [sys.executable, "-m", "megatron_ext.extras.resilience.picture", str(folder)]
     given = {"cwd": Path(_HOME).parent, "stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}

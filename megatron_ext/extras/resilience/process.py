@@ -1,4 +1,4 @@
-"""The operating system's view of a rank: alive, stopped or gone, its memory, kills for memory."""
+"""The operating system's view of a rank: whether it lives, its memory, and out-of-memory kills."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class ProcessState:
     """The state of a process.
 
     Attributes:
-        alive: False once it has ended, also if its parent does not know yet.
+        alive: whether it has not ended; False even if its parent has not reaped it yet.
         stopped: whether a signal such as SIGSTOP has stopped it.
         cpu_seconds: processor time of all its threads.
-        resident: bytes of main memory that it holds.
+        resident: bytes that it occupies in main memory.
     """
 
     alive: bool = True
@@ -31,7 +31,7 @@ GONE = ProcessState(alive=False)
 
 
 def process_states(pids: Iterable[int]) -> dict[int, ProcessState]:
-    """Return the states of processes by process id."""
+    """Return the states of processes, by process id."""
     return {pid: _state(pid) for pid in pids}
 
 
@@ -52,10 +52,10 @@ def _state(pid: int) -> ProcessState:
 
 
 class MemoryKills:
-    """Tells whether the kernel has killed a process for want of memory since the last question.
+    """Detects out-of-memory kills by the kernel since the last call.
 
-    It reads the counters ``oom_kill`` of the control groups of this process, in version 1 and 2, or
-    that of the machine if they have none; ``root`` is "/" but in tests.
+    It reads the counters ``oom_kill`` of this process's control groups (version 1 and 2), or the
+    machine's counter if they have none. ``root`` is "/" except in tests.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -63,7 +63,7 @@ class MemoryKills:
         self._before = self._counts()
 
     def happened(self) -> bool:
-        """Return whether a counter has grown since the last call or the construction."""
+        """Return whether a counter has grown since the last call, or since the construction."""
         before, self._before = self._before, self._counts()
         return any(count > before.get(path, 0) for path, count in self._before.items())
 
@@ -71,7 +71,7 @@ class MemoryKills:
         counts = dict[Path, int]()
         for path in self._paths():
             if counts and path.name == "vmstat":
-                break  # it counts the processes of others too
+                break  # it includes processes outside these groups
             with suppress(OSError, ValueError):
                 for line in path.read_text(encoding="ascii").splitlines():
                     name, _, count = line.partition(" ")
@@ -80,7 +80,7 @@ class MemoryKills:
         return counts
 
     def _paths(self) -> list[Path]:
-        """Return the files that may hold a counter, if they exist; the machine's is the last."""
+        """Return the files that may hold a counter; the machine's comes last."""
         groups = self._root / "sys/fs/cgroup"
         paths = [groups / "memory.events", groups / "memory/memory.oom_control"]
         with suppress(OSError):

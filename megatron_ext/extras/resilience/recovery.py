@@ -1,9 +1,9 @@
-"""Decides from which snapshots a restarted run goes on, and brings them to the ranks.
+"""Chooses the snapshots from which a restarted run resumes, and sends them to the ranks.
 
-All ranks agree on the newest iteration of which a machine holds a whole and intact snapshot of each
-rank: its own, or its neighbour's copy. In the layout that took them, each rank reads its snapshot,
-which is sent to its machine if it is not there. For another number of replicas the snapshots
-become a temporary checkpoint, which is loaded like any other.
+All ranks agree on the newest iteration for which the machines hold an intact snapshot of each rank:
+its own, or its neighbour's copy. In the same layout, each rank reads its snapshot, which is sent to
+its machine if it is not there. For another number of replicas, the snapshots are turned into a
+temporary checkpoint, which is loaded like any other.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Layout
 
 _OF_REPLICAS = ("world_size", "context_parallel_size")
-"""Sizes of a layout that may differ from those of the snapshots."""
+"""Sizes of a layout in which it may differ from the snapshots' layout."""
 _TEMPORARY = "resharded"
 
 
 @dataclass(frozen=True)
 class HeldSnapshot:
-    """A whole snapshot on some machine, as its header describes it.
+    """A complete snapshot on some machine, as its header describes it.
 
     Attributes:
-        rank: the rank whose state it is, in ``layout``.
-        is_copy: whether a neighbour holds it.
+        rank: the rank, in ``layout``, whose state it holds.
+        is_copy: whether it is a copy at the rank's neighbour.
     """
 
     machine: str
@@ -58,7 +58,7 @@ class HeldSnapshot:
 
 
 def same_weights(first: Layout, second: Layout) -> bool:
-    """Return whether two layouts differ in their numbers of replicas only."""
+    """Return whether two layouts differ only in their numbers of replicas."""
     names = [name for name in Layout.__dataclass_fields__ if name not in _OF_REPLICAS]
     return all(getattr(first, name) == getattr(second, name) for name in names)
 
@@ -66,14 +66,14 @@ def same_weights(first: Layout, second: Layout) -> bool:
 def choose(
     entries: Iterable[HeldSnapshot], layout: Layout, machines: Sequence[str], newer_than: int
 ) -> list[HeldSnapshot] | None:
-    """Return, by rank, the snapshots of the newest iteration of which every rank has one.
+    """Return, by rank, the snapshots of the newest iteration for which every rank has one.
 
     A rank's own snapshot is preferred to its neighbour's copy, and one on its machine to others.
 
     Args:
-        layout: the layout that goes on; a snapshot of the same layout is preferred.
-        machines: by rank of ``layout``, the machine's name.
-        newer_than: iterations up to this one are not worth the return.
+        layout: the layout that resumes; its own snapshots are preferred to those of other layouts.
+        machines: the machine's name, by rank of ``layout``.
+        newer_than: only later iterations are worth a return.
     """
     sets: dict[tuple[int, bool, Layout], dict[int, list[HeldSnapshot]]] = {}
     for entry in entries:
@@ -94,7 +94,7 @@ def choose(
 
 
 def reader_of(entry: HeldSnapshot, layout: Layout, machines: Sequence[str]) -> int:
-    """Return the rank that reads a snapshot: one on its machine, the same one if possible."""
+    """Return the rank that reads a snapshot: its own rank if possible, else one on its machine."""
     if entry.layout == layout and machines[entry.rank] == entry.machine:
         return entry.rank
     there = [rank for rank, name in enumerate(machines) if name == entry.machine]
@@ -102,7 +102,7 @@ def reader_of(entry: HeldSnapshot, layout: Layout, machines: Sequence[str]) -> i
 
 
 class Recovery:
-    """Finds the snapshots of a run, and gives each rank the state to go on from.
+    """Finds the snapshots of a run, and gives each rank the state to resume from.
 
     All ranks call each method together.
     """
@@ -115,9 +115,9 @@ class Recovery:
         self._rank = context.rank
 
     def newest(self, newer_than: int, *, with_earlier: bool = False) -> list[HeldSnapshot] | None:
-        """Return the snapshots of all ranks to go on from; None if none is new enough.
+        """Return the snapshots of all ranks to resume from; None if none are new enough.
 
-        Report and remove those that fail their checksum. ``with_earlier`` is as for
+        Report and remove snapshots that fail their checksum. For ``with_earlier`` see
         `MemoryCheckpoints.listed`.
         """
         names = self._machines.names
@@ -131,7 +131,7 @@ class Recovery:
         return None
 
     def _listed(self, with_earlier: bool) -> list[HeldSnapshot]:
-        """Return the snapshots on this machine, on its first rank only."""
+        """Return the snapshots on this machine, on its first rank; an empty list on others."""
         listed = list[HeldSnapshot]()
         snapshots = self.memory.listed(with_earlier=with_earlier) if self._machines.is_first else ()
         for path, snapshot in snapshots:
@@ -148,7 +148,7 @@ class Recovery:
         return [entry for entry in chosen if reader_of(entry, self._layout, names) == self._rank]
 
     def _damaged(self, chosen: Collection[HeldSnapshot]) -> set[HeldSnapshot]:
-        """Return the snapshots whose bytes have changed; their readers say so, and remove them."""
+        """Return the damaged snapshots; the ranks that read them report and remove them."""
         damaged = set()
         for entry in self._mine(chosen):
             snapshot = SnapshotFile(Path(entry.path)).read()
@@ -160,9 +160,9 @@ class Recovery:
         return set[HeldSnapshot]().union(*from_all_ranks(damaged, None))
 
     def fetch(self, chosen: Sequence[HeldSnapshot]) -> Snapshot:
-        """Return this rank's snapshot, sent by the rank that reads it if that is another one.
+        """Return this rank's snapshot; if another rank reads it, receive it from there.
 
-        The snapshots must be of the present layout.
+        The snapshots must belong to the present layout.
         """
         names = self._machines.names
         own = None
@@ -181,14 +181,14 @@ class Recovery:
         return own
 
     def state_of(self, chosen: Sequence[HeldSnapshot]) -> tuple[Any, Any, Any, Path]:
-        """Return this rank's values, counters, configuration and folder in chosen snapshots."""
+        """Return this rank's values, counters, configuration and folder of the chosen snapshots."""
         snapshot = self.fetch(chosen)
         state = snapshot.state()
         return state[VALUES], state[PROGRESS], state[RUN_CONFIG], snapshot.path.parent
 
     @staticmethod
     def source(chosen: Sequence[HeldSnapshot]) -> str:
-        """Return "peer" if a rank goes on from its neighbour's copy, else "memory"."""
+        """Return "peer" if a rank resumes from its neighbour's copy, else "memory"."""
         return "peer" if any(entry.is_copy for entry in chosen) else "memory"
 
     def _send(self, snapshot: Snapshot, rank: int) -> None:
@@ -214,9 +214,9 @@ class Recovery:
         return own_files(self._folder, self._rank).turn().write_raw(number, pieces())
 
     def publish(self, chosen: Sequence[HeldSnapshot], save: str | None) -> CheckpointRef:
-        """Write snapshots of a run with another number of replicas as a temporary checkpoint.
+        """Write the snapshots of a run with another number of replicas as a temporary checkpoint.
 
-        It lies in the folder of snapshots or, with several machines, in ``save``.
+        It is written to the folder of snapshots or, with several machines, to ``save``.
         """
         iteration = chosen[0].iteration
         root = Path(save or ".") if self._machines.several else self._folder
@@ -244,7 +244,7 @@ class Recovery:
 
     @staticmethod
     def remove_temporary(checkpoint: CheckpointRef) -> None:
-        """Remove the checkpoint of `publish` after it has been loaded; all ranks call this."""
-        torch.distributed.barrier()  # The others may still read its counters.
+        """Remove the checkpoint of `publish` once it is loaded; all ranks call this together."""
+        torch.distributed.barrier()  # other ranks may still be reading its counters
         if torch.distributed.get_rank() == 0:
             shutil.rmtree(checkpoint.root, ignore_errors=True)

@@ -1,9 +1,9 @@
-"""Computing a training step once more from the same state, and comparing the bits of the results.
+"""Computes a training step again from the same state, and compares the results bit by bit.
 
 The forward and backward passes of a step change random generators, buffers of modules (statistics
-of routers, histories of 8-bit scales) and the logs of auxiliary losses, but no weights.
-`StepStart` puts these back. The batches of the step are kept by the caller, and the gradient
-buffers start anew with each computation.
+of routers, histories of 8-bit scales) and the logs of auxiliary losses, but no weights. `StepStart`
+restores these. The caller keeps the batches of the step, and the gradient buffers are zeroed before
+each computation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_ext.parallel.context import ParallelContext
 def digest(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor's 64-bit words modulo 2^64, int64 ``[]``.
 
-    A single flipped bit always changes it. It costs one pass over the tensor.
+    A single flipped bit always changes the sum. It takes one pass over the tensor.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     start = -data.storage_offset() % 8
@@ -45,10 +45,11 @@ def digests(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class StepStart:
-    """The state that the passes of a step change, as it was before the step.
+    """The state before a step that the passes of the step change.
 
     Args:
-        optimizer: its loss scalers follow the gradients of a step, also without an update.
+        optimizer: optimizer whose loss scalers change with a step's gradients, even without an
+            update.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class StepStart:
         self._marks = None if histories is None else histories.marks()
 
     def restore(self) -> None:
-        """Put everything back in place, so that the step can be computed again."""
+        """Restore the state, so that the step can be computed again."""
         for buffer, before in self._buffers:
             buffer.copy_(before)
         restore_random_state(self._context, self._random)
@@ -86,13 +87,13 @@ def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Digests of what a step computed on this rank: one number for each gradient and loss.
+    """Digests of the results of a step on this rank, one for each gradient and loss.
 
     Attributes:
-        own: gradients of this rank's own micro-batches ``[n]``; empty where they are reduced while
-            the backward pass runs.
-        reduced: the gradients after their reduction over the replicas, ``[n]``.
-        losses: the reports of the loss, ``[m]``; empty before the last pipeline stage.
+        own: gradients of this rank's own micro-batches ``[n]``; empty if they are reduced during
+            the backward pass.
+        reduced: gradients after their reduction over the replicas, ``[n]``.
+        losses: the loss's reports, ``[m]``; empty before the last pipeline stage.
     """
 
     own: Tensor
@@ -100,10 +101,11 @@ class Outcome:
     losses: Tensor
 
     def differing(self, other: Outcome, names: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Return what differs in bits from another outcome of the same step, in two lists.
+        """Return two lists of the differences in bits from another outcome of the same step.
 
-        The first names the loss and the parameters whose gradients differ before their reduction,
-        the second those whose gradients differ after it. ``names`` are those of all parameters.
+        The first lists the loss and the parameters whose gradients differ before their reduction.
+        The second lists the parameters whose gradients differ after it. ``names`` are those of all
+        parameters.
         """
         losses = ["the loss"] if not torch.equal(self.losses, other.losses) else []
         own, reduced = (
@@ -114,5 +116,5 @@ class Outcome:
 
 
 def digest_of_reports(reports: Sequence[Report]) -> Tensor:
-    """Return the digests of the losses that the micro-batches of a step reported."""
+    """Return the digests of the losses reported by a step's micro-batches."""
     return digests([report[name] for report in reports for name in report])

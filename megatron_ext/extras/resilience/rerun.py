@@ -1,10 +1,10 @@
-"""Computes steps again to tell faults of machines from properties of data and model.
+"""Computes steps again, to tell machine faults from properties of the data and model.
 
-``--rerun-mode`` follows Megatron-LM's rerun state machine. A step whose result is refused is
-computed once more from the same state: if the second result is good, the fault was transient, and
-the run goes on with the same bits as an undisturbed one. With ``--rerun-interval`` good steps are
-compared too. A machine that computes the same wrong bits twice is not found, nor is a fault that
-several kernels without a fixed order of additions hide; ``--deterministic-mode`` excludes those.
+``--rerun-mode`` follows Megatron-LM's rerun state machine. A step with a refused result is computed
+again from the same state. If the second result is good, the fault was transient, and the run
+continues with the same bits as an undisturbed run. With ``--rerun-interval``, good steps are
+checked too. This cannot find a machine that computes the same wrong bits twice, or a fault that is
+hidden by kernels without a fixed order of additions; ``--deterministic-mode`` excludes the latter.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepInputs, StepLosses
 
 _SAME_NORM = 1e-6
-"""Relative difference of gradient norms below which replicas agree."""
+"""Relative difference of gradient norms up to which replicas agree."""
 
 Found = dict[int, list[str]]
-"""Names of what differs between two computations, by rank."""
+"""Names of the differences between two computations, by rank."""
 
 
 class Rerun(Callback):
-    """Puts itself around the steps of a run, as ``--rerun-mode`` and ``--rerun-interval`` say."""
+    """Wraps the steps of a run, according to ``--rerun-mode`` and ``--rerun-interval``."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -57,7 +57,7 @@ class Rerun(Callback):
         return [parameter.main_grad for _, parameter in self._named]  # type: ignore[attr-defined]
 
     def _watch_reduction(self) -> None:
-        """Note the digests of this rank's own gradients just before they are reduced."""
+        """Record the digests of this rank's own gradients just before their reduction."""
         transformer_config: Any = self.run.runner.transformer_config
         finalize = transformer_config.finalize_model_grads_func
 
@@ -85,7 +85,7 @@ class Rerun(Callback):
         return self.run.runner.compute_gradients(inputs)
 
     def _step(self, inputs: StepInputs) -> tuple[StepLosses, UpdateResult]:
-        """Take one step; see `StepRunner.guard`. On a GPU it waits for the update's outcome."""
+        """Run one step; see `StepRunner.guard`. On a GPU this waits for the update's result."""
         run = self.run
         runner = run.runner
         iteration = self.run.progress.iteration + 1
@@ -98,7 +98,7 @@ class Rerun(Callback):
         step = self._compute(inputs)
         if compares:
             step = self._compare(inputs, step, start, iteration)
-        # The loss scaler of fp16 changes the gradients in the update.
+        # fp16's loss scaler changes the gradients in the update.
         scaled = self._outcome(step) if self._validates and run.config.precision.fp16 else None
         result = runner.update(step)
         if not self._validates or result.applied or self._overflowed():
@@ -115,7 +115,7 @@ class Rerun(Callback):
         return step, again
 
     def _overflowed(self) -> bool:
-        """Return whether fp16's loss scale was too large on all ranks, as it is now and then."""
+        """Return whether only fp16's loss scale was too large, as it is now and then."""
         return self.run.config.precision.fp16 and math.isinf(float(self._least_norm))
 
     def _judge(
@@ -126,9 +126,9 @@ class Rerun(Callback):
         facts: dict[str, Any],
         iteration: int,
     ) -> None:
-        """Announce what a second computation shows about a result that was refused.
+        """Announce what the second computation shows about a refused result.
 
-        ``facts`` are those of `describe` about the first one.
+        ``facts`` come from `describe`, for the first computation.
         """
         run = self.run
         finite = math.isfinite(refused.grad_norm) and facts["cause"] == "norm"
@@ -150,7 +150,7 @@ class Rerun(Callback):
             if again.applied:
                 verdict, finding = "transient", "computed again, it is the same but is not refused"
         if finite and verdict == "reproduced":
-            return  # a spike, which is announced as such
+            return  # a spike, which `Spikes` announces
         kind = "mismatch" if finite else "non_finite"
         state = "was refused" if finite else "is not finite"
         sentence = f"iteration {iteration} {state}: {sentence}; {finding}"
@@ -159,10 +159,10 @@ class Rerun(Callback):
     def _compare(
         self, inputs: StepInputs, step: StepLosses, start: StepStart, iteration: int
     ) -> StepLosses:
-        """Compute a step again, and announce bits that differ; return the losses to go on with.
+        """Compute a step again, and announce different bits; return the losses to continue with.
 
-        With validate_results a third computation decides which of the two was wrong, and the run
-        goes on with the third.
+        With validate_results, a third computation decides which of the two was wrong, and the run
+        continues with the third.
         """
         first = self._outcome(step)
         start.restore()
@@ -191,7 +191,7 @@ class Rerun(Callback):
         return step
 
     def _decided(self, first: Outcome, second: Outcome, third: Outcome) -> tuple[str, str]:
-        """Return which of two different computations was wrong, in a word and in words."""
+        """Return which of two different computations was wrong, as a keyword and as a clause."""
         if not self._differing(second, third):
             return "first", "a third computation equals the second, so the first was wrong"
         if not self._differing(first, third):
@@ -202,10 +202,10 @@ class Rerun(Callback):
         )
 
     def _differing(self, one: Outcome, other: Outcome) -> Found:
-        """Return what differs between two outcomes, by rank; all ranks call this together.
+        """Return the differences between two outcomes, by rank; all ranks call this together.
 
-        Ranks whose gradients differ only after the reduction are left out, unless there are no
-        others: they have got the difference from another rank.
+        Ranks whose gradients differ only after the reduction have received the difference from
+        another rank. They are left out, unless there are no others.
         """
         here = one.differing(other, self._names)
         any_rank = torch.tensor(int(any(here)), device=self.run.device)

@@ -1,8 +1,8 @@
-"""Starts the forked ranks of one machine again after a fault, as often as it makes sense.
+"""Restarts the forked ranks of one machine after a fault, as long as it makes sense.
 
-All ranks are ended and forked anew. A fork costs milliseconds, as this process has imported all
-that a rank needs; ranks that stayed would have to break their waits and to build their groups
-again, which takes as long.
+All ranks are ended and forked again. A fork takes milliseconds, because this process has already
+imported everything. Ranks that stayed alive would have to break off their waits and rebuild their
+groups, which takes as long.
 """
 
 from __future__ import annotations
@@ -40,22 +40,23 @@ from megatron_ext.train.supervisor import SignalForwarder
 
 Main = Callable[[], "int | None"]
 Fork = Callable[[Main, int, SignalForwarder, Mapping[str, str]], AbstractContextManager[None]]
-"""A function of main, number of ranks, forwarder and environment that forks ranks when entered."""
+"""Takes main, the number of ranks, the forwarder and the environment; forks ranks when entered."""
 
 _OF_TORCHRUN = "TORCHELASTIC_MAX_RESTARTS"
 RESTARTS_WITHOUT_PROGRESS = 2
-"""Restarts in a row, because of one cause at one step, after which the next such fault is final."""
+"""Number of consecutive restarts, for the same cause at the same step, after which the next such
+fault is final."""
 
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """How often ranks are started again, and what they run.
+    """How often ranks are restarted, and what they run.
 
     Attributes:
-        save: the folder of the run, which keeps the list of faults; None for no list.
-        world_sizes: numbers of ranks that may run, largest first; the run begins with the first.
-        ranks_of_a_node: ranks that come and go together.
-        main_of: returns the program of the ranks for a number of ranks; it may raise a
+        save: the folder of the run, with the log of faults; None for no log.
+        world_sizes: allowed numbers of ranks, largest first; the run starts with the first.
+        ranks_of_a_node: number of ranks that come and go together.
+        main_of: takes a number of ranks and returns the function that the ranks run; it may raise a
             MegatronExtError.
     """
 
@@ -69,7 +70,7 @@ class RestartPolicy:
     def of_run(
         cls, config: RunConfig, world_sizes: Sequence[int], main_of: Callable[[int], Main]
     ) -> RestartPolicy:
-        """Return the policy that the flags ask for."""
+        """Return the policy that the flags define."""
         faults = config.fault_tolerance
         save = config.checkpoint.save
         each = ranks_of_a_node(config)
@@ -77,13 +78,14 @@ class RestartPolicy:
 
     @property
     def is_elastic(self) -> bool:
-        """Return whether the run may go on with another number of ranks."""
+        """Return whether the run may continue with another number of ranks."""
         return len(self.world_sizes) > 1
 
     def wish(self) -> tuple[int, int] | None:
-        """Return how many ranks an operator requests, and when; None without a request.
+        """Return the number of ranks that an operator requests, and the time, or None.
 
-        The ranks are the most that fit into the requested nodes, or else the fewest that may run.
+        The number is the largest that fits into the requested nodes, or else the smallest allowed
+        one.
         """
         request = wanted_nodes(self.save) if self.is_elastic and self.save else None
         if request is None:
@@ -93,14 +95,14 @@ class RestartPolicy:
         return next(fitting, self.world_sizes[-1]), request[1]
 
     def smaller_size(self, size: int) -> int | None:
-        """Return the next smaller number of ranks; None if there is none."""
+        """Return the next smaller allowed number of ranks; None if there is none."""
         return next((other for other in self.world_sizes if other < size), None)
 
 
 def restart_notes(config: RunConfig) -> list[str]:
-    """Return notes on flags of restarts that have no effect as this run is started.
+    """Return notes on restart flags that have no effect with the way this run is started.
 
-    torchrun restarts ranks by a flag of its own, and snapshots in memory end with the run.
+    torchrun restarts ranks by its own flag, and snapshots in memory end with the run.
     """
     limit = config.fault_tolerance.max_restarts
     by_torchrun = os.environ.get(_OF_TORCHRUN)
@@ -125,7 +127,7 @@ def restart_notes(config: RunConfig) -> list[str]:
 
 
 class History:
-    """The faults of a run so far, which tell whether another restart makes sense."""
+    """The faults of a run so far, to decide whether another restart makes sense."""
 
     def __init__(self, max_restarts: int) -> None:
         self._max_restarts = max_restarts
@@ -134,9 +136,9 @@ class History:
         self.restarts = 0
 
     def add(self, fault: Fault) -> None:
-        """Count a fault; it repeats the last one if it came at the same step from the same cause.
+        """Count a fault; it repeats the last one if step and cause are the same.
 
-        A fault whose step is not known repeats none.
+        A fault with an unknown step never counts as a repetition.
         """
         key = (fault.cause, fault.iteration)
         repeats = key == self._last and fault.iteration is not None
@@ -145,16 +147,16 @@ class History:
 
     @property
     def comes_back(self) -> bool:
-        """Return whether the last fault has come again after each of the last few restarts."""
+        """Return whether the same fault has come back after each of the last few restarts."""
         return self._repeated >= RESTARTS_WITHOUT_PROGRESS
 
     @property
     def exhausted(self) -> bool:
-        """Return whether all restarts are used up."""
+        """Return whether all allowed restarts have been used."""
         return self.restarts >= self._max_restarts
 
     def forget_repeats(self) -> None:
-        """Give the next restart a chance of its own, since it differs from those before."""
+        """Forget repetitions, because the next restart differs from those before."""
         self._repeated = 0
 
 
@@ -165,10 +167,10 @@ def supervise(
     timeout_minutes: float,
     exit_signal: ExitSignal | None = None,
 ) -> int:
-    """Fork ranks, fork them again after faults, and return the exit code of the run.
+    """Fork ranks, restart them after faults, and return the exit code of the run.
 
     The exit code is 0, that of the rank that failed last, or `EXIT_CODE_COMES_BACK` if restarts
-    bring no progress.
+    make no progress.
     """
     with SignalForwarder(exit_signal) as forwarder:
         launcher = _Launcher(fork, policy, forwarder, host_folder(), timeout_minutes)
@@ -176,7 +178,7 @@ def supervise(
 
 
 class _Launcher:
-    """Forks the generations of a run, one after the other."""
+    """Forks the generations of a run one after the other."""
 
     def __init__(
         self,
@@ -192,7 +194,7 @@ class _Launcher:
         self._folder = folder
         self._timeout_minutes = timeout_minutes
         self._size = self._wanted = policy.world_sizes[0]
-        self._last_wish = policy.wish()  # of an earlier run, and so of no meaning
+        self._last_wish = policy.wish()  # a request to an earlier run, which is ignored
         self._watcher = open_watcher(folder, self._size, timeout_minutes)
         self._drawings = Drawings()
         self._history = History(policy.max_restarts)
@@ -200,7 +202,7 @@ class _Launcher:
         self._environment = {RUN_VARIABLE: f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"}
 
     def run(self) -> int:
-        """Run generations until one ends on purpose or no other makes sense; return its code."""
+        """Run generations until one ends on purpose, or another makes no sense; return its code."""
         try:
             return self._run()
         finally:
@@ -225,7 +227,7 @@ class _Launcher:
             if self._forwarder.asked is not None:
                 return self._forwarder.code_of(-self._forwarder.asked)
             with self._fork(main, self._size, self._forwarder, self._environment):
-                if self._forwarder.asked is not None:  # just before there were ranks
+                if self._forwarder.asked is not None:  # a signal came before there were ranks
                     self._forwarder.send(self._forwarder.asked)
                 code = watch.wait()
             if watch.fault is not None:
@@ -237,7 +239,7 @@ class _Launcher:
             self._generation += 1
 
     def _follow(self, fault: Fault, code: int, postmortem: Path | None) -> int:
-        """Count a fault; return `_GO_ON` if the run goes on, else the exit code of its end."""
+        """Count a fault; return `_GO_ON` if the run continues, else its exit code."""
         self._drawings.start(postmortem)
         history = self._history
         policy = self._policy
@@ -274,7 +276,7 @@ class _Launcher:
         return _GO_ON
 
     def _look_for_wish(self) -> None:
-        """Ask the ranks to end at a step boundary if an operator wants another number of nodes."""
+        """Ask the ranks to exit after a step if an operator requests another number of nodes."""
         request = self._policy.wish()
         if request is None or request == self._last_wish or self._folder is None:
             return
@@ -287,7 +289,7 @@ class _Launcher:
         ask_to_resize(self._folder)
 
     def _resize(self) -> None:
-        """Take the number of ranks that an operator wants."""
+        """Adopt the number of ranks that an operator requests."""
         assert self._folder is not None
         forget_resize(self._folder)
         _say(f"going on with {self._wanted} instead of {self._size} ranks, as asked")
@@ -295,7 +297,7 @@ class _Launcher:
 
 
 _GO_ON = -1
-"""Stands for the exit code of a run that goes on."""
+"""Returned instead of an exit code if the run continues."""
 
 
 def _say(text: str) -> None:

@@ -1,8 +1,8 @@
-"""Finds bits of the run's state that change while nothing may change them: between two updates.
+"""Detects changed bits in the part of a run's state that must not change between two updates.
 
-The weights, the optimizer's copies of them and its moments rest from the end of one update to the
-next one. Their digests are taken after an update and compared just before the next, so that a
-flipped bit of the memory is found before a wrong gradient is applied.
+The weights, the optimizer's copies of them, and its moments are constant from one update to the
+next. Their digests are taken after an update and compared just before the next. So a bit that flips
+in memory is detected before a wrong gradient is applied.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from megatron_ext.train.run import Run
 
 
 class RestingState(Callback):
-    """Watches the state during one step out of ``--check-state-interval``.
+    """Checks the state during one step in every ``--check-state-interval``.
 
-    A change is told, with its rank and tensor, and ends the run with an error on all ranks before
-    the next update and snapshot. A restart goes on from the newest good state.
+    A change is reported with its rank and tensor, and ends the run with an error on all ranks,
+    before the next update and snapshot. A restart resumes from the newest good state.
     """
 
     def __init__(self, run: Run) -> None:
@@ -42,7 +42,7 @@ class RestingState(Callback):
         self._take()
 
     def _take(self) -> None:
-        """Take the digests if the coming step is watched."""
+        """Take the digests if the coming step is checked."""
         self._before = None
         if due(self.run.progress.iteration + 1, self._interval):
             with self.run.parameter_gather.paused():
@@ -81,7 +81,7 @@ class RestingState(Callback):
 
 
 def resting_tensors(run: Run) -> list[tuple[str, Tensor]]:
-    """Return the tensors of this rank that only an update may change, each with what it is."""
+    """Return this rank's tensors that only an update may change, each with a description."""
     named = [
         (f"weight `{name}`" if len(run.chunks) == 1 else f"weight `chunk {index}: {name}`", weight)
         for index, chunk in enumerate(run.chunks)
@@ -98,7 +98,7 @@ def resting_tensors(run: Run) -> list[tuple[str, Tensor]]:
 
 
 def _kept(part: object, main: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that an optimizer keeps for the elements ``main`` that it updates."""
+    """Yield the parameter shard ``main`` and its tensors in the optimizer's state, by name."""
     yield "the optimizer's copy", main.detach()
     state = part.optimizer.state.get(main, {})  # type: ignore[attr-defined]
     for name, value in state.items():
@@ -107,5 +107,5 @@ def _kept(part: object, main: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _place(tensor: Tensor) -> tuple[int, int, int]:
-    """Return where a tensor lies in memory, so that each is looked at once."""
+    """Return the location of a tensor in memory, so that each is checked only once."""
     return tensor.data_ptr(), tensor.numel(), id(tensor) if tensor.numel() == 0 else 0

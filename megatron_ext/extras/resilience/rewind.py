@@ -1,8 +1,8 @@
-"""Goes back, within a run, to the state of its newest checkpoint, but not to its place in the data.
+"""Returns a running run to the state of its newest checkpoint, but not to that place in the data.
 
-Iterations and samples go on counting, so that schedules of batches, the length of the run and its
-checkpoints stay what they are: the steps since the checkpoint count as skipped steps, which use up
-their samples and do not advance the learning rate.
+Iterations and samples keep counting, so that batch size schedules, the length of the run and its
+checkpoints do not change. The steps since the checkpoint count as skipped steps: they use up their
+samples and do not advance the learning rate.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from megatron_ext.train.run import Run
 
 
 class Rewind:
-    """Knows which checkpoints in the save folder are the run's own, and loads the newest.
+    """Knows which checkpoints in the save folder belong to the run, and loads the newest.
 
-    Own ones are those that it has written since it started, and those that led to its start, if
-    it went on from that folder. All ranks make and call it together.
+    The run owns the checkpoints that it has written since it started. If it resumed from that
+    folder, it also owns those that led to its start. All ranks create and call this together.
     """
 
     def __init__(self, run: Run) -> None:
@@ -76,7 +76,7 @@ class Rewind:
             no_load_rng=False,
         )
         assert run.scheduler is not None
-        run.scheduler.num_steps = 0  # megatron-core adds the loaded steps to those done.
+        run.scheduler.num_steps = 0  # megatron-core adds the loaded steps to the present ones
         frozen = FrozenBase.of_run(run.config.lora, run.config.training.seed)
         with run.parameter_gather.paused():
             loaded = CheckpointManager(config, run.context, frozen).load(
@@ -91,7 +91,7 @@ class Rewind:
         assert loaded is not None
         saved = Progress.from_dict(loaded.progress)
         progress = run.progress
-        # Some of the steps since may have been skipped and counted already.
+        # Some of the steps since then may already be counted as skipped.
         progress.skipped_iterations = saved.skipped_iterations + progress.iteration - iteration
         progress.average_updates = saved.average_updates
         progress.average_start = saved.average_start

@@ -1,9 +1,9 @@
-"""Slow ranks, found by the spread of the time that each rank computes, not of what it waits for.
+"""Detects slow ranks (stragglers) by the time that each rank computes, without its waits.
 
-A collective begins for all when its last rank comes: before that, a rank waits. Messages are waited
-for in phase "bubble". What is left of a step is a rank's own time. It is compared with that of the
-ranks with equal work, those at the same place of their pipeline. A rank without such a twin is
-compared with itself before, relative to how all others have changed.
+A collective begins for all ranks when the last one arrives; until then, the others wait. Waits for
+messages are in phase "bubble". The rest of a step is a rank's own time. It is compared with the
+time of ranks with equal work, which have the same pipeline rank. A rank without such a twin is
+compared with its own earlier time, relative to the change of all others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from megatron_ext.extras.resilience.flight import Flight
 from megatron_ext.parallel.board import EventKind, RankRecord
 
 COMPUTES = frozenset({"forward", "backward", "reduce", "update"})
-"""Phases whose time counts, apart from waiting. Only some ranks read data or write logs."""
+"""Phases that count towards a rank's own time, without waits. Only some ranks read data or write
+logs."""
 _LEAST_STEPS = 3
 
 Span = tuple[float, float]
@@ -25,11 +26,11 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class SlowRank:
-    """A rank that computes longer than others.
+    """A rank that computes for longer than others.
 
     Attributes:
-        seconds: its own time of a step.
-        usual: that of the ranks to which it is compared, or its own before.
+        seconds: the rank's own time of a step.
+        usual: the time of its twins, or its own time before.
     """
 
     rank: int
@@ -46,10 +47,10 @@ class SlowRank:
 def own_times(
     board: Sequence[RankRecord], flights: Mapping[int, Flight]
 ) -> dict[int, float] | None:
-    """Return the seconds that each rank computes in a mean step; None if a rank's are not known.
+    """Return the seconds per mean step for which each rank computes; None if one is unknown.
 
-    They are measured over the last whole steps that the records of all ranks cover or, where a
-    step is longer than that, over the time that all records cover.
+    They are measured over the latest whole steps in the records of all ranks. If there are too few
+    whole steps, they are measured over all the time that all records cover.
     """
     step = max((record.mean_step for record in board), default=0.0)
     if not step or any(not r.events or not flights.get(r.rank) for r in board):
@@ -78,7 +79,7 @@ def own_times(
 
 
 def _computing(record: RankRecord, span: Span) -> list[Span]:
-    """Return the times within ``span`` in which a rank was in a phase that counts."""
+    """Return the time spans within ``span`` in which a rank was in a phase of `COMPUTES`."""
     return [
         (event.time, after.time)
         for event, after in pairwise(record.events)
@@ -87,7 +88,7 @@ def _computing(record: RankRecord, span: Span) -> list[Span]:
 
 
 def _overlap(spans: Sequence[Span], waits: Sequence[Span]) -> float:
-    """Return how much of ``spans``, sorted and apart, lies in ``waits``, which may overlap."""
+    """Return the overlap of ``spans``, sorted and disjoint, with ``waits``, which may overlap."""
     total, reached = 0.0, 0.0
     merged: list[Span] = []
     for start, end in sorted(waits):
@@ -107,12 +108,12 @@ def _overlap(spans: Sequence[Span], waits: Sequence[Span]) -> float:
 
 
 class SlowRanks:
-    """Judges own times that are measured again and again, and names each slow rank once.
+    """Judges repeated measurements of the ranks' own times, and names each slow rank once.
 
     Args:
-        twin_factor: how many times as long as its twins a slow rank computes.
-        self_factor: how many times as long as before a slow rank without twins computes.
-        times: measurements in a row that must agree.
+        twin_factor: a rank is slow if it computes this many times as long as its twins.
+        self_factor: a rank without twins is slow if it computes this many times as long as before.
+        times: number of consecutive measurements that must agree.
     """
 
     def __init__(self, twin_factor: float = 1.3, self_factor: float = 1.5, times: int = 2) -> None:
@@ -123,7 +124,7 @@ class SlowRanks:
         self._before: dict[int, float] = {}
 
     def judge(self, own: Mapping[int, float], places: Mapping[int, int]) -> list[SlowRank]:
-        """Return the ranks that now prove slow; ``places`` are their pipeline ranks."""
+        """Return the ranks that are newly slow; ``places`` are the pipeline ranks."""
         slow = []
         for rank, seconds in own.items():
             usual = self._usual(rank, own, places)
@@ -139,7 +140,7 @@ class SlowRanks:
     def _usual(
         self, rank: int, own: Mapping[int, float], places: Mapping[int, int]
     ) -> float | None:
-        """Return the usual time if ``rank`` is slow by it, else None."""
+        """Return the usual time of ``rank`` if the rank is slower by the factor, else None."""
         twins = [own[r] for r in own if r != rank and places[r] == places[rank]]
         if twins:
             usual = median(twins)

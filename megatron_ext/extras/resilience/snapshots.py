@@ -1,4 +1,4 @@
-"""Takes the snapshots that are due between steps, from where a restarted run goes on."""
+"""Takes the snapshots that are due between steps, for a restart."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def snapshot_stores(
     """Return the places where a run keeps snapshots; all ranks call this together.
 
     Raises:
-        CheckpointError: snapshots are asked for, but there is no folder in memory.
+        CheckpointError: the flags require snapshots, but there is no folder in memory.
     """
     stores = []
-    # A run that saves elsewhere than it loads from is another one than that which was killed.
+    # A run that does not load from its save folder is not a restart of the killed run.
     same = config.load is None or os.path.realpath(config.load) == os.path.realpath(
         config.save or ""
     )
@@ -60,9 +60,10 @@ def snapshot_stores(
 
 
 def _folder_of_run(root: Path, checkpoints: str) -> Path:
-    """Return where a run keeps its snapshots, by the folder of its checkpoints.
+    """Return the folder of a run's snapshots, which depends on the folder of its checkpoints.
 
-    So runs that share ``root`` keep apart, and a later run finds those of an earlier one.
+    So runs that share ``root`` do not collide, and a later run finds the snapshots of an earlier
+    one.
     """
     path = os.path.realpath(checkpoints)
     digest = hashlib.blake2b(path.encode(), digest_size=8).hexdigest()
@@ -73,7 +74,7 @@ class Snapshots(Callback):
     """The snapshots of a run; all ranks call each method together.
 
     Args:
-        settle: waits for the last update, and counts it.
+        settle: waits for the last update and counts it.
     """
 
     def __init__(self, run: Run, settle: Callable[[], None]) -> None:
@@ -81,10 +82,10 @@ class Snapshots(Callback):
         self._settle = settle
 
     def on_train_start(self) -> None:
-        """Reserve the memory of all snapshots, and print how much; called before the first step.
+        """Reserve the memory for all snapshots, and print its size; called before the first step.
 
-        A run that has come back with another number of replicas takes its first snapshots now, in
-        the place of those that it comes from. Snapshots of later steps are discarded: they are of
+        A run that has returned with another number of replicas takes its first snapshots now, to
+        replace those that it came from. Snapshots of later steps are discarded: they belong to
         another run, or some ranks lack them.
         """
         for store in self.run.stores:
@@ -113,15 +114,15 @@ class Snapshots(Callback):
                     store.take(iteration, *state)
 
     def on_train_end(self) -> None:
-        """Complete the copies; called after the last step.
+        """Complete all copies; called after the last step.
 
-        The snapshots are there until the run's last checkpoint is written.
+        The snapshots stay until the run's last checkpoint has been written.
         """
         for store in self.run.stores:
             store.close()
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """Return the state, the counters and the configuration to keep, as they are now."""
+        """Return the present state, counters and configuration for a snapshot."""
         run = self.run
         assert run.optimizer is not None and run.checkpoints is not None
         with run.parameter_gather.paused():

@@ -1,9 +1,10 @@
-"""Finds steps whose loss or gradient norm leaps up, and leaves them out if asked to.
+"""Detects steps whose loss or gradient norm spikes, and can leave them out.
 
-A value is a spike if it lies above the median of the last values by more than a number of their
-standard deviations. 1.4826 times the median absolute deviation estimates one, whatever spikes are
-among the values (Rousseeuw and Croux, "Alternatives to the Median Absolute Deviation", 1993). To go
-back to a state before a spike, and on with later samples, is PaLM's remedy (arXiv:2204.02311, 5.1).
+A value is a spike if it is above the median of recent values by more than a number of standard
+deviations. The standard deviation is estimated as 1.4826 times the median absolute deviation, which
+is robust to spikes among the values (Rousseeuw and Croux, "Alternatives to the Median Absolute
+Deviation", 1993). Returning to a state before the spike and continuing with later samples is PaLM's
+remedy (arXiv:2204.02311, section 5.1).
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult, mean_of
 
 FLOORS = {"loss": 0.02, "grad_norm": 0.1}
-"""Least standard deviations, relative to the median, of the two values of a step."""
+"""Smallest standard deviations of a step's two values, relative to their medians."""
 _NORMAL = 1.4826
-"""Standard deviation of a normal distribution in median absolute deviations."""
+"""Standard deviation of a normal distribution, in units of its median absolute deviation."""
 
 
 def limit(values: Sequence[float], factor: float, floor: float) -> float:
-    """Return the number above which a new value is a spike; infinity without values.
+    """Return the limit above which a new value is a spike; infinity without values.
 
     Args:
-        factor: standard deviations between the median and the limit.
-        floor: least standard deviation, relative to the median.
+        factor: number of standard deviations from the median to the limit.
+        floor: smallest standard deviation, relative to the median.
     """
     if not values:
         return math.inf
@@ -45,7 +46,7 @@ def limit(values: Sequence[float], factor: float, floor: float) -> float:
 
 @dataclass(frozen=True)
 class Spike:
-    """A step with a leap: its values and their limits, by name; those above the limit leaped."""
+    """A step with a spike: its values and limits, by name; a value above its limit is a spike."""
 
     values: dict[str, float]
     limits: dict[str, float]
@@ -63,15 +64,15 @@ class Spike:
 
 
 class Spikes(Callback):
-    """Tells spikes, and with ``--on-spike`` skip or rewind does not apply their update.
+    """Reports spikes; with ``--on-spike`` skip or rewind, their updates are not applied.
 
-    After that, rewind goes back to the newest checkpoint (`rewind`) and leaves out the samples of
-    all steps since, which have led to the spike, and of the spike itself.
+    Rewind then returns to the newest checkpoint (`rewind`). It leaves out the samples of the spike
+    and of all steps since the checkpoint, which have led to the spike.
 
-    The last values are part of the saved progress, so that a resumed run decides alike. All values
-    are remembered, also those of spikes: a level that stays high becomes normal after half of
-    ``--spike-window`` steps. On a GPU, log reads the values of a step during the next one, and skip
-    and rewind wait for them in each step.
+    Recent values are part of the saved progress, so that a resumed run decides in the same way.
+    Values of spikes are kept as well: a level that stays high becomes normal after half of
+    ``--spike-window`` steps. On a GPU, log reads the values of a step during the next one, whereas
+    skip and rewind wait for them in each step.
     """
 
     def __init__(self, run: Run) -> None:
@@ -97,14 +98,14 @@ class Spikes(Callback):
         self._read = None
 
     def _approve(self, totals: Mapping[str, Tensor], norm: Tensor) -> Tensor:
-        """Return whether the step is no spike, bool ``[]``."""
+        """Return whether the step is not a spike, bool ``[]``."""
         first = next(iter(totals.values()), None)
         self._read = self._shared(None if first is None else mean_of(first), norm).read()
         spike = self._found(self._read)
         return torch.full((), spike is None, dtype=torch.bool, device=norm.device)
 
     def _shared(self, loss: Tensor | None, norm: Tensor) -> HostCopy:
-        """Return loss and gradient norm of a step on every rank; only the last stage has the loss.
+        """Return a step's loss and gradient norm on every rank; only the last stage has the loss.
 
         All ranks call this together.
         """
@@ -116,7 +117,7 @@ class Spikes(Callback):
         return HostCopy(values)
 
     def _found(self, read: Sequence[float]) -> Spike | None:
-        """Return the spike in a step's values; None if there is none, or too few values before."""
+        """Return the spike in a step's values; None without one, or with too few values before."""
         recent = self.run.progress.recent_values
         if len(recent) < self._window // 2 or not all(map(math.isfinite, read)):
             return None
@@ -159,13 +160,13 @@ class Spikes(Callback):
         self._judge_pending()
 
     def _judge_pending(self) -> None:
-        """Judge the step whose values were not read yet; they have arrived by now."""
+        """Judge the previous step, whose values have arrived by now."""
         pending, self._pending = self._pending, None
         if pending is not None:
             self._judge(*pending[:3], pending[3].read())
 
     def _judge(self, iteration: int, first: int, end: int, read: list[float]) -> None:
-        """Announce a spike in the samples from ``first`` to before ``end``; remember the values."""
+        """Announce a spike in the samples ``first`` to ``end`` - 1; remember the values."""
         spike = self._found(read)
         recent = self.run.progress.recent_values
         if all(map(math.isfinite, read)):

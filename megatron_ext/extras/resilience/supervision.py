@@ -1,4 +1,4 @@
-"""Plugs the add-on into the engine's socket `train.supervision`."""
+"""Plugs the add-on into the engine's socket, `train.supervision`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from megatron_ext.train.supervisor import SignalForwarder, Supervisor
 
 
 class Resilience(Supervision):
-    """Tells faults of ranks, starts them again, and keeps states in memory to go on from."""
+    """Reports faults of ranks, restarts them, and keeps snapshots in memory for the restart."""
 
     def __init__(self, config: RunConfig | None = None) -> None:
         super().__init__(config)

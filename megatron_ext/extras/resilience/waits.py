@@ -1,8 +1,8 @@
-"""Who waits for whom in a run that hangs, and which rank stopped first.
+"""Finds out which rank waits for which in a run that hangs, and which rank stopped first.
 
-A rank that waits for nobody has stopped by itself. Where ranks wait for each other in a circle, one
-of them has left out a collective or a message: its list of this step is no beginning of its list of
-the step before.
+A rank that waits for no other has stopped by itself. If ranks wait for each other in a circle, one
+of them has left out a collective or a message: its actions in this step are not a prefix of its
+actions in the previous step.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from megatron_ext.parallel.board import Event, EventKind, RankRecord
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
 _WHOLE = re.compile(r" in <module>$|^  \.\.\.$", re.MULTILINE)
-"""The end of a main thread's stack; faulthandler cuts a deep one off with dots."""
+"""Matches the end of a complete main thread's stack; faulthandler ends a deep one with dots."""
 _WAIT = "wait: "
 _SENT_BY = {"receive input": ("send output", -1), "receive gradient": ("send gradient", 1)}
-"""For each receive, the kind of its send, and the stage of the send relative to its own."""
+"""For each receive, the kind of its send, and the sending stage relative to the receiving one."""
 _WAITS_IN = ("torch/distributed/", "torch\\distributed\\")
 
 
@@ -41,12 +41,12 @@ class Frame:
 
 @dataclass(frozen=True)
 class Wait:
-    """A rank waits for others: in a collective, or for a message.
+    """A rank that waits for others, in a collective or for a message.
 
     Attributes:
-        on: ranks that have not come to it; empty if all have, or nothing is known about them.
-        what: collective or message.
-        passed: whether the ranks in ``on`` have gone on past it, so that waiting is in vain.
+        on: ranks that have not arrived; empty if all have, or if nothing is known about them.
+        what: the collective or message.
+        passed: whether the ranks in ``on`` have already gone past it, so that the wait is in vain.
     """
 
     rank: int
@@ -57,10 +57,10 @@ class Wait:
 
 @dataclass(frozen=True)
 class Blame:
-    """The ranks that stopped first, why, and what each other rank waits for.
+    """The ranks that stopped first, the reason, and the waits of other ranks.
 
     Attributes:
-        reason: why they are named: a clause that follows "rank 3 ".
+        reason: why these ranks are named: a clause that follows "rank 3 ".
     """
 
     ranks: tuple[int, ...]
@@ -69,9 +69,9 @@ class Blame:
 
 
 def main_stack(stack: str) -> list[Frame]:
-    """Return the main thread's stack, innermost frame first, of what faulthandler has written."""
+    """Return the main thread's stack from faulthandler's output, innermost frame first."""
     threads = re.split(r"\n(?=(?:Current thread|Thread) 0x)", stack)
-    # A process without time may not have written more than a helper thread's stack yet.
+    # A slow process may not have written more than a helper thread's stack so far.
     main = next((text for text in reversed(threads) if _WHOLE.search(text)), "")
     return [Frame(f["file"], int(f["line"]), f["name"]) for f in _FRAME.finditer(main)]
 
@@ -81,7 +81,7 @@ def blame(
     evidence: Mapping[int, Evidence],
     states: Mapping[int, ProcessState],
 ) -> Blame:
-    """Return which ranks stopped first; the ranks are empty if nothing tells them."""
+    """Return which ranks stopped first; no ranks if nothing shows it."""
     records = {record.rank: record for record in board if not record.ended}
     flights = {rank: own.flight for rank, own in evidence.items() if own.flight is not None}
     waits = []
@@ -95,13 +95,13 @@ def blame(
 
 
 def _awaits(record: RankRecord, states: Mapping[int, ProcessState]) -> bool:
-    """Return whether the process is able to wait: it lives and is not stopped."""
+    """Return whether the process can wait: it is alive and not stopped."""
     state = states.get(record.pid, ProcessState())
     return state != GONE and not state.stopped
 
 
 def _message(record: RankRecord, records: Mapping[int, RankRecord]) -> Wait | None:
-    """Return the message of the pipeline that a rank waits for, None if it does not."""
+    """Return the pipeline message that a rank waits for; None if it waits for none."""
     last = record.last
     if last is None or last.kind is not EventKind.BEGIN or not last.name.startswith(_WAIT):
         return None
@@ -117,7 +117,7 @@ def _message(record: RankRecord, records: Mapping[int, RankRecord]) -> Wait | No
 
 
 def _messages(record: RankRecord, iteration: int) -> set[tuple[EventKind, str, int, int]]:
-    """Return the actions of a step that a rank has ended."""
+    """Return the actions of a step that a rank has completed."""
     begun = [e for e in record.events if e.iteration == iteration and e.microbatch >= 0]
     return {(EventKind.END, e.name, e.microbatch, e.stage) for e in begun if e is not record.last}
 
@@ -128,7 +128,7 @@ def _collective(
     evidence: Mapping[int, Evidence],
     flights: Mapping[int, Flight],
 ) -> Wait | None:
-    """Return the collective that a rank waits for, None if it does not."""
+    """Return the collective that a rank waits for; None if it waits for none."""
     pending = [entry for entry in flights.get(record.rank, ()) if not entry.over]
     if not pending or not _stands_in_wait(main_stack(evidence[record.rank].stack)):
         return None
@@ -139,7 +139,7 @@ def _collective(
 
 
 def _stands_in_wait(stack: Sequence[Frame]) -> bool:
-    """Return whether the innermost lines of a stack wait for other ranks; True if not known."""
+    """Return whether the innermost lines of a stack wait for other ranks; True if unknown."""
     if not stack:
         return True
     code = linecache.getline(stack[0].file, stack[0].line)
@@ -147,7 +147,7 @@ def _stands_in_wait(stack: Sequence[Frame]) -> bool:
 
 
 def _arrived(collective: Collective, flight: Flight | None) -> bool:
-    """Return whether a rank with these collectives has called ``collective`` too."""
+    """Return whether the rank of ``flight`` has called ``collective`` as well."""
     numbers = [entry.number for entry in flight or () if entry.group == collective.group]
     return bool(numbers) and max(numbers) >= collective.number
 
@@ -158,7 +158,7 @@ def _first(
     waits: Sequence[Wait],
     flights: Mapping[int, Flight],
 ) -> tuple[tuple[int, ...], str]:
-    """Return the ranks that stopped first and why, by the surest sign that there is."""
+    """Return the ranks that stopped first, and the most reliable reason that applies."""
     of = {record.rank: states.get(record.pid, ProcessState()) for record in records.values()}
     if dead := [rank for rank in records if of[rank] == GONE]:
         return _earliest(dead, records), "has ended"
@@ -184,7 +184,7 @@ def _earliest(ranks: Sequence[int], records: Mapping[int, RankRecord]) -> tuple[
 
 
 def _deviates(record: RankRecord, flight: Flight) -> bool:
-    """Return whether a rank's list of this step is no beginning of its list of the step before."""
+    """Return whether a rank's actions in this step are no prefix of those in the previous one."""
     begins = [event.time for event in record.events if event.kind is EventKind.STEP][-2:]
     if len(begins) < 2:
         return False
@@ -199,7 +199,7 @@ def _deviates(record: RankRecord, flight: Flight) -> bool:
 def _two_steps(
     entries: Sequence[tuple[float, str]], begins: Sequence[float]
 ) -> tuple[list[str], list[str]]:
-    """Return the entries of the last step and those of this step."""
+    """Return the entries of the previous step and those of this step."""
     spans = pairwise((*begins, float("inf")))
     last, this = ([name for at, name in entries if start <= at < end] for start, end in spans)
     return last, this

@@ -1,7 +1,7 @@
-"""Looks at a board and says which ranks are dead or hang; a pure function of what was seen.
+"""Decides from a board which ranks are dead or hang; a pure function of its observations.
 
-A run hangs if no rank has written an event for as long as two steps take, and no sooner than a
-floor. Phases that have no usual length, such as a save, have a limit of their own.
+A run hangs if no rank has written an event for as long as two steps take, but at least for a
+minimum time. Phases without a usual length, such as a save, have a separate limit.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Limits:
     """How long a run may be silent.
 
     Attributes:
-        floor: seconds of silence that are never called a hang, unless a rank is stopped.
-        steps: step times of silence that are called a hang.
-        busy: factor of this limit while a rank computes or reads data, as its step may only be a
-            long one, and its storage only slow.
-        boundless: seconds of silence in phases without a usual length.
+        floor: seconds of silence that never count as a hang, unless a rank is stopped.
+        steps: number of step times after which silence counts as a hang.
+        busy: factor on this limit while a rank computes or reads data, since its step may just be
+            long, or its storage slow.
+        boundless: limit in seconds for phases without a usual length.
     """
 
     floor: float = 5.0
@@ -44,11 +44,11 @@ USUAL = Limits()
 
 @dataclass(frozen=True)
 class Verdict:
-    """A fault that a watcher has seen.
+    """A fault that a watcher has detected.
 
     Attributes:
-        ranks: ranks that have ended or are stopped by a signal. For any other hang this is empty,
-            until `waits.blame` has found the rank by what the processes tell.
+        ranks: ranks that have ended, or are stopped by a signal. For any other hang this is empty
+            until `waits.blame` has found the rank from the processes' evidence.
         silent: seconds since the last event of these ranks, or of all ranks.
     """
 
@@ -68,8 +68,8 @@ def verdicts(
 
     Args:
         board: records of the ranks of this machine.
-        states: states of the ranks' processes by process id; one that is missing is not judged.
-        busy: whether any rank has used the processor for most of the silence.
+        states: states of the ranks' processes, by process id; a missing process is not judged.
+        busy: whether any rank has been using the processor for most of the silence.
     """
     running = [record for record in board if not record.ended]
     dead = [record for record in running if states.get(record.pid, ProcessState()) == GONE]
@@ -88,9 +88,9 @@ def verdicts(
 def limit_of(
     running: Sequence[RankRecord], stopped: Sequence[RankRecord], limits: Limits, *, busy: bool
 ) -> float:
-    """Return after how many seconds of silence the ranks hang.
+    """Return the seconds of silence after which the ranks count as hanging.
 
-    For a stopped rank it does not matter in which phase the others wait.
+    If a rank is stopped, the phase in which the others wait does not matter.
     """
     usual = max((record.mean_step for record in running), default=0.0)
     limit = max(limits.floor, limits.steps * usual)

@@ -1,10 +1,10 @@
-"""The watchdog of a rank: a thread that answers requests of watchers while the rank itself hangs.
+"""The watchdog of a rank: a thread that answers watchers' requests even if the rank itself hangs.
 
-It sleeps in the operating system until someone writes to its pipe in the host folder, and costs
-nothing until then. A Python stack needs no thread: a signal makes faulthandler write it, also while
-a call into a library holds the interpreter. It is the main thread's only, which stands still while
-it runs the handler; to read the frames of a thread that goes on can end the process. A stopped
-process answers neither.
+It sleeps in the operating system until a watcher writes to its pipe in the host folder, and costs
+nothing until then. A Python stack needs no thread: a signal makes faulthandler write it, even while
+a library call holds the interpreter. Only the main thread's stack is written, because that thread
+stands still while it runs the handler; reading the frames of a running thread could crash the
+process. A stopped process answers neither request.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from megatron_ext.disk.writing import open_new, open_to_append
 from megatron_ext.extras.resilience.flight import Flight, read_flight, write_flight
 
 STACK_SIGNAL = signal.SIGXFSZ
-"""The signal for stacks: the kernel sends it at a limit of file sizes only; Python ignores it."""
+"""The signal that requests stacks. The kernel sends it only at a limit of file sizes; Python
+ignores it."""
 _ASK, _END = b"?", b"."
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A rank's own account: collectives and stacks; None or "" without an answer."""
+    """The evidence of a rank: collectives and stacks; None or "" without an answer."""
 
     flight: Flight | None = None
     stack: str = ""
@@ -37,13 +38,13 @@ class Evidence:
 
     @staticmethod
     def of_crash(folder: Path, rank: int) -> Evidence:
-        """Return what a process that cannot be asked any more may have left: its last stacks."""
+        """Return the last stacks that a crashed process may have left."""
         return Evidence(crash=_text(_crash(folder, rank)))
 
 
 @contextmanager
 def watchdog(folder: Path | None, rank: int) -> Iterator[None]:
-    """Let this process write stacks and collectives to ``folder`` when a watcher asks for them.
+    """Let this process write stacks and collectives to ``folder`` when a watcher requests them.
 
     Stacks of a crash, such as a segmentation fault, are written without a request.
     """
@@ -55,10 +56,10 @@ def watchdog(folder: Path | None, rank: int) -> Iterator[None]:
     printed = faulthandler.is_enabled()
     with suppress(FileExistsError):
         os.mkfifo(pipe, 0o600)
-    # Open for writing too, so that a read waits although no watcher has opened the pipe.
+    # Opened for writing as well, so that reads block even if no watcher has opened the pipe.
     descriptor = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)
     thread = threading.Thread(target=_answer, args=(descriptor, folder, rank), daemon=True)
-    # Appended to, as a watcher empties the file before it asks.
+    # Opened to append, because a watcher empties the file before it asks.
     with open_to_append(_stack(folder, rank)) as stacks, open_new(_crash(folder, rank)) as crash:
         faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=False, chain=False)
         faulthandler.enable(file=crash, all_threads=True)
@@ -75,15 +76,15 @@ def watchdog(folder: Path | None, rank: int) -> Iterator[None]:
 
 def _answer(descriptor: int, folder: Path, rank: int) -> None:
     while _END not in os.read(descriptor, 64):
-        with suppress(Exception):  # a watcher does without, and the run must not fail
+        with suppress(Exception):  # a watcher can do without it, and the run must not fail
             write_flight(_flight(folder, rank))
 
 
 def collect(folder: Path, pids: dict[int, int], seconds: float = 0.5) -> dict[int, Evidence]:
-    """Ask ranks for stacks and collectives, and return what has come by rank.
+    """Request stacks and collectives from ranks; return the answers by rank.
 
-    ``pids`` are the process ids by rank. The call waits up to ``seconds`` for the answers, and
-    less if all have come. A rank that has ended may have left the stacks of its crash.
+    ``pids`` are the process ids by rank. The call waits for the answers, up to ``seconds``. A rank
+    that has ended may have left the stacks of its crash.
     """
     requested = {rank: pid for rank, pid in pids.items() if _ask(folder, rank, pid)}
     end = time.monotonic() + seconds
@@ -91,7 +92,7 @@ def collect(folder: Path, pids: dict[int, int], seconds: float = 0.5) -> dict[in
     while time.monotonic() < end:
         time.sleep(0.01)
         sizes = {rank: _size(_stack(folder, rank)) for rank in requested}
-        # The stacks are whole when they have stopped growing.
+        # The stacks are complete when they have stopped growing.
         written = sizes == before and all(sizes.values())
         if written and all(_flight(folder, rank).exists() for rank in requested):
             break
@@ -107,7 +108,7 @@ def collect(folder: Path, pids: dict[int, int], seconds: float = 0.5) -> dict[in
 
 
 def ask_flights(folder: Path, ranks: Iterable[int], seconds: float = 0.5) -> dict[int, Flight]:
-    """Ask ranks for their collectives only, which does not disturb them; return them by rank."""
+    """Request only collectives from ranks, which does not disturb them; return them by rank."""
     requested = [rank for rank in ranks if _request(folder, rank)]
     end = time.monotonic() + seconds
     while time.monotonic() < end and not all(_flight(folder, r).exists() for r in requested):
@@ -117,7 +118,7 @@ def ask_flights(folder: Path, ranks: Iterable[int], seconds: float = 0.5) -> dic
 
 
 def _ask(folder: Path, rank: int, pid: int) -> bool:
-    """Ask a rank for its stacks and collectives; return whether the request could be sent."""
+    """Request stacks and collectives from a rank; return whether the request was sent."""
     if not _request(folder, rank):
         return False
     try:
@@ -133,7 +134,7 @@ def _request(folder: Path, rank: int) -> bool:
     try:
         descriptor = os.open(_pipe(folder, rank), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        return False  # nobody reads: the rank has no watchdog, or has ended
+        return False  # the rank has no watchdog, or has ended
     try:
         os.write(descriptor, _ASK)
     except OSError:

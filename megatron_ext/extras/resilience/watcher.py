@@ -1,7 +1,7 @@
-"""Watches the ranks of a machine: looks at their board again and again, and gathers evidence.
+"""Watches the ranks of a machine: looks at their board repeatedly, and gathers evidence.
 
-The supervisor of forked ranks has one. Under torchrun, whose agent is not ours, each rank has one
-in a thread, and the lowest rank that is able to acts.
+The supervisor of forked ranks has a watcher. Under torchrun, whose agent is not ours, each rank has
+one in a thread, and the lowest rank whose thread is able to look acts.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from megatron_ext.extras.resilience.watchdog import Evidence, ask_flights, colle
 from megatron_ext.parallel.board import BOARD, RING, Board, RankRecord
 
 SECONDS_BETWEEN_MEASUREMENTS = 15.0
-"""Time between two measurements of each rank's own time."""
+"""Seconds between two measurements of the ranks' own times."""
 _SECONDS_BETWEEN_STATES = 1.0
 _SECONDS_OF_A_PAUSE = 2.0
-"""Time between two looks from which on the watcher itself was stopped, and the ranks with it."""
+"""Seconds between two looks above which the watcher itself must have been stopped, and the ranks
+too."""
 
 
 class Watcher:
-    """Looks at the board in ``folder``, which has ``num_ranks`` slots.
+    """Watches the board in ``folder``, which has ``num_ranks`` slots.
 
     Attributes:
-        resident: last known bytes of main memory by rank.
+        resident: last known bytes in main memory, by rank.
     """
 
     def __init__(self, folder: Path, num_ranks: int, limits: Limits = USUAL) -> None:
@@ -49,10 +50,10 @@ class Watcher:
         self._slow_at = time.monotonic()
 
     def look(self, pids: Mapping[int, int] | None = None) -> list[Verdict]:
-        """Return the faults that are seen now; a call takes about 0.1 ms.
+        """Return the faults at this moment; a call takes about 0.1 ms.
 
-        ``pids`` are the processes to look at by rank; by default all that have written to the
-        board. Give them where a rank may have been started anew and its slot is still the old one.
+        ``pids`` are the processes to check, by rank; by default all that have written to the board.
+        Pass them if a rank may have been restarted and its slot may still be the old one.
         """
         now = time.monotonic()
         if now - self._looked > _SECONDS_OF_A_PAUSE:
@@ -72,7 +73,7 @@ class Watcher:
         return [r for r in board if pids is None or pids.get(r.rank) == r.pid]
 
     def _from_the_pause(self, record: RankRecord) -> RankRecord:
-        """Return a record whose silence counts from the end of a pause of the whole machine."""
+        """Return a record whose silence starts after the last pause of the whole machine."""
         if record.last_time >= self._counts_from:
             return record
         events = [replace(event, time=self._counts_from) for event in record.events]
@@ -90,7 +91,7 @@ class Watcher:
                 self._quiet[record.pid] = (record.last_time, state.cpu_seconds)
 
     def _busy(self, board: list[RankRecord], now: float) -> bool:
-        """Return whether a rank has used the processor for most of the time of its silence."""
+        """Return whether a rank has used the processor for most of its silence."""
         for record in board:
             last, before = self._quiet.get(record.pid, (now, 0.0))
             used = self._states.get(record.pid, GONE).cpu_seconds - before
@@ -99,7 +100,7 @@ class Watcher:
         return False
 
     def killed_for_memory(self) -> bool:
-        """Return whether the kernel has killed a process for memory since the last such call."""
+        """Return whether the kernel has killed a process for memory since the last call."""
         return self._kills.happened()
 
     def tell_slow_ranks(
@@ -108,18 +109,17 @@ class Watcher:
         pids: Mapping[int, int] | None = None,
         seconds: float = SECONDS_BETWEEN_MEASUREMENTS,
     ) -> list[SlowRank]:
-        """Return the ranks that prove slow now, after a line and an event about each.
+        """Return the ranks that are newly slow; print a line and log an event for each.
 
-        Each rank is named once. At most one call in ``seconds`` asks the ranks for their
-        collectives, which takes some milliseconds of each; the others do nothing. For ``pids`` see
-        `look`.
+        Each rank is named once. At most one call in ``seconds`` requests the ranks' collectives,
+        which takes each rank some milliseconds; other calls do nothing. For ``pids`` see `look`.
         """
         now = time.monotonic()
         if now - self._slow_at < seconds:
             return []
         ranks = self._records(1, pids)
         if any(record.ended or now - record.last_time > 1.0 for record in ranks):
-            return []  # `look` judges these
+            return []  # `look` handles these ranks
         flights = ask_flights(self.folder, [record.rank for record in ranks])
         self._slow_at = time.monotonic()
         board = self._records(RING, pids)
@@ -142,11 +142,11 @@ class Watcher:
         pids: Mapping[int, int] | None = None,
         seconds: float = 0.5,
     ) -> Case:
-        """Gather what the ranks of this machine can tell about a fault, and name its rank.
+        """Gather the evidence of this machine's ranks about a fault, and name its rank.
 
         Args:
-            cause: what is known of the cause, such as the signal that has ended a rank.
-            seconds: the longest time to wait for the answers of the ranks.
+            cause: what is known about the cause, such as the signal that killed a rank.
+            seconds: the longest time to wait for the ranks' answers.
         """
         board = self._records(RING, pids)
         states = process_states(record.pid for record in board)
@@ -173,7 +173,7 @@ class Watcher:
 
 
 def open_watcher(folder: Path | None, num_ranks: int, minutes: float) -> Watcher | None:
-    """Return a watcher; None without a host folder, or if its memory is not enough for a board.
+    """Return a watcher; None without a host folder or without enough memory for a board.
 
     ``minutes`` is the longest silence in phases without a usual length.
     """
