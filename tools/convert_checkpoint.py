@@ -44,10 +44,9 @@ from megatron_ext.config.flags import COUNT, NATURAL, SIZE
 from megatron_ext.errors import CheckpointError, MegatronExtError
 from megatron_ext.text.convert.huggingface import Export, Import, export_model, import_model
 from megatron_ext.train.main import silence_known_warnings
-from megatron_ext.video.convert import NETWORKS, is_streaming
-from megatron_ext.video.networks.wan.convert.export import export_wan
-from megatron_ext.video.networks.wan.convert.names import Naming
-from megatron_ext.video.networks.wan.convert.weights import import_wan, is_wan
+from megatron_ext.video.convert import NETWORKS, is_streaming, reader_of
+from megatron_ext.video.networks.lookup import conversions, streamed_conversion
+from megatron_ext.video.networks.network import Conversion
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -96,8 +95,8 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
         help="compare logits of the imported model with those of transformers, which takes memory "
         "for the model in float32, before the import",
     )
-    wan = parser.add_argument_group("Wan")
-    wan.add_argument(
+    video = parser.add_argument_group("Wan")
+    video.add_argument(
         "--entry", help="entry of a .pt file to read, such as generator_ema (the only one)"
     )
 
@@ -123,18 +122,18 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         type=COUNT.integer,
         help="rows of the vocabulary to write (those of --hf-like)",
     )
-    wan = parser.add_argument_group("Wan")
-    wan.add_argument(
+    video = parser.add_argument_group("Wan")
+    video.add_argument(
         "--network", choices=NETWORKS, help="network of a streaming run to write (generator)"
     )
-    names = [naming.value for naming in Naming]
-    wan.add_argument("--naming", choices=names, help="whose names the tensors get (diffusers)")
+    names = [*dict.fromkeys(name for x in conversions() for name in x.namings)]
+    video.add_argument("--naming", choices=names, help="whose names the tensors get (diffusers)")
 
 
 _LANGUAGE = (
     "target_tensor_parallel_size make_vocab_size_divisible_by seq_length hf_like vocab_size"
 ).split()
-_WAN = "entry network naming".split()
+_VIDEO = "entry network naming".split()
 
 
 def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
@@ -156,10 +155,11 @@ def _refuse(args: argparse.Namespace, names: Sequence[str], kind: str) -> None:
 
 
 def _import(args: argparse.Namespace) -> None:
-    if is_wan(args.hf):
-        _import_wan(args)
+    video = reader_of(args.hf)
+    if video is not None:
+        _import_video(video, args)
         return
-    _refuse(args, _WAN, "a language model")
+    _refuse(args, _VIDEO, "a language model")
     given = _given(args, _LANGUAGE)
     if "target_tensor_parallel_size" in given:
         given["tensor_parallel_size"] = given.pop("target_tensor_parallel_size")
@@ -172,11 +172,11 @@ def _import(args: argparse.Namespace) -> None:
     print(shlex.join(["--pretrained-checkpoint", str(args.save.resolve()), *words]))
 
 
-def _import_wan(args: argparse.Namespace) -> None:
-    _refuse(args, _LANGUAGE, "Wan, which has no vocabulary")
+def _import_video(conversion: Conversion, args: argparse.Namespace) -> None:
+    _refuse(args, _LANGUAGE, f"{conversion.title}, which has no vocabulary")
     if args.verify:
         raise CheckpointError("`--verify` is for language models; leave it out.")
-    size, dtype = import_wan(args.hf, args.save, args.dtype, args.entry)
+    size, dtype = conversion.import_weights(args.hf, args.save, args.dtype, args.entry)
     print(f"{args.hf} -> {args.save}. Train it with these flags, in any layout:")
     root = str(args.save.resolve())
     words = ["--task", "streaming", "--generator-size", size, "--pretrained-checkpoint", root]
@@ -199,13 +199,12 @@ def _export(args: argparse.Namespace) -> None:
     }
     notes: list[str] = []
     if is_streaming(read_run_config(args.load, args.ckpt_step)):
-        _refuse(args, _LANGUAGE, "Wan, which has no vocabulary")
-        given = _given(args, ("network", "naming"))
-        if "naming" in given:
-            given["naming"] = Naming(given["naming"])
-        export_wan(**order, **given)
+        conversion = streamed_conversion()
+        _refuse(args, _LANGUAGE, f"{conversion.title}, which has no vocabulary")
+        network = args.network or next(iter(NETWORKS))
+        conversion.export_weights(**order, network=network, naming=args.naming)
     else:
-        _refuse(args, _WAN, "a language model")
+        _refuse(args, _VIDEO, "a language model")
         notes = export_model(Export(**order, like=args.hf_like, vocab_size=args.vocab_size))
     for note in notes:
         print(f"> {note}")

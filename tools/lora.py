@@ -40,7 +40,7 @@ from megatron_ext.text.model.gpt import build_gpt_chunk
 from megatron_ext.text.task import GPT
 from megatron_ext.train.main import silence_known_warnings
 from megatron_ext.video.convert import is_streaming
-from megatron_ext.video.networks.wan.convert.names import wan_adapters
+from megatron_ext.video.networks.lookup import streamed_conversion
 from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.networks import network_of
 from megatron_ext.video.streaming.task import STREAMING
@@ -110,7 +110,7 @@ def _export(args: argparse.Namespace) -> None:
         sizes = run.section(StreamingConfig).sizes(
             "critic" if args.network == CRITIC else "generator"
         )
-        layers = wan_adapters(sizes.head_dim)
+        layers = streamed_conversion().adapters(sizes)
     else:
         layers = peft_layers(run.model, run.section(MoEConfig), args.load)
     left_out = export_adapters(

@@ -6,6 +6,7 @@ Annotations here use Any for `train.run.Run`, because its module imports this on
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -207,8 +208,10 @@ class TaskChoice:
         return self._each(lambda task: task.with_sections(*kinds))
 
     def _each(self, change: Callable[[Task], Task]) -> TaskChoice:
-        changed = {task: change(task) for task in self.tasks}
-        return TaskChoice(tuple(changed.values()), lambda config: changed[self.pick(config)])
+        changed = functools.cache(change)  # so that a task stays one object
+        return TaskChoice(
+            tuple(map(changed, self.tasks)), lambda config: changed(self.pick(config))
+        )
 
 
 def no_datasets(*_: Any) -> Datasets:

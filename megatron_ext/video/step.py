@@ -1,42 +1,30 @@
-"""Flow matching common to all video networks: micro-batches from clips, forward step and loss.
-
-Each network subclasses `FlowNetwork`; `networks.lookup.network_of` returns the one of a run.
-"""
+"""Micro-batches of flow matching from clips, as all video networks take them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device import to_device
-from megatron_ext.losses.contract import LossFunction, Report, StepCounts, share_of_step
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.schedules.runtime import PipelineEngine
 from megatron_ext.video.config.run import ConditionConfig, FlowConfig, TextDropoutConfig
-from megatron_ext.video.cost.clip import Clip, ClipNetwork
 from megatron_ext.video.data.conditions import Text, drop_text, frame_masks, loss_mask
 from megatron_ext.video.data.dataset import VideoBatch
 from megatron_ext.video.data.randomness import Randomness, draw_microbatch
-from megatron_ext.video.data.sampler import Geometry
 from megatron_ext.video.loss import (
     FlowTargets,
-    flow_matching_loss,
     noised,
     shift_factor,
     timesteps,
     token_weights,
 )
-from megatron_ext.video.model.chunk import VideoChunk
 from megatron_ext.video.model.tokens import pack, tokens_per_frame
-from megatron_ext.video.sampling.velocity import ParallelVelocity
 
 
 @dataclass(frozen=True)
@@ -73,6 +61,12 @@ class FlowMicrobatch:
         """Return an empty tuple, since video networks have no multi-token prediction."""
         return ()
 
+    @property
+    def boundary_inputs(self) -> Mapping[str, Any]:
+        """Return the keyword arguments of the model's ``boundary_shape`` for this micro-batch."""
+        sizes = {"num_text": self.num_text, "num_image": self.num_image}
+        return {**sizes, "micro_batch_size": self.size}
+
 
 class FlowBatchBuilder(ABC):
     """Builds a run's micro-batches: draws noise and times, and noises the clips.
@@ -84,6 +78,8 @@ class FlowBatchBuilder(ABC):
         null: the encoded empty caption: tokens ``[1, l, d]`` and pooled vector ``[1, e]``.
         patch: side of a token's square patch, in latent pixels.
     """
+
+    microbatch = FlowMicrobatch
 
     def __init__(
         self, config: RunConfig, context: ParallelContext, null: Text, seed: int, patch: int
@@ -128,7 +124,7 @@ class FlowBatchBuilder(ABC):
             whole = FlowTargets(pack(velocity, self._patch), weights, times, modes, usual)
             targets = self._own(whole, num_text)
         inputs = self._inputs(batch, randomness, x_t, times, masks)
-        return FlowMicrobatch(inputs, num_text, num_image, targets)
+        return self.microbatch(inputs, num_text, num_image, targets)
 
     def _normals(self, randomness: Randomness, samples: Sequence[int], num_frames: int) -> Tensor:
         """Return normal draws that become times, ``[b]``, or ``[b, t]`` for a time per frame."""
@@ -149,117 +145,6 @@ class FlowBatchBuilder(ABC):
         drops = randomness.drop_text, randomness.drop_pooled
         text, pooled = (to_device(drop, batch.text.device) for drop in drops)
         return drop_text(Text(batch.text, batch.pooled), self._null, text, pooled)
-
-
-class FlowNetwork(ABC):
-    """Interface through which flow matching uses the network of a run."""
-
-    builder: type[FlowBatchBuilder]
-    chunk: type[VideoChunk]
-
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
-
-    @property
-    @abstractmethod
-    def sizes(self) -> Any:
-        """Return the sizes of the whole model, from which its chunks are built."""
-
-    @property
-    @abstractmethod
-    def options(self) -> Any:
-        """Return the options of the model's chunks; raise ConfigError for flags out of range."""
-
-    @property
-    def patch_size(self) -> int:
-        """Return p, the side of a token's square patch, in latent pixels."""
-        return int(self.sizes.patch_size)
-
-    @abstractmethod
-    def with_widths(self, manifest: Mapping[str, Any]) -> RunConfig:
-        """Return the configuration with the widths of a dataset's latents and text embeddings.
-
-        Raises:
-            ConfigError: the network cannot take the dataset.
-        """
-
-    @abstractmethod
-    def checked(self) -> RunConfig:
-        """Return the configuration with the network's derived settings filled in.
-
-        Raises:
-            ConfigError: there are too many stages, or the ranks cannot share the heads equally.
-        """
-
-    def check_clips(self, shape: tuple[int, int, int], what: str) -> None:
-        """Raise an error if the network cannot take clips with latents of shape (t, h, w).
-
-        Args:
-            what: name of the clips in the error.
-
-        Raises:
-            ConfigError, DataError: the clips do not fit the layout or the flags.
-        """
-        return
-
-    @property
-    def sequence_multiple(self) -> int:
-        """Return a number that must divide the count of text and image tokens together."""
-        return 1
-
-    def padded_text(self, num_text: int, num_image: int) -> int:
-        """Return the number of text tokens of a clip with those that `dataset.pad_text` adds."""
-        return num_text + -(num_text + num_image) % self.sequence_multiple
-
-    @abstractmethod
-    def flops(self, sequence: Geometry) -> float:
-        """Return the floating-point operations of one clip, forward and backward."""
-
-    @abstractmethod
-    def planned(self, clip: Clip) -> ClipNetwork:
-        """Return the cost model by which a run on clips of this shape is planned."""
-
-    @abstractmethod
-    def recomputing(self, mode: str) -> RunConfig:
-        """Return a configuration that recomputes all blocks if ``mode`` is "full", else none."""
-
-    @abstractmethod
-    def sampled(
-        self, engine: PipelineEngine, chunks: Sequence[torch.nn.Module], context: ParallelContext
-    ) -> ParallelVelocity:
-        """Return a predictor of velocities with the model ``chunks``, for a sampler."""
-
-    def velocity(self, output: Tensor) -> Tensor:
-        """Return the predicted velocity of the targets' tokens from the last stage's output."""
-        return output
-
-    def forward_step(
-        self, batch: FlowMicrobatch, model: torch.nn.Module, counts: StepCounts | None
-    ) -> tuple[Tensor, LossFunction]:
-        """Run one chunk on one micro-batch; return its output and the loss as a function of it.
-
-        ``counts`` are the target counts of the whole step; None in evaluation and before the last
-        stage.
-        """
-        output: Tensor = model(**batch.inputs)
-        return output, partial(self._loss, batch=batch, counts=counts)
-
-    def _loss(
-        self, output: Tensor, *, batch: FlowMicrobatch, counts: StepCounts | None
-    ) -> tuple[Tensor, Tensor, Report]:
-        assert batch.targets is not None
-        share = share_of_step(
-            batch.loss_weights,
-            counts,
-            per_token=self.config.training.calculate_per_token_loss,
-            usual_weight=batch.targets.usual_weight,
-        )
-        return flow_matching_loss(
-            self.velocity(output),
-            targets=batch.targets,
-            share=share,
-            reported_modes=self.config.section(ConditionConfig).modes,
-        )
 
 
 def sharing_ranks(parallel: ParallelConfig) -> int:

@@ -1,13 +1,15 @@
-"""The tasks of pretrain_video.py: flow matching with each network, and streaming long-tuning."""
+"""The tasks of pretrain_video.py: flow matching with any network, and streaming long-tuning."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from functools import partial
 
 import torch
 from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_ext.config.run import RunConfig
@@ -19,11 +21,8 @@ from megatron_ext.video.config.rules import (
     SECTIONS,
     UNUSED_IN_FLOW,
     VIDEO_DEFAULTS,
-    VIDEO_DIT_DEFAULTS,
-    dit_rules,
-    mmdit_rules,
-    resolve_dit,
-    resolve_mmdit,
+    flow_rules,
+    resolve_flow,
 )
 from megatron_ext.video.config.run import VideoConfig
 from megatron_ext.video.config.stored import stored_video_model
@@ -36,9 +35,8 @@ from megatron_ext.video.data.setup import (
     video_step_stats,
 )
 from megatron_ext.video.model.chunk import VideoChunk
-from megatron_ext.video.networks.lookup import network_of
-from megatron_ext.video.networks.mmdit.flow import mmdit_boundary_shape
-from megatron_ext.video.networks.wan.flow import wan_boundary_shape
+from megatron_ext.video.networks.lookup import chosen, network_of
+from megatron_ext.video.networks.network import VideoNetwork
 from megatron_ext.video.sampling.samples import ClipSampler, SampleWhileTraining
 from megatron_ext.video.step import FlowMicrobatch
 from megatron_ext.video.streaming.task import STREAMING
@@ -85,19 +83,25 @@ def forward_step(
     return network_of(config).forward_step(batch, model, counts)
 
 
+def boundary_shape(batch: FlowMicrobatch, chunk: torch.nn.Module) -> list[int]:
+    """Return the shape of the tensor that stages send each other for a micro-batch."""
+    shape: list[int] = get_attr_wrapped_model(chunk, "boundary_shape")(**batch.boundary_inputs)
+    return shape
+
+
 FLOW = Task(
     sections=SECTIONS,
     inapplicable=UNUSED_IN_FLOW,
     defaults=VIDEO_DEFAULTS,
-    resolve=resolve_mmdit,
-    rules=mmdit_rules,
+    resolve=resolve_flow,
+    rules=flow_rules,
     stored_model=stored_video_model,
     preflight=prepare_video,
     inputs=video_inputs,
     datasets=build_video_datasets,
     source=VideoSource,
     model_chunk=build_chunk,
-    boundary_shape=mmdit_boundary_shape,
+    boundary_shape=boundary_shape,
     forward_step=forward_step,
     step_stats=video_step_stats,
     callbacks=(partial(SampleWhileTraining.of_run, build=ClipSampler),),
@@ -109,21 +113,19 @@ FLOW = Task(
     sample_name="videos",
 )
 
-FLOW_OF_DIT = dataclasses.replace(
-    FLOW,
-    defaults=VIDEO_DIT_DEFAULTS,
-    resolve=resolve_dit,
-    rules=dit_rules,
-    boundary_shape=wan_boundary_shape,
-)
-
 
 def task_of(config: RunConfig) -> Task:
-    """Return the streaming task, or the flow-matching task of `--video-model`."""
-    video = config.section(VideoConfig)
-    if video.streams:
+    """Return the streaming task, or flow matching with the defaults of `--video-model`."""
+    if config.section(VideoConfig).streams:
         return STREAMING
-    return FLOW if video.video_model == "mmdit" else FLOW_OF_DIT
+    return _flow_with_defaults(chosen(config))
 
 
-VIDEO = TaskChoice((FLOW, FLOW_OF_DIT, STREAMING), task_of)
+@functools.cache
+def _flow_with_defaults(network: VideoNetwork) -> Task:
+    if not network.defaults:
+        return FLOW
+    return dataclasses.replace(FLOW, defaults={**VIDEO_DEFAULTS, **network.defaults})
+
+
+VIDEO = TaskChoice((FLOW, STREAMING), task_of)

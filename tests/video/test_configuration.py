@@ -11,7 +11,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.train.exit_codes import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
 from megatron_ext.video.data.setup import prepare_video
-from megatron_ext.video.task import FLOW, FLOW_OF_DIT, VIDEO
+from megatron_ext.video.task import FLOW, VIDEO
 from tests.video.clips import FLAGS, IMAGE, LONG, SHORT, steps, train, write_clips
 from tests.video.cost.test_cost import COMMON
 from tests.video.streaming.runs import flags_of
@@ -57,7 +57,9 @@ def test_defaults_of_a_program_choose_the_task_unless_a_flag_does() -> None:
         how: Any = {"world_size": 1, "device": "cpu", "defaults": defaults}
         return parse_args([*flags.split(), *words], VIDEO, **how).task
 
-    assert (chosen(), chosen("--video-model", "mmdit")) == (FLOW_OF_DIT, FLOW)
+    assert chosen().defaults["i2v_head_weight"] == 0.0
+    assert chosen() is chosen("--video-model", "causal-video-dit")
+    assert chosen("--video-model", "mmdit") is FLOW
 
 
 def test_a_checkpoint_tells_the_model(clips: Path, valid: Path, tmp_path: Path) -> None:

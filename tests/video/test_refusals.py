@@ -228,17 +228,13 @@ def test_video_runs_refuse_the_flags_of_text(
 
 
 TWIN, CAUSAL = "--video-model video-dit", "--video-model causal-video-dit"
-NO_REFERENCES = "a video DiT is given no reference frames"
-STREAMS = "it decides nothing but what `--task streaming` does"
+NO_REFERENCES = "video DiT is given no reference frames"
+ONLY = "has an effect only with"
 IGNORED_BY_WAN = {
-    f"{TWIN} --i2v-head-weight 5": NO_REFERENCES,
-    f"{CAUSAL} --reference-loss all": NO_REFERENCES,
-    f"{TWIN} --mmdit-size small": "it is one of the MMDiT",
+    f"{TWIN} --i2v-head-weight 5": f"a {NO_REFERENCES}",
+    f"{CAUSAL} --reference-loss all": f"a causal {NO_REFERENCES}",
     f"{TWIN} --hidden-size 128": "`--video-dit-size` decides",
     f"{TWIN} --apply-wd-to-qk-layernorm": "the norms of its queries and keys never decay",
-    f"{TWIN} --frame-block 1": STREAMS,
-    f"{TWIN} --independent-first-frame": STREAMS,
-    f"{CAUSAL} --guidance-scale 2": STREAMS,
 }
 """Flags that a video DiT ignores, and why."""
 WRONG_FOR_WAN = {
@@ -246,6 +242,10 @@ WRONG_FOR_WAN = {
         words: "`{2}` has no effect with `{0} {1}`: ".format(*words.split()) + f"{reason}; {OUT}"
         for words, reason in IGNORED_BY_WAN.items()
     },
+    f"{TWIN} --mmdit-size small": f"`--mmdit-size` {ONLY} `--video-model mmdit`; {OUT}",
+    f"{TWIN} --frame-block 1": f"`--frame-block` {ONLY} `--task streaming` or `{CAUSAL}`; {OUT}",
+    f"{TWIN} --independent-first-frame": f"`--independent-first-frame` {ONLY} `--task stream",
+    f"{CAUSAL} --guidance-scale 2": f"`--guidance-scale` {ONLY} `--task streaming`; {OUT}",
     f"{TWIN} --num-layers 3": f"`--num-layers` {IGNORED}{SHAPE}",
     f"{TWIN} --pooled-dropout 0.2": "`--pooled-dropout` (0.2) has no effect with `--video-model ",
     f"{TWIN} --independent-block-timesteps": "`--independent-block-timesteps` has an effect only ",

@@ -232,6 +232,6 @@ def test_the_mmdit_refuses_data_that_it_cannot_take(data: Path, umt5: Path) -> N
     online = ["--online-encoding", "--video-buckets", '{"64px": {"9": [1, 1]}}']
     with pytest.raises(DataError, match=r"takes clips, but \S+/clips holds encoded ones; leave"):
         preflight(configured(*online), FLOW.preflight)
-    refused = r"`--text-encoder` \(umt5\) gives no pooled vectors, which the MMDiT"
+    refused = r"`--text-encoder` \(umt5\) gives no pooled vectors, which an MMDiT needs"
     with pytest.raises(ConfigError, match=refused):
         configured(*online, "--text-encoder", "umt5", "--t5-path", str(umt5))

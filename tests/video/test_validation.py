@@ -17,7 +17,7 @@ from megatron_ext.video.data.dataset import collate
 from megatron_ext.video.data.geometry import Bucket
 from megatron_ext.video.data.setup import EVALUATION_SEED, VideoSource, VideoSplit, open_split
 from megatron_ext.video.networks.lookup import network_of
-from megatron_ext.video.task import FLOW, FLOW_OF_DIT
+from megatron_ext.video.task import FLOW, VIDEO
 from tests.video import wan_run
 from tests.video.clips import IMAGE, LONG, SHORT, train, write_clips
 
@@ -99,9 +99,7 @@ def losses_of(
     else:
         words = f"{words} {wan_run.KINDS['video-dit']}"
         flags = wan_run.FLAGS
-        train(
-            data, folder / "run", words, ranks=ranks, prepare=prepare, task=FLOW_OF_DIT, flags=flags
-        )
+        train(data, folder / "run", words, ranks=ranks, prepare=prepare, task=VIDEO, flags=flags)
     found: dict[str, float] = json.loads((folder / "losses.json").read_text())
     return found
 

@@ -16,7 +16,7 @@ from megatron_ext.video.data.randomness import draw_noise, draw_normals, draw_un
 from megatron_ext.video.model.tokens import pack, unpack
 from megatron_ext.video.networks.wan.config import SIZES
 from megatron_ext.video.sampling.samples import velocity_of
-from megatron_ext.video.task import FLOW_OF_DIT
+from megatron_ext.video.task import VIDEO
 from tests.video import clips
 from tests.video.clips import CHANNELS, SHORT, SIDE, TEXT, WIDTH, clip
 from tests.video.networks.harness import Truth, check_gradients, check_weights, relative
@@ -40,7 +40,7 @@ KINDS["alone"] = (
     "--independent-first-frame --independent-block-timesteps"
 )
 BLOCKS = {"independent": [0, 1, 2], "alone": [0, 1, 1]}
-train = partial(clips.train, flags=FLAGS, task=FLOW_OF_DIT)
+train = partial(clips.train, flags=FLAGS, task=VIDEO)
 
 
 def record(run: Run, path: Path) -> None:

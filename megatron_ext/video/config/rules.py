@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from megatron_ext.config.flags import changed, default_of, spelling_of
+from megatron_ext.config.flags import changed, changed_fields, default_of, flags_of, spelling_of
 from megatron_ext.config.inapplicable import Inapplicable, names_of
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.optimizer import ALL_TARGETS, LoraConfig
 from megatron_ext.config.rules.optimizer import target_errors
-from megatron_ext.config.run import RunConfig
+from megatron_ext.config.run import RunConfig, named
 from megatron_ext.config.training import LossConfig, TrainingConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.encoding import UMT5, CodecConfig, EncodeConfig, TextEncoderConfig
@@ -27,20 +27,24 @@ from megatron_ext.video.config.run import (
     TextDropoutConfig,
     VideoConfig,
 )
-from megatron_ext.video.config.sizes import model_of
-from megatron_ext.video.config.window import WINDOW
-from megatron_ext.video.networks.mmdit.config import MMDiTConfig
-from megatron_ext.video.networks.wan.config import VideoDiTConfig
+from megatron_ext.video.networks import NETWORKS
+from megatron_ext.video.networks.lookup import (
+    all_networks,
+    chosen,
+    named_by,
+    network_named,
+    without_pooled,
+)
 from megatron_ext.video.streaming.config import StreamingConfig, StreamingSampleConfig
 from megatron_ext.video.streaming.rules import sample_errors, streaming_errors, teacher_errors
 
 ENCODING = ("codec", "text_encoder", "encode")
-FLOW_ONLY = ("mmdit", "video_dit", "flow", "conditions", "text_dropout", "encode")
+_OWN = tuple(kind for network in all_networks() for kind in network.sections)
+FLOW_ONLY = (*named(_OWN), "flow", "conditions", "text_dropout", "encode")
 STREAMING_ONLY = ("streaming", "streaming_sample")
 SECTIONS: tuple[type, ...] = (
-    VideoConfig, MMDiTConfig, VideoDiTConfig, FlowConfig, ConditionConfig, TextDropoutConfig,
-    CodecConfig, TextEncoderConfig, EncodeConfig, SampleConfig, StreamingConfig,
-    StreamingSampleConfig,
+    VideoConfig, *_OWN, FlowConfig, ConditionConfig, TextDropoutConfig, CodecConfig,
+    TextEncoderConfig, EncodeConfig, SampleConfig, StreamingConfig, StreamingSampleConfig,
 )  # fmt: skip
 """The sections that pretrain_video.py adds to the engine's flags."""
 
@@ -57,13 +61,6 @@ VIDEO_DEFAULTS: Mapping[str, Any] = {
 }
 """Defaults of pretrain_video.py that differ from Megatron-LM's: linear warm-up to a constant rate,
 and a very small epsilon, which is stable with normed queries and keys (arXiv:2403.03206)."""
-
-VIDEO_DIT_DEFAULTS: Mapping[str, Any] = {
-    **VIDEO_DEFAULTS,
-    **dict.fromkeys(("i2v_head_weight", "i2v_tail_weight", "i2v_loop_weight"), 0.0),
-    "text_dropout": 0.1,
-}
-"""Defaults with a video DiT, whose only condition is the text; a tenth of the clips get none."""
 
 STREAMING_DEFAULTS: Mapping[str, Any] = {
     **VIDEO_DEFAULTS,
@@ -116,28 +113,21 @@ _SAMPLES_OF_FLOW = (
 ).split()
 _SHIFTS = "shift_base_tokens shift_base shift_max_tokens shift_max shift_by_length".split()
 
-_SHAPE_FLAGS = ("hidden_size", "num_attention_heads")
-_QK_NORMS = "the norms of its queries and keys never decay; leave it out"
-_OF_DIT = {"zero_head", "recompute_blocks"}
-"""Flags of streaming that also apply to a video DiT of flow matching, besides its window's."""
+SHAPE_FLAGS = ("hidden_size", "num_attention_heads")
+"""Flags of the engine that networks without flags of their own for these sizes refuse."""
+QK_NORMS = "the norms of its queries and keys never decay; leave it out"
+"""Why ``--apply-wd-to-qk-layernorm`` is refused."""
 
 STREAMING_START = 200
 """Default of ``--ema-start`` in streaming, as in LongLive: the first step that is averaged."""
 
 
-def resolve_mmdit(config: RunConfig) -> RunConfig:
-    """Return the configuration with its model section filled in from the MMDiT's size and flags.
+def resolve_flow(config: RunConfig) -> RunConfig:
+    """Return the configuration with its model section filled in from the flags of its network.
 
     Sizes that do not fit together raise ConfigError.
     """
-    fields = config.section(MMDiTConfig).sizes(config.model).transformer_fields()
-    return dataclasses.replace(config, model=model_of(fields, config.model))
-
-
-def resolve_dit(config: RunConfig) -> RunConfig:
-    """Return the configuration with its model section filled in from ``--video-dit-size``."""
-    fields = config.section(VideoDiTConfig).sizes.transformer_fields()
-    return dataclasses.replace(config, model=model_of(fields, config.model))
+    return chosen(config).resolve(config)
 
 
 def resolve_streaming(config: RunConfig) -> RunConfig:
@@ -233,7 +223,7 @@ def _left_out_of_streaming(config: RunConfig) -> list[str]:
     errors += [
         f"`{spelling_of(config.model, name)}` has no effect with `--task streaming`: "
         "`--generator-size` and the flags beside it decide; leave it out."
-        for name in _SHAPE_FLAGS
+        for name in SHAPE_FLAGS
         if getattr(config.model, name) not in (None, getattr(described, name))
     ]
     refused = (
@@ -241,7 +231,7 @@ def _left_out_of_streaming(config: RunConfig) -> list[str]:
          "that pipeline stages would wait for one another; use tensor parallelism"),
         ("optimizer", "overlap_grad_reduce", "blocks are trained one by one; leave it out"),
         ("optimizer", "overlap_param_gather", "blocks are generated one by one; leave it out"),
-        ("optimizer", "apply_wd_to_qk_layernorm", _QK_NORMS),
+        ("optimizer", "apply_wd_to_qk_layernorm", QK_NORMS),
         ("precision", "fp16", "three networks have no common loss scale; use --bf16"),
         ("fp8", "fp8_format", "a step changes several networks, each of which would need scales "
          "of its own; leave it out"),
@@ -272,64 +262,66 @@ def _left_out_of_streaming(config: RunConfig) -> list[str]:
     return errors
 
 
-def mmdit_rules(config: RunConfig, resolved: RunConfig) -> list[str]:
-    """Return a sentence for each fault in the flags of flow matching with an MMDiT."""
-    dit = "`--video-model video-dit` or causal-video-dit"
-    errors = [
-        f"`{spelled}` has an effect only with {kind}; leave it out."
-        for kind, sections in ((dit, ("video_dit",)), ("`--task streaming`", STREAMING_ONLY))
-        for spelled in changed(config, sections)
+def flow_rules(config: RunConfig, resolved: RunConfig) -> list[str]:
+    """Return a sentence for each fault in the flags of flow matching."""
+    return [
+        *_unknown_to_network(config),
+        *chosen(config).rules(config, resolved),
+        *_flow_errors(config, resolved),
     ]
-    if config.section(TextEncoderConfig).text_encoder == UMT5:
-        errors.append(
-            f"`--text-encoder` ({UMT5}) gives no pooled vectors, which the MMDiT needs; use "
-            f"t5-clip, or give {dit}."
-        )
-    return errors + _flow_errors(config, resolved)
 
 
-def dit_rules(config: RunConfig, resolved: RunConfig) -> list[str]:
-    """Return a sentence for each fault in the flags of flow matching with a video DiT."""
+def _unknown_to_network(config: RunConfig) -> list[str]:
+    """Return a sentence for each flag that the network of a run of flow matching ignores."""
+    network = chosen(config)
     sections = config.by_name()
-    video = config.section(VideoConfig)
-    shared = {*_OF_DIT, "t2v_weight", *(WINDOW if video.is_causal else ())}
-    model = f"`--video-model {video.video_model}`"
-    streams = "it decides nothing but what `--task streaming` does"
-    reasons = {
-        "streaming": streams,
-        "streaming_sample": streams,
-        "mmdit": "it is one of the MMDiT",
-        "conditions": "a video DiT is given no reference frames",
-    }
+    name = config.section(VideoConfig).video_model
     errors = [
-        f"`{spelling_of(sections[name], x.name)}` has no effect with {model}: {reason}; leave it "
-        "out."
-        for name, reason in reasons.items()
-        for x in dataclasses.fields(sections[name])
-        if "help" in x.metadata
-        and x.name not in shared
-        and getattr(sections[name], x.name) != VIDEO_DIT_DEFAULTS.get(x.name, x.default)
+        f"`{spelled}` has an effect only with {named_by(other.titles)}; leave it out."
+        for other in all_networks()
+        if other is not network
+        for spelled in changed(config, [*named(other.sections)])
     ]
     errors += [
-        f"`{spelling_of(config.model, name)}` has no effect with {model}: `--video-dit-size` "
-        "decides; leave it out."
-        for name in _SHAPE_FLAGS
-        if getattr(config.model, name) is not None
+        f"`{spelling_of(sections[section], field)}` has an effect only with {_streaming_or(field)};"
+        " leave it out."
+        for section in STREAMING_ONLY
+        for field in changed_fields(sections[section])
+        if field not in network.streaming_flags.get(name, ())
     ]
-    if config.optimizer.apply_wd_to_qk_layernorm:
-        errors.append(f"`--apply-wd-to-qk-layernorm` has no effect with {model}: {_QK_NORMS}.")
+    title = network.titles[name]
+    if not network.takes_references:
+        conditions = config.section(ConditionConfig)
+        errors += [
+            f"`{spelling_of(conditions, x.field)}` has no effect with `--video-model {name}`: "
+            f"{title} is given no reference frames; leave it out."
+            for x in flags_of("", ConditionConfig)
+            if x.field != "t2v_weight"
+            and getattr(conditions, x.field) != network.defaults.get(x.field, x.default)
+        ]
+    text = config.section(TextEncoderConfig).text_encoder
+    if network.takes_pooled and text == UMT5:
+        errors.append(
+            f"`--text-encoder` ({UMT5}) gives no pooled vectors, which {title} needs; use t5-clip, "
+            f"or give {without_pooled()}."
+        )
     dropout = config.section(TextDropoutConfig)
-    if dropout.pooled_dropout != default_of(dropout, "pooled_dropout"):
+    usual = default_of(dropout, "pooled_dropout")
+    if not network.takes_pooled and dropout.pooled_dropout != usual:
         errors.append(
-            f"`--pooled-dropout` ({dropout.pooled_dropout}) has no effect with {model}, "
-            "which is given no pooled embedding; leave it out."
+            f"`--pooled-dropout` ({dropout.pooled_dropout}) has no effect with `--video-model "
+            f"{name}`, which is given no pooled embedding; leave it out."
         )
-    if config.section(VideoDiTConfig).independent_block_timesteps and not video.is_causal:
-        errors.append(
-            "`--independent-block-timesteps` has an effect only with `--video-model "
-            "causal-video-dit`, which has frame blocks; leave it out."
-        )
-    return errors + _flow_errors(config, resolved)
+    return errors
+
+
+def _streaming_or(field: str) -> str:
+    """Return, for a message, the task and the networks that take a flag of streaming."""
+    names = [
+        name for name in NETWORKS if field in network_named(name).streaming_flags.get(name, ())
+    ]
+    task = "`--task streaming`"
+    return f"{task} or {named_by(names)}" if names else task
 
 
 def _flow_errors(config: RunConfig, resolved: RunConfig) -> list[str]:
@@ -342,8 +334,6 @@ def _flow_errors(config: RunConfig, resolved: RunConfig) -> list[str]:
     easy = modes & {"v2v_head_easy", "v2v_tail_easy"}
     one_shift = config.section(FlowConfig).flow_shift is not None
     rules = [
-        ("mmdit", "guidance", "needs `--guidance-embed`; give both",
-         config.section(MMDiTConfig).guidance_embed),
         ("conditions", "v2v_frames", "needs a weight of v2v_head or v2v_tail; give one", long),
         ("conditions", "v2v_easy_frames", "needs a weight of an easy v2v mode; give one", easy),
         ("training", "eval_iters", "needs `--video-valid-path`; give it, or 0", evaluates),

@@ -23,7 +23,6 @@ from megatron_ext.config.flags import (
 )
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.networks import NETWORKS
-from megatron_ext.video.networks.wan.config import CAUSAL
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class VideoConfig:
         if_changed="refuse_to_resume",
     )
     video_model: str = flag(
-        "mmdit",
+        next(iter(NETWORKS)),
         "network that flow matching trains; streaming starts from the video DiTs",
         choices=tuple(NETWORKS),
         if_changed="allow",
@@ -87,11 +86,6 @@ class VideoConfig:
     def streams(self) -> bool:
         """Return whether the task is streaming long-tuning, whose data is prompts."""
         return self.task == "streaming"
-
-    @property
-    def is_causal(self) -> bool:
-        """Return whether the run trains a causal video DiT by flow matching."""
-        return self.task == "flow" and self.video_model == CAUSAL
 
     def shape_to_price(self) -> tuple[int, int, int]:
         """Return height, width and number of frames of ``--dry-run-shape``.

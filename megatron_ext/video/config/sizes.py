@@ -59,6 +59,18 @@ class Sizes:
         }
 
 
+class StreamedSizes(Sizes):
+    """The sizes of a network that streaming can train."""
+
+    num_blocks: int
+    ffn_size: int
+    text_width: int
+
+    def transformer_fields(self) -> dict[str, Any]:
+        """Return the fields of megatron-core's TransformerConfig that follow from the sizes."""
+        return self.fields_of(self.num_blocks, self.ffn_size)
+
+
 def model_of(fields: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
     """Return the section ``model`` with the values of a network's ``transformer_fields``.
 

@@ -8,35 +8,30 @@ from typing import Any
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.run import VideoConfig
-from megatron_ext.video.config.window import WINDOW
-from megatron_ext.video.networks.wan.config import CAUSAL
+from megatron_ext.video.config.window import stored_window
+from megatron_ext.video.networks import NETWORKS
+from megatron_ext.video.networks.lookup import network_named, streamed
+from megatron_ext.video.networks.network import STREAMING, Sections, VideoNetwork
 
-_STREAMING, _MMDIT, _OTHER = "streaming", "mmdit", "other"
-_NAMES = {
-    _OTHER: "a model that this program does not train",
-    _MMDIT: "an MMDiT",
-    "video-dit": "a video DiT",
-    CAUSAL: "a causal video DiT",
-    _STREAMING: "the networks of `--task streaming`",
-}
-_NETWORKS = ("generator_size", "critic_size", "teacher_size", "latent_channels")
+_SIZES = ("generator_size", "critic_size", "teacher_size", "latent_channels")
 """Flags of streaming that decide its networks, besides window, codec, encoder and adapters."""
 
 
-def stored_video_model(stored: Mapping[str, Any], config: RunConfig) -> Mapping[str, Any]:
+def stored_video_model(stored: Mapping[str, Any], config: RunConfig) -> Sections:
     """Return the stored flags, by section, from which this run builds the network of a checkpoint.
 
     ``stored`` is the configuration in the checkpoint, ``config`` that of the run. ConfigError is
     raised if the checkpoint holds a kind of model that the run cannot start from.
     """
     video = config.section(VideoConfig)
-    builds = _STREAMING if video.streams else video.video_model
+    builds = STREAMING if video.streams else video.video_model
     kind = _kind(stored.get("video", {}))
-    if kind == builds:
+    if kind is not None and kind == builds:
         return stored_network(stored)
-    if {kind, builds} & {_OTHER, _MMDIT}:
+    network = None if kind is None else _network(kind)
+    if kind is None or network is not _network(builds) or network.restated is None:
         raise ConfigError(
-            f"The checkpoint is of {_NAMES[kind]}, but this run builds {_NAMES[builds]}; give "
+            f"The checkpoint is of {_title(kind)}, but this run builds {_title(builds)}; give "
             "another checkpoint, or leave out `--use-checkpoint-args`."
         )
     if stored.get("lora", {}).get("lora_rank"):
@@ -44,47 +39,41 @@ def stored_video_model(stored: Mapping[str, Any], config: RunConfig) -> Mapping[
             "`--use-checkpoint-args` finds a checkpoint of adapters, which flow matching does not "
             "train; make whole networks of them with `tools/lora.py merge`."
         )
-    # Size, channels and window of one video DiT as another run names them.
-    streaming = stored["streaming"]
-    dit = stored["video_dit"]
-    size = dit["video_dit_size"]
-    channels = dit.get("dit_channels")
-    if kind == _STREAMING:
-        size = streaming["generator_size"]
-        channels = streaming["latent_channels"]
-    causal = {_STREAMING, CAUSAL}
-    window = _window(streaming) if kind in causal and builds in causal else {}
-    if builds == _STREAMING:
-        return {"streaming": {"generator_size": size, "latent_channels": channels, **window}}
-    return {"video_dit": {"video_dit_size": size}, "streaming": window}
+    return network.restated(stored, kind, builds)
 
 
-def _window(streaming: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the stored flags of a causal window; earlier versions did not have all of them."""
-    return {name: streaming[name] for name in WINDOW if name in streaming}
+def _kind(video: Mapping[str, Any]) -> str | None:
+    """Return what a run with the flags ``video`` built: `STREAMING`, or its ``--video-model``.
 
-
-def _kind(video: Mapping[str, Any]) -> str:
-    """Return the kind of model, such as ``"mmdit"``, that a run with the flags ``video`` built."""
+    None stands for a model that this program does not train.
+    """
     if not video.get("video"):
-        return _OTHER
+        return None
     if video.get("task") == "streaming":
-        return _STREAMING
-    return str(video.get("video_model", _MMDIT))
+        return STREAMING
+    name = str(video.get("video_model", VideoConfig.video_model))  # not in the oldest checkpoints
+    return name if name in NETWORKS else None
 
 
-def stored_network(stored: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+def _network(kind: str) -> VideoNetwork:
+    return streamed() if kind == STREAMING else network_named(kind)
+
+
+def _title(kind: str | None) -> str:
+    if kind is None:
+        return "a model that this program does not train"
+    if kind == STREAMING:
+        return "the networks of `--task streaming`"
+    return network_named(kind).titles[kind]
+
+
+def stored_network(stored: Mapping[str, Any]) -> Sections:
     """Return the flags, by section, that describe the networks of a video checkpoint."""
     kind = _kind(stored["video"])
-    if kind == _STREAMING:
-        streaming = stored["streaming"]
-        networks = {name: streaming[name] for name in _NETWORKS} | _window(streaming)
-        others = {name: dict(stored[name]) for name in ("codec", "text_encoder", "lora")}
-        return {"streaming": networks, **others}
-    if kind != _MMDIT:
-        window = _window(stored["streaming"]) if kind == CAUSAL else {}
-        return {"video_dit": dict(stored["video_dit"]), "streaming": window}
-    # What else its model's section holds follows from these.
-    names = ("hidden_size", "num_attention_heads")
-    model = {name: stored["model"][name] for name in names}
-    return {"model": model, "mmdit": dict(stored["mmdit"])}
+    assert kind is not None
+    if kind != STREAMING:
+        return network_named(kind).stored_model(stored, kind)
+    streaming = stored["streaming"]
+    networks = {name: streaming[name] for name in _SIZES} | stored_window(stored)
+    others = {name: dict(stored[name]) for name in ("codec", "text_encoder", "lora")}
+    return {"streaming": networks, **others}

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_ext.config.flags import NATURAL, SIZE, flag
 from megatron_ext.errors import DataError
 
 WINDOW = ("frame_block", "independent_first_frame", "window_frames", "sink_frames")
 """Flags of `WindowConfig` that say which frames a causal model attends to."""
+
+
+def stored_window(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint's flags of a causal window; earlier versions did not have all of them."""
+    flags = stored["streaming"]
+    return {name: flags[name] for name in WINDOW if name in flags}
 
 
 @dataclass(frozen=True)

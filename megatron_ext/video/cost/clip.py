@@ -1,4 +1,4 @@
-"""Cost formulas that the MMDiT and the video DiT share, for the clips of one shape (a bucket)."""
+"""Cost formulas that all video networks share, for the clips of one shape (a bucket)."""
 
 from __future__ import annotations
 
@@ -203,3 +203,12 @@ class ClipNetwork(Network):
         error = rows * self.model.token_width * FP32
         half = rows * self.model.token_width * self.sizes.width if self.sizes.half else 0
         return LayerBytes(error + half, 3 * error)
+
+
+@dataclass(frozen=True)
+class StreamedCost(ClipNetwork):
+    """Formulas for the cost of a network that streaming runs with and without gradient."""
+
+    @abstractmethod
+    def without_gradient(self) -> int:
+        """Return the most bytes of activations that a pass without gradient holds at a time."""

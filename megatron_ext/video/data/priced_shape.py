@@ -19,7 +19,7 @@ from megatron_ext.video.data.codec import VideoCodec
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.text_encoders import build_text_encoder
 from megatron_ext.video.model.tokens import grid
-from megatron_ext.video.networks.lookup import network_of
+from megatron_ext.video.networks.lookup import network_of, with_widths
 
 
 def prepare_shape(config: RunConfig) -> RunConfig:
@@ -34,7 +34,7 @@ def prepare_shape(config: RunConfig) -> RunConfig:
         "text_width": text.width,
         "pooled_width": text.pooled_width,
     }
-    config = network_of(network_of(config).with_widths(widths)).checked()
+    config = network_of(with_widths(config, widths)).checked()
     clip = clip_of_shape(config)
     length = clip.num_text + clip.num_image
     model = dataclasses.replace(

@@ -60,7 +60,7 @@ from megatron_ext.video.data.sets import (
 from megatron_ext.video.data.shards import MANIFEST, read_null
 from megatron_ext.video.data.text_encoders import encoder_checks
 from megatron_ext.video.model.tokens import grid
-from megatron_ext.video.networks.lookup import network_of
+from megatron_ext.video.networks.lookup import network_of, with_widths
 from megatron_ext.video.sampling.generate import check_sampling
 from megatron_ext.video.step import FlowMicrobatch
 
@@ -229,7 +229,7 @@ def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
     manifest = open_videos(config, _training_paths(config)).manifest
     if config.section(SampleConfig).sample_interval is not None:
         check_sampling(config, manifest)
-    config = network_of(network_of(config).with_widths(manifest)).checked()
+    config = network_of(with_widths(config, manifest)).checked()
     train = open_split(config)
     training = config.training.in_steps(train.plan.steps_per_epoch)
     optimizer = _with_warmup(config.optimizer, training)

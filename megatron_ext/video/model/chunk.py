@@ -22,8 +22,8 @@ class Blueprint(NamedTuple):
 
     Attributes:
         config: megatron-core's configuration, with the values of ``sizes.transformer_fields()``.
-        sizes: sizes of the whole model, such as `MMDiTSizes`.
-        options: settings that change no shape of a parameter, such as `MMDiTOptions`.
+        sizes: sizes of the whole model, a `config.sizes.Sizes`.
+        options: settings of the network that change no shape of a parameter.
     """
 
     config: TransformerConfig

@@ -1,14 +1,14 @@
 """Layers of all video networks: linear layers, embedders and modulation by the timestep.
 
-A block of an MMDiT runs two streams (text and image), or two branches (attention and MLP), on one
-joint sequence. One collective brings both into the tensor-parallel region, and one takes both out.
+Some blocks run two streams (text and image), or two branches (attention and MLP), on one joint
+sequence. One collective brings both into the tensor-parallel region, and one takes both out.
 The layers `ColumnPiece` and `RowPiece` do not communicate. If each layer did, as in megatron-core,
 the block would communicate two to four times as often, and under sequence parallelism the ranks
 would have to split each stream's tokens equally. The cost is memory: under sequence
 parallelism the gathered input is kept for the backward pass; megatron-core gathers it again.
 
-In a Wan block, each attention and the feed-forward layers enter the region once in any case. Their
-layers (`column`, `row`) therefore communicate themselves and support adapters (`layers.lora`).
+Where each attention and the feed-forward layers enter the region once in any case, the layers
+(`column`, `row`) communicate themselves and support adapters (`layers.lora`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def mark_replicated(module: torch.nn.Module, config: TransformerConfig) -> None:
 def _refuse_adapter(layer: Any) -> None:
     if layer.lora is not None:
         raise ConfigError(
-            "`--lora-rank` cannot be used with an MMDiT, whose layers communicate in common; "
+            "`--lora-rank` cannot be used with a network whose layers communicate in common; "
             "train all of its weights."
         )
 

@@ -4,9 +4,9 @@ A token is a patch of p x p latent pixels of one latent frame (Open-Sora 2.0, ar
 Tokens are ordered by frame, then row, then column. Feature c * p * p + row * p + column of a token
 is channel c of the latent pixel at that row and column of its patch.
 
-An MMDiT splits the joint sequence [text; image] into contiguous parts (`TokenRange`). A Wan network
-splits every frame (`FrameTokens`), so that a frame's modulation broadcasts over the rank's tokens
-of that frame.
+A network on the joint sequence [text; image] splits it into contiguous parts (`TokenRange`). A
+network with a modulation for each frame splits every frame (`FrameTokens`), so that it broadcasts
+over the rank's tokens of that frame.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The table of the video networks: one line for each value of ``--video-model``."""
+"""The table of the video networks: one line for each value of ``--video-model``, default first."""
 
 NETWORKS = {
-    "mmdit": "megatron_ext.video.networks.mmdit.flow:MMDiTFlow",
-    "video-dit": "megatron_ext.video.networks.wan.flow:WanFlow",
-    "causal-video-dit": "megatron_ext.video.networks.wan.flow:WanFlow",
+    "mmdit": "megatron_ext.video.networks.mmdit",
+    "video-dit": "megatron_ext.video.networks.wan",
+    "causal-video-dit": "megatron_ext.video.networks.wan",
 }
-"""The module and name of each network's `FlowNetwork`; the one that a run names is imported."""
+"""The folder of each network; its ``NETWORK``, a `network.VideoNetwork`, says what it has."""

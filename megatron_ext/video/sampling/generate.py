@@ -29,7 +29,7 @@ from megatron_ext.video.data.conditions import Text
 from megatron_ext.video.data.geometry import Bucket
 from megatron_ext.video.data.randomness import draw_noise
 from megatron_ext.video.data.text_encoders import TextEncoder, check_text_encoder
-from megatron_ext.video.networks.lookup import network_of
+from megatron_ext.video.networks.lookup import chosen, network_of
 from megatron_ext.video.sampling.flow import References, sample
 from megatron_ext.video.sampling.requests import (
     ClipRequest,
@@ -133,7 +133,7 @@ def check_sampling(config: RunConfig, manifest: Mapping[str, Any]) -> None:
     requests = requests_of(sample)
     model = config.section(VideoConfig).video_model
     with_reference = next((x for x in requests if x.reference is not None), None)
-    if with_reference is not None and model != "mmdit":
+    if with_reference is not None and not chosen(config).takes_references:
         raise ConfigError(
             f"The prompt {with_reference.text!r} has a reference ({with_reference.reference}), but "
             f"`--video-model {model}` is given no reference frames; leave it out."

@@ -17,7 +17,7 @@ from megatron_ext.video.config.rules import ENCODING
 from megatron_ext.video.config.run import SampleConfig
 from megatron_ext.video.config.stored import stored_network
 from megatron_ext.video.data.setup import manifest_of
-from megatron_ext.video.networks.lookup import network_of
+from megatron_ext.video.networks.lookup import with_widths
 from megatron_ext.video.sampling.generate import check_sampling
 from megatron_ext.video.sampling.samples import ClipSampler
 from megatron_ext.video.task import VIDEO
@@ -59,7 +59,7 @@ def prepare_sampling(config: RunConfig) -> tuple[RunConfig, None]:
     """Check prompts and clip size; return the completed configuration and None (no assets)."""
     manifest = manifest_of(config)
     check_sampling(config, manifest)
-    return network_of(config).with_widths(manifest), None
+    return with_widths(config, manifest), None
 
 
 def sample_at_once(run: Run) -> None:

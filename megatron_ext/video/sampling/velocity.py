@@ -15,8 +15,6 @@ from megatron_ext.schedules.forward import collect_outputs, evaluating
 from megatron_ext.schedules.runtime import PipelineEngine
 from megatron_ext.video.data.dataset import pad_text
 from megatron_ext.video.model.tokens import LatentShape, position_ids
-from megatron_ext.video.networks.mmdit.config import MMDiTSizes
-from megatron_ext.video.networks.mmdit.model import SWITCHES, check_inputs
 from megatron_ext.video.sampling.flow import Velocity
 
 if TYPE_CHECKING:
@@ -33,10 +31,10 @@ def from_last_stage(x: Tensor, context: ParallelContext) -> Tensor:
 class ParallelVelocity:
     """Predicts velocities through the pipeline; all ranks of a replica call it together.
 
-    A model is an `MMDiT`, or any module with
+    A model is any module with
 
-    - ``forward`` with the keywords of `MMDiT.forward`; ``guidance`` and ``cond`` are passed only to
-      models that take them,
+    - ``forward`` with the keywords ``img``, ``img_ids``, ``txt``, ``txt_ids``, ``timesteps`` and
+      ``y_vec``; ``guidance`` and ``cond`` are passed only to models that take them,
     - ``set_input_tensor``, which megatron-core's schedules call,
     - ``boundary_shape(num_text, num_image, micro_batch_size)``: shape of the tensor that is passed
       between stages,
@@ -93,7 +91,7 @@ class ParallelVelocity:
     def takes_references(self) -> bool:
         """Tell whether the model takes reference frames."""
         model = self._models[0]
-        return bool(getattr(getattr(model, "sizes", model), SWITCHES["cond"], False))
+        return bool(getattr(getattr(model, "sizes", model), "cond_embed", False))
 
     def of_shape(self, shape: LatentShape) -> Velocity:
         """Return a `Velocity` for latents of shape (t, h, w).
@@ -134,12 +132,14 @@ class ParallelVelocity:
             inputs["cond"] = cond
         if self.guidance is not None:
             inputs["guidance"] = torch.full_like(t, self.guidance)
-        sizes = getattr(self._models[0], "sizes", None)
-        if isinstance(sizes, MMDiTSizes):
-            # Check this before a rank waits for another, so that all ranks raise the error.
-            check_inputs(sizes, {**dict.fromkeys(SWITCHES), **inputs}, is_first_stage=True)
+        # Check this before a rank waits for another, so that all ranks raise the error.
+        self.check_inputs(inputs)
         outputs = self._run(inputs, self._models[0].boundary_shape(text.size(1), n, b))
         return self._on_all_ranks(outputs, x, text.size(1))
+
+    def check_inputs(self, inputs: Mapping[str, Tensor]) -> None:
+        """Raise DataError or ConfigError if the inputs of a forward pass do not fit the model."""
+        return
 
     def _run(self, inputs: Mapping[str, Tensor], shape: Sequence[int]) -> Sequence[Tensor]:
         """Run a micro-batch in evaluation mode; return [its output] on the last stage, else []."""

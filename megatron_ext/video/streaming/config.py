@@ -18,9 +18,9 @@ from megatron_ext.config.flags import (
     derived,
     flag,
 )
-from megatron_ext.video.config.sizes import model_of
+from megatron_ext.video.config.sizes import StreamedSizes, model_of
 from megatron_ext.video.config.window import WindowConfig
-from megatron_ext.video.networks.wan.config import SIZES, VideoDiTSizes
+from megatron_ext.video.networks.lookup import streamed_network
 
 if TYPE_CHECKING:
     from megatron_ext.config.model import ModelConfig
@@ -29,7 +29,8 @@ Role = Literal["generator", "critic", "teacher"]
 """One of the three networks of a streaming run."""
 
 _frames = partial(flag, unit="latent frames", bounds=SIZE)
-_named_size = partial(flag, choices=tuple(SIZES), if_changed="allow")
+_SIZES = streamed_network().sizes
+_named_size = partial(flag, choices=tuple(_SIZES), if_changed="allow")
 
 
 @dataclass(frozen=True)
@@ -195,12 +196,13 @@ class StreamingConfig(WindowConfig):
         """Tell whether critic or teacher start from the weights of a checkpoint."""
         return self.critic_checkpoint is not None or self.teacher_checkpoint is not None
 
-    def sizes(self, role: Role = "generator") -> VideoDiTSizes:
+    def sizes(self, role: Role = "generator") -> StreamedSizes:
         """Return the sizes of a network; without a size flag it has those of the generator."""
-        named = SIZES[getattr(self, f"{role}_size") or self.generator_size]
-        channels = self.latent_channels or SIZES[self.generator_size].channels
+        named = _SIZES[getattr(self, f"{role}_size") or self.generator_size]
+        channels = self.latent_channels or _SIZES[self.generator_size].channels
         width = self.text_features or named.text_width
-        return dataclasses.replace(named, channels=channels, text_width=width)
+        sizes: StreamedSizes = dataclasses.replace(named, channels=channels, text_width=width)
+        return sizes
 
     def described(self, model: ModelConfig, role: Role = "generator") -> ModelConfig:
         """Return ``model`` changed to the sizes of the network ``role``."""

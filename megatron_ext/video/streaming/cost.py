@@ -18,11 +18,10 @@ from megatron_ext.planning.network import Report, TaskCost
 from megatron_ext.planning.stages import FP32, Ranks, Stage
 from megatron_ext.planning.state import State, Weight, distinct, rank_state
 from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
-from megatron_ext.video.cost.clip import Clip
+from megatron_ext.video.cost.clip import Clip, StreamedCost
 from megatron_ext.video.model.chunk import stage_blocks
 from megatron_ext.video.model.window import window_of
-from megatron_ext.video.networks.wan.attention import AttentionPlan
-from megatron_ext.video.networks.wan.cost import DiTNetwork, dit_weights
+from megatron_ext.video.networks.lookup import streamed_network
 from megatron_ext.video.streaming.config import Role, StreamingConfig
 from megatron_ext.video.streaming.rules import TeacherSizes, teacher_sizes
 
@@ -89,6 +88,7 @@ class _Formulas:
         self._ranks = Ranks.of(config)
         self._streaming = config.section(StreamingConfig)
         self._window = window_of(self._streaming)
+        self._network = streamed_network()
 
     def trained(self, name: Role) -> NetworkMemory:
         """Return a trained network's memory; only the generator may have averaged weights."""
@@ -96,7 +96,7 @@ class _Formulas:
         sizes = self._streaming.sizes(name)
         if name == "critic":
             run = replace(run, ema=replace(run.ema, ema_decay=None))
-        weights = tuple(dit_weights(run.lora, sizes, self._ranks.tp, self._whole(name)))
+        weights = tuple(self._network.weights(run.lora, sizes, self._ranks.tp, self._whole(name)))
         state = rank_state(run, self._ranks, 0, [weights])
         return NetworkMemory(name, weights, state, distinct([weights]))
 
@@ -109,7 +109,9 @@ class _Formulas:
         stages = [
             Stage.of_layers(layers, i, len(blocks), rank=i) for i, layers in enumerate(blocks)
         ]
-        weights = [dit_weights(LoraConfig(), sizes, own.tensor, stage) for stage in stages]
+        weights = [
+            self._network.weights(LoraConfig(), sizes, own.tensor, stage) for stage in stages
+        ]
         fullest = max(weights, key=lambda listed: sum(weight.numel for weight in listed))
         frozen = tuple(replace(weight, frozen=True) for weight in fullest)
         state = rank_state(self._config, self._ranks, 0, [frozen])
@@ -168,23 +170,16 @@ class _Formulas:
         micro = max(1, self._ranks.b) * samples
         return Clip("", frames, height // patch, width // patch, length, micro)
 
-    def _on_clip(self, config: RunConfig, role: Role, *, samples: int = 1) -> DiTNetwork:
+    def _on_clip(self, config: RunConfig, role: Role, *, samples: int = 1) -> StreamedCost:
         """Return the cost formulas of critic or teacher on a clip with bidirectional attention."""
         clip = self._clip(self._streaming.chunk_frames, samples=samples)
-        ranks = replace(self._ranks, b=clip.micro_batch_size)
-        plan = AttentionPlan.bidirectional(clip.frames)
-        return DiTNetwork(config, ranks, self._streaming.sizes(role), clip, plan)
+        return self._network.on_clip(config, self._ranks, self._streaming.sizes(role), clip)
 
-    def _on_block(self) -> DiTNetwork:
+    def _on_block(self) -> StreamedCost:
         """Return the cost formulas of the generator on a block with a full attention window."""
-        window = self._window
         clip = self._clip(self._streaming.frame_block)
-        # Choose a block late enough that the window is full of cached frames.
-        first = window.at_or_after(window.block * (1 + window.window // window.block))
-        seen = sorted(f for part in window.visible(first) for f in part if f < first)
-        plan = AttentionPlan.causal(window, first, clip.frames, seen)
         sizes = self._streaming.sizes()
-        return DiTNetwork(self._config, self._ranks, sizes, clip, plan, num_times=clip.frames)
+        return self._network.on_block(self._config, self._ranks, sizes, clip, self._window)
 
 
 def not_estimated(config: RunConfig) -> list[str]:

@@ -23,8 +23,8 @@ from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.optim.builder import build_optimizer
 from megatron_ext.optim.schedule import Schedule, build_scheduler
 from megatron_ext.optim.update import UpdateResult, update_parameters
-from megatron_ext.video.networks.wan.attention import wan_options
-from megatron_ext.video.networks.wan.model import VideoDiT
+from megatron_ext.video.model.chunk import VideoChunk
+from megatron_ext.video.networks.lookup import streamed_network
 from megatron_ext.video.streaming.config import Role, StreamingConfig
 
 if TYPE_CHECKING:
@@ -86,15 +86,16 @@ def build_network(
     role: Role = "generator",
     vp_stage: int | None = None,
     **stage: bool,
-) -> VideoDiT:
+) -> VideoChunk:
     """Build generator, critic or teacher; only the generator has causal attention.
 
     ``stage`` is ignored: the model takes its stage from ``context``. See `Task.model_chunk`.
     """
     streaming = config.section(StreamingConfig)
-    options = wan_options(streaming, config.parallel, causal=role == "generator")
+    network = streamed_network()
+    options = network.options(streaming, config.parallel, causal=role == "generator")
     sizes = streaming.sizes(role)
-    return VideoDiT.build(sizes, options, transformer_config, context, vp_stage=vp_stage)
+    return network.chunk.build(sizes, options, transformer_config, context, vp_stage=vp_stage)
 
 
 def build_critic(

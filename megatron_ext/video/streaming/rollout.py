@@ -26,7 +26,7 @@ from megatron_ext.video.model.window import FrameWindow
 from megatron_ext.video.streaming.noise_schedule import NoiseSchedule, mixed
 
 Network = Callable[..., Tensor]
-"""Predicts the flow, noise - x0, by the keywords of `VideoDiT.forward`: ``x``, ``timesteps`` and
+"""Predicts the flow, noise - x0, by keywords of a `StreamedNetwork`: ``x``, ``timesteps`` and
 ``text``; a generator also takes ``cache``, ``first_frame`` and ``update_cache``."""
 
 BlockNoise = Callable[[int, int], Tensor]
@@ -74,7 +74,7 @@ class Generator:
     """The generator network with its cache and its noise schedule.
 
     Attributes:
-        recache: refills the cache; see `video.networks.wan.model.recache`.
+        recache: refills the cache; see `video.model.cache.recache`.
     """
 
     network: Network

@@ -16,8 +16,8 @@ from megatron_ext.optim.schedule import Schedule
 from megatron_ext.optim.update import UpdateResult
 from megatron_ext.planning.network import FORWARD_AND_BACKWARD
 from megatron_ext.train.step import StepInputs, StepResult, StepRunner, mean_of, reduce_reports
-from megatron_ext.video.networks.wan.flops import flops_of_pass
-from megatron_ext.video.networks.wan.model import VideoDiT
+from megatron_ext.video.model.chunk import VideoChunk
+from megatron_ext.video.networks.lookup import streamed_network
 from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.decisions import Pass, passes
 from megatron_ext.video.streaming.loss import (
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class WorkCounter:
-    """Counts the floating-point operations of each `VideoDiT` in some networks, pass by pass.
+    """Counts the floating-point operations of some networks, pass by pass.
 
     The count cannot be computed in advance, since the number of passes is random. To include the
     backward pass, a forward pass counts three times if weights get gradients, and twice if only its
@@ -55,18 +55,19 @@ class WorkCounter:
 
     def __init__(self, networks: Iterable[torch.nn.Module]) -> None:
         self._flops = 0.0
+        self._network = streamed_network()
         for network in networks:
             for module in network.modules():
-                if isinstance(module, VideoDiT):
+                if isinstance(module, self._network.chunk):
                     module.register_forward_pre_hook(self._count, with_kwargs=True)
 
-    def _count(self, model: VideoDiT, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
+    def _count(self, model: VideoChunk, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
         trains = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
         passes = FORWARD_AND_BACKWARD if trains else 1
         if not trains and torch.is_grad_enabled() and inputs["x"].requires_grad:
             passes = 2
         ranks = model.tp_group.size() * model.cp_group.size() * model.num_stages
-        self._flops += passes * flops_of_pass(model, *args, **inputs) / ranks
+        self._flops += passes * self._network.pass_flops(model, **inputs) / ranks
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import peers, secondary_groups
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.schedules.forward import collect_outputs, forward_engine
-from megatron_ext.video.networks.wan.blocks import check_inputs
+from megatron_ext.video.networks.lookup import streamed_network
 from megatron_ext.video.sampling.velocity import from_last_stage
 from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.networks import build_network, load_weights, of_role
@@ -151,7 +151,7 @@ class ParallelTeacher(torch.nn.Module):
             DataError: the inputs do not fit the model (raised on all ranks).
         """
         # Check this before a rank waits for another, so that all ranks raise the error.
-        check_inputs(self._model.sizes, x, timesteps, text)
+        streamed_network().check_inputs(self._model.sizes, x, timesteps, text)
         own = x, timesteps, text
         if self._num_replicas > 1:
             # Predict the samples of all replicas of the group; keep those of this replica.

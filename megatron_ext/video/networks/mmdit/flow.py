@@ -11,14 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.schedules.runtime import PipelineEngine
-from megatron_ext.video.config.run import MODES, ConditionConfig, VideoConfig
+from megatron_ext.video.config.run import MODES, ConditionConfig
 from megatron_ext.video.cost.clip import Clip
 from megatron_ext.video.data.conditions import condition, place_references, sections
 from megatron_ext.video.data.dataset import VideoBatch
@@ -30,12 +29,11 @@ from megatron_ext.video.model.tokens import TokenRange, pack, position_ids
 from megatron_ext.video.networks.mmdit.blocks import MMDiTOptions, stage_blocks
 from megatron_ext.video.networks.mmdit.config import MMDiTConfig, MMDiTSizes
 from megatron_ext.video.networks.mmdit.cost import MMDiTNetwork, flops_of_clip
-from megatron_ext.video.networks.mmdit.model import MMDiT
+from megatron_ext.video.networks.mmdit.model import SWITCHES, MMDiT, check_inputs
+from megatron_ext.video.networks.network import FlowNetwork
 from megatron_ext.video.sampling.velocity import ParallelVelocity
 from megatron_ext.video.step import (
     FlowBatchBuilder,
-    FlowMicrobatch,
-    FlowNetwork,
     num_stages,
     sharing_ranks,
 )
@@ -94,6 +92,14 @@ def _references(batch: VideoBatch, modes: Sequence[int], config: ConditionConfig
     return torch.stack(placed)
 
 
+class MMDiTVelocity(ParallelVelocity):
+    """A velocity predictor with an `MMDiT`, whose inputs are checked on every rank."""
+
+    def check_inputs(self, inputs: Mapping[str, Tensor]) -> None:
+        sizes = self._models[0].sizes
+        check_inputs(sizes, {**dict.fromkeys(SWITCHES), **inputs}, is_first_stage=True)
+
+
 class MMDiTFlow(FlowNetwork):
     """A run's MMDiT, which predicts the velocity of the rank's image tokens."""
 
@@ -110,14 +116,6 @@ class MMDiTFlow(FlowNetwork):
         return sharing_ranks(self.config.parallel)
 
     def with_widths(self, manifest: Mapping[str, Any]) -> RunConfig:
-        if not manifest["pooled_width"]:
-            paths = self.config.section(VideoConfig).video_data_path or ()
-            raise ConfigError(
-                f"`--video-data-path` ({' '.join(paths)}) holds "
-                "captions without pooled vectors, as umt5 gives them, but the MMDiT needs these; "
-                "give `--video-model video-dit` or causal-video-dit, or encode the captions with "
-                "t5-clip."
-            )
         mmdit = dataclasses.replace(
             self.config.section(MMDiTConfig),
             channels=manifest["latent_channels"],
@@ -181,13 +179,6 @@ class MMDiTFlow(FlowNetwork):
         sizes = self.sizes
         mmdit = self.config.section(MMDiTConfig)
         guidance = mmdit.guidance if sizes.guidance_embed else None
-        return ParallelVelocity(
+        return MMDiTVelocity(
             engine, chunks, context, patch_size=sizes.patch_size, guidance=guidance
         )
-
-
-def mmdit_boundary_shape(batch: FlowMicrobatch, chunk: torch.nn.Module) -> list[int]:
-    """Return the shape ``[s + 1, b, h]`` of the tensor that stages send for a micro-batch."""
-    shape_of = get_attr_wrapped_model(chunk, "boundary_shape")
-    shape: list[int] = shape_of(batch.num_text, batch.num_image, batch.size)
-    return shape

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from megatron_ext.config.flags import Changeable, derived, flag
+from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.video.config.sizes import Sizes
+from megatron_ext.video.config.run import VideoConfig
+from megatron_ext.video.config.sizes import StreamedSizes
 
 
 @dataclass(frozen=True)
-class VideoDiTSizes(Sizes):
+class VideoDiTSizes(StreamedSizes):
     """All sizes that decide the shapes of a video DiT's parameters, whether causal or not.
 
     Sizes that do not fit together raise ConfigError.
@@ -53,10 +55,6 @@ class VideoDiTSizes(Sizes):
         space = 2 * (self.head_dim // 6)
         return self.head_dim - 2 * space, space, space
 
-    def transformer_fields(self) -> dict[str, Any]:
-        """Return the fields of megatron-core's TransformerConfig that follow from the sizes."""
-        return self.fields_of(self.num_blocks, self.ffn_size)
-
 
 _POSITIVE = "hidden_size num_heads ffn_size num_blocks channels patch_size text_width".split()
 
@@ -71,8 +69,14 @@ SIZES = {
 """Named sizes; ``1.3b`` and ``14b`` are those of Wan 2.1 text to video (arXiv:2503.20314)."""
 
 
+BIDIRECTIONAL = "video-dit"
 CAUSAL = "causal-video-dit"
-"""The value of ``--video-model`` of the network with causal attention."""
+"""Values of ``--video-model`` of the network with bidirectional and with causal attention."""
+
+
+def is_causal(config: RunConfig) -> bool:
+    """Return whether the network of a run of flow matching has causal attention."""
+    return config.section(VideoConfig).video_model == CAUSAL
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,12 @@ from megatron_ext.planning.network import (
 )
 from megatron_ext.planning.stages import FP32, LayerBytes, Ranks, Stage, in_order, recomputed
 from megatron_ext.planning.state import Linear, Weight, with_frozen
-from megatron_ext.video.config.run import VideoConfig
 from megatron_ext.video.config.window import WindowConfig
-from megatron_ext.video.cost.clip import BlockBytes, Clip, ClipNetwork
+from megatron_ext.video.cost.clip import BlockBytes, Clip, StreamedCost
 from megatron_ext.video.model.chunk import stage_blocks
 from megatron_ext.video.model.window import window_of
 from megatron_ext.video.networks.wan.attention import AttentionPlan
-from megatron_ext.video.networks.wan.config import VideoDiTConfig, VideoDiTSizes
+from megatron_ext.video.networks.wan.config import VideoDiTConfig, VideoDiTSizes, is_causal
 from megatron_ext.video.networks.wan.convert.names import shapes
 from megatron_ext.video.networks.wan.flops import flops_of_sample
 
@@ -51,7 +50,7 @@ def dit_weights(lora: LoraConfig, sizes: VideoDiTSizes, tp: int, stage: Stage) -
 
 
 @dataclass(frozen=True)
-class DiTNetwork(ClipNetwork):
+class DiTNetwork(StreamedCost):
     """Formulas for the cost of a video DiT on clips of one shape.
 
     Attributes:
@@ -68,7 +67,7 @@ class DiTNetwork(ClipNetwork):
         """Return the formulas for one bucket's clips and a resolved configuration's video DiT."""
         plan = AttentionPlan.bidirectional(clip.frames)
         dit = config.section(VideoDiTConfig)
-        if config.section(VideoConfig).is_causal:
+        if is_causal(config):
             window = window_of(config.section(WindowConfig))
             plan = AttentionPlan.causal(window, 0, clip.frames, ())
         times = clip.frames if dit.independent_block_timesteps else 1

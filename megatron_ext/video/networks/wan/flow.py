@@ -12,14 +12,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.schedules.runtime import PipelineEngine
-from megatron_ext.video.config.run import VideoConfig
 from megatron_ext.video.config.window import WindowConfig
 from megatron_ext.video.cost.clip import Clip
 from megatron_ext.video.data.dataset import VideoBatch
@@ -28,8 +26,9 @@ from megatron_ext.video.data.sampler import Geometry
 from megatron_ext.video.loss import FlowTargets
 from megatron_ext.video.model.chunk import stage_blocks
 from megatron_ext.video.model.tokens import LatentShape, grid, pack, unpack
+from megatron_ext.video.networks.network import FlowNetwork
 from megatron_ext.video.networks.wan.attention import VideoDiTOptions, wan_options
-from megatron_ext.video.networks.wan.config import VideoDiTConfig, VideoDiTSizes
+from megatron_ext.video.networks.wan.config import VideoDiTConfig, VideoDiTSizes, is_causal
 from megatron_ext.video.networks.wan.cost import DiTNetwork
 from megatron_ext.video.networks.wan.flops import flops_of_frames
 from megatron_ext.video.networks.wan.model import VideoDiT
@@ -38,7 +37,6 @@ from megatron_ext.video.sampling.velocity import ParallelVelocity, from_last_sta
 from megatron_ext.video.step import (
     FlowBatchBuilder,
     FlowMicrobatch,
-    FlowNetwork,
     num_stages,
     sharing_ranks,
 )
@@ -47,8 +45,18 @@ MAX_TIMESTEP = 1000.0
 """The timestep at time 1, where there is only noise."""
 
 
+class WanMicrobatch(FlowMicrobatch):
+    """A micro-batch of a Wan network, whose stages send each other timesteps and text too."""
+
+    @property
+    def boundary_inputs(self) -> Mapping[str, Any]:
+        return self.inputs
+
+
 class WanBatchBuilder(FlowBatchBuilder):
     """A builder of a Wan network's micro-batches, which consist of whole latents."""
+
+    microbatch = WanMicrobatch
 
     def _normals(self, randomness: Randomness, samples: Sequence[int], num_frames: int) -> Tensor:
         if not self._config.section(VideoDiTConfig).independent_block_timesteps:
@@ -130,7 +138,7 @@ class WanFlow(FlowNetwork):
 
     @property
     def options(self) -> VideoDiTOptions:
-        causal = self.config.section(VideoConfig).is_causal
+        causal = is_causal(self.config)
         return wan_options(self.config.section(WindowConfig), self.config.parallel, causal=causal)
 
     def checked(self) -> RunConfig:
@@ -159,7 +167,7 @@ class WanFlow(FlowNetwork):
                 "parallelism) cannot share equally; use fewer ranks or another resolution."
             )
         blocks = self.config.section(WindowConfig).blocks
-        if self.config.section(VideoConfig).is_causal and not blocks.begins(frames):
+        if is_causal(self.config) and not blocks.begins(frames):
             rule = f"divisible by `--frame-block` ({blocks.block})"
             raise ConfigError(
                 f"{what} have {frames} latent frames, which must be "
@@ -190,9 +198,3 @@ class WanFlow(FlowNetwork):
     def velocity(self, output: Tensor) -> Tensor:
         """Return the output of the last stage, velocities ``[b, t, c, h, w]``, as packed tokens."""
         return pack(output.transpose(1, 2), self.patch_size)
-
-
-def wan_boundary_shape(batch: FlowMicrobatch, chunk: torch.nn.Module) -> list[int]:
-    """Return the shape of the hidden states, timesteps and text of a micro-batch between stages."""
-    shape: list[int] = get_attr_wrapped_model(chunk, "boundary_shape")(**batch.inputs)
-    return shape

@@ -73,6 +73,7 @@ def export_wan(
         )
     check_target(target)
     sizes = run.section(StreamingConfig).sizes("critic" if network == "critic" else "generator")
+    assert isinstance(sizes, VideoDiTSizes)
     path = verified_folder(load, step)
     prefix = PREFIX if ema else NETWORKS[network]
     _check_stored(path, sizes, prefix)

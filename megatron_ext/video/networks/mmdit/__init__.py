@@ -1,0 +1,18 @@
+"""The MMDiT, the network of Open-Sora 2.0 (arXiv:2503.09642): all that only this network has."""
+
+from megatron_ext.train.task import later
+from megatron_ext.video.networks.mmdit.config import MMDiTConfig
+from megatron_ext.video.networks.network import VideoNetwork
+
+_HERE = "megatron_ext.video.networks.mmdit"
+
+NETWORK = VideoNetwork(
+    titles={"mmdit": "an MMDiT"},
+    sections=(MMDiTConfig,),
+    flow=f"{_HERE}.flow:MMDiTFlow",
+    resolve=later(f"{_HERE}.rules:resolve"),
+    rules=later(f"{_HERE}.rules:rules"),
+    stored_model=later(f"{_HERE}.rules:stored_model"),
+    takes_pooled=True,
+    takes_references=True,
+)

@@ -1,0 +1,38 @@
+"""Rules of the flags of an MMDiT: what they decide, exclude, and say of its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_ext.config.flags import default_of
+from megatron_ext.config.run import RunConfig
+from megatron_ext.video.config.sizes import model_of
+from megatron_ext.video.networks.mmdit.config import MMDiTConfig
+from megatron_ext.video.networks.network import Sections
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """Return the configuration with its model section filled in from the MMDiT's size and flags.
+
+    Sizes that do not fit together raise ConfigError.
+    """
+    fields = config.section(MMDiTConfig).sizes(config.model).transformer_fields()
+    return dataclasses.replace(config, model=model_of(fields, config.model))
+
+
+def rules(config: RunConfig, resolved: RunConfig) -> list[str]:
+    """Return a sentence if ``--guidance`` is given to a model that is not told it."""
+    mmdit = config.section(MMDiTConfig)
+    if mmdit.guidance_embed or mmdit.guidance == default_of(mmdit, "guidance"):
+        return []
+    return ["`--guidance` needs `--guidance-embed`; give both."]
+
+
+def stored_model(stored: Mapping[str, Any], name: str) -> Sections:
+    """Return the flags of a checkpoint that describe its MMDiT, by section."""
+    # What else its model's section holds follows from these.
+    names = ("hidden_size", "num_attention_heads")
+    model = {name: stored["model"][name] for name in names}
+    return {"model": model, "mmdit": dict(stored["mmdit"])}

@@ -1,0 +1,304 @@
+"""The protocol of a video network, by which its folder serves the rest of the package.
+
+The package of a folder holds ``NETWORK``, a `VideoNetwork`. It is imported with the flags of the
+program and imports little itself: it names its other parts by place, which are imported when a run
+needs them. These are a `FlowNetwork`; for a causal network that streaming can train also a
+`StreamedNetwork`; and a `Conversion` if its public weights can be read and written.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.checkpoint.conversion import PeftLayers
+from megatron_ext.config.optimizer import LoraConfig
+from megatron_ext.config.parallel import ParallelConfig
+from megatron_ext.config.run import RunConfig
+from megatron_ext.losses.contract import LossFunction, Report, StepCounts, share_of_step
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.planning.stages import Ranks, Stage
+from megatron_ext.planning.state import Weight
+from megatron_ext.schedules.runtime import PipelineEngine
+from megatron_ext.video.config.run import ConditionConfig
+from megatron_ext.video.config.window import WindowConfig
+from megatron_ext.video.cost.clip import Clip, ClipNetwork, StreamedCost
+from megatron_ext.video.data.sampler import Geometry
+from megatron_ext.video.loss import flow_matching_loss
+from megatron_ext.video.model.chunk import VideoChunk
+from megatron_ext.video.model.window import FrameWindow
+from megatron_ext.video.sampling.velocity import ParallelVelocity
+from megatron_ext.video.step import FlowBatchBuilder, FlowMicrobatch
+
+STREAMING = "streaming"
+"""Name of the networks of ``--task streaming``, where others have a value of ``--video-model``."""
+
+Sections = Mapping[str, Mapping[str, Any]]
+"""Values of flags, by the name of their section and by field."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class VideoNetwork:
+    """A folder's network, under one or several values of ``--video-model``.
+
+    A place is written ``module:name``.
+
+    Attributes:
+        titles: words for the network in messages, with an article, by value of ``--video-model``.
+        sections: frozen dataclasses whose fields are the network's flags.
+        flow: place of the `FlowNetwork`, a class.
+        resolve: fills in the section ``model`` from the network's flags.
+        rules: takes ``(given, resolved)`` and returns a sentence for each fault in flags that only
+            this network knows; `config.rules.flow_rules` has the rules of all networks.
+        stored_model: takes ``(stored, name)``, a checkpoint's configuration and the value of
+            ``--video-model`` that it was trained with, and returns the flags that describe its
+            weights.
+        restated: takes ``(stored, kind, builds)`` and returns the flags from which a run that
+            builds the network under the name ``builds`` starts from a checkpoint of ``kind``.
+            Both are values of ``--video-model`` of this network, or `STREAMING`. None if the names
+            share no weights.
+        defaults: values that replace the usual defaults of flow matching, by field.
+        streaming_flags: by value of ``--video-model``, fields of the flags of streaming that flow
+            matching takes too.
+        takes_pooled: whether the network is given a pooled vector of the text.
+        takes_references: whether the network is given reference frames.
+        streamed: place of the `StreamedNetwork`, an object; None if streaming cannot train it.
+        conversion: place of the `Conversion`, an object; None if there is none.
+    """
+
+    titles: Mapping[str, str]
+    sections: tuple[type, ...]
+    flow: str
+    resolve: Callable[[RunConfig], RunConfig]
+    rules: Callable[[RunConfig, RunConfig], list[str]]
+    stored_model: Callable[[Mapping[str, Any], str], Sections]
+    restated: Callable[[Mapping[str, Any], str, str], Sections] | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    streaming_flags: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    takes_pooled: bool = False
+    takes_references: bool = False
+    streamed: str | None = None
+    conversion: str | None = None
+
+
+class FlowNetwork(ABC):
+    """The network of a run, as flow matching trains and samples it.
+
+    Attributes:
+        builder: builds the network's micro-batches.
+        chunk: the network's pipeline chunk.
+    """
+
+    builder: type[FlowBatchBuilder]
+    chunk: type[VideoChunk]
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+
+    @property
+    @abstractmethod
+    def sizes(self) -> Any:
+        """Return the sizes of the whole model, from which its chunks are built."""
+
+    @property
+    @abstractmethod
+    def options(self) -> Any:
+        """Return the options of the model's chunks; raise ConfigError for flags out of range."""
+
+    @property
+    def patch_size(self) -> int:
+        """Return p, the side of a token's square patch, in latent pixels."""
+        return int(self.sizes.patch_size)
+
+    @abstractmethod
+    def with_widths(self, manifest: Mapping[str, Any]) -> RunConfig:
+        """Return the configuration with the widths of a dataset's latents and text embeddings."""
+
+    @abstractmethod
+    def checked(self) -> RunConfig:
+        """Return the configuration with the network's derived settings filled in.
+
+        Raises:
+            ConfigError: there are too many stages, or the ranks cannot share the heads equally.
+        """
+
+    def check_clips(self, shape: tuple[int, int, int], what: str) -> None:
+        """Raise an error if the network cannot take clips with latents of shape (t, h, w).
+
+        Args:
+            what: name of the clips in the error.
+
+        Raises:
+            ConfigError, DataError: the clips do not fit the layout or the flags.
+        """
+        return
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Return a number that must divide the count of text and image tokens together."""
+        return 1
+
+    def padded_text(self, num_text: int, num_image: int) -> int:
+        """Return the number of text tokens of a clip with those that `dataset.pad_text` adds."""
+        return num_text + -(num_text + num_image) % self.sequence_multiple
+
+    @abstractmethod
+    def flops(self, sequence: Geometry) -> float:
+        """Return the floating-point operations of one clip, forward and backward."""
+
+    @abstractmethod
+    def planned(self, clip: Clip) -> ClipNetwork:
+        """Return the cost model by which a run on clips of this shape is planned."""
+
+    @abstractmethod
+    def recomputing(self, mode: str) -> RunConfig:
+        """Return a configuration that recomputes all blocks if ``mode`` is "full", else none."""
+
+    @abstractmethod
+    def sampled(
+        self, engine: PipelineEngine, chunks: Sequence[torch.nn.Module], context: ParallelContext
+    ) -> ParallelVelocity:
+        """Return a predictor of velocities with the model ``chunks``, for a sampler."""
+
+    def velocity(self, output: Tensor) -> Tensor:
+        """Return the predicted velocity of the targets' tokens from the last stage's output."""
+        return output
+
+    def forward_step(
+        self, batch: FlowMicrobatch, model: torch.nn.Module, counts: StepCounts | None
+    ) -> tuple[Tensor, LossFunction]:
+        """Run one chunk on one micro-batch; return its output and the loss as a function of it.
+
+        ``counts`` are the target counts of the whole step; None in evaluation and before the last
+        stage.
+        """
+        output: Tensor = model(**batch.inputs)
+        return output, partial(self._loss, batch=batch, counts=counts)
+
+    def _loss(
+        self, output: Tensor, *, batch: FlowMicrobatch, counts: StepCounts | None
+    ) -> tuple[Tensor, Tensor, Report]:
+        assert batch.targets is not None
+        share = share_of_step(
+            batch.loss_weights,
+            counts,
+            per_token=self.config.training.calculate_per_token_loss,
+            usual_weight=batch.targets.usual_weight,
+        )
+        return flow_matching_loss(
+            self.velocity(output),
+            targets=batch.targets,
+            share=share,
+            reported_modes=self.config.section(ConditionConfig).modes,
+        )
+
+
+class StreamedNetwork(ABC):
+    """A causal network as streaming uses it; generator, critic and teacher are of its kind.
+
+    Attributes:
+        sizes: the sizes by name, `config.sizes.StreamedSizes`.
+        chunk: the network's pipeline chunk, whose ``new_cache`` builds a `KVCache`, and whose
+            ``forward`` takes ``x``, ``timesteps`` and ``text``, with a cache also ``cache``,
+            ``first_frame`` and ``update_cache``.
+    """
+
+    sizes: Mapping[str, Any]
+    chunk: type[VideoChunk]
+
+    @abstractmethod
+    def options(self, flags: WindowConfig, parallel: ParallelConfig, *, causal: bool) -> Any:
+        """Return the options of the chunks; raise ConfigError for flags out of range."""
+
+    @abstractmethod
+    def check_inputs(self, sizes: Any, x: Tensor, timesteps: Tensor, text: Tensor) -> None:
+        """Check latents, timesteps and text against the sizes; raise DataError if one is wrong."""
+
+    @abstractmethod
+    def weights(self, lora: LoraConfig, sizes: Any, tp: int, stage: Stage) -> list[Weight]:
+        """Return a stage's parameters on one of ``tp`` ranks, in the order of its module."""
+
+    @abstractmethod
+    def on_clip(self, config: RunConfig, ranks: Ranks, sizes: Any, clip: Clip) -> StreamedCost:
+        """Return the cost formulas of a pass in which all frames of a clip see each other."""
+
+    @abstractmethod
+    def on_block(
+        self, config: RunConfig, ranks: Ranks, sizes: Any, clip: Clip, window: FrameWindow
+    ) -> StreamedCost:
+        """Return the cost formulas of a frame block ``clip`` whose window is full of the past."""
+
+    @abstractmethod
+    def pass_flops(self, model: Any, **inputs: Any) -> float:
+        """Return the operations of a forward pass without gradient, over model-parallel ranks.
+
+        ``model`` may be the chunk of any rank; ``inputs`` are the arguments of its ``forward``.
+        """
+
+
+class Conversion(ABC):
+    """Public weights of a network, in and out.
+
+    Attributes:
+        title: whose weights they are, such as "Wan".
+        namings: names of the codes whose tensor names can be written; the first is usual.
+    """
+
+    title: str
+    namings: Sequence[str]
+
+    @abstractmethod
+    def reads(self, source: Path) -> bool:
+        """Return whether a folder or file looks like weights of this network."""
+
+    @abstractmethod
+    def import_weights(
+        self, source: Path, save: Path, dtype: str | None, entry: str | None
+    ) -> tuple[str, str]:
+        """Write weights as a checkpoint of iteration 0; return the named size and the dtype.
+
+        Args:
+            dtype: dtype of the checkpoint; None keeps the source's.
+            entry: key in a torch.save file; None takes the file's only dictionary of tensors.
+
+        Raises:
+            CheckpointError: the weights cannot be converted, or a folder not read or written.
+        """
+
+    @abstractmethod
+    def export_weights(
+        self,
+        load: Path,
+        target: Path,
+        *,
+        step: int | None,
+        dtype: str | None,
+        max_shard_size: int | str,
+        ema: bool,
+        network: str,
+        naming: str | None,
+    ) -> None:
+        """Write one network of a streaming run's checkpoint as public weights.
+
+        Args:
+            step: iteration; None takes the latest.
+            dtype: dtype to write; None keeps the run's.
+            max_shard_size: largest size of one file, in bytes or as text like ``"5GB"``.
+            ema: write the averaged weights in place of the last ones.
+            network: the network to write, ``"generator"`` or ``"critic"``.
+            naming: one of `namings`; None takes the first.
+
+        Raises:
+            CheckpointError: the weights cannot be converted, or a folder not read or written.
+        """
+
+    @abstractmethod
+    def adapters(self, sizes: Any) -> PeftLayers:
+        """Return what peft calls the layers of the network of these sizes."""

@@ -1,0 +1,27 @@
+"""Wan's networks (arXiv:2503.20314), bidirectional or causal: all that only these networks have."""
+
+from megatron_ext.train.task import later
+from megatron_ext.video.config.window import WINDOW
+from megatron_ext.video.networks.network import VideoNetwork
+from megatron_ext.video.networks.wan.config import BIDIRECTIONAL, CAUSAL, VideoDiTConfig
+
+_HERE = "megatron_ext.video.networks.wan"
+_SHARED = frozenset({"zero_head", "recompute_blocks"})
+
+NETWORK = VideoNetwork(
+    titles={BIDIRECTIONAL: "a video DiT", CAUSAL: "a causal video DiT"},
+    sections=(VideoDiTConfig,),
+    flow=f"{_HERE}.flow:WanFlow",
+    resolve=later(f"{_HERE}.rules:resolve"),
+    rules=later(f"{_HERE}.rules:rules"),
+    stored_model=later(f"{_HERE}.rules:stored_model"),
+    restated=later(f"{_HERE}.rules:restated"),
+    # The only condition is the text; a tenth of the clips get none.
+    defaults={
+        **dict.fromkeys(("i2v_head_weight", "i2v_tail_weight", "i2v_loop_weight"), 0.0),
+        "text_dropout": 0.1,
+    },
+    streaming_flags={BIDIRECTIONAL: _SHARED, CAUSAL: _SHARED.union(WINDOW)},
+    streamed=f"{_HERE}.streaming:STREAMED",
+    conversion=f"{_HERE}.convert.conversion:CONVERSION",
+)

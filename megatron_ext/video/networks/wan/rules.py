@@ -1,0 +1,63 @@
+"""Rules of the flags of a video DiT: what they decide, exclude, and say of its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_ext.config.flags import spelling_of
+from megatron_ext.config.run import RunConfig
+from megatron_ext.video.config.rules import QK_NORMS, SHAPE_FLAGS
+from megatron_ext.video.config.run import VideoConfig
+from megatron_ext.video.config.sizes import model_of
+from megatron_ext.video.config.window import stored_window
+from megatron_ext.video.networks.network import STREAMING, Sections
+from megatron_ext.video.networks.wan.config import CAUSAL, VideoDiTConfig, is_causal
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """Return the configuration with its model section filled in from ``--video-dit-size``."""
+    fields = config.section(VideoDiTConfig).sizes.transformer_fields()
+    return dataclasses.replace(config, model=model_of(fields, config.model))
+
+
+def rules(config: RunConfig, resolved: RunConfig) -> list[str]:
+    """Return a sentence for each fault in the flags of a video DiT, and each that it ignores."""
+    model = f"`--video-model {config.section(VideoConfig).video_model}`"
+    errors = [
+        f"`{spelling_of(config.model, name)}` has no effect with {model}: `--video-dit-size` "
+        "decides; leave it out."
+        for name in SHAPE_FLAGS
+        if getattr(config.model, name) is not None
+    ]
+    if config.optimizer.apply_wd_to_qk_layernorm:
+        errors.append(f"`--apply-wd-to-qk-layernorm` has no effect with {model}: {QK_NORMS}.")
+    if config.section(VideoDiTConfig).independent_block_timesteps and not is_causal(config):
+        errors.append(
+            "`--independent-block-timesteps` has an effect only with `--video-model "
+            "causal-video-dit`, which has frame blocks; leave it out."
+        )
+    return errors
+
+
+def stored_model(stored: Mapping[str, Any], name: str) -> Sections:
+    """Return the flags of a checkpoint that describe its video DiT, by section."""
+    window = stored_window(stored) if name == CAUSAL else {}
+    return {"video_dit": dict(stored["video_dit"]), "streaming": window}
+
+
+def restated(stored: Mapping[str, Any], kind: str, builds: str) -> Sections:
+    """Return size, channels and window of one kind's video DiT as another kind names them."""
+    streaming = stored["streaming"]
+    dit = stored["video_dit"]
+    size = dit["video_dit_size"]
+    channels = dit.get("dit_channels")
+    if kind == STREAMING:
+        size = streaming["generator_size"]
+        channels = streaming["latent_channels"]
+    causal = {STREAMING, CAUSAL}
+    window = stored_window(stored) if kind in causal and builds in causal else {}
+    if builds == STREAMING:
+        return {"streaming": {"generator_size": size, "latent_channels": channels, **window}}
+    return {"video_dit": {"video_dit_size": size}, "streaming": window}
