@@ -1,8 +1,9 @@
 """Pretrain a GPT model, or fine-tune it on conversations (``--sft``).
 
-Started by torchrun, or plainly: ``python pretrain_gpt.py --nproc-per-node 4 ...`` makes its own
-ranks. ``python pretrain_gpt.py --help`` lists the flags; they are Megatron-LM's. With ``--audit``
-nothing is trained: the defects of megatron-core that Megatron-LM hits on the other flags are named.
+Start it by torchrun, or directly: ``python pretrain_gpt.py --nproc-per-node 4 ...`` starts its own
+ranks. ``python pretrain_gpt.py --help`` lists the flags, which are those of Megatron-LM. With
+``--audit`` it does not train: it names the defects of megatron-core that affect Megatron-LM with
+the other flags.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from megatron_ext.text.task import TEXT
 from megatron_ext.train.main import main
 
 AUDIT = "--audit"
-"""The word by which the flags are audited instead of used."""
+"""The flag with which the other flags are audited instead of used."""
 
 
 def video_flags() -> list[Inapplicable]:
-    """Return the flags of pretrain_video.py, which nothing but a flag of them needs here."""
+    """Return the flags of pretrain_video.py, to name that program if one of them is given here."""
     from megatron_ext.video.config.rules import SECTIONS
 
     return [of_program("pretrain_video.py", SECTIONS)]
 
 
 def program(argv: list[str]) -> int:
-    """Train, or audit the flags if `AUDIT` is one of the words; return the exit code."""
+    """Train, or audit the flags if `AUDIT` is among the arguments; return the exit code."""
     if "--help" in argv or "-h" in argv:
         print(__doc__)
     elif AUDIT in argv:
@@ -40,7 +41,7 @@ def program(argv: list[str]) -> int:
 
 
 def audit(flags: list[str]) -> int:
-    """Audit flags on rank 0, and do nothing on other ranks; return the exit code."""
+    """Audit flags on rank 0 and return the exit code; on other ranks do nothing and return 0."""
     rank = os.environ.get("RANK", "")
     if rank.isdecimal() and int(rank) > 0:
         return 0

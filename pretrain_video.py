@@ -1,7 +1,7 @@
 """Pretrain a video model by flow matching, or tune one on long videos (``--task streaming``).
 
-Started by torchrun, or plainly: ``python pretrain_video.py --nproc-per-node 4 ...`` makes its own
-ranks. ``python pretrain_video.py --help`` lists the flags.
+Start it by torchrun, or directly: ``python pretrain_video.py --nproc-per-node 4 ...`` starts its
+own ranks. ``python pretrain_video.py --help`` lists the flags.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_ext.video.task import VIDEO
 
 
 def text_flags() -> list[Inapplicable]:
-    """Return the flags of pretrain_gpt.py, which nothing but a flag of them needs here."""
+    """Return the flags of pretrain_gpt.py, to name that program if one of them is given here."""
     from megatron_ext.text.config.rules import SECTIONS
 
     return [of_program("pretrain_gpt.py", SECTIONS)]

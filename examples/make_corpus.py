@@ -1,8 +1,8 @@
-"""A corpus and a tokenizer to try things with: made here, the same on every machine.
+"""Generates a corpus and a tokenizer for experiments, the same on every machine.
 
-The documents are small stories and sums from a grammar of a few hundred words. A model of a
-million weights learns the grammar within a few hundred steps, so that a loss curve shows whether
-training works.
+The documents are small stories and sums from a grammar of a few hundred words. A model with a
+million weights learns the grammar in a few hundred steps, so its loss curve shows whether training
+works.
 
     python examples/make_corpus.py --output out/corpus.jsonl --documents 4000
     python examples/make_corpus.py --output out/corpus.jsonl --tokenizer out/tokenizer.model
@@ -46,7 +46,7 @@ def _sums(dice: random.Random, person: str, thing: str) -> str:
 
 
 def document(dice: random.Random) -> str:
-    """Write a story of two to nine sentences about one person and one thing."""
+    """Return a story of two to nine sentences about one person and one thing."""
     person, thing = dice.choice(PEOPLE), dice.choice(THINGS)
     sentences = [_sentence(dice, person, thing) for _ in range(dice.randint(2, 8))]
     if dice.random() < 0.3:
@@ -55,7 +55,7 @@ def document(dice: random.Random) -> str:
 
 
 def write_corpus(path: Path, documents: int, seed: int) -> None:
-    """Write ``documents`` jsonl lines with the key ``text``."""
+    """Write a jsonl file of ``documents`` lines, each with a story under the key ``text``."""
     dice = random.Random(seed)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:

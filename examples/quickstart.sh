@@ -5,12 +5,12 @@
 #   1. make a corpus and a tokenizer, without downloads
 #   2. turn the corpus into Megatron's .bin/.idx files
 #   3. train on 4 ranks: 2-way tensor parallel, 2 pipeline stages; stop half way
-#   4. go on from the checkpoint in another layout: 2-way context parallel, 2 data-parallel copies
+#   4. continue from the checkpoint in another layout: 2-way context parallel, 2 data-parallel replicas
 #   5. let the trained model write sentences, on 2 ranks: tensor parallel
 #
-# On a CPU the ranks are processes here; with 4 GPUs the same commands use them. The weights are fp32,
-# which CPUs are fast at; on GPUs add --bf16.
-# OUT=folder chooses where the results go (out/quickstart); what is there already is removed.
+# On a CPU the ranks are processes of this machine; with 4 GPUs the same commands use the GPUs. The
+# weights are fp32, which is fast on CPUs; on GPUs add --bf16.
+# OUT=folder sets the folder of the results (out/quickstart); its content is removed first.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source examples/lib/venv.sh

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Names the known defects of megatron-core that Megatron-LM hits on flags.
+"""Names the known defects of megatron-core that affect Megatron-LM with given flags.
 
     python tools/audit.py [--core 0.16.1] [--json] -- <flags of a Megatron-LM script>
     python tools/audit.py model_config.yaml
     python tools/audit.py --list
     python tools/audit.py --reproduce D2
 
-Launch scripts are not read: to audit one, put this package's pretrain_gpt.py in the place of its
-training program, add --audit to the flags, and run it. A recipe of Megatron-LM's functional tests
-is read. Flags may follow the name of the program that they are for, which decides D7.
-docs/numerics.md describes every defect.
+Launch scripts are not read. To audit one, replace its training program by this package's
+pretrain_gpt.py, add --audit to the flags, and run it. Recipes of Megatron-LM's functional tests
+(model_config.yaml) are read. The name of the training program may precede the flags; D7 depends on
+it. docs/numerics.md describes every defect.
 Exit code 0: clean; 1: findings; 2: errors.
 """
 

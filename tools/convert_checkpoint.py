@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Turns public weights into a checkpoint that training starts from, and back.
+"""Converts public weights to a checkpoint for training, and back.
 
     python tools/convert_checkpoint.py import --hf FOLDER --save CHECKPOINT
     python tools/convert_checkpoint.py export --load CHECKPOINT --hf FOLDER --hf-like ORIGINAL
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-# One copy of the weights must fit into memory, not into that of a GPU.
+# Conversion runs on the CPU, so that the weights need not fit into the memory of a GPU.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 from megatron_ext.errors import end_on_interrupt, run_program
@@ -143,10 +143,9 @@ def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _refuse(args: argparse.Namespace, names: Sequence[str], kind: str) -> None:
-    """Refuse options that have no effect.
+    """Raise a CheckpointError that names the first given option without effect.
 
-    Raises:
-        CheckpointError: naming the first.
+    ``names`` are the options without effect on a model of ``kind``.
     """
     for name in _given(args, names):
         raise CheckpointError(

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Says what this machine has for training, what is missing, what that costs, and how to mend it.
+"""Reports what this machine has for training, what is missing and with what effect, and the remedy.
 
     python tools/doctor.py [--json] [--out doctor.json] [--no-measure]
 

@@ -5,9 +5,9 @@ r"""Score a checkpoint or a Hugging Face model on tasks of lm-eval, in any layou
     python tools/evaluate.py --load RUN --nproc-per-node 4 --tensor-model-parallel-size 2 \
         --pipeline-model-parallel-size 2 --eval-tasks-path my_tasks --eval-tasks my_task
 
-With ``--load`` model, tokenizer and precision are the checkpoint's; ``--load-hf`` names a folder
-of a Hugging Face model. All other flags are those of pretrain_gpt.py.
-It needs the package lm_eval (the extra ``eval``). Tasks in YAML files of yours need no network.
+With ``--load``, model, tokenizer and precision are those of the checkpoint; ``--load-hf`` names a
+folder of a Hugging Face model. All other flags are those of pretrain_gpt.py.
+It needs the package lm_eval (the extra ``eval``). Your own tasks in YAML files need no network.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ r"""Write texts with a checkpoint of pretrain_gpt.py or a Hugging Face model, in
         --prompt-file prompts.jsonl --output-file texts.jsonl --do-sample --temperature 0.8
     python tools/generate_text.py --load RUN --interactive --chat
 
-With ``--load`` model, tokenizer and precision are the checkpoint's; ``--load-hf`` names a folder
-of a Hugging Face model. All other flags are those of pretrain_gpt.py.
+With ``--load``, model, tokenizer and precision are those of the checkpoint; ``--load-hf`` names a
+folder of a Hugging Face model. All other flags are those of pretrain_gpt.py.
 The same seed gives the same texts in every layout, in fp32. Multi-token prediction is not used.
 """
 
@@ -30,7 +30,7 @@ from megatron_ext.text.generation.tool import generate_text
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the texts that the flags ask for; return the exit code."""
+    """Complete the prompts of the flags; return the exit code."""
     if {"--help", "-h"} & set(argv):
         print(__doc__)
     return generate_text(argv)

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Check .bin/.idx datasets and show counts, lengths and decoded samples; measure their quality.
 
-A folder of encoded clips is checked too: buckets, rates, captions, repeated and bad samples.
+Folders of encoded clips are checked too: buckets, rates, captions, repeated and bad samples.
 
-Exit code 0: whole (there may be warnings); 1: damaged; 2: bad flags.
+Exit code 0: nothing is damaged (there may be warnings); 1: something is; 2: bad flags.
 """
 
 from __future__ import annotations
@@ -95,11 +95,11 @@ def main(argv: Sequence[str]) -> int:
         return 2 if isinstance(error, ConfigError) else 1
     for name in args.prefix:
         if is_video_set(Path(name)):
-            damaged |= not _tell_videos(Path(name), args)
+            damaged |= not _print_videos(Path(name), args)
             continue
         prefix = plain_prefix(name[:-4] if name.endswith((".bin", ".idx")) else name)
         try:
-            found = inspect_dataset(
+            inspection = inspect_dataset(
                 prefix,
                 tokenizer,
                 samples=args.samples,
@@ -107,29 +107,29 @@ def main(argv: Sequence[str]) -> int:
                 scan=not args.no_scan,
                 is_store=is_part_of_store(prefix),
             )
-            told = found.lines + _digest_lines(prefix, args)
+            lines = inspection.lines + _digest_lines(prefix, args)
         except MegatronExtError as error:
             print(f"error: {error}", file=sys.stderr)
             damaged = True
             continue
         if prefix not in whole:
             whole.append(prefix)
-        print("\n".join(told))
-        for warning in found.warnings:
+        print("\n".join(lines))
+        for warning in inspection.warnings:
             print(f"warning: {warning}", file=sys.stderr)
     if quality is not None and whole:
         try:
-            _tell_quality(whole, tokenizer, quality, args)
+            _print_quality(whole, tokenizer, quality, args)
         except MegatronExtError as error:
             print(f"error: {error}", file=sys.stderr)
             damaged = True
     return int(damaged)
 
 
-def _tell_videos(folder: Path, args: argparse.Namespace) -> bool:
-    """Print figures and warnings of a folder of encoded clips; return whether it is whole."""
+def _print_videos(folder: Path, args: argparse.Namespace) -> bool:
+    """Print the report on a folder of encoded clips; return False if the folder is damaged."""
     try:
-        found = inspect_videos(
+        inspected = inspect_videos(
             folder,
             micro_batch_size=args.micro_batch_size,
             global_batch_size=args.global_batch_size,
@@ -138,8 +138,8 @@ def _tell_videos(folder: Path, args: argparse.Namespace) -> bool:
     except MegatronExtError as error:
         print(f"error: {error}", file=sys.stderr)
         return False
-    print("\n".join(found.lines))
-    for warning in found.warnings:
+    print("\n".join(inspected.lines))
+    for warning in inspected.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return True
 
@@ -190,7 +190,10 @@ def _add_quality_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _quality_options(args: argparse.Namespace) -> Any:
-    """Return what to measure, None if no flag asks for it; raise a ConfigError for a wrong flag."""
+    """Return the options of measuring quality, or None without any of its flags.
+
+    Raise a ConfigError for a wrong flag.
+    """
     names = "near_duplicates", "sample_documents", "text_documents", "span_tokens"
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     outputs = {"--duplicates-out": args.duplicates_out, "--html": args.html, "--json": args.json}
@@ -207,17 +210,17 @@ def _quality_options(args: argparse.Namespace) -> Any:
 
 
 def _quality(module: str) -> Any:
-    """Return a module of the add-on that measures quality."""
+    """Import a module of the add-on that measures quality."""
     return extras.needed("quality", module, "--quality")
 
 
-def _tell_quality(
+def _print_quality(
     prefixes: Sequence[str],
     tokenizer: Tokenizer | None,
     options: Any,
     args: argparse.Namespace,
 ) -> None:
-    """Print the quality of datasets, and write the files that flags ask for."""
+    """Measure and print the quality of datasets, and write the files of `_quality_options`."""
     results = _quality("results")
     quality, documents = _quality("measure").measure(prefixes, tokenizer, options)
     print("\n".join(results.lines(quality)))
@@ -239,16 +242,16 @@ def _tell_quality(
 
 
 def _digest_lines(prefix: str, args: argparse.Namespace) -> list[str]:
-    """Return the lines of `--digest` and `--write-digest` for one dataset."""
+    """Return the lines that `--digest` or `--write-digest` print for one dataset."""
     if not (args.digest or args.write_digest):
         return []
     digests = digests_of(prefix)
     lines = [f"sha256     {digest}  {name}" for name, digest in digests.items()]
     if args.write_digest:
         return [*lines, f"written    {write_digests(prefix, digests)}"]
-    found = verify(prefix, digests)
+    exists = verify(prefix, digests)
     path = digest_path(prefix)
-    return [*lines, f"verified   as in {path}" if found else f"verified   no: there is no {path}"]
+    return [*lines, f"verified   as in {path}" if exists else f"verified   no: there is no {path}"]
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Merges the adapters of a trained run (--lora-rank) into its weights, or exports them for peft.
+"""Merges the adapters of a run with --lora-rank into its weights, or exports them for peft.
 
 python tools/lora.py merge --load RUN --save MERGED
 python tools/lora.py export --load RUN --output ADAPTER --base-model meta-llama/Llama-3.2-1B
 
-A streaming run (pretrain_video.py --task streaming) has two networks: the generator is taken, or
-with --network the critic. Its exported adapters fit diffusers' WanTransformer3DModel.
+A streaming run (pretrain_video.py --task streaming) has adapters on two networks. --network chooses
+generator or critic; the default is the generator. Its exported adapters fit diffusers'
+WanTransformer3DModel.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ NETWORKS = ("generator", CRITIC)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Build the parser of both commands."""
+    """Build the parser of the commands merge and export."""
     top = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -128,7 +129,7 @@ def _export(args: argparse.Namespace) -> None:
 
 
 def _saved_run(args: argparse.Namespace) -> tuple[RunConfig, bool]:
-    """Return the run that saved, and whether it is a streaming one with several networks."""
+    """Return the configuration of the saved run, and whether it is a streaming run."""
     stored = read_run_config(args.load, args.ckpt_step)
     streams = is_streaming(stored)
     if args.network is not None and not streams:

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Join all the .bin/.idx datasets of a folder, in sorted order, into one.
+"""Merge all .bin/.idx datasets of a folder, in sorted order, into one.
 
-Stores of conversations (tools/preprocess_data.py --sft) are joined to one store, and folders of
-encoded clips (tools/preprocess_video.py) to one folder.
+Stores of conversations (tools/preprocess_data.py --sft) are merged into one store, and folders of
+encoded clips (tools/preprocess_video.py) into one folder.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from megatron_ext.text.sft.store import merge_stores, store_prefixes
 
 
 def prefixes_in(folder: Path, output_prefix: Path) -> list[Path]:
-    """Return the prefixes of the pairs in a folder, sorted.
+    """Return the sorted prefixes of the .bin/.idx pairs in a folder.
 
     Raises:
-        DataError: no folder, no pair, half a pair, or the output would overwrite an input.
+        DataError: the folder does not exist or has no pair, half of a pair is missing, or the
+            output would overwrite an input.
     """
     if not folder.is_dir():
         raise DataError(f"`--input` ({folder}) is not a folder; give the one with the datasets.")
@@ -53,14 +54,14 @@ def prefixes_in(folder: Path, output_prefix: Path) -> list[Path]:
 
 
 def video_sets_in(folder: Path) -> list[Path]:
-    """Return the folders of encoded clips in a folder, sorted; DataError if .bin/.idx lie beside.
+    """Return the sorted folders of encoded clips in a folder; [] if ``folder`` is not a folder.
 
-    Nothing is returned for a path that is not a folder.
+    Raise a DataError if the folder also has .bin/.idx files.
     """
     inner = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
     if not inner:
         return []
-    # Only here, since it takes seconds.
+    # Import this only if needed, since it takes seconds.
     from megatron_ext.video.data.inspect import is_video_set
 
     sets = [path for path in inner if is_video_set(path)]
@@ -74,10 +75,10 @@ def video_sets_in(folder: Path) -> list[Path]:
 
 
 def stores_among(prefixes: Sequence[Path], folder: Path, output_prefix: Path) -> list[str]:
-    """Return the prefixes of the stores of conversations whose datasets these are.
+    """Return the prefixes of the stores of conversations among datasets; [] if there are none.
 
     Raises:
-        DataError: there are other datasets beside them, or the output would overwrite a store.
+        DataError: there are other datasets too, or the output would overwrite a store.
     """
     stores = store_prefixes(prefixes)
     if stores and len(prefixes) != 2 * len(stores):

@@ -1,20 +1,21 @@
 #!/usr/bin/env python3
-"""Proves on this machine that layouts train alike.
+"""Proves on this machine that different parallel layouts train alike.
 
-Runs the same flags on one rank and in each layout, from initialization, and prints the largest
+Trains from initialization with the same flags on one rank and in each layout. Prints the largest
 relative difference of every loss, of the gradient norm, and of each parameter's gradient.
 
     python tools/parity.py --layouts tp2,pp2,cp2,tp2pp2 -- <flags of pretrain_gpt.py>
 
-A layout joins parts: tpN ppN vppN cpN dpN epN etpN mbsN, sp (sequence parallel), ag or a2a (kind of
-context parallelism), zbh1 or zbv (zero-bubble schedules), core1f1b or coreint (megatron-core's own
-schedules), do (distributed optimizer). More flags may follow in brackets, such as pp2[--bf16].
+A layout is a sequence of words: tpN ppN vppN cpN dpN epN etpN mbsN, sp (sequence parallel), ag or
+a2a (kind of context parallelism), zbh1 or zbv (zero-bubble schedules), core1f1b or coreint
+(megatron-core's own schedules), do (distributed optimizer). Further flags may follow in brackets,
+such as pp2[--bf16].
 
     python tools/parity.py --cores 0.16.1,0.19.2 --layouts tp2,pp2 -- <flags of pretrain_gpt.py>
 
-trains the same in the environments with these releases of megatron-core (the running Python, .venv,
-and .venv-core-*, which `CORE=0.19 bash tests/run.sh` makes), and compares all of them with one rank
-on the first.
+also trains with each of these releases of megatron-core, and compares all of them with one rank on
+the first. It looks for the releases in the running Python, in .venv, and in .venv-core-*, which
+`CORE=0.19 bash tests/run.sh` creates.
 
 Exit code 0: all pass; 1: one fails; 2: bad flags, or dropout that depends on the layout.
 """
@@ -102,9 +103,10 @@ def train(
     folder: Path,
     device: Device,
 ) -> Generator[Recording]:
-    """Train the truth, then each layout, and yield each recording; so for every core, one by one.
+    """Train the reference layout ``against``, then the others, and yield their recordings.
 
-    The truth of each further core is a layout like the others.
+    With several cores do this for each core, one after another. On every core but the first, the
+    reference layout is compared like any other layout.
     """
     if not cores:
         for index, layout in enumerate([against, *layouts]):
@@ -132,7 +134,7 @@ def prove(
             print(f"> {mine.label}: {'PASS' if results[-1].passed else 'FAIL'}", flush=True)
             for path in mine.folder.glob("gradients_*"):
                 path.unlink()
-    # Rows of one layout stand together, and those of the truth on other cores come first.
+    # Group the rows by layout. Rows of the reference layout, on other cores, come first.
     order = {layout: index for index, layout in reversed(list(enumerate(layouts)))}
     results.sort(key=lambda result: order.get(result.recording.layout, -1))
     console.print(table(results, truth, tolerances))

@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
 """Plan a run on any number of GPUs, without a GPU and without starting anything.
 
-Prints all errors of the flags, or: parameters and memory of each pipeline stage, the bubble of the
-schedule, the bytes of each kind of communication, estimated step time and MFU, the time of each
-class of kernels with the assumed rates, and whether it fits.
+Prints all errors of the flags. If there are none, prints parameters and memory of each pipeline
+stage, the bubble of the schedule, the bytes of each kind of communication, estimated step time and
+MFU, the time of each class of kernels with the assumed rates, and whether the run fits into memory.
 
     python tools/plan.py --world-size 64 --gpu H100 [--png plan.png] -- <flags of pretrain_gpt.py>
     python tools/plan.py --world-size 64 --gpu H100 --search -- <flags of pretrain_gpt.py>
     python tools/plan.py --world-size 64 --gpu H200 --video -- <flags of pretrain_video.py>
 
-``--gpu`` takes a file as well that ``tools/doctor.py --json`` wrote: its measured rates then take
-the place of assumed ones. ``--search`` tries tensor, pipeline, virtual, context and expert sizes,
-micro-batches and recomputation, and lists the fastest layouts that fit. The vocabulary comes from
-the tokenizer, or from ``--padded-vocab-size``; the lengths of videos come from their data, which is
-opened. Exit code 0: it fits; 1: it does not; 2: the flags have errors.
+``--gpu`` also takes a file that ``tools/doctor.py --json`` has written, whose measured rates then
+replace the assumed ones. ``--search`` tries tensor, pipeline, virtual, context and expert sizes,
+micro-batches and recomputation, and lists the fastest layouts that fit. The vocabulary size comes
+from the tokenizer, or from ``--padded-vocab-size``; the lengths of videos come from their data.
+Exit code 0: the run fits; 1: it does not; 2: the flags have errors.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from megatron_ext.video.task import VIDEO
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the plan; returns the exit code."""
+    """Print the plan of a run; return the exit code."""
     own = list(argv[: argv.index("--")]) if "--" in argv else list(argv)
     words = list(argv[len(own) + 1 :])
     parser = argparse.ArgumentParser(
@@ -87,58 +87,54 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read(words: Sequence[str], world_size: int, gpu: str) -> tuple[RunConfig, TaskCost | None]:
-    """Return the text run that flags describe, for GPUs of a kind, and its cost.
+    """Return the configuration and the cost of the text run that flags describe.
 
     Raises:
-        ConfigError: with one sentence for every error.
+        ConfigError: the flags have errors; it has a sentence for each.
     """
-    found = parsed(words, TEXT, world_size, gpu)
-    config: RunConfig = found.config
+    arguments = parsed(words, TEXT, world_size, gpu)
+    config: RunConfig = arguments.config
     if not config.model.padded_vocab_size:
         config, _ = with_tokenizer(config)
-    return config, found.task.cost
+    return config, arguments.task.cost
 
 
 def read_video(
     words: Sequence[str], world_size: int, gpu: str
 ) -> tuple[RunConfig, TaskCost | None]:
-    """Return a video run on GPUs, whose data is opened, and its cost.
+    """Open the data of a video run; return the configuration and the cost of the run.
 
     Raises:
-        ConfigError, DataError: with one sentence for every error.
+        ConfigError, DataError: flags or data have errors; it has a sentence for each.
     """
-    found = parsed(words, VIDEO, world_size, gpu)
-    config, _ = preflight(found.config, found.task.preflight)
-    return config, found.task.cost
+    arguments = parsed(words, VIDEO, world_size, gpu)
+    config, _ = preflight(arguments.config, arguments.task.preflight)
+    return config, arguments.task.cost
 
 
 def parsed(words: Sequence[str], program: TaskChoice, world_size: int, gpu: str) -> ParsedArgs:
-    """Return the run of some flags as a plan, which may ask for what this machine lacks."""
+    """Parse flags for a dry run, which does not need the GPUs of the run; print notes on them."""
     planned = {"dry_run": True, "dry_run_gpu": gpu}
-    found = parse_args(words, program, world_size=world_size, device="cuda", defaults=planned)
-    for note in found.notes:
+    arguments = parse_args(words, program, world_size=world_size, device="cuda", defaults=planned)
+    for note in arguments.notes:
         print(f"> {note}")
-    return found
+    return arguments
 
 
 def refuse_for_video(args: argparse.Namespace) -> None:
-    """Refuse what is there for text models alone.
-
-    Raises:
-        ConfigError: with one sentence for each of the flags.
-    """
+    """Raise a ConfigError with a sentence on each given flag that is only for text models."""
     given = {"search": args.search, "png": args.png is not None}
-    found = [
+    errors = [
         f"`--{name}` is there for text models alone; leave it out with `--video`."
-        for name, asked in given.items()
-        if asked
+        for name, is_given in given.items()
+        if is_given
     ]
-    if found:
-        raise ConfigError(found)
+    if errors:
+        raise ConfigError(errors)
 
 
 def plan(config: RunConfig, gpu: Gpu, cost: TaskCost | None, png: Path | None) -> int:
-    """Print the plan and draw the pictures; returns the exit code."""
+    """Print the plan, draw the pictures if ``png`` is given, and return the exit code."""
     check_core(config)
     fits = show(config, gpu, cost)
     if png is not None and cost is not None:
@@ -148,11 +144,11 @@ def plan(config: RunConfig, gpu: Gpu, cost: TaskCost | None, png: Path | None) -
 
 
 def propose(config: RunConfig, world_size: int, gpu: Gpu, cost: TaskCost | None, count: int) -> int:
-    """Print the best layouts."""
+    """Print a table of the fastest layouts that fit; return the exit code, 1 if none fits."""
     assert cost is not None
-    found = search(config, TEXT.choose(config), world_size, gpu, cost, count=count)
-    console().print(search_table(found))
-    return 0 if found.best else 1
+    result = search(config, TEXT.choose(config), world_size, gpu, cost, count=count)
+    console().print(search_table(result))
+    return 0 if result.best else 1
 
 
 if __name__ == "__main__":

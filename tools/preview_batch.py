@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
 """Shows the batches of a run before it starts: what is trained, token by token or clip by clip.
 
-Takes the flags of pretrain_gpt.py or pretrain_video.py, and draws the batches with the trainer's
-own code, on one process and without a model; put it in place of the program in a launch script:
+Takes the flags of pretrain_gpt.py or pretrain_video.py, and reads the batches with the trainer's
+own code, in one process and without a model. In a launch script, it can replace the program:
 
     python tools/preview_batch.py --steps 2 --html batch.html -- <flags of the program>
 
-A token is green by the weight with which it is predicted; the totals are those of all data-parallel
-ranks. Exit code 0: shown; 1: something looks wrong, with --strict; 2: what the run itself would
-refuse.
+The greener a token, the larger its weight in the loss. Totals are over all data-parallel ranks.
+Exit code 0: shown; 1: there is a warning, with --strict; 2: an error that would also end the run.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ from megatron_ext.errors import MegatronExtError
 from megatron_ext.inspect.preview.main import Options, preview
 from megatron_ext.text.task import TEXT
 
-_OF_VIDEOS = "--video-data-path"
-"""The flag without which no video run has clips."""
+_VIDEO_FLAG = "--video-data-path"
+"""The flag that shows that the flags are those of pretrain_video.py, which needs it."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Show the batches that the flags ask for; return the exit code."""
+    """Show batches of a run with the given flags; return the exit code."""
     if int(os.environ.get("RANK", "0")):
-        return 0  # a launcher started many, but one can show all
+        return 0  # A launcher starts many processes, but one can show all batches.
     args, words = split(argv)
     console = Console(
         no_color=True if args.no_color else None,
@@ -59,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         html=args.html,
     )
     try:
-        if any(word.replace("_", "-").startswith(_OF_VIDEOS) for word in words):
+        if any(word.replace("_", "-").startswith(_VIDEO_FLAG) for word in words):
             from megatron_ext.inspect.preview.videos import preview_videos
 
             warnings = preview_videos(words, options, console)
@@ -72,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Separate the tool's own flags from those of the run; without ``--`` all are the run's."""
+    """Separate the tool's own flags from those of the run; without ``--`` all belong to the run."""
     own, words = [], list(argv)
     if "--" in words:
         own, words = words[: words.index("--")], words[words.index("--") + 1 :]

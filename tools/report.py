@@ -3,9 +3,9 @@
 
     python tools/report.py out/run
 
-The run may still go on, or may have been killed, or have been trained by an older version. The page
-says what ran and how it ended, with curves, faults and restarts, checkpoints, settings, and what
-the time was spent on. Exit code 0: written; 2: bad flags, or a folder without a run.
+The run may still be running, may have been killed, or may be from an older version. The page shows
+what ran and how it ended, with curves, faults and restarts, checkpoints, settings, and how the time
+was spent. Exit code 0: written; 2: bad flags, or a folder without a run.
 """
 
 from __future__ import annotations

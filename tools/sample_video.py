@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-r"""Sample clips from a checkpoint of pretrain_video.py, in any layout, as mp4.
+r"""Sample clips from a checkpoint of pretrain_video.py, in any layout, and write them as mp4.
 
     python tools/sample_video.py --load RUN --sample-dir CLIPS --sample-texts "a red square"
 
-takes the flags of pretrain_video.py; the model is the checkpoint's, with its averaged weights where
-it has some (``--no-sample-ema``). Captions may come from a file, with references for image to
-video: ``--sample-prompts``.
+takes the flags of pretrain_video.py. The model is that of the checkpoint, with its averaged weights
+if it has them (``--no-sample-ema`` takes the last weights). Captions may also come from a file,
+with references for image to video: ``--sample-prompts``.
 
     python tools/sample_video.py --streaming --load RUN --sample-dir VIDEOS \
         --sample-texts "a cat" --sample-second-texts "a dog" --sample-latent-frames 240
 
-makes long videos with a checkpoint of ``--task streaming``, block by block, and says how fast. A
-jsonl as ``--sample-prompts`` may switch captions more often: ``{"text": "a cat", "switches":
-[{"frame": 60, "text": "a dog"}, {"frame": 120, "text": "a bird"}]}``.
+makes long videos with a checkpoint of ``--task streaming``, block by block, and prints the
+throughput. With a jsonl as ``--sample-prompts``, captions may switch several times: ``{"text":
+"a cat", "switches": [{"frame": 60, "text": "a dog"}, {"frame": 120, "text": "a bird"}]}``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STREAMING = "--streaming"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Make the clips that the flags ask for; return the exit code."""
+    """Sample clips or, with ``--streaming``, long videos; return the exit code."""
     if {"--help", "-h"} & set(argv):
         print(__doc__)
     words = [word for word in argv if word != STREAMING]

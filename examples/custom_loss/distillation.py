@@ -2,9 +2,8 @@
 
     l = alpha T^2 KL(teacher || student, both at temperature T) + (1 - alpha) cross-entropy
 
-The teacher's k largest logits of every token lie in two files, written once by the teacher
-(`write_cache`): row ``offsets[sample] + position`` of ``values.npy`` and ``ids.npy``, each
-``[tokens, k]``.
+The k largest logits of the teacher for every token are in two files, which `write_cache` writes
+once: row ``offsets[sample] + position`` of ``values.npy`` and ``ids.npy``, each ``[tokens, k]``.
 The KL is over those k tokens, with both distributions normalized over them.
 
     python pretrain_gpt.py --sft --data-path chats.jsonl ... \\
@@ -30,17 +29,17 @@ from megatron_ext.parallel.context import ParallelContext
 
 
 def write_cache(folder: Path, logits: Sequence[Tensor], k: int) -> None:
-    """Keep the k largest logits of each token.
+    """Write the k largest logits of each token to ``folder``.
 
     Args:
-        logits: one ``[positions, v]`` for each sample, in the order of the dataset.
+        logits: a tensor ``[positions, v]`` for each sample, in the order of the dataset.
     """
     folder.mkdir(parents=True, exist_ok=True)
     largest = [sample.float().topk(k) for sample in logits]
     lengths = [sample.shape[0] for sample in logits]
     np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(lengths)]))
-    np.save(folder / "values.npy", torch.cat([found.values for found in largest]).numpy())
-    np.save(folder / "ids.npy", torch.cat([found.indices for found in largest]).numpy())
+    np.save(folder / "values.npy", torch.cat([each.values for each in largest]).numpy())
+    np.save(folder / "ids.npy", torch.cat([each.indices for each in largest]).numpy())
 
 
 class Distillation(TokenLoss["DistillationConfig"]):
@@ -58,11 +57,11 @@ class Distillation(TokenLoss["DistillationConfig"]):
         path = Path(self.config.cache) / f"{name}.npy"
         if not path.exists():
             raise DataError(f"cache ({self.config.cache}) must hold {path.name}; see write_cache.")
-        found: NDArray[np.int64] = np.load(path, mmap_mode="r")
-        return found
+        rows: NDArray[np.int64] = np.load(path, mmap_mode="r")
+        return rows
 
     def build(self, batches: Sequence[Batch], context: ParallelContext) -> list[LossInputs]:
-        """Find each token's teacher logits ``[b, s, k]`` by its sample and its position."""
+        """Look up the teacher's logits of each token, ``[b, s, k]``, by its sample and position."""
         return [self._inputs(batch) for batch in batches]
 
     def _inputs(self, batch: Batch) -> LossInputs:
@@ -94,7 +93,7 @@ class Distillation(TokenLoss["DistillationConfig"]):
 
 @dataclass(frozen=True)
 class DistillationConfig(TokenLossConfig):
-    """Options: cache, the folder of `write_cache`; temperature T; alpha, the teacher's weight."""
+    """Options: ``cache``, the folder of `write_cache`; ``temperature`` T; ``alpha``."""
 
     loss_class = Distillation
     cache: str = "teacher"

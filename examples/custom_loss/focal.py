@@ -1,4 +1,4 @@
-"""Focal loss (Lin et al. 2017, arXiv:1708.02002): tokens that are sure already weigh less.
+"""Focal loss (Lin et al. 2017, arXiv:1708.02002): confident predictions get less weight.
 
 l = -(1 - p)^gamma log p
 
@@ -31,7 +31,7 @@ class FocalLoss(TokenLoss["FocalLossConfig"]):
 
 @dataclass(frozen=True)
 class FocalLossConfig(TokenLossConfig):
-    """Options: gamma; 0 is cross-entropy."""
+    """Options: ``gamma``; 0 gives cross-entropy."""
 
     loss_class = FocalLoss
     gamma: float = 2.0

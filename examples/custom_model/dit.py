@@ -1,9 +1,9 @@
-"""A video model of your own: a plain DiT, in the place of the MMDiT of pretrain_video.py.
+"""A video model of your own: a plain DiT in place of the MMDiT of pretrain_video.py.
 
-One function is all that the task takes: `build_chunk` gives the blocks of one pipeline stage. Data,
-loss, schedules, checkpoints, averages and logs stay those of pretrain_video.py, and so do its
-flags; those that say how the MMDiT's own blocks are computed and initialized are refused. Every
-rank holds whole matrices and sequences here, so tensor and context parallelism are refused too.
+The task needs only one function: `build_chunk` returns the blocks of one pipeline stage. Data,
+loss, schedules, checkpoints, averages, logs and flags are those of pretrain_video.py. Flags that
+concern the MMDiT's own blocks are refused. Every rank holds whole matrices and sequences here, so
+tensor and context parallelism are refused too.
 
     python examples/custom_model/dit.py --nproc-per-node 4 --pipeline-model-parallel-size 2 ...
     SMOKE=1 bash examples/custom_model/dit.sh
@@ -50,11 +50,11 @@ OTHER_MODELS = {
     "fp8": "fp8_format",
     "video": "task video_model",
 }
-"""Flags, by section, that this model leaves out of account."""
+"""Flags, by section, that have no effect on this model and are refused."""
 
 
 class Block(Module):
-    """Attention, then an MLP, each on a norm that vec shifts and scales (arXiv:2212.09748)."""
+    """Attention, then an MLP; vec shifts and scales the norm before each (arXiv:2212.09748)."""
 
     def __init__(self, h: int, heads: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Block(Module):
         return x + gate_of_mlp * self.mlp(modulated(x, shift_of_mlp, scale_of_mlp))
 
     def attend(self, x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-        """Let every token attend to every other."""
+        """Apply bidirectional self-attention to ``[s, b, h]``, with rotary positions ``table``."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
         q, k, v = (y.permute(1, 2, 0, 3) for y in (rotate(q, table), rotate(k, table), v))
         attended = F.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3)
@@ -79,7 +79,7 @@ class Block(Module):
 
 
 class DiT(MegatronModule):
-    """The blocks of one stage; the first embeds, the last predicts the velocity."""
+    """The blocks of one stage; the first stage embeds inputs, the last predicts the velocity."""
 
     share_embeddings_and_output_weights = False
 
@@ -95,18 +95,18 @@ class DiT(MegatronModule):
             self.time_in = Sequential(Linear(TIMESTEP_WIDTH, h), SiLU(), Linear(h, h))
             self.pooled_in = Linear(sizes.pooled_width, h)
             self.cond_in = Linear(sizes.cond_width, h) if sizes.cond_embed else None
-        # The number of a block in the whole model names its weights alike in every layout.
+        # Name blocks by their number in the whole model, so that checkpoints fit any layout.
         self.blocks = ModuleDict({str(i): Block(h, sizes.num_heads) for i in blocks})
         if last:
             self.modulation, self.out = Linear(h, 2 * h), Linear(h, sizes.token_width)
             start_at_zero(self.out)
 
     def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
-        """Take the output of the stage before."""
+        """Take the output of the previous stage; megatron-core's schedules call this."""
         self.entering = tensors[0]
 
     def boundary_shape(self, num_text: int, num_image: int, micro_batch_size: int) -> list[int]:
-        """Return the shape between stages: a row for each token, and one for vec."""
+        """Return the shape of the tensor between stages: a row for each token, and one for vec."""
         return [num_text + num_image + 1, micro_batch_size, self.sizes.hidden_size]
 
     def embed(self, img: Tensor, txt: Tensor, t: Tensor, y: Tensor, cond: Tensor | None) -> Tensor:
@@ -130,7 +130,7 @@ class DiT(MegatronModule):
         y_vec: Tensor | None = None,
         cond: Tensor | None = None,
     ) -> Tensor:
-        """Run the stage; stages after the first are given the ids only, as in `MMDiT.forward`."""
+        """Run the stage; stages after the first get only the ids, as in `MMDiT.forward`."""
         rows = self.entering
         if self.first:
             assert img is not None and txt is not None
@@ -167,10 +167,10 @@ def build_chunk(
 
 
 def prepare(config: RunConfig) -> tuple[RunConfig, None]:
-    """Refuse, before any rank starts, what this model does not do; then read the clips.
+    """Refuse flags that this model does not support, before any rank starts; then read the clips.
 
     Raises:
-        ConfigError: with one sentence for every error.
+        ConfigError: such flags are given; it has a sentence for each.
     """
     parallel = config.parallel
     shared = parallel.tensor_model_parallel_size * parallel.context_parallel_size
@@ -191,10 +191,10 @@ def prepare(config: RunConfig) -> tuple[RunConfig, None]:
 
 
 def step_stats(run: Run, num_microbatches: int) -> StepStats:
-    """Count a step as pretrain_video.py does, with this model's floating-point operations.
+    """Return the statistics of a step, with the floating-point operations of this model.
 
-    Each weight and token takes 6 operations; a block has 12 h^2 weights. The scores of n tokens,
-    and their product with the values, take 2 n^2 h multiplications.
+    Each weight takes 6 operations per token, and a block has 12 h^2 weights. The attention scores
+    of n tokens, and their product with the values, take 2 n^2 h multiplications.
     """
     source, sizes = run.train_source, run.config.section(MMDiTConfig).sizes(run.config.model)
     lengths = [x.num_tokens for x in source.video_plan.sequences(source.coming)]

@@ -3,8 +3,8 @@
 #
 #   bash examples/custom_model/dit.sh LATENTS CHECKPOINTS
 #
-# LATENTS is a folder that tools/preprocess_video.py wrote. SMOKE=1 renders some clips, encodes them
-# without any weights, and runs a tiny size on them.
+# LATENTS is a folder that tools/preprocess_video.py has written. SMOKE=1 renders some clips, encodes
+# them without weights, and trains a tiny model on them.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source examples/lib/venv.sh

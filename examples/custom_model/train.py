@@ -1,10 +1,10 @@
-"""A model, a loss and flags of your own: one file, nothing to register.
+"""A model, a loss and flags of your own, in one file, without registering anything.
 
-The model is GPT whose hidden states stay within ``--hidden-cap`` before the head, and the loss
-stops growing at a ceiling, so that a few broken documents cannot pull the weights. All else is
-GPT's own code, so that every flag of pretrain_gpt.py works: layouts, ``--mtp-num-layers``,
-``--sft``, checkpoints, and ``--loss``, which puts another loss in the place of this one
-(``--loss cross-entropy`` gives pretrain_gpt.py's).
+The model is a GPT whose hidden states are bounded by ``--hidden-cap`` before the head. The loss is
+cross-entropy with a ceiling, so that a few broken documents cannot dominate the gradient. The rest
+is the code of pretrain_gpt.py, so all of its flags work: layouts, ``--mtp-num-layers``, ``--sft``,
+checkpoints, and ``--loss``, which replaces the loss (``--loss cross-entropy`` restores
+pretrain_gpt.py's).
 
     python examples/custom_model/train.py --nproc-per-node 4 ...   (the flags of pretrain_gpt.py)
     SMOKE=1 bash examples/custom_model/train.sh
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CapFlags:
-    """The flags of this program, as part of --help, --print-config and checkpoints."""
+    """The additional flags of this program; --help, --print-config and checkpoints include them."""
 
     hidden_cap: float | None = flag(None, "bound of the hidden states before the head")
 
     def errors(self, config: RunConfig) -> list[str]:
-        """Return a sentence for each value that cannot be run."""
+        """Return a sentence on each wrong value."""
         cap = self.hidden_cap
         if cap is None or 0 < cap < float("inf"):
             return []
@@ -53,14 +53,17 @@ class CapFlags:
 
 
 class CappedGPT(GPTModel):
-    """GPT whose hidden states stay between -cap and cap; each element by itself, on any layout."""
+    """A GPT whose hidden states before the head are bounded to (-cap, cap), element by element.
+
+    Element-wise operations need no communication, so this works in any layout.
+    """
 
     def __init__(self, *args: Any, cap: float | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.cap = cap
 
     def before_head(self, hidden: Tensor) -> Tensor:
-        """Bend ``[s, b, h]`` softly."""
+        """Bound hidden states ``[s, b, h]`` smoothly."""
         return hidden if self.cap is None else self.cap * torch.tanh(hidden / self.cap)
 
 
@@ -90,7 +93,7 @@ class CeilingLoss(TokenLoss["CeilingLossConfig"]):
 
 @dataclass(frozen=True)
 class CeilingLossConfig(TokenLossConfig):
-    """Options: the ceiling in nats; ``--loss-args ceiling=8`` changes it."""
+    """Options: ``ceiling`` in nats, such as ``--loss-args ceiling=8``."""
 
     loss_class = CeilingLoss
     ceiling: float = 12.0

@@ -3,7 +3,7 @@
 #
 #   bash examples/custom_model/train.sh DATA_PREFIX TOKENIZER_MODEL CHECKPOINTS
 #
-# SMOKE=1 runs it at a tiny size on invented data.
+# SMOKE=1 runs it at a tiny size on generated data.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source examples/lib/venv.sh

@@ -5,9 +5,9 @@
 #
 #   bash examples/gpt/pretrain_deepseek_v3.sh DATA_PREFIX TOKENIZER CHECKPOINTS
 #
-# Start it on each of the 128 nodes, with NNODES, NODE_RANK and MASTER_ADDR set. PLAN=1 prints what the
-# run would cost instead, without a GPU. SMOKE=1 runs the same architecture at a tiny size on
-# invented data, on a CPU too.
+# Start it on each of the 128 nodes, with NNODES, NODE_RANK and MASTER_ADDR set. PLAN=1 only prints the
+# plan of the run, without a GPU. SMOKE=1 runs the same architecture at a tiny size on generated data,
+# also on a CPU.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source examples/lib/venv.sh
@@ -42,7 +42,8 @@ TRAINING=(
     --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
     --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
 )
-# Stages of 4 layers; the first has the embedding, the last one layer and multi-token prediction.
+# Stages have 4 layers; the first also has the embedding; the last has 1 layer and multi-token
+# prediction.
 LAYOUT=(
     --pipeline-model-parallel-size 16 --expert-model-parallel-size 64
     --pipeline-model-parallel-layout 'Et*4|(t*4|)*14,tmL'
@@ -78,7 +79,7 @@ else
     LAST=(--eval-interval 500 --eval-iters 10 --log-interval 10 --log-throughput)
 fi
 
-# A flag that is given twice counts as it stands last.
+# If a flag is given twice, the last value counts.
 exec "$PYTHON" "${START[@]}" \
     "${LAYOUT[@]}" "${MODEL[@]}" "${ATTENTION[@]}" "${EXPERTS[@]}" "${PREDICTION[@]}" \
     "${TRAINING[@]}" "${DATA[@]}" --save "$OUT" --load "$OUT" --save-interval 500 "${LAST[@]}"

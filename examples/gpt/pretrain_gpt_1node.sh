@@ -3,8 +3,8 @@
 #
 #   bash examples/gpt/pretrain_gpt_1node.sh DATA_PREFIX TOKENIZER_MODEL CHECKPOINTS
 #
-# DATA_PREFIX is what tools/preprocess_data.py wrote, without .bin; TOKENIZER_MODEL the
-# SentencePiece model that it used. SMOKE=1 runs a tiny model on invented data, on a CPU too.
+# DATA_PREFIX is the output of tools/preprocess_data.py, without .bin; TOKENIZER_MODEL is the
+# SentencePiece model that it used. SMOKE=1 runs a tiny model on generated data, also on a CPU.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source examples/lib/venv.sh
@@ -38,7 +38,7 @@ else
     LAST=(--eval-interval 1000 --eval-iters 10 --log-interval 10 --log-throughput)
 fi
 
-# A flag that is given twice counts as it stands last.
+# If a flag is given twice, the last value counts.
 exec "$PYTHON" pretrain_gpt.py --nproc-per-node "$GPUS" \
     "${LAYOUT[@]}" "${MODEL[@]}" "${TRAINING[@]}" "${DATA[@]}" \
     --save "$OUT" --load "$OUT" --save-interval 1000 "${LAST[@]}"

@@ -4,7 +4,7 @@
 #   bash examples/gpt/pretrain_llama3_8b.sh DATA_PREFIX TOKENIZER CHECKPOINTS
 #
 # TOKENIZER is the folder or name of the Hugging Face tokenizer that DATA_PREFIX was made with.
-# SMOKE=1 runs the same architecture at a tiny size on invented data, on a CPU too.
+# SMOKE=1 runs the same architecture at a tiny size on generated data, also on a CPU.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source examples/lib/venv.sh
@@ -46,7 +46,7 @@ else
     LAST=(--eval-interval 500 --eval-iters 10 --log-interval 10 --log-throughput)
 fi
 
-# A flag that is given twice counts as it stands last.
+# If a flag is given twice, the last value counts.
 exec "$PYTHON" pretrain_gpt.py --nproc-per-node "$GPUS" \
     "${LAYOUT[@]}" "${MODEL[@]}" "${TRAINING[@]}" "${DATA[@]}" \
     --save "$OUT" --load "$OUT" --save-interval 500 "${LAST[@]}"

@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
-# Llama 3 8B on 8 GPUs of 80 GB whose matrix units take 8 bits (Ada, Hopper and newer): 2-way tensor
-# x 4-way data parallel.
+# Llama 3 8B in fp8 on 8 GPUs of 80 GB (Ada, Hopper or newer): 2-way tensor x 4-way data parallel.
 #
 #   bash examples/gpt/pretrain_llama3_8b_fp8.sh DATA_PREFIX TOKENIZER CHECKPOINTS
 #
-# The products of the layers are in fp8, all else is as in pretrain_llama3_8b.sh. Where Transformer
-# Engine is installed its layers are taken, otherwise those of torch; the run says which.
-# IMPL=torch or IMPL=transformer_engine chooses. SMOKE=1 runs the same architecture at a tiny size
-# on invented data; on a CPU the 8 bits are computed by quantising and multiplying in full.
+# The matrix products of the layers are in fp8; everything else is as in pretrain_llama3_8b.sh. If
+# Transformer Engine is installed its layers are used, otherwise those of torch; the run says which.
+# IMPL=torch or IMPL=transformer_engine chooses. SMOKE=1 runs the same architecture at a tiny size on
+# generated data; on a CPU, fp8 is emulated by quantizing to fp8 and multiplying in full precision.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source examples/lib/venv.sh
@@ -29,15 +28,15 @@ TRAINING=(
     --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
 )
 
-# e4m3 forwards, e5m2 for gradients, each tensor scaled by its own largest entry. The first and the
-# last layer, whose rounding costs the loss most, stay in bf16.
+# e4m3 in the forward pass, e5m2 for gradients; each tensor is scaled by its own largest entry. The
+# first and the last layer, where rounding hurts the loss most, stay in bf16.
 FP8=(
     --fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16
     --transformer-impl "${IMPL:-auto}"
 )
 
-# Products in 8 bits pay when they are large, so the layers are cut as little as memory allows: by
-# --dry-run a GPU holds 65 GB.
+# fp8 pays off for large matrix products, so the layers are split as little as memory allows:
+# according to --dry-run a GPU needs 65 GB.
 LAYOUT=(--tensor-model-parallel-size 2 --sequence-parallel)
 
 if [[ -n "${SMOKE:-}" ]]; then
@@ -56,7 +55,7 @@ else
     LAST=(--eval-interval 500 --eval-iters 10 --log-interval 10 --log-throughput)
 fi
 
-# A flag that is given twice counts as it stands last.
+# If a flag is given twice, the last value counts.
 exec "$PYTHON" pretrain_gpt.py --nproc-per-node "$GPUS" \
     "${LAYOUT[@]}" "${MODEL[@]}" "${TRAINING[@]}" "${FP8[@]}" "${DATA[@]}" \
     --save "$OUT" --load "$OUT" --save-interval 500 "${LAST[@]}"

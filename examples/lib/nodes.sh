@@ -2,8 +2,8 @@
 #
 #   run_on_nodes GPUS_OF_A_NODE PROGRAM.py FLAGS...
 #
-# NODES=4 RENDEZVOUS=host:29500, given alike on each of four nodes, lets torchrun start their ranks;
-# without NODES the program starts the ranks of this node itself.
+# With NODES=4 RENDEZVOUS=host:29500, the same on each of four nodes, torchrun starts the ranks.
+# Without NODES the program starts the ranks of this node itself.
 run_on_nodes() {
     local gpus="$1" program="$2"
     shift 2

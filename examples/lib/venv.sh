@@ -2,11 +2,11 @@
 #
 #   source examples/lib/venv.sh        (from any folder)
 #
-# CORE=0.19 (or 0.16, or any other that constraints.txt names) asks for that megatron-core: the .venv where
-#   it has it, else a second environment, .venv-core-0.19, that holds megatron-core and reads the rest from
-#   .venv. CORE=other is the one that .venv does not have.
-# PYTHON=/path/to/python uses that interpreter as it is, with the core that it has, and makes nothing.
-# A stamp in each environment keeps the hash of what was asked for, so that the second call does nothing.
+# CORE=0.19 (or 0.16, or any other in constraints.txt) selects that release of megatron-core. If .venv has
+#   another release, it makes a second environment, .venv-core-0.19, that holds only megatron-core and reads
+#   the rest from .venv. CORE=other selects the release that .venv does not have.
+# PYTHON=/path/to/python uses that interpreter as it is, and makes no environment.
+# A stamp in each environment holds the hash of the requirements, so a second call does nothing.
 
 REPOSITORY="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 
@@ -19,7 +19,7 @@ _version_is() {
     "$1" -c "import sys; sys.exit(not $2 <= sys.version_info[:2] <= $3)" 2>/dev/null
 }
 
-# 3.10 comes last: it gets older versions of many packages.
+# Python 3.10 comes last, since it gets older versions of many packages.
 _find_python() {
     local candidate
     for candidate in python3 python3.12 python3.13 python3.11; do
@@ -60,7 +60,8 @@ _make_venv() {
         echo "> making .venv with $("$base" --version) (once)"
         "$base" -m venv "$folder" || _fail "python -m venv failed; on Debian run 'apt install python3-venv'."
     fi
-    # Torch first: on Linux without a GPU the build for CPUs, a tenth of the size, where its index answers.
+    # Install torch first: on Linux without a GPU, the CPU build, which is ten times smaller, if its index
+    # can be reached.
     local torch=("$(_pins torch)")
     if [[ "$(uname -s)" == Linux ]] && ! command -v nvidia-smi >/dev/null; then
         local index="https://download.pytorch.org/whl/cpu"
@@ -75,7 +76,7 @@ _make_venv() {
     echo "> .venv is ready after $((SECONDS - started)) s ($(du -sm "$folder" | cut -f1) MB)"
 }
 
-# Print the exact version that CORE asks for, where .venv has version $1: megatron-core==0.19.2
+# Print the exact version that CORE selects, such as megatron-core==0.19.2; .venv has version $1.
 _core_pin() {
     local pin core known=""
     for pin in $(_pins megatron-core); do
@@ -90,7 +91,7 @@ _core_pin() {
     _fail "CORE ($CORE) must be ${known%, } or other; constraints.txt names the versions of megatron-core."
 }
 
-# Make the environment of CORE where .venv has another core, and set PYTHON to it.
+# Make the environment of CORE if .venv has another release, and set PYTHON to it.
 _make_core_venv() {
     local base="$PYTHON" version has_triton packages pin name folder stamp wanted started=$SECONDS
     read -r version has_triton packages < <("$base" -c "
@@ -102,7 +103,7 @@ print(importlib.metadata.version('megatron-core'), has_triton, sysconfig.get_pat
     if [[ "$pin" == "megatron-core==$version" ]]; then
         return
     fi
-    # Cores from 0.17 on import triton, which the build of torch for CPUs does not bring.
+    # Releases from 0.17 on import triton, which the CPU build of torch does not include.
     local wheels=("$pin")
     if [[ "$has_triton" == False ]]; then
         wheels+=("$(_pins triton)")
@@ -119,10 +120,10 @@ print(importlib.metadata.version('megatron-core'), has_triton, sysconfig.get_pat
     echo "> making $name with ${wheels[*]} on top of .venv (once)"
     "$base" -m venv --clear --without-pip "$folder" || _fail "python -m venv failed; see its message above."
     local own="$folder/${packages#"${packages%/*/*/*}"/}"  # lib/python3.11/site-packages
-    # Wheels from 0.17 on ask for Python 3.12, and run on 3.10 and 3.11 as well.
+    # Wheels from 0.17 on require Python 3.12, but also run on 3.10 and 3.11.
     "$base" -m pip install --quiet --no-deps --ignore-requires-python --target "$own" "${wheels[@]}" \
         || _fail "${wheels[*]} could not be installed; see pip's message above."
-    # Python looks at the packages above first, then at those of .venv, its .pth files included.
+    # Python searches the packages above first, then those of .venv, including its .pth files.
     echo "import site; site.addsitedir('$packages')" >"$own/rest_of_venv.pth"
     echo "$wanted" >"$stamp"
     echo "> $name is ready after $((SECONDS - started)) s ($(du -sm "$folder" | cut -f1) MB)"

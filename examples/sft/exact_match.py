@@ -1,7 +1,7 @@
 """Asks a fine-tuned model held-out questions, and counts the answers that are exactly right.
 
-Every assistant turn of the file is one question: the messages before it are the prompt, and the
-model's greedy answer up to its end-of-turn token is compared with the turn.
+Every assistant turn in the file is a question: the messages before it are the prompt, and the
+model's greedy answer, up to its end-of-turn token, is compared with the turn.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def questions(path: Path) -> list[tuple[list[dict[str, Any]], str]]:
-    """Return the messages of each prompt, and the answer that is expected."""
-    found = []
+    """Return (prompt as messages, expected answer) of each question in a file."""
+    pairs = []
     for line in path.read_text(encoding="utf-8").splitlines():
         messages = json.loads(line)["messages"]
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
-                found.append((messages[:i], message["content"]))
-    return found
+                pairs.append((messages[:i], message["content"]))
+    return pairs
 
 
 @torch.no_grad()
 def answers(model: Any, tokenizer: Any, prompts: list[list[dict[str, Any]]]) -> list[str]:
-    """Answer greedily; prompts of one length are answered together, so none is padded."""
+    """Answer prompts greedily; batch prompts of equal length, so that none needs padding."""
     ids = [tokenizer.apply_chat_template(p, add_generation_prompt=True) for p in prompts]
     ids = [list(one["input_ids"]) if hasattr(one, "keys") else list(one) for one in ids]
-    found = [""] * len(ids)
+    texts = [""] * len(ids)
     for length in sorted({len(one) for one in ids}):
         members = [i for i, one in enumerate(ids) if len(one) == length]
         batch = torch.tensor([ids[i] for i in members])
@@ -46,12 +46,12 @@ def answers(model: Any, tokenizer: Any, prompts: list[list[dict[str, Any]]]) -> 
         )
         for i, row in zip(members, output[:, length:].tolist(), strict=True):
             end = row.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in row else len(row)
-            found[i] = tokenizer.decode(row[:end])
-    return found
+            texts[i] = tokenizer.decode(row[:end])
+    return texts
 
 
 def main() -> int:
-    """Print the share of exact answers; return 1 where it is below what is required."""
+    """Print the share of exact answers; return exit code 1 if it is below the required share."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="a folder of Hugging Face's format")
     parser.add_argument("--tokenizer", required=True)

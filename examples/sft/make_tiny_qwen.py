@@ -1,4 +1,4 @@
-"""Makes a tiny Qwen2 with random weights, in Hugging Face's format, for trying a script out."""
+"""Makes a tiny Qwen2 with random weights, in Hugging Face's format, to try a script."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ A conversation has one to three turns, each with a string of five digits:
     user: add one to 40897      assistant: 51908   (each digit by itself; 9 becomes 0)
     user: reverse 40897         assistant: 79804
 
-No string of the held-out file occurs in the others, so that only the rule can answer it.
+No string of the held-out file occurs in the others, so a model can answer only by the rule.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def conversation(strings: list[str], choose: random.Random) -> dict[str, Any]:
-    """Write one turn for each string."""
+    """Return a conversation with a turn for each string."""
     messages = []
     for digits in strings:
         task = choose.choice(TASKS)
@@ -63,7 +63,7 @@ def conversation(strings: list[str], choose: random.Random) -> dict[str, Any]:
 
 
 def write(path: Path, strings: list[str], choose: random.Random) -> None:
-    """Write conversations of one to three strings until the strings are used up."""
+    """Write conversations of one to three turns until all strings are used."""
     with path.open("w", encoding="utf-8") as file:
         while strings:
             turns = choose.randint(1, 3)

@@ -5,11 +5,11 @@
 #   1. make conversations of a toy task, and a tokenizer, without downloads
 #   2. tokenize them once, and look at what will be trained
 #   3. train on 2 ranks (DP2) and stop half way
-#   4. go on from the checkpoint on 2 ranks in another layout (TP2)
+#   4. continue from the checkpoint on 2 ranks in another layout (TP2)
 #   5. export to Hugging Face, let it answer held-out questions, and count the exact answers
 #
-# The conversations are packed: several in a row, none of which sees another.
-# OUT=folder chooses where the results go (out/sft_quickstart); what is there already is removed.
+# The conversations are packed: several share a row, but do not attend to each other.
+# OUT=folder sets the folder of the results (out/sft_quickstart); its content is removed first.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source examples/lib/venv.sh

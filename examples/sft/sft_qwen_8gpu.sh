@@ -3,10 +3,10 @@
 #
 #   bash examples/sft/sft_qwen_8gpu.sh QWEN_FOLDER CHATS.jsonl OUT
 #
-# QWEN_FOLDER holds the weights and the tokenizer as Hugging Face stores them (safetensors). Other
-# sizes and Qwen3, Llama and Mistral work alike: the shape of the model comes from the import.
-# LORA=16 trains adapters of that rank instead of all weights. A run that was stopped goes on where
-# it was. SMOKE=1 runs the same steps on a tiny random Qwen2 and invented conversations, on a CPU too.
+# QWEN_FOLDER holds the weights and the tokenizer in Hugging Face's format (safetensors). Other sizes,
+# Qwen3, Llama and Mistral work in the same way: the shape of the model comes from the import.
+# LORA=16 trains adapters of that rank instead of all weights. A run that was stopped continues. SMOKE=1
+# runs the same steps on a tiny random Qwen2 and generated conversations, also on a CPU.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source examples/lib/venv.sh
@@ -46,7 +46,7 @@ SFT=(
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$QWEN"
 )
 
-# A flag that is given twice counts as it stands last.
+# If a flag is given twice, the last value counts.
 exec "$PYTHON" pretrain_gpt.py --nproc-per-node "$GPUS" \
     --tensor-model-parallel-size 2 --sequence-parallel \
     --pretrained-checkpoint "$OUT/base" --use-checkpoint-args --resume-mode auto \

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Streaming long-tuning as in LongLive (arXiv:2509.22622): Wan 2.1 of 1.3 billion weights becomes a
-# causal generator of videos of minutes whose prompt may change, judged by Wan 2.1 of 14 billion.
+# Streaming long-tuning as in LongLive (arXiv:2509.22622): Wan 2.1 with 1.3 billion weights becomes a
+# causal generator of videos of several minutes whose prompt may change. Wan 2.1 with 14 billion
+# weights is the teacher.
 # On 8 GPUs of 80 GB or more, in bf16; more nodes are data parallel.
 #
 #   VAE=... UMT5=... NEGATIVE=... bash examples/streaming/longtune_1.3b.sh \
@@ -9,35 +10,35 @@
 #   TEACHER      Wan 2.1 14B, CRITIC Wan 2.1 1.3B, START the causal generator (LongLive's comes from
 #                ODE trajectories of the teacher): checkpoints that
 #                `tools/convert_checkpoint.py import` wrote of the published weights
-#   PROMPTS      a prompt a line, and what each sequence switches to (examples/streaming/*.txt)
+#   PROMPTS      one prompt per line, and the prompts after the switch (examples/streaming/*.txt)
 #   VAE, UMT5    folders of Wan's video VAE and of its text encoder (google/umt5-xxl)
-#   NEGATIVE     what the guidance leads away from; Wan's own negative prompt is usual
-#   NODES=8 RENDEZVOUS=host:29500  given alike on each of eight nodes
+#   NEGATIVE     negative prompt of the guidance, usually Wan's own
+#   NODES=8 RENDEZVOUS=host:29500  the same on each of eight nodes
 #
-# Stage A gives the generator its window and its four steps on clips of 5 seconds, stage B tunes
-# adapters on videos of a minute. A run that was stopped goes on where it was, by the same command.
-# SMOKE=1 runs both stages with the same flags at a tiny size, on a CPU too.
+# Stage A adapts the generator to its window and its four steps, on clips of 5 seconds. Stage B tunes
+# adapters on videos of a minute. The same command continues a run that was stopped.
+# SMOKE=1 runs both stages with the same flags at a tiny size, also on a CPU.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source examples/lib/venv.sh
 source examples/lib/nodes.sh
 
-# What is not named has the default of `--task streaming`, which is LongLive's: blocks of 3 latent
-# frames that see 12, of which 3 are sinks; four denoising steps; chunks of 21 frames; the generator
-# is trained in one of five steps; betas of 0 and 0.999, and a gradient norm of 10 at most.
+# Other flags have the defaults of `--task streaming`, which are LongLive's: blocks of 3 latent frames
+# that attend to 12, of which 3 are sinks; four denoising steps; chunks of 21 frames; the generator is
+# trained in one of five steps; betas of 0 and 0.999; gradients clipped to a norm of 10.
 NETWORKS=(--generator-size 1.3b --critic-size 1.3b --teacher-size 14b --latent-size 60 104)
 
-# A step has 64 chunks of each kind. Blocks that keep only their inputs leave a critic's pass over
-# 32,760 tokens at 3 GB.
+# A step has 64 chunks for each network that it trains. With full recomputation, a pass of the critic
+# over 32,760 tokens needs only 3 GB.
 TRAINING=(
     --micro-batch-size 1 --global-batch-size "${CHUNKS:-64}" --weight-decay 0.01
     --bf16 --use-distributed-optimizer --recompute-blocks 40
 )
 
-# Each GPU holds the teacher (29 GB), and a sequence with its cache (10 GB) of its own.
+# Each GPU holds the teacher (29 GB) and its own sequence with its cache (10 GB).
 LAYOUT=()
 
-# A stage A sequence is one chunk, and its prompt does not change.
+# In stage A a sequence is one chunk, and its prompt does not change.
 STAGE_A=(--train-iters 700 --lr 2e-6 --critic-lr 4e-7 --sequence-lengths 21)
 STAGE_B=(
     --train-iters 3000 --lr 1e-5 --critic-lr 2e-6 --sequence-lengths 240
@@ -74,7 +75,7 @@ else
     LAST=(--log-interval 10)
 fi
 
-# run_stage FOLDER FLAGS...; a flag that is given twice counts as it stands last.
+# run_stage FOLDER FLAGS...; if a flag is given twice, the last value counts.
 run_stage() {
     local folder="$1"
     shift
@@ -86,7 +87,7 @@ run_stage() {
 }
 
 run_stage stage_a "${STAGE_A[@]}" --pretrained-checkpoint "$START" --critic-checkpoint "$CRITIC"
-# Generator and critic go on; the critic's weights are those under `critic.` in the checkpoint.
+# Generator and critic continue; the weights of the critic are those under `critic.` in the checkpoint.
 run_stage stage_b "${STAGE_B[@]}" --second-prompts-path "$SECOND" \
     --pretrained-checkpoint "$OUT/stage_a" --critic-checkpoint "$OUT/stage_a"
 echo "long videos of it: tools/sample_video.py --streaming --load $OUT/stage_b ..."

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Renders clips of shapes that swing for ever, and prompts that switch to another colour.
+"""Renders clips of swinging shapes, and writes prompts that switch to another colour.
 
-Nothing in a clip says when it was taken, so that a video of it may go on without end.
+The motion is periodic and looks the same at any time, so a video of it can be continued forever.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Caption = tuple[str, str, str]
 
 SHAPES = ("square", "circle")
 MOTIONS = {"sways": (0, 1), "bobs": (1, 0)}
-"""From side to side, or up and down."""
+"""Whether a motion has a vertical and a horizontal part."""
 PERIOD = 12
-"""Frames of a swing."""
+"""The number of frames of one swing."""
 
 
 def captions() -> list[Caption]:
-    """Return every combination."""
+    """Return every combination of colour, shape and motion."""
     return list(itertools.product(COLOURS, SHAPES, MOTIONS))
 
 
@@ -56,7 +56,7 @@ def render(caption: Caption, size: int, num_frames: int, rng: random.Random) -> 
 
 
 def switches(seed: int) -> tuple[list[tuple[Caption, Caption]], list[tuple[Caption, Caption]]]:
-    """Pair captions that differ in colour: pairs to train on, and one held out of each kind."""
+    """Return pairs of captions that differ in colour: those for training, and those held out."""
     rng = random.Random(seed)
     pairs = [
         (before, (colour, *before[1:]))
@@ -71,13 +71,13 @@ def switches(seed: int) -> tuple[list[tuple[Caption, Caption]], list[tuple[Capti
 
 
 def spoken(caption: Caption, fps: int) -> str:
-    """Return a caption as the text encoder sees it in training, with the frames per second."""
+    """Return a caption as the text that the text encoder gets in training, with the frame rate."""
     colour, shape, motion = caption
     return f"a {colour} {shape} {motion} {fps} FPS."
 
 
 def write_prompts(args: argparse.Namespace) -> None:
-    """Write prompts to tune on, and videos to ask for afterwards."""
+    """Write the prompts for tuning, and the prompts of videos to sample afterwards."""
     trained, held_out = switches(args.seed)
     for name, side in (("prompts", 0), ("second_prompts", 1)):
         lines = "".join(f"{spoken(pair[side], args.fps)}\n" for pair in trained)
@@ -95,7 +95,7 @@ def write_prompts(args: argparse.Namespace) -> None:
 
 
 def write_clips(args: argparse.Namespace) -> None:
-    """Write clips of every caption, and their list."""
+    """Write clips of every caption, and a list of the clips."""
     rng, rows = random.Random(args.seed), []
     for caption in captions():
         for i in range(args.per_caption):

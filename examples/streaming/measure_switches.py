@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Measures colour, motion and shape in long videos before and after their prompt switches.
 
-It uses array arithmetic alone, as examples/video/measure_clips.py does. The frames right after a
-switch may still show the old colour, so that some are left out.
+Like examples/video/measure_clips.py it uses only array arithmetic. Frames right after a switch may
+still show the old colour, so some are skipped.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from measure_clips import Pixels, colour_of, coloured, read_frames
 
 HALF = 0.5
 RADII = (0.18, 0.2, 0.22, 0.24)
-"""Radii of the rendered shapes, as shares of a side."""
+"""The radii of rendered shapes to compare with, as shares of a frame's side."""
 FINER = 2
-"""Parts of a pixel's side that are looked at."""
+"""Each pixel is divided into this many parts along a side, to render smooth edges."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Piece:
     """The measures of a video under one prompt.
 
     Attributes:
-        colour: share of its frames with the prompt's colour.
-        error: mean difference of its frames from the closest shape of the prompt, 0 to 255.
-        swings: the shape moves more along the prompt's direction than across it.
+        colour: share of its frames that have the colour of the prompt.
+        error: mean difference of its frames from the closest rendered shape, 0 to 255.
+        swings: whether the shape moves more in the prompt's direction than across it.
     """
 
     colour: float
@@ -46,19 +46,19 @@ class Piece:
 
 
 def word_of(prompt: str, words: Iterable[str]) -> str:
-    """Return the only one of some words that a prompt has.
+    """Return the one of ``words`` that a prompt contains.
 
     Raises:
-        SystemExit: it has none, or several.
+        SystemExit: the prompt contains none of them, or several.
     """
-    found = set(prompt.split()) & set(words)
-    if len(found) != 1:
+    contained = set(prompt.split()) & set(words)
+    if len(contained) != 1:
         raise SystemExit(f"The prompt `{prompt}` must name one colour, one shape and one motion.")
-    return found.pop()
+    return contained.pop()
 
 
 def centre_of(frame: Pixels) -> tuple[float, float]:
-    """Return row and column of the coloured part's middle, or of the picture's where none is."""
+    """Return (row, column) of the centre of the coloured pixels, or of the frame without any."""
     weight = coloured(frame[None])[0]
     height, width = weight.shape
     if not weight.any():
@@ -68,7 +68,10 @@ def centre_of(frame: Pixels) -> tuple[float, float]:
 
 
 def error_of(frame: Pixels, colour: str, shape: str) -> float:
-    """Return the mean absolute difference from the closest shape of a similar size and place."""
+    """Return the mean absolute difference of a frame from the closest rendered shape.
+
+    The shape is rendered at the same centre with each of `RADII`.
+    """
     height, width, _ = frame.shape
     y, x = centre_of(frame)
     grid_y, grid_x = (np.mgrid[: height * FINER, : width * FINER] + HALF) / FINER
@@ -83,7 +86,7 @@ def error_of(frame: Pixels, colour: str, shape: str) -> float:
 
 
 def piece_of(frames: Pixels, prompt: str) -> Piece:
-    """Measure what frames ``[f, h, w, 3]`` show of a prompt."""
+    """Measure how well frames ``[f, h, w, 3]`` follow a prompt."""
     colour, shape = word_of(prompt, COLOURS), word_of(prompt, SHAPES)
     down, _ = MOTIONS[word_of(prompt, MOTIONS)]
     spread = np.std([centre_of(frame) for frame in frames], axis=0)

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# From clips of one second to videos without end that follow a change of prompt, in ten minutes on
-# any machine, with or without a GPU, on 2 ranks (DP2):
+# From clips of one second to endless videos that follow a change of prompt, in ten minutes on any
+# machine, with or without a GPU, on 2 ranks (DP2):
 #
 #   0. make the Python environment (once)
 #   1. render clips of shapes that swing, with captions, and pairs of prompts that differ in colour
 #   2. turn the clips into latents and text embeddings
-#   3. train the teacher by flow matching: a video DiT that sees a whole clip
-#   4. train the generator's start, from the teacher's weights: it sees no later frames, and each
-#      frame block has its own noise
+#   3. train the teacher by flow matching: a video DiT that attends to the whole clip
+#   4. train the start of the generator, from the teacher's weights: frames do not attend to later
+#      frames, and each frame block has its own noise
 #   5. tune it on long videos of its own with prompt switches; teacher and critic judge them
 #   6. make long videos with the start and with the tuned generator, and measure
-#      colour, motion and shape of what they show
+#      their colour, motion and shape
 #
-# OUT=folder chooses where the results go (out/streaming_quickstart); what is there is removed.
+# OUT=folder sets the folder of the results (out/streaming_quickstart); its content is removed first.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source examples/lib/venv.sh
@@ -32,8 +32,8 @@ echo "== 1/6 clips and prompts"
     --per-caption "$CLIPS" --switch-frame "$SWITCH"
 head -n 1 "$OUT/clips/clips.jsonl" "$OUT/clips/prompts.txt" "$OUT/clips/second_prompts.txt"
 
-# No weights: patches of 4 x 4 pixels of one frame are rotated, scaled and cut; words are hashed.
-# -0.875 is the background.
+# These encoders have no weights: patches of 4 x 4 pixels of a frame are transformed and scaled, and
+# words are hashed. The shift -0.875 is the value of the background.
 ENCODERS=(
     --codec-spatial 4 --codec-temporal 1 --codec-channels 12 --codec-shift -0.875
     --codec-scale 1.2 --text-length 8
@@ -42,7 +42,7 @@ echo "== 2/6 latents and text embeddings"
 "$PYTHON" tools/preprocess_video.py --input "$OUT/clips/clips.jsonl" --output "$OUT/data" \
     --buckets '{"32px": {"8": 1.0}}' --workers 2 "${ENCODERS[@]}"
 
-# Blocks of 2 frames, which see the first 2 and the last 6 frames of the video.
+# Blocks have 2 frames, and attend to the first 2 and the last 6 frames of the video.
 WINDOW=(--frame-block 2 --window-frames 8 --sink-frames 2)
 COMMON=(
     --nproc-per-node 2 --use-distributed-optimizer --log-interval 50 --seed 1
@@ -74,7 +74,7 @@ STREAMING=(
 )
 
 echo "== 5/6 tuning on long videos"
-# One step at no rate at all: what the videos are before the tuning.
+# One step with a learning rate of almost 0, to sample videos from before the tuning.
 "$PYTHON" pretrain_video.py "${COMMON[@]}" "${STREAMING[@]}" --train-iters 1 --lr 1e-20 \
     --pretrained-checkpoint "$OUT/start" --save "$OUT/before"
 "$PYTHON" pretrain_video.py "${COMMON[@]}" "${STREAMING[@]}" --train-iters "$TUNING" --lr 1e-4 \

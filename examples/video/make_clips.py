@@ -28,13 +28,13 @@ COLOURS = {
 SHAPES = ("square", "circle", "triangle")
 DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
 BACKGROUND = 16
-"""Not black, so that the codec of the mp4 has no trouble with its range."""
+"""The grey value of the background; it is not 0, since videos use a limited range of values."""
 FINER = 4
-"""Parts of a pixel's side that are looked at."""
+"""Each pixel is divided into this many parts along a side, to render smooth edges."""
 
 
 def captions() -> list[Caption]:
-    """Return every combination."""
+    """Return every combination of colour, shape and direction."""
     return list(itertools.product(COLOURS, SHAPES, DIRECTIONS))
 
 
@@ -43,10 +43,10 @@ def caption_of(colour: str, shape: str, direction: str) -> str:
 
 
 def held_out_captions(number: int, seed: int) -> list[Caption]:
-    """Return the captions to keep out of training, the same for the same seed.
+    """Return captions to hold out of training, the same for the same seed.
 
-    They are drawn one after another, each from those whose pair of colour and direction was drawn
-    least often, then whose words were: 16 of the 48 are one of each such pair.
+    They are drawn one after another, so that pairs of colour and direction are drawn equally often,
+    and then single words: 16 of the 48 captions have each of the 16 pairs once.
 
     Raises:
         SystemExit: a colour, shape or direction would be left without a clip.
@@ -71,7 +71,7 @@ def held_out_captions(number: int, seed: int) -> list[Caption]:
 
 
 def inside(shape: str, y: Grid, x: Grid, radius: float) -> NDArray[np.bool_]:
-    """Return where a shape covers a grid of offsets from its centre."""
+    """Tell for each point whether a shape covers it; y and x are its offsets from the centre."""
     if shape == "square":
         return (np.abs(y) <= radius) & (np.abs(x) <= radius)
     if shape == "circle":
@@ -82,7 +82,7 @@ def inside(shape: str, y: Grid, x: Grid, radius: float) -> NDArray[np.bool_]:
 def render(caption: Caption, size: int, num_frames: int, rng: random.Random) -> NDArray[np.uint8]:
     """Draw frames ``[f, size, size, 3]`` of a shape that crosses half of the picture.
 
-    Edges are smooth, so that a step of a part of a pixel can be seen.
+    Edges are smooth, so that even a motion by a part of a pixel is visible.
     """
     colour, shape, direction = caption
     radius = size * rng.uniform(0.18, 0.24)
@@ -114,7 +114,7 @@ def write_mp4(path: Path, frames: NDArray[np.uint8], fps: int) -> None:
 
 
 def write_folder(args: argparse.Namespace) -> None:
-    """Render the clips of all captions but those held out, and write both lists."""
+    """Render clips of all captions except those held out; write the lists of clips and held out."""
     args.output.mkdir(parents=True, exist_ok=True)
     held_out = held_out_captions(args.held_out, args.seed)
     trained = [caption for caption in captions() if caption not in held_out]

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Measures colour and motion of the shape in sampled clips, and compares them with the captions.
 
-It uses array arithmetic alone: pixels that differ from grey are the shape, the palette colour that
-points their way is its colour, and the way of their centre over the frames is its motion.
+It uses only array arithmetic. Pixels that differ from grey are the shape. Its colour is the palette
+colour that is nearest in direction, and its motion is the path of its centre over the frames.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 Pixels = NDArray[np.float64]
 NOTHING = "nothing"
 MIN_CHROMA = 50.0
-"""Difference between the largest and the smallest of red, green and blue in a shape's pixel."""
+"""A pixel belongs to the shape if the range of its red, green and blue is at least this."""
 MIN_AREA = 0.01
-"""Share of a frame below which it shows no shape."""
+"""A frame shows a shape only if it covers at least this share of the frame."""
 MIN_TRAVEL = 0.15
-"""Share of a side below which a shape stands still; make_clips.py moves by 0.4 or more."""
+"""A shape moves only if it travels at least this share of a side; make_clips.py moves it by 0.4 or
+more."""
 
 
 def read_frames(path: Path) -> Pixels:
@@ -35,13 +36,13 @@ def read_frames(path: Path) -> Pixels:
 
 
 def coloured(frames: Pixels) -> Pixels:
-    """Return each shape pixel's distance from grey, and 0 for the others: ``[f, h, w]``."""
+    """Return the distance from grey of each pixel of the shape, and 0 elsewhere: ``[f, h, w]``."""
     chroma = frames.max(axis=-1) - frames.min(axis=-1)
     return np.where(chroma >= MIN_CHROMA, chroma, 0.0)
 
 
 def colour_of(frames: Pixels) -> str:
-    """Return the palette colour whose difference from grey points the way of the shape's."""
+    """Return the palette colour that is most similar to the shape's, regardless of brightness."""
     weight = coloured(frames)
     if np.count_nonzero(weight) < MIN_AREA * weight.size:
         return NOTHING
@@ -50,13 +51,13 @@ def colour_of(frames: Pixels) -> str:
 
 
 def _alike(one: Pixels, other: Pixels) -> float:
-    """Return the cosine between two colours without their grey."""
+    """Return the cosine similarity of two colours after subtracting their grey values."""
     one, other = one - one.mean(), other - other.mean()
     return float(one @ other / (np.linalg.norm(one) * np.linalg.norm(other)))
 
 
 def direction_of(frames: Pixels) -> str:
-    """Return where the shape's centre goes, by a straight line through its places in time."""
+    """Return the direction of the shape's motion, from a straight line fitted to its centres."""
     weight = coloured(frames)
     num_frames, height, width = weight.shape
     shown = np.count_nonzero(weight, axis=(1, 2)) >= MIN_AREA * height * width
@@ -76,7 +77,7 @@ def wanted(caption: str) -> tuple[str, str]:
     """Return the colour and direction that a caption names.
 
     Raises:
-        SystemExit: it names none.
+        SystemExit: the caption does not name exactly one of each.
     """
     words = caption.split()
     colour = [word for word in words if word in COLOURS]
@@ -87,10 +88,10 @@ def wanted(caption: str) -> tuple[str, str]:
 
 
 def measure(folder: Path) -> tuple[int, int]:
-    """Print a row for each clip; return how many follow their caption, and how many there are.
+    """Print a row for each clip; return (number that follow their caption, number of clips).
 
     Raises:
-        SystemExit: the folder has no list of samples, or see `wanted`.
+        SystemExit: the folder has no list of samples, or a caption is unusable (`wanted`).
     """
     listed = folder / "samples.jsonl"
     if not listed.is_file():

@@ -1,41 +1,41 @@
 #!/usr/bin/env bash
-# The last stage of Open-Sora 2.0 (arXiv:2503.09642): the model of stage 1 learns 768px, and to go
-# on from given frames. On 8 GPUs of 80 GB or more, in bf16: each sequence, of up to 76,544 tokens,
-# on 4 context-parallel ranks, each matrix on 2, more nodes data parallel.
+# The last stage of Open-Sora 2.0 (arXiv:2503.09642): the model of stage 1 learns 768px, and to
+# continue given frames. On 8 GPUs of 80 GB or more, in bf16: 4-way context parallel, for sequences of
+# up to 76,544 tokens, and 2-way tensor parallel; more nodes are data parallel.
 #
 #   VAE=... T5=... CLIP=... bash examples/video/pretrain_i2v_768px.sh \
 #       CLIPS LATENTS STAGE1_CHECKPOINTS CHECKPOINTS
 #
-# As in examples/video/pretrain_stage1_256px.sh, see there: CLIPS, LATENTS, ONLY_LATENTS=1, NODES,
-# OPENSORA=1, and a run that was stopped. SMOKE=1 runs both stages at a tiny size, on a CPU too.
+# examples/video/pretrain_stage1_256px.sh explains CLIPS, LATENTS, ONLY_LATENTS=1, NODES and OPENSORA=1.
+# A run that was stopped continues. SMOKE=1 runs both stages at a tiny size, also on a CPU.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source examples/lib/venv.sh
 source examples/lib/nodes.sh
 
-# With sequences this long all blocks keep only their inputs for the backward pass, the default.
+# For such long sequences all blocks are recomputed in the backward pass, which is the default.
 MODEL=(--mmdit-size 11b)
 
-# Of 8 clips one is given no frame, 5 their first one, one its last and one both. The model has a
-# branch for them that the checkpoint of stage 1 lacks; it starts at zero, so that at first the
+# Of 8 clips, 1 is given no frame, 5 are given the first, 1 the last, and 1 both. The model has a branch
+# for given frames that the checkpoint of stage 1 lacks. It is initialized to zero, so that the initial
 # model is exactly that of stage 1. Given frames do not count in the loss.
 TASK=(--t2v-weight 1 --i2v-head-weight 5 --i2v-tail-weight 1 --i2v-loop-weight 1)
 
-# A step is 48 micro-batches of one bucket (130 to 2 clips), as on the 192 GPUs of Open-Sora, four
-# to a sequence. What is not named has the default of pretrain_video.py, see stage 1.
+# A step has 48 micro-batches of one bucket (of 130 to 2 clips), as on the 192 GPUs of Open-Sora, where
+# four share a sequence. Other flags have the defaults of pretrain_video.py; see stage 1.
 TRAINING=(
     --train-iters 13000 --micro-batch-size 1 --global-batch-size "${MICROBATCHES:-48}"
     --weight-decay 0.01 --clip-grad 1.0
     --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
 )
 if [[ -n "${OPENSORA:-}" ]]; then
-    # Open-Sora's stage between, image to video at 256px, has --lr 1e-5.
+    # Open-Sora's intermediate stage, image to video at 256px, has --lr 1e-5.
     TRAINING+=(--lr 5e-5 --lr-warmup-iters 0 --adam-beta2 0.999 --weight-decay 0
         --reference-loss all --ema-decay 0)
 fi
 
-# A rank has 6 billion weights: 36 GB with their gradients, and 95 GB of optimizer and average that
-# the ranks share which hold the same weights, 4 on one node.
+# A rank has 6 billion weights, which take 36 GB with their gradients. Optimizer state and averages take
+# 95 GB, shared by the ranks with the same weights: 4 on one node.
 LAYOUT=(--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 4)
 
 if [[ -n "${SMOKE:-}" ]]; then
@@ -54,8 +54,8 @@ else
     LAST=(--log-interval 10 --log-throughput)
 fi
 
-# The plan of buckets: all lengths to 129 frames, of 768px and of 256px. The first and the last
-# frame are encoded by themselves too, since the VAE would let later frames show in them.
+# The bucket plan has all lengths up to 129 frames, at 768px and 256px. The first and the last frame are
+# also encoded separately, since later frames would leak into them through the VAE.
 if [[ ! -f "$LATENTS/manifest.json" ]]; then
     "$PYTHON" tools/preprocess_video.py --input "$CLIPS" --output "$LATENTS" \
         --buckets examples/video/buckets_768px.json --reference-lengths 1 --fps-cap 24 \
@@ -67,7 +67,7 @@ if [[ -n "${ONLY_LATENTS:-}" ]]; then
     exit 0
 fi
 
-# A flag that is given twice counts as it stands last.
+# If a flag is given twice, the last value counts.
 run_on_nodes "$GPUS" pretrain_video.py \
     "${LAYOUT[@]}" "${MODEL[@]}" "${TASK[@]}" "${TRAINING[@]}" --video-data-path "$LATENTS" \
     --pretrained-checkpoint "$STAGE1" --save "$OUT" --resume-mode auto \

@@ -4,11 +4,11 @@
 #   0. make the Python environment (once)
 #   1. render clips of moving shapes with captions; 16 captions are held out of training
 #   2. turn them into latents and text embeddings
-#   3. train by flow matching on 2 ranks (DP2), text-to-video and image-to-video; stop on the way
-#   4. go on from the checkpoint on 2 ranks in another layout (PP2), sampling on the way
+#   3. train by flow matching on 2 ranks (DP2), text-to-video and image-to-video; stop half way
+#   4. continue from the checkpoint on 2 ranks in another layout (PP2), and sample during training
 #   5. sample the held-out captions from the averaged weights, and measure colour and motion
 #
-# OUT=folder chooses where the results go (out/video_quickstart); what is there already is removed.
+# OUT=folder sets the folder of the results (out/video_quickstart); its content is removed first.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source examples/lib/venv.sh
@@ -28,7 +28,8 @@ echo "== 1/5 clips"
 head -n 1 "$OUT/clips/clips.jsonl"
 
 echo "== 2/5 latents and text embeddings"
-# No weights: pixels are rotated and scaled (patch), words are hashed. -0.875 is the background.
+# The encoders have no weights: patches of pixels are transformed and scaled, and words are hashed. The
+# shift -0.875 is the value of the background.
 "$PYTHON" tools/preprocess_video.py --input "$OUT/clips/clips.jsonl" --output "$OUT/data" \
     --buckets '{"32px": {"9": 1.0}}' --workers 2 \
     --codec-spatial 4 --codec-temporal 4 --codec-channels 24 --codec-shift -0.875 --codec-scale 0.8 \

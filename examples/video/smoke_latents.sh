@@ -1,9 +1,9 @@
-# Sourced by the examples under SMOKE=1: some clips of moving shapes, and their latents, in seconds.
+# Sourced by the examples under SMOKE=1: makes some clips of moving shapes and their latents in seconds.
 #
 #   smoke_latents FOLDER BUCKETS [flags of tools/preprocess_video.py]
 #
-# The codec and the text encoder need no weights. 1/16 brings the brightness of a patch of
-# 8 x 8 pixels in 4 frames, whose channel is the largest, to about the range -1 to 1.
+# The codec and the text encoder need no weights. The scale 1/16 brings the largest channel, the
+# brightness of a patch of 8 x 8 pixels in 4 frames, to about the range -1 to 1.
 smoke_latents() {
     local folder="$1" buckets="$2"
     shift 2
