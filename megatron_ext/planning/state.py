@@ -75,6 +75,11 @@ class Linear:
     copies: int = 1
     expert: bool = False
 
+    @property
+    def products(self) -> int:
+        """Return the multiplications of one token in the whole layer."""
+        return self.outputs * self.inputs
+
     def weights(self, lora: LoraConfig) -> list[Weight]:
         """Return a rank's weight, bias and two adapter matrices, if any, in the module's order."""
         height = self.outputs // self.rows

@@ -7,6 +7,7 @@ the backward pass takes twice as many operations.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.precision import Fp8Config
@@ -14,6 +15,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.planning.kernels import cast_of
 from megatron_ext.planning.network import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD, Flops
 from megatron_ext.planning.stages import Ranks, Stage
+from megatron_ext.planning.state import Linear
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.cost.latent import LatentSizes
 
@@ -69,6 +71,30 @@ class Sizes(Ranks):
         return fp8.fp8_format is not None and not fp8.keeps_bf16(number + 1, self.layers)
 
 
+def attention_matrices(model: ModelConfig, tp: int = 1) -> list[Linear]:
+    """Return attention's linear layers, sharded over ``tp`` ranks, in the order of the module."""
+    h = model.hidden_size or 0
+    n = model.num_attention_heads or 0
+    d = model.kv_channels or h // max(1, n)
+    latent = LatentSizes.of(model)
+    proj = Linear("linear_proj", h, n * d, columns=tp, bias=model.add_proj_bias)
+    if latent is not None:
+        return [proj, *latent.matrices(tp)]
+    qkv = n + 2 * (model.num_query_groups or n)
+    return [proj, Linear("linear_qkv", qkv * d, h, rows=tp, bias=bool(model.add_qkv_bias))]
+
+
+def mlp_matrices(h: int, width: int, *, gated: bool, ranks: int = 1, **layout: Any) -> list[Linear]:
+    """Return the linear layers of an MLP whose ``width`` channels ``ranks`` ranks shard.
+
+    ``layout`` is passed on to `Linear`.
+    """
+    return [
+        Linear("linear_fc1", width * (2 if gated else 1), h, rows=ranks, **layout),
+        Linear("linear_fc2", h, width, columns=ranks, **layout),
+    ]
+
+
 def score_channels(model: ModelConfig) -> int:
     """Return the multiplications of causal attention per token and position, in one layer.
 
@@ -93,19 +119,17 @@ def token_products(config: RunConfig, *, gated: bool) -> dict[str, int]:
     moe = config.section(MoEConfig)
     h = model.hidden_size or 0
     f = model.ffn_hidden_size or 0
-    n = model.num_attention_heads or 0
-    d = model.kv_channels or 0
     latent = LatentSizes.of(model)
-    projections = h * d * (2 * n + 2 * (model.num_query_groups or n))
+    # Megatron-LM counts the norms of the small vectors too.
+    norms = 0 if latent is None else latent.query_rank + latent.rank
     routed = (moe.moe_ffn_hidden_size or f) * moe.moe_router_topk
     shared = moe.moe_shared_expert_intermediate_size or 0
-    matrices = 3 if gated else 2
     return {
-        "projections": projections if latent is None else latent.products,
+        "projections": sum(x.products for x in attention_matrices(model)) + norms,
         "scores": score_channels(model) * (model.seq_length or 0),
         "windowed": score_channels(model) * _keys_in_window(model),
-        "dense": h * f * matrices,
-        "experts": h * (routed + shared) * matrices,
+        "dense": sum(x.products for x in mlp_matrices(h, f, gated=gated)),
+        "experts": sum(x.products for x in mlp_matrices(h, routed + shared, gated=gated)),
         "depth": 2 * h * h,
         "logits": h * (model.padded_vocab_size or 0),
     }
@@ -182,10 +206,8 @@ class GptFlops:
         gated = self.config.model.gated
         each = cast_of(self.config.fp8.fp8_recipe)[0]
         wide = (2 if gated else 1) * x.f
-        around = 2 * x.h + x.n * x.d + x.projected + 2 * x.h
-        if x.latent is not None:
-            # The hidden state enters two projections. Small vectors leave them, and enter two.
-            around += x.h * bool(x.latent.query_rank) + 2 * x.latent.small - x.latent.rotated
+        attention = attention_matrices(self.config.model)
+        around = sum(layer.inputs + layer.outputs for layer in attention) + 2 * x.h
         if self.joins_activation(number):
             # The kernels of `layers.fp8.kernels` read what the activation and its gradient read.
             return around * each + x.f * (6 if gated else 4) + wide * (5 if gated else 6)
@@ -253,7 +275,8 @@ class GptFlops:
         inner = again if experts else "mlp" in modules
         linear = self._on_rank("experts" if experts else "dense") if inner else 0.0
         if self.sizes.latent is not None and "mla_up_proj" in modules:
-            of_heads = self.sizes.latent.of_heads
+            matrices = self.sizes.latent.matrices(self.sizes.tp)
+            of_heads = sum(x.products for x in matrices if not x.name.endswith("down_proj"))
             linear += MULTIPLY_AND_ADD * of_heads * self.sizes.tokens / self.sizes.tp
         return linear, scores if "core_attn" in modules else 0.0
 

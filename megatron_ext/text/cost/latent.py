@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ext.config.model import ModelConfig
+from megatron_ext.planning.state import Linear
 
 
 @dataclass(frozen=True)
@@ -62,35 +63,25 @@ class LatentSizes:
         return self.query_rank + self.rank + self.rotated
 
     @property
-    def products(self) -> int:
-        """Return the multiplications of all projections, output included, and of both norms."""
-        norms = self.query_rank + self.rank
-        return self.h * (self.small + self.n * self.value) + self.of_heads + norms
-
-    @property
-    def of_heads(self) -> int:
-        """Return the multiplications of the projections to queries, keys and values."""
-        return (self.query_rank or self.h) * self.queries + self.rank * self.keys_and_values
-
-    @property
     def kept(self) -> int:
         """Return the elements kept of the small vectors, before and after their norms."""
         return self.small + (self.norms * (self.query_rank + self.rank))
 
-    def matrices(self) -> list[tuple[str, int, int, bool]]:
-        """Return name, outputs and inputs of each projection but the last, and if ranks share it.
+    def matrices(self, tp: int) -> list[Linear]:
+        """Return the projections but the last, in the order in which the layer registers them.
 
-        The order is that in which the layer registers them.
+        ``tp`` ranks shard those that put out the vectors of heads.
         """
         rank = self.query_rank
-        first = [("linear_q_proj", self.queries, self.h, True)]
+        first = [Linear("linear_q_proj", self.queries, self.h, rows=tp, bias=False)]
         if rank:
             first = [
-                ("linear_q_down_proj", rank, self.h, False),
-                ("linear_q_up_proj", self.queries, rank, True),
+                Linear("linear_q_down_proj", rank, self.h, bias=False),
+                Linear("linear_q_up_proj", self.queries, rank, rows=tp, bias=False),
             ]
+        small = self.rank + self.rotated
         return [
             *first,
-            ("linear_kv_down_proj", self.rank + self.rotated, self.h, False),
-            ("linear_kv_up_proj", self.keys_and_values, self.rank, True),
+            Linear("linear_kv_down_proj", small, self.h, bias=False),
+            Linear("linear_kv_up_proj", self.keys_and_values, self.rank, rows=tp, bias=False),
         ]

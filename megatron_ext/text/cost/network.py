@@ -5,7 +5,7 @@ the sizes of a run and its operations, activations.py the bytes kept for the bac
 kernels.py the bytes that kernels move.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from megatron_ext.planning.stages import LayerBytes, Ranks, Stage
 from megatron_ext.planning.state import LINEAR, Linear, Weight, with_frozen
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.cost.activations import Activations
-from megatron_ext.text.cost.flops import Sizes
+from megatron_ext.text.cost.flops import Sizes, attention_matrices, mlp_matrices
 from megatron_ext.text.cost.kernels import GptKernels
 from megatron_ext.text.cost.latent import LatentSizes
 
@@ -80,10 +80,9 @@ class Parameters:
         for position, number in enumerate(stage.layers):
             layer = self._layer_weights(f"decoder.layers.{position}", self.sizes.experts[number])
             # ``--fp8-param-gather`` holds the matrices of 8-bit layers in 8 bits.
-            gathers = fp8.fp8_param_gather and self.sizes.in_8_bits(fp8, number)
-            weights += [
-                replace(w, fp8=gathers and LINEAR.search(w.name) is not None) for w in layer
-            ]
+            if fp8.fp8_param_gather and self.sizes.in_8_bits(fp8, number):
+                layer = [replace(w, fp8=LINEAR.search(w.name) is not None) for w in layer]
+            weights += layer
         if stage.final_norm:
             weights += self._norm_weights("decoder.final_layernorm")
         for depth in range(stage.depths):
@@ -131,54 +130,40 @@ class Parameters:
             weights += self._norm_weights(f"{name}.post_mlp_layernorm")
         return weights
 
-    def _matrix(self, name: str, outputs: int, inputs: int, **layout: Any) -> list[Weight]:
-        return Linear(name, outputs, inputs, **layout).weights(self.config.lora)
+    def _linear_weights(self, name: str, linears: Sequence[Linear]) -> list[Weight]:
+        """Return the weights of the linear layers in the module ``name``."""
+        lora = self.config.lora
+        return [w for x in linears for w in replace(x, name=f"{name}.{x.name}").weights(lora)]
 
     def _attention_weights(self, name: str) -> list[Weight]:
         x = self.sizes
         model = self.config.model
-        bias = model.add_proj_bias
-        qkv_bias = bool(model.add_qkv_bias)
-        qkv = x.n + 2 * x.g
         weights: list[Weight] = []
         if model.softmax_type == "learnable":
             weights.append(Weight(f"{name}.core_attention.softmax_offset", x.n // x.tp, x.tp))
-        weights += self._matrix(f"{name}.linear_proj", x.h, x.n * x.d, columns=x.tp, bias=bias)
+        weights += self._linear_weights(name, attention_matrices(model, x.tp))
+        norms = {"q": x.d, "k": x.d}
         if x.latent is not None:
-            return weights + self._latent_weights(name, x.latent)
-        weights += self._matrix(f"{name}.linear_qkv", qkv * x.d, x.h, rows=x.tp, bias=qkv_bias)
-        if model.qk_layernorm:
-            weights += self._norm_weights(f"{name}.q_layernorm", x.d)
-            weights += self._norm_weights(f"{name}.k_layernorm", x.d)
-        return weights
-
-    def _latent_weights(self, name: str, latent: LatentSizes) -> list[Weight]:
-        """Return the sizes of the weights of multi-latent attention, without the output's."""
-        weights: list[Weight] = []
-        for part, outputs, inputs, shared in latent.matrices():
-            rows = self.sizes.tp if shared else 1
-            weights += self._matrix(f"{name}.{part}", outputs, inputs, rows=rows, bias=False)
-        ranks = {"q": latent.query_rank, "kv": latent.rank} if latent.norms else {}
-        for part, rank in ranks.items():
-            if rank:
-                weights += self._norm_weights(f"{name}.{part}_layernorm", rank)
+            norms = {"q": x.latent.query_rank, "kv": x.latent.rank}
+        for part, size in norms.items():
+            if model.qk_layernorm and size:
+                weights += self._norm_weights(f"{name}.{part}_layernorm", size)
         return weights
 
     def _mlp_weights(self, name: str, width: int, ranks: int, **layout: Any) -> list[Weight]:
         """Return names and sizes of an MLP's weights; ``ranks`` ranks divide ``width`` channels."""
-        h = self.sizes.h
         model = self.config.model
         layout.setdefault("bias", model.add_bias_linear)
-        outputs = width * (2 if model.gated else 1)
-        fc1 = self._matrix(f"{name}.linear_fc1", outputs, h, rows=ranks, **layout)
-        return fc1 + self._matrix(f"{name}.linear_fc2", h, width, columns=ranks, **layout)
+        linears = mlp_matrices(self.sizes.h, width, gated=model.gated, ranks=ranks, **layout)
+        return self._linear_weights(name, linears)
 
     def _expert_weights(self, name: str) -> list[Weight]:
         x = self.sizes
         moe = self.config.section(MoEConfig)
         count = moe.num_experts or 0
         width = moe.moe_ffn_hidden_size or x.f
-        weights = self._matrix(f"{name}.router", count, x.h, bias=self.config.model.add_bias_linear)
+        router = Linear("router", count, x.h, bias=self.config.model.add_bias_linear)
+        weights = self._linear_weights(name, [router])
         layout = {"copies": x.ep, "expert": x.ep > 1 or x.etp != x.tp}
         for expert in range(count // x.ep):
             local = f"{name}.experts.local_experts.{expert}"
@@ -195,7 +180,8 @@ class Parameters:
         """Return the sizes of an MTP depth's weights; its layer is like the last decoder layer."""
         x = self.sizes
         weights = [*self._norm_weights(f"{name}.enorm"), *self._norm_weights(f"{name}.hnorm")]
-        weights += self._matrix(f"{name}.eh_proj", x.h, 2 * x.h, rows=x.tp, bias=False)
+        both = Linear("eh_proj", x.h, 2 * x.h, rows=x.tp, bias=False)
+        weights += self._linear_weights(name, [both])
         weights += self._layer_weights(f"{name}.transformer_layer", x.experts[-1])
         weights += self._norm_weights(f"{name}.final_layernorm")
         return weights
@@ -264,6 +250,8 @@ class GptNetwork(Parameters, Activations, GptKernels, Network):
     def fp8_weights(self, stage: Stage) -> int:
         """Return the bytes of a stage's 8-bit weights, without the layers that stay in bf16."""
         fp8 = self.config.fp8
+        if fp8.fp8_format is None:
+            return 0
         eight = [n for n, layer in enumerate(stage.layers) if self.sizes.in_8_bits(fp8, layer)]
         names = tuple(f"decoder.layers.{n}." for n in eight)
         return fp8_bytes(fp8, [w for w in self.weights(stage) if w.name.startswith(names)])
