@@ -14,8 +14,6 @@ adapter (`layers.lora`) does.
 
 from dataclasses import dataclass
 
-from megatron_ext.config.run import RunConfig
-from megatron_ext.losses.logit_blocks import default_rows, fused_rows
 from megatron_ext.planning.stages import (
     FP32,
     INT64,
@@ -26,29 +24,19 @@ from megatron_ext.planning.stages import (
     recomputed,
     rms_norm,
 )
-from megatron_ext.text.config.moe import MoEConfig
-from megatron_ext.text.cost.flops import Sizes
+from megatron_ext.text.cost.flops import GptRun
 from megatron_ext.text.cost.latent import LatentSizes
 
 
 @dataclass(frozen=True)
-class Activations:
+class Activations(GptRun):
     """Formulas for the activation memory of a run, in bytes of one micro-batch on one rank."""
-
-    config: RunConfig
-    sizes: Sizes
-
-    @property
-    def residual(self) -> int:
-        """Return the bytes of one tensor of the residual stream, ``[s, b, h]``."""
-        width = FP32 if self.config.model.fp32_residual_connection else self.sizes.width
-        return self.sizes.residual_tokens * self.sizes.h * width
 
     def norm(self, tokens: int, size: int) -> int:
         """Return the bytes that a norm of ``[tokens, size]`` keeps besides its input."""
         if self.config.model.normalization == "LayerNorm":
             return layer_norm(tokens)
-        return rms_norm(self.sizes, tokens, size, frozen=self.config.lora.lora_rank is not None)
+        return rms_norm(self.sizes, tokens, size, frozen=not self.trains)
 
     def output_norm(self) -> int:
         """Return the bytes that the norm of a branch's output keeps, with its input."""
@@ -71,7 +59,7 @@ class Activations:
         if latent.key != latent.value and not (sizes.gpu or self.attends_eagerly):
             # The fused kernel of a CPU gets copies with heads of one size, and so is its output.
             channels = (2 + 2 * (sizes.cp if gathers else 1)) * max(latent.key, latent.value)
-        elif self._recomputes("mla_up_proj"):
+        elif self.recomputes("mla_up_proj"):
             # Queries, keys and values are freed, but not what other ranks have sent.
             channels = (latent.key + latent.value) * sizes.cp if gathers else 0
         return kept + sizes.tokens * sizes.n // sizes.tp * sizes.width * channels
@@ -111,7 +99,7 @@ class Activations:
 
         None means that autograd keeps no exchanged keys: cp is 1, or attention is recomputed.
         """
-        if self.sizes.cp == 1 or self._recomputes("core_attn"):
+        if self.sizes.cp == 1 or self.recomputes("core_attn"):
             return None
         return "trade" if self.config.parallel.cp_comm_type[0] == "a2a" else "gather"
 
@@ -159,7 +147,7 @@ class Activations:
         kept = self.residual + entering + self.qk() + out + self.output_norm()
         kept += self.dropout(sizes.residual_tokens * sizes.h, model.hidden_dropout)
         scores = self.scores()
-        if self._recomputes("core_attn"):
+        if self.recomputes("core_attn"):
             return LayerBytes(kept, self._attention_transient() + scores + out)
         return LayerBytes(kept + scores, self._attention_transient())
 
@@ -180,7 +168,7 @@ class Activations:
         kept += self.dropout(sizes.residual_tokens * sizes.h, model.hidden_dropout)
         dense = self._inner(sizes.tokens, sizes.f // sizes.tp, scaled=False)
         inner = self._experts() if experts else dense
-        if self._recomputes("moe" if experts else "mlp"):
+        if self.recomputes("moe" if experts else "mlp"):
             return LayerBytes(kept, self.residual + inner.kept + inner.transient)
         return LayerBytes(kept + inner.kept, self.residual + inner.transient)
 
@@ -207,15 +195,15 @@ class Activations:
     def _experts(self) -> LayerBytes:
         """Return the bytes of router, dispatch and local experts, if the load is balanced."""
         sizes = self.sizes
-        moe = self.config.section(MoEConfig)
+        moe = self.moe
         count = moe.num_experts or 1
         width = sizes.width
         seen = sizes.residual_tokens
         if moe.moe_token_dispatcher_type == "allgather":
             seen *= sizes.ep * sizes.etp
-        routed = sizes.residual_tokens * moe.moe_router_topk * sizes.etp
+        routed = self.routed
+        part = self.expert_width
         local = max(1, count // sizes.ep)
-        part = (moe.moe_ffn_hidden_size or sizes.f) // sizes.etp
         inner = self._inner(routed, part, scaled=True)
         # Permuted inputs with their places and weights; the map of the tokens that are seen; what
         # the router keeps of its choice and of its balancing loss.
@@ -232,14 +220,6 @@ class Activations:
             transient = max(transient, shared.transient)
         return LayerBytes(kept, transient)
 
-    def _recomputes(self, part: str) -> bool:
-        model = self.config.model
-        moe = self.config.section(MoEConfig)
-        if part == "moe" and moe.num_experts is not None and moe.moe_layer_recompute:
-            return True
-        modules = model.recompute_modules or ["core_attn"]
-        return model.recompute_granularity == "selective" and part in modules
-
     def layer_bytes(self, number: int) -> LayerBytes:
         experts = self.sizes.experts[number]
         parts = in_order(self.attention(), self.mlp(experts))
@@ -254,8 +234,8 @@ class Activations:
         width = self.sizes.width
         inputs = self._inputs(number)
         # Attention keeps its output, which is the input of linear_proj, unless it is run again.
-        attended = not (self.attends_eagerly or self._recomputes("core_attn"))
-        if self.config.lora.lora_rank is not None:
+        attended = not (self.attends_eagerly or self.recomputes("core_attn"))
+        if not self.trains:
             return self._adapters(inputs, attended=attended)
         if not (self.sizes.in_8_bits(fp8, number) and fp8.fp8_wgrad):
             return 0
@@ -265,17 +245,15 @@ class Activations:
     def _inputs(self, number: int) -> dict[str, int]:
         """Return the number of input elements that a rank keeps for each linear layer, by name."""
         sizes = self.sizes
-        moe = self.config.section(MoEConfig)
         experts = self.sizes.experts[number]
         hidden = sizes.residual_tokens * sizes.h
         proj = sizes.tokens * sizes.n // sizes.tp * sizes.d
         fc1 = hidden
         fc2 = sizes.tokens * sizes.f // sizes.tp
         if experts:
-            routed = sizes.residual_tokens * moe.moe_router_topk * sizes.etp
-            fc1 = routed * sizes.h
-            fc2 = routed * (moe.moe_ffn_hidden_size or sizes.f) // sizes.etp
-        if self._recomputes("moe" if experts else "mlp"):
+            fc1 = self.routed * sizes.h
+            fc2 = self.routed * self.expert_width
+        if self.recomputes("moe" if experts else "mlp"):
             fc1 = fc2 = 0
         first = {"linear_qkv": hidden}
         if sizes.latent is not None:
@@ -308,8 +286,7 @@ class Activations:
         parts = []
         if stage.embedding:
             dropped = self.dropout(sizes.residual_tokens * sizes.h, model.hidden_dropout)
-            table = sizes.v // sizes.tp * sizes.h * sizes.width
-            parts.append(LayerBytes(dropped + sizes.tokens * INT64, table))
+            parts.append(LayerBytes(dropped + sizes.tokens * INT64, self.table * sizes.width))
         layers = [self.layer_bytes(number) for number in stage.layers]
         if model.recompute_granularity == "full":
             count = model.recompute_num_layers or 1
@@ -333,7 +310,6 @@ class Activations:
         A zero-bubble schedule keeps them between its two backward passes; see `layers.linear`.
         """
         sizes = self.sizes
-        moe = self.config.section(MoEConfig)
         inner = 3 if self.config.model.gated else 2
         heads = sizes.projected + sizes.n * sizes.d
         attention = sizes.tokens * heads // sizes.tp + 2 * sizes.residual_tokens * sizes.h
@@ -345,8 +321,8 @@ class Activations:
             tokens = sizes.tokens
             width = sizes.f // sizes.tp
             if sizes.experts[layer]:
-                tokens = sizes.residual_tokens * moe.moe_router_topk * sizes.etp
-                width = (moe.moe_ffn_hidden_size or sizes.f) // sizes.etp
+                tokens = self.routed
+                width = self.expert_width
             num_values += attention + tokens * inner * width + 2 * sizes.residual_tokens * sizes.h
         return num_values * sizes.width
 
@@ -359,13 +335,9 @@ class Activations:
         if loss.cross_entropy_impl != "chunked":
             logits = sizes.tokens * vocabulary
             copies = FP32 + sizes.width if sizes.half else FP32
-            weight = vocabulary * sizes.h * sizes.width
             kept = losses * (logits * copies + self.residual)
-            return LayerBytes(kept, logits * sizes.width + weight + hidden)
+            return LayerBytes(kept, logits * sizes.width + self.table * sizes.width + hidden)
         width = sizes.width if sizes.gpu else FP32 + (FP32 if sizes.half else 0)
-        default = fused_rows(sizes.tokens, sizes.h) if sizes.gpu else default_rows(sizes.tokens)
-        rows = loss.cross_entropy_chunk_size or default
-        block = min(rows, sizes.tokens) * vocabulary * width
-        trains = self.config.lora.lora_rank is None
-        gradients = vocabulary * sizes.h * FP32 * trains + self.residual
+        block = min(self.loss_rows, sizes.tokens) * vocabulary * width
+        gradients = self.table * FP32 * self.trains + self.residual
         return LayerBytes(losses * gradients, block + losses * hidden)

@@ -12,9 +12,10 @@ from typing import Any
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.precision import Fp8Config
 from megatron_ext.config.run import RunConfig
+from megatron_ext.losses.logit_blocks import default_rows, fused_rows
 from megatron_ext.planning.kernels import cast_of
-from megatron_ext.planning.network import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD, Flops
-from megatron_ext.planning.stages import Ranks, Stage
+from megatron_ext.planning.network import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD, Flops, Network
+from megatron_ext.planning.stages import FP32, Ranks, Stage
 from megatron_ext.planning.state import Linear
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.cost.latent import LatentSizes
@@ -172,11 +173,66 @@ def flops_per_sample(config: RunConfig) -> float:
 
 
 @dataclass(frozen=True)
-class GptFlops:
-    """The operations of one micro-batch on one rank, layer by layer."""
+class GptRun(Network):
+    """A GPT in one run, with the numbers that its formulas share."""
 
     config: RunConfig
     sizes: Sizes
+
+    @property
+    def moe(self) -> MoEConfig:
+        """Return the flags of experts."""
+        return self.config.section(MoEConfig)
+
+    @property
+    def trains(self) -> bool:
+        """Return whether the model's own weights are trained, not adapters alone."""
+        return self.config.lora.lora_rank is None
+
+    @property
+    def residual(self) -> int:
+        """Return the bytes of one tensor of the residual stream ``[s, b, h]`` on one rank."""
+        width = FP32 if self.config.model.fp32_residual_connection else self.sizes.width
+        return self.sizes.residual_tokens * self.sizes.h * width
+
+    @property
+    def table(self) -> int:
+        """Return the numbers of a rank's part of the embedding, and of the output layer."""
+        return self.sizes.v // self.sizes.tp * self.sizes.h
+
+    @property
+    def routed(self) -> int:
+        """Return the tokens that a rank's experts get in one layer, if the load is balanced."""
+        return self.sizes.residual_tokens * self.moe.moe_router_topk * self.sizes.etp
+
+    @property
+    def expert_width(self) -> int:
+        """Return a rank's channels of one expert."""
+        return (self.moe.moe_ffn_hidden_size or self.sizes.f) // self.sizes.etp
+
+    @property
+    def loss_rows(self) -> int:
+        """Return the tokens of a block of the chunked cross-entropy."""
+        x = self.sizes
+        usual = fused_rows(x.tokens, x.h) if x.gpu else default_rows(x.tokens)
+        return self.config.loss.cross_entropy_chunk_size or usual
+
+    def recomputes(self, part: str) -> bool:
+        """Return whether a layer's backward pass runs ``part`` again.
+
+        Parts are named as in ``--recompute-modules``. Full recomputation is not considered.
+        """
+        model = self.config.model
+        moe = self.moe
+        if part == "moe" and moe.num_experts is not None and moe.moe_layer_recompute:
+            return True
+        modules = model.recompute_modules or ["core_attn"]
+        return model.recompute_granularity == "selective" and part in modules
+
+
+@dataclass(frozen=True)
+class GptFlops(GptRun):
+    """The operations of one micro-batch on one rank, layer by layer."""
 
     @cached_property
     def _products(self) -> dict[str, int]:
@@ -218,7 +274,7 @@ class GptFlops:
         fp8 = self.config.fp8
         model = self.config.model
         changed = model.activation_func_clamp_value is not None or model.glu_linear_offset != 0
-        plain = self.config.lora.lora_rank is None and not (model.has_mlp_bias or changed)
+        plain = self.trains and not (model.has_mlp_bias or changed)
         given = fp8.fp8_recipe == "delayed" and fp8.fp8_wgrad and self.sizes.in_8_bits(fp8, number)
         return given and plain and not self.sizes.experts[number]
 
@@ -227,7 +283,7 @@ class GptFlops:
 
     def _trained(self, linear: float) -> float:
         """Return the operations for weight gradients: as many as the forward pass, 0 with LoRA."""
-        return linear if self.config.lora.lora_rank is None else 0.0
+        return linear if self.trains else 0.0
 
     def _depth_flops(self) -> Flops:
         """Return the operations of one MTP depth without its logits; none of them is in 8 bits."""
@@ -250,7 +306,7 @@ class GptFlops:
     def recomputed(self, stage: Stage) -> Flops:
         model = self.config.model
         total = Flops()
-        moe = self.config.section(MoEConfig)
+        moe = self.moe
         if model.recompute_granularity is None and not moe.moe_layer_recompute:
             return total
         layers = stage.layers
@@ -269,16 +325,14 @@ class GptFlops:
         scores = self._scores(number)
         if model.recompute_granularity == "full":
             return self._linear(experts), scores
-        selective = model.recompute_granularity == "selective"
-        modules = (model.recompute_modules or ["core_attn"]) if selective else []
-        again = "moe" in modules or self.config.section(MoEConfig).moe_layer_recompute
-        inner = again if experts else "mlp" in modules
-        linear = self._on_rank("experts" if experts else "dense") if inner else 0.0
-        if self.sizes.latent is not None and "mla_up_proj" in modules:
+        linear = 0.0
+        if self.recomputes("moe" if experts else "mlp"):
+            linear = self._on_rank("experts" if experts else "dense")
+        if self.sizes.latent is not None and self.recomputes("mla_up_proj"):
             matrices = self.sizes.latent.matrices(self.sizes.tp)
             of_heads = sum(x.products for x in matrices if not x.name.endswith("down_proj"))
             linear += MULTIPLY_AND_ADD * of_heads * self.sizes.tokens / self.sizes.tp
-        return linear, scores if "core_attn" in modules else 0.0
+        return linear, scores if self.recomputes("core_attn") else 0.0
 
     @cached_property
     def _windowed(self) -> list[bool]:

@@ -7,11 +7,8 @@ those of a traced layer.
 
 from dataclasses import dataclass
 
-from megatron_ext.losses.logit_blocks import default_rows, fused_rows
 from megatron_ext.planning.kernels import Phase, Work, cast_of
-from megatron_ext.planning.network import microbatches
 from megatron_ext.planning.stages import FP32, Stage
-from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.cost.flops import GptFlops
 
 LAYER_KERNELS = {
@@ -55,9 +52,8 @@ class GptKernels(GptFlops):
     def other_work(self, stage: Stage) -> list[Work]:
         """Return the kernels of one micro-batch beside the products of layers and attention."""
         x = self.sizes
-        count = self._num_microbatches
+        count = self.num_microbatches
         fp8 = self.config.fp8
-        table = x.v // x.tp * x.h
         work: list[Work] = []
         for number in stage.layers:
             joins = self.joins_activation(number)
@@ -72,25 +68,11 @@ class GptKernels(GptFlops):
         if stage.final_norm:
             work += self._norms(1)
         if stage.embedding:
-            work.append(Work("pointwise", Phase.FORWARD, num_bytes=2 * self._stream, kernels=2))
-        if (stage.embedding or stage.depths) and self._trains:
-            moved = ZEROING * table / count + ROW_PLUMBING * x.tokens * x.h
+            work.append(Work("pointwise", Phase.FORWARD, num_bytes=2 * self.residual, kernels=2))
+        if (stage.embedding or stage.depths) and self.trains:
+            moved = ZEROING * self.table / count + ROW_PLUMBING * x.tokens * x.h
             work.append(Work("plumbing", Phase.WEIGHT, num_bytes=moved, kernels=8))
         return work + (self._head_work(stage) if stage.head else [])
-
-    @property
-    def _stream(self) -> int:
-        """Return the bytes of the residual stream ``[s, b, h]`` on one rank."""
-        width = FP32 if self.config.model.fp32_residual_connection else self.sizes.width
-        return self.sizes.residual_tokens * self.sizes.h * width
-
-    @property
-    def _trains(self) -> bool:
-        return self.config.lora.lora_rank is None
-
-    @property
-    def _num_microbatches(self) -> int:
-        return microbatches(self.config.parallel, self.config.training)
 
     def layer_work(self, experts: bool, *, joins: bool = False) -> list[Work]:
         """Return the bytes of a layer's pointwise kernels, and the number of kernels of each class.
@@ -99,15 +81,13 @@ class GptKernels(GptFlops):
         """
         x = self.sizes
         model = self.config.model
-        moe = self.config.section(MoEConfig)
-        r = self._stream
+        r = self.residual
         qkv = x.tokens * x.projected // x.tp * x.width
         f = x.tokens * x.f // x.tp * x.width
         routed = 0
         if experts:
-            count = moe.moe_router_topk * x.residual_tokens
-            routed = count * x.h * x.width
-            f = count * (moe.moe_ffn_hidden_size or x.f) * x.width // x.etp
+            routed = self.routed * x.h * x.width
+            f = self.routed * self.expert_width * x.width
         wide = 2 * f if model.gated else f
         # Forward, a norm moves 2 tensors, the sum with the norm after it 4, the other sum 3. Going
         # back, each norm reads 3, one of them the gradient of the residual, and writes 1. Experts
@@ -130,7 +110,7 @@ class GptKernels(GptFlops):
         Each moves 2 tensors forward and 3 backward.
         """
         return [
-            Work("pointwise", phase, num_bytes=count * tensors * self._stream, kernels=2 * count)
+            Work("pointwise", phase, num_bytes=count * tensors * self.residual, kernels=2 * count)
             for phase, tensors in ((Phase.FORWARD, 2), (Phase.INPUT, 3))
         ]
 
@@ -155,12 +135,9 @@ class GptKernels(GptFlops):
         losses = 1 + self.sizes.depths
         chunked = self.config.loss.cross_entropy_impl == "chunked"
         counted = self._logits_flops()
-        table = x.v // x.tp * x.h
-        size = self.config.loss.cross_entropy_chunk_size
-        rows = size or (fused_rows(x.tokens, x.h) if x.gpu else default_rows(x.tokens))
-        blocks = -(-x.tokens // rows) if chunked else 1
+        blocks = -(-x.tokens // self.loss_rows) if chunked else 1
         count = losses * blocks
-        summed = table * (8 * blocks - 4 - 2 * blocks) if chunked and self._trains else 0
+        summed = self.table * (8 * blocks - 4 - 2 * blocks) if chunked and self.trains else 0
         inputs, weights = (Phase.FORWARD,) * 2 if chunked else (Phase.INPUT, Phase.WEIGHT)
         per_logit = (LOGIT if chunked else EAGER_LOGIT) * x.width / 2
         logits = losses * x.tokens * x.v // x.tp
@@ -176,8 +153,8 @@ class GptKernels(GptFlops):
                 count * (PASSES + VECTOR_KERNELS) + LOSS_KERNELS,
             ),
         ]
-        if self._trains:
+        if self.trains:
             first = -FP32 if self._overwrites_head(stage) else ZEROING
-            moved = (HEAD_PLUMBING * losses + first / self._num_microbatches) * table
+            moved = (HEAD_PLUMBING * losses + first / self.num_microbatches) * self.table
             work.append(Work("plumbing", Phase.WEIGHT, num_bytes=moved, kernels=5 * losses))
         return work

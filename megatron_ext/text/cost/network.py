@@ -17,7 +17,6 @@ from megatron_ext.parallel.grid import Layout, Placement
 from megatron_ext.planning.network import (
     FORWARD_AND_BACKWARD,
     Case,
-    Network,
     TaskCost,
     Volume,
     fp8_bytes,
@@ -27,7 +26,7 @@ from megatron_ext.planning.stages import LayerBytes, Ranks, Stage
 from megatron_ext.planning.state import LINEAR, Linear, Weight, with_frozen
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.cost.activations import Activations
-from megatron_ext.text.cost.flops import Sizes, attention_matrices, mlp_matrices
+from megatron_ext.text.cost.flops import GptRun, Sizes, attention_matrices, mlp_matrices
 from megatron_ext.text.cost.kernels import GptKernels
 from megatron_ext.text.cost.latent import LatentSizes
 
@@ -68,11 +67,8 @@ def _num_layers(parallel: ParallelConfig, total: int, placement: Placement, inde
 
 
 @dataclass(frozen=True)
-class Parameters:
+class Parameters(GptRun):
     """Formulas for names and sizes of a stage's parameters, in the order of their registration."""
-
-    config: RunConfig
-    sizes: Sizes
 
     def weights(self, stage: Stage) -> list[Weight]:
         fp8 = self.config.fp8
@@ -89,8 +85,7 @@ class Parameters:
             weights += self._depth_weights(f"mtp.layers.{depth}")
         x = self.sizes
         if stage.head and not (self._tied and (stage.embedding or stage.depths)):
-            shape = x.v // x.tp * x.h, x.tp
-            weights.append(Weight("output_layer.weight", *shape, shared=self._tied))
+            weights.append(Weight("output_layer.weight", self.table, x.tp, shared=self._tied))
         return with_frozen(self.config.lora, weights)
 
     @property
@@ -105,7 +100,7 @@ class Parameters:
         # Copies are kept equal where the model has several stages; see core's LanguageModule.
         copied = x.pp > 1 and (self._tied or x.depths > 0)
         shared = copied and not (stage.embedding and stage.head)
-        yield Weight("embedding.word_embeddings.weight", x.v // x.tp * x.h, x.tp, shared=shared)
+        yield Weight("embedding.word_embeddings.weight", self.table, x.tp, shared=shared)
         if model.position_embedding_type == "learned_absolute":
             positions = model.max_position_embeddings or 0
             yield Weight("embedding.position_embeddings.weight", positions * x.h)
@@ -159,7 +154,7 @@ class Parameters:
 
     def _expert_weights(self, name: str) -> list[Weight]:
         x = self.sizes
-        moe = self.config.section(MoEConfig)
+        moe = self.moe
         count = moe.num_experts or 0
         width = moe.moe_ffn_hidden_size or x.f
         router = Linear("router", count, x.h, bias=self.config.model.add_bias_linear)
@@ -188,7 +183,7 @@ class Parameters:
 
 
 @dataclass(frozen=True)
-class GptNetwork(Parameters, Activations, GptKernels, Network):
+class GptNetwork(Parameters, Activations, GptKernels):
     """Formulas for the weights, memory, traffic and operations of a GPT in one run."""
 
     @classmethod
@@ -217,7 +212,7 @@ class GptNetwork(Parameters, Activations, GptKernels, Network):
 
     @property
     def experts(self) -> tuple[int, int]:
-        moe = self.config.section(MoEConfig)
+        moe = self.moe
         count = moe.num_experts or 1
         return count, min(count, moe.moe_router_topk)
 
@@ -259,7 +254,7 @@ class GptNetwork(Parameters, Activations, GptKernels, Network):
     def layer(self) -> LayerBytes:
         return self.layer_bytes(self.sizes.layers - 1)
 
-    layer_input = boundary = Activations.residual
+    layer_input = boundary = GptRun.residual
 
     def step_flops(self) -> float:
         x = self.sizes
@@ -297,8 +292,7 @@ class GptNetwork(Parameters, Activations, GptKernels, Network):
         model = self.config.model
         if model.recompute_granularity == "full":
             return forward * 2 + backward
-        modules = model.recompute_modules or ["core_attn"]
-        again = model.recompute_granularity == "selective" and "core_attn" in modules
+        again = self.recomputes("core_attn")
         return forward + backward + Volume(context=forward.context if again else 0.0)
 
     def _gather(self) -> float:
@@ -318,7 +312,7 @@ class GptNetwork(Parameters, Activations, GptKernels, Network):
     def _dispatch(self) -> float:
         """Return the bytes that a rank sends to experts and back in one layer's forward pass."""
         x = self.sizes
-        moe = self.config.section(MoEConfig)
+        moe = self.moe
         ranks = x.ep * x.etp
         tokens = x.residual_tokens * x.h * x.width
         if moe.moe_token_dispatcher_type == "allgather":
