@@ -306,8 +306,7 @@ class GptFlops(GptRun):
     def recomputed(self, stage: Stage) -> Flops:
         model = self.config.model
         total = Flops()
-        moe = self.moe
-        if model.recompute_granularity is None and not moe.moe_layer_recompute:
+        if model.recompute_granularity is None and not self.moe.moe_layer_recompute:
             return total
         layers = stage.layers
         if model.recompute_granularity == "full" and model.recompute_method == "block":
