@@ -4,16 +4,16 @@
     python tools/convert_checkpoint.py import --hf FOLDER --save CHECKPOINT
     python tools/convert_checkpoint.py export --load CHECKPOINT --hf FOLDER --hf-like ORIGINAL
 
-Folders are local and hold safetensors; nothing is fetched. Language models are those of the
-families in docs/huggingface.md. Imported weights load in any layout, with --pretrained-checkpoint
-CHECKPOINT or with --load CHECKPOINT --finetune; add --use-checkpoint-args to the latter to take the
-model's shape from the checkpoint. pretrain_gpt.py --load-hf FOLDER needs no checkpoint in between.
+Folders are local and hold safetensors; nothing is downloaded. docs/huggingface.md lists the
+families of language models. Imported weights load in any layout, with --pretrained-checkpoint
+CHECKPOINT or with --load CHECKPOINT --finetune; with the latter, --use-checkpoint-args takes the
+shape of the model from the checkpoint. pretrain_gpt.py --load-hf FOLDER needs no conversion.
 
-Video models are Wan 2.1 text to video, in the naming of diffusers or of the original repository,
-or a file of torch.save such as Self-Forcing and LongLive publish. Imported weights are for
-pretrain_video.py --task streaming: --pretrained-checkpoint, --critic-checkpoint and
---teacher-checkpoint take them in any layout. The generator, its averages and the critic can be
-exported.
+The video models are Wan 2.1 text to video. Their weights may have the names of diffusers or of the
+original repository, or be in a file of torch.save, as Self-Forcing and LongLive publish them.
+Imported weights are for pretrain_video.py --task streaming: --pretrained-checkpoint,
+--critic-checkpoint and --teacher-checkpoint load them in any layout. The generator, its averages
+and the critic can be exported.
 
 Runs in one process on the CPU. Exit code 0, or 2 after a user's error.
 """

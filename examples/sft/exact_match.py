@@ -60,10 +60,10 @@ def main() -> int:
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     model = AutoModelForCausalLM.from_pretrained(args.model).eval()
-    asked = questions(args.questions)
-    given = answers(model, tokenizer, [prompt for prompt, _ in asked])
-    right = [answer == wanted for answer, (_, wanted) in zip(given, asked, strict=True)]
-    for (prompt, wanted), answer in list(zip(asked, given, strict=True))[:5]:
+    pairs = questions(args.questions)
+    given = answers(model, tokenizer, [prompt for prompt, _ in pairs])
+    right = [answer == wanted for answer, (_, wanted) in zip(given, pairs, strict=True)]
+    for (prompt, wanted), answer in list(zip(pairs, given, strict=True))[:5]:
         print(f"{prompt[-1]['content']!r}: {answer!r} (wanted {wanted!r})")
     share = sum(right) / len(right)
     print(f"held-out exact match: {share:.1%} ({sum(right)} of {len(right)})")

@@ -107,14 +107,14 @@ def pieces_of(row: dict[str, object], folder: Path, skipped: int) -> tuple[Piece
     switches = row.get("switches")
     if not isinstance(switches, list) or len(switches) != 1:
         raise SystemExit(f"{row['path']} must have one prompt switch.")
-    frames, at = read_frames(folder / str(row["path"])), int(switches[0]["frame"])
-    after = frames[at + skipped :]
+    frames, switch = read_frames(folder / str(row["path"])), int(switches[0]["frame"])
+    after = frames[switch + skipped :]
     if not len(after):
         raise SystemExit(
             f"{row['path']} ends at frame {len(frames)}, {skipped} or fewer after its switch at "
-            f"{at}; sample longer videos, or give a smaller `--skip`."
+            f"{switch}; sample longer videos, or give a smaller `--skip`."
         )
-    return piece_of(frames[:at], str(row["text"])), piece_of(after, str(switches[0]["text"]))
+    return piece_of(frames[:switch], str(row["text"])), piece_of(after, str(switches[0]["text"]))
 
 
 def main() -> int:
@@ -128,15 +128,15 @@ def main() -> int:
     if not listed.is_file():
         raise SystemExit(f"{listed} does not exist; give a folder that sample_video.py wrote.")
     rows = [json.loads(line) for line in listed.read_text(encoding="utf-8").splitlines()]
-    seen = [pieces_of(row, args.folder, args.skip) for row in rows]
+    pairs = [pieces_of(row, args.folder, args.skip) for row in rows]
     print(f"{'':15} {'right colour':>13} {'right motion':>13} {'error of a pixel':>17}")
-    for name, pieces in zip(("before a switch", "after it"), zip(*seen, strict=True), strict=True):
+    for name, pieces in zip(("before a switch", "after it"), zip(*pairs, strict=True), strict=True):
         motion = f"{sum(piece.swings for piece in pieces)} of {len(pieces)}"
         colour = np.mean([piece.colour for piece in pieces])
         error = np.mean([piece.error for piece in pieces])
         print(f"{name:15} {colour:13.0%} {motion:>13} {error:17.2f}")
-    following = sum(after.colour > HALF for _, after in seen)
-    print(f"{following} of {len(seen)} videos follow their second prompt")
+    following = sum(after.colour > HALF for _, after in pairs)
+    print(f"{following} of {len(pairs)} videos follow their second prompt")
     return int(following < args.at_least)
 
 

@@ -101,10 +101,10 @@ def measure(folder: Path) -> tuple[int, int]:
     print(f"{'caption':32} {'colour':8} {'motion':8}")
     for row in rows:
         frames = read_frames(folder / row["path"])
-        seen = colour_of(frames), direction_of(frames)
-        follows = seen == wanted(row["text"])
+        colour, direction = colour_of(frames), direction_of(frames)
+        follows = (colour, direction) == wanted(row["text"])
         following += follows
-        print(f"{row['text']:32} {seen[0]:8} {seen[1]:8} {'' if follows else 'does not follow'}")
+        print(f"{row['text']:32} {colour:8} {direction:8} {'' if follows else 'does not follow'}")
     return following, len(rows)
 
 

@@ -90,7 +90,7 @@ class Run:
             return None
         first = self.start + (low - self.row) * self.step
         rows = slice(first, first + (high - low - 1) * self.step + 1, self.step)
-        columns = [slice(at, at + size) for at, size in zip(offset[1:], shape[1:], strict=True)]
+        columns = [slice(low, low + size) for low, size in zip(offset[1:], shape[1:], strict=True)]
         plane = (*columns, rows) if self.transposed else (rows, *columns)
         own = slice(low - offset[0], high - offset[0])
         return own, plane if self.expert is None else (self.expert, *plane)

@@ -250,6 +250,9 @@ class _Sender:
                 last = owner
                 replaced = self._value_of(owner).detach().contiguous()
             assert replaced is not None
-            at = shard.tensor.storage_offset() - owner.storage_offset() + replaced.storage_offset()
-            values = replaced.as_strided(shard.tensor.shape, shard.tensor.stride(), at)[piece.rows]
+            # The position of the shard within its parameter; `replaced` has the same strides.
+            start = shard.tensor.storage_offset() - owner.storage_offset()
+            start += replaced.storage_offset()
+            shape = shard.tensor.shape
+            values = replaced.as_strided(shape, shard.tensor.stride(), start)[piece.rows]
             yield values.t() if piece.transposed else values

@@ -61,7 +61,7 @@ class _Reader:
         if not content["stages"]:
             self.fail("has no stage; give at least one with `weights`")
         self._know(content, _KEYS, "it")
-        stages = [self._stage(at, values) for at, values in enumerate(content["stages"], 1)]
+        stages = [self._stage(number, values) for number, values in enumerate(content["stages"], 1)]
         self._check_ends(stages)
         names = {name for stage in stages for name in stage.weights}
         limits = self._fractions(content.get("max_epochs", {}), "`max_epochs`")

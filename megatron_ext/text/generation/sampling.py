@@ -83,12 +83,12 @@ class Chooser:
 def penalized(logits: Tensor, ids: Sequence[int], penalty: float) -> Tensor:
     """Return logits ``[v]`` with the repetition penalty for the tokens ``ids``."""
     # Prompts may hold ids of the vocabulary's padding, which has no logits here.
-    seen = torch.tensor(sorted({i for i in ids if i < len(logits)}), device=logits.device)
-    if not len(seen):
+    used = torch.tensor(sorted({i for i in ids if i < len(logits)}), device=logits.device)
+    if not len(used):
         return logits
-    before = logits[seen]
+    before = logits[used]
     after = torch.where(before < 0, before * penalty, before / penalty)
-    return logits.scatter(0, seen, after)
+    return logits.scatter(0, used, after)
 
 
 def top_k_only(logits: Tensor, k: int) -> Tensor:

@@ -307,10 +307,10 @@ class TextEncoder:
         if self.fast is not None and texts:
             # Compare one text of each batch. The prime spreads its position over the batches.
             self.batches += 1
-            at = self.batches * 7919 % len(texts)
-            if len(texts[at]) > _CHECKED_CHARACTERS:
-                at = min(range(len(texts)), key=lambda i: len(texts[i]))
-            self.fast.compare_ids(texts[at], ids[at])
+            checked = self.batches * 7919 % len(texts)
+            if len(texts[checked]) > _CHECKED_CHARACTERS:
+                checked = min(range(len(texts)), key=lambda i: len(texts[i]))
+            self.fast.compare_ids(texts[checked], ids[checked])
         eod = [] if self.eod is None else [np.asarray([self.eod], np.uint32)]
         arrays = list[Any]()
         lengths = list[int]()

@@ -115,17 +115,17 @@ def list_spans(path: str, part_bytes: int) -> Iterator[tuple[int, int, int]]:
 
     Start and end count bytes of the list. A piece has about ``part_bytes`` bytes of texts.
     """
-    start = at = size = 0
+    start = end = size = 0
     with open(path, "rb") as stream:
         for line in stream:
-            at += len(line)
+            end += len(line)
             size += json.loads(line)[1]
             if size >= part_bytes:
-                yield start, at, size
-                start = at
+                yield start, end, size
+                start = end
                 size = 0
-    if at > start:
-        yield start, at, size
+    if end > start:
+        yield start, end, size
 
 
 def listed(path: str, start: int, end: int) -> list[str]:

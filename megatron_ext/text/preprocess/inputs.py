@@ -255,24 +255,24 @@ def blocks(part: Part) -> Iterator[tuple[bytes, int]]:
     # of a plain file is no longer than the file.
     limit = math.inf if part.packing == "plain" else MAX_LINE_BYTES
     rest: list[bytes] = []
-    seen = length = 0
+    num_read = length = 0
     for number, (piece, read) in enumerate(_pieces(part)):
-        seen += read
-        at = piece.rfind(b"\n") + 1
+        num_read += read
+        line_end = piece.rfind(b"\n") + 1
         if length and length + len(piece) > limit:
-            end = piece.find(b"\n") if at else len(piece)
+            end = piece.find(b"\n") if line_end else len(piece)
             if length + end > limit:
                 raise _too_long(part, number)
-        if at == 0:
+        if line_end == 0:
             rest.append(piece)
             length += len(piece)
             continue
-        yield b"".join([*rest, piece[:at]]), seen
-        rest = [piece[at:]] if at < len(piece) else []
-        seen = 0
-        length = len(piece) - at
+        yield b"".join([*rest, piece[:line_end]]), num_read
+        rest = [piece[line_end:]] if line_end < len(piece) else []
+        num_read = 0
+        length = len(piece) - line_end
     if rest:
-        yield b"".join(rest), seen
+        yield b"".join(rest), num_read
 
 
 def _too_long(part: Part, number: int) -> DataError:
@@ -322,10 +322,10 @@ def _pieces(part: Part) -> Iterator[tuple[bytes, int]]:
 
 
 def place_of(part: Part, line: int, before: int | None = None) -> tuple[str, int]:
-    """Return the file, and the line number in it from 1, of a part's line ``line``, from 0.
+    """Return the file of a line, and the line's number in that file, counted from 1.
 
-    ``before`` is the number of lines in the earlier parts of the same input. If it is None, count
-    them.
+    ``line`` is its index in the part, from 0. ``before`` is the number of lines in the earlier
+    parts of the same input; if it is None, count them.
     """
     if part.packing == "texts":
         return folders.listed(part.path, part.start, part.end)[line], 1

@@ -88,10 +88,10 @@ def find_unrendered(template: Template) -> Unrendered:
     else:
         candidates = []
         for leaf in leaves:
-            seen = [mark in text for mark in _marks_in(leaf.value, *marks[leaf.path])]
-            if not any(seen):
+            written = [mark in text for mark in _marks_in(leaf.value, *marks[leaf.path])]
+            if not any(written):
                 candidates.append(leaf)
-            elif not all(seen) and not _lines_are_in(leaf.value, whole):
+            elif not all(written) and not _lines_are_in(leaf.value, whole):
                 partly[leaf.path] = leaf
     absent = _confirmed(template, candidates, marks, whole)
     return Unrendered({leaf.path: leaf for leaf in absent}, partly)
@@ -302,7 +302,7 @@ def _meaning(
 
 
 def _is_last_turn(conversation: Conversation, leaf: Leaf) -> bool:
-    """Tell whether no message of the assistant follows the message that holds a value."""
+    """Tell whether a value belongs to the last message of the assistant, or to a later message."""
     later = conversation.messages[int(leaf.path[1]) + 1 :]
     return not any(message["role"] == ASSISTANT for message in later)
 

@@ -197,8 +197,8 @@ def _clip(row: Any, source: Path, place: str, member: Member | None = None) -> C
     if not isinstance(path, str) or not path:
         what = f"has `{name}` {shortened(path)}, which is no text" if path else "has no path"
         given = [str(name) for name, value in row.items() if value not in (None, "")]
-        seen = ", ".join(given) or "nothing"
-        raise lists.bad_row(source, place, f"{what}: it has {seen}, but needs {lists.KNOWN}")
+        columns = ", ".join(given) or "nothing"
+        raise lists.bad_row(source, place, f"{what}: it has {columns}, but needs {lists.KNOWN}")
     name, caption = _first(row, lists.CAPTIONS)
     if not isinstance(caption, str):
         what = f"has the caption `{name}` {shortened(caption)}, which is no text"

@@ -69,7 +69,7 @@ class VideoPreprocessOptions:
 def sample_options(
     options: VideoPreprocessOptions, codec: VideoCodec, text_encoder: TextEncoder
 ) -> dict[str, Any]:
-    """Return everything except the clips that determines the samples, for the manifest."""
+    """Return all settings that determine how clips become samples, as the manifest stores them."""
     return {
         "format": shards.FORMAT,
         "codec": codec.identity,

@@ -91,13 +91,13 @@ def aliasing(streaming: StreamingConfig, accumulation: int = 1) -> str | None:
     clips = num_trained_clips(streaming)
     if clips is None:
         return None
-    seen = clips_seen(streaming, clips, accumulation)
-    if len(seen) == clips:
+    trained = clips_seen(streaming, clips, accumulation)
+    if len(trained) == clips:
         return None
     interval = streaming.generator_interval
     return (
         f"`generator_interval` ({interval}) and sequences of {clips} trained chunks make the "
-        f"generator see only chunks {', '.join(map(str, sorted(seen)))} of each; choose lengths "
+        f"generator see only chunks {', '.join(map(str, sorted(trained)))} of each; choose lengths "
         f"whose number of chunks has no divisor in common with {interval + 1}."
     )
 
