@@ -69,10 +69,8 @@ def without(needed: str, flags: str, reason: str = "") -> Inapplicable:
     return Inapplicable(flags, reason, says=f"has no effect without `{needed}`", holds=holds)
 
 
-_ON_CPU = "has no effect on a CPU"
-_NOT_BESIDE = "communication on a CPU does not run beside computation"
 on_cpu = functools.partial(
-    Inapplicable, says=_ON_CPU, holds=lambda values: values["device"] == "cpu"
+    Inapplicable, says="has no effect on a CPU", holds=lambda values: values["device"] == "cpu"
 )
 without_engine = functools.partial(
     Inapplicable,
@@ -147,6 +145,8 @@ def megatron_flags() -> dict[str, Inapplicable]:
     return by_flag(entries)
 
 
+_NOT_BESIDE = "communication on a CPU does not run beside computation"
+
 ENGINE = (
     on_cpu(
         "bias-dropout-fusion persist-layer-norm gradient-accumulation-fusion "
@@ -160,10 +160,9 @@ ENGINE = (
         "tp-comm-overlap-disable-qkv tp-comm-overlap-disable-fc1",
         _NOT_BESIDE,
     ),
-    Inapplicable(
+    on_cpu(
         "ddp-bucket-size ddp-num-buckets",
         _NOT_BESIDE,
-        says=_ON_CPU,
         # Buckets also say which gradients are summed together where ranks keep shares of them.
         holds=lambda values: (
             values["device"] == "cpu" and values["data_parallel_sharding_strategy"] != "optim_grads"

@@ -1,0 +1,73 @@
+"""Flags that do not apply in a task of one's own, and the parts that implement them."""
+
+import pytest
+
+from megatron_ext.config.inapplicable import Inapplicable, without
+from megatron_ext.config.parser import read_words
+from megatron_ext.config.sections import all_flags
+from megatron_ext.text.task import GPT, SFT
+from megatron_ext.train.task import STEP_FLAGS, TaskChoice
+from tests.config.runs import SMALL
+from tests.training_runs import errors_of, parsed
+
+REFUSED = Inapplicable("qk-layernorm", "its heads have no norms", remedy="leave it out")
+IGNORED = Inapplicable("seed", "nothing is drawn")
+IN_SOME = Inapplicable(
+    "weight-decay",
+    remedy="use 0.01",
+    says="is too large for four layers",
+    holds=lambda values: values["num_layers"] == 4 and values["weight_decay"] > 0.5,
+)
+OWN = GPT.replace(inapplicable=(REFUSED, IGNORED, IN_SOME, *GPT.inapplicable))
+
+
+def test_a_flag_that_a_task_always_refuses_is_none_of_its_program() -> None:
+    sentence = "`--qk-layernorm` has no effect: its heads have no norms; leave it out."
+    assert errors_of(f"{SMALL} --qk-layernorm", OWN) == (sentence,)
+    assert read_words(["--disable-qk-layernorm"], OWN).errors[0].endswith("; leave it out.")
+    assert "qk_layernorm" not in [flag.field for flag in all_flags(OWN)]
+
+
+def test_a_program_has_the_flags_of_each_of_its_tasks() -> None:
+    program = TaskChoice((OWN, SFT), lambda config: OWN)
+    assert "qk_layernorm" in [flag.field for flag in all_flags(program)]
+    sentence = "`--qk-layernorm` has no effect: its heads have no norms; leave it out."
+    assert errors_of(f"{SMALL} --qk-layernorm", program) == (sentence,)
+    assert parsed(f"{SMALL} --no-qk-layernorm", program).notes == []
+
+
+def test_an_entry_without_a_remedy_is_a_note() -> None:
+    assert parsed(f"{SMALL} --seed 3", OWN).notes == ["`--seed` has no effect: nothing is drawn."]
+
+
+def test_an_entry_may_hold_in_some_runs_only() -> None:
+    sentence = "`--weight-decay` is too large for four layers; use 0.01."
+    assert errors_of(f"{SMALL} --weight-decay 0.9", OWN) == (sentence,)
+    assert parsed(f"{SMALL} --weight-decay 0.2", OWN).notes == []
+
+
+def test_the_first_entry_that_holds_counts() -> None:
+    first = without("--profile", "sgd-momentum", "it is measured alone")
+    task = GPT.replace(inapplicable=(first, *GPT.inapplicable))
+    told = "`--sgd-momentum` has no effect without `{}`.".format
+    assert parsed(f"{SMALL} --sgd-momentum 0.5", task).notes == [
+        told("--profile").replace(".", ": it is measured alone.")
+    ]
+    assert parsed(f"{SMALL} --sgd-momentum 0.5 --profile", task).notes == [told("--optimizer sgd")]
+
+
+@pytest.mark.parametrize("implemented", ["", STEP_FLAGS])
+def test_a_step_of_ones_own_has_the_flags_that_it_implements(implemented: str) -> None:
+    def step(*_: object) -> None:
+        raise AssertionError("nothing is computed")
+
+    task = GPT.replace(forward_step=step, implements={**GPT.implements, step: implemented})
+    words = f"{SMALL} --z-loss-coeff 0.1 --label-smoothing 0.1"
+    if implemented:
+        assert parsed(words, task).config.loss.label_smoothing == 0.1
+        return
+    part = "is left out of account by the forward step and the model of this task"
+    assert [text.partition(" (")[0] for text in errors_of(words, task)] == [
+        f"`--label-smoothing` {part}",
+        f"`--z-loss-coeff` {part}",
+    ]
