@@ -6,7 +6,7 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -27,15 +27,22 @@ TESTED_CORES = ">=0.16.1,<0.20"
 """The releases of megatron-core that the tests run with, as in pyproject.toml."""
 
 
-def finalize(config: RunConfig, task: TaskFlags, world_size: int, device: str) -> RunConfig:
+def finalize(
+    config: RunConfig,
+    task: TaskFlags,
+    world_size: int,
+    device: str,
+    refusals: Callable[[RunConfig, RunConfig], Iterable[str]] = lambda decided, run: (),
+) -> RunConfig:
     """Fill in the values that follow from given ones, and check that the result can be run.
 
     Raises a ConfigError with all errors. If ``world_size`` is 0, flags give the number of ranks.
     """
     given, wrong = _within_ranges(config)
-    run = derived(task.resolve(given), world_size, device)
+    decided = task.resolve(given)
+    run = derived(decided, world_size, device)
     errors = list(wrong.values())
-    for text in (*task.rules(given, run), *_errors(run)):
+    for text in (*task.rules(given, run), *refusals(decided, run), *_errors(run)):
         # A consequence of a number that is already refused would be reported as another error.
         if not any(f"{name}`" in text or f"{name} " in text for name in wrong):
             errors.append(text)

@@ -13,13 +13,14 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from megatron_ext.config import sections
 from megatron_ext.config.finalize import errors_of_ranges, finalize
 from megatron_ext.config.flags import Flag
 from megatron_ext.config.inapplicable import Inapplicable, answer_to, by_flag, megatron_flags
-from megatron_ext.config.run import Program, RunConfig, engine_sections
+from megatron_ext.config.run import Program, RunConfig, TaskFlags, engine_sections
 from megatron_ext.config.sections import canonical
 from megatron_ext.disk.reading import UnreadableFile, read_yaml
 from megatron_ext.errors import ConfigError
@@ -95,7 +96,9 @@ def parse_args(
         values = _joined([*layers, *given])
         reading.settle_old_spellings(values)
         bare = RunConfig.from_dict(values, program.sections)
-        config = finalize(bare, task, world_size, device)
+        usual = {**task.defaults, **(defaults or {})}
+        refusals = partial(_refusals, task, sections.all_flags(program), usual)
+        config = finalize(bare, task, world_size, device, refusals)
     except ConfigError as error:
         raise ConfigError([*reading.errors, *reading.causes(error.messages)]) from None
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
@@ -106,14 +109,10 @@ def parse_args(
             f"The model's flags that its checkpoint stores do not fit together ({error!r}); load "
             "another checkpoint, or give the flags yourself."
         ) from error
-    entries = by_flag(task.answers(), _values(config))
-    usual = {**task.defaults, **(defaults or {})}
     reading.errors += reading.settled_errors(config)
-    # What the engine derives from a refused flag is no other one.
-    decided = task.resolve(bare)
-    reading.errors += _refusals(sections.all_flags(program), entries, decided, usual)
     if reading.errors:
         raise ConfigError(reading.errors)
+    entries = by_flag(task.answers(), _values(config))
     answers = [(flag, entries.get(flag.positive[0])) for flag in reading.given]
     idle = [x.sentence(f"`{flag.shown}`") for flag, x in answers if x and not x.remedy]
     notes = [*reading.notes, *idle]
@@ -448,19 +447,23 @@ def _values(config: RunConfig) -> dict[str, Any]:
 
 
 def _refusals(
+    task: TaskFlags,
     flags: Iterable[Flag],
-    entries: Mapping[str, Inapplicable],
-    config: RunConfig,
     usual: Mapping[str, Any],
+    decided: RunConfig,
+    run: RunConfig,
 ) -> Iterator[str]:
-    """Yield a sentence for each flag that is refused and not at its default or usual value."""
-    by_section = config.by_name()
+    """Yield a sentence for each flag that is refused in a run, and not at its usual value.
+
+    ``decided`` holds what the user and the task decide: what the engine derives from a flag that is
+    refused needs no error of its own.
+    """
+    entries = by_flag(task.answers(), _values(run))
+    by_section = decided.by_name()
     for flag in flags:
         entry = entries.get(flag.positive[0])
+        if entry is None or not entry.remedy:
+            continue
         value = getattr(by_section[flag.section], flag.field)
-        if (
-            entry
-            and entry.remedy
-            and value not in (flag.default, usual.get(flag.field, flag.default))
-        ):
+        if value not in (flag.default, usual.get(flag.field, flag.default)):
             yield entry.sentence(f"`{flag.shown}`")

@@ -1,8 +1,17 @@
-"""Flags of text runs that have no effect."""
+"""Flags of text runs that do not apply in some of them, or in all."""
 
 from __future__ import annotations
 
-from megatron_ext.config.inapplicable import Inapplicable, on_cpu, without, without_engine
+from functools import partial
+
+from megatron_ext.config.inapplicable import (
+    Inapplicable,
+    names_of,
+    on_cpu,
+    without,
+    without_engine,
+)
+from megatron_ext.text.config.sft import SftConfig
 
 _SENTENCE_PIECE = "SentencePieceTokenizer or GPTSentencePieceTokenizer or Llama2Tokenizer"
 
@@ -25,7 +34,76 @@ TOKENIZER_FLAGS = (
 )
 """Flags of tokenizers that a type of tokenizer does not read."""
 
+WITHOUT_SFT = Inapplicable(
+    names_of(SftConfig),
+    remedy="add it, or leave this out",
+    says="has an effect only with `--sft`",
+    holds=lambda values: not values["sft"],
+)
+_GIVE_DIRECT = "give `--data-order direct`"
+_with_sft = partial(
+    Inapplicable,
+    remedy="leave it out",
+    says="does not go with `--sft`",
+    holds=lambda values: values["sft"],
+)
+_with_direct = partial(
+    Inapplicable,
+    remedy="leave it out",
+    says="does not go with `--data-order direct`",
+    holds=lambda values: values["data_order"] == "direct" and not values["sft"],
+)
+
 TEXT_FLAGS = (
+    WITHOUT_SFT,
+    Inapplicable(
+        "train-epochs",
+        remedy="give `--train-iters`",
+        says="needs `--sft`",
+        holds=lambda values: not values["sft"],
+    ),
+    _with_sft(
+        "rampup-batch-size step-batch-size-schedule decrease-batch-size-if-needed",
+        "its steps would not add up to epochs",
+    ),
+    _with_sft("mock-data", "conversations are read, not made up"),
+    _with_sft("dataloader-type", "every epoch is shuffled anew"),
+    _with_sft("data-args-path", "files are named by --data-path"),
+    _with_sft("per-split-data-args-path", "files are named by --train-data-path and its likes"),
+    _with_sft("per-dataset-sequences-path", "lengths are read from the data"),
+    _with_sft("mmap-bin-files", "tokens are always mapped into memory"),
+    _with_sft("data-order", "conversations have an order of their own"),
+    _with_sft("data-schedule", "conversations have no mixture that changes"),
+    _with_sft("document-packing", "conversations are packed by --sft-batching"),
+    _with_sft("fim-data", "conversations are trained as they are"),
+    _with_sft("multiple-validation-sets", "the validation files are one split"),
+    _with_sft("data-sharding", "samples are dealt to replicas by their cost"),
+    _with_sft("reset-position-ids", "positions always start anew with each conversation"),
+    _with_sft("reset-attention-mask", "attention always stays within a conversation"),
+    _with_sft("eod-mask-loss", "the mask of the conversation says what is trained"),
+    _with_sft(
+        "num-dataset-builder-threads mid-level-dataset-surplus", "there is no blend to build"
+    ),
+    _with_sft("allow-ambiguous-pad-tokens", "padding is known by its place"),
+    _with_direct("mock-data", "made-up samples have no order"),
+    _with_direct("dataloader-type", "every epoch is permuted anew"),
+    _with_direct("data-sharding", "all replicas share one order"),
+    _with_direct("data-cache-path", "no indices are built"),
+    _with_direct("per-dataset-sequences-path", "indices are not read when the run starts"),
+    _with_direct("num-dataset-builder-threads", "nothing is built"),
+    _with_direct("mid-level-dataset-surplus", "no part of a blend is drawn in advance"),
+    Inapplicable(
+        "object-storage-cache-path object-storage-cache-size",
+        remedy=_GIVE_DIRECT,
+        says="is for addresses, which only the direct order reads",
+        holds=lambda values: values["data_order"] != "direct",
+    ),
+    Inapplicable(
+        "fim-data",
+        remedy=_GIVE_DIRECT,
+        says="needs an order whose samples do not depend on who reads them",
+        holds=lambda values: values["data_order"] != "direct" and not values["sft"],
+    ),
     ALWAYS_FAST,
     *TOKENIZER_FLAGS,
     Inapplicable(
@@ -74,4 +152,4 @@ TEXT_FLAGS = (
     ),
     without("--fim-split-sample", "fim-fragment-rate"),
 )
-"""Flags of text runs that do nothing in some of them, or in all."""
+"""Flags of text runs that are refused or have no effect."""

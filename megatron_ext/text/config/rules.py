@@ -57,7 +57,7 @@ def text_rules(given: RunConfig, run: RunConfig) -> list[str]:
     return [
         *hybrid_errors(given, run),
         *data.own_errors(full_validation=run.training.full_validation),
-        *direct_errors(data, run, sft=sft.sft),
+        *direct_errors(data, run),
         *run.section(FimConfig).own_errors(),
         *sft_errors(sft, run),
         *target_errors(run.lora, _targets(run.model)),

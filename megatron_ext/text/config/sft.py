@@ -7,42 +7,15 @@ import datetime
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ext.config.flags import Range, changed_fields, derived, flag, spelling_of
+from megatron_ext.config.flags import Range, derived, flag
 from megatron_ext.config.run import RunConfig
 from megatron_ext.disk.reading import UnreadableFile, parse_json
-from megatron_ext.text.data.config import DataConfig, FimConfig
 
 _ROW_FORMATS = ("messages", "prompt-response", "prompt-completion", "sharegpt", "alpaca")
 _PROMPT_COLUMNS = {"prompt-completion": ("prompt", "completion")}
 """By row format, the columns of prompt and answer that are not `question` and `answer`."""
 _BATCHING = ("packed", "padded", "token-budget")
 _ARGUMENT_FORMS = ("auto", "object", "string")
-
-_NO_EPOCHS, _NO_BLEND = "its steps would not add up to epochs", "there is no blend to build"
-_NOT_WITH_SFT = {
-    "rampup_batch_size": _NO_EPOCHS,
-    "step_batch_size_schedule": _NO_EPOCHS,
-    "decrease_batch_size_if_needed": _NO_EPOCHS,
-    "mock_data": "conversations are read, not made up",
-    "dataloader_type": "every epoch is shuffled anew",
-    "data_args_path": "files are named by --data-path",
-    "per_split_data_args_path": "files are named by --train-data-path and its likes",
-    "per_dataset_sequences_path": "lengths are read from the data",
-    "mmap_bin_files": "tokens are always mapped into memory",
-    "data_order": "conversations have an order of their own",
-    "data_schedule": "conversations have no mixture that changes",
-    "document_packing": "conversations are packed by --sft-batching",
-    "fim_data": "conversations are trained as they are",
-    "multiple_validation_sets": "the validation files are one split",
-    "data_sharding": "samples are dealt to replicas by their cost",
-    "reset_position_ids": "positions always start anew with each conversation",
-    "reset_attention_mask": "attention always stays within a conversation",
-    "eod_mask_loss": "the mask of the conversation says what is trained",
-    "num_dataset_builder_threads": _NO_BLEND,
-    "mid_level_dataset_surplus": _NO_BLEND,
-    "allow_ambiguous_pad_tokens": "padding is known by its place",
-}
-"""Flags of training and data that --sft does not allow, each with the reason."""
 
 
 @dataclass(frozen=True)
@@ -180,26 +153,12 @@ def is_date(text: str) -> bool:
 
 
 def sft_errors(sft: SftConfig, run: RunConfig) -> list[str]:
-    """Return an error for each flag that does not go with ``--sft``, or that needs ``--sft``."""
+    """Return an error for each value that a run with ``--sft`` cannot have."""
     training = run.training
     seq_length = run.model.seq_length
     if not sft.sft:
-        errors = [
-            f"`{spelling_of(sft, name)}` has an effect only with `--sft`; add it, or leave this "
-            "out."
-            for name in changed_fields(sft)
-        ]
-        if training.train_epochs is not None:
-            errors.append("`--train-epochs` needs `--sft`; give `--train-iters`.")
-        return errors
-    sections = training, run.section(DataConfig), run.section(FimConfig)
-    changes = {name: section for section in sections for name in changed_fields(section)}
-    errors = [
-        f"`{spelling_of(changes[name], name)}` does not go with `--sft`: {reason}; leave it out."
-        for name, reason in _NOT_WITH_SFT.items()
-        if name in changes
-    ]
-    errors += sft.row_errors()
+        return []
+    errors = sft.row_errors()
     longest = sft.sft_max_length
     batching = sft.sft_batching
     if seq_length is not None and longest is not None and not 2 <= longest <= seq_length + 1:

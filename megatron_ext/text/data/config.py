@@ -4,7 +4,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from megatron_ext.config.flags import PROCESSES, SHARE, Range, changed_fields, flag, spelling_of
+from megatron_ext.config.flags import PROCESSES, SHARE, Range, flag, spelling_of
 from megatron_ext.config.run import RunConfig
 
 DEFAULT_SPLIT = "969, 30, 1"
@@ -205,54 +205,20 @@ def is_number(word: str) -> bool:
     return True
 
 
-_NOT_WITH_DIRECT = {
-    "mock_data": "made-up samples have no order",
-    "dataloader_type": "every epoch is permuted anew",
-    "data_sharding": "all replicas share one order",
-    "data_cache_path": "no indices are built",
-    "per_dataset_sequences_path": "indices are not read when the run starts",
-    "num_dataset_builder_threads": "nothing is built",
-    "mid_level_dataset_surplus": "no part of a blend is drawn in advance",
-}
-"""Flags that ``--data-order direct`` does not allow, with the reasons."""
-
-
-def direct_errors(data: DataConfig, run: RunConfig, *, sft: bool) -> list[str]:
-    """Return an error for each flag that does not fit ``--data-order``.
-
-    Some flags do not go with the direct order, others need it.
-    """
-    changed = changed_fields(data)
+def direct_errors(data: DataConfig, run: RunConfig) -> list[str]:
+    """Return an error for each value of a flag that does not fit ``--data-order``."""
     if data.data_order != "direct":
-        errors = [
-            f"`{spelling_of(data, name)}` is for addresses, which only the direct order reads; "
-            "give `--data-order direct`."
-            for name in ("object_storage_cache_path", "object_storage_cache_size")
-            if name in changed
-        ]
         needed = {
             f"`--data-schedule` ({data.data_schedule}) needs an order that can change during a "
             "run": data.data_schedule is not None,
             f"`--document-packing` ({data.document_packing}) needs an order that packs documents "
             "when they are read": data.document_packing != "concatenate",
-            "`--fim-data` needs an order whose samples do not depend on who reads them": (
-                run.section(FimConfig).fim_data and not sft
-            ),
         }
-        given = [f"{what}; give `--data-order direct`." for what, is_so in needed.items() if is_so]
-        return errors + given
-    if sft:
-        return []
-    errors = [
-        f"`{spelling_of(data, name)}` does not go with `--data-order direct`: {reason}; leave it "
-        "out."
-        for name, reason in _NOT_WITH_DIRECT.items()
-        if name in changed
-    ]
+        return [f"{what}; give `--data-order direct`." for what, is_so in needed.items() if is_so]
     batch = run.training.rampup_batch_size or run.training.step_batch_size_schedule
     if batch and data.data_schedule is not None:
-        errors.append(
+        return [
             "`--data-schedule` counts whole steps of one size, but `--rampup-batch-size` or "
             "`--step-batch-size-schedule` changes it; leave one of them out."
-        )
-    return errors
+        ]
+    return []

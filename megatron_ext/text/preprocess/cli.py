@@ -10,7 +10,7 @@ from typing import NoReturn
 from megatron_ext.config.flags import Flag, flags_of
 from megatron_ext.config.inapplicable import Inapplicable, by_flag
 from megatron_ext.errors import ConfigError, interrupt_once, say_to_stderr
-from megatron_ext.text.config.inapplicable import ALWAYS_FAST
+from megatron_ext.text.config.inapplicable import ALWAYS_FAST, WITHOUT_SFT
 from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.config.tokenizer import idle_tokenizer_flags
 from megatron_ext.text.preprocess.options import (
@@ -125,7 +125,7 @@ def parse_options(argv: Sequence[str]) -> tuple[PreprocessOptions, list[str]]:
             del chosen["json_keys"]
         return SftPreprocessOptions(sft=sft, **chosen), notes
     wrong = [
-        f"`{flag.positive[0]}` has an effect only with `--sft`; add it, or leave this out."
+        WITHOUT_SFT.sentence(f"`{flag.positive[0]}`")
         for flag in _sft_flags()
         if values[flag.field] != flag.default
     ]
