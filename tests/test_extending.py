@@ -13,6 +13,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,35 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MORE = "--num-workers 0 --log-interval 1"
+NETWORK = "a video network"
+PP2 = "--pipeline-model-parallel-size 2 --nproc-per-node 2"
+OF_NETWORK = {
+    "stages": PP2,
+    "plan": "--dry-run",
+    "checkpoint": "--use-checkpoint-args --load out/a_video_network --train-iters 4",
+    "ranks": "--context-parallel-size 2 --nproc-per-node 2",
+    "blocks": f"--mixer-blocks 1 {PP2}",
+    "width": "--mixer-width 0",
+    "others": "--mmdit-size small --video-dit-size small --i2v-head-weight 1 --chunk-frames 3",
+    "mmdit": "--video-model mmdit --mixer-width 8",
+}
+"""Further flags of runs of the new video network, by name."""
+REFUSED = {
+    "ranks": [
+        "context-parallel-size` (2) must be 1 for a mixer; use pipeline stages and replicas."
+    ],
+    "blocks": [
+        "the pipeline has 2 stages, but the model only 1 blocks; use a smaller `--pipeline-"
+    ],
+    "width": ["`--mixer-width` (0) must be at least 1"],
+    "others": [
+        "`--mmdit-size` has an effect only with `--video-model mmdit`; leave it out.",
+        "`--video-dit-size` has an effect only with `--video-model video-dit or causal-video-dit`;",
+        "`--chunk-frames` has an effect only with `--task streaming`; leave it out.",
+        "`--i2v-head-weight` has no effect with `--video-model mixer`: a mixer is given no refer",
+    ],
+    "mmdit": ["`--mixer-width` has an effect only with `--video-model mixer`; leave it out."],
+}
 DRIVER = """
 import json, os, runpy, sys
 import megatron_ext.train.main, pretrain_gpt, pretrain_video
@@ -121,6 +151,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     shutil.move(make_latents(tmp_path_factory.mktemp("clips")), folder / "latents")
     found = {name: build(name, section, folder) for name, section in cases().items()}
     commands = {name: case.command for name, case in found.items()}
+    for name, words in OF_NETWORK.items():
+        commands[name] = [*commands[NETWORK][:-2], *words.split(), "--save", f"out/{name}"]
     (folder / "cases.json").write_text(json.dumps(commands))
     env = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-c", DRIVER], cwd=folder, env=env, check=True, timeout=300)
@@ -131,19 +163,65 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 def test_a_case_trains_and_costs_what_the_page_says(name: str, built: Built) -> None:
     folder, found = built
     case = found[name]
-    if case.said.endswith("its line in the task"):
+    if case.said.endswith("its line in the table"):
         assert len({Path(path).parent for path in case.added}) == 1
-        assert case.edited == {"megatron_ext/video/task.py"}
+        assert case.edited == {"megatron_ext/video/networks/__init__.py"}
     else:
         assert case.said == f"{len(case.added | case.edited)} file{'s' * (case.said[0] != '1')}"
     log = (folder / f"{name}.log").read_text(encoding="utf-8")
     if name == "a thing done between steps":  # The callback prints after each one.
         assert log.count("weight norm ") == 3
     assert json.loads((folder / "codes.json").read_text())[name] == 0, log[-3000:]
+    assert [row["iteration"] for row in steps_of(folder, name)] == [1, 2, 3]
+
+
+def steps_of(folder: Path, name: str) -> list[dict[str, Any]]:
+    """Return what a run wrote down of its steps."""
     rows = (folder / "out" / name.replace(" ", "_") / "metrics.jsonl").read_text().splitlines()
-    steps = [row for row in map(json.loads, rows) if row["kind"] == "train"]
-    assert [row["iteration"] for row in steps] == [1, 2, 3]
     assert "NaN" not in "".join(rows)
+    return [row for row in map(json.loads, rows) if row["kind"] == "train"]
+
+
+def result(folder: Path, name: str) -> tuple[int, str]:
+    """Return the exit code of a run, and what it printed."""
+    code = json.loads((folder / "codes.json").read_text())[name]
+    return code, (folder / f"{name}.log").read_text(encoding="utf-8")
+
+
+def test_the_new_network_trains_the_same_on_two_stages(built: Built) -> None:
+    folder, _ = built
+    code, log = result(folder, "stages")
+    assert code == 0, log[-3000:]
+    losses = [[row["loss"] for row in steps_of(folder, name)] for name in (NETWORK, "stages")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert losses[0][-1] != losses[0][0]
+
+
+def test_the_new_network_goes_on_from_its_checkpoint(built: Built) -> None:
+    folder, _ = built
+    code, log = result(folder, "checkpoint")
+    assert code == 0, log[-3000:]
+    assert [row["iteration"] for row in steps_of(folder, "checkpoint")] == [4]
+
+
+def test_the_cost_of_the_new_network_is_planned(built: Built) -> None:
+    folder, _ = built
+    code, log = result(folder, "plan")
+    assert code == 0, log[-3000:]
+    # Embedders of 16, 32 and 1 features, two blocks of 32 x 32, and 16 outputs, with biases.
+    count = 32 * (16 + 32 + 1 + 2 * 32 + 16) + 5 * 32 + 16
+    assert f"{count:,}" in log, log[-3000:]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_flags_that_do_not_fit_the_new_network_are_refused(name: str, built: Built) -> None:
+    folder, _ = built
+    code, log = result(folder, name)
+    assert code == 2, log[-3000:]
+    errors = [line for line in log.splitlines() if line.startswith("error: ")]
+    assert len(errors) == len(REFUSED[name]), errors
+    for sentence in REFUSED[name]:
+        assert any(sentence in line for line in errors), errors
 
 
 def test_the_table_says_what_the_headings_say() -> None:

@@ -123,9 +123,9 @@ def task_of(config: RunConfig) -> Task:
 
 @functools.cache
 def _flow_with_defaults(network: VideoNetwork) -> Task:
-    if not network.defaults:
+    if not network.flow_defaults:
         return FLOW
-    return dataclasses.replace(FLOW, defaults={**VIDEO_DEFAULTS, **network.defaults})
+    return dataclasses.replace(FLOW, defaults={**VIDEO_DEFAULTS, **network.flow_defaults})
 
 
 VIDEO = TaskChoice((FLOW, STREAMING), task_of)

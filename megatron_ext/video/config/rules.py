@@ -297,7 +297,7 @@ def _unknown_to_network(config: RunConfig) -> list[str]:
             f"{title} is given no reference frames; leave it out."
             for x in flags_of("", ConditionConfig)
             if x.field != "t2v_weight"
-            and getattr(conditions, x.field) != network.defaults.get(x.field, x.default)
+            and getattr(conditions, x.field) != network.flow_defaults.get(x.field, x.default)
         ]
     text = config.section(TextEncoderConfig).text_encoder
     if network.takes_pooled and text == UMT5:

@@ -27,7 +27,7 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.planning.stages import Ranks, Stage
 from megatron_ext.planning.state import Weight
 from megatron_ext.schedules.runtime import PipelineEngine
-from megatron_ext.video.config.run import ConditionConfig
+from megatron_ext.video.config.run import MODES, ConditionConfig
 from megatron_ext.video.config.window import WindowConfig
 from megatron_ext.video.cost.clip import Clip, ClipNetwork, StreamedCost
 from megatron_ext.video.data.sampler import Geometry
@@ -64,7 +64,8 @@ class VideoNetwork:
             builds the network under the name ``builds`` starts from a checkpoint of ``kind``.
             Both are values of ``--video-model`` of this network, or `STREAMING`. None if the names
             share no weights.
-        defaults: values that replace the usual defaults of flow matching, by field.
+        defaults: values that replace the usual defaults of flow matching, by field; a network
+            without reference frames needs none for their modes.
         streaming_flags: by value of ``--video-model``, fields of the flags of streaming that flow
             matching takes too.
         takes_pooled: whether the network is given a pooled vector of the text.
@@ -86,6 +87,12 @@ class VideoNetwork:
     takes_references: bool = False
     streamed: str | None = None
     conversion: str | None = None
+
+    @property
+    def flow_defaults(self) -> Mapping[str, Any]:
+        """Return the values that replace the usual defaults of flow matching, by field."""
+        given = [mode for mode in MODES if mode != "t2v"] if not self.takes_references else []
+        return {**{f"{mode}_weight": 0.0 for mode in given}, **self.defaults}
 
 
 class FlowNetwork(ABC):

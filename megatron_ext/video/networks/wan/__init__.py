@@ -17,10 +17,7 @@ NETWORK = VideoNetwork(
     stored_model=later(f"{_HERE}.rules:stored_model"),
     restated=later(f"{_HERE}.rules:restated"),
     # The only condition is the text; a tenth of the clips get none.
-    defaults={
-        **dict.fromkeys(("i2v_head_weight", "i2v_tail_weight", "i2v_loop_weight"), 0.0),
-        "text_dropout": 0.1,
-    },
+    defaults={"text_dropout": 0.1},
     streaming_flags={BIDIRECTIONAL: _SHARED, CAUSAL: _SHARED.union(WINDOW)},
     streamed=f"{_HERE}.streaming:STREAMED",
     conversion=f"{_HERE}.convert.conversion:CONVERSION",
