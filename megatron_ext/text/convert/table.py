@@ -134,6 +134,7 @@ class Table:
                 return None
             tables = {"decoder": self.layer, "depth": self.depth, "depth's layer": self.layer}
             parts = tables[own.block].get(own.rest)
+            # transformers numbers the depths of multi-token prediction after the decoder's layers.
             layer = own.layer + (0 if own.block == "decoder" else num_layers)
             numbers = {"layer": layer, "expert": own.expert or 0}
         if parts is None:

@@ -242,6 +242,7 @@ class DirectDataset(StepDataset):
             own = pieces.sources == source
             span = self.spans[source]
             ids = span.gather_ranges(pieces.begins[own], lengths[own])
+            # Ids above the vocabulary are found later, but a negative id would look like padding.
             if ids.dtype.kind == "i" and ids.min() < 0:
                 check_ids(span.name, ids, self.marks.vocab_size)
             text[sources == source] = ids.reshape(-1, length + 1)
@@ -258,6 +259,7 @@ class DirectDataset(StepDataset):
         """
         sources = pieces.sources[own]
         present = sources[:1] if len(own) == 1 else np.flatnonzero(np.bincount(sources))
+        # Gather all pieces of a source at once; usually the pieces have one or a few sources.
         for source in present.tolist():
             chosen = own if len(present) == 1 else own[sources == source]
             text = self.spans[source].gather(pieces.begins[chosen], length + 1)

@@ -84,6 +84,7 @@ class FillInTheMiddle:
         """
         length = tokens.shape[1]
         for row in range(len(tokens)):
+            # Join tokens and labels to one text: the tokens, and the last label if there is one.
             count = int((tokens[row] >= 0).sum())
             text = np.append(tokens[row, :count], labels[row, count - 1 : count])
             text = text[: count + int(text[-1] >= 0)]

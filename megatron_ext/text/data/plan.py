@@ -180,6 +180,7 @@ def plan_run(
     # not go with a ramp of the batch size.
     batch = BatchSize(config.training, length, replicas).global_batch_size
     past = history if consumed else None
+    # Windows keep the length with which the run began, so that each token of an epoch is read once.
     window = length if past is None else int(past["window"])
     packing = config.section(DataConfig).document_packing
     _check_lengths(planned, window, packing)
@@ -201,10 +202,11 @@ def plan_run(
             )
     seed = config.training.seed if past is None else int(past["seed"])
     if stages_before:
+        # The new stages must not bring back a source that a limit has already removed.
         plan = stages_of(planned, consumed, batch)
         order = SampleOrder(before, stages_before, window, seed)
-        gone = _gone(order, plan, schedule.limits, consumed)
-        planned = tuple(_left(stage, gone) for stage in planned)
+        exhausted_before = _exhausted(order, plan, schedule.limits, consumed)
+        planned = tuple(_without(stage, exhausted_before) for stage in planned)
     stages = continued(stages_before, stages_of(planned, consumed, batch), consumed)
     order = SampleOrder(before, stages, window, seed)
     if packing == "best_fit":
@@ -248,7 +250,7 @@ def _after_moves(past: Mapping[str, Any], spans: Mapping[str, TokenSpan]) -> Map
     }
 
 
-def _gone(
+def _exhausted(
     order: SampleOrder, plan: Sequence[Stage], limits: Mapping[str, Fraction], consumed: int
 ) -> set[str]:
     """Return the sources that a limit removed from the mixture before sample ``consumed``.
@@ -272,8 +274,9 @@ def _gone(
     return exhausted
 
 
-def _left(stage: Planned, gone: set[str]) -> Planned:
-    weights = {name: weight for name, weight in stage.weights.items() if name not in gone}
+def _without(stage: Planned, sources: set[str]) -> Planned:
+    """Return a stage without some sources, or unchanged if none would remain."""
+    weights = {name: weight for name, weight in stage.weights.items() if name not in sources}
     return dataclasses.replace(stage, weights=weights or stage.weights)
 
 

@@ -192,6 +192,7 @@ class Decoder:
                         slots.append(text.slot)
                         completions += _completion(text)
                 active = [x for x, (_, ended) in zip(active, choices, strict=True) if not ended]
+                # If slots are adjacent and in order, the cache reads them as a slice, not a copy.
                 active.sort(key=lambda text: text.slot)
         return completions
 

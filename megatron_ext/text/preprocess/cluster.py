@@ -1,8 +1,9 @@
 """Encodes the parts of a run in tasks on machines that share its file system, by Slurm or Ray.
 
-A task reads its job from the work directory (`task.py`). It writes a marker for each finished part,
-and nothing else reports success; an error that another attempt would meet too gets a file of its
-own. If all tasks have ended and parts have no marker, these are encoded again.
+A task reads its job from the work directory (`task.py`). It writes a marker for each finished part;
+nothing else reports success. If it fails with an error that another attempt would also meet, it
+writes the error to a file, and the run ends. Otherwise, parts that have no marker when all tasks
+have ended are encoded again.
 """
 
 import json

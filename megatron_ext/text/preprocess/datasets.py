@@ -60,6 +60,7 @@ def _partitions(
             if options.keep_sequential_samples:
                 segments += _clip(folder, done, p * size - first, (p + 1) * size - first)
             else:
+                # Line i of the part is line `first` + i of the input, and in stream i % count.
                 segments.append(Segment(done, (p - first) % count))
         partitions.append(segments)
     return partitions
@@ -76,6 +77,7 @@ def _clip(folder: Path, done: PartMarker, first: int, last: int) -> list[Segment
         return []
     if (first, last) == (0, done.lines):
         return [Segment(done, 0)]
+    # Refused and blank lines have no documents, so subtract those before a line.
     bad = np.asarray([record["line"] for record in read_rejected(folder, done)], np.int64)
     start, end = (line - int((bad < line).sum()) for line in (first, last))
     return [Segment(done, 0, start, end)]
@@ -153,6 +155,8 @@ def _shards(
         start = 0
         while start < len(ends) - 1:
             last = int(np.searchsorted(ends, ends[start] + limit - filled, side="right")) - 1
+            # If the next document does not fit, begin a new shard. An empty shard takes a document
+            # of any length.
             if last <= start and filled:
                 shards.append([])
                 filled = 0

@@ -381,6 +381,7 @@ def sentence_splitter(lang: str, *, keep_newlines: bool) -> Splitter:
 def _ends_here(
     text: str, match: re.Match[str], abbreviations: frozenset[str], ordinals: bool
 ) -> bool:
+    """Tell whether a sentence ends at a match of `_END`; an empty line always ends one."""
     if match["next"].islower() and "\n\n" not in match["space"]:
         return False
     if match["mark"] != "." or "\n\n" in match["space"] or match["close"]:
@@ -388,6 +389,7 @@ def _ends_here(
     # Look back 24 characters only: no abbreviation is longer.
     word = _LAST_WORD.search(text, max(0, match.start() - 24), match.start())
     last = word[0] if word else ""
+    # A single capital is an initial, but "I" is far more often the pronoun.
     initial = len(last) == 1 and last.isalpha() and last.isupper() and last != "I"
     ordinal = ordinals and last.isdigit() and len(last) <= 2
     return not (initial or ordinal or last.lower() in abbreviations)

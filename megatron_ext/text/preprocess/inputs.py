@@ -231,9 +231,11 @@ def _spans(
 
 
 def _line_edges(path: str, size: int, part_bytes: int) -> list[int]:
+    """Return where the parts of a file begin and end: 0, line ends, and the size of the file."""
     edges = [0]
     with open(path, "rb") as stream:
         while edges[-1] + part_bytes < size:
+            # One byte earlier, so that a line end at exactly this place ends the part.
             stream.seek(edges[-1] + part_bytes - 1)
             while True:
                 piece = stream.readline(BLOCK_BYTES)

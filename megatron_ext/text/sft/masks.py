@@ -96,9 +96,9 @@ def _split(template: Template) -> list[Template]:
     turns = [index for index, trained in enumerate(conversation.trained) if trained]
     if not turns:
         return [template]
-    behind = len(conversation.messages) - 1 - turns[-1]
-    if behind:
-        conversation.intake.ignored["messages after the last trained turn"] += behind
+    num_unused = len(conversation.messages) - 1 - turns[-1]
+    if num_unused:
+        conversation.intake.ignored["messages after the last trained turn"] += num_unused
     return [
         template.of(
             replace(
@@ -144,6 +144,7 @@ def _by_generation_marks(template: Template, *, realign: bool) -> TokenizedConve
         if mask[i - 1] and not mask[i] and offsets[i][0] < offsets[i - 1][1]:
             mask[i] = 1
     turns = [i for i, message in enumerate(conversation.messages) if message["role"] == ASSISTANT]
+    # The mask changes at the edges, so that pairs of edges are the runs [start, end) of ones.
     edges = [i for i, (a, b) in enumerate(pairwise([0, *mask, 0])) if a != b]
     runs = list(zip(edges[::2], edges[1::2], strict=True))
     wrong = ""

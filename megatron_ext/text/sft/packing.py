@@ -57,6 +57,7 @@ def pack(lengths: ArrayLike, capacity: int) -> list[Row]:
     begin = 0
     previous = capacity
     for length, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        # Rows whose space was too small for the previous length may have room for this one.
         for room in range(length, previous):
             for row in too_full.pop(room, ()):
                 heapq.heappush(open_rows, row)
@@ -68,6 +69,7 @@ def pack(lengths: ArrayLike, capacity: int) -> list[Row]:
                 rows.append([])
                 space.append(capacity)
             row = open_rows[0]
+            # First-fit puts samples of equal length into one row until it is full: do so at once.
             taken = min(end - begin, space[row] // length)
             rows[row] += order[begin : begin + taken]
             begin += taken
@@ -142,6 +144,8 @@ def _swap_rows(ranks: Ints, weights: Ints) -> None:
         busiest = int(loads.argmax())
         if (int(loads[busiest]) - mean) * EVEN_ENOUGH <= mean:
             return
+        # For each row of the busiest rank and each row of any rank: the load that a swap moves from
+        # the busiest rank, and the higher of the two loads after it.
         moved = weights[ranks[busiest]][:, None, None] - weights[ranks][None]
         higher = np.maximum(loads[busiest] - moved, loads[None, :, None] + moved)
         mine, other, theirs = np.unravel_index(int(higher.argmin()), higher.shape)
@@ -176,6 +180,7 @@ def token_budget(
     count = max(len(rows) for rows in packed)
     plan = []
     for rank, rows in zip(ranks, packed, strict=True):
+        # Prefer micro-batches of equal cost. If one would exceed the budget, take the packed rows.
         even = named(_deal(costs[rank], count, len(rank) + 1), rank)
         if any(sizes[row].sum() > budget for row in even):
             even = _filled(rows, count)

@@ -165,8 +165,9 @@ def unused_entries(folder: Path, files: Mapping[str, Any], backend: Any, loaded:
     unused["tokenizer_config.json"] += _templates_without_effect(folder, config)
     named = config.get("tokenizer_class")
     if loaded is not None and named is not None:
-        its = type(loaded).__name__
-        if named.removesuffix("Fast") != its.removesuffix("Fast"):
+        # transformers may choose another class than the file names.
+        class_name = type(loaded).__name__
+        if named.removesuffix("Fast") != class_name.removesuffix("Fast"):
             unused["tokenizer_config.json"].append("tokenizer_class")
     if raw is not None and loaded is None:
         unused["tokenizer.json"] = [

@@ -62,19 +62,21 @@ class SentencePieceTokenizer(Tokenizer):
         return placed
 
     def tokenize(self, text: str) -> list[int]:
+        # SentencePiece puts a separator before each text. Drop it after a special token, where the
+        # text only continues.
         separator = self._model.piece_to_id(_SEPARATOR)
         ids: list[int] = []
         while True:
             matches = [(text.find(token), token) for token in self._special if token in text]
             if not matches:
                 return ids + list(self._model.encode_as_ids(text))
-            at, token = min(matches, key=lambda pair: pair[0])
-            piece = self._model.encode_as_ids(text[:at])
+            start, token = min(matches, key=lambda pair: pair[0])
+            piece = self._model.encode_as_ids(text[:start])
             if ids and ids[-1] in self._by_id and piece and piece[0] == separator:
                 piece = piece[1:]
             ids.extend(piece)
             ids.append(self._special[token])
-            text = text[at + len(token) :]
+            text = text[start + len(token) :]
 
     def token_id(self, text: str) -> int:
         number = int(self._special.get(text, self._model.piece_to_id(text)))

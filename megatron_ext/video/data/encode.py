@@ -218,15 +218,15 @@ def plan_clips(
     planned: list[PlannedClip] = []
     dropped: list[Dropped] = []
     numbers = range(len(clips)) if numbers is None else numbers
-    looked = zip(clips, numbers, _looks(clips, config, workers), strict=True)
-    for count, (clip, number, seen) in enumerate(looked, 1):
+    results = zip(clips, numbers, _probe_all(clips, config, workers), strict=True)
+    for count, (clip, number, probed) in enumerate(results, 1):
         tick(count)
-        if isinstance(seen, Dropped):
-            dropped.append(replace(seen, number=number))
+        if isinstance(probed, Dropped):
+            dropped.append(replace(probed, number=number))
             continue
-        scenes = None if seen.scenes is None else _scenes(seen, config)
+        scenes = None if probed.scenes is None else _scenes(probed, config)
         bucket = assign(
-            seen.shape,
+            probed.shape,
             plan,
             number,
             seed=config.clip_seed,
@@ -237,7 +237,7 @@ def plan_clips(
         if isinstance(bucket, Drop):
             dropped.append(Dropped(number, clip.path, bucket))
         else:
-            planned += _windows(PlannedClip(number, clip, seen.shape, bucket), config, scenes)
+            planned += _windows(PlannedClip(number, clip, probed.shape, bucket), config, scenes)
     if not planned and not may_be_empty:
         sentence = (
             f"None of the {len(clips)} clips has a bucket in the plan ({plan.as_json()}); "
@@ -302,22 +302,22 @@ _CLIPS_AT_A_TIME = 16
 """The number of clips that a process reads before it reports them."""
 
 
-def _looks(
+def _probe_all(
     clips: Sequence[Clip], config: EncodeConfig, workers: int
 ) -> Iterator[_Probed | Dropped]:
     """Read what the plan needs from each clip, in order.
 
     Workers are processes, not threads: most of the work is Python code, which holds the GIL.
     """
-    look = partial(_look, config)
+    probe_one = partial(_probe, config)
     if workers == 1 or len(clips) <= _CLIPS_AT_A_TIME:
-        yield from map(look, clips)
+        yield from map(probe_one, clips)
         return
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(workers, context, begin_worker, (os.getpid(),)) as pool:
         try:
             with held_signals():
-                results = pool.map(look, clips, chunksize=_CLIPS_AT_A_TIME)
+                results = pool.map(probe_one, clips, chunksize=_CLIPS_AT_A_TIME)
             yield from results
         except BrokenProcessPool:
             raise MachineFault(
@@ -326,7 +326,7 @@ def _looks(
             ) from None
 
 
-def _look(config: EncodeConfig, clip: Clip) -> _Probed | Dropped:
+def _probe(config: EncodeConfig, clip: Clip) -> _Probed | Dropped:
     """Read what the plan needs from a clip; if it is dropped, its number is set later."""
     if not clip.caption:
         return Dropped(0, clip.path, Drop.NO_CAPTION)

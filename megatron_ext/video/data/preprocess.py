@@ -104,6 +104,7 @@ def _preprocess(options: VideoPreprocessOptions, say: Say) -> None:
         for name in shards.names_in(folder / _PARTS):
             samples.add_shard(folder / _PARTS, name, check=True)
         planned, dropped = _plan(options, clips, register, samples, say)
+        # Write the register before encoding, so that a run after a kill gives the same numbers.
         write_register(folder, register)
         samples.remove_unknown(folder)
         null = text_encoder.encode([""])
@@ -343,6 +344,7 @@ def _plan(
         )
     finally:
         progress.close()
+    # A clip may give several samples, or none if it was dropped: make the entries of its row again.
     row_of_number = {number: row for row, number in numbers.items()}
     by_key = {p.key(row_of_number[p.number]): p for p in planned}
     for bucket in sorted({p.bucket for p in planned}):
@@ -356,6 +358,7 @@ def _plan(
     for clip, row in todo:
         if not fresh[row]:
             fresh[row] = [Entry(row, numbers[row], clip.path)]
+    # Rows that were in the register keep their position; new rows follow.
     in_place: list[Entry] = []
     for row, entries in rows.items():
         in_place += fresh.pop(row, entries)

@@ -172,6 +172,7 @@ class BucketSteps:
             starts = range(0, self._num_units(members) * size, size)
             units += [(bucket, clips[start : start + size].tolist()) for start in starts]
         units = [units[i] for i in self._shuffled(len(units), epoch, 0).tolist()]
+        # Complete the last step with micro-batches without clips.
         if self.mixed and self.whole:
             units += [(units[-1][0], [])] * (-len(units) % self._per_step)
         return units

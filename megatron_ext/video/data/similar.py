@@ -58,6 +58,7 @@ class Looks:
         pictures /= np.where(varied, lengths, 1)[:, None]
         means = np.stack(self._means)
         limits = _CLOSE * (means.max(axis=0) - means.min(axis=0))
+        # The smallest row of each clip's group. A pair joins the groups of its clips.
         first_of = np.arange(len(means))
         for a, b in self._alike(pictures, np.flatnonzero(varied)):
             if first_of[a] != first_of[b] and (np.abs(means[a] - means[b]) <= limits).all():
@@ -75,6 +76,8 @@ class Looks:
         powers = 1 << np.arange(_BITS_OF_BAND)
         for _ in range(_BANDS):
             planes = random.standard_normal((pictures.shape[1], _BITS_OF_BAND)).astype(np.float32)
+            # Similar pictures are on the same side of most random planes, so they probably have
+            # equal keys in at least one band. Compare only pictures with equal keys.
             keys = (pictures[rows] @ planes > 0) @ powers
             order = np.argsort(keys, kind="stable")
             starts = np.flatnonzero(np.diff(keys[order], prepend=-1))

@@ -227,11 +227,14 @@ class StreamingSequence:
                 streaming, self.replica.seed, s.sequence, s.chunk, remaining=s.max_length - start
             )
         end = start + growth
+        # After a switch within the clip, only frames under the new prompt count in the loss,
+        # because critic and teacher get the new prompt for the whole clip.
         counted = max(start, s.switch_frame) if s.switches_before(end) else start
         new, blocks, exits = self._roll_out(start, end, counted if trains else end)
         s = self._state
         recent = torch.cat([s.previous, new], dim=1)
         latents, is_encoded_anew = self._with_first_frame(recent)
+        # Relative to the clip. A first frame that was encoded again has no gradient.
         first_counted = max(counted - (end - size), int(is_encoded_anew))
         mask = torch.arange(size, device=latents.device) >= first_counted
         recent = recent.detach()
