@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_ext.config.run import RunConfig
+from megatron_ext.layers.chunks import build_chunks
+from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import (
     ParallelContext,
     _checked_context,
@@ -26,6 +29,44 @@ from megatron_ext.parallel.context import (
 )
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.parallel.recorder import Recorder
+from megatron_ext.planning.network import Network
+from megatron_ext.planning.stages import Ranks
+from megatron_ext.planning.state import ROUTED, Weight
+
+
+def built(task: Any, config: RunConfig, pp_rank: int) -> list[Any]:
+    """Return the model chunks of the first rank of a pipeline stage, as they are on that rank."""
+    context = enter_fake_world(config, pp_rank)
+    transformer_config = build_transformer_config(config)
+    chunks = build_chunks(task.model_chunk, config, transformer_config, context)
+    dtype = torch.bfloat16 if config.precision.bf16 else torch.float32
+    return [chunk.to(dtype) for chunk in chunks]
+
+
+def check_weights(task: Any, network: Network) -> None:
+    """Check that the planned weights of every stage are the parameters of its module."""
+    for pp_rank in range(network.sizes.pp):
+        chunks = built(task, network.config, pp_rank)
+        for chunk, stage in zip(chunks, network.stages_of(pp_rank), strict=True):
+            found = [_weight(network.sizes, *each) for each in chunk.named_parameters()]
+            planned = [replace(x, fp8=False, matrix=None) for x in network.weights(stage)]
+            assert planned == found
+
+
+def _weight(x: Ranks, name: str, parameter: Any) -> Weight:
+    """Return what the plan should say of a parameter, without formats and Muon."""
+    expert = not getattr(parameter, "allreduce", True)
+    parts = 1
+    if parameter.tensor_model_parallel:
+        parts = x.etp if ROUTED in name else x.tp
+    return Weight(
+        name,
+        parameter.numel(),
+        parts=parts * (x.ep if ROUTED in name else 1),
+        expert=expert,
+        shared=getattr(parameter, "shared_embedding", False),
+        frozen=not parameter.requires_grad,
+    )
 
 
 def enter_fake_world(config: RunConfig, pp_rank: int) -> ParallelContext:

@@ -1,16 +1,11 @@
 """Planned weights and activations of a GPT beside those of its modules, in a fake world."""
 
-from typing import Any
-
 import pytest
 import torch
 
-from megatron_ext.config.run import RunConfig
-from megatron_ext.layers.chunks import build_chunks
-from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.text.cost.network import GptNetwork
-from megatron_ext.text.model.gpt import build_gpt_chunk
-from tests.planning.fake_world import enter_fake_world, kept
+from megatron_ext.text.task import GPT
+from tests.planning.fake_world import built, check_weights, kept
 from tests.planning.measure import configuration
 from tests.ranks import ParallelContext, ranks
 from tests.text.cost import layouts
@@ -37,38 +32,10 @@ def slack(name: str, experts: bool) -> float:
     return 0.03 if any(word in name for word in NEARLY) else 0.0
 
 
-def built(config: RunConfig, pp_rank: int) -> list[Any]:
-    """Return the chunks of a pipeline rank."""
-    context = enter_fake_world(config, pp_rank)
-    transformer_config = build_transformer_config(config)
-    chunks = build_chunks(build_gpt_chunk, config, transformer_config, context)
-    dtype = torch.bfloat16 if config.precision.bf16 else torch.float32
-    return [chunk.to(dtype) for chunk in chunks]
-
-
 @ranks()
 def test_weights_are_the_parameters_of_the_modules(context: ParallelContext) -> None:
-    for name, flags in RUNS.items():
-        config = configuration(flags)
-        network = GptNetwork.of(config)
-        x = network.sizes
-        for pp_rank in range(x.pp):
-            stages = network.stages_of(pp_rank)
-            for chunk, stage in zip(built(config, pp_rank), stages, strict=True):
-                parameters = [
-                    (
-                        key,
-                        value.numel(),
-                        not getattr(value, "allreduce", True),
-                        not value.requires_grad,
-                        getattr(value, "shared_embedding", False),
-                    )
-                    for key, value in chunk.named_parameters()
-                ]
-                planned = [
-                    (w.name, w.numel, w.expert, w.frozen, w.shared) for w in network.weights(stage)
-                ]
-                assert planned == parameters, (name, pp_rank)
+    for flags in RUNS.values():
+        check_weights(GPT, GptNetwork.of(configuration(flags)))
 
 
 @ranks()
@@ -77,7 +44,7 @@ def test_a_layer_keeps_the_planned_bytes(context: ParallelContext) -> None:
         config = configuration(flags)
         network = GptNetwork.of(config)
         x = network.sizes
-        (chunk, *_), (stage, *_) = built(config, 0), network.stages_of(0)
+        (chunk, *_), (stage, *_) = built(GPT, config, 0), network.stages_of(0)
         shape = x.residual_tokens // x.b, x.b, x.h
         dtype = torch.bfloat16 if x.half else torch.float32
         rotates = config.model.position_embedding_type == "rope" and x.latent is None
@@ -87,9 +54,6 @@ def test_a_layer_keeps_the_planned_bytes(context: ParallelContext) -> None:
             with kept(list(chunk.parameters())) as storages:
                 outputs = layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles)
             found = sum(storage.nbytes() for storage in storages.values())
-            planned = network.layer_bytes(number).kept
-            assert found == pytest.approx(planned, rel=slack(name, x.experts[number])), (
-                name,
-                number,
-            )
+            near = slack(name, x.experts[number])
+            assert found == pytest.approx(network.layer_bytes(number).kept, rel=near), name
             del outputs
