@@ -5,6 +5,8 @@ import contextlib
 import dataclasses
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Collection, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +22,7 @@ from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.task import TEXT
 from megatron_ext.train.task import TaskChoice
 from megatron_ext.video.config.run import MODES
+from megatron_ext.video.networks import NETWORKS
 from megatron_ext.video.task import VIDEO
 from tests.combinations.options import every_flag
 
@@ -86,6 +89,28 @@ def test_no_add_on_is_imported_by_name() -> None:
             if name != own:
                 wrong.append(f"{'/'.join(parts)} names {name}")
     assert wrong == []
+
+
+def test_no_video_network_is_imported_by_name() -> None:
+    """Only the table names the folders, and a folder may name itself."""
+    home = PACKAGE / "video" / "networks"
+    folders = {place.rpartition(".")[2] for place in NETWORKS.values()}
+    root = PACKAGE.parent
+    wrong = []
+    for path in [*PACKAGE.rglob("*.py"), *(root / "tools").glob("*.py"), *root.glob("*.py")]:
+        own = path.relative_to(home).parts[0] if path.is_relative_to(home) else ""
+        names = set(re.findall(r"video\.networks\.(\w+)", path.read_text(encoding="utf-8")))
+        if own != "__init__.py":
+            wrong += [f"{path.relative_to(root)} names {x}" for x in names & folders - {own}]
+    assert wrong == []
+
+
+def test_networks_are_imported_when_a_run_names_them() -> None:
+    code = "import sys, megatron_ext.video.task; print(*sys.modules)"
+    words = [sys.executable, "-c", code]
+    run = subprocess.run(words, cwd=PACKAGE.parent, check=True, capture_output=True, text=True)
+    parts = {name.rpartition(".")[2] for name in run.stdout.split() if ".video.networks." in name}
+    assert parts == {"network", "lookup", "config", "mmdit", "wan"}
 
 
 def _modules() -> dict[str, ast.Module]:

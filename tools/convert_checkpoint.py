@@ -44,7 +44,7 @@ from megatron_ext.config.flags import COUNT, NATURAL, SIZE
 from megatron_ext.errors import CheckpointError, MegatronExtError
 from megatron_ext.text.convert.huggingface import Export, Import, export_model, import_model
 from megatron_ext.train.main import silence_known_warnings
-from megatron_ext.video.convert import NETWORKS, is_streaming, reader_of
+from megatron_ext.video.convert import STORED_ROLES, is_streaming, reader_of
 from megatron_ext.video.networks.lookup import conversions, streamed_conversion
 from megatron_ext.video.networks.network import Conversion
 
@@ -124,7 +124,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     )
     video = parser.add_argument_group("Wan")
     video.add_argument(
-        "--network", choices=NETWORKS, help="network of a streaming run to write (generator)"
+        "--network", choices=STORED_ROLES, help="network of a streaming run to write (generator)"
     )
     names = [*dict.fromkeys(name for x in conversions() for name in x.namings)]
     video.add_argument("--naming", choices=names, help="whose names the tensors get (diffusers)")
@@ -200,7 +200,7 @@ def _export(args: argparse.Namespace) -> None:
     if is_streaming(read_run_config(args.load, args.ckpt_step)):
         conversion = streamed_conversion()
         _refuse(args, _LANGUAGE, f"{conversion.title}, which has no vocabulary")
-        network = args.network or next(iter(NETWORKS))
+        network = args.network or next(iter(STORED_ROLES))
         conversion.export_weights(**order, network=network, naming=args.naming)
     else:
         _refuse(args, _VIDEO, "a language model")

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_ext.video.networks.lookup import conversions
 from megatron_ext.video.networks.network import Conversion
 
-NETWORKS = {"generator": "", "critic": "critic."}
+STORED_ROLES = {"generator": "", "critic": "critic."}
 """Networks in a checkpoint of a streaming run, with the prefix of their parameters' names."""
 
 

@@ -71,6 +71,8 @@ class VideoNetwork:
         takes_pooled: whether the network is given a pooled vector of the text.
         takes_references: whether the network is given reference frames.
         streamed: place of the `StreamedNetwork`, an object; None if streaming cannot train it.
+        streamed_sizes: sizes of a network that streaming can train, by name; each is a
+            `config.sizes.StreamedSizes`.
         conversion: place of the `Conversion`, an object; None if there is none.
     """
 
@@ -86,6 +88,7 @@ class VideoNetwork:
     takes_pooled: bool = False
     takes_references: bool = False
     streamed: str | None = None
+    streamed_sizes: Mapping[str, Any] = field(default_factory=dict)
     conversion: str | None = None
 
     @property
@@ -211,13 +214,11 @@ class StreamedNetwork(ABC):
     """A causal network as streaming uses it; generator, critic and teacher are of its kind.
 
     Attributes:
-        sizes: the sizes by name, `config.sizes.StreamedSizes`.
         chunk: the network's pipeline chunk, whose ``new_cache`` builds a `KVCache`, and whose
             ``forward`` takes ``x``, ``timesteps`` and ``text``, with a cache also ``cache``,
             ``first_frame`` and ``update_cache``.
     """
 
-    sizes: Mapping[str, Any]
     chunk: type[VideoChunk]
 
     @abstractmethod

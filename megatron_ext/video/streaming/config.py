@@ -20,7 +20,7 @@ from megatron_ext.config.flags import (
 )
 from megatron_ext.video.config.sizes import StreamedSizes, model_of
 from megatron_ext.video.config.window import WindowConfig
-from megatron_ext.video.networks.lookup import streamed_network
+from megatron_ext.video.networks.lookup import streamed
 
 if TYPE_CHECKING:
     from megatron_ext.config.model import ModelConfig
@@ -29,7 +29,7 @@ Role = Literal["generator", "critic", "teacher"]
 """One of the three networks of a streaming run."""
 
 _frames = partial(flag, unit="latent frames", bounds=SIZE)
-_SIZES = streamed_network().sizes
+_SIZES = streamed().streamed_sizes
 _named_size = partial(flag, choices=tuple(_SIZES), if_changed="allow")
 
 

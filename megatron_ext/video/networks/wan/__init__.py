@@ -3,7 +3,7 @@
 from megatron_ext.train.task import later
 from megatron_ext.video.config.window import WINDOW
 from megatron_ext.video.networks.network import VideoNetwork
-from megatron_ext.video.networks.wan.config import BIDIRECTIONAL, CAUSAL, VideoDiTConfig
+from megatron_ext.video.networks.wan.config import BIDIRECTIONAL, CAUSAL, SIZES, VideoDiTConfig
 
 _HERE = "megatron_ext.video.networks.wan"
 _SHARED = frozenset({"zero_head", "recompute_blocks"})
@@ -20,5 +20,6 @@ NETWORK = VideoNetwork(
     defaults={"text_dropout": 0.1},
     streaming_flags={BIDIRECTIONAL: _SHARED, CAUSAL: _SHARED.union(WINDOW)},
     streamed=f"{_HERE}.streaming:STREAMED",
+    streamed_sizes=SIZES,
     conversion=f"{_HERE}.convert.conversion:CONVERSION",
 )

@@ -18,7 +18,7 @@ from megatron_ext.video.model.window import FrameWindow
 from megatron_ext.video.networks.network import StreamedNetwork
 from megatron_ext.video.networks.wan.attention import AttentionPlan, VideoDiTOptions, wan_options
 from megatron_ext.video.networks.wan.blocks import check_inputs
-from megatron_ext.video.networks.wan.config import SIZES, VideoDiTSizes
+from megatron_ext.video.networks.wan.config import VideoDiTSizes
 from megatron_ext.video.networks.wan.cost import DiTNetwork, dit_weights
 from megatron_ext.video.networks.wan.flops import flops_of_pass
 from megatron_ext.video.networks.wan.model import VideoDiT
@@ -27,7 +27,6 @@ from megatron_ext.video.networks.wan.model import VideoDiT
 class StreamedWan(StreamedNetwork):
     """Wan's network: generator with a window, critic and teacher without one."""
 
-    sizes = SIZES
     chunk = VideoDiT
 
     def options(

@@ -27,7 +27,7 @@ from megatron_ext.config.sections import described
 from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.transformer_config import params_dtype
 from megatron_ext.video.config.rules import SECTIONS
-from megatron_ext.video.convert import NETWORKS
+from megatron_ext.video.convert import STORED_ROLES
 from megatron_ext.video.networks.wan.config import VideoDiTSizes
 from megatron_ext.video.networks.wan.convert.config import config_json
 from megatron_ext.video.networks.wan.convert.names import Naming, shapes, to_wan, wan_names
@@ -75,7 +75,7 @@ def export_wan(
     sizes = run.section(StreamingConfig).sizes("critic" if network == "critic" else "generator")
     assert isinstance(sizes, VideoDiTSizes)
     path = verified_folder(load, step)
-    prefix = PREFIX if ema else NETWORKS[network]
+    prefix = PREFIX if ema else STORED_ROLES[network]
     _check_stored(path, sizes, prefix)
 
     def read(names: Iterable[str]) -> dict[str, Tensor]:
