@@ -262,8 +262,8 @@ def _fullest(place: str | os.PathLike[str] | None) -> Path | None:
     words = [word.partition("=")[2] or word for word in sys.argv[1:]]
     named = [Path(word) for word in words if os.sep in word or os.path.exists(word)]
     folders = [_existing(path) for path in [*named, Path(), Path(tempfile.gettempdir())]]
-    known = [folder for folder in folders if folder is not None]
-    return min(known, key=lambda folder: shutil.disk_usage(folder).free, default=None)
+    existing = [folder for folder in folders if folder is not None]
+    return min(existing, key=lambda folder: shutil.disk_usage(folder).free, default=None)
 
 
 def _existing(place: str | os.PathLike[str]) -> Path | None:

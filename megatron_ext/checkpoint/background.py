@@ -383,8 +383,8 @@ class BackgroundSaves:
     @staticmethod
     def _is_published(entry: _Running) -> bool:
         """Return whether a checkpoint is published, so that only old ones are left to remove."""
-        of_run = entry.job.rank == 0
-        return of_run and (PUBLISHED in entry.stages or helper.is_published(entry.job))
+        is_first = entry.job.rank == 0
+        return is_first and (PUBLISHED in entry.stages or helper.is_published(entry.job))
 
     def ended(self) -> list[Outcome]:
         """Return the saves that ended since the last call; the list is empty except on rank 0."""

@@ -155,11 +155,11 @@ def load_optimizer(optimizer: MegatronOptimizer, model: list[Any], state: dict[s
     # the memory behind a snapshot's tensors changes later.
     records = tree_map_only(Tensor, Tensor.clone, state[RECORDS])
     for part, record in zip(parts_of(optimizer), records, strict=True):
-        *counts, of_any = record["steps"]
+        *counts, common_count = record["steps"]
         groups = getattr(_inner(part), "param_groups", [])
         for group, saved, count in zip(groups, record["groups"], counts, strict=True):
             group.update(saved)
-            count = of_any if count is None else count
+            count = common_count if count is None else count
             for parameter in group["params"] if count is not None else ():
                 _inner(part).state[parameter]["step"].fill_(count)
         if record["scaler"] is not None:

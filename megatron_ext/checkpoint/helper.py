@@ -168,10 +168,10 @@ class _ValuePlanner(DefaultSavePlanner):
             assert isinstance(value, bytes)
             return io.BytesIO(value)
         assert isinstance(value, Tensor)
-        return _alone(value)
+        return _compact(value)
 
 
-def _alone(value: Tensor) -> Tensor:
+def _compact(value: Tensor) -> Tensor:
     """Return a view of a tensor's memory that torch saves without the memory around it."""
     if not value.numel():
         return value.clone()

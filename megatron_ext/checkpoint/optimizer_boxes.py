@@ -79,14 +79,17 @@ def sharded_optimizer_state(
     states: list[dict[Any, Any]] = []
     for part in parts:
         if isinstance(part, DistributedOptimizer):
-            state = {**part.state_dict(), "param_state": dict(enumerate(_of_part(part, entries)))}
+            state = {
+                **part.state_dict(),
+                "param_state": dict(enumerate(_shards_by_kind(part, entries))),
+            }
             states.append({**state, "param_state_sharding_type": RESHARDABLE})
         else:
             states.append(part.sharded_state_dict(model_state, metadata=metadata))
     return states[0] if len(parts) == 1 else dict(enumerate(states))
 
 
-def _of_part(
+def _shards_by_kind(
     part: DistributedOptimizer, entries: dict[int, Any]
 ) -> Iterator[dict[str, list[ShardedTensor]]]:
     """Yield, for each parameter with elements on this rank, its sharded state by kind of state.
@@ -133,7 +136,7 @@ def _cut(
         begin = shard.data.storage_offset()
         low = max(start, begin)
         high = min(end, begin + shard.data.numel())
-        at = low - start
+        position = low - start
         ahead = shard.prepend_axis_num
         for offset, size in boxes(tuple(shard.data.shape), low - begin, max(low, high) - begin):
             length = math.prod(size)
@@ -141,7 +144,7 @@ def _cut(
             place = (*(0 for _ in range(ahead)), *offset)
             yield ShardedTensor(
                 f"{prefix}.{shard.key}",
-                flat[at : at + length].view(full),
+                flat[position : position + length].view(full),
                 flat.dtype,
                 full,
                 tuple(shard.global_shape),
@@ -151,7 +154,7 @@ def _cut(
                 replica_id=(*shard.replica_id[:-1], instance),
                 allow_shape_mismatch=shard.allow_shape_mismatch,
             )
-            at += length
+            position += length
 
 
 def _shards(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:

@@ -184,17 +184,17 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
                 main_weights = part_state.get(MAIN_WEIGHTS, {})
                 numbers = range(len(part.fp32_from_float16_groups))
                 part_state[MAIN_WEIGHTS] = [main_weights.get(number, []) for number in numbers]
-        with _found_by_kind(parts, states):
+        with _matched_by_kind(parts, states):
             optimizer.load_state_dict(states[0] if len(parts) == 1 else dict(enumerate(states)))
         return
     states = _regrouped(parts, state) if regroups else _states_of(optimizer, state)
-    with _found_by_kind(parts, states):
+    with _matched_by_kind(parts, states):
         for part, part_state in zip(parts, states, strict=True):
             _load_part(part, part_state)
 
 
 @contextmanager
-def _found_by_kind(parts: list[Any], states: list[dict[str, Any]]) -> Iterator[None]:
+def _matched_by_kind(parts: list[Any], states: list[dict[str, Any]]) -> Iterator[None]:
     """Within the context, let megatron-core match parameter groups by kind, whatever their rates.
 
     Newer releases also match groups by learning rate and weight decay. So each saved group first

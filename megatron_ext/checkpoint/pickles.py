@@ -134,7 +134,7 @@ class Machine:
     def load(self) -> Any:
         """Follow the instructions to the end of the pickle, and return its value."""
         content = self._content
-        at = self.at
+        position = self.at
         text = content.__getitem__
         long_size = struct.Struct("<I").unpack_from
         integer = struct.Struct("<i").unpack_from
@@ -145,19 +145,19 @@ class Machine:
         scans = type(self).check_tuple is not Machine.check_tuple
 
         while True:
-            code = content[at]
-            at += 1
+            code = content[position]
+            position += 1
             if code == 0x94:  # MEMOIZE
                 memo[len(memo)] = stack[-1]
             elif code == 0x68:  # BINGET
-                stack.append(memo[content[at]])
-                at += 1
+                stack.append(memo[content[position]])
+                position += 1
             elif code == 0x4B:  # BININT1
-                stack.append(content[at])
-                at += 1
+                stack.append(content[position])
+                position += 1
             elif code == 0x6A:  # LONG_BINGET
-                stack.append(memo[long_size(content, at)[0]])
-                at += 4
+                stack.append(memo[long_size(content, position)[0]])
+                position += 4
             elif code == 0x28:  # MARK
                 if len(below) > MAX_NESTING:
                     _too_deep()
@@ -205,15 +205,15 @@ class Machine:
                     raise Refused("it calls without a tuple of arguments")
                 stack[-1] = self.call(stack[-1], arguments)
             elif code == 0x8C or code == 0x58 or code == 0x8D:  # SHORT_BINUNICODE, BINUNICODE and 8
-                size, at = self._size(code, (0x8C, 0x58), at)
-                stack.append(str(text(slice(at, at + size)), "utf-8", "surrogatepass"))
-                at += size
+                size, position = self._size(code, (0x8C, 0x58), position)
+                stack.append(str(text(slice(position, position + size)), "utf-8", "surrogatepass"))
+                position += size
             elif code == 0x4D:  # BININT2
-                stack.append(short(content, at)[0])
-                at += 2
+                stack.append(short(content, position)[0])
+                position += 2
             elif code == 0x4A:  # BININT
-                stack.append(integer(content, at)[0])
-                at += 4
+                stack.append(integer(content, position)[0])
+                position += 4
             elif code == 0x89 or code == 0x88:  # NEWFALSE, NEWTRUE
                 stack.append(code == 0x88)
             elif code == 0x4E:  # NONE
@@ -229,27 +229,27 @@ class Machine:
                     raise Refused("it appends to what is no list")
                 stack[-1].extend(items)
             elif code == 0x8A:  # LONG1
-                size = content[at]
-                number = text(slice(at + 1, at + 1 + size))
+                size = content[position]
+                number = text(slice(position + 1, position + 1 + size))
                 stack.append(int.from_bytes(number, "little", signed=True))
-                at += 1 + size
+                position += 1 + size
             elif code == 0x47:  # BINFLOAT
-                stack.append(struct.unpack_from(">d", content, at)[0])
-                at += 8
+                stack.append(struct.unpack_from(">d", content, position)[0])
+                position += 8
             elif code == 0x43 or code == 0x42 or code == 0x8E:  # SHORT_BINBYTES, BINBYTES and 8
-                size, at = self._size(code, (0x43, 0x42), at)
-                stack.append(text(slice(at, at + size)))
-                at += size
+                size, position = self._size(code, (0x43, 0x42), position)
+                stack.append(text(slice(position, position + size)))
+                position += size
             elif code == 0x55:  # SHORT_BINSTRING
-                size = content[at]
-                stack.append(text(slice(at + 1, at + 1 + size)))
-                at += 1 + size
+                size = content[position]
+                stack.append(text(slice(position + 1, position + 1 + size)))
+                position += 1 + size
             elif code == 0x71:  # BINPUT
-                memo[content[at]] = stack[-1]
-                at += 1
+                memo[content[position]] = stack[-1]
+                position += 1
             elif code == 0x72:  # LONG_BINPUT
-                memo[long_size(content, at)[0]] = stack[-1]
-                at += 4
+                memo[long_size(content, position)[0]] = stack[-1]
+                position += 4
             elif code == 0x93:  # STACK_GLOBAL
                 name = stack.pop()
                 module = stack.pop()
@@ -257,38 +257,38 @@ class Machine:
                     raise Refused("it names a class by what is no text")
                 stack.append(self.name(module, name))
             elif code == 0x63:  # GLOBAL
-                middle = content.index(b"\n", at)
+                middle = content.index(b"\n", position)
                 end = content.index(b"\n", middle + 1)
-                names = content[at:middle].decode(), content[middle + 1 : end].decode()
+                names = content[position:middle].decode(), content[middle + 1 : end].decode()
                 stack.append(self.name(*names))
-                at = end + 1
+                position = end + 1
             elif code == 0x51:  # BINPERSID
                 stack.append(self.stored(stack.pop()))
             elif code == 0x8F:  # EMPTY_SET
                 stack.append(set())
             elif code == 0x95:  # FRAME
-                at += 8
+                position += 8
             elif code == 0x80:  # PROTO
-                at += 1
+                position += 1
             elif code == 0x2E:  # STOP
-                if at > len(content):
+                if position > len(content):
                     raise EOFError("it ends early")
-                self.at = at
+                self.at = position
                 (value,) = stack
                 check_nesting(value)
                 return value
             else:
                 raise Refused(f"it has an instruction ({code:#04x}) that no checkpoint has")
 
-    def _size(self, code: int, shorter: tuple[int, int], at: int) -> tuple[int, int]:
+    def _size(self, code: int, shorter: tuple[int, int], position: int) -> tuple[int, int]:
         """Return the size of a text or of bytes, given in 1, 4 or 8 bytes, and its offset."""
         if code == shorter[0]:
-            return self._content[at], at + 1
+            return self._content[position], position + 1
         width = 4 if code == shorter[1] else 8
-        size = int.from_bytes(self._content[at : at + width], "little")
-        if at + width + size > len(self._content):
+        size = int.from_bytes(self._content[position : position + width], "little")
+        if position + width + size > len(self._content):
             raise EOFError("it ends early")
-        return size, at + width
+        return size, position + width
 
 
 def _too_deep() -> NoReturn:

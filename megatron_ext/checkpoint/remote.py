@@ -275,7 +275,7 @@ class RemoteFolder:
         Return its iteration, or None if there is none. If the checkpoint is damaged, download the
         next older whole one with ``passes_over``; without it raise a CheckpointError.
         """
-        with self._alone():
+        with self._exclusive():
             here = published(self.root)
             whole = [i for i in self._iterations() if self._listed(i) is not None]
             for other in here:
@@ -303,7 +303,7 @@ class RemoteFolder:
         return None
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         """Let only one process of this machine download at a time in this context."""
         self.root.mkdir(parents=True, exist_ok=True)
         with os.fdopen(open_descriptor(self.root / _LOCK, os.O_RDWR | os.O_CREAT), "w") as lock:
@@ -323,7 +323,7 @@ class RemoteFolder:
         if not folder.is_symlink():
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _known(self, iteration: int) -> Files:
+    def _remote_files(self, iteration: int) -> Files:
         place = f"{self.address}/{folder_of(self.root, iteration).name}/{MANIFEST}"
         content = parse_json(self._listed(iteration) or b"", place)
         if not isinstance(content, dict):
@@ -334,7 +334,7 @@ class RemoteFolder:
         """Describe the first remote file that is missing or has a wrong size; None if all fit."""
         there = self._entries(folder_of(self.root, iteration).name)
         try:
-            for name, expected in self._known(iteration).items():
+            for name, expected in self._remote_files(iteration).items():
                 size = there.get(name, {"size": None})["size"]
                 if size is None:
                     return f"{name} is missing"
@@ -349,7 +349,7 @@ class RemoteFolder:
         final = folder_of(self.root, iteration)
         if (fault := self._size_fault(iteration)) is not None:
             return fault
-        listed = self._known(iteration)
+        listed = self._remote_files(iteration)
         if final.is_dir() and files.size_fault(final, listed) is None:
             return None
         temporary = publish.temporary_folder_of(self.root, iteration)

@@ -238,13 +238,13 @@ class SnapshotFile:
         The digest takes time; without it, a later reader cannot tell whether the snapshot is
         intact.
         """
-        at = _HEADER_BYTES + content.num_bytes
-        end = at + len(content.skeleton)
+        begin = _HEADER_BYTES + content.num_bytes
+        end = begin + len(content.skeleton)
         mapping = self.reserve(end - _HEADER_BYTES)
         memory = mapping.memory
         memory[:8] = bytes(8)  # From here on the snapshot is not whole.
         mapping.copy(content)
-        memory[at:end] = content.skeleton
+        memory[begin:end] = content.skeleton
         written = mapping.bytes[_HEADER_BYTES:end]
         header = {
             "iteration": iteration,
@@ -300,10 +300,10 @@ class SnapshotFile:
             return None
 
 
-def _view(memory: Tensor, at: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+def _view(memory: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
     """Return the tensor of ``shape`` that begins at offset ``at`` of a tensor of bytes."""
     num_bytes = shape.numel() * dtype.itemsize
-    return memory[at : at + num_bytes].view(dtype).view(shape)
+    return memory[offset : offset + num_bytes].view(dtype).view(shape)
 
 
 def _digest(content: Tensor, tensor_bytes: int) -> str:
@@ -364,9 +364,9 @@ class Snapshot:
         copies, except those in megatron-core's sharded tensors, which a checkpoint does not pickle.
         """
         content = self.content
-        at = self._tensor_bytes
-        places, skeleton = pickle.loads(content[at:].numpy().tobytes())
-        tensors = [_view(content[:at], *place) for place in places]
+        offset = self._tensor_bytes
+        places, skeleton = pickle.loads(content[offset:].numpy().tobytes())
+        tensors = [_view(content[:offset], *place) for place in places]
         state = _Unpickler(io.BytesIO(skeleton), tensors).load()
         return dict_list_map_inplace(_apart, state) if to_pickle else state
 

@@ -216,8 +216,8 @@ def describe_written(folder: Path, progress: dict[str, Any], run_config: dict[st
     rank = torch.distributed.get_rank()
 
     def describe() -> Files:
-        of_all = describe_common(folder, progress, run_config) if rank == 0 else {}
-        return {**describe_shards(folder, rank), **of_all}
+        common = describe_common(folder, progress, run_config) if rank == 0 else {}
+        return {**describe_shards(folder, rank), **common}
 
     what = f"{folder} cannot be read back"
     parts = gather_or_raise(describe, what)

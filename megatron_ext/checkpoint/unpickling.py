@@ -148,11 +148,11 @@ def _scan_opened(file: IO[bytes]) -> None:
         Scan(torch._C.PyTorchFileReader(file).get_record("data.pkl")).load()
         return
     content = file.read()
-    at = 0
+    position = 0
     for _ in range(_OLD_PICKLES):
-        scan = Scan(content, at)
+        scan = Scan(content, position)
         scan.load()
-        at = scan.at
+        position = scan.at
 
 
 @contextmanager

@@ -144,11 +144,11 @@ def reduced_weights(weights: Tensor, documents: Tensor | None, reduction: str) -
 
 def with_reduced_weights(batch: Batch, documents: Tensor | None, reduction: str) -> Batch:
     """Return a full-sequence batch with ``reduction`` applied to its loss and MTP loss weights."""
-    weights, *of_depths = (
+    weights, *mtp_weights = (
         reduced_weights(mask, documents, reduction)
         for mask in (batch.loss_weights, *batch.mtp_loss_weights)
     )
-    return replace(batch, loss_weights=weights, mtp_loss_weights=tuple(of_depths))
+    return replace(batch, loss_weights=weights, mtp_loss_weights=tuple(mtp_weights))
 
 
 @dataclass

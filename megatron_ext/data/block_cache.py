@@ -151,16 +151,16 @@ class BlockCache:
         sets = self._sets(key, pages)
         data = memoryview(content)
         with self._locked(fcntl.LOCK_EX):
-            for number, (page, at) in enumerate(zip(pages.tolist(), sets.tolist(), strict=True)):
-                self._put(key, page, at, data[number * PAGE : (number + 1) * PAGE])
+            for number, (page, group) in enumerate(zip(pages.tolist(), sets.tolist(), strict=True)):
+                self._put(key, page, group, data[number * PAGE : (number + 1) * PAGE])
 
-    def _put(self, key: int, page: int, at: int, content: memoryview) -> None:
-        records = self._table[at]
+    def _put(self, key: int, page: int, group: int, content: memoryview) -> None:
+        records = self._table[group]
         own = np.flatnonzero((records[:, 0] == key) & (records[:, 1] == page + 1))
         way = int(own[0] if len(own) else records[:, 2].argmin())
         records[way] = 0
         try:
-            written = os.pwrite(self._pages, content, (at * _WAYS + way) * PAGE)
+            written = os.pwrite(self._pages, content, (group * _WAYS + way) * PAGE)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise

@@ -179,14 +179,14 @@ def _map_arrays(
             f"boundaries need {plain} (or {plain + sequences} with modes); it is truncated or "
             "damaged, copy or make it again."
         )
-    at = HEADER_BYTES
+    offset = HEADER_BYTES
     with open(path, "rb") as stream:
         buffer = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
 
     def take(count: int, kind: str) -> Array:
-        nonlocal at
-        array = np.frombuffer(buffer, dtype=np.dtype(kind), count=count, offset=at)
-        at += array.nbytes
+        nonlocal offset
+        array = np.frombuffer(buffer, dtype=np.dtype(kind), count=count, offset=offset)
+        offset += array.nbytes
         return array
 
     lengths = take(sequences, "<i4")
@@ -251,11 +251,11 @@ def _check_sequences(prefix: str | os.PathLike[str], index: Index) -> int:
         ends = end + np.cumsum(lengths * itemsize)
         wrong = ends - lengths * itemsize != index.offsets[start : start + SCAN_ITEMS]
         if wrong.any():
-            at = int(np.argmax(wrong))
+            fault = int(np.argmax(wrong))
             raise DataError(
-                f"{idx_path(prefix)} places sequence {start + at} at byte "
-                f"{index.offsets[start + at]}, but the lengths before it end at byte "
-                f"{ends[at] - lengths[at] * itemsize}; the index is damaged, make it again."
+                f"{idx_path(prefix)} places sequence {start + fault} at byte "
+                f"{index.offsets[start + fault]}, but the lengths before it end at byte "
+                f"{ends[fault] - lengths[fault] * itemsize}; the index is damaged, make it again."
             )
         end = int(ends[-1]) if len(ends) else end
     return end // itemsize

@@ -94,28 +94,28 @@ def append_file(
     out.flush()
     with open(source, "rb", buffering=0) as stream:
         end = os.fstat(stream.fileno()).st_size if end is None else end
-        at = start
+        position = start
         left = end - start
         while left > 0:
-            done = _kernel_copy(stream.fileno(), out.fileno(), at, min(left, _COPY_BYTES))
+            done = _kernel_copy(stream.fileno(), out.fileno(), position, min(left, _COPY_BYTES))
             if done == 0:
                 raise DataError(
                     f"{source} ended {left} bytes early while it was joined; run again."
                 )
-            at = at + done
+            position = position + done
             left = left - done
             advance(done)
 
 
-def _kernel_copy(source: int, target: int, at: int, count: int) -> int:
+def _kernel_copy(source: int, target: int, position: int, count: int) -> int:
     try:
-        return int(os.copy_file_range(source, target, count, offset_src=at))
+        return int(os.copy_file_range(source, target, count, offset_src=position))
     except (OSError, AttributeError):
         pass  # the kernel refuses these file systems: try sendfile or plain reads
     try:
-        return os.sendfile(target, source, at, count)
+        return os.sendfile(target, source, position, count)
     except OSError:
-        data = os.pread(source, min(count, 1 << 22), at)
+        data = os.pread(source, min(count, 1 << 22), position)
         return os.write(target, data)
 
 

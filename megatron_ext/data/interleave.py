@@ -76,13 +76,13 @@ class Interleave:
         Both arrays are ``[stop - start]``. The numbers count the samples of each source from 0.
         """
         parts = []
-        at = start
-        while at < stop:
-            rest = at % self._cycle
+        place = start
+        while place < stop:
+            rest = place % self._cycle
             sources, _, _ = self._block(rest // BLOCK)
-            part = sources[rest % BLOCK : rest % BLOCK + stop - at]
+            part = sources[rest % BLOCK : rest % BLOCK + stop - place]
             parts.append(part)
-            at += len(part)
+            place += len(part)
         sources = np.concatenate(parts) if len(parts) != 1 else parts[0]
         return sources, numbered(sources, self.counts(start))
 

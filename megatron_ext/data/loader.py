@@ -77,7 +77,7 @@ class StepDataset(Dataset[Any]):
 _PLAIN = StepDataset()
 
 
-def told_by(dataset: Any) -> StepDataset:
+def as_step_dataset(dataset: Any) -> StepDataset:
     """Return the dataset if it is a `StepDataset`, else a `StepDataset` with the defaults."""
     return dataset if isinstance(dataset, StepDataset) else _PLAIN
 
@@ -191,7 +191,7 @@ def build_source(
         full_epoch: repeat the whole split in order without end (full validation).
         as_mappings: return micro-batches with the dataset's own keys, see `MappingLoader`.
     """
-    traits = told_by(dataset)
+    traits = as_step_dataset(dataset)
     plan = traits.plan
     first_step = 0 if plan is None else _steps_done(config.training, consumed_samples)
     packs = plan is not None and plan.packs_documents
@@ -305,7 +305,7 @@ def _samples(
 def _loader(
     dataset: Dataset[Any], sampler: Sampler[Any], training: TrainingConfig, device: torch.device
 ) -> DataLoader[Any]:
-    traits = told_by(dataset)
+    traits = as_step_dataset(dataset)
     expect = traits.expect
     if expect is not None and not training.num_workers:
         # Worker processes prefetch by themselves.

@@ -116,16 +116,16 @@ def _fresh_numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> In
     whole = (windows - phase.first_window) * per_window
     firsts, counts, _ = groups(whole, zero, size, group, per_window)
     # These are all parts of the windows; only some of them hold the tokens.
-    at = np.repeat(np.arange(len(windows)), per_window)
+    index = np.repeat(np.arange(len(windows)), per_window)
     part = np.tile(np.arange(per_window), len(windows))
     lengths = np.full(len(part), length)
-    holds = _meets(order, taken.source, begins[at] + part * length, lengths, begin, end)
-    at = at[holds]
+    holds = _meets(order, taken.source, begins[index] + part * length, lengths, begin, end)
+    index = index[holds]
     part = part[holds]
     keys = group_keys(np.full(len(windows), phase.key, dtype=np.uint64), firsts)
-    places = (windows - firsts)[at] * per_window + part
-    numbers = unpermute(places, (counts * per_window)[at], keys[at])
-    return numbers + ((firsts - phase.first_window) * per_window)[at]
+    places = (windows - firsts)[index] * per_window + part
+    numbers = unpermute(places, (counts * per_window)[index], keys[index])
+    return numbers + ((firsts - phase.first_window) * per_window)[index]
 
 
 def _windows(

@@ -54,16 +54,16 @@ def stages_of(planned: Sequence[Planned], begin: int = 0, batch: int = 1) -> lis
     the change.
     """
     stages: list[Stage] = []
-    at = 0
+    number = 0
     before = planned[0]
     for each in planned:
         if each.seq_length != before.seq_length:
-            at += (begin - at) % batch
+            number += (begin - number) % batch
         if each.ramp and each.size:
-            stages += _staircase(before.weights, each, at)
+            stages += _staircase(before.weights, each, number)
         else:
-            stages.append(Stage(at, each.seq_length, each.weights))
-        at = at + (each.size or 0)
+            stages.append(Stage(number, each.seq_length, each.weights))
+        number = number + (each.size or 0)
         before = each
     return stages
 

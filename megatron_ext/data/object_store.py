@@ -241,8 +241,8 @@ def _ranges(pages: Ints, unit: int, total: int) -> Iterator[tuple[int, int]]:
     units = np.unique(pages // unit)
     most = max(1, RANGE // unit)
     for run in np.split(units, np.flatnonzero(np.diff(units) != 1) + 1):
-        for at in range(0, len(run), most):
-            part = run[at : at + most]
+        for offset in range(0, len(run), most):
+            part = run[offset : offset + most]
             yield int(part[0]) * unit, min((int(part[-1]) + 1) * unit, total)
 
 
@@ -318,9 +318,9 @@ class RemoteSpan(TokenSpan):
         missing = np.flatnonzero(~here)
         if len(missing):
             fetched = self._store.fetch(self._source, pages[missing])
-            for at in missing.tolist():
-                page = np.frombuffer(fetched[int(pages[at])], dtype=self.dtype)
-                copies[at, : len(page)] = page
+            for index in missing.tolist():
+                page = np.frombuffer(fetched[int(pages[index])], dtype=self.dtype)
+                copies[index, : len(page)] = page
         return copies
 
     def _pages_of(self, begins: Ints, length: Ints | int) -> tuple[Ints, Ints]:

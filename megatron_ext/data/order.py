@@ -270,7 +270,7 @@ class SampleOrder:
             high = min(stop, end)
             if low >= high:
                 continue
-            before, after = (placed.interleave.counts(at - begin) for at in (low, high))
+            before, after = (placed.interleave.counts(number - begin) for number in (low, high))
             for source, (first, last) in enumerate(zip(before, after, strict=True)):
                 if first < last:
                     used = placed.used[source]
@@ -313,19 +313,19 @@ class SampleOrder:
     def locate(self, start: int, stop: int) -> Pieces:
         """Return the pieces of samples ``start`` to ``stop`` - 1."""
         parts = []
-        at = start
-        while at < stop:
-            index = self.stage_at(at)
-            inside = at - self._starts[index]
+        number = start
+        while number < stop:
+            index = self.stage_at(number)
+            inside = number - self._starts[index]
             block = inside // BLOCK
             end = self._starts[index] + (block + 1) * BLOCK
             if index + 1 < len(self._starts):
                 end = min(end, self._starts[index + 1])
             end = min(end, stop)
             first = inside - block * BLOCK
-            pieces = self._block(index, block).between(first, first + end - at, at - start)
+            pieces = self._block(index, block).between(first, first + end - number, number - start)
             parts.append(pieces)
-            at = end
+            number = end
         return joined(parts)
 
     def _block(self, index: int, number: int) -> Pieces:
@@ -366,8 +366,8 @@ class SampleOrder:
             group = np.array([source.group for source in self.sources])[sources]
             counts = self._windows[sources]
             begin, size, part = groups(numbers, first, counts, group, per_window)
-            of_phase: Words = np.array([phase.key for phase in placed.phases], dtype=np.uint64)
-            place = permute(part, size * per_window, group_keys(of_phase[sources], begin))
+            phase_keys: Words = np.array([phase.key for phase in placed.phases], dtype=np.uint64)
+            place = permute(part, size * per_window, group_keys(phase_keys[sources], begin))
             windows = begin + place // per_window
             begins = self._begins(sources, windows, place % per_window * length)
             return Pieces(rows, np.zeros_like(rows), sources, begins, np.full_like(rows, length))

@@ -51,7 +51,7 @@ class IndexedDocuments:
         offsets = self._index.offsets
         size = self._index.dtype.itemsize
         # numpy's search would copy the whole array, because the file does not align it.
-        a, b = (bisect.bisect_left(offsets, (self._first + at) * size) for at in (begin, end))
+        a, b = (bisect.bisect_left(offsets, (self._first + token) * size) for token in (begin, end))
         starts: Ints = np.unique(offsets[a:b].astype(np.int64)) // size - self._first
         return starts
 
@@ -99,10 +99,10 @@ def best_fit(sizes: Ints, capacity: int, count: int) -> Ints:
     bins = [capacity * count + number for number in range(count)]
     for item in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[item])
-        at = bisect.bisect_left(bins, size * count)
-        if at == len(bins):
+        index = bisect.bisect_left(bins, size * count)
+        if index == len(bins):
             continue
-        room, number = divmod(bins.pop(at), count)
+        room, number = divmod(bins.pop(index), count)
         bin_of[item] = number
         if room > size:
             bisect.insort(bins, (room - size) * count + number)
@@ -175,14 +175,14 @@ def _placed(
     ends = np.cumsum(sizes[others])
     gap_ends = np.cumsum(gaps[gap_bins])
     cuts = np.union1d(ends, gap_ends)
-    at = np.concatenate([[0], cuts[:-1]])
-    item = np.searchsorted(ends, at, side="right")
-    gap = np.searchsorted(gap_ends, at, side="right")
+    cut_begins = np.concatenate([[0], cuts[:-1]])
+    item = np.searchsorted(ends, cut_begins, side="right")
+    gap = np.searchsorted(gap_ends, cut_begins, side="right")
     item_begins = begins[others] - (ends - sizes[others])
     is_open = ~np.isin(cuts, ends) | (others[item] == open_item)
     return (
-        np.concatenate([begins[whole], item_begins[item] + at]),
+        np.concatenate([begins[whole], item_begins[item] + cut_begins]),
         np.concatenate([bins[whole], gap_bins[gap]]),
-        np.concatenate([sizes[whole], cuts - at]),
+        np.concatenate([sizes[whole], cuts - cut_begins]),
         np.concatenate([goes_on, is_open]),
     )

@@ -68,7 +68,7 @@ def permute(indices: Ints, sizes: Ints | int, keys: Words | int) -> Ints:
 
 def unpermute(images: Ints, sizes: Ints | int, keys: Words | int) -> Ints:
     """Return the indices whose images are ``images`` (see `permute`)."""
-    return _walked(images, sizes, keys, _of_ranks, _inverse_network)
+    return _walked(images, sizes, keys, _values_of_ranks, _inverse_network)
 
 
 _Bijection = Callable[[Words, Words, Words], Words]
@@ -113,7 +113,7 @@ def _ranks(values: Words, sizes: Words, keys: Words) -> Words:
     return ranks
 
 
-def _of_ranks(ranks: Words, sizes: Words, keys: Words) -> Words:
+def _values_of_ranks(ranks: Words, sizes: Words, keys: Words) -> Words:
     """Return the value of each rank: the inverse of `_ranks`."""
     weights, is_inside = _weights(sizes, keys)
     order = np.lexsort((weights, ~is_inside), axis=1)

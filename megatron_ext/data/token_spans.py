@@ -54,13 +54,13 @@ class TokenSpan(ABC):
         if inside.any():
             tokens[inside] = self.read(begins[inside], length)
         for row in np.flatnonzero(~inside).tolist():
-            at = int(begins[row])
+            position = int(begins[row])
             parts = []
             missing = length
             while missing:
-                count = min(missing, self.tokens - at)
-                parts.append(self.read(np.array([at], dtype=np.int64), count)[0])
-                at = 0
+                count = min(missing, self.tokens - position)
+                parts.append(self.read(np.array([position], dtype=np.int64), count)[0])
+                position = 0
                 missing = missing - count
             tokens[row] = np.concatenate(parts)
         return tokens
@@ -163,15 +163,15 @@ class ReadSpan(TokenSpan):
         preadv = os.preadv
         file = self._file
         offsets = ((self.first + begins) * self.dtype.itemsize).tolist()
-        at = 0
+        row = 0
         started = time.perf_counter()
         with readable(path):
             for offset in offsets if self._was_slow else ():
                 os.posix_fadvise(file, offset, size, os.POSIX_FADV_WILLNEED)
             for offset in offsets:
-                if preadv(file, [rows[at : at + size]], offset) != size:
-                    self._read_rest(rows[at : at + size], offset)
-                at += size
+                if preadv(file, [rows[row : row + size]], offset) != size:
+                    self._read_rest(rows[row : row + size], offset)
+                row += size
         self._was_slow = time.perf_counter() - started > _SLOW * len(begins)
         return tokens
 

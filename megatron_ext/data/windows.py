@@ -138,17 +138,17 @@ class Source:
         passed = column = 0
         for rest in phase.rests:
             size = rest.end - rest.begin
-            at = max(begin - passed, 0)
+            token = max(begin - passed, 0)
             stop = min(end - passed, size)
-            while at < stop:
-                part, offset = divmod(rest.begin + at, rest.part)
-                length = min(rest.part - offset, stop - at)
+            while token < stop:
+                part, offset = divmod(rest.begin + token, rest.part)
+                length = min(rest.part - offset, stop - token)
                 per_window = self.window // rest.part
                 place = int(permute(_ints(part), rest.parts, rest.key)[0])
                 window = rest.first_window + place // per_window
                 yield column, window, place % per_window * rest.part + offset, length
                 column = column + length
-                at = at + length
+                token = token + length
             passed += size
 
 

@@ -253,25 +253,25 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         window = None if first_query is None else self.window_size
         hides = mask is not None or window is not None
         auto = self.backend == AttnBackend.auto and not follows_core and first_query is not None
-        of_documents = mask is not None and not is_dense(mask)
+        by_document = mask is not None and not is_dense(mask)
         if (hides or own_scores) and auto and masks.flex_fits(q, dropout):
             # FlexAttention skips blocks of keys that the mask or the window hides. A dense mask
             # already contains causality.
             causal = self.causal and (mask is None or window is not None)
-            span = Span(first_query or 0, causal or of_documents, window)
+            span = Span(first_query or 0, causal or by_document, window)
             blocks = masks.block_mask(q, k, span, mask)
             limit = masks.limit_on(query.device, self.softcap) if self.softcap else None
             sinks = self._sinks(query) if own_scores else None
             return masks.attention_in_blocks(
                 query, key, value, blocks, self.softmax_scale, limit, sinks
             )
-        at = first_query or 0
-        if mask is not None and of_documents:
-            mask = masks.document_mask(mask, at, query.size(0))
+        position = first_query or 0
+        if mask is not None and by_document:
+            mask = masks.document_mask(mask, position, query.size(0))
         if window is not None:
-            mask = self._with_window(mask, query, key, at)
+            mask = self._with_window(mask, query, key, position)
         if follows_core or own_scores:
-            return self._attend_eagerly(query, key, value, mask, at)
+            return self._attend_eagerly(query, key, value, mask, position)
         bias: Any = None if mask is None else ~mask
         if bias is None and self.causal and q.size(2) != k.size(2):
             from megatron_ext.layers.causal_parts import attend_in_parts, prefers_parts

@@ -138,9 +138,9 @@ class _InParts(torch.autograd.Function):
     ) -> Tensor:
         earlier, own = _parts(query, key, value)
         out, lse, saved = kernel.forward(query, *earlier, False, scale)
-        of_own, lse_of_own, saved_of_own = kernel.forward(query, *own, True, scale)
-        out, lse = merged(out, lse, of_own, lse_of_own)
-        ctx.save_for_backward(query, key, value, out, lse, *saved, *saved_of_own)
+        own_out, own_lse, own_saved = kernel.forward(query, *own, True, scale)
+        out, lse = merged(out, lse, own_out, own_lse)
+        ctx.save_for_backward(query, key, value, out, lse, *saved, *own_saved)
         ctx.kernel = kernel
         ctx.scale = scale
         return out
@@ -157,5 +157,5 @@ class _InParts(torch.autograd.Function):
                 _parts(query, key, value), kept, (False, True), strict=True
             )
         )
-        of_key, of_value = (torch.cat([earlier[i], own[i]], dim=2) for i in (1, 2))
-        return earlier[0] + own[0], of_key, of_value, None, None
+        key_gradient, value_gradient = (torch.cat([earlier[i], own[i]], dim=2) for i in (1, 2))
+        return earlier[0] + own[0], key_gradient, value_gradient, None, None

@@ -298,20 +298,20 @@ class FusedResidual:
         """Return a function that computes gradients by recomputing ``function``."""
 
         def gradients(
-            of_x: Tensor, plan: tuple[int, tuple[int, ...]], *args: Any
+            residual_gradient: Tensor, plan: tuple[int, tuple[int, ...]], *args: Any
         ) -> tuple[Tensor, ...]:
             count, indices = plan
-            of_outputs = args[:count]
+            output_gradients = args[:count]
             inputs = args[count:]
 
-            def of_wanted(*values: Tensor) -> tuple[Tensor, ...]:
+            def selected(*values: Tensor) -> tuple[Tensor, ...]:
                 given = dict(zip(indices, values, strict=True))
                 return function(*(given.get(i, arg) for i, arg in enumerate(inputs)))
 
             vjp: Any = torch.func.vjp
-            _, pull = vjp(of_wanted, *(inputs[i] for i in indices))
-            results = pull(of_outputs)
-            return (results[0] + of_x, *results[1:])
+            _, pull = vjp(selected, *(inputs[i] for i in indices))
+            results = pull(output_gradients)
+            return (results[0] + residual_gradient, *results[1:])
 
         gradients.__name__ = f"{function.__name__}_gradients"
         return gradients

@@ -109,22 +109,22 @@ class _GroupedProduct(torch.autograd.Function):
         x, ends = ctx.saved_tensors
         call: _Call = ctx.call
         gradient = gradient.contiguous()
-        of_x = None
+        x_gradient = None
         if ctx.needs_input_grad[0]:
             stacked = torch.stack([weight.detach() for weight in call.weights])
-            of_x = torch._grouped_mm(gradient, stacked, offs=ends)
+            x_gradient = torch._grouped_mm(gradient, stacked, offs=ends)
 
-        def of_weights() -> tuple[Tensor | None, ...]:
+        def compute() -> tuple[Tensor | None, ...]:
             # In these layouts an expert may have any number of tokens, even none. The kernel writes
             # only 16 bits.
             return call.add(torch._grouped_mm(gradient.t(), x, offs=ends))
 
         weight_gradients: tuple[Tensor | None, ...] = (None,) * len(call.weights)
         if call.queue is not None:
-            call.queue.add(of_weights)
+            call.queue.add(compute)
         elif call.weights[0].requires_grad:
-            weight_gradients = of_weights()
-        return of_x, None, None, *weight_gradients
+            weight_gradients = compute()
+        return x_gradient, None, None, *weight_gradients
 
 
 class GroupedExperts(SequentialMLP):  # type: ignore[misc]

@@ -204,11 +204,11 @@ class KeyValueCache:
     def all_positions(self, _module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Replace a rotary embedding's first argument, the length, by the longest allowed one.
 
-        This is a forward pre-hook of a rotary embedding; `of_the_tokens` is its forward hook.
+        This is a forward pre-hook of a rotary embedding; `token_angles` is its forward hook.
         """
         return self.max_length, *arguments[1:]
 
-    def of_the_tokens(self, module: Any, _arguments: Any, output: Any) -> Any:
+    def token_angles(self, module: Any, _arguments: Any, output: Any) -> Any:
         """Select the angles ``[T, 1, k, d]`` of the tokens from the angles of all positions."""
         angles, *rest = output if isinstance(output, tuple) else (output,)
         # All layers of a pass share this tensor, and the tables computed from it.
@@ -222,6 +222,6 @@ class KeyValueCache:
         own = angles[tokens.positions]
         if short is None or short >= self.max_length:
             return own
-        of_short_texts = module.forward(short)[tokens.positions.clamp(max=short - 1)]
+        short_angles = module.forward(short)[tokens.positions.clamp(max=short - 1)]
         is_long = (tokens.lengths > short)[:, None, None, None]
-        return torch.where(is_long, own, of_short_texts)
+        return torch.where(is_long, own, short_angles)

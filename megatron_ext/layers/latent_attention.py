@@ -62,9 +62,9 @@ def split_latent_heads(
         queries ``[s, b, n, dk]``, keys ``[s, b, n, dk]`` and values ``[s, b, n, dv]``, copied.
     """
     query = torch.unflatten(query, -1, (heads, -1))
-    of_heads = torch.unflatten(projected, -1, (heads, -1))
-    key = of_heads[..., :-value_dim]
-    value = of_heads[..., -value_dim:]
+    per_head = torch.unflatten(projected, -1, (heads, -1))
+    key = per_head[..., :-value_dim]
+    value = per_head[..., -value_dim:]
     width = key.size(-1)
     turned = rotated(query[..., width:], cos, sin, True)
     query = torch.cat((query[..., :width], turned), -1)
@@ -108,21 +108,19 @@ class LatentAttention(Attention):  # type: ignore[misc]
         rotated = config.qk_pos_emb_head_dim
         self.key_hidden_size = config.qk_head_dim + rotated
         hidden = config.hidden_size
-        of_queries = heads * self.key_hidden_size
-        of_keys_and_values = heads * (config.qk_head_dim + config.v_head_dim)
+        query_outputs = heads * self.key_hidden_size
+        kv_outputs = heads * (config.qk_head_dim + config.v_head_dim)
         if config.q_lora_rank is None:
-            self.linear_q_proj = self._linear(submodules.linear_q_proj, hidden, of_queries)
+            self.linear_q_proj = self._linear(submodules.linear_q_proj, hidden, query_outputs)
         else:
             rank = config.q_lora_rank
             self.linear_q_down_proj = self._linear(submodules.linear_q_down_proj, hidden, rank)
-            self.linear_q_up_proj = self._linear(submodules.linear_q_up_proj, rank, of_queries)
+            self.linear_q_up_proj = self._linear(submodules.linear_q_up_proj, rank, query_outputs)
         rank = config.kv_lora_rank
         self.linear_kv_down_proj = self._linear(
             submodules.linear_kv_down_proj, hidden, rank + rotated
         )
-        self.linear_kv_up_proj = self._linear(
-            submodules.linear_kv_up_proj, rank, of_keys_and_values
-        )
+        self.linear_kv_up_proj = self._linear(submodules.linear_kv_up_proj, rank, kv_outputs)
         if config.q_lora_rank is not None:
             self.q_layernorm = self._norm(submodules.q_layernorm, config.q_lora_rank)
             if not config.sequence_parallel and self.world_size > 1:
@@ -196,23 +194,23 @@ class LatentAttention(Attention):  # type: ignore[misc]
         The first two cover this rank's part of the sequence, the shared key all of it.
         """
         config = self.config
-        of_queries = hidden
+        query_input = hidden
         if config.q_lora_rank is not None:
             compressed, _ = self.linear_q_down_proj(hidden)
-            of_queries = self.q_layernorm(compressed)
+            query_input = self.q_layernorm(compressed)
         mixed, _ = self.linear_kv_down_proj(hidden)
         latent, shared = mixed.split((config.kv_lora_rank, config.qk_pos_emb_head_dim), dim=-1)
         # Each rank's heads contribute to the shared key's gradient.
         shared = enter(shared, self.tp_group, config.sequence_parallel)
-        return of_queries, self.kv_layernorm(latent), shared
+        return query_input, self.kv_layernorm(latent), shared
 
     def _heads(
-        self, of_queries: Tensor, latent: Tensor, shared: Tensor
+        self, query_input: Tensor, latent: Tensor, shared: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of this rank's heads, from `_small_vectors`."""
         config = self.config
-        of_heads = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
-        query, _ = of_heads(of_queries)
+        projection = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
+        query, _ = projection(query_input)
         keys_and_values, _ = self.linear_kv_up_proj(latent)
         length = shared.size(0) * self.pg_collection.cp.size()
         fuses = fusions_of(config).rotary

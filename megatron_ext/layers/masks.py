@@ -131,7 +131,7 @@ def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 @lru_cache(maxsize=16)
 def limit_on(device: torch.device, softcap: float) -> Tensor:
     """Return the soft cap as a tensor, so that one compiled function serves all values."""
-    # As in `_of_positions`, the first call may come from evaluation.
+    # As in `_position_mask`, the first call may come from evaluation.
     with torch.inference_mode(False):
         return torch.full((), softcap, device=device)
 
@@ -168,7 +168,7 @@ def block_mask(query: Tensor, key: Tensor, span: Span, mask: Tensor | None) -> B
     lengths = query.size(2), key.size(2)
     if mask is None:
         return newest.of_positions(span, lengths, query.device)
-    make = _of_dense_mask if is_dense(mask) else _of_documents
+    make = _dense_block_mask if is_dense(mask) else _document_block_mask
     return newest.find(mask, (span, lengths), lambda: make(span, lengths, mask))
 
 
@@ -249,8 +249,8 @@ class NewestMask:
         """
         what = (span, lengths, device)
         if self._of_graphs is None and not is_captured(device):
-            return _of_positions(*what)
-        return self._recorded(what, lambda: _of_positions.__wrapped__(*what))
+            return _position_mask(*what)
+        return self._recorded(what, lambda: _position_mask.__wrapped__(*what))
 
     def _recorded(self, what: Any, make: Callable[[], T], mask: Tensor | None = None) -> T:
         if self._of_graphs is None:
@@ -265,7 +265,7 @@ newest = NewestMask()
 
 
 @lru_cache(maxsize=16)
-def _of_positions(span: Span, lengths: Lengths, device: torch.device) -> BlockMask:
+def _position_mask(span: Span, lengths: Lengths, device: torch.device) -> BlockMask:
     # The cache is also used in training, where autograd cannot save tensors made in inference mode.
     with torch.inference_mode(False):
         some, whole = _blocks_in_reach(span, lengths, device)
@@ -273,7 +273,7 @@ def _of_positions(span: Span, lengths: Lengths, device: torch.device) -> BlockMa
         return _in_order(some[None], whole[None], lengths, rule)
 
 
-def _of_documents(span: Span, lengths: Lengths, documents: Tensor) -> BlockMask:
+def _document_block_mask(span: Span, lengths: Lengths, documents: Tensor) -> BlockMask:
     queries = documents[:, span.first_query : span.first_query + lengths[0]]
     keys = documents[:, : lengths[1]]
     some, whole = _blocks_in_reach(span, lengths, documents.device)
@@ -290,11 +290,11 @@ def _of_documents(span: Span, lengths: Lengths, documents: Tensor) -> BlockMask:
     if documents.size(0) == 1:
         queries = queries[0]
         keys = keys[0]
-    rule = _rule(span, documents.device, of_queries=queries, of_keys=keys)
+    rule = _rule(span, documents.device, query_documents=queries, key_documents=keys)
     return _in_order(some, whole, lengths, rule)
 
 
-def _of_dense_mask(span: Span, lengths: Lengths, forbidden: Tensor) -> BlockMask:
+def _dense_block_mask(span: Span, lengths: Lengths, forbidden: Tensor) -> BlockMask:
     batch = forbidden.size(0)
     device = forbidden.device
     rule = _rule(span, device, forbidden=forbidden[0, 0] if batch == 1 else forbidden[:, 0])
@@ -363,15 +363,15 @@ def _rule(
     span: Span,
     device: torch.device,
     *,
-    of_queries: Tensor | None = None,
-    of_keys: Tensor | None = None,
+    query_documents: Tensor | None = None,
+    key_documents: Tensor | None = None,
     forbidden: Tensor | None = None,
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """Return a function of (b, h, q, k) that is True where query q attends to key k.
 
     Args:
-        of_queries, of_keys: document index of each query ``[b, q]`` and key ``[b, k]``, or without
-            the axis b if it is the same for all samples.
+        query_documents, key_documents: document index of each query ``[b, q]`` and key ``[b, k]``,
+            or without the axis b if it is the same for all samples.
         forbidden: True where attention is forbidden, ``[b, q, k]``, or ``[q, k]`` for all samples.
     """
     least, greatest = span.distances()
@@ -380,17 +380,17 @@ def _rule(
 
     def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         # Compare key positions directly: differences would be computed for all pairs, in int64.
-        at = q + first_query
-        seen = k >= 0 if least is None else k <= at - least
+        position = q + first_query
+        seen = k >= 0 if least is None else k <= position - least
         if greatest is not None:
-            seen = seen & (k >= at - greatest)
+            seen = seen & (k >= position - greatest)
         # All indices are tensors. torch would copy a plain number to the device, and the host would
         # wait.
-        if of_queries is not None and of_keys is not None:
-            if of_queries.dim() == 2:
-                seen = seen & (of_queries[b, q] == of_keys[b, k])
+        if query_documents is not None and key_documents is not None:
+            if query_documents.dim() == 2:
+                seen = seen & (query_documents[b, q] == key_documents[b, k])
             else:
-                seen = seen & (of_queries[q] == of_keys[k])
+                seen = seen & (query_documents[q] == key_documents[k])
         if forbidden is not None:
             seen = seen & ~(forbidden[b, q, k] if forbidden.dim() == 3 else forbidden[q, k])
         return seen

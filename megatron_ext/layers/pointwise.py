@@ -115,9 +115,9 @@ def norm_and_statistics(
 
 
 def norm_gradients(
-    of_x: Tensor,
+    residual_gradient: Tensor,
     plan: tuple[int, tuple[int, ...]],
-    of_y: Tensor,
+    y_gradient: Tensor,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -129,22 +129,24 @@ def norm_gradients(
 
     Let n = (x - mean) * inverse be the normalized input and g its gradient. The gradient of x is
     ``inverse * (g - n mean(g n) - mean(g))``; RMSNorm has neither mean. The gradient of the weight
-    is ``sum(of_y n)`` over the tokens that share it. It depends on no other sum, so a single kernel
-    may compute all gradients.
+    is ``sum(y_gradient n)`` over the tokens that share it. It depends on no other sum, so a single
+    kernel may compute all gradients.
     """
     _, indices = plan
     dtype = inverse.dtype
     normalized = (x.to(dtype) if mean is None else x.to(dtype) - mean) * inverse
-    of_y = of_y.to(dtype)
-    of_normalized = of_y * _gain(weight, spec, dtype)
-    change = of_normalized - normalized * (of_normalized * normalized).mean(dim=-1, keepdim=True)
+    y_gradient = y_gradient.to(dtype)
+    normalized_gradient = y_gradient * _gain(weight, spec, dtype)
+    change = normalized_gradient - normalized * (normalized_gradient * normalized).mean(
+        dim=-1, keepdim=True
+    )
     if mean is not None:
-        change = change - of_normalized.mean(dim=-1, keepdim=True)
-    gradients = [(of_x + inverse * change).to(x.dtype)]
+        change = change - normalized_gradient.mean(dim=-1, keepdim=True)
+    gradients = [(residual_gradient + inverse * change).to(x.dtype)]
     if 1 in indices:
-        gradients.append((of_y * normalized).sum_to_size(weight.shape).to(weight.dtype))
+        gradients.append((y_gradient * normalized).sum_to_size(weight.shape).to(weight.dtype))
     if 2 in indices and bias is not None:
-        gradients.append(of_y.sum_to_size(bias.shape).to(bias.dtype))
+        gradients.append(y_gradient.sum_to_size(bias.shape).to(bias.dtype))
     return tuple(gradients)
 
 

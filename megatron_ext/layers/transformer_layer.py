@@ -158,9 +158,9 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
             table = table_of(rotary, projected.dtype, interleaved=interleaved, rotary=self.rotary)
         norms: tuple[Any, ...] = (None,) * 5
         if isinstance(self.q_layernorm, (LayerNorm, RMSNorm)):
-            of_query = weights_of(self.q_layernorm)
-            of_key = weights_of(self.k_layernorm)
-            norms = *of_query, *of_key, spec_of(self.q_layernorm)
+            q_norm = weights_of(self.q_layernorm)
+            k_norm = weights_of(self.k_layernorm)
+            norms = *q_norm, *k_norm, spec_of(self.q_layernorm)
         groups = self.num_query_groups_per_partition
         head_dim = self.hidden_size_per_attention_head
         return pointwise.queries_keys_values(
@@ -253,11 +253,11 @@ def _after_norm(norm: torch.nn.Module, add: Callable[..., Any]) -> Callable[...,
     def bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
         function: Callable[..., Tensor] = add(training, fused)
 
-        def of_norm(x_with_bias: WithBias, residual: Tensor, probability: float) -> Tensor:
+        def add_norm(x_with_bias: WithBias, residual: Tensor, probability: float) -> Tensor:
             x, bias = x_with_bias
             return function((norm(x if bias is None else x + bias), None), residual, probability)
 
-        return of_norm
+        return add_norm
 
     return bias_dropout_add
 

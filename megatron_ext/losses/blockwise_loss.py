@@ -57,13 +57,13 @@ def _values(
             losses = torch.where(weights != 0, losses.float(), 0.0)
             total = torch.dot(weights, losses)
         if leaves:
-            of_leaves = iter(torch.autograd.grad(total, leaves))
+            leaf_gradients = iter(torch.autograd.grad(total, leaves))
             if gradients.hidden is not None:
-                gradients.hidden[span] = next(of_leaves)
+                gradients.hidden[span] = next(leaf_gradients)
             if gradients.weight is not None:
-                gradients.add_to_weight(next(of_leaves))
+                gradients.add_to_weight(next(leaf_gradients))
             if gradients.bias is not None:
-                gradients.bias.add_(next(of_leaves))
+                gradients.bias.add_(next(leaf_gradients))
         more = (torch.where(weights != 0, extra[name].detach(), 0.0) for name in extra_names)
         for whole, part in zip(values, (losses.detach(), *more), strict=True):
             whole[span] = part

@@ -173,10 +173,10 @@ def hidden_states_loss(
     cross: CrossEntropy = functools.partial(weighted_linear_cross_entropy, **options)
     if mtp_targets is not None:
         hidden, *depths = torch.chunk(hidden, 1 + len(mtp_targets.labels), dim=0)
-        for depth, of_depth in enumerate(depths):
+        for depth, depth_hidden in enumerate(depths):
             labels = mtp_targets.labels[depth]
-            of_labels = mtp_targets.weights[depth]
-            losses, total = cross(of_depth, head.weight, labels, of_labels)
+            label_weights = mtp_targets.weights[depth]
+            losses, total = cross(depth_hidden, head.weight, labels, label_weights)
             mtp_targets.record(depth, losses)
             hidden = attach(hidden, total, head.config)
     if custom is None:

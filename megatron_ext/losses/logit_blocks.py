@@ -405,18 +405,18 @@ class _WeightedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> Any:
         scale = grad_total * ctx.largest
-        of_hidden, of_weight, of_bias = ctx.gradients.take(scale)
-        of_bias = None if of_bias is None else _cast(of_bias, ctx.weight_dtype)
-        if of_weight is not None and ctx.parameter is not None:
+        hidden_gradient, weight_gradient, bias_gradient = ctx.gradients.take(scale)
+        bias_gradient = None if bias_gradient is None else _cast(bias_gradient, ctx.weight_dtype)
+        if weight_gradient is not None and ctx.parameter is not None:
             total = writable(ctx.main_grad)
             if takes_overwrite(ctx.parameter):
-                torch.mul(of_weight, scale, out=total)
+                torch.mul(weight_gradient, scale, out=total)
             else:
-                total.addcmul_(of_weight, scale)
-            of_weight = None
-        elif of_weight is not None:
-            of_weight = _scaled_to(ctx.weight_dtype, of_weight, scale)
-        return of_hidden, of_weight, of_bias, None, None, None, None
+                total.addcmul_(weight_gradient, scale)
+            weight_gradient = None
+        elif weight_gradient is not None:
+            weight_gradient = _scaled_to(ctx.weight_dtype, weight_gradient, scale)
+        return hidden_gradient, weight_gradient, bias_gradient, None, None, None, None
 
 
 def weighted_sum(

@@ -62,7 +62,7 @@ def deal(shards: Sequence[tuple[Matrix, Shard]], group: ProcessGroup | None) -> 
         pieces = [own] * group.size()
         torch.distributed.all_gather_object(pieces, own, group=group)
     dealt = [
-        Dealt(matrix, shard, tuple(slice(*of_rank[index]) for of_rank in pieces))
+        Dealt(matrix, shard, tuple(slice(*rank_pieces[index]) for rank_pieces in pieces))
         for index, (matrix, shard) in enumerate(shards)
     ]
     queues = _queues(dealt, len(pieces))

@@ -52,7 +52,7 @@ class UpdateResult:
         return self._copy.read()
 
     @property
-    def known(self) -> bool:
+    def is_read(self) -> bool:
         """Return whether the host has already read the result."""
         return "_numbers" in self.__dict__
 
@@ -247,11 +247,11 @@ def count_zeros(optimizer: MegatronOptimizer) -> Tensor:
 def _over_ranks(
     optimizer: MegatronOptimizer,
     statistic: Callable[[list[Tensor]], Tensor],
-    of_the_others: Callable[[MegatronOptimizer, list[Tensor]], Tensor | float] | None = None,
+    uncounted: Callable[[MegatronOptimizer, list[Tensor]], Tensor | float] | None = None,
 ) -> Tensor:
     """Return a statistic of the gradients, summed over all optimizers and ranks, float64 ``[]``.
 
-    ``of_the_others`` takes an optimizer and the gradients that this rank counts. It returns a term
+    ``uncounted`` takes an optimizer and the gradients that this rank counts. It returns a term
     for the gradients that another rank counts.
     """
     total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
@@ -260,8 +260,8 @@ def _over_ranks(
         own = torch.zeros_like(total)
         if grads:
             own += statistic(grads)
-        if of_the_others is not None:
-            own += of_the_others(part, grads)
+        if uncounted is not None:
+            own += uncounted(part, grads)
         torch.distributed.all_reduce(own, group=part.get_grad_stats_parallel_group())
         total += own
     return total

@@ -163,8 +163,8 @@ class Slot:
     def name(self, number: int, name: str) -> None:
         """Store the name that events refer to by ``number``."""
         encoded = name.encode()[: _NAME_BYTES - 1].ljust(_NAME_BYTES, b"\0")
-        at = self._offset + _NAMES_AT + number * _NAME_BYTES
-        self._memory[at : at + _NAME_BYTES] = encoded
+        offset = self._offset + _NAMES_AT + number * _NAME_BYTES
+        self._memory[offset : offset + _NAME_BYTES] = encoded
 
     def write(
         self, now: int, iteration: int, kind_and_name: int, phase: int, detail: tuple[int, int, int]
@@ -219,14 +219,14 @@ class Board:
         return _record(self._memory, index * SLOT_BYTES, num_events)
 
 
-def _record(memory: mmap.mmap, at: int, num_events: int) -> RankRecord | None:
+def _record(memory: mmap.mmap, offset: int, num_events: int) -> RankRecord | None:
     """Return a copy of the slot at byte offset ``at``, None if no rank has opened it."""
-    copy = memory[at : at + SLOT_BYTES]
+    copy = memory[offset : offset + SLOT_BYTES]
     header = struct.unpack_from("12q", copy)
     if not header[Word.PID]:
         return None
     # Entries are copied after the header, so those that the rank has overwritten since are dropped.
-    (after,) = struct.unpack_from("q", memory, at + 8 * Word.COUNT)
+    (after,) = struct.unpack_from("q", memory, offset + 8 * Word.COUNT)
     count = header[Word.COUNT]
     oldest = max(0, after + 1 - RING, count - num_events)
     names = _names(copy)
@@ -253,8 +253,8 @@ def _names(copy: bytes) -> Sequence[str]:
     """Return the names of a slot, ordered by their numbers."""
     names = list[str]()
     for number in range(MAX_NAMES):
-        at = _NAMES_AT + number * _NAME_BYTES
-        cell = copy[at : at + _NAME_BYTES].rstrip(b"\0")
+        offset = _NAMES_AT + number * _NAME_BYTES
+        cell = copy[offset : offset + _NAME_BYTES].rstrip(b"\0")
         if not cell:
             break
         names.append(cell.decode(errors="replace"))

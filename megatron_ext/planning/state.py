@@ -171,7 +171,7 @@ def buckets(
     alignment, ending = (64, math.lcm(replicas, 128)) if distributed else (1, 1)
     closed: list[Bucket] = []
     start = 0
-    at = 0
+    position = 0
     spans = list[tuple[int, int]]()
     matrices = list[bool]()
 
@@ -185,17 +185,17 @@ def buckets(
         return end
 
     for weight in reversed(weights):
-        at = _round_up(at, alignment)
+        position = _round_up(position, alignment)
         alone = weight.shared and distributed
         if alone and spans:
-            at = close(at)
-        spans.append((at, at + weight.numel))
+            position = close(position)
+        spans.append((position, position + weight.numel))
         matrices.append(weight.matrix is not None)
-        at += weight.numel
-        if alone or (bucket_size is not None and at - start >= bucket_size):
-            at = close(at)
+        position += weight.numel
+        if alone or (bucket_size is not None and position - start >= bucket_size):
+            position = close(position)
     if spans:
-        close(at)
+        close(position)
     return closed
 
 
@@ -242,7 +242,7 @@ def rank_state(
             laid = buckets(weights, distributed=distributed, replicas=replicas, bucket_size=size)
             parts = replicas if distributed else 1
             updated = [_share(x, expert_replica if expert else replica, parts) for x in laid]
-            elements, touched, of_matrices = map(sum, zip(*updated, strict=True))
+            elements, touched, in_matrices = map(sum, zip(*updated, strict=True))
             reduced = laid[-1].end * (FP32 if in_fp32 else ranks.width)
             total += State(
                 count=sum(weight.numel for weight in weights),
@@ -250,7 +250,7 @@ def rank_state(
                 gradients=laid[-1].end // replicas * FP32 if shards else reduced,
                 reduced=reduced,
                 optimizer=_optimizer_bytes(
-                    optimizer, elements, touched, of_matrices, half=ranks.half
+                    optimizer, elements, touched, in_matrices, half=ranks.half
                 ),
                 average=elements * FP32 if config.ema.ema_decay else 0,
                 updated=elements,
@@ -287,18 +287,18 @@ def _share(bucket: Bucket, replica: int, replicas: int) -> tuple[int, int, int]:
 
 
 def _optimizer_bytes(
-    optimizer: OptimizerConfig, elements: int, touched: int, of_matrices: int, *, half: bool
+    optimizer: OptimizerConfig, elements: int, touched: int, in_matrices: int, *, half: bool
 ) -> int:
     """Return the bytes of the optimizer state for the ``elements`` that a rank updates.
 
     The state consists of the moments and, with 16-bit parameters (``half``), the fp32 parameters.
     torch's Adam also keeps a float32 step count for each of the ``touched`` parameters. Muon has no
-    second moment for the ``of_matrices`` elements of matrices.
+    second moment for the ``in_matrices`` elements of matrices.
     """
     main = FP32 if half else 0
     if optimizer.optimizer == "sgd":
         return elements * (main + (FP32 if optimizer.sgd_momentum else 0))
     names = optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype
     first, second = (FP32 if name == "fp32" else FP32 // 2 for name in names)
-    squared = elements - (of_matrices if optimizer.optimizer == "muon" else 0)
+    squared = elements - (in_matrices if optimizer.optimizer == "muon" else 0)
     return elements * (main + first) + squared * second + touched * FP32

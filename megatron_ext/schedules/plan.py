@@ -284,11 +284,11 @@ def _peak(actions: Sequence[Action]) -> int:
     Without backward passes, activations are held only during their own forward pass.
     """
     trains = any(action.kind is not Kind.FORWARD for action in actions if action.kind in COMPUTE)
-    held = peak = 0
+    in_flight = peak = 0
     for action in actions:
         if action.kind is Kind.FORWARD:
-            peak = max(peak, held + 1)
-            held += trains
+            peak = max(peak, in_flight + 1)
+            in_flight += trains
         elif action.kind in (Kind.BACKWARD, Kind.WEIGHT):
-            held -= 1
+            in_flight -= 1
     return peak

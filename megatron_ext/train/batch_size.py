@@ -109,8 +109,8 @@ class Progress:
         step.
         """
         names = {field.name for field in fields(cls)}
-        known = {name: value for name, value in values.items() if name in names}
-        if "average_updates" not in known and known.get("iteration"):
-            known |= {"average_updates": known["iteration"], "average_start": None}
-        best = [BestCheckpoint(**entry) for entry in known.pop("best_checkpoints", [])]
-        return cls(**known, best_checkpoints=best)
+        counters = {name: value for name, value in values.items() if name in names}
+        if "average_updates" not in counters and counters.get("iteration"):
+            counters |= {"average_updates": counters["iteration"], "average_start": None}
+        best = [BestCheckpoint(**entry) for entry in counters.pop("best_checkpoints", [])]
+        return cls(**counters, best_checkpoints=best)

@@ -75,10 +75,10 @@ def cause_of(status: int) -> str:
 
 def meaning_of(code: int) -> str:
     """Return a clause that says why a run with this exit code ended."""
-    known = FINAL | TRANSIENT
-    if code not in known and code > 128 and code - 128 in list(signal.Signals):
+    meanings = FINAL | TRANSIENT
+    if code not in meanings and code > 128 and code - 128 in list(signal.Signals):
         return f"a rank was ended by {signal.Signals(code - 128).name}"
-    return known.get(code, "a rank ended with this code")
+    return meanings.get(code, "a rank ended with this code")
 
 
 def is_worth_a_start(code: int) -> bool:

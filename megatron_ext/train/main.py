@@ -148,9 +148,9 @@ def main(
         stored = stored_config(words)
         if splits_layers(words, stored):
             keep_launch_order()
-        known: dict[str, Any] = {"checkpoint_config": stored, "defaults": defaults}
-        known |= {"device": select().kind, "elsewhere": elsewhere}
-        parse = partial(parse_args, argv, program, **known)
+        options: dict[str, Any] = {"checkpoint_config": stored, "defaults": defaults}
+        options |= {"device": select().kind, "elsewhere": elsewhere}
+        parse = partial(parse_args, argv, program, **options)
         parsed = parse(world_size=int(os.environ.get("WORLD_SIZE", "0")), reading=words)
         if parsed.print_config:
             print(parsed.config.to_yaml() if first else "", end="")
@@ -248,17 +248,17 @@ def _resized(
 
 def stored_config(words: Reading) -> dict[str, Any] | None:
     """Return the configuration in the checkpoint to load; None without --use-checkpoint-args."""
-    asked = words.values.get("checkpoint", {})
-    if not asked.get("use_checkpoint_args"):
+    flags = words.values.get("checkpoint", {})
+    if not flags.get("use_checkpoint_args"):
         return None
-    of_checkpoint: Callable[..., dict[str, Any]] = read_run_config
-    if asked.get("load"):
-        step = asked.get("ckpt_step")
-        return of_checkpoint(fetched("--load", asked["load"], step), step)
-    pretrained = asked.get("pretrained_checkpoint")
+    read: Callable[..., dict[str, Any]] = read_run_config
+    if flags.get("load"):
+        step = flags.get("ckpt_step")
+        return read(fetched("--load", flags["load"], step), step)
+    pretrained = flags.get("pretrained_checkpoint")
     if pretrained is None:
         return None
-    return of_checkpoint(*root_of(fetched("--pretrained-checkpoint", pretrained)))
+    return read(*root_of(fetched("--pretrained-checkpoint", pretrained)))
 
 
 def splits_layers(words: Reading, stored: Mapping[str, Any] | None) -> bool:
@@ -266,8 +266,8 @@ def splits_layers(words: Reading, stored: Mapping[str, Any] | None) -> bool:
 
     ``stored`` is the configuration in the checkpoint to load; it fills in missing flags.
     """
-    asked = words.values.get("parallel", {})
-    sizes = {**(stored or {}).get("parallel", {}), **asked}
+    flags = words.values.get("parallel", {})
+    sizes = {**(stored or {}).get("parallel", {}), **flags}
     names = "tensor_model_parallel_size", "context_parallel_size"
     return any((sizes.get(name) or 1) != 1 for name in names)
 
@@ -322,8 +322,8 @@ def pretrain(
             compile_alike()
         save = config.checkpoint.save
         guard = supervision_of(config).guard(context.rank)
-        held = nullcontext() if save is None else hold_save_folder(save, context)
-        with guard, held, nullcontext() if helper is None else ending(helper):
+        lock = nullcontext() if save is None else hold_save_folder(save, context)
+        with guard, lock, nullcontext() if helper is None else ending(helper):
             tell_bus_errors()
             # The time limit applies to the whole job, with all its restarts.
             started = None if launched is None else launched.started
@@ -340,12 +340,12 @@ def pretrain(
             )
             if injector is not None:
                 injector.chunks = run.chunks
-            at = run.progress.iteration
+            resumed_at = run.progress.iteration
             steps = run.num_iterations
             reporters = build_reporters(
                 config,
                 context,
-                resumed_at=at,
+                resumed_at=resumed_at,
                 num_iterations=steps,
                 launched=None if work is not None else launched,
             )
@@ -383,13 +383,13 @@ def check_folders(logs: LoggingConfig, checkpoint: CheckpointConfig) -> None:
     folders = {"save": checkpoint.save, "tensorboard-dir": logs.tensorboard_dir}
     if logs.wandb_project:
         folders["wandb-save-dir"] = logs.wandb_save_dir
-    found = [
+    errors = [
         error
         for name, folder in folders.items()
         if folder and (error := write_error(f"--{name}", folder)) is not None
     ]
-    if found:
-        raise ConfigError(found)
+    if errors:
+        raise ConfigError(errors)
 
 
 def _run_all(checks: Sequence[Callable[[], Any]]) -> tuple[list[Any], list[MegatronExtError]]:

@@ -101,14 +101,14 @@ def build_run(
     overlap = config.optimizer.overlap_param_gather and trains
     parameter_gather = ParameterGather(chunks, transformer_config, overlap=overlap)
     parameter_gather.switch_off(gather=False)
-    of_batches = config.training, config.model.seq_length, context.layout.data_parallel_size
+    batch_arguments = config.training, config.model.seq_length, context.layout.data_parallel_size
     run = Run(
         config=config,
         context=context,
         device=device,
         task=task,
-        num_iterations=number_of_iterations(*of_batches),
-        batch_size=BatchSize(*of_batches),
+        num_iterations=number_of_iterations(*batch_arguments),
+        batch_size=BatchSize(*batch_arguments),
         chunks=chunks,
         optimizer=optimizer,
         scheduler=scheduler,
@@ -307,6 +307,6 @@ def _evaluation_sources(
 
 def _exists(dataset: Any, device: torch.device) -> bool:
     """Return whether any rank has a dataset for a split; all ranks call this together."""
-    found = torch.tensor(int(dataset is not None), device=device)
-    torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
-    return bool(found)
+    exists = torch.tensor(int(dataset is not None), device=device)
+    torch.distributed.all_reduce(exists, op=torch.distributed.ReduceOp.MAX)
+    return bool(exists)

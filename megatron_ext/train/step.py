@@ -428,7 +428,7 @@ class StepRunner:
     ) -> None:
         """Queue an update for ``scheduler``; settle the queue if the update's result is known."""
         self._unsettled.append((update, scheduler, num_samples))
-        if update.known:
+        if update.is_read:
             self.settle()
 
     @property

@@ -112,15 +112,15 @@ def supervision_of(config: RunConfig) -> Supervision:
     if config.parallel.world_size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         if not given_flags(config):
             return Supervision(config)
-    return _of_add_on(config)
+    return _chosen_supervision(config)
 
 
 def supervision_of_ranks() -> Supervision:
     """Return the supervision for ranks that are forked for something other than a run."""
-    return _of_add_on(None)
+    return _chosen_supervision(None)
 
 
-def _of_add_on(config: RunConfig | None) -> Supervision:
+def _chosen_supervision(config: RunConfig | None) -> Supervision:
     module = extras.part(RESILIENCE, "supervision")
     return Supervision(config) if module is None else module.Resilience(config)
 

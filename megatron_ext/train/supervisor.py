@@ -38,7 +38,7 @@ class SignalForwarder:
 
     Attributes:
         children: rank by process id; the code that starts and reaps ranks updates it.
-        asked: the last signal that asked the ranks to exit at once; None before the first.
+        stop_signal: the last signal that asked the ranks to exit at once; None before the first.
         received: all received signals.
 
     Args:
@@ -48,7 +48,7 @@ class SignalForwarder:
 
     def __init__(self, exit_signal: ExitSignal | None = None) -> None:
         self.children: dict[int, int] = {}
-        self.asked: int | None = None
+        self.stop_signal: int | None = None
         self.received: set[int] = set()
         self._exit_signal = exit_signal or ExitSignal(None)
         self._interrupted_at: float | None = None
@@ -81,12 +81,12 @@ class SignalForwarder:
         if number == self._exit_signal.number:
             self._exit_signal.came = True
         else:
-            self.asked = number
+            self.stop_signal = number
         self.send(signal.SIGKILL if self._is_impatient(number) else number)
 
     def _is_impatient(self, number: int) -> bool:
         """Return whether Ctrl-C was pressed again while the ranks are still cleaning up."""
-        if number != signal.SIGINT or self.asked != number:
+        if number != signal.SIGINT or self.stop_signal != number:
             return False
         now = time.monotonic()
         first = self._interrupted_at = self._interrupted_at or now
@@ -97,9 +97,9 @@ class SignalForwarder:
 
         If a signal asked the ranks to exit, return the code for that signal, however they ended.
         """
-        if self.asked is None or code in (0, EXIT_CODE_USER_ERROR, EXIT_CODE_SIGNAL):
+        if self.stop_signal is None or code in (0, EXIT_CODE_USER_ERROR, EXIT_CODE_SIGNAL):
             return code
-        return self.code_of(-self.asked)
+        return self.code_of(-self.stop_signal)
 
     def code_of(self, status: int) -> int:
         """Return the exit code for a rank's status.
@@ -178,7 +178,7 @@ class Supervisor:
             # The other ranks have agreed to exit too, and may have reports to finish.
             self._kill_at = time.monotonic() + _SECONDS_FOR_THE_OTHERS
             return
-        if status < 0 and -status != self._forwarder.asked:
+        if status < 0 and -status != self._forwarder.stop_signal:
             say(rank, f"was ended by {signal.Signals(-status).name}")
         self._end_all()
 

@@ -149,8 +149,8 @@ class Task(TaskFlags):
         """Return the flags that do not apply, also those that no part of the task implements."""
         parts = [part for part in (self.forward_step, self.model_chunk) if part is not None]
         own = {name for part in parts for name in self.implements.get(part, "").split()}
-        known = " ".join([STEP_FLAGS, *self.implements.values()]).split()
-        lacking = " ".join(dict.fromkeys(name for name in known if name not in own))
+        names = " ".join([STEP_FLAGS, *self.implements.values()]).split()
+        lacking = " ".join(dict.fromkeys(name for name in names if name not in own))
         named = " and ".join(f"`{getattr(part, '__name__', 'one of its own')}`" for part in parts)
         ignored = Inapplicable(
             lacking,

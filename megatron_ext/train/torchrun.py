@@ -58,8 +58,8 @@ def run_torchrun(words: Sequence[str]) -> int:
         by_time = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
         codes = [code_of(failure.exitcode) for failure in by_time]
         code = next((code for code in codes if code not in FOLLOWS), codes[0])
-        if of_job := os.environ.get(FOLDER_VARIABLE):
-            own = Path(of_job) / f"{socket.gethostname()}_{os.getpid()}"
+        if job_folder := os.environ.get(FOLDER_VARIABLE):
+            own = Path(job_folder) / f"{socket.gethostname()}_{os.getpid()}"
             own.parent.mkdir(parents=True, exist_ok=True)
             write_text(own, str(code))
         return code

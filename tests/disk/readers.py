@@ -44,7 +44,7 @@ from megatron_ext.extras.ledger.ledger import Ledger
 from megatron_ext.extras.ledger.step_record import RecordWriter, StepRecord
 from megatron_ext.extras.report.page import write_report
 from megatron_ext.extras.report.run_folder import read_run_folder
-from megatron_ext.extras.resilience.elastic import WANTED_NODES, wanted_nodes
+from megatron_ext.extras.resilience.elastic import REQUESTED_NODES, requested_nodes
 from megatron_ext.planning.hardware import gpu_named
 from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.convert.config import read_model
@@ -311,7 +311,9 @@ def readers() -> dict[str, Reader]:
             lambda x: own_checkpoints(x, again=True),
             survives=True,
         ),
-        "wanted nodes": Reader(WANTED_NODES, b"3", lambda x: wanted_nodes(str(x)), survives=True),
+        "wanted nodes": Reader(
+            REQUESTED_NODES, b"3", lambda x: requested_nodes(str(x)), survives=True
+        ),
         "ledger": Reader("data_ledger.jsonl", _ledger_lines(), _ask_the_ledger, survives=True),
         "ledger's settings": Reader("config.yaml", yaml.safe_dump(_config()).encode(), _section),
         "metrics": Reader("metrics.jsonl", _made_run("metrics.jsonl"), _metrics, survives=True),

@@ -66,7 +66,7 @@ def test_a_capture_forbids_nothing_that_layers_do(
 @pytest.mark.parametrize("mask", [None, MASK, DOCUMENTS])
 def test_blocks_of_a_mask_are_made_within_a_capture(mask: Tensor | None) -> None:
     query = torch.zeros(len(ENDS), HEADS, S, 16)
-    masks._of_positions.cache_clear()
+    masks._position_mask.cache_clear()
     with graphs_on_a_cpu(), Capture(CpuGraph()):
         masks.block_mask(query, query, masks.Span(0, True, (3, 0)), mask)
         assert CpuGraph.made[0].operations

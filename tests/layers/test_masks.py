@@ -35,7 +35,7 @@ FORMS = ["documents", "dense", None]
 def flexible(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the path of a GPU, uncompiled."""
     monkeypatch.setattr(masking, "flex_fits", lambda query, dropout: True)
-    masking._of_positions.cache_clear()
+    masking._position_mask.cache_clear()
     monkeypatch.setattr(masking, "newest", masking.NewestMask())
 
 
@@ -267,7 +267,7 @@ def test_making_blocks_takes_a_few_bytes_for_a_pair_of_positions() -> None:
     mask = plain.causal(length, 1)[:, None].contiguous()
     for span in (Span(0, False, None), Span(0, True, (100, 0))):
         with Watch() as watch:
-            masking._of_dense_mask(span, (length, length), mask)
+            masking._dense_block_mask(span, (length, length), mask)
         assert watch.peak < 4 * mask.numel()
 
 
@@ -277,7 +277,7 @@ def test_the_host_waits_for_no_mask(form: str | None, each: bool) -> None:
     """A plain number among the indices of a mask would be copied to the device, twice."""
     q, k, _ = views()
     mask = given(form)
-    masking._of_positions.cache_clear()
+    masking._position_mask.cache_clear()
     with host_syncs() as places:
         mask = mask if mask is None or each else mask[:1]
         masking.block_mask(q, k, Span(0, True, (150, 0)), mask)

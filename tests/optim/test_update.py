@@ -167,7 +167,7 @@ def test_the_fused_update_is_that_of_a_host(context: ParallelContext, clip_grad:
             assert update.decides_on_device(optimizer) == fused
             _fill(model, 0, *(torch.full_like(p, value) for p in model.parameters()))
             updates[fused] = update.update_parameters(optimizer, clip_grad)
-            assert updates[fused].known == (not fused)
+            assert updates[fused].is_read == (not fused)
         assert updates[True].applied == updates[False].applied == math.isfinite(value)
         assert str(updates[True].grad_norm) == str(updates[False].grad_norm)
     assert updates[True].grad_norm == pytest.approx(0.01 * math.sqrt(30))

@@ -81,19 +81,19 @@ def draw(
     random = Random(f"{layout.name} {seed} {','.join(kinds)}")
     faults = []
     for index, kind in enumerate(kinds):
-        at = _FIXED.get(kind, "step")
+        event = _FIXED.get(kind, "step")
         seconds = 0.0
         if kind in ENDING:
-            at = random.choice(MOMENTS)
+            event = random.choice(MOMENTS)
             if step_seconds and random.random() < 0.5:
-                at = "step"
+                event = "step"
                 seconds = random.uniform(0.0, step_seconds)
         faults.append(
             Fault(
                 kind=kind,
                 iteration=FIRST + index * APART,
                 rank=random.randrange(layout.ranks),
-                at=at,
+                at=event,
                 seconds=seconds,
                 steps=APART,
                 generation=None,

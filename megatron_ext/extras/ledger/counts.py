@@ -92,7 +92,7 @@ def samples_of(ledger: Ledger, steps: Iterable[Steps]) -> Samples:
 def _same(order: SampleOrder) -> list[Same]:
     """Return an identity for each source of an order, even if several share name and length."""
     kinds = [(source.key, source.tokens) for source in order.sources]
-    return [(*kind, kinds[:at].count(kind)) for at, kind in enumerate(kinds)]
+    return [(*kind, kinds[:index].count(kind)) for index, kind in enumerate(kinds)]
 
 
 def _names(ledgers: Iterable[Ledger]) -> dict[Same, str]:

@@ -136,19 +136,19 @@ def parts_of(pieces: Pieces, sample: int, source: int, documents: Documents) -> 
     ends = begins + lengths
     first = np.searchsorted(documents.starts, begins, side="right") - 1
     counts = np.searchsorted(documents.starts, ends, side="left") - first
-    at = np.repeat(np.arange(len(rows)), counts)
-    number = first[at] + np.arange(len(at)) - np.repeat(np.cumsum(counts) - counts, counts)
-    low = np.maximum(begins[at], documents.starts[number])
-    high = np.minimum(ends[at], documents.starts[number + 1])
+    index = np.repeat(np.arange(len(rows)), counts)
+    number = first[index] + np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
+    low = np.maximum(begins[index], documents.starts[number])
+    high = np.minimum(ends[index], documents.starts[number + 1])
     kept = np.flatnonzero(low < high)
-    at = at[kept]
+    index = index[kept]
     number = number[kept]
     low = low[kept]
     high = high[kept]
     return Rows(
-        samples=sample + rows[at],
-        columns=columns[at] + low - begins[at],
-        sources=np.full(len(at), source, dtype=np.int64),
+        samples=sample + rows[index],
+        columns=columns[index] + low - begins[index],
+        sources=np.full(len(index), source, dtype=np.int64),
         documents=number,
         begins=low - documents.starts[number],
         lengths=high - low,

@@ -229,7 +229,9 @@ class Ledger:
             source = names.index(prefix)
             if order not in in_order:
                 in_order[order] = samples_with(order, source, begin, end, stop)
-            low, high = (bisect_left(in_order[order], at) for at in (each.sample, each.stop))
+            low, high = (
+                bisect_left(in_order[order], boundary) for boundary in (each.sample, each.stop)
+            )
             for sample in in_order[order][low:high]:
                 step = None
                 if each.batch is not None:

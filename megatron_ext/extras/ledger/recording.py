@@ -83,11 +83,13 @@ class DataLedger(Callback):
         with self._writing() as writer:
             if writer is None:
                 return
-            at = progress.iteration
+            iteration = progress.iteration
             if batch != self._batch:
-                writer.steps(Steps(at, progress.consumed_train_samples, batch, at, at))
+                writer.steps(
+                    Steps(iteration, progress.consumed_train_samples, batch, iteration, iteration)
+                )
                 self._batch = batch
-            writer.count(at, at + 1)
+            writer.count(iteration, iteration + 1)
 
     def after_update(self, result: StepResult) -> None:
         if self._writer is None:

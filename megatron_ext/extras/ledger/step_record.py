@@ -197,7 +197,7 @@ class StepRecord:
     @property
     def own_start(self) -> int:
         """Return the step after which the run began in this folder; 0 if it began anew."""
-        taken_over = [at for at, row in enumerate(self.rows) if "from" in row]
+        taken_over = [index for index, row in enumerate(self.rows) if "from" in row]
         rows = self.rows[taken_over[-1] :] if taken_over else self.rows
         own = (row for row in rows if row["kind"] == "start" and "time" in row)
         return min((int(row["iteration"]) for row in own), default=0)
@@ -210,10 +210,10 @@ class StepRecord:
         """
         if iteration is None:
             return self._replayed(self.rows)
-        for at in range(len(self.rows) - 1, -1, -1):
-            row = self.rows[at]
+        for index in range(len(self.rows) - 1, -1, -1):
+            row = self.rows[index]
             if row["kind"] == "steps" and row["iteration"] < iteration <= row["done"]:
-                later = (i for i in range(at, len(self.rows)) if self.rows[i]["kind"] == "start")
+                later = (i for i in range(index, len(self.rows)) if self.rows[i]["kind"] == "start")
                 rows = self.rows[: next(later, None)]
                 # The requested state was reached before this return to an earlier state.
                 relevant = [r for r in rows if r["kind"] != "left_out" or r["last"] <= iteration]

@@ -103,12 +103,13 @@ def _search(text: Array, starts: Ints, some: Ints) -> RepeatedSpans:
         common = common[:-1]
     result = RepeatedSpans(len(some), len(text) - len(some))
     result.repeated = _covered(order, common, len(text))
-    for length, at in _longest(text, order, common):
-        documents = np.searchsorted(starts, at, side="right") - 1
+    for length, positions in _longest(text, order, common):
+        documents = np.searchsorted(starts, positions, side="right") - 1
         places = [
-            (int(some[d]), int(p - starts[d])) for d, p in zip(documents, at.tolist(), strict=True)
+            (int(some[d]), int(p - starts[d]))
+            for d, p in zip(documents, positions.tolist(), strict=True)
         ]
-        result.longest.append(Span(text[at[0] : at[0] + length], places))
+        result.longest.append(Span(text[positions[0] : positions[0] + length], places))
     return result
 
 
@@ -144,12 +145,12 @@ def _longest(text: Array, order: Array, common: Array) -> list[tuple[int, Ints]]
             low -= 1
         while high < len(common) and common[high] >= length and high - low < _PLACES:
             high += 1
-        at = np.sort(order[low : high + 1].astype(np.int64))
-        if taken[at].any():
+        positions = np.sort(order[low : high + 1].astype(np.int64))
+        if taken[positions].any():
             continue
-        for place in at.tolist():
+        for place in positions.tolist():
             taken[place : place + length] = True
-        spans.append((length, at))
+        spans.append((length, positions))
         if len(spans) == _SHOWN:
             break
     return spans

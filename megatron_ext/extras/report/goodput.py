@@ -237,13 +237,13 @@ def _faults(events: Sequence[Row]) -> Iterator[_Fault]:
     for event in events:
         if event.get("kind") == "fault":
             try:
-                at = number(event["time"])
+                time = number(event["time"])
                 iteration = event.get("iteration")
                 seen_after = number(event.get("seen_after") or 0.0)
                 step = None if iteration is None else int(number(iteration))
             except (ValueError, KeyError):
                 continue
-            yield _Fault(at, max(0.0, seen_after), step)
+            yield _Fault(time, max(0.0, seen_after), step)
 
 
 class _Launch:

@@ -136,10 +136,10 @@ def curves(folder: RunFolder, stories: Sequence[FaultStory]) -> list[Markup]:
     for index, split in enumerate(splits):
         style = "evaluated" if index == 0 else "evaluated-too"
         mine = [row for row in evaluations if text_of(row.get("split"), 60) == split]
-        at = [row["iteration"] for row in mine]
+        iterations = [row["iteration"] for row in mine]
         values = _values(mine, name or "")
-        losses.append(Curve(split, at, values, f"{style} line"))
-        losses.append(Curve("", at, values, f"{style} dots"))
+        losses.append(Curve(split, iterations, values, f"{style} line"))
+        losses.append(Curve("", iterations, values, f"{style} dots"))
     drawings = [charts.line_chart("Loss", losses, marks, x_range=x_range)]
     for title, key, style in (
         ("Gradient norm", "grad_norm", "norm line"),
@@ -179,9 +179,9 @@ def _fault_marks(stories: Sequence[FaultStory], *, by_time: bool = False) -> lis
     """Return marks for the newest faults, at their iterations or their times."""
     marks = []
     for story in stories[-MAX_MARKS:]:
-        at = time_of(story.fault) if by_time else integer_of(story.fault, "iteration")
-        if at is not None:
-            marks.append(Mark(at, "fault", f"{story.number}. {story.headline}", story.target))
+        x = time_of(story.fault) if by_time else integer_of(story.fault, "iteration")
+        if x is not None:
+            marks.append(Mark(x, "fault", f"{story.number}. {story.headline}", story.target))
     return marks
 
 
@@ -189,12 +189,12 @@ def _marks(folder: RunFolder, stories: Sequence[FaultStory], last: float) -> lis
     """Return marks for faults, spikes and other events within the curves."""
     marks = _fault_marks(stories)
     for event in folder.events_of("spike", "non_finite", "mismatch")[-MAX_MARKS:]:
-        at = integer_of(event, "iteration")
-        if at is not None:
+        iteration = integer_of(event, "iteration")
+        if iteration is not None:
             word = text_of(event["kind"], 20).replace("_", " ")
-            marks.append(Mark(at, "spike", f"{word} at iteration {at}", "noticed"))
+            marks.append(Mark(iteration, "spike", f"{word} at iteration {iteration}", "noticed"))
     resumed = [row["iteration"] for row in folder.of_kind("resumed")]
     restored = {integer_of(story.restart or {}, "restored_iteration") for story in stories}
-    for at in [at for at in resumed if at not in restored][-MAX_MARKS:]:
-        marks.append(Mark(at, "resumed", f"resumed at iteration {at}", "faults"))
+    for iteration in [iteration for iteration in resumed if iteration not in restored][-MAX_MARKS:]:
+        marks.append(Mark(iteration, "resumed", f"resumed at iteration {iteration}", "faults"))
     return [mark for mark in marks if 0 <= mark.x <= last]

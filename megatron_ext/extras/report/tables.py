@@ -96,9 +96,11 @@ def fault_stories(folder: RunFolder) -> list[FaultStory]:
 
 def _restart_of_rows(folder: RunFolder, fault: Row) -> Row | None:
     """Return the restart after a fault, read from the metrics; None if there was none."""
-    at = time_of(fault)
+    fault_time = time_of(fault)
     rows = folder.of_kind(LAUNCHED)
-    started = next((r for r in rows if time_of(r) >= at and integer_of(r, "generation")), None)
+    started = next(
+        (r for r in rows if time_of(r) >= fault_time and integer_of(r, "generation")), None
+    )
     if started is None:
         return None
     restored = started["iteration"]
@@ -109,7 +111,7 @@ def _restart_of_rows(folder: RunFolder, fault: Row) -> Row | None:
     steps = (r for r in folder.of_kind(TIME) if r.get("generation") == started["generation"])
     first = next((r for r in steps if is_launch(r, launch_time(started))), {})
     with contextlib.suppress(KeyError, ValueError):
-        restart["seconds"] = number(first["to"]) - at
+        restart["seconds"] = number(first["to"]) - fault_time
     return restart
 
 

@@ -16,7 +16,7 @@ from megatron_ext.disk.reading import UnreadableFile, read_text
 from megatron_ext.disk.writing import write_text
 from megatron_ext.errors import ConfigError
 
-WANTED_NODES = "elastic_nodes"
+REQUESTED_NODES = "elastic_nodes"
 """File in the save folder where an operator writes the requested number of nodes."""
 
 
@@ -94,12 +94,12 @@ def _listed(sizes: list[int]) -> str:
     return ", ".join(map(str, sizes))
 
 
-def wanted_nodes(save: str) -> tuple[int, int] | None:
-    """Return the number in the file `WANTED_NODES`, and its time; None without a number.
+def requested_nodes(save: str) -> tuple[int, int] | None:
+    """Return the number in the file `REQUESTED_NODES`, and its time; None without a number.
 
     The time is in nanoseconds, so that writing the same number again is a new request.
     """
-    path = Path(save) / WANTED_NODES
+    path = Path(save) / REQUESTED_NODES
     try:
         return int(read_text(path, limit=1000)), path.stat().st_mtime_ns
     except (OSError, ValueError, UnreadableFile):

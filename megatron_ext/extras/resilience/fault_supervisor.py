@@ -120,15 +120,15 @@ class FaultSupervisor(Supervisor):
         self._pids = {rank: pid for pid, rank in self._children.items()}
         code = super().wait()
         lost = self._contact_lost
-        ends = self.fault is not None or self._asked
+        ends = self.fault is not None or self._is_ending
         if code in FOLLOWS and lost is not None and not ends:
             self._note(Verdict(Kind.DEAD, (lost,), 0.0), cause_of(code))
         return code
 
     @property
-    def _asked(self) -> bool:
+    def _is_ending(self) -> bool:
         """Return whether the launcher has been asked to exit."""
-        return self._forwarder.asked is not None
+        return self._forwarder.stop_signal is not None
 
     def _reap(self) -> bool:
         reaped = super()._reap()
@@ -162,7 +162,11 @@ class FaultSupervisor(Supervisor):
         super()._ended(rank, status)
 
     def _failed(self, rank: int, status: int) -> None:
-        if status not in _LASTING and not self._asked and -status not in self._forwarder.received:
+        if (
+            status not in _LASTING
+            and not self._is_ending
+            and -status not in self._forwarder.received
+        ):
             self._note(Verdict(Kind.DEAD, (rank,), 0.0), cause_of(status))
         super()._failed(rank, status)
 
@@ -198,7 +202,7 @@ class FaultSupervisor(Supervisor):
         return write_postmortem(case, self._save)
 
     def _end_all(self, grace: float = GRACE_SECONDS) -> None:
-        if self._code == EXIT_CODE_NO_ANSWER and self.fault is None and not self._asked:
+        if self._code == EXIT_CODE_NO_ANSWER and self.fault is None and not self._is_ending:
             self._note(Verdict(Kind.HANG, (), 60 * self._timeout_minutes), "hang")
         self._end_ranks(grace)
 
@@ -285,7 +289,7 @@ class RestartSupervisor(FaultSupervisor):
     """Waits for the ranks of a generation that can be restarted; kills all at once after a fault.
 
     Args:
-        look_for_wish: called now and then, to check whether another number of ranks is requested.
+        check_request: called now and then, to check whether another number of ranks is requested.
     """
 
     seconds_for_the_cause = 0.2
@@ -298,12 +302,12 @@ class RestartSupervisor(FaultSupervisor):
         watcher: Watcher | None,
         save: str | None,
         generation: int,
-        look_for_wish: Callable[[], None],
+        check_request: Callable[[], None],
     ) -> None:
         super().__init__(
             forwarder, timeout_minutes, watcher=watcher, save=save, generation=generation
         )
-        self._look_for_wish = look_for_wish
+        self._check_request = check_request
 
     def _hangs(self, verdict: Verdict) -> None:
         """End a hang."""
@@ -313,7 +317,7 @@ class RestartSupervisor(FaultSupervisor):
 
     def _find_stopped(self, now: float) -> None:
         super()._find_stopped(now)
-        self._look_for_wish()
+        self._check_request()
 
     def _failed(self, rank: int, status: int) -> None:
         if status == EXIT_CODE_RESIZED:

@@ -24,8 +24,8 @@ from megatron_ext.extras.resilience.peers import (
     CopyOnMachine,
     CopyOverGroup,
     CopyThread,
+    copy_files,
     distance,
-    held_files,
     own_files,
 )
 from megatron_ext.parallel.collectives import from_all_ranks, gather_or_raise
@@ -154,7 +154,7 @@ class MemoryCheckpoints:
                 )
             self._own.reserve(sizes[self._rank])
             if self._neighbours:
-                held_files(self.folder, copied_rank).reserve(sizes[copied_rank])
+                copy_files(self.folder, copied_rank).reserve(sizes[copied_rank])
 
         gather_or_raise(reserve, f"no room for snapshots in {self.folder}")
         return needed

@@ -31,7 +31,7 @@ def own_files(folder: Path, rank: int) -> SnapshotPair:
     return SnapshotPair(folder, f"rank_{rank:05d}")
 
 
-def held_files(folder: Path, rank: int) -> SnapshotPair:
+def copy_files(folder: Path, rank: int) -> SnapshotPair:
     """Return the files of the copies of a rank's snapshots at its neighbour."""
     return SnapshotPair(folder, f"held_{rank:05d}")
 
@@ -55,7 +55,7 @@ class CopyOnMachine:
     """Makes the copies of a rank's snapshots for a neighbour on the same machine."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._target = held_files(folder, rank)
+        self._target = copy_files(folder, rank)
 
     def __call__(self, snapshot: Snapshot) -> None:
         """Copy a snapshot; meanwhile this rank may take others."""
@@ -79,7 +79,7 @@ class CopyOverGroup:
         self._group = group
         self._right = (rank + step) % size
         self._left = (rank - step) % size
-        self._target = held_files(folder, self._left)
+        self._target = copy_files(folder, self._left)
 
     def __call__(self, snapshot: Snapshot) -> None:
         """Exchange a snapshot with both neighbours."""

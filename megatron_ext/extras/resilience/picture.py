@@ -40,7 +40,7 @@ def spans(events: Sequence[Sequence[Any]]) -> Iterator[tuple[float, float, str]]
 def first_time(ranks: Sequence[dict[str, Any]]) -> float:
     """Return the time at which the drawing starts: the last few steps, or the last few seconds."""
     steps = [e[0] for rank in ranks for e in rank["events"] if e[1] == "STEP"]
-    last = sorted({round(at, 3) for at in steps})[-_STEPS_SHOWN * len(ranks) :]
+    last = sorted({round(time, 3) for time in steps})[-_STEPS_SHOWN * len(ranks) :]
     events = [e[0] for rank in ranks for e in rank["events"]]
     start = min(last or events, default=-1.0)
     return max(start, -_SECONDS_SHOWN)

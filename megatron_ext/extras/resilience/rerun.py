@@ -28,7 +28,7 @@ from megatron_ext.train.step import StepInputs, StepLosses
 _SAME_NORM = 1e-6
 """Relative difference of gradient norms up to which replicas agree."""
 
-Found = dict[int, list[str]]
+Differences = dict[int, list[str]]
 """Names of the differences between two computations, by rank."""
 
 
@@ -104,7 +104,7 @@ class Rerun(Callback):
         if not self._validates or result.applied or self._overflowed():
             return step, result
         here = not_finite_here(run, [x[name] for x in step.reports for name in x])
-        affected = [each for each in self._gathered(here) if each.found]
+        affected = [each for each in self._gathered(here) if each.has_any]
         facts = describe(affected, result.grad_norm, run.context)
         first = scaled or self._outcome(step)
         start.restore()
@@ -120,7 +120,7 @@ class Rerun(Callback):
 
     def _judge(
         self,
-        differing: Found,
+        differing: Differences,
         refused: UpdateResult,
         again: UpdateResult,
         facts: dict[str, Any],
@@ -201,7 +201,7 @@ class Rerun(Callback):
             "`--deterministic-mode`), or a faulty device"
         )
 
-    def _differing(self, one: Outcome, other: Outcome) -> Found:
+    def _differing(self, one: Outcome, other: Outcome) -> Differences:
         """Return the differences between two outcomes, by rank; all ranks call this together.
 
         Ranks whose gradients differ only after the reduction have received the difference from
@@ -222,5 +222,5 @@ class Rerun(Callback):
         return values
 
 
-def _filled(differing: Found) -> Found:
+def _filled(differing: Differences) -> Differences:
     return {rank: names for rank, names in differing.items() if names}

@@ -24,7 +24,7 @@ from megatron_ext.extras.resilience.elastic import (
     ask_to_resize,
     forget_resize,
     ranks_of_a_node,
-    wanted_nodes,
+    requested_nodes,
 )
 from megatron_ext.extras.resilience.fault_supervisor import Fault, RestartSupervisor
 from megatron_ext.extras.resilience.generation import FAULT_STEP_VARIABLE, FAULT_TIME_VARIABLE
@@ -81,13 +81,13 @@ class RestartPolicy:
         """Return whether the run may continue with another number of ranks."""
         return len(self.world_sizes) > 1
 
-    def wish(self) -> tuple[int, int] | None:
+    def requested_size(self) -> tuple[int, int] | None:
         """Return the number of ranks that an operator requests, and the time, or None.
 
         The number is the largest that fits into the requested nodes, or else the smallest allowed
         one.
         """
-        request = wanted_nodes(self.save) if self.is_elastic and self.save else None
+        request = requested_nodes(self.save) if self.is_elastic and self.save else None
         if request is None:
             return None
         most = request[0] * self.ranks_of_a_node
@@ -194,7 +194,8 @@ class _Launcher:
         self._folder = folder
         self._timeout_minutes = timeout_minutes
         self._size = self._wanted = policy.world_sizes[0]
-        self._last_wish = policy.wish()  # a request to an earlier run, which is ignored
+        # A request that is already there was made to an earlier run, so it is ignored.
+        self._last_request = policy.requested_size()
         self._watcher = open_watcher(folder, self._size, timeout_minutes)
         self._drawings = Drawings()
         self._history = History(policy.max_restarts)
@@ -222,13 +223,13 @@ class _Launcher:
                 watcher=self._watcher,
                 save=self._policy.save,
                 generation=self._generation,
-                look_for_wish=self._look_for_wish,
+                check_request=self._check_request,
             )
-            if self._forwarder.asked is not None:
-                return self._forwarder.code_of(-self._forwarder.asked)
+            if self._forwarder.stop_signal is not None:
+                return self._forwarder.code_of(-self._forwarder.stop_signal)
             with self._fork(main, self._size, self._forwarder, self._environment):
-                if self._forwarder.asked is not None:  # a signal came before there were ranks
-                    self._forwarder.send(self._forwarder.asked)
+                if self._forwarder.stop_signal is not None:  # a signal came before there were ranks
+                    self._forwarder.send(self._forwarder.stop_signal)
                 code = watch.wait()
             if watch.fault is not None:
                 code = self._follow(watch.fault, code, watch.postmortem)
@@ -243,8 +244,8 @@ class _Launcher:
         self._drawings.start(postmortem)
         history = self._history
         policy = self._policy
-        if self._forwarder.asked is not None:
-            return self._forwarder.code_of(-self._forwarder.asked)
+        if self._forwarder.stop_signal is not None:
+            return self._forwarder.code_of(-self._forwarder.stop_signal)
         history.add(fault)
         sentence = f"rank {fault.rank} has failed ({fault.cause})"
         if fault.iteration:
@@ -275,12 +276,12 @@ class _Launcher:
         self._environment[FAULT_STEP_VARIABLE] = str(fault.iteration or 0)
         return _GO_ON
 
-    def _look_for_wish(self) -> None:
+    def _check_request(self) -> None:
         """Ask the ranks to exit after a step if an operator requests another number of nodes."""
-        request = self._policy.wish()
-        if request is None or request == self._last_wish or self._folder is None:
+        request = self._policy.requested_size()
+        if request is None or request == self._last_request or self._folder is None:
             return
-        self._last_wish = request
+        self._last_request = request
         self._wanted = request[0]
         if self._wanted == self._size:
             return

@@ -58,7 +58,7 @@ def own_times(
     first = max(*(r.events[0].time for r in board), *(f[0].created for f in flights.values()))
     last = min(*(r.last_time for r in board), *(f[-1].created for f in flights.values()))
     begins = [{e.time for e in r.events if e.kind is EventKind.STEP} for r in board]
-    whole = [sorted(at for at in times if first < at < last) for times in begins]
+    whole = [sorted(time for time in times if first < time < last) for times in begins]
     if min(map(len, whole)) > _LEAST_STEPS:
         first = max(times[0] for times in whole)
         last = min(times[-1] for times in whole)
@@ -100,10 +100,10 @@ def _overlap(spans: Sequence[Span], waits: Sequence[Span]) -> float:
     for start, end in spans:
         while index < len(merged) and merged[index][1] <= start:
             index += 1
-        at = index
-        while at < len(merged) and merged[at][0] < end:
-            total += min(end, merged[at][1]) - max(start, merged[at][0])
-            at += 1
+        position = index
+        while position < len(merged) and merged[position][0] < end:
+            total += min(end, merged[position][1]) - max(start, merged[position][0])
+            position += 1
     return total
 
 

@@ -101,7 +101,7 @@ class Spikes(Callback):
         """Return whether the step is not a spike, bool ``[]``."""
         first = next(iter(totals.values()), None)
         self._read = self._shared(None if first is None else mean_of(first), norm).read()
-        spike = self._found(self._read)
+        spike = self._spike_in(self._read)
         return torch.full((), spike is None, dtype=torch.bool, device=norm.device)
 
     def _shared(self, loss: Tensor | None, norm: Tensor) -> HostCopy:
@@ -116,7 +116,7 @@ class Spikes(Callback):
             torch.distributed.broadcast(values, group=context.pgs.pp, group_src=last)
         return HostCopy(values)
 
-    def _found(self, read: Sequence[float]) -> Spike | None:
+    def _spike_in(self, read: Sequence[float]) -> Spike | None:
         """Return the spike in a step's values; None without one, or with too few values before."""
         recent = self.run.progress.recent_values
         if len(recent) < self._window // 2 or not all(map(math.isfinite, read)):
@@ -167,7 +167,7 @@ class Spikes(Callback):
 
     def _judge(self, iteration: int, first: int, end: int, read: list[float]) -> None:
         """Announce a spike in the samples ``first`` to ``end`` - 1; remember the values."""
-        spike = self._found(read)
+        spike = self._spike_in(read)
         recent = self.run.progress.recent_values
         if all(map(math.isfinite, read)):
             recent.append(read)

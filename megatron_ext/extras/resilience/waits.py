@@ -201,7 +201,7 @@ def _two_steps(
 ) -> tuple[list[str], list[str]]:
     """Return the entries of the previous step and those of this step."""
     spans = pairwise((*begins, float("inf")))
-    last, this = ([name for at, name in entries if start <= at < end] for start, end in spans)
+    last, this = ([name for time, name in entries if start <= time < end] for start, end in spans)
     return last, this
 
 

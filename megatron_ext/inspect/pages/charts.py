@@ -189,10 +189,10 @@ def _line(curve: Curve, x: Axis, y: Axis) -> Markup:
 def _pieces(curve: Curve, x: Axis, y: Axis) -> Iterator[list[str]]:
     alone = "dots" in curve.style.split()
     piece: list[str] = []
-    for at, value in zip(curve.xs, curve.ys, strict=True):
+    for position, value in zip(curve.xs, curve.ys, strict=True):
         if math.isfinite(value):
             height = min(max(1 - y.at(value), -0.01), 1.01)
-            piece.append(f"{WIDTH * x.at(at):.1f} {HEIGHT * height:.1f}")
+            piece.append(f"{WIDTH * x.at(position):.1f} {HEIGHT * height:.1f}")
         if piece and (alone or not math.isfinite(value)):
             yield piece
             piece = []

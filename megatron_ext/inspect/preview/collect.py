@@ -22,7 +22,13 @@ from torch.utils.data import Dataset
 from megatron_ext.config.batch_size import BatchSize, number_of_iterations
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import Batch, StepLoader
-from megatron_ext.data.loader import BatchSource, StepDataset, build_source, reads_dataset, told_by
+from megatron_ext.data.loader import (
+    BatchSource,
+    StepDataset,
+    as_step_dataset,
+    build_source,
+    reads_dataset,
+)
 from megatron_ext.data.samplers import Ints
 from megatron_ext.device import Device, select
 from megatron_ext.errors import ConfigError
@@ -240,9 +246,9 @@ class _Replica:
         return self._known[sample]
 
 
-def _depths(of_depths: Sequence[Tensor], row: int, like: Tensor) -> NDArray[Any]:
+def _depths(depths: Sequence[Tensor], row: int, like: Tensor) -> NDArray[Any]:
     """Return row ``row`` of each tensor ``[b, s]``, one for each of K MTP depths, as ``[K, s]``."""
-    rows = [tensor[row] for tensor in of_depths]
+    rows = [tensor[row] for tensor in depths]
     return (torch.stack(rows) if rows else like.new_zeros(0, like.size(1))).numpy()
 
 
@@ -270,8 +276,8 @@ class Numbered(StepDataset):
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self.plan = told_by(dataset).plan
-        self.packs_documents = told_by(dataset).packs_documents
+        self.plan = as_step_dataset(dataset).plan
+        self.packs_documents = as_step_dataset(dataset).packs_documents
 
     def __len__(self) -> int:
         return len(self._dataset)

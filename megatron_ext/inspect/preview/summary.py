@@ -143,7 +143,7 @@ def warnings_of(steps: Sequence[Step], splitter: SpanSplitter, eod: int) -> list
     ]
     return [
         *_some(masked, "rows train no token at all", "they cost compute and teach nothing"),
-        *_of_conversations(conversations),
+        *_conversation_warnings(conversations),
         *_turn_ends(conversations, splitter),
         *_some(
             [place(step, row) for step, row, _ in rows if _crosses(row)],
@@ -158,7 +158,7 @@ def _some(examples: Sequence[str], what: str, advice: str) -> Iterator[str]:
         yield f"{len(examples)} {what} (the first: {examples[0]}); {advice}."
 
 
-def _of_conversations(documents: Sequence[Document]) -> Iterator[str]:
+def _conversation_warnings(documents: Sequence[Document]) -> Iterator[str]:
     yield from _some(
         [name_of(document) for document in documents if not document.trained],
         "conversations have no trained token",

@@ -168,9 +168,11 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     value, slope = _activation(_read(wide, first_m, first_k, m, stride, K, BLOCK_M, BLOCK_K), NAME)
     if GATED:
         linear = _read(wide + K, first_m, first_k, m, stride, K, BLOCK_M, BLOCK_K)
-        of_linear = outer * value
+        linear_gradient = outer * value
         second = K + first_k
-        _write(of_linear, scale, noted, rows, columns, first_m, second, m, stride, stride, LIMIT)
+        _write(
+            linear_gradient, scale, noted, rows, columns, first_m, second, m, stride, stride, LIMIT
+        )
         outer = outer * linear
     _write(outer * slope, scale, noted, rows, columns, first_m, first_k, m, stride, K, LIMIT)
 

@@ -213,21 +213,21 @@ class AmaxHistories:
         modules = (module for chunk in chunks for module in chunk.modules())
         self.scalings = [module for module in modules if isinstance(module, DelayedScaling)]
         """The delayed scalings, in the same order on all ranks of a pipeline stage."""
-        self._asked: tuple[list[DelayedScaling], HostCopy] | None = None
+        self._pending: tuple[list[DelayedScaling], HostCopy] | None = None
 
     def marks(self) -> tuple[Any, list[bool]]:
         """Return the part of the state that `advance` keeps on the host; the rest is in buffers."""
-        return self._asked, [scaling.has_history for scaling in self.scalings]
+        return self._pending, [scaling.has_history for scaling in self.scalings]
 
     def set_marks(self, marks: tuple[Any, list[bool]]) -> None:
         """Restore the result of `marks` from before a step, to compute the step again."""
-        self._asked, has_history = marks
+        self._pending, has_history = marks
         for scaling, before in zip(self.scalings, has_history, strict=True):
             scaling.has_history = before
 
     def forget(self) -> None:
         """Drop the pending check of `advance`, since its histories were replaced by loaded ones."""
-        self._asked = None
+        self._pending = None
 
     @torch.no_grad()
     def advance(self) -> None:
@@ -236,9 +236,9 @@ class AmaxHistories:
         All ranks of a pipeline stage call this together. If a tensor was all zeros or not finite,
         its history and its scale do not change.
         """
-        if self._asked is not None:
-            scalings, answer = self._asked
-            self._asked = None
+        if self._pending is not None:
+            scalings, answer = self._pending
+            self._pending = None
             for scaling, whole in zip(scalings, answer.read(), strict=True):
                 scaling.has_history |= bool(whole)
         for experts in (False, True):
@@ -250,7 +250,7 @@ class AmaxHistories:
         lacking = [x for x in self.scalings if not (x.has_history or x.parts.may_idle)]
         if lacking:
             histories = torch.stack([scaling.amax_history for scaling in lacking])
-            self._asked = lacking, HostCopy(histories.any(dim=1).all(dim=1))
+            self._pending = lacking, HostCopy(histories.any(dim=1).all(dim=1))
 
 
 def _advance(scalings: Sequence[DelayedScaling]) -> None:

@@ -168,7 +168,7 @@ class PackedForward:
                     undo.callback(setattr, module, "cache", None)
             for module in self._rotary_embeddings:
                 undo.callback(module.register_forward_pre_hook(cache.all_positions).remove)
-                undo.callback(module.register_forward_hook(cache.of_the_tokens).remove)
+                undo.callback(module.register_forward_hook(cache.token_angles).remove)
             yield
 
     @property

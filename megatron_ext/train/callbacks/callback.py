@@ -101,7 +101,7 @@ class WeightAverage(Callback):
             if run.runner.model_steps(step) % run.config.ema.ema_update_every:
                 return
             progress.count_average(run.ema.decay_after(earlier))
-        if not update.known:
+        if not update.is_read:
             run.ema.update(step, update.flag, earlier=earlier)
         elif update.applied:
             run.ema.update(step, earlier=earlier)

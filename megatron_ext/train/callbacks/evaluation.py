@@ -81,9 +81,9 @@ class EarlyStopping(Callback):
             return False
         # All ranks must decide alike, so they use the loss of the reporting rank.
         mean = mean_validation_loss(losses)
-        told = torch.tensor(mean, dtype=torch.float64, device=self.run.device)
-        torch.distributed.broadcast(told, src=self.run.context.reporting_rank)
-        loss = float(told)
+        shared = torch.tensor(mean, dtype=torch.float64, device=self.run.device)
+        torch.distributed.broadcast(shared, src=self.run.context.reporting_rank)
+        loss = float(shared)
         self._count(loss)
         if self.exhausted and decision.stop in (None, EXIT_INTERVAL):
             decision.stop = self.exhausted
@@ -121,8 +121,8 @@ class EarlyStopping(Callback):
             return False
         self.run.best_before = before
         if progress.best_checkpoints[0] is new:
-            told = f"best validation loss so far at iteration {new.iteration}: {loss:.6E}"
-            self.run.reporters.say(told)
+            sentence = f"best validation loss so far at iteration {new.iteration}: {loss:.6E}"
+            self.run.reporters.say(sentence)
         # With --save-retain-interval a checkpoint is removed when the next one is saved. That
         # moment is past for these, so they must be removed here.
         retains = config.save_retain_interval is not None
@@ -195,7 +195,7 @@ def _evaluate_sources(
     run: Run, name: str, sources: list[BatchSource], *, final: bool, mark: str = ""
 ) -> list[dict[str, float]]:
     """Evaluate and report each set of a split, with ``mark`` after its name; return the losses."""
-    found = []
+    all_losses = []
     process = run.task.process_non_loss_data
     # All ranks run the collective calls, although only one rank passes the result on.
     collects = process is not None and bool(run.config.logging.tensorboard_dir) and not mark
@@ -216,8 +216,8 @@ def _evaluate_sources(
                 perplexity=run.task.perplexity,
             )
         )
-        found.append(losses)
-    return found
+        all_losses.append(losses)
+    return all_losses
 
 
 def evaluate(

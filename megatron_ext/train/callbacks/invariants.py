@@ -62,9 +62,9 @@ def check_replicas(
     ranks.
     """
     named = named_parameters(chunks)
-    of_experts = {id(p) for chunk in chunks for p in expert_parameters(chunk)}
-    dense = [(name, p) for name, p in named if id(p) not in of_experts]
-    experts = [(name, p) for name, p in named if id(p) in of_experts]
+    expert_ids = {id(p) for chunk in chunks for p in expert_parameters(chunk)}
+    dense = [(name, p) for name, p in named if id(p) not in expert_ids]
+    experts = [(name, p) for name, p in named if id(p) in expert_ids]
     whole = [(name, p) for name, p in dense if not getattr(p, "tensor_model_parallel", False)]
     copies = [(name, p) for name, p in dense if getattr(p, "shared_embedding", False)]
     pgs = context.pgs
@@ -81,14 +81,14 @@ def _check_histories(chunks: Sequence[DistributedDataParallel], iteration: int) 
     """Compare amax histories of the delayed fp8 recipe on all ranks that hold the same layer."""
     from megatron_ext.layers.fp8.scaling import DelayedScaling
 
-    found = [
+    scalings = [
         (f"{name}.amax_history", module)
         for chunk in chunks
         for name, module in chunk.named_modules()
         if isinstance(module, DelayedScaling)
     ]
     for may_idle in (False, True):
-        alike = [pair for pair in found if pair[1].parts.may_idle == may_idle]
+        alike = [pair for pair in scalings if pair[1].parts.may_idle == may_idle]
         for group in alike[0][1].parts.of_step() if alike else ():
             named = [(name, module.amax_history) for name, module in alike]
             cause = "the largest magnitudes of a step were not completed over them"

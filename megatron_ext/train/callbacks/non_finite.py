@@ -68,7 +68,7 @@ class NotFinite:
     loss: bool
 
     @property
-    def found(self) -> bool:
+    def has_any(self) -> bool:
         return bool(self.parameters) or self.loss
 
 
@@ -82,7 +82,9 @@ def not_finite_here(run: Run, losses: Sequence[Tensor]) -> NotFinite:
     return NotFinite(run.context.rank, bad, not all(bool(x.isfinite().all()) for x in losses))
 
 
-def describe(found: Sequence[NotFinite], norm: float, context: ParallelContext) -> dict[str, Any]:
+def describe(
+    observations: Sequence[NotFinite], norm: float, context: ParallelContext
+) -> dict[str, Any]:
     """Return facts about a step that was not finite, from the ranks' observations.
 
     The facts are a sentence, the ranks, the first bad parameter, and the cause: "loss", "gradient"
@@ -90,14 +92,14 @@ def describe(found: Sequence[NotFinite], norm: float, context: ParallelContext) 
     fewest bad parameters are the closest to it. The gradients have been summed over the replicas,
     so they cannot show which replica it was.
     """
-    with_gradients = [each for each in found if each.parameters]
-    cause = "loss" if any(each.loss for each in found) else "gradient"
+    with_gradients = [each for each in observations if each.parameters]
+    cause = "loss" if any(each.loss for each in observations) else "gradient"
     if not with_gradients and cause == "gradient":
         sentence = f"its gradient norm is {norm}, though each gradient that it counts is finite"
         return {"sentence": sentence, "ranks": [], "parameter": None, "cause": "norm"}
     fewest = min((len(each.parameters) for each in with_gradients), default=0)
     nearest = [each for each in with_gradients if len(each.parameters) == fewest]
-    ranks = [each.rank for each in (nearest or [each for each in found if each.loss])]
+    ranks = [each.rank for each in (nearest or [each for each in observations if each.loss])]
     parameter = nearest[0].parameters[0] if nearest else None
     loss = "the loss too" if cause == "loss" else "the loss is finite"
     sentence = f"the loss is not finite on {places(ranks, context)}"
@@ -170,8 +172,8 @@ class NonFinite(Callback):
         group = parts_of(run.optimizer)[0].get_grad_stats_parallel_group()
         gathered: list[Any] = [None] * group.size()
         torch.distributed.all_gather_object(gathered, here, group=group)
-        found = [each for each in gathered if each.found]
-        facts = describe(found, update.grad_norm, run.context)
+        observations = [each for each in gathered if each.has_any]
+        facts = describe(observations, update.grad_norm, run.context)
         sentence = f"iteration {iteration} is not finite: {facts.pop('sentence')}"
         announce(run, "non_finite", sentence, iteration=iteration, **facts)
 
@@ -182,7 +184,7 @@ def gradient_names(run: Run) -> list[list[str]]:
     Call this after an update, while the optimizers still hold the gradients.
     """
     named = {id(p): name for name, p in named_parameters(run.runner.trained_chunks)}
-    found = []
+    all_names = []
     for part in parts_of(run.optimizer):
         owner = {}
         for shard in shards_of(part):
@@ -191,5 +193,5 @@ def gradient_names(run: Run) -> list[list[str]]:
                 if gradient is not None:
                     owner[id(gradient)] = named.get(id(shard.parameter), "a parameter")
         grads = core.gradients_for_norm(part)
-        found.append([owner.get(id(gradient), "a parameter") for gradient in grads])
-    return [names for names in found if names]
+        all_names.append([owner.get(id(gradient), "a parameter") for gradient in grads])
+    return [names for names in all_names if names]

@@ -42,7 +42,7 @@ def iteration_scalars(record: IterationRecord, config: LoggingConfig) -> dict[st
         **record.losses,
         "grad-norm": record.grad_norm,
     }
-    asked = {
+    optional = {
         "loss-scale": record.loss_scale if config.log_loss_scale_to_tensorboard else None,
         "world-size": float(record.world_size) if config.log_world_size_to_tensorboard else None,
         "iteration-time": record.seconds if config.log_timers_to_tensorboard else None,
@@ -52,10 +52,10 @@ def iteration_scalars(record: IterationRecord, config: LoggingConfig) -> dict[st
     }
     if config.log_memory_to_tensorboard and torch.cuda.is_available():
         stats = torch.cuda.memory_stats()
-        asked["mem-reserved-bytes"] = stats["reserved_bytes.all.current"]
-        asked["mem-allocated-bytes"] = stats["allocated_bytes.all.current"]
-        asked["mem-max-allocated-bytes"] = stats["allocated_bytes.all.peak"]
-    return scalars | {name: value for name, value in asked.items() if value is not None}
+        optional["mem-reserved-bytes"] = stats["reserved_bytes.all.current"]
+        optional["mem-allocated-bytes"] = stats["allocated_bytes.all.current"]
+        optional["mem-max-allocated-bytes"] = stats["allocated_bytes.all.peak"]
+    return scalars | {name: value for name, value in optional.items() if value is not None}
 
 
 def evaluation_scalars(record: EvaluationRecord, config: LoggingConfig) -> dict[str, float]:

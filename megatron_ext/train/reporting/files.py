@@ -48,9 +48,9 @@ def iteration_line(record: IterationRecord, now: datetime, *, on_gpu: bool) -> s
         f"loss scale: {record.loss_scale:.1f}",
         f"grad norm: {record.grad_norm:.3f}",
     ]
-    asked = {"num zeros": (record.num_zeros, 0), "params norm": (record.params_norm, 3)}
-    asked["epoch"] = (record.epoch, 3)
-    parts += [f"{name}: {x:.{digits}f}" for name, (x, digits) in asked.items() if x is not None]
+    optional = {"num zeros": (record.num_zeros, 0), "params norm": (record.params_norm, 3)}
+    optional["epoch"] = (record.epoch, 3)
+    parts += [f"{name}: {x:.{digits}f}" for name, (x, digits) in optional.items() if x is not None]
     if record.sample_name is not None:
         parts.append(f"{record.sample_name}/s: {record.samples_per_second:.1f}")
     parts += [
@@ -153,12 +153,12 @@ def number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{value!r} is no number")
     try:
-        found = float(value)
+        parsed = float(value)
     except OverflowError:
-        found = math.inf
-    if not math.isfinite(found):
-        raise ValueError(f"{found} is not finite")
-    return found
+        parsed = math.inf
+    if not math.isfinite(parsed):
+        raise ValueError(f"{parsed} is not finite")
+    return parsed
 
 
 def launch_time(row: Mapping[str, Any]) -> float:
@@ -222,9 +222,9 @@ class MetricsFile:
             "total_skipped_iterations": record.total_skipped,
             **record.common,
         }
-        asked = {"num_zeros": record.num_zeros, "params_norm": record.params_norm}
-        asked["failed_saves"] = record.failed_saves or None
-        self._write(row | {name: value for name, value in asked.items() if value is not None})
+        optional = {"num_zeros": record.num_zeros, "params_norm": record.params_norm}
+        optional["failed_saves"] = record.failed_saves or None
+        self._write(row | {name: value for name, value in optional.items() if value is not None})
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
         names = ("split", "iteration", "consumed_samples", "final")

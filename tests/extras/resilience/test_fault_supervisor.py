@@ -78,7 +78,7 @@ def test_ranks_that_run_are_asked_whether_one_is_slow(
     with SignalForwarder() as forwarder:
         forwarder.children[process.pid] = 0
         supervisor = RestartSupervisor(
-            forwarder, 1.0, watcher=watcher, save="save", generation=0, look_for_wish=lambda: None
+            forwarder, 1.0, watcher=watcher, save="save", generation=0, check_request=lambda: None
         )
         assert supervisor.wait() == 0
     assert asked[0] == ("save", {0: process.pid})
@@ -98,7 +98,7 @@ def test_a_rank_that_a_signal_keeps_stopped_is_a_fault_wherever_it_stands(
         forwarder.children[process.pid] = 3
         save, nothing = str(tmp_path), lambda: None
         supervisor = RestartSupervisor(
-            forwarder, 0.01, watcher=watcher, save=save, generation=0, look_for_wish=nothing
+            forwarder, 0.01, watcher=watcher, save=save, generation=0, check_request=nothing
         )
         assert supervisor.wait() == EXIT_CODE_NO_ANSWER
     assert supervisor.fault is not None

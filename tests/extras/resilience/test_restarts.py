@@ -19,7 +19,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.disk.events import read_events
 from megatron_ext.disk.host_folder import generation, host_folder
 from megatron_ext.errors import ConfigError
-from megatron_ext.extras.resilience.elastic import WANTED_NODES, elastic_sizes
+from megatron_ext.extras.resilience.elastic import REQUESTED_NODES, elastic_sizes
 from megatron_ext.extras.resilience.restarts import restart_notes
 from megatron_ext.text.task import GPT
 from megatron_ext.train.callbacks.callback import Callback
@@ -224,7 +224,7 @@ def test_replicas_leave_and_come_back_and_the_losses_stay(
         steps = run.progress.iteration
         wish = {(0, 2): "3", (1, 5): "4"}.get((generation(), steps))
         if wish and run.context.rank == 0:
-            (save / WANTED_NODES).write_text(wish)
+            (save / REQUESTED_NODES).write_text(wish)
         if generation() < 2:
             time.sleep(0.3)  # the launcher looks twice a second
         elif run.context.layout.world_size == 4 and run.context.rank == 3:
