@@ -1,8 +1,8 @@
 """Saves and loads low-rank adapters (LoRA), with or without the frozen weights under them.
 
-The frozen weights may lie in another checkpoint (`FrozenBase`). The digest of its manifest
+The frozen weights may be in another checkpoint (`FrozenBase`). The digest of its manifest
 identifies the weights, even if the folder is moved. Random weights, as in tests, are identified by
-their seed. If adapters are put on other weights than in training, a CheckpointError is raised.
+their seed. A CheckpointError is raised if adapters would be put on other weights than in training.
 """
 
 from __future__ import annotations

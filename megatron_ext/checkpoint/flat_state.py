@@ -1,4 +1,4 @@
-"""The state of optimizers and averages as it lies in a rank's memory, saved without communication.
+"""The state of optimizers and averages, saved as it is in a rank's memory, without communication.
 
 Each rank describes the elements that it updates itself (fp32 weight, moments and average) as a part
 of a flattened weight. Tensors are not copied, which keeps a snapshot cheap. The parts load in a

@@ -383,7 +383,7 @@ class SnapshotPair:
     """The two newest snapshots of a state, in two files that are written in turn.
 
     Args:
-        folder: where the files lie.
+        folder: the folder of the files.
         name: the beginning of their names.
     """
 

@@ -1,4 +1,4 @@
-"""Writes, verifies and reads the sharded state of a checkpoint; a failed rank makes no rank wait.
+"""Writes, verifies and reads the sharded state of a checkpoint; no rank waits for a failed one.
 
 If a helper process of megatron-core's default writer dies, for example because the disk is full or
 psutil is missing, the job hangs. torch's own writer of the same format needs no helpers, and
@@ -270,7 +270,7 @@ def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
 
 
 def one_line(error: BaseException, folder: Path | None = None) -> str:
-    """Return the first line of an error, or the name of the full disk (that of ``folder``)."""
+    """Return the first line of an error; if a disk is full, return which (that of ``folder``)."""
     if isinstance(error, CheckpointException):
         error = first_failure(error)[1]
     fault = limits.limit_fault(error, folder)

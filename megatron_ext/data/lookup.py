@@ -49,7 +49,7 @@ def _numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> list[int
 
 
 def _packed_numbers(order: PackedOrder, taken: Taken, begin: int, end: int) -> list[int]:
-    """Return the packed samples that hold any of the tokens; a packed source has a single phase."""
+    """Return the packed samples that hold any of the tokens, numbered within their only phase."""
     source = taken.source
     numbers = list[int]()
     count = order.sources[source].windows

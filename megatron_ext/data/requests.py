@@ -47,7 +47,7 @@ class StoredObject:
     Attributes:
         version: text that changes whenever the object changes.
         is_versioned: whether the storage provides such a text. If not, the version is unique to
-            this description, and no other run reuses what is kept of the object.
+            this description, and no other run reuses cached parts of the object.
     """
 
     address: str

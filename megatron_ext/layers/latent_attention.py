@@ -256,7 +256,7 @@ def rotary_embedding(config: MLATransformerConfig, cp_group: ProcessGroup) -> Ro
 
 
 def _shared_out(gradient: Tensor, count: int) -> Tensor:
-    """Return the part of a gradient whose sum over ``count`` ranks is the whole gradient."""
+    """Return this rank's share of a gradient, such that ``count`` ranks' shares sum to it."""
     return gradient / count
 
 

@@ -112,7 +112,7 @@ def share_of_step(
 
     The step divides its gradients by its number of targets N. Let D be the sum of the token weights
     in the step. The factor is then N / D, which is 1 if all weights are 0 or 1. Without
-    ``per_token`` (mean of micro-batch means) N and D are those of this rank's micro-batch. In
+    ``per_token`` (mean of micro-batch means) N and D refer to this rank's micro-batch. In
     evaluation ``counts`` is None, and the factor is 1.
 
     Args:

@@ -134,7 +134,7 @@ def main(
 
     Returns:
         The exit code of the program: 2 after a user error, which has been printed; 1 if
-            ``--dry-run``
+        ``--dry-run``
         shows that the run does not fit the named GPU.
     """
     try:

@@ -54,7 +54,7 @@ class Supervision:
         self.config = config
 
     def notes(self) -> list[str]:
-        """Return sentences on flags that have no effect with the way this run is started."""
+        """Return notes on flags that have no effect, because of the way the run is started."""
         return []
 
     def prepare(self, configure: Configure) -> None:

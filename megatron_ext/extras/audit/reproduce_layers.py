@@ -235,7 +235,7 @@ def _step(context: ParallelContext, **options: Any) -> tuple[float, float, str]:
 
     Returns:
         The norm of all gradients and the number of forward passes of the last MLP (both NaN after
-            an
+        an
         error), and a clause about the error.
     """
     torch.manual_seed(1)  # megatron-core draws the weights on a CPU from this generator

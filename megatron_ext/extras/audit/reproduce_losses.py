@@ -57,7 +57,7 @@ def train_step(loss: Loss, *, per_token: bool) -> tuple[float, list[Any]]:
 
     Returns:
         The factor's gradient after the division by tokens, and the loss's report for each of the
-            `MICROBATCHES` micro-batches.
+        `MICROBATCHES` micro-batches.
     """
     transformer_config = _tiny(calculate_per_token_loss=per_token)
     transformer_config.finalize_model_grads_func = distributed.finalize_model_grads

@@ -1,9 +1,9 @@
 """The share of time that a run spends on steps that count, as a function of the fault rate.
 
 `expected` is the formula of J. T. Daly ("A higher order estimate of the optimum checkpoint interval
-for restart dumps", Future Generation Computer Systems 22, 2006). `best_interval` is that of J. W.
-Young ("A first order approximation to the optimum checkpoint interval", 1974). `simulated` draws
-individual faults, which may also occur during a restart.
+for restart dumps", Future Generation Computer Systems 22, 2006). `best_interval` is the formula of
+J. W. Young ("A first order approximation to the optimum checkpoint interval", 1974). `simulated`
+draws individual faults, which may also occur during a restart.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ class Picture:
 def pictures(
     stories: Sequence[FaultStory], limit: int = 10, max_bytes: int = 1_000_000
 ) -> list[Picture]:
-    """Return the newest post-mortems, with pictures as long as these fit into the page."""
+    """Return the newest post-mortems; leave out pictures that exceed ``max_bytes`` in total."""
     chosen = list[Picture]()
     left = max_bytes
     for story in [s for s in stories if s.post_mortem is not None][-limit:]:

@@ -222,7 +222,7 @@ class TellingSupervisor(FaultSupervisor):
         return Drawings()
 
     def wait(self) -> int:
-        """Wait for all ranks and for the pictures, and return the exit code."""
+        """Wait for all ranks and for the pictures of post-mortems; return the exit code."""
         code = super().wait()
         if self.fault is not None and self._hung is None:
             self._tell_end(self.fault, code)
@@ -279,7 +279,7 @@ class TellingSupervisor(FaultSupervisor):
             print("; ".join(parts), file=sys.stderr, flush=True)
 
     def _write(self, case: Case) -> Path | None:
-        """Write the post-mortem; without a save folder, only that of a hang."""
+        """Write the post-mortem; without a save folder, write only the post-mortem of a hang."""
         if self._save is None and case.cause != "hang":
             return None
         return write_postmortem(case, self._save)

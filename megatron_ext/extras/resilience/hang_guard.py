@@ -1,8 +1,8 @@
 """Reports hangs and slow ranks under torchrun, and ends hangs if torchrun restarts ranks.
 
 torchrun's agent only notices processes that have ended, so a thread of each rank watches the board
-of its machine. The lowest rank whose thread is able to look writes the post-mortem. If torchrun
-restarts ranks, it also kills those that stopped first.
+of its machine. The lowest rank with a working thread writes the post-mortem. If torchrun restarts
+ranks, it also kills those that stopped first.
 """
 
 from __future__ import annotations

@@ -249,6 +249,6 @@ def _paths_in(folder: Path) -> list[Path]:
 def _content(
     state: dict[str, Any], progress: dict[str, Any], run_config: dict[str, Any]
 ) -> Content:
-    """Return a state as values for the same layout and sharded for others; they share tensors."""
+    """Return a snapshot's content: values for the same layout, sharded tensors for others."""
     facts = {PROGRESS: progress, RUN_CONFIG: run_config}
     return content_of({VALUES: values_of(state), SHARDED: state, **facts})

@@ -169,7 +169,7 @@ def supervise(
 ) -> int:
     """Fork ranks, restart them after faults, and return the exit code of the run.
 
-    The exit code is 0, that of the rank that failed last, or `EXIT_CODE_COMES_BACK` if restarts
+    The exit code is 0, the code of the rank that failed last, or `EXIT_CODE_COMES_BACK` if restarts
     make no progress.
     """
     with SignalForwarder(exit_signal) as forwarder:

@@ -49,8 +49,8 @@ def own_times(
 ) -> dict[int, float] | None:
     """Return the seconds per mean step for which each rank computes; None if one is unknown.
 
-    They are measured over the latest whole steps in the records of all ranks. If there are too few
-    whole steps, they are measured over all the time that all records cover.
+    The time is measured over the latest whole steps in the records of all ranks. If there are too
+    few whole steps, it is measured over the time that all records cover.
     """
     step = max((record.mean_step for record in board), default=0.0)
     if not step or any(not r.events or not flights.get(r.rank) for r in board):

@@ -1,7 +1,7 @@
 """Draws the batches of training steps through the trainer's own code, in a single process.
 
-Datasets, loaders and loss weights are those of a run in the layout of the flags. The process plays
-the last pipeline stage of each data-parallel rank in turn. Rows are whole, as before the
+Datasets, loaders and loss weights are the same as in a run with the flags' layout. The process
+plays the last pipeline stage of each data-parallel rank in turn. Rows are whole, as before the
 context-parallel slicing.
 """
 

@@ -108,7 +108,7 @@ class WeightAverage(Callback):
 
 
 class GarbageCollection(Callback):
-    """With ``--manual-gc``, collects garbage only at an interval and around evaluations."""
+    """Collects garbage only at an interval and around evaluations, for ``--manual-gc``."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
