@@ -44,9 +44,11 @@ from megatron_ext.disk.writing import open_descriptor
 from megatron_ext.errors import CheckpointError
 
 _HEADER_BYTES = 4096
+"""Size of the header: a whole page, so that the content begins on a page."""
 _START = "<II"
 """Format of the first 8 bytes: length and CRC-32 of the header, which follows as JSON."""
 _ALIGNMENT = 64
+"""Tensors begin at multiples of this many bytes, so that any dtype can be viewed in place."""
 _BLOCK_WORDS = 1 << 15
 """Number of 8-byte words that are summed into one number of the digest."""
 _ROOM_FOR_GROWTH = 1 << 16

@@ -38,7 +38,9 @@ COUNTS = ("requests", "bytes", "failed", "given_up", "short", "waited_us", "not_
 that failed, took too long or returned too few bytes; microseconds of waiting; and pages for which
 the disk had no space."""
 _WAYS = 16
+"""Slots of a set, in any of which a page may lie (a 16-way set-associative cache)."""
 _HEADER = 16
+"""Words of the table's header: what the file is, and the counters."""
 _RECORD = 3
 """Words of a record: the object's key, the page's number plus 1 (0: empty), and the time of use."""
 _BYTES_PER_SLOT = PAGE + 8 * _RECORD

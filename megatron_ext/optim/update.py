@@ -90,10 +90,12 @@ def update_parameters(
         approve: maps the norm to whether the update may be applied, bool ``[]``, before anything
             changes. It is called in every step, so it may communicate.
     """
+    # This unscales fp16 gradients, and says whether they overflowed.
     if optimizer.prepare_grads():
         _share_loss_scale(optimizer)
         norm = torch.tensor(math.inf, dtype=torch.float64, device=torch.cuda.current_device())
         if approve is not None:
+            # It may communicate, so all ranks call it even if the step is skipped anyway.
             approve(norm)
         overflow = UpdateResult(torch.isfinite(norm), norm)
         assert not overflow.applied
@@ -163,6 +165,7 @@ def _update_where_finite(
     inner = [part.optimizer for part in _with_parameters(optimizer)]
     divisor = None
     if clip_grad > 0.0:
+        # The 1e-6 is torch's; the clamp keeps a norm below the limit from being raised.
         divisor = ((update.norm + 1e-6) / clip_grad).clamp(min=1.0)
     if gradient_scale is not None:
         divisor = (1.0 if divisor is None else divisor) / gradient_scale.double()

@@ -30,8 +30,10 @@ BOUNDLESS = frozenset({OTHER, START, "save", "evaluate"})
 BOARD = "board"
 """Name of the board in the host folder."""
 RING, MAX_NAMES = 512, 64
+"""Events that a slot keeps, and names that its events may use."""
 _NAME_BYTES = 48
 _SECONDS_AT, _NAMES_AT, _RING_AT = 512, 1024, 4096
+"""Offsets in bytes, within a slot, of the phases' seconds, the names and the ring of events."""
 _ENTRY = struct.Struct("8q")
 SLOT_BYTES = _RING_AT + RING * _ENTRY.size
 

@@ -180,6 +180,7 @@ def init_groups(
     if not torch.distributed.is_initialized():
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         address = init_method or os.environ.get("MEGATRON_EXT_INIT_METHOD", "env://")
+        # A single rank meets nobody: a store in its own memory is enough.
         alone = world_size == 1 and init_method is None
         torch.distributed.init_process_group(
             device.backend,
@@ -228,6 +229,7 @@ def pipeline_channels(
     mine = []
     rank = torch.distributed.get_rank()
     for ranks in layout.groups("pp"):
+        # Every rank must create all groups, in the same order, even those that it is not in.
         pair = [torch.distributed.new_group(ranks, timeout=timeout) for _ in range(2)]
         if rank in ranks:
             mine = pair

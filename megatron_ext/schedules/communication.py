@@ -66,11 +66,13 @@ class Channels:
     def send(self, action: Action, tensor: Tensor) -> None:
         """Start to send ``tensor`` to the action's peer; keep it in memory until it has arrived."""
         assert action.peer is not None
+        # Forget the oldest messages that have arrived, as far as this is known without a wait.
         while self.sent and all(work.is_completed() for work, _ in next(iter(self.sent.values()))):
             self.sent.pop(next(iter(self.sent)))
         message = tensor.detach().contiguous()
         ahead = []
         if self.shape is None:
+            # The receiver does not know the shape, so it is sent first.
             ahead = [torch.tensor(message.shape, dtype=torch.int64, device=self.device)]
         group = self.groups[action.peer < self.rank]
         works = []
@@ -112,6 +114,7 @@ class Channels:
         work, message, peer = self.received.pop((kind, action.microbatch, action.stage))
         with self.recorder.waiting(kind.value, action.microbatch, action.stage, peer):
             work.wait()
+        # This message shows that these messages have arrived, so these waits are short.
         for key in self.settled.get((kind, action.microbatch, action.stage), ()):
             self._wait(*key)
         return message

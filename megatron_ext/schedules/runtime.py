@@ -275,6 +275,7 @@ class _Step:
         entering = self._input(action)
         if self.sync is not None:
             self.sync.before_forward(index)
+        # Transformer Engine's layers cast their weights to 8 bits only in the first micro-batch.
         if action.microbatch == 0 and hasattr(chunk, "set_is_first_microbatch"):
             chunk.set_is_first_microbatch()  # type: ignore[operator]
         set_current_microbatch(chunk, action.microbatch)
@@ -311,6 +312,8 @@ class _Step:
             entering = self.channels.take(Kind.RECEIVE_INPUT, action)
         else:
             output = self.outputs[before] if self.trains else self.outputs.pop(before)
+            # Chunks of one rank hand tensors over directly, but each has a backward pass of its
+            # own.
             entering = output.detach()
             deallocate_output_tensor(output, self.transformer_config.deallocate_pipeline_outputs)
         return entering.requires_grad_(self.trains)

@@ -214,6 +214,7 @@ class StepRunner:
                 self.transformer_config, self.context, inputs.num_microbatches
             )
             losses |= routers
+            # A router's loss is a mean already, so it counts as one target.
             counts |= {name: torch.ones_like(loss) for name, loss in routers.items()}
         return StepResult(losses, counts, update, update)
 
@@ -234,6 +235,7 @@ class StepRunner:
         counts = self._count(batches, num_microbatches)
         masks = self._masks(inputs.consumed_samples)
         observed = self.observer is not None
+        # 8-bit layers cast their weights once for all micro-batches of the step.
         with self._weights_kept():
             if self.engine is not None:
                 assert self._forward_step is not None
@@ -261,6 +263,8 @@ class StepRunner:
         num_targets = self.engine.num_targets if self.engine is not None and divides else None
         with self.context.recorder.phase("reduce"):
             totals, scale = reduce_step(reports, num_targets, self.context)
+            # An observer must see divided gradients, and some optimizers cannot divide in the
+            # update.
             if scale is not None and (observed or not self.scales_in_update):
                 for chunk in self.chunks:
                     chunk.scale_gradients(scale)

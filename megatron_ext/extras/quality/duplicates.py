@@ -30,9 +30,11 @@ SHINGLE = 5
 MAX_TOKENS = 1 << 20
 """Number of a document's tokens that are compared for near duplicates; the rest is ignored."""
 _HASHES = 128
+"""MinHashes of a document, which are divided into bands."""
 _CACHED = 1 << 26
 """Number of shingles (8 bytes each) that are cached while pairs are compared."""
 _WANTED = 0.99
+"""Least probability that a pair at the threshold shares a band."""
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 

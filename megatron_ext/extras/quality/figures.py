@@ -25,6 +25,7 @@ _TEXT_TOKENS = 10_000
 _LANGUAGE_CHARACTERS = 2_000
 _LEAST_LETTERS = 20
 _LEAST_CONFIDENCE = 0.7
+"""Below this confidence the language of a text counts as unclear."""
 MANY = 0.01
 """Fraction of control and replacement characters at which a document counts as odd."""
 # Unicode's category Cc without tab, line feed and carriage return, and the replacement character,
