@@ -144,7 +144,7 @@ def text_source(
 ) -> BatchSource:
     """Return the batches of one split, grouped by step; see `Task.source`."""
     if is_direct(run.config):
-        dataset = later(f"{DIRECT}:goes_on")(run, dataset)
+        dataset = later(f"{DIRECT}:continued_split")(run, dataset)
     parts = run.config, run.context, run.device
     options = source_options(run.config.section(DataConfig), assets.eod)
     return build_source(dataset, *parts, consumed_samples, full_epoch, **options)

@@ -67,10 +67,10 @@ class HuggingFaceModel:
 def read_model(folder: Path) -> HuggingFaceModel:
     """Read the model of a folder's config.json; raise a CheckpointError for an unusable file."""
     path = folder / "config.json"
-    return understand(read_settings(path, "give a folder of a Hugging Face model."), path)
+    return parse_model(read_settings(path, "give a folder of a Hugging Face model."), path)
 
 
-def understand(raw: dict[str, Any], path: Path) -> HuggingFaceModel:
+def parse_model(raw: dict[str, Any], path: Path) -> HuggingFaceModel:
     """Return the model that ``raw``, the content of the config.json at ``path``, describes.
 
     Raise a CheckpointError if our flags cannot describe it.
@@ -80,7 +80,7 @@ def understand(raw: dict[str, Any], path: Path) -> HuggingFaceModel:
         raise CheckpointError(_unknown(raw, path))
     _check_sizes(raw, path)
     try:
-        return _understood(raw, path)
+        return _parsed(raw, path)
     except MegatronExtError:
         raise
     # Versions of transformers differ in the error that they raise for a bad entry.
@@ -98,8 +98,8 @@ def _check_sizes(raw: Mapping[str, Any], path: Path) -> None:
             )
 
 
-def _understood(raw: dict[str, Any], path: Path) -> HuggingFaceModel:
-    """Return the result of `understand`; a bad entry may raise an error of any class."""
+def _parsed(raw: dict[str, Any], path: Path) -> HuggingFaceModel:
+    """Return the result of `parse_model`; a bad entry may raise an error of any class."""
     family = FAMILIES[raw["model_type"]]
     config = _configuration(raw)
     settings = Settings(path, config.to_dict())
@@ -123,7 +123,7 @@ def _unreadable(raw: dict[str, Any], path: Path, error: Exception) -> Checkpoint
     for key in raw.keys() - {"model_type"}:
         rest = {name: value for name, value in raw.items() if name != key}
         with suppress(Exception):
-            _understood(rest, path)
+            _parsed(rest, path)
             wrong.append(f"`{key}` {raw[key]!r}")
     mend = " or ".join(sorted(wrong)) or "it"
     if "NoneType" in reason:
@@ -132,7 +132,7 @@ def _unreadable(raw: dict[str, Any], path: Path, error: Exception) -> Checkpoint
             nothing = [key for key, value in _configuration(raw).to_dict().items() if value is None]
             for key in nothing:
                 with suppress(Exception):
-                    _understood({**raw, key: 1}, path)
+                    _parsed({**raw, key: 1}, path)
                     missing.append(f"`{key}`")
         mend += f", or give {' or '.join(sorted(missing))}" if missing else ""
     if "factor" in reason and "length" in reason:
@@ -327,7 +327,7 @@ def _fitting(model: ModelConfig, moe: MoEConfig) -> tuple[Family, dict[str, Any]
     for name, family in FAMILIES.items():
         content = family.settings(model, moe)
         try:
-            again = understand({**content, "vocab_size": 1}, Path("config.json"))
+            again = parse_model({**content, "vocab_size": 1}, Path("config.json"))
         except CheckpointError:
             continue
         mismatches = differences(architecture_of(model, moe), architecture_of(*again.sections()))

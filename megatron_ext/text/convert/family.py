@@ -116,7 +116,7 @@ class Family:
 
 
 def sections_of(fields: Mapping[str, Any]) -> tuple[ModelConfig, MoEConfig]:
-    """Return sections with these values, and with the values that are derived from them."""
+    """Return the sections with the values in ``fields``, and with values derived from those."""
     own = ({f.name for f in dataclasses.fields(kind)} & fields.keys() for kind in _KINDS)
     model, moe = ({name: fields[name] for name in names} for names in own)
     return ModelConfig(**model).resolved(has_te=False), MoEConfig(**moe)

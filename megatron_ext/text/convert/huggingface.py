@@ -38,7 +38,7 @@ from megatron_ext.text.convert.config import (
     tokenizer_files,
 )
 from megatron_ext.text.convert.family import words_of
-from megatron_ext.text.convert.reading import check_one_dtype, load_folder, with_held_depths
+from megatron_ext.text.convert.reading import check_one_dtype, load_folder, without_missing_depths
 from megatron_ext.text.convert.training import HuggingFaceConfig, special_tokens
 from megatron_ext.text.convert.writing import write_model
 from megatron_ext.text.model.gpt import build_gpt_chunk
@@ -208,7 +208,7 @@ def import_model(order: Import) -> tuple[list[str], list[str]]:
     Return the flags with which to train it, and notes for the user. Raise a CheckpointError for a
     model that cannot be converted, or an unusable folder.
     """
-    model = with_held_depths(read_model(order.source))
+    model = without_missing_depths(read_model(order.source))
     conversion.refuse_checkpoints(order.save)
     dtype = order.dtype or check_one_dtype(model)
     words = _words(model, order, dtype)

@@ -235,7 +235,7 @@ def _blocks(entry: int | slice, size: int, block: int) -> tuple[slice, Tensor]:
     return slice(first, last + 1), positions // block - first
 
 
-def with_held_depths(model: HuggingFaceModel) -> HuggingFaceModel:
+def without_missing_depths(model: HuggingFaceModel) -> HuggingFaceModel:
     """Remove the depths of multi-token prediction from the model if its folder has no weights.
 
     transformers does not save such weights, but keeps their number in config.json.

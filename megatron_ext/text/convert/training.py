@@ -64,9 +64,9 @@ class HuggingFaceConfig(Changeable):
 
             return read_model(Path(self.load_hf))
         if self.origin is not None:
-            from megatron_ext.text.convert.config import understand
+            from megatron_ext.text.convert.config import parse_model
 
-            return understand(self.origin, Path("config.json"))
+            return parse_model(self.origin, Path("config.json"))
         return None
 
 
@@ -76,9 +76,9 @@ def model_of_folder(config: RunConfig) -> Mapping[str, Mapping[str, Any]]:
     if folder is None:
         return {}
     from megatron_ext.text.convert.config import read_model, tokenizer_files
-    from megatron_ext.text.convert.reading import with_held_depths
+    from megatron_ext.text.convert.reading import without_missing_depths
 
-    fields = with_held_depths(read_model(Path(folder))).fields
+    fields = without_missing_depths(read_model(Path(folder))).fields
     own: dict[str, dict[str, Any]] = {
         name: {f.name: fields[f.name] for f in dataclasses.fields(kind) if f.name in fields}
         for name, kind in (("model", ModelConfig), ("moe", MoEConfig))

@@ -334,7 +334,7 @@ def build_gpt_datasets(
         cls = KeyedGPTDataset
         data_files = check_inputs(data, config.model, spec, tokenizer, sizes)
     core_config = dataset_config(config, spec, tokenizer, data_files)
-    # megatron-core refuses an empty split even if no samples of it are needed: take it out.
+    # A split of which no samples are needed may have no documents, so do not build it.
     for name in ("split_matrix", "blend_per_split"):
         parts = getattr(core_config, name)
         if parts is not None:

@@ -190,7 +190,7 @@ def plan_run(
         for name in dict.fromkeys(name for stage in planned for name in stage.weights)
         if any(stage.weights.get(name) for stage in planned)
     }
-    past = None if past is None else _after_moves(past, spans)
+    past = None if past is None else _with_new_names(past, spans)
     before: dict[str, int] = {} if past is None else dict(past["tokens"])
     stages_before = [] if past is None else [Stage.from_dict(x) for x in past["stages"]]
     for name, span in spans.items():
@@ -226,7 +226,7 @@ def plan_run(
     return RunPlan(order, own, end, total, exhausted)
 
 
-def _after_moves(past: Mapping[str, Any], spans: Mapping[str, TokenSpan]) -> Mapping[str, Any]:
+def _with_new_names(past: Mapping[str, Any], spans: Mapping[str, TokenSpan]) -> Mapping[str, Any]:
     """Return the history of a run, with the new names of sources that have been moved.
 
     A source has been moved if it is no longer given, and exactly one new source has the same file

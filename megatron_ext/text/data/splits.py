@@ -250,7 +250,7 @@ def _held_out_weights(config: RunConfig, split: int) -> dict[str, Fraction]:
 
 
 def build_direct(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
-    """Build the splits on every rank; `goes_on` replaces the train split after a resume."""
+    """Build the splits on every rank; `continued_split` replaces the train split after a resume."""
     plan = plan_run(config, *history_of(config))
     fim = fim_of(config, tokenizer, 0)
     train = DirectDataset(plan.order, plan.spans, marks_of(config, tokenizer), plan.total, fim)
@@ -258,7 +258,7 @@ def build_direct(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
     return Datasets(train, *build_held_out(config, tokenizer))
 
 
-def goes_on(run: Run, dataset: Any) -> Any:
+def continued_split(run: Run, dataset: Any) -> Any:
     """Return ``dataset``, or, if it is the train split, a new one that continues the run's order.
 
     The order of the samples so far is in the progress of the run, which records the new order.

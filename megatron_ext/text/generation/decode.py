@@ -49,7 +49,7 @@ OnText = Callable[[int, str], None]
 """A callback for the number of a request and the next piece of its text."""
 
 
-class Writing:
+class PartialText:
     """The text of one request while it is written; only the rank that chooses tokens has it."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer, end_ids: Collection[int]) -> None:
@@ -106,7 +106,7 @@ class Writing:
         return piece
 
     def _start_of_partial(self, stop: str) -> int:
-        """Return where the longest suffix of the text that is a prefix of ``stop`` begins."""
+        """Find the longest suffix of the text that is a prefix of ``stop``; return its start."""
         lengths = range(min(len(stop) - 1, len(self.text)), 0, -1)
         return len(self.text) - next((n for n in lengths if self.text.endswith(stop[:n])), 0)
 
@@ -126,7 +126,7 @@ class _Text:
     slot: int
     ids: list[int]
     cached: int = 0
-    writing: Writing | None = field(default=None)
+    writing: PartialText | None = field(default=None)
 
     def new_tokens(self, short_length: int | None) -> NewTokens:
         """Return the tokens that are not cached.
@@ -209,7 +209,7 @@ class Decoder:
             total += len(request.ids)
             writing = None
             if self._forward.decides:
-                writing = Writing(request, self._tokenizer, self._end_ids)
+                writing = PartialText(request, self._tokenizer, self._end_ids)
             admitted.append(_Text(request, slots.pop(), list(request.ids), writing=writing))
         return admitted
 

@@ -319,7 +319,7 @@ def _converse(config: RunConfig, encode: Encoder, writer: Writer) -> None:
     messages: list[dict[str, str]] = []
     if context.is_reporting_rank:
         print("Type a prompt and Enter; end with Ctrl-D.", flush=True)
-    while (line := _typed(context.is_reporting_rank, context.reporting_rank)) is not None:
+    while (line := _next_line(context.is_reporting_rank, context.reporting_rank)) is not None:
         asked = [*messages, {"role": "user", "content": line}]
         prompt = Prompt(asked if chat else line, "The prompt", {})
         try:
@@ -337,7 +337,7 @@ def _converse(config: RunConfig, encode: Encoder, writer: Writer) -> None:
             messages = [*asked, {"role": "assistant", "content": answer[0]}]
 
 
-def _typed(reads: bool, source: int) -> str | None:
+def _next_line(reads: bool, source: int) -> str | None:
     """Read the next line that is not empty, and return it on every rank; None at the end.
 
     The rank ``source`` reads (``reads`` is True there).

@@ -128,7 +128,7 @@ def list_spans(path: str, part_bytes: int) -> Iterator[tuple[int, int, int]]:
         yield start, end, size
 
 
-def listed(path: str, start: int, end: int) -> list[str]:
+def paths_in_list(path: str, start: int, end: int) -> list[str]:
     """Return the paths of the texts in bytes [start, end) of a list."""
     with open(path, "rb") as stream:
         stream.seek(start)

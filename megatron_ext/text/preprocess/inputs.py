@@ -310,7 +310,7 @@ def _pieces(part: Part) -> Iterator[tuple[bytes, int]]:
     if part.packing in _LINES:
         yield from _plain(part)
     elif part.packing == "texts":
-        paths = folders.listed(part.path, part.start, part.end)
+        paths = folders.paths_in_list(part.path, part.start, part.end)
         yield from folders.text_lines(paths, folders.key_of_texts(part.source, part.columns))
     elif is_table(part.packing):
         given = 0
@@ -330,7 +330,7 @@ def place_of(part: Part, line: int, before: int | None = None) -> tuple[str, int
     parts of the same input; if it is None, count them.
     """
     if part.packing == "texts":
-        return folders.listed(part.path, part.start, part.end)[line], 1
+        return folders.paths_in_list(part.path, part.start, part.end)[line], 1
     if before is None:
         ahead = replace(part, start=0, end=part.start)
         before = sum(block.count(b"\n") for block, _ in blocks(ahead)) if part.start else 0

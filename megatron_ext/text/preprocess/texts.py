@@ -48,7 +48,7 @@ class TextEncoding:
         }
 
     def choose_engine(self, parts: Sequence[Part], say: Say) -> bool:
-        """Return whether gigatoken is used: whether it is exact on texts from all over the input.
+        """Use gigatoken if it is exact on texts from all over the input; return whether it is used.
 
         Report the choice by ``say``.
         """

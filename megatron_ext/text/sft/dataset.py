@@ -89,7 +89,7 @@ def lay_out(
 
 
 @dataclass(frozen=True)
-class Cut:
+class TruncationCounts:
     """Counts of the tokens and conversations that ``--sft-truncation`` removes from a split.
 
     Attributes:
@@ -166,7 +166,7 @@ class SftDataset(StepDataset):
                     "set `--sft-truncation` to left or right."
                 )
         trains = self._trains(long)
-        self.cut = Cut(
+        self.cut = TruncationCounts(
             conversations=tokens.size,
             shortened=long.size,
             tokens=int((tokens[long] - max_length).sum()),
@@ -279,7 +279,7 @@ class Splits:
     chat: Chat
     stores: Sequence[SftStore]
     datasets: Sequence[SftDataset | None]
-    cuts: Mapping[str, Cut]
+    cuts: Mapping[str, TruncationCounts]
 
 
 _NAMES = ("train", "valid", "test")

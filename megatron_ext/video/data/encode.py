@@ -120,7 +120,7 @@ class ClipEncoder:
         )[None]  # fmt: skip
         fps, motion = (fps, clip.motion) if count > 1 else (0, None)
         shown_fps = fps if config.fps_words else None
-        caption = worded(clip.caption, shown_fps, motion, self.text_encoder)
+        caption = caption_for(clip.caption, shown_fps, motion, self.text_encoder)
         text, pooled = self.text_encoder.encode([caption])
         place = "" if planned.window is None else f" of window {planned.window[0]}"
         latents = self.codec.encode(pixels, number=planned.number, piece=f"clip{place}")
@@ -153,7 +153,9 @@ class ClipEncoder:
         return references
 
 
-def worded(caption: str, fps: float | None, motion: float | None, text_encoder: TextEncoder) -> str:
+def caption_for(
+    caption: str, fps: float | None, motion: float | None, text_encoder: TextEncoder
+) -> str:
     """Return the caption with its suffix (`with_suffix`).
 
     If the text encoder would cut the suffix off, put its words before the caption instead.
@@ -288,7 +290,7 @@ def _windows(
 
 @dataclass(frozen=True)
 class _Probed:
-    """What was read from a clip for the plan.
+    """The properties of a clip that planning needs.
 
     Attributes:
         scenes: the first frame of each scene, in frames of the clip; None if not needed.

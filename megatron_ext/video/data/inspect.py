@@ -16,7 +16,7 @@ from megatron_ext.video.data.codecs import codec_from_manifest
 from megatron_ext.video.data.dataset import ShardedVideos
 from megatron_ext.video.data.geometry import Bucket
 from megatron_ext.video.data.shards import MANIFEST
-from megatron_ext.video.data.similar import Looks
+from megatron_ext.video.data.similar import NearDuplicates
 
 _NAMED = 5
 """The most samples that a warning names."""
@@ -107,7 +107,7 @@ def _scan(videos: ShardedVideos, size: int, report: Inspected) -> None:
     # Comparing frames is better than comparing latents, but decoding by a VAE would take too long.
     is_patch = videos.manifest["codec"]["codec"] == PATCH
     codec = codec_from_manifest(videos.manifest) if is_patch else None
-    looks = Looks()
+    looks = NearDuplicates()
     with byte_bar("Reading samples", size) as bar:
         for number in range(len(videos)):
             sample = videos[number]

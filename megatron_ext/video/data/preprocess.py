@@ -316,7 +316,7 @@ def _plan(
     Rows that are in the register keep their numbers and shards. New rows get the next ones.
     """
     keys = row_keys(clips, list_folder(options.input))
-    _without_rows(options, dict(zip(keys, clips, strict=True)), register, samples, say)
+    _remove_missing_rows(options, dict(zip(keys, clips, strict=True)), register, samples, say)
     numbers = {entry.row: entry.number for entry in register.entries}
     following = count(max(numbers.values(), default=-1) + 1)
     for key in keys:
@@ -363,11 +363,11 @@ def _plan(
     for row, entries in rows.items():
         in_place += fresh.pop(row, entries)
     register.entries = [*in_place, *chain.from_iterable(fresh.values())]
-    _give_shards(options, register, by_key, shards.names_in(Path(options.output)))
+    _assign_shards(options, register, by_key, shards.names_in(Path(options.output)))
     return by_key, dropped
 
 
-def _without_rows(
+def _remove_missing_rows(
     options: VideoPreprocessOptions,
     listed: Mapping[str, Clip],
     register: Register,
@@ -415,7 +415,7 @@ def _new_names(register: Register, on_disk: Iterable[str]) -> Iterator[str]:
     return map(shards.shard_name, count(first))
 
 
-def _give_shards(
+def _assign_shards(
     options: VideoPreprocessOptions,
     register: Register,
     planned: Mapping[str, PlannedClip],

@@ -26,8 +26,8 @@ _FLAT = 1e-3
 """A clip is flat if its standard deviation is below this share of that of all clips."""
 
 
-class Looks:
-    """Collects descriptions of clips, and finds the near duplicates among them."""
+class NearDuplicates:
+    """Collects descriptions of clips, and finds near duplicates among them."""
 
     def __init__(self) -> None:
         self._numbers: list[int] = []

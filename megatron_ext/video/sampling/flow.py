@@ -22,16 +22,16 @@ from megatron_ext.video.loss import shift, shift_factor
 from megatron_ext.video.model.tokens import LatentShape, pack, tokens_per_frame, unpack
 
 OSCILLATION_START = 10
-"""With ``--sample-oscillation``, odd steps from this step on, counted from 0, have scales of 1."""
+"""The step, counted from 0, from which odd steps have scales of 1 (``--sample-oscillation``)."""
 
 
-def _rests(sampling: SampleConfig, step: int) -> bool:
+def _has_unit_scales(sampling: SampleConfig, step: int) -> bool:
     return sampling.sample_oscillation and step >= OSCILLATION_START and step % 2 == 1
 
 
 def text_scale(sampling: SampleConfig, step: int) -> float:
     """Return the guidance scale of the caption at a step, counted from 0."""
-    return 1.0 if _rests(sampling, step) else sampling.sample_text_scale
+    return 1.0 if _has_unit_scales(sampling, step) else sampling.sample_text_scale
 
 
 def image_scale(sampling: SampleConfig, step: int, num_frames: int) -> Tensor:
@@ -41,7 +41,7 @@ def image_scale(sampling: SampleConfig, step: int, num_frames: int) -> Tensor:
     from 1 to an end value, and this end value decreases over the steps from
     ``--sample-image-scale`` towards 1.
     """
-    scale = 1.0 if _rests(sampling, step) else sampling.sample_image_scale
+    scale = 1.0 if _has_unit_scales(sampling, step) else sampling.sample_image_scale
     # A scale of 1 or less does not amplify the references, so it is the same for all frames.
     if not sampling.sample_scale_by_frame or scale <= 1:
         return torch.full((num_frames,), scale)

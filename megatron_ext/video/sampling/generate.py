@@ -35,11 +35,11 @@ from megatron_ext.video.sampling.requests import (
     ClipRequest,
     EncodedRequests,
     SampleShape,
+    default_mode,
     encode_requests,
     given_starts,
     read_requests,
     reference_parts,
-    usual_mode,
 )
 from megatron_ext.video.sampling.velocity import ParallelVelocity
 
@@ -59,7 +59,7 @@ def requests_of(sample: SampleConfig) -> list[ClipRequest]:
     else:
         name, paths = given_starts(sample)
         pairs = zip(sample.sample_texts, paths, strict=True)
-        requests = [ClipRequest(text, path, usual_mode(name)) for text, path in pairs]
+        requests = [ClipRequest(text, path, default_mode(name)) for text, path in pairs]
     negative = sample.sample_negative_prompt
     return [
         replace(x, negative_prompt=negative) if x.negative_prompt is None else x for x in requests

@@ -26,7 +26,7 @@ from megatron_ext.video.data.conditions import (
     place_references,
     sections,
 )
-from megatron_ext.video.data.encode import worded
+from megatron_ext.video.data.encode import caption_for
 from megatron_ext.video.data.frames import decode, probe
 from megatron_ext.video.data.geometry import ClipShape, subsampling
 from megatron_ext.video.data.text_encoders import TextEncoder
@@ -221,7 +221,7 @@ def _request(row: dict[str, Any], source: Path) -> ClipRequest:
     return ClipRequest(
         text=row["text"].strip(),
         reference=None if name is None else str(source.parent / row[name]),
-        mode=row.get("mode") or usual_mode(name),
+        mode=row.get("mode") or default_mode(name),
         motion=motion,
         negative_prompt=row.get("negative_prompt"),
         seed=whole_number(row, "seed", at_least=0),
@@ -242,7 +242,7 @@ def given_starts(sample: SampleConfig) -> tuple[str | None, list[str | None]]:
     return name, paths * count if len(paths) == 1 else paths
 
 
-def usual_mode(name: str | None) -> str:
+def default_mode(name: str | None) -> str:
     """Return the default mode for a reference given as "image", "video" or "reference", or None."""
     if name is None:
         return "t2v"
@@ -299,7 +299,9 @@ def encode_requests(
     latent_shape = codec.latent_shape(shape.num_frames, shape.height, shape.width)
     moving = shape.num_frames > 1
     fps = shape.fps if moving and shape.encode.fps_words else None
-    captions = [worded(r.text, fps, r.motion if moving else None, text_encoder) for r in requests]
+    captions = [
+        caption_for(r.text, fps, r.motion if moving else None, text_encoder) for r in requests
+    ]
     encoded = _encoded(text_encoder, captions)
     null = null or _encoded(text_encoder, [""])
     null = Text(null.sequence.cpu(), null.pooled.cpu())

@@ -40,7 +40,7 @@ def velocity_of(run: Run) -> ParallelVelocity:
     return network_of(run.config).sampled(engine, run.chunks, run.context)
 
 
-def say_share_of_start(run: Run) -> None:
+def report_average_start(run: Run) -> None:
     """Report how much of the averaged weights still comes from their initial values, if any."""
     note = run.progress.average_note
     if note is not None:
@@ -105,7 +105,7 @@ class ClipSampler:
         sample = self._sample
         ema = run.ema if sample.sample_ema else None
         if ema is not None:
-            say_share_of_start(run)
+            report_average_start(run)
         with run.parameter_gather.paused(), ema.swapped_in(run.chunks) if ema else nullcontext():
             latents = [
                 generate_latents(

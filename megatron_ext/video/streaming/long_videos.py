@@ -41,7 +41,7 @@ from megatron_ext.video.sampling.clips import (
     publish,
     shown_frames,
 )
-from megatron_ext.video.sampling.samples import facts_of_weights, say_share_of_start
+from megatron_ext.video.sampling.samples import facts_of_weights, report_average_start
 from megatron_ext.video.streaming import decisions
 from megatron_ext.video.streaming.config import DEFAULT_FPS, StreamingConfig, StreamingSampleConfig
 from megatron_ext.video.streaming.noise_schedule import NoiseSchedule
@@ -246,7 +246,7 @@ class LongVideoSampler:
         writing = folder.with_name(f".{folder.name}.writing")
         ema = run.ema if self._sample.sample_ema else None
         if ema is not None:
-            say_share_of_start(run)
+            report_average_start(run)
         weights = ema.swapped_in(run.chunks) if ema else nullcontext()
         videos = list[WrittenVideo]()
         fault = None

@@ -130,7 +130,7 @@ class Generator:
         with torch.no_grad():
             self.network(x=x0, timesteps=t, text=text, cache=self.cache, first_frame=first_frame)
 
-    def encode_anew(
+    def encode_again(
         self, history: History, text: Tensor, noise: BlockNoise, *, frames: int, keep_sink: bool
     ) -> None:
         """Refill the cache by encoding past frames under a prompt.
@@ -256,7 +256,7 @@ def generate_blocks(
             text = texts[frame]
             past = torch.cat(list(newest), dim=1)
             history = History(past, frame, torch.cat(sinks, dim=1) if sinks else past[:, :0])
-            generator.encode_anew(
+            generator.encode_again(
                 history, text, noise, frames=kept * window.block, keep_sink=keep_sink
             )
         if start is not None and frame == 0:

@@ -233,9 +233,9 @@ class StreamingSequence:
         new, blocks, exits = self._roll_out(start, end, counted if trains else end)
         s = self._state
         recent = torch.cat([s.previous, new], dim=1)
-        latents, is_encoded_anew = self._with_first_frame(recent)
+        latents, is_encoded_again = self._with_first_frame(recent)
         # Relative to the clip. A first frame that was encoded again has no gradient.
-        first_counted = max(counted - (end - size), int(is_encoded_anew))
+        first_counted = max(counted - (end - size), int(is_encoded_again))
         mask = torch.arange(size, device=latents.device) >= first_counted
         recent = recent.detach()
         self.state = replace(
@@ -314,7 +314,7 @@ class StreamingSequence:
         """
         s = self.state = replace(self._state, text=self._state.text_after, has_switched=1)
         recent = torch.cat([s.previous, *(x.detach() for x in made)], dim=1)
-        self._encode_anew(recent, frame, keep_sink=self.streaming.sink_at_switch == "keep")
+        self._encode_again(recent, frame, keep_sink=self.streaming.sink_at_switch == "keep")
 
     def rebuild_cache(self) -> None:
         """Refill a lost cache by encoding past frames under the current prompt.
@@ -324,13 +324,13 @@ class StreamingSequence:
         """
         s = self._state
         if s.previous.size(1):
-            self._encode_anew(s.previous, s.current_length, keep_sink=False)
+            self._encode_again(s.previous, s.current_length, keep_sink=False)
 
-    def _encode_anew(self, recent: Tensor, length: int, *, keep_sink: bool) -> None:
+    def _encode_again(self, recent: Tensor, length: int, *, keep_sink: bool) -> None:
         s = self._state
         frames = self.streaming.recache_frames
         history = History(recent, length, s.first_frames(recent, length, self._num_sinks))
-        self.generator.encode_anew(
+        self.generator.encode_again(
             history, s.text, self._noise(), frames=frames, keep_sink=keep_sink
         )
 

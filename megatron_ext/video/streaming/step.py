@@ -183,10 +183,10 @@ class StreamingRunner(StepRunner):
         with recorder.phase("update"):
             updates = {kind: network.update() for kind, network in trained.items()}
         self._give_memory_back(1)
-        self._move_on(updates, num_samples)
+        self._advance_schedules(updates, num_samples)
         return self._result(reports, updates)
 
-    def _move_on(self, updates: dict[Pass, UpdateResult], num_samples: int) -> None:
+    def _advance_schedules(self, updates: dict[Pass, UpdateResult], num_samples: int) -> None:
         """Count the step, and advance all learning rates, also those of untrained networks."""
         self.extra_state.steps += 1
         for kind, network in self._networks.items():

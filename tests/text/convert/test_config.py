@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.text.config.moe import MoEConfig
-from megatron_ext.text.convert.config import HuggingFaceModel, config_json, read_model, understand
+from megatron_ext.text.convert.config import HuggingFaceModel, config_json, parse_model, read_model
 from megatron_ext.text.convert.families.llama import write_scaling
 from megatron_ext.text.convert.family import architecture_of, sections_of, words_of
 from tests.text.convert.models import LLAMA3, MODELS, SIZES
@@ -201,4 +201,4 @@ def test_heads_that_do_not_fit_a_scaling_are_named(
 def test_a_missing_entry_without_which_others_cannot_be_read_is_named(tmp_path: Path) -> None:
     content = {**SIZES, "model_type": "deepseek_v2", "n_group": 4}
     with pytest.raises(CheckpointError, match="mend `n_group` 4, or give `num_experts_per_tok`."):
-        understand(content, tmp_path / "config.json")
+        parse_model(content, tmp_path / "config.json")

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.generation import tool
-from megatron_ext.text.generation.decode import Request, Writing
+from megatron_ext.text.generation.decode import PartialText, Request
 from megatron_ext.text.generation.requests import check_vocabulary
 from megatron_ext.text.generation.sampling import Sampling
 from megatron_ext.text.generation.tool import generate_text
@@ -106,7 +106,7 @@ def test_typed_prompts_are_answered_one_after_the_other(source: Path, root: Path
 def test_pieces_of_a_text_add_up_and_hold_back_what_may_change() -> None:
     sampling = Sampling(max_new_tokens=20, stop_strings=("end",))
     prompt = tuple(b"abc")
-    writing = Writing(Request(0, prompt, sampling), ByteLevelTokenizer(), ())
+    writing = PartialText(Request(0, prompt, sampling), ByteLevelTokenizer(), ())
     pieces, ids = [], list(prompt)
     for byte in "d\u00e9 e enx end of".encode():
         logits = torch.zeros(512).scatter(0, torch.tensor([byte]), 1.0)

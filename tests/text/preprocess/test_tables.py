@@ -124,7 +124,9 @@ def test_texts_are_listed_in_parts_and_by_their_paths(tmp_path: Path) -> None:
     folders.write_list(str(tmp_path / "in"), tmp_path / "list")
     spans = list(folders.list_spans(str(tmp_path / "list"), 60))
     assert [size for _, _, size in spans] == [60, 60, 60, 60, 10]
-    names = [name for a, b, _ in spans for name in folders.listed(str(tmp_path / "list"), a, b)]
+    names = [
+        name for a, b, _ in spans for name in folders.paths_in_list(str(tmp_path / "list"), a, b)
+    ]
     assert names == sorted(str(path) for path in (tmp_path / "in").rglob("*.txt"))
 
 

@@ -16,12 +16,12 @@ from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.encode import (
     PlannedClip,
     VideoSample,
+    caption_for,
     check_codec,
     plan_clips,
     rate_report,
     reference_names,
     report,
-    worded,
 )
 from megatron_ext.video.data.frames import fit
 from megatron_ext.video.data.geometry import (
@@ -115,10 +115,10 @@ def test_what_a_sample_says_and_when_it_has_no_references(tmp_path: Path) -> Non
 
 def test_words_of_the_rate_stand_where_a_cut_caption_keeps_them(tmp_path: Path) -> None:
     encoder_ = encoder().text_encoder  # of six words
-    assert worded("a red bar moves", 8, None, encoder_) == "a red bar moves 8 FPS."
+    assert caption_for("a red bar moves", 8, None, encoder_) == "a red bar moves 8 FPS."
     long = "a red bar moves right"
-    assert worded(long, 8, 3.6, encoder_) == "8 FPS, 4 motion score. a red bar moves right"
-    assert worded(long, None, None, encoder_) == long
+    assert caption_for(long, 8, 3.6, encoder_) == "8 FPS, 4 motion score. a red bar moves right"
+    assert caption_for(long, None, None, encoder_) == long
     write_folder(tmp_path / "a", pictures(5))
     made = encoder(EncodeConfig(fps_words=False))
     assert made.sample(planned_folder(tmp_path / "a", 5)).caption == "a bar 4 motion score."

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from megatron_ext.video.data.similar import Looks
+from megatron_ext.video.data.similar import NearDuplicates
 
 
 def scene(number: int) -> Tensor:
@@ -22,7 +22,7 @@ def scene(number: int) -> Tensor:
 
 
 def test_copies_are_found_and_nothing_else() -> None:
-    looks, first = Looks(), scene(0)
+    looks, first = NearDuplicates(), scene(0)
     for number in range(300):
         looks.add(number, scene(number))
     random = torch.Generator().manual_seed(1)
@@ -40,7 +40,7 @@ def test_copies_are_found_and_nothing_else() -> None:
 
 
 def test_a_picture_is_a_clip_of_one_frame() -> None:
-    looks = Looks()
+    looks = NearDuplicates()
     for number, clip in ((3, scene(0)[:, :1]), (5, scene(1)[:, :1]), (8, scene(1)[:, :1] * 0.99)):
         looks.add(number, clip)
     assert list(looks.pairs()) == [(5, 8)]

@@ -105,7 +105,7 @@ def read_experts(settings: Settings, ranking: int) -> Fields:
     usual = groups == 1 or settings["num_experts_per_tok"] // chosen == ranking
     scale = float(settings["routed_scaling_factor"] or 1.0)
     return {
-        "moe_layer_freq": "1" if all(holds) else llama.listed(holds),
+        "moe_layer_freq": "1" if all(holds) else llama.list_flag(holds),
         "moe_shared_expert_intermediate_size": shared * settings["moe_intermediate_size"] or None,
         "moe_router_num_groups": groups if groups > 1 else None,
         "moe_router_group_topk": chosen if groups > 1 else None,

@@ -141,7 +141,7 @@ def read_window(settings: Settings) -> Fields:
     if not window or window >= settings["max_position_embeddings"] or not any(has):
         return {}
     fields: Fields = {"window_size": (int(window) - 1, 0)}
-    return fields if all(has) else fields | {"window_attn_skip_freq": listed(has)}
+    return fields if all(has) else fields | {"window_attn_skip_freq": list_flag(has)}
 
 
 def write_window(model: ModelConfig) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def write_layer_types(model: ModelConfig) -> dict[str, Any]:
     return {"layer_types": [names[has] for has in model.windowed_layers()]}
 
 
-def listed(layers: Iterable[int]) -> str:
+def list_flag(layers: Iterable[int]) -> str:
     """Write a number for each layer as the value of a flag, such as ``[1,0]``."""
     return f"[{','.join(map(str, layers))}]"
 

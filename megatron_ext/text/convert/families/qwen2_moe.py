@@ -21,7 +21,7 @@ def read_experts(settings: Settings) -> Fields:
     dense = settings["mlp_only_layers"] or []
     layers = range(settings["num_hidden_layers"])
     holds = [int(x not in dense and (x + 1) % step == 0) for x in layers]
-    freq = "1" if all(holds) else llama.listed(holds)
+    freq = "1" if all(holds) else llama.list_flag(holds)
     # Scores that are not renormalized come from a softmax over all experts, before the choice.
     return {"moe_layer_freq": freq, "moe_router_pre_softmax": not settings["norm_topk_prob"]}
 
