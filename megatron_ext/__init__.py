@@ -1,7 +1,7 @@
 """A Megatron-style 3D-parallel training framework on top of the PyPI package megatron-core.
 
-The path from raw data to a checkpoint: raw jsonl / video -> .bin/.idx -> samples -> batch -> model
-chunks -> schedule -> loss
+The path from raw data to a checkpoint:
+raw jsonl / video -> .bin/.idx -> samples -> batch -> model chunks -> schedule -> loss
     -> gradients -> distributed optimizer (+EMA) -> checkpoint
 
 Packages import each other in one direction only; CONTRIBUTING.md has their order.

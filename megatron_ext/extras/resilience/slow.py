@@ -20,7 +20,7 @@ COMPUTES = frozenset({"forward", "backward", "reduce", "update"})
 """Phases that count towards a rank's own time, without waits. Only some ranks read data or write
 logs."""
 _LEAST_STEPS = 3
-"""With no more whole steps than this, all common time is measured instead."""
+"""More whole steps than this are needed; otherwise all common time is measured."""
 
 Span = tuple[float, float]
 

@@ -6,10 +6,13 @@ from memory. `activated` and `gradient_before` compute it from the tensors aroun
 activation, so that it never exists in 16 bits. The memory traffic for each number of the result, in
 bytes read + written with both layouts and 16-bit inputs:
 
-=================  ===========  ============== function           with a gate  without a gate
-=================  ===========  ============== `cast`             2 + 2        2 + 2 `activated`
-4 + 2        2 + 2 `gradient_before`  3 + 2        4 + 2 =================  ===========
-==============
+=================  ===========  ==============
+function           with a gate  without a gate
+=================  ===========  ==============
+`cast`             2 + 2        2 + 2
+`activated`        4 + 2        2 + 2
+`gradient_before`  3 + 2        4 + 2
+=================  ===========  ==============
 
 `matrices.quantize`, `matrices.quantize_with` and `pointwise.activated` define the results. `cast`
 agrees with them bit for bit. The other kernels differ only because they do not round the activation

@@ -3,11 +3,13 @@
 The product ``a b^T`` needs both matrices contiguous along the summed dimension. Therefore each of
 the three matrices of a layer is used in two forms, plain (R, rows) and transposed (C, columns):
 
-=================  ==========================  ===========  ============ product            sums
-over                   a            b =================  ==========================  ===========
-============ forward            features of the input       input R      weight R input's gradient
-features of the output      gradient R   weight C weight's gradient  tokens
-gradient C   input C =================  ==========================  ===========  ============
+=================  ==========================  ===========  ============
+product            sums over                   a            b
+=================  ==========================  ===========  ============
+forward            features of the input       input R      weight R
+input's gradient   features of the output      gradient R   weight C
+weight's gradient  tokens                      gradient C   input C
+=================  ==========================  ===========  ============
 
 These functions run on a CPU; `fp8.casting` has GPU kernels with the same results.
 """
