@@ -71,7 +71,7 @@ EVALUATION = replace(
 
 
 def evaluate(argv: Sequence[str]) -> int:
-    """Score a model by command-line arguments; return the program's exit code."""
+    """Run tools/evaluate.py with command-line arguments; return its exit code."""
     return run_model(argv, EVALUATION, "tools/evaluate.py", evaluate_model, {})
 
 

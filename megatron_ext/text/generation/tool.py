@@ -200,7 +200,7 @@ GENERATION = replace(
 
 
 def generate_text(argv: Sequence[str]) -> int:
-    """Write texts by command-line arguments; return the program's exit code."""
+    """Run tools/generate_text.py with command-line arguments; return its exit code."""
     timeout = {"distributed_timeout_minutes": TYPING_TIMEOUT} if "--interactive" in argv else {}
     return run_model(argv, GENERATION, "tools/generate_text.py", write_texts, timeout)
 

@@ -118,10 +118,10 @@ def read_exactly(line: bytes) -> tuple[dict[str, Any], str | None]:
 
 
 def _read_leniently(line: bytes, keys: Sequence[str], complaint: str) -> Any:
-    """Parse a line that orjson refuses by Python's parser, which accepts NaN.
+    """Parse a line that orjson has refused, with Python's parser, which accepts NaN.
 
-    Ignore a byte-order mark, which can begin any line of a file that was joined from files. Raise a
-    BadLine for half a surrogate pair or invalid JSON; ``complaint`` is orjson's message.
+    Ignore a byte-order mark, which can begin any line of a concatenated file. Raise a BadLine for
+    half a surrogate pair or invalid JSON; ``complaint`` is orjson's message.
     """
     try:
         document = json.loads(line.decode("utf-8-sig"))

@@ -182,8 +182,9 @@ class SftDataset(StepDataset):
     def _trains(self, long: Ints) -> NDArray[np.bool_]:
         """Return for each conversation whether truncation leaves it a trained token, ``[n]``.
 
-        Only the conversations ``long``, which are cut, need to be read: a store holds no
-        conversation without a trained token. Stores of earlier versions do, so read all of theirs.
+        A store holds only conversations with a trained token, so only the conversations ``long``,
+        which are cut, need to be read. Stores of earlier versions hold others too, so read all of
+        theirs.
         """
         trains = np.ones(len(self._members), np.bool_)
         checked = {int(number) for number in long}

@@ -70,7 +70,7 @@ def sample_at_once(run: Run) -> None:
 
 
 def sample_video(program: TaskChoice, argv: Sequence[str]) -> int:
-    """Sample clips by command-line arguments; return the program's exit code."""
+    """Run tools/sample_video.py with command-line arguments; return its exit code."""
     sampling = program.replace(preflight=prepare_sampling, datasets=no_datasets, callbacks=())
     return run_sampling(sampling, argv, defaults_of, sample_at_once)
 
