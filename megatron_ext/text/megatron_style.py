@@ -125,6 +125,7 @@ def megatron_task(
     return dataclasses.replace(
         GPT.with_sections(*sections),
         implements={**GPT.implements, step: "mtp-num-layers"},
+        step_advice="train with `pretrain_gpt.py`, whose own step knows it",
         prepare_batches=None,
         datasets=datasets,
         inputs=tokenizer_inputs,

@@ -114,6 +114,7 @@ class Task(TaskFlags):
         implements: by a forward step or model chunk, the flags that it implements: of `STEP_FLAGS`,
             and those of tenants that other functions may leave out of account. A task whose own
             step and chunk do not implement one of them refuses it.
+        step_advice: what such a refusal advises, besides leaving the flag out.
         process_non_loss_data: ``(collected, iteration, writer)``, called after each evaluation on
             the reporting rank of a run with ``--tensorboard-dir``, as Megatron-LM's
             ``process_non_loss_data_func``. ``collected`` holds the result of the loss function with
@@ -139,6 +140,7 @@ class Task(TaskFlags):
     data_lines: Callable[[RunConfig, Any], Sequence[str]] = lambda config, assets: ()
     cost: TaskCost | None = None
     implements: Mapping[ForwardStep | ModelChunk, str] = field(default_factory=dict)
+    step_advice: str = "say in `Task.implements` which of them implements it"
     process_non_loss_data: ProcessNonLossData | None = None
     non_loss_data: Callable[[Sequence[torch.nn.Module]], Any] | None = None
 
@@ -154,7 +156,7 @@ class Task(TaskFlags):
         named = " and ".join(f"`{getattr(part, '__name__', 'one of its own')}`" for part in parts)
         ignored = Inapplicable(
             lacking,
-            remedy="leave it out, or say in `Task.implements` which of them implements it",
+            remedy=f"leave it out, or {self.step_advice}",
             says=f"is left out of account by the forward step and the model of this task ({named})",
         )
         of_runner = [] if self.step_runner is None else [OF_STEP_RUNNER]
