@@ -24,6 +24,7 @@ from benchmarks.gpu_setup import Llama, built_run, version_of
 from benchmarks.torch_llama import EPSILON, THETA, TorchLlama, token_loss
 from megatron_ext.data.batch import Batch
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.task import GPT
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepInputs
@@ -135,15 +136,16 @@ def hugging_face_config(sizes: Llama, length: int) -> Any:
 def core_chunk(config: Any, core: Any, context: ParallelContext, **position: Any) -> GPTModel:
     """Build megatron-core's GPTModel with its local layers; a model provider of `Task`."""
     model = config.model
+    positions = config.section(PositionConfig)
     return GPTModel(
         config=core,
         transformer_layer_spec=get_gpt_layer_local_spec(normalization=core.normalization),
         vocab_size=model.padded_vocab_size,
-        max_sequence_length=model.max_position_embeddings,
+        max_sequence_length=positions.max_position_embeddings,
         parallel_output=True,
         share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
-        rotary_base=model.rotary_base,
+        rotary_base=positions.rotary_base,
         pg_collection=context.pgs,
         **position,
     )

@@ -20,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
 
 from megatron_ext.errors import end_on_interrupt, run_program
-from megatron_ext.text.config.moe import MoEConfig
 
 if __name__ == "__main__":
     end_on_interrupt()
@@ -113,7 +112,7 @@ def _export(args: argparse.Namespace) -> None:
         )
         layers = streamed_conversion().adapters(sizes)
     else:
-        layers = peft_layers(run.model, run.section(MoEConfig), args.load)
+        layers = peft_layers(run, args.load)
     left_out = export_adapters(
         run.lora,
         args.load,

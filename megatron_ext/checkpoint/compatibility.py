@@ -35,7 +35,7 @@ from megatron_ext.config.flags import IfChanged, if_changed
 from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.config.rules.optimizer import has_usual_warmup
-from megatron_ext.config.run import RunConfig, in_present_sections
+from megatron_ext.config.run import LayerSection, RunConfig, in_present_sections
 from megatron_ext.errors import CheckpointError
 from megatron_ext.optim.schedule import schedule_lengths
 from megatron_ext.parallel.grid import Layout
@@ -312,8 +312,9 @@ def _changes(
         if section == "lora" and None in (values["lora_rank"], before.get("lora_rank")):
             # The names of the weights already show whether there are adapters.
             continue
+        unused = kind.unused_fields() if isinstance(kind, LayerSection) else frozenset()
         for name, answer in if_changed(type(kind)).items():
-            if name.startswith("rotary") and values["position_embedding_type"] != "rope":
+            if name in unused:
                 continue
             # Earlier versions stored some lists of layers, and some RoPE bases, as integers.
             same = name in before and str(values[name]) == str(before[name])

@@ -81,6 +81,8 @@ def derived(given: RunConfig, world_size: int, device: str) -> RunConfig:
         run = dataclasses.replace(run, model=run.model.on_cpu())
     has_te = _has_transformer_engine(run.model, device, planned)
     model = run.model.resolved(has_te=has_te and not engine_rules.needs_torch_layers(run))
+    for section in run.layer_sections:
+        model = section.resolved_model(model)
     parallel = parallel_rules.resolve_parallel(run.parallel, model, world_size)
     training = run.training.resolved(parallel.data_parallel_size)
     return dataclasses.replace(
@@ -123,7 +125,7 @@ def _errors(run: RunConfig) -> Iterator[str]:
     has_te = _has_transformer_engine(run.model, run.device, run.planning)
     if not run.parallel.allow_untested_core:
         yield from _core_errors()
-    yield from model_errors(run.model)
+    yield from model_errors(run)
     yield from parallel_rules.parallel_errors(run.parallel, run.model)
     yield from optimizer_rules.lora_errors(run.lora, run.model, run.optimizer)
     if run.precision.bf16 and run.precision.fp16:
@@ -154,14 +156,6 @@ def _errors(run: RunConfig) -> Iterator[str]:
         yield (
             "`--transformer-impl transformer_engine` needs Transformer Engine, which was not "
             "found; install it, or use torch or auto."
-        )
-    stages = run.parallel.pipeline_model_parallel_size
-    learned = run.model.position_embedding_type == "learned_absolute"
-    if run.model.mtp_num_layers and stages > 1 and learned:
-        yield (
-            "`--mtp-num-layers` with more than one pipeline stage does not go with "
-            "`--position-embedding-type learned_absolute`, whose table would differ between "
-            "the stages; use rope."
         )
     fused = run.model.cross_entropy_loss_fusion and run.model.cross_entropy_fusion_impl
     if run.device == "cuda" and fused == "native" and not run.precision.bf16:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron_ext.config.flags import SIZE
 
@@ -65,20 +65,23 @@ def layers_without_rope(frequency: str | None, num_layers: int) -> list[bool]:
     return [bool(has) for has in pattern]
 
 
-def pattern_error(flag: str, text: str, num_layers: int) -> str | None:
-    """Return a sentence if a pattern is unreadable or has no entry for each layer, else None."""
+def pattern_errors(flag: str, text: str | None, num_layers: int) -> Iterator[str]:
+    """Yield a sentence if a pattern is unreadable or has no entry for each layer."""
+    if text is None:
+        return
     try:
-        pattern = read_pattern(text)
+        pattern = read_pattern(str(text))
     except ValueError:
-        return (
+        yield (
             f"`{flag}` ({text}) must be a number or a list of 0 and 1; write 2, or "
             f"[1,0]*{max(1, num_layers // 2)}."
         )
+        return
     if isinstance(pattern, int):
-        return None if pattern >= 1 else f"`{flag}` ({text}) must be at least 1; use 2."
-    if len(pattern) != num_layers:
-        return (
+        if pattern < 1:
+            yield f"`{flag}` ({text}) must be at least 1; use 2."
+    elif len(pattern) != num_layers:
+        yield (
             f"`{flag}` has {len(pattern)} entries, but must have one for each of the "
             f"{num_layers} layers."
         )
-    return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_ext.config.flags import (
     BELOW_ONE,
@@ -16,14 +15,12 @@ from megatron_ext.config.flags import (
     WEIGHT,
     Changeable,
     Range,
-    default_of,
     fixed_flag,
     flag,
     resumed_flag,
     said_flag,
 )
 from megatron_ext.config.layers import windowed_layers
-from megatron_ext.config.rotary import written, yarn_scaling
 
 ACTIVATIONS = {
     "swiglu": "silu",
@@ -64,57 +61,6 @@ class ModelConfig(Changeable):
     )
     seq_length: int | None = said_flag(
         None, "sequence length s", COUNT, "tokens", names="--encoder-seq-length"
-    )
-    max_position_embeddings: int | None = flag(
-        None, "longest position that the model may see", COUNT, "tokens"
-    )
-    position_embedding_type: str = fixed_flag(
-        "learned_absolute",
-        "kind of position embedding; yarn is rope scaled by the --yarn flags",
-        choices="learned_absolute rope yarn none",
-    )
-    rotary_base: float = resumed_flag(10000.0, "base of the rotary frequencies", Range(1, 10**12))
-    rope_local_base_freq: float | None = resumed_flag(
-        None,
-        "base of the rotary frequencies in layers with a window, which are then not scaled, as in "
-        "Gemma 3; default: --rotary-base, scaled as in other layers",
-        Range(1, 10**12),
-    )
-    no_rope_freq: str | None = resumed_flag(
-        None, "no rotary positions in every n-th layer, or where a list such as [0,0,1] has a 1"
-    )
-    rotary_percent: float = fixed_flag(1.0, "share of each head to rotate", Range(0, 1, above=True))
-    rotary_interleaved: bool = fixed_flag(False, "rotate neighbouring channels instead of halves")
-    rotary_seq_len_interpolation_factor: int | None = resumed_flag(
-        None, "divide rotary positions by this factor", SIZE
-    )
-    use_rope_scaling: bool = resumed_flag(False, "scale rotary frequencies as Llama 3.1 does")
-    rope_scaling_factor: float = resumed_flag(8.0, "factor of --use-rope-scaling", FACTOR)
-    rope_scaling: str | None = resumed_flag(
-        None,
-        "scaling of the rotary frequencies as a JSON object, like rope_parameters of transformers: "
-        "rope_type linear, llama3, yarn, longrope or proportional, with its entries",
-    )
-    yarn_rotary_scaling_factor: float | None = resumed_flag(
-        None, "new context length over the original one, for --position-embedding-type yarn", FACTOR
-    )
-    yarn_original_max_position_embeddings: int | None = resumed_flag(
-        None, "context length before YaRN lengthened it", COUNT, "tokens"
-    )
-    yarn_beta_fast: float = resumed_flag(
-        32.0, "rotations in the original context above which YaRN keeps a frequency", FACTOR
-    )
-    yarn_beta_slow: float = resumed_flag(
-        1.0, "rotations in the original context below which YaRN divides a frequency", FACTOR
-    )
-    yarn_mscale: float | None = resumed_flag(
-        None, "numerator's weight in YaRN's factor of cosines and sines", Range(0, 1e6)
-    )
-    yarn_mscale_all_dim: float | None = resumed_flag(
-        None, "denominator's weight in YaRN's factor of cosines and sines", Range(0, 1e6)
-    )
-    yarn_correction_range_round_to_int: bool = resumed_flag(
-        True, "round the bounds of YaRN's ramp to whole channels"
     )
     make_vocab_size_divisible_by: int = flag(
         128, "round the vocabulary up to a multiple of this times the tensor-parallel size", SIZE
@@ -185,33 +131,6 @@ class ModelConfig(Changeable):
     )
     final_logit_softcapping: float | None = resumed_flag(
         None, "limit c of the logits z of the output layer, which become c tanh(z / c)", FACTOR
-    )
-    multi_latent_attention: bool = fixed_flag(
-        False, "compute keys and values of all heads from one small vector per token (DeepSeek)"
-    )
-    q_lora_rank: int | None = fixed_flag(
-        None, "width of the vector that queries are computed from; default: the hidden state", SIZE
-    )
-    kv_lora_rank: int = fixed_flag(
-        32, "width of the vector that keys and values are computed from", SIZE
-    )
-    qk_head_dim: int = fixed_flag(128, "channels of a head's query and key without rotation", SIZE)
-    qk_pos_emb_head_dim: int = fixed_flag(64, "channels of a head's query and key to rotate", SIZE)
-    v_head_dim: int = fixed_flag(128, "channels of a head's value", SIZE)
-    rope_type: str = resumed_flag(
-        "yarn", "rotary embedding of --multi-latent-attention", choices="rope yarn"
-    )
-    rotary_scaling_factor: float = resumed_flag(
-        1.0, "length to train for over --original-max-position-embeddings", Range(1, 1e6)
-    )
-    original_max_position_embeddings: int = resumed_flag(
-        4096, "longest sequence that the model was trained for before", COUNT, "tokens"
-    )
-    beta_fast: float = resumed_flag(32, "turns beyond which a frequency stays as it is", FACTOR)
-    beta_slow: float = resumed_flag(1, "turns below which a frequency is divided in full", FACTOR)
-    mscale: float = resumed_flag(1.0, "weight of the rotary embedding's growth by scaling", WEIGHT)
-    mscale_all_dim: float = resumed_flag(
-        0.0, "weight of the growth of attention's scores by scaling", WEIGHT
     )
     softmax_type: str = fixed_flag(
         "vanilla",
@@ -332,18 +251,15 @@ class ModelConfig(Changeable):
         ffn = self.ffn_hidden_size
         if ffn is None:
             ffn = int((4 * h * 2 / 3) / 64) * 64 if self.swiglu else 4 * h
-        latent = self.multi_latent_attention
-        grouped = self.group_query_attention and not latent
-        channels = self.v_head_dim if latent else self.kv_channels
         impl = self.transformer_impl
         if impl in ("auto", "local", "torch"):
             impl = "transformer_engine" if impl == "auto" and has_te else "torch"
         return dataclasses.replace(
-            self.without_yarn(),
+            self,
             ffn_hidden_size=ffn,
-            kv_channels=channels or (h // n if n else None),
-            num_query_groups=(self.num_query_groups or 1) if grouped else None,
-            add_qkv_bias=(self.add_qkv_bias or self.add_bias_linear) and not latent,
+            kv_channels=self.kv_channels or (h // n if n else None),
+            num_query_groups=(self.num_query_groups or 1) if self.group_query_attention else None,
+            add_qkv_bias=self.add_qkv_bias or self.add_bias_linear,
             add_proj_bias=self.add_proj_bias or self.add_bias_linear,
             transformer_impl=impl,
             mtp_num_layers=self.mtp_num_layers or None,
@@ -360,30 +276,3 @@ class ModelConfig(Changeable):
         if modules is not None:
             modules = [name for name in modules if name not in RECOMPUTED_WITH_TE]
         return dataclasses.replace(self, transformer_impl="torch", recompute_modules=modules)
-
-    def without_yarn(self) -> ModelConfig:
-        """Return a copy in which ``--rope-scaling`` says what the flags of YaRN say.
-
-        If these lack something or contradict it, they stay as they are, to be refused.
-        """
-        factor = self.yarn_rotary_scaling_factor
-        original = self.yarn_original_max_position_embeddings
-        if self.position_embedding_type != "yarn" or self.rope_scaling is not None:
-            return self
-        if factor is None or original is None:
-            return self
-        scaling = yarn_scaling(
-            factor,
-            original,
-            mscale=self.yarn_mscale,
-            mscale_all_dim=self.yarn_mscale_all_dim,
-            beta_fast=self.yarn_beta_fast,
-            beta_slow=self.yarn_beta_slow,
-            truncate=self.yarn_correction_range_round_to_int,
-        )
-        usual: dict[str, Any] = {
-            name: default_of(self, name) for name in vars(self) if name.startswith("yarn_")
-        }
-        return dataclasses.replace(
-            self, **usual, position_embedding_type="rope", rope_scaling=written(scaling)
-        )

@@ -417,7 +417,8 @@ class Reading:
             precision["bf16_on_gpu"] = False
         if not self.no_position_embedding:
             return
-        kind = values.get("model", {}).get("position_embedding_type", "learned_absolute")
+        given = {k: v for section in values.values() for k, v in section.items()}
+        kind = given.get("position_embedding_type", "learned_absolute")
         if kind in ("rope", "yarn", "none"):
             self.notes.append(
                 f"`--no-position-embedding` has no effect: `--position-embedding-type {kind}` has "

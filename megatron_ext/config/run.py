@@ -18,7 +18,6 @@ import yaml
 from megatron_ext.config.fault_tolerance import FaultToleranceConfig
 from megatron_ext.config.flags import Changeable
 from megatron_ext.config.inapplicable import ENGINE, Inapplicable
-from megatron_ext.config.layers import layers_without_rope
 from megatron_ext.config.model import ACTIVATIONS, ModelConfig
 from megatron_ext.config.optimizer import EmaConfig, LoraConfig, OptimizerConfig
 from megatron_ext.config.output import CheckpointConfig, LoggingConfig, PlanningConfig
@@ -34,6 +33,8 @@ from megatron_ext.config.training import LossConfig, TrainingConfig
 from megatron_ext.errors import ConfigError
 
 Section = TypeVar("Section")
+Side = tuple[str, "int | None", int]
+"""A side of a weight matrix: its name, its width, and the number of ranks that share it."""
 
 _OF_WRONG_TYPES = TypeError, ValueError, LookupError, AttributeError, ArithmeticError
 """Errors that the checks of a section raise for values of other types than its flags have."""
@@ -85,6 +86,11 @@ class RunConfig:
     def layer_sections(self) -> list[LayerSection]:
         """Return the task's sections that say what its transformer layers compute."""
         return [section for section in self.sections if isinstance(section, LayerSection)]
+
+    def attention_sides(self) -> Sequence[Side] | None:
+        """Return the widths of attention's projections, if a section of the task decides them."""
+        sides = (section.attention_sides(self) for section in self.layer_sections)
+        return next((own for own in sides if own is not None), None)
 
     def by_name(self) -> dict[str, Any]:
         """Return all sections by name: first those of every run, then the task's."""
@@ -191,6 +197,22 @@ class LayerSection(Changeable):
         """Return values for fields of `StepTransformerConfig`, in place of the engine's own."""
         return {}
 
+    def resolved_model(self, model: ModelConfig) -> ModelConfig:
+        """Return the section ``model`` with the values that follow from this section."""
+        return model
+
+    def torch_only(self) -> list[str]:
+        """Return the flags given that only the torch layers follow, not Transformer Engine's."""
+        return []
+
+    def attention_sides(self, config: RunConfig) -> Sequence[Side] | None:
+        """Return the widths of attention's projections, if this section decides them."""
+        return None
+
+    def unused_fields(self) -> frozenset[str]:
+        """Return the fields that decide nothing, so that a checkpoint may have others."""
+        return frozenset()
+
     def te_versions(self, config: RunConfig) -> Mapping[str, str]:
         """Return the first Transformer Engine that has each option in use, by its spelling."""
         return {}
@@ -251,7 +273,7 @@ SAME_NAME = {
     "model": (
         "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups "
         "normalization add_bias_linear add_qkv_bias qk_layernorm attention_dropout hidden_dropout "
-        "init_method_std embedding_init_method_std rotary_interleaved window_size "
+        "init_method_std embedding_init_method_std window_size "
         "softmax_type softmax_scale activation_func_clamp_value glu_linear_offset "
         "attention_softmax_in_fp32 "
         "apply_query_key_layer_scaling apply_residual_connection_post_layernorm "
@@ -302,7 +324,6 @@ def transformer_fields(run: RunConfig) -> dict[str, object]:
         cp_comm_type=kinds[0] if len(kinds) == 1 else kinds,
         attention_backend=model.attention_backend,
         window_attn_skip_freq=_window_pattern(model),
-        no_rope_freq=_without_rope(model),
         **_fusions(run),
     )
     if parallel.microbatch_group_size_per_vp_stage is not None:
@@ -326,13 +347,6 @@ def _window_pattern(model: ModelConfig) -> list[int] | None:
         return None
     layers = [int(has) for has in model.windowed_layers()]
     return layers + layers[-1:] * (model.mtp_num_layers or 0)
-
-
-def _without_rope(model: ModelConfig) -> list[int] | None:
-    """Return 1 for each layer of the decoder without rotary positions, else 0."""
-    if model.no_rope_freq is None:
-        return None
-    return [int(lacks) for lacks in layers_without_rope(model.no_rope_freq, model.num_layers or 0)]
 
 
 def _fusions(run: RunConfig) -> dict[str, object]:

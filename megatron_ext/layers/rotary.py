@@ -18,9 +18,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import (
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_ext.config.model import ModelConfig
-from megatron_ext.config.rotary import RopeScaling
-from megatron_ext.config.rules.model import scaling_of
+from megatron_ext.layers.rope_scaling import RopeScaling, RotarySettings
 
 
 def inverse_frequencies(
@@ -107,22 +105,24 @@ class RotaryEmbedding(CoreRotaryEmbedding):  # type: ignore[misc]
     angles are for layers with a window.
     """
 
-    def __init__(self, model: ModelConfig, transformer_config: TransformerConfig, cp_group: Any):
+    def __init__(
+        self, settings: RotarySettings, transformer_config: TransformerConfig, cp_group: Any
+    ):
         super().__init__(
             kv_channels=transformer_config.kv_channels,
-            rotary_percent=model.rotary_percent,
+            rotary_percent=settings.percent,
             rotary_interleaved=transformer_config.rotary_interleaved,
-            rotary_base=model.rotary_base,
-            seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
-            rope_scaling=model.use_rope_scaling,
-            rope_scaling_factor=model.rope_scaling_factor,
+            rotary_base=settings.base,
+            seq_len_interpolation_factor=settings.interpolation_factor,
+            rope_scaling=settings.llama_factor is not None,
+            rope_scaling_factor=settings.llama_factor or 1.0,
             use_cpu_initialization=transformer_config.use_cpu_initialization,
             cp_group=cp_group,
         )
-        self.scaling = scaling_of(model)
-        self.sizes = transformer_config.kv_channels, model.rotary_percent
-        self.base = model.rotary_base
-        self.local_base = model.rope_local_base_freq
+        self.scaling = settings.scaling
+        self.sizes = transformer_config.kv_channels, settings.percent
+        self.base = settings.base
+        self.local_base = settings.local_base
 
     @property
     def short_length(self) -> int | None:
@@ -151,17 +151,6 @@ class RotaryEmbedding(CoreRotaryEmbedding):  # type: ignore[misc]
         if self.rotary_interleaved:
             return once.repeat_interleave(2, dim=-1).unsqueeze(1)
         return torch.cat((once, once), dim=-1).unsqueeze(1)
-
-
-def rotary_embedding(
-    model: ModelConfig, transformer_config: TransformerConfig, cp_group: Any
-) -> RotaryEmbedding | None:
-    """Return our rotary embedding; None if megatron-core's gives the same angles."""
-    if model.position_embedding_type != "rope":
-        return None
-    if model.rope_local_base_freq is None and scaling_of(model) is None:
-        return None
-    return RotaryEmbedding(model, transformer_config, cp_group)
 
 
 @dataclass(frozen=True)

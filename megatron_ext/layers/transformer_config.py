@@ -10,10 +10,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend, LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.precision import TE_IMPL, PrecisionConfig
-from megatron_ext.config.rules.latent_attention import softmax_scale
-from megatron_ext.config.rules.model import scaling_of
 from megatron_ext.config.run import RunConfig, transformer_fields
 from megatron_ext.core import RECOMPUTES_DEPTHS, kinds_by_layer
 from megatron_ext.errors import ConfigError
@@ -104,22 +101,6 @@ class StepMLATransformerConfig(MLATransformerConfig, StepTransformerConfig):  # 
     """A `StepTransformerConfig` with the sizes of multi-latent attention."""
 
 
-LATENT_FIELDS = (
-    "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim "
-    "rope_type rotary_base rotary_percent rotary_scaling_factor original_max_position_embeddings "
-    "beta_fast beta_slow mscale mscale_all_dim"
-)
-"""Fields of `ModelConfig` with the same names in megatron-core's MLATransformerConfig."""
-
-
-def _latent_fields(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields that multi-latent attention adds to a TransformerConfig."""
-    if not model.multi_latent_attention:
-        return {}
-    fields = {name: getattr(model, name) for name in LATENT_FIELDS.split()}
-    return {**fields, "softmax_scale": softmax_scale(model)}
-
-
 def params_dtype(precision: PrecisionConfig) -> torch.dtype:
     """Return the dtype of the parameters that the forward pass uses."""
     if precision.bf16:
@@ -148,7 +129,6 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
     dtype = params_dtype(config.precision)
     schedule = parallel.pipeline_schedule
     core_interleaved = schedule == "core-interleaved"
-    scaling = scaling_of(model)
     in_te = model.transformer_impl == TE_IMPL
     fuses = model.gradient_accumulation_fusion
     fields |= {
@@ -167,8 +147,6 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
         "embedding_multiplier": model.embedding_multiplier,
         "proj_bias": model.add_proj_bias,
         "mlp_bias": model.has_mlp_bias,
-        "rotary_magnitude": scaling.magnitude if scaling is not None else 1.0,
-        "has_local_rotary": model.rope_local_base_freq is not None,
         "adds_in_place": fuses and not in_te and config.device == "cuda",
         "te_gradient_accumulation_fusion": fuses and in_te,
         "weight_gradients": DeferredWeightGradients() if schedule in ("zb-h1", "zb-v") else None,
@@ -186,8 +164,9 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
         )
     if model.init_method_xavier_uniform:
         fields |= dict.fromkeys(("init_method", "output_layer_init_method"), xavier_uniform)
-    kind = StepMLATransformerConfig if model.multi_latent_attention else StepTransformerConfig
-    transformer_config = kind(**{**fields, **_latent_fields(model)})
+    latent = fields.get("multi_latent_attention", False)
+    kind = StepMLATransformerConfig if latent else StepTransformerConfig
+    transformer_config = kind(**fields)
     kinds = transformer_config.cp_comm_type
     if isinstance(kinds, list):
         transformer_config.cp_comm_type = kinds_by_layer(kinds, transformer_config)

@@ -17,6 +17,7 @@ from megatron_ext.config.flags import flag, spelling_of
 from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.rules.parallel import STAGES
 from megatron_ext.config.run import RunConfig
+from megatron_ext.text.config.latent_attention import LatentAttentionConfig
 from megatron_ext.text.config.moe import MoEConfig
 
 PAIRS = "*-", "*E"
@@ -176,7 +177,7 @@ def hybrid_errors(given: RunConfig, run: RunConfig) -> Iterator[str]:
             f"`{_FLAG}` needs our own layers, which `--transformer-impl {TE_IMPL}` replaces; use "
             "`--transformer-impl torch`."
         )
-    if run.model.multi_latent_attention:
+    if run.section(LatentAttentionConfig).multi_latent_attention:
         yield (
             f"`{_FLAG}` has layers of halves, which `--multi-latent-attention` is not among; give "
             "`--num-layers` instead."

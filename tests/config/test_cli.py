@@ -9,6 +9,7 @@ from megatron_ext.config.parser import read_words
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.config.moe import MoEConfig
+from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.task import TEXT
 from tests.config.runs import SMALL
@@ -29,7 +30,7 @@ def test_gpt3_script(device: str) -> None:
     assert config.training.rampup_batch_size == [16, 16, 5859375]
     assert config.parallel.data_parallel_size == 1
     assert config.model.ffn_hidden_size == 4 * 12288
-    assert config.model.position_embedding_type == "learned_absolute"
+    assert config.section(PositionConfig).position_embedding_type == "learned_absolute"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -66,7 +67,7 @@ def test_kernels_of_experts_get_one_note_on_any_device() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_mixtral_script_keeps_rope(device: str) -> None:
     found = parsed(MIXTRAL, ranks=32, device=device)
-    assert found.config.model.position_embedding_type == "rope"
+    assert found.config.section(PositionConfig).position_embedding_type == "rope"
     assert found.config.section(MoEConfig).num_experts == 8
     assert any("`--no-position-embedding` has no effect" in note for note in found.notes)
 

@@ -97,7 +97,7 @@ def test_flags_of_scripts_built_on_megatron_lm_that_change_nothing_are_notes() -
     reading = read_words([*words.split(), "--qk-rope-head-dim", "64"], TEXT)
     assert not reading.errors
     assert "it is Pai-Megatron-Patch's default" in reading.notes[1]
-    assert reading.values["model"]["qk_pos_emb_head_dim"] == 64
+    assert reading.values["latent_attention"]["qk_pos_emb_head_dim"] == 64
 
 
 def test_both_negative_spellings_switch_off() -> None:

@@ -22,6 +22,7 @@ from megatron_ext.layers.specs import layer_spec
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext, embedding_ranks
 from megatron_ext.parallel.grid import Layout
+from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.task import GPT
 from tests.ranks import ranks, run_on_ranks
 from tests.training_runs import SAME_WEIGHTS, mock_data, prepared
@@ -238,7 +239,7 @@ def test_cpu_initialization_stays_megatrons(context: ParallelContext) -> None:
         config=transformer_config,
         transformer_layer_spec=layer_spec(transformer_config, impl="torch"),
         vocab_size=config.model.padded_vocab_size,
-        max_sequence_length=config.model.max_position_embeddings,
+        max_sequence_length=config.section(PositionConfig).max_position_embeddings,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
         pg_collection=context.pgs,

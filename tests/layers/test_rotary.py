@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_ext.config.layers import layers_without_rope, windowed_layers
-from megatron_ext.config.rotary import (
+from megatron_ext.layers.rope_scaling import (
     OPTIONAL,
     REQUIRED,
     RopeScaling,
@@ -21,6 +21,7 @@ from megatron_ext.config.rotary import (
 from megatron_ext.layers.rotary import LayerRotary, RotaryEmbedding, inverse_frequencies
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.config.positions import PositionConfig
 from tests.ranks import ranks
 from tests.training_runs import SMALL, config_of
 
@@ -112,9 +113,9 @@ def test_yarn_by_flags_has_megatron_cores_magnitude() -> None:
         "--position-embedding-type yarn --yarn-rotary-scaling-factor 8 --yarn-mscale 2 "
         "--yarn-mscale-all-dim 0 --yarn-original-max-position-embeddings 16 --yarn-beta-fast 20"
     )
-    model = config_of([*SMALL, *words.split()]).model
-    assert model.position_embedding_type == "rope"
-    scaling = read_scaling(model.rope_scaling, 32)
+    positions = config_of([*SMALL, *words.split()]).section(PositionConfig)
+    assert positions.position_embedding_type == "rope"
+    scaling = read_scaling(positions.rope_scaling, 32)
     assert scaling is not None and (scaling.factor, scaling.beta_fast) == (8, 20)
     assert scaling.magnitude == pytest.approx(1 + 0.2 * torch.log(torch.tensor(8.0)).item())
 
@@ -127,7 +128,9 @@ def test_layers_with_a_window_have_angles_of_their_own(context: ParallelContext)
     )
     config = config_of([*SMALL, *words.split()])
     core = build_transformer_config(config)
-    angles = RotaryEmbedding(config.model, core, context.pgs.cp)(9)
+    settings = config.section(PositionConfig).own_rotary()
+    assert settings is not None
+    angles = RotaryEmbedding(settings, core, context.pgs.cp)(9)
     assert angles.shape == (9, 1, 2, 4)
     for index, base in enumerate((1e6, 1e4)):
         once = torch.outer(torch.arange(9.0), 1.0 / base ** (torch.arange(0, 4, 2) / 4))

@@ -107,11 +107,6 @@ def _recompute_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[
     unknown = [name for name in given if name not in names]
     if unknown:
         yield f"`--recompute-modules` ({' '.join(unknown)}) must be names among {', '.join(names)}."
-    if RECOMPUTED_LATENT in modules and not model.multi_latent_attention:
-        yield (
-            f"`--recompute-modules` ({RECOMPUTED_LATENT}) needs `--multi-latent-attention`; use "
-            f"{', '.join(RECOMPUTED)}."
-        )
     with_te = [name for name in modules if name in RECOMPUTED_WITH_TE]
     if with_te and model.transformer_impl != "transformer_engine":
         yield (

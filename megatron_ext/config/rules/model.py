@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_ext.config.flags import changed_fields
-from megatron_ext.config.layers import pattern_error
+from megatron_ext.config.layers import pattern_errors
 from megatron_ext.config.model import ACTIVATIONS, ModelConfig
 from megatron_ext.config.precision import TE_IMPL
-from megatron_ext.config.rotary import RopeScaling, read_scaling
+from megatron_ext.config.run import RunConfig
 
 REQUIRED = (
-    "num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings",
+    "num_layers", "hidden_size", "num_attention_heads", "seq_length",
 )  # fmt: skip
 
 
-def model_errors(model: ModelConfig) -> Iterator[str]:
+def model_errors(run: RunConfig) -> Iterator[str]:
     """Yield a sentence for each fault in the flags of the model."""
+    model = run.model
     if model.blocks_dealt_by_cost:
         yield from _recompute_errors(model)
         return
@@ -29,20 +29,11 @@ def model_errors(model: ModelConfig) -> Iterator[str]:
         return
     h = model.hidden_size or 1
     n = model.num_attention_heads or 1
-    latent = model.multi_latent_attention
-    if h % n and model.kv_channels == h // n and not latent:
+    if h % n and model.kv_channels == h // n and run.attention_sides() is None:
         yield (
             f"`--hidden-size` ({h}) must be divisible by `--num-attention-heads` ({n}); use "
             f"{-(-h // n) * n}, or give `--kv-channels`."
         )
-    if (model.max_position_embeddings or 0) < (model.seq_length or 0):
-        yield (
-            f"`--max-position-embeddings` ({model.max_position_embeddings}) must be at least "
-            f"`--seq-length` ({model.seq_length}); use {model.seq_length}."
-        )
-    if model.position_embedding_type == "rope" and model.kv_channels and not latent:
-        yield from _rotary_errors(model, model.kv_channels)
-    yield from _yarn_errors(model)
     yield from _pattern_errors(model)
     yield from _layer_errors(model, n)
     yield from _score_errors(model)
@@ -85,74 +76,9 @@ def _recompute_errors(model: ModelConfig) -> Iterator[str]:
 
 
 def _pattern_errors(model: ModelConfig) -> Iterator[str]:
-    """Yield a sentence for each list of layers that does not fit the number of layers."""
-    for name in ("window_attn_skip_freq", "no_rope_freq"):
-        text = getattr(model, name)
-        flag = f"--{name.replace('_', '-')}"
-        error = None if text is None else pattern_error(flag, str(text), model.num_layers or 0)
-        if error is not None:
-            yield error
-
-
-def _rotary_errors(model: ModelConfig, size: int) -> Iterator[str]:
-    """Yield a sentence for each fault of rotary positions in heads of ``size`` channels."""
-    if model.rotary_percent == 1 and size % 2:
-        yield (
-            f"`--kv-channels` ({size}) must be even with `--position-embedding-type rope`, "
-            f"which rotates channels in pairs; use {size + 1}."
-        )
-    elif int(size * model.rotary_percent) < 1:
-        yield (
-            f"`--rotary-percent` ({model.rotary_percent}) leaves no channel of a head of "
-            f"{size} to rotate; use {2 / size:g} or more."
-        )
-    if model.rope_local_base_freq is not None and model.window_size is None:
-        yield (
-            f"`--rope-local-base-freq` ({model.rope_local_base_freq:g}) is the base of layers with "
-            "a window, which `--window-size` gives; give both."
-        )
-    others = ("use_rope_scaling", "rotary_seq_len_interpolation_factor")
-    given = [f"`--{x.replace('_', '-')}`" for x in others if getattr(model, x)]
-    if model.rope_scaling is None:
-        return
-    if given:
-        yield f"`--rope-scaling` and {given[0]} exclude each other; give one."
-    try:
-        scaling = scaling_of(model)
-    except ValueError as error:
-        yield f"`--rope-scaling` ({model.rope_scaling}) {error}."
-        return
-    pairs = -(-int(size * model.rotary_percent) // 2)
-    for name in ("short_factor", "long_factor"):
-        count = len(getattr(scaling, name, ()))
-        if count not in (0, pairs):
-            yield (
-                f"`--rope-scaling` has {count} numbers in {name}, but must have one for each of "
-                f"the {pairs} pairs of channels that are rotated; mend it."
-            )
-
-
-def scaling_of(model: ModelConfig) -> RopeScaling | None:
-    """Return the scaling of ``--rope-scaling``; raise a ValueError with the rule that it breaks."""
-    return read_scaling(model.rope_scaling, model.max_position_embeddings or 0)
-
-
-def _yarn_errors(model: ModelConfig) -> Iterator[str]:
-    """Yield a sentence for flags of YaRN that `ModelConfig.resolved` could not settle."""
-    given = [name for name in changed_fields(model) if name.startswith("yarn_")]
-    if model.position_embedding_type != "yarn":
-        if given:
-            yield (
-                f"`--{given[0].replace('_', '-')}` needs `--position-embedding-type yarn`; give "
-                "both."
-            )
-    elif model.rope_scaling is not None:
-        yield "`--position-embedding-type yarn` and `--rope-scaling` exclude each other; give one."
-    else:
-        for name in ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings"):
-            if getattr(model, name) is None:
-                flag = f"--{name.replace('_', '-')}"
-                yield f"`--position-embedding-type yarn` needs `{flag}`; give it."
+    """Yield a sentence if a list of layers does not fit the number of layers."""
+    layers = model.num_layers or 0
+    yield from pattern_errors("--window-attn-skip-freq", model.window_attn_skip_freq, layers)
 
 
 def _score_errors(model: ModelConfig) -> Iterator[str]:
@@ -184,19 +110,11 @@ def _score_errors(model: ModelConfig) -> Iterator[str]:
 
 def parts_of_torch_layers(model: ModelConfig) -> list[str]:
     """Return the flags given that only the torch layers follow, not Transformer Engine's."""
-    magnitude = 1.0
-    try:
-        scaling = scaling_of(model.without_yarn())
-        magnitude = 1.0 if scaling is None else scaling.magnitude
-    except ValueError:
-        pass  # said by the rules of rotary positions
     some = not model.add_bias_linear
     given = {
         "--attn-logit-softcapping": model.attn_logit_softcapping is not None,
         "--sandwich-norm": model.sandwich_norm,
         "--add-proj-bias": model.add_proj_bias and some,
         "--add-mlp-bias": model.add_mlp_bias and some,
-        "--rope-local-base-freq": model.rope_local_base_freq is not None,
-        "--rope-scaling": magnitude != 1,
     }
     return [flag for flag, has in given.items() if has]

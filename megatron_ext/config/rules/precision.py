@@ -16,7 +16,7 @@ from megatron_ext.config.precision import (
     WARMUP_STEPS,
     Fp8Config,
 )
-from megatron_ext.config.run import RunConfig
+from megatron_ext.config.run import RunConfig, Side
 from megatron_ext.config.training import TrainingConfig
 
 OF_DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "tp_only_amax_red")
@@ -66,7 +66,7 @@ def fp8_errors(run: RunConfig, *, may_use_te: bool) -> Iterator[str]:
                 f"`{spelling_of(fp8, name)}` is an option of Transformer Engine's layers; "
                 f"{instead}leave it out."
             )
-    yield from _size_errors(fp8, model, run.parallel, run.training.micro_batch_size or 1)
+    yield from _size_errors(run)
 
 
 def _recipe_errors(fp8: Fp8Config, *, te: bool, may_use_te: bool) -> Iterator[str]:
@@ -191,14 +191,16 @@ def _param_gather_errors(
         )
 
 
-def _size_errors(
-    fp8: Fp8Config, model: ModelConfig, parallel: ParallelConfig, micro_batch: int
-) -> Iterator[str]:
+def _size_errors(run: RunConfig) -> Iterator[str]:
     """Yield a sentence for each size on a rank that is unfit for 8-bit matrix products."""
+    fp8 = run.fp8
+    model = run.model
+    parallel = run.parallel
+    micro_batch = run.training.micro_batch_size or 1
     tp = parallel.tensor_model_parallel_size
     sides = [
         ("--hidden-size", model.hidden_size, 1),
-        *_attention_sides(model, tp),
+        *_attention_sides(run),
         ("--ffn-hidden-size", model.ffn_hidden_size, tp),
     ]
     yield from side_errors(fp8, sides)
@@ -215,7 +217,7 @@ def _size_errors(
         )
 
 
-def side_errors(fp8: Fp8Config, sides: Sequence[tuple[str, int | None, int]]) -> Iterator[str]:
+def side_errors(fp8: Fp8Config, sides: Sequence[Side]) -> Iterator[str]:
     """Yield a sentence for each side of a matrix that is unfit for 8-bit products.
 
     ``sides`` are the sides' names, their widths, and the number of ranks that share each.
@@ -229,27 +231,20 @@ def side_errors(fp8: Fp8Config, sides: Sequence[tuple[str, int | None, int]]) ->
             )
 
 
-def _attention_sides(model: ModelConfig, tp: int) -> list[tuple[str, int | None, int]]:
+def _attention_sides(run: RunConfig) -> Sequence[Side]:
     """Return the widths of attention's projections: name, width, and the ranks that share it."""
+    own = run.attention_sides()
+    if own is not None:
+        return own
+    model = run.model
+    tp = run.parallel.tensor_model_parallel_size
     heads = model.num_attention_heads or 0
     channels = model.kv_channels or 0
-    if not model.multi_latent_attention:
-        queries = heads * channels
-        groups = (model.num_query_groups or heads) * channels
-        return [
-            ("--num-attention-heads times --kv-channels", queries, tp),
-            ("the width of queries, keys and values", queries + 2 * groups, tp),
-        ]
-    keys = "--num-attention-heads times the sum of --qk-head-dim and"
-    rotated = model.qk_pos_emb_head_dim
-    rank = model.kv_lora_rank
+    queries = heads * channels
+    groups = (model.num_query_groups or heads) * channels
     return [
-        ("--q-lora-rank", model.q_lora_rank, 1),
-        ("--kv-lora-rank", rank, 1),
-        ("--kv-lora-rank plus --qk-pos-emb-head-dim", rank + rotated, 1),
-        (f"{keys} --qk-pos-emb-head-dim", heads * (model.qk_head_dim + rotated), tp),
-        (f"{keys} --v-head-dim", heads * (model.qk_head_dim + channels), tp),
-        ("--num-attention-heads times --v-head-dim", heads * channels, tp),
+        ("--num-attention-heads times --kv-channels", queries, tp),
+        ("the width of queries, keys and values", queries + 2 * groups, tp),
     ]
 
 

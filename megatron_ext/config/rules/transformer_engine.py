@@ -51,7 +51,7 @@ def transformer_engine_errors(run: RunConfig, *, found_version: str | None) -> I
         yield from _overlap_errors(run.engine, run.model, run.parallel, may_use_te)
     yield from _context_errors(run.parallel, run.engine, run.model)
     if run.model.transformer_impl == TE_IMPL:
-        yield from _layer_errors(run.model)
+        yield from _layer_errors(run)
         yield from _attention_errors(run.parallel, run.model, run.engine)
     if found_version is not None:
         yield from version_errors(run, found_version)
@@ -116,7 +116,7 @@ def needs_torch_layers(run: RunConfig) -> bool:
         or run.model.deterministic_dropout
         or run.model.fp32_residual_connection
         or _recomputes_biases(run.model)
-        or bool(parts_of_torch_layers(run.model))
+        or bool(_torch_only(run))
         or run.model.attention_backend == "local"
         or run.model.document_masks
         or (run.parallel.pipeline_schedule or "").startswith("zb-")
@@ -181,8 +181,15 @@ def _environment_errors(model: ModelConfig, training: TrainingConfig) -> Iterato
         )
 
 
-def _layer_errors(model: ModelConfig) -> Iterator[str]:
+def _torch_only(run: RunConfig) -> list[str]:
+    """Return the flags given that only the torch layers follow."""
+    of_task = (flag for section in run.layer_sections for flag in section.torch_only())
+    return [*parts_of_torch_layers(run.model), *of_task]
+
+
+def _layer_errors(run: RunConfig) -> Iterator[str]:
     """Yield a sentence for each given option that Transformer Engine's layers lack."""
+    model = run.model
     if model.attention_backend == "local":
         yield (
             "`--attention-backend` (local) leaves Transformer Engine's layers without any "
@@ -193,7 +200,7 @@ def _layer_errors(model: ModelConfig) -> Iterator[str]:
             "`--fp32-residual-connection` needs our torch layers, since Transformer Engine's take "
             "a residual stream in the dtype of their weights only; use `--transformer-impl torch`."
         )
-    for flag in parts_of_torch_layers(model):
+    for flag in _torch_only(run):
         yield (
             f"`{flag}` needs our torch layers, since Transformer Engine's lack this part; use "
             "`--transformer-impl torch`."

@@ -20,12 +20,13 @@ from megatron_ext.config.flags import (
 )
 from megatron_ext.config.layers import layers_with_experts, read_pattern
 from megatron_ext.config.model import ModelConfig
-from megatron_ext.config.optimizer import TARGETS, LoraConfig
+from megatron_ext.config.optimizer import TARGETS
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.rules.precision import side_errors
 from megatron_ext.config.run import LayerSection, RunConfig, has_te_layers
 from megatron_ext.config.training import TrainingConfig
+from megatron_ext.text.config.latent_attention import LatentAttentionConfig
 
 FUSIONS = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
 """Fields of flags for kernels that megatron-core runs in Transformer Engine's layers only."""
@@ -189,7 +190,7 @@ class MoEConfig(LayerSection):
             yield from _expert_errors(self, model, config.parallel)
             yield from _router_errors(self)
             yield from _dispatch_errors(self, config.parallel, config.training, model)
-        yield from _adapter_errors(self, config.lora, model)
+        yield from _adapter_errors(self, config)
         yield from _fp8_errors(self, config)
         if config.cuda_graphs.cuda_graph_impl == "local":
             yield (
@@ -240,14 +241,15 @@ def _fp8_errors(moe: MoEConfig, config: RunConfig) -> Iterator[str]:
     yield from side_errors(config.fp8, sides)
 
 
-def _adapter_errors(moe: MoEConfig, lora: LoraConfig, model: ModelConfig) -> Iterator[str]:
+def _adapter_errors(moe: MoEConfig, config: RunConfig) -> Iterator[str]:
     """Yield a sentence if adapters shall lie on experts."""
+    lora = config.lora
     if lora.lora_rank is None:
         return
     targets = TARGETS if lora.lora_target_modules is None else lora.lora_target_modules
     mlp = [name for name in targets if name.startswith("linear_fc")]
     if mlp:
-        latent = model.multi_latent_attention
+        latent = config.section(LatentAttentionConfig).multi_latent_attention
         projections = "linear_q_up_proj linear_kv_up_proj" if latent else "linear_qkv"
         yield (
             f"`--lora-target-modules` ({' '.join(mlp)}) does not go with `--num-experts` "

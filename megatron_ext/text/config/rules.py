@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.optimizer import LATENT_TARGETS, TARGETS
 from megatron_ext.config.rules.build import build_errors
-from megatron_ext.config.rules.latent_attention import latent_attention_errors
 from megatron_ext.config.rules.optimizer import target_errors
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
+from megatron_ext.text.config.latent_attention import (
+    LatentAttentionConfig,
+    latent_attention_errors,
+)
 from megatron_ext.text.config.moe import MoEConfig
+from megatron_ext.text.config.positions import PositionConfig, rotary_errors
 from megatron_ext.text.config.sft import SftConfig, sft_errors
 from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.data.config import DataConfig, FimConfig, direct_errors
@@ -21,6 +25,8 @@ from megatron_ext.text.evaluation.config import TaskEvaluationConfig
 from megatron_ext.text.hybrid import HybridConfig, hybrid_errors, resolve_hybrid
 
 SECTIONS = (
+    PositionConfig,
+    LatentAttentionConfig,
     MoEConfig,
     DataConfig,
     FimConfig,
@@ -41,14 +47,19 @@ def resolve_text(config: RunConfig) -> RunConfig:
     model = dataclasses.replace(config.model, document_masks=data.reset_attention_mask or packs)
     lora = config.lora
     if lora.lora_rank is not None and lora.lora_target_modules is None:
-        lora = dataclasses.replace(lora, lora_target_modules=list(_targets(model)))
+        lora = dataclasses.replace(lora, lora_target_modules=list(_targets(config)))
     config = dataclasses.replace(config, model=model, lora=lora)
-    return config.with_section(data.resolved(), sft.resolved(config.model.seq_length))
+    return config.with_section(
+        config.section(PositionConfig).resolved(),
+        data.resolved(),
+        sft.resolved(config.model.seq_length),
+    )
 
 
-def _targets(model: ModelConfig) -> Sequence[str]:
+def _targets(config: RunConfig) -> Sequence[str]:
     """Return the names of the linear layers of a GPT's blocks that may have adapters."""
-    return LATENT_TARGETS if model.multi_latent_attention else TARGETS
+    latent = config.section(LatentAttentionConfig).multi_latent_attention
+    return LATENT_TARGETS if latent else TARGETS
 
 
 def text_rules(given: RunConfig, run: RunConfig) -> list[str]:
@@ -60,11 +71,23 @@ def text_rules(given: RunConfig, run: RunConfig) -> list[str]:
         *direct_errors(data, run),
         *run.section(FimConfig).own_errors(),
         *sft_errors(sft, run),
-        *target_errors(run.lora, _targets(run.model)),
+        *target_errors(run.lora, _targets(run)),
         *_mask_errors(data, sft, run.model.transformer_impl),
-        *latent_attention_errors(given.model, run.model),
+        *latent_attention_errors(given),
+        *_rotary_errors(run),
         *build_errors(run.model, run.parallel),
     ]
+
+
+def _rotary_errors(run: RunConfig) -> Iterator[str]:
+    """Yield an error for each fault of rotary positions, unless latent attention has its own."""
+    model = run.model
+    section = run.section(PositionConfig)
+    latent = run.section(LatentAttentionConfig).multi_latent_attention
+    sizes = model.num_layers, model.hidden_size, model.num_attention_heads, model.seq_length
+    if section.position_embedding_type == "rope" and model.kv_channels and not latent:
+        if all(sizes) and section.max_position_embeddings:
+            yield from rotary_errors(section, model, model.kv_channels)
 
 
 def _mask_errors(data: DataConfig, sft: SftConfig, transformer_impl: str) -> list[str]:
@@ -96,10 +119,19 @@ def stored_text_model(stored: Mapping[str, Any], given: RunConfig) -> dict[str, 
             "checkpoint, or leave out `--use-checkpoint-args`."
         )
     keep = SHAPE.split()
-    shape = {name: value for name, value in stored["model"].items() if name in keep}
-    return {"model": shape, "moe": stored["moe"], "lora": stored.get("lora", {})}
+    shapes = {
+        section: {name: value for name, value in stored.get(section, {}).items() if name in keep}
+        for section in SHAPE_SECTIONS
+    }
+    return {**shapes, "moe": stored["moe"], "lora": stored.get("lora", {})}
 
 
+SHAPE_SECTIONS = {
+    "model": ModelConfig,
+    "positions": PositionConfig,
+    "latent_attention": LatentAttentionConfig,
+}
+"""The sections with the fields of `SHAPE`, by name."""
 SHAPE = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups "
     "group_query_attention max_position_embeddings position_embedding_type rotary_base "
@@ -114,4 +146,4 @@ SHAPE = (
     "qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor "
     "original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim"
 )
-"""Fields of the stored section ``model`` that are restored, since the weights depend on them."""
+"""Stored fields that are restored, since the weights depend on them, besides those of experts."""

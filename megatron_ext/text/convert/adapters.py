@@ -7,11 +7,11 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_ext.checkpoint.conversion import Part, PeftLayers
-from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError
-from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.convert.config import fitting_family
 from megatron_ext.text.convert.families.llama import FAMILY as LLAMA
+from megatron_ext.text.convert.family import Gpt
 
 _ADAPTER = re.compile(
     r"decoder\.layers\.(?:(?P<layer>\d+)\.)?(?P<linear>(?:self_attention|mlp)\.linear_\w+)"
@@ -19,17 +19,19 @@ _ADAPTER = re.compile(
 )
 
 
-def peft_layers(model: ModelConfig, moe: MoEConfig, root: Path) -> PeftLayers:
+def peft_layers(config: RunConfig, root: Path) -> PeftLayers:
     """Return the map from our adapters to the layers of the model's family.
 
     A model that fits no family gets Llama's names where Llama has such layers. ``root`` is the
     folder of its checkpoints, for errors.
     """
+    gpt = Gpt.of(config)
+    model = config.model
     try:
-        family = fitting_family(model, moe)
+        family = fitting_family(gpt)
     except CheckpointError:
         family = LLAMA
-    table = family.weights(model, moe, 1)
+    table = family.weights(gpt, 1)
     num_layers = model.num_layers or 0
 
     def parts(name: str, matrix: Tensor) -> Iterator[Part]:

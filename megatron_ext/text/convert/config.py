@@ -15,17 +15,15 @@ from typing import Any
 import torch
 
 from megatron_ext.checkpoint.conversion import read_settings
-from megatron_ext.config.model import ModelConfig
 from megatron_ext.errors import CheckpointError, ConfigError, MegatronExtError
-from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.convert.families import FAMILIES
 from megatron_ext.text.convert.family import (
     Family,
     Fields,
+    Gpt,
     Settings,
     architecture_of,
     differences,
-    sections_of,
 )
 from megatron_ext.text.convert.table import Table
 
@@ -36,7 +34,7 @@ class HuggingFaceModel:
 
     Attributes:
         raw: the content of the file.
-        fields: the corresponding values of `ModelConfig` and `MoEConfig`, by field.
+        fields: the corresponding values of the fields of a `Gpt`.
         path: the file that was read, for messages.
         ignored: entries that have no effect here, although they differ from transformers' defaults.
     """
@@ -55,13 +53,13 @@ class HuggingFaceModel:
         names = ", ".join(f"`{name}`" for name in self.ignored)
         return [f"{self.path}: these entries have no effect here: {names}"]
 
-    def sections(self) -> tuple[ModelConfig, MoEConfig]:
+    def sections(self) -> Gpt:
         """Return the configuration sections of the model."""
-        return sections_of(self.fields)
+        return Gpt.of_fields(self.fields)
 
     def table(self) -> Table:
         """Return the table of the model's weights."""
-        return self.family.weights(*self.sections(), self.vocab_size)
+        return self.family.weights(self.sections(), self.vocab_size)
 
 
 def read_model(folder: Path) -> HuggingFaceModel:
@@ -216,7 +214,7 @@ _UNIMPORTANT = set(
 
 def _sample(family: Family) -> set[str]:
     """Return the names of the entries in a config.json that a family writes for a small model."""
-    written = family.settings(*sections_of(_SAMPLE | dict(family.fixed)))
+    written = family.settings(Gpt.of_fields(_SAMPLE | dict(family.fixed)))
     return set(written) | set(family.same.values())
 
 
@@ -286,8 +284,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def config_json(
-    model: ModelConfig,
-    moe: MoEConfig,
+    gpt: Gpt,
     *,
     vocab_size: int,
     dtype: torch.dtype,
@@ -302,40 +299,38 @@ def config_json(
     """
     own = {"vocab_size": vocab_size, "torch_dtype": str(dtype).removeprefix("torch.")}
     if like is not None:
-        _check_like(model, moe, like)
+        _check_like(gpt, like)
         base = dict(like.raw)
         # Our own entries replace these: rope_theta, which all versions of transformers read, and
         # torch_dtype. Weights are never written quantized.
         for name in ("rope_parameters", "dtype", "quantization_config"):
             base.pop(name, None)
-        content = {**base, **like.family.settings(model, moe), **own}
+        content = {**base, **like.family.settings(gpt), **own}
         longest = like.fields["max_position_embeddings"]
         key = like.family.same["max_position_embeddings"]
-        return {**content, key: max(model.max_position_embeddings or 0, longest)}
+        return {**content, key: max(gpt.positions.max_position_embeddings or 0, longest)}
     # Without these entries transformers would assume the token ids of the first Llama.
     own |= {"bos_token_id": None, "eos_token_id": None, **(special_tokens or {})}
-    return {**own, **_fitting(model, moe)[1]}
+    return {**own, **_fitting(gpt)[1]}
 
 
-def fitting_family(model: ModelConfig, moe: MoEConfig) -> Family:
+def fitting_family(gpt: Gpt) -> Family:
     """Return the first of `FAMILIES` that a model fits; raise a CheckpointError if it fits none."""
-    return _fitting(model, moe)[0]
+    return _fitting(gpt)[0]
 
 
-def _fitting(model: ModelConfig, moe: MoEConfig) -> tuple[Family, dict[str, Any]]:
+def _fitting(gpt: Gpt) -> tuple[Family, dict[str, Any]]:
     best: tuple[str, list[tuple[str, Any, Any]]] | None = None
     for name, family in FAMILIES.items():
-        content = family.settings(model, moe)
+        content = family.settings(gpt)
         try:
             again = parse_model({**content, "vocab_size": 1}, Path("config.json"))
         except CheckpointError:
             continue
-        mismatches = differences(architecture_of(model, moe), architecture_of(*again.sections()))
-        if not mismatches and model.mtp_num_layers not in (
-            None,
-            again.fields.get("mtp_num_layers"),
-        ):
-            mismatches = [("mtp_num_layers", model.mtp_num_layers, None)]
+        mismatches = differences(architecture_of(gpt), architecture_of(again.sections()))
+        depths = gpt.model.mtp_num_layers
+        if not mismatches and depths not in (None, again.fields.get("mtp_num_layers")):
+            mismatches = [("mtp_num_layers", depths, None)]
         if not mismatches:
             return family, content
         if best is None or len(mismatches) < len(best[1]):
@@ -355,21 +350,21 @@ def _flag(name: str) -> str:
     return f"`--{name.replace('_', '-')}`"
 
 
-def _check_like(model: ModelConfig, moe: MoEConfig, like: HuggingFaceModel) -> None:
+def _check_like(gpt: Gpt, like: HuggingFaceModel) -> None:
     """Raise a CheckpointError if our model differs from the one that ``like`` describes."""
-    theirs = architecture_of(*like.sections())
-    for name, ours, other in differences(architecture_of(model, moe), theirs):
+    theirs = architecture_of(like.sections())
+    for name, ours, other in differences(architecture_of(gpt), theirs):
         raise CheckpointError(
             f"The checkpoint's {_flag(name)} is {ours!r}, but `--hf-like` is a model with "
             f"{other!r}; give the folder that the checkpoint began with."
         )
 
 
-def disagreements(given: ModelConfig, moe: MoEConfig, model: HuggingFaceModel) -> list[str]:
+def disagreements(given: Gpt, model: HuggingFaceModel) -> list[str]:
     """Return a sentence on each flag of a run that contradicts the config.json of its weights."""
-    theirs = architecture_of(*model.sections())
+    theirs = architecture_of(model.sections())
     return [
         f"{_flag(name)} is {ours!r}, but {model.path} says {other!r}, with which its weights were "
         "trained; leave the flag out."
-        for name, ours, other in differences(architecture_of(given, moe), theirs)
+        for name, ours, other in differences(architecture_of(given), theirs)
     ]

@@ -14,10 +14,12 @@ from typing import Any
 
 from megatron_ext.config.flags import flags_of
 from megatron_ext.config.model import ModelConfig
-from megatron_ext.config.rotary import read_scaling
+from megatron_ext.config.run import RunConfig, named
 from megatron_ext.errors import CheckpointError
+from megatron_ext.text.config.latent_attention import LatentAttentionConfig
 from megatron_ext.text.config.moe import MoEConfig
-from megatron_ext.text.config.rules import SHAPE
+from megatron_ext.text.config.positions import PositionConfig
+from megatron_ext.text.config.rules import SHAPE, SHAPE_SECTIONS
 from megatron_ext.text.convert.table import Table
 
 FREE = (
@@ -64,9 +66,49 @@ class Settings:
 
 
 Fields = dict[str, Any]
-"""Values of the fields of `ModelConfig` and `MoEConfig`."""
+"""Values of the fields of a `Gpt`."""
 Read = Callable[[Settings], Fields]
-Write = Callable[[ModelConfig, MoEConfig], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Gpt:
+    """The sections that decide what a GPT computes with its weights."""
+
+    model: ModelConfig
+    positions: PositionConfig
+    latent: LatentAttentionConfig
+    moe: MoEConfig
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Gpt:
+        """Return the sections of a resolved run."""
+        return cls(
+            model=config.model,
+            positions=config.section(PositionConfig),
+            latent=config.section(LatentAttentionConfig),
+            moe=config.section(MoEConfig),
+        )
+
+    @classmethod
+    def of_fields(cls, fields: Mapping[str, Any]) -> Gpt:
+        """Return sections with these values, and with the values that are derived from them."""
+
+        def section(kind: type[Any]) -> Any:
+            names = {field.name for field in dataclasses.fields(kind)} & fields.keys()
+            return kind(**{name: fields[name] for name in names})
+
+        latent = section(LatentAttentionConfig)
+        model = latent.resolved_model(section(ModelConfig).resolved(has_te=False))
+        return cls(model, section(PositionConfig).resolved(), latent, section(MoEConfig))
+
+    def values(self) -> Fields:
+        """Return the values of all fields by name."""
+        return vars(self.model) | vars(self.positions) | vars(self.latent) | vars(self.moe)
+
+
+SECTIONS = {**SHAPE_SECTIONS, **named((MoEConfig,))}
+"""The classes of the sections of a `Gpt`, by name."""
+Write = Callable[[Gpt], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -82,7 +124,7 @@ class Family:
         read: returns the other fields; raises a CheckpointError for entries that our fields cannot
             express.
         write: returns the other entries of config.json; the inverse of ``read``.
-        weights: returns the table of weights, given ``(model, moe, vocab_size)``.
+        weights: returns the table of weights, given ``(gpt, vocab_size)``.
     """
 
     model_type: str
@@ -91,7 +133,7 @@ class Family:
     fixed: Mapping[str, Any]
     read: Read
     write: Write
-    weights: Callable[[ModelConfig, MoEConfig, int], Table]
+    weights: Callable[[Gpt, int], Table]
     only: Mapping[str, Any] = field(default_factory=dict)
 
     def fields(self, settings: Settings) -> Fields:
@@ -102,39 +144,33 @@ class Family:
         same = {ours: settings[key] for ours, key in self.same.items()}
         return {**same, **self.fixed, **self.read(settings)}
 
-    def settings(self, model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+    def settings(self, gpt: Gpt) -> dict[str, Any]:
         """Return the entries of config.json that describe a model; the inverse of `fields`."""
-        sections = vars(model) | vars(moe)
-        same = {key: sections[ours] for ours, key in self.same.items()}
+        values = gpt.values()
+        same = {key: values[ours] for ours, key in self.same.items()}
         return {
             "model_type": self.model_type,
             "architectures": [self.architecture],
             **same,
             **self.only,
-            **self.write(model, moe),
+            **self.write(gpt),
         }
 
 
-def sections_of(fields: Mapping[str, Any]) -> tuple[ModelConfig, MoEConfig]:
-    """Return the sections with the values in ``fields``, and with values derived from those."""
-    own = ({f.name for f in dataclasses.fields(kind)} & fields.keys() for kind in _KINDS)
-    model, moe = ({name: fields[name] for name in names} for names in own)
-    return ModelConfig(**model).resolved(has_te=False), MoEConfig(**moe)
-
-
-_KINDS = ModelConfig, MoEConfig
-
-
-def architecture_of(model: ModelConfig, moe: MoEConfig) -> Fields:
+def architecture_of(gpt: Gpt) -> Fields:
     """Return the fields that determine the function that a model computes, to compare models."""
-    fields = {name: getattr(model, name) for name in SHAPE.split() if name not in FREE}
+    model = gpt.model
+    moe = gpt.moe
+    positions = gpt.positions
+    values = gpt.values()
+    fields = {name: values[name] for name in SHAPE.split() if name not in FREE}
     # Without query groups each head is its own group.
     fields["num_query_groups"] = model.num_query_groups or model.num_attention_heads
     fields["window_size"] = None if model.window_size is None else tuple(model.window_size)
     fields["window_attn_skip_freq"] = model.windowed_layers()
-    fields["rope_scaling"] = read_scaling(model.rope_scaling, model.max_position_embeddings or 0)
-    if model.position_embedding_type == "learned_absolute":
-        fields["max_position_embeddings"] = model.max_position_embeddings
+    fields["rope_scaling"] = positions.scaling()
+    if positions.position_embedding_type == "learned_absolute":
+        fields["max_position_embeddings"] = positions.max_position_embeddings
     if moe.num_experts is None:
         return {**fields, "num_experts": None}
     fields |= {name: getattr(moe, name) for name in MOE_SHAPE}
@@ -155,7 +191,7 @@ def differences(ours: Fields, theirs: Fields) -> list[tuple[str, Any, Any]]:
 def words_of(fields: Mapping[str, Any]) -> list[str]:
     """Return command-line words that set these fields; leave out defaults."""
     words: list[str] = []
-    for section, kind in (("model", ModelConfig), ("moe", MoEConfig)):
+    for section, kind in SECTIONS.items():
         for flag in flags_of(section, kind):
             value = fields.get(flag.field, flag.default)
             if value == flag.default:

@@ -28,7 +28,6 @@ from megatron_ext.layers.initialization import shards_of
 from megatron_ext.layers.transformer_config import build_transformer_config, params_dtype
 from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.convert.config import (
     HuggingFaceModel,
@@ -37,7 +36,7 @@ from megatron_ext.text.convert.config import (
     read_model,
     tokenizer_files,
 )
-from megatron_ext.text.convert.family import words_of
+from megatron_ext.text.convert.family import Gpt, words_of
 from megatron_ext.text.convert.reading import check_one_dtype, load_folder, without_missing_depths
 from megatron_ext.text.convert.training import HuggingFaceConfig, special_tokens
 from megatron_ext.text.convert.writing import write_model
@@ -87,17 +86,15 @@ def export_model(order: Export) -> list[str]:
     dtype = params_dtype(config.precision)
     if order.dtype:
         dtype = safetensors_files.torch_dtype(order.dtype)
-    sections = config.model, config.section(MoEConfig)
+    gpt = Gpt.of(config)
     tokens: dict[str, int] = {}
     if like is None:
         try:
             tokens = special_tokens(TokenizerConfig(**stored.get("tokenizer") or {}), vocab_size)
         except MegatronExtError as error:
             notes.append(f"config.json names no end of a text, for want of the tokenizer: {error}")
-    content = config_json(
-        *sections, vocab_size=vocab_size, dtype=dtype, like=like, special_tokens=tokens
-    )
-    family = fitting_family(*sections) if like is None else like.family
+    content = config_json(gpt, vocab_size=vocab_size, dtype=dtype, like=like, special_tokens=tokens)
+    family = fitting_family(gpt) if like is None else like.family
     with conversion.one_rank(config.training.seed) as context:
         chunk = build_bare(config, context)
         _check_nothing_is_lost(order, chunk)
@@ -110,7 +107,7 @@ def export_model(order: Export) -> list[str]:
             order.target,
             [chunk],
             context,
-            family.weights(*sections, vocab_size),
+            family.weights(gpt, vocab_size),
             content,
             num_layers=config.model.num_layers or 0,
             dtype=dtype,

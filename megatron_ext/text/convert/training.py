@@ -16,13 +16,12 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_ext.config.flags import COUNT, Changeable, derived, flag
-from megatron_ext.config.model import ModelConfig, padded_size
+from megatron_ext.config.model import padded_size
 from megatron_ext.config.run import RunConfig
 from megatron_ext.disk.writing import write_error
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.layers.transformer_config import params_dtype
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.tokenizers import build_tokenizer
 from megatron_ext.train.callbacks.callback import Callback, due
@@ -76,12 +75,13 @@ def model_of_folder(config: RunConfig) -> Mapping[str, Mapping[str, Any]]:
     if folder is None:
         return {}
     from megatron_ext.text.convert.config import read_model, tokenizer_files
+    from megatron_ext.text.convert.family import SECTIONS
     from megatron_ext.text.convert.reading import without_missing_depths
 
     fields = without_missing_depths(read_model(Path(folder))).fields
     own: dict[str, dict[str, Any]] = {
         name: {f.name: fields[f.name] for f in dataclasses.fields(kind) if f.name in fields}
-        for name, kind in (("model", ModelConfig), ("moe", MoEConfig))
+        for name, kind in SECTIONS.items()
     }
     # transformers does not pad the vocabulary. Padding would change the loss, because the softmax
     # would include its logits.
@@ -118,9 +118,10 @@ def folder_errors(run: RunConfig) -> list[str]:
     errors: list[str] = []
     if given.load_hf is not None:
         from megatron_ext.text.convert.config import disagreements, read_model
+        from megatron_ext.text.convert.family import Gpt
 
         source = read_model(Path(given.load_hf))
-        errors += disagreements(run.model, run.section(MoEConfig), source)
+        errors += disagreements(Gpt.of(run), source)
         if (run.model.padded_vocab_size or 0) < source.vocab_size:
             errors.append(
                 f"`--padded-vocab-size` ({run.model.padded_vocab_size}) must be at least the "
@@ -146,9 +147,10 @@ def folder_errors(run: RunConfig) -> list[str]:
             errors.append(error)
         if given.load_hf is None:
             from megatron_ext.text.convert.config import fitting_family
+            from megatron_ext.text.convert.family import Gpt
 
             try:
-                fitting_family(run.model, run.section(MoEConfig))
+                fitting_family(Gpt.of(run))
             except CheckpointError as unfit:
                 errors += [f"`--save-hf` is not possible: {text}" for text in unfit.messages]
     return errors
@@ -223,24 +225,23 @@ def write_run(
 ) -> None:
     """Write the model of a run as a Hugging Face folder; all ranks call this together."""
     from megatron_ext.text.convert.config import config_json, fitting_family
+    from megatron_ext.text.convert.family import Gpt
     from megatron_ext.text.convert.writing import write_model
 
     model = config.model
-    sections = (config.model, config.section(MoEConfig))
+    gpt = Gpt.of(config)
     like = config.section(HuggingFaceConfig).model()
     dtype = params_dtype(config.precision)
     vocab_size = model.unpadded_vocab_size or model.padded_vocab_size or 0
     vocab_size = vocab_size if like is None else like.vocab_size
     tokens = special_tokens(config.section(TokenizerConfig), vocab_size)
-    content = config_json(
-        *sections, vocab_size=vocab_size, dtype=dtype, like=like, special_tokens=tokens
-    )
-    family = fitting_family(*sections) if like is None else like.family
+    content = config_json(gpt, vocab_size=vocab_size, dtype=dtype, like=like, special_tokens=tokens)
+    family = fitting_family(gpt) if like is None else like.family
     write_model(
         target,
         chunks,
         context,
-        family.weights(*sections, vocab_size),
+        family.weights(gpt, vocab_size),
         content,
         num_layers=model.num_layers or 0,
         dtype=dtype,

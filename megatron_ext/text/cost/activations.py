@@ -24,6 +24,7 @@ from megatron_ext.planning.stages import (
     recomputed,
     rms_norm,
 )
+from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.cost.flops import GptRun
 from megatron_ext.text.cost.latent import LatentSizes
 
@@ -75,7 +76,7 @@ class Activations(GptRun):
         keys = of_head * sizes.g // sizes.tp
         mixed = queries + 2 * keys
         gathered = 2 * keys * sizes.cp
-        rotates = model.position_embedding_type == "rope"
+        rotates = self.config.section(PositionConfig).position_embedding_type == "rope"
         # Where groups of heads share keys, the queries are cut out of the projection by a copy.
         copied = queries if sizes.g != sizes.n else 0
         kept = 4 * sizes.s // sizes.cp * sizes.d * sizes.width if rotates else 0

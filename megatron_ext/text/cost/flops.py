@@ -72,12 +72,13 @@ class Sizes(Ranks):
         return fp8.fp8_format is not None and not fp8.keeps_bf16(number + 1, self.layers)
 
 
-def attention_matrices(model: ModelConfig, tp: int = 1) -> list[Linear]:
+def attention_matrices(config: RunConfig, tp: int = 1) -> list[Linear]:
     """Return attention's linear layers, sharded over ``tp`` ranks, in the order of the module."""
+    model = config.model
     h = model.hidden_size or 0
     n = model.num_attention_heads or 0
     d = model.kv_channels or h // max(1, n)
-    latent = LatentSizes.of(model)
+    latent = LatentSizes.of(config)
     proj = Linear("linear_proj", h, n * d, columns=tp, bias=model.add_proj_bias)
     if latent is not None:
         return [proj, *latent.matrices(tp)]
@@ -96,14 +97,15 @@ def mlp_matrices(h: int, width: int, *, gated: bool, ranks: int = 1, **layout: A
     ]
 
 
-def score_channels(model: ModelConfig) -> int:
+def score_channels(config: RunConfig) -> int:
     """Return the multiplications of causal attention per token and position, in one layer.
 
     A query meets half of all keys and values, on average.
     """
+    model = config.model
     n = model.num_attention_heads or 0
     d = model.kv_channels or 0
-    latent = LatentSizes.of(model)
+    latent = LatentSizes.of(config)
     return n * d if latent is None else n * (latent.key + latent.value) // 2
 
 
@@ -120,15 +122,15 @@ def token_products(config: RunConfig, *, gated: bool) -> dict[str, int]:
     moe = config.section(MoEConfig)
     h = model.hidden_size or 0
     f = model.ffn_hidden_size or 0
-    latent = LatentSizes.of(model)
+    latent = LatentSizes.of(config)
     # Megatron-LM counts the norms of the small vectors too.
     norms = 0 if latent is None else latent.query_rank + latent.rank
     routed = (moe.moe_ffn_hidden_size or f) * moe.moe_router_topk
     shared = moe.moe_shared_expert_intermediate_size or 0
     return {
-        "projections": sum(x.products for x in attention_matrices(model)) + norms,
-        "scores": score_channels(model) * (model.seq_length or 0),
-        "windowed": score_channels(model) * _keys_in_window(model),
+        "projections": sum(x.products for x in attention_matrices(config)) + norms,
+        "scores": score_channels(config) * (model.seq_length or 0),
+        "windowed": score_channels(config) * _keys_in_window(model),
         "dense": sum(x.products for x in mlp_matrices(h, f, gated=gated)),
         "experts": sum(x.products for x in mlp_matrices(h, routed + shared, gated=gated)),
         "depth": 2 * h * h,
@@ -262,7 +264,7 @@ class GptFlops(GptRun):
         gated = self.config.model.gated
         each = cast_of(self.config.fp8.fp8_recipe)[0]
         wide = (2 if gated else 1) * x.f
-        attention = attention_matrices(self.config.model)
+        attention = attention_matrices(self.config)
         around = sum(layer.inputs + layer.outputs for layer in attention) + 2 * x.h
         if self.joins_activation(number):
             # The kernels of `layers.fp8.kernels` read what the activation and its gradient read.

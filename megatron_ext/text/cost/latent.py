@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.run import RunConfig
 from megatron_ext.planning.state import Linear
+from megatron_ext.text.config.latent_attention import LatentAttentionConfig
 
 
 @dataclass(frozen=True)
@@ -32,18 +33,20 @@ class LatentSizes:
     norms: bool
 
     @classmethod
-    def of(cls, model: ModelConfig) -> LatentSizes | None:
-        """Return the sizes of a resolved model; None without ``--multi-latent-attention``."""
-        if not model.multi_latent_attention:
+    def of(cls, config: RunConfig) -> LatentSizes | None:
+        """Return the sizes of a resolved run; None without ``--multi-latent-attention``."""
+        latent = config.section(LatentAttentionConfig)
+        model = config.model
+        if not latent.multi_latent_attention:
             return None
         return cls(
             h=model.hidden_size or 0,
             n=model.num_attention_heads or 0,
-            query_rank=model.q_lora_rank or 0,
-            rank=model.kv_lora_rank,
-            rotated=model.qk_pos_emb_head_dim,
-            key=model.qk_head_dim + model.qk_pos_emb_head_dim,
-            value=model.v_head_dim,
+            query_rank=latent.q_lora_rank or 0,
+            rank=latent.kv_lora_rank,
+            rotated=latent.qk_pos_emb_head_dim,
+            key=latent.qk_head_dim + latent.qk_pos_emb_head_dim,
+            value=latent.v_head_dim,
             norms=model.qk_layernorm,
         )
 

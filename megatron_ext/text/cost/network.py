@@ -25,6 +25,7 @@ from megatron_ext.planning.network import (
 from megatron_ext.planning.stages import LayerBytes, Ranks, Stage
 from megatron_ext.planning.state import LINEAR, Linear, Weight, with_frozen
 from megatron_ext.text.config.moe import MoEConfig
+from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.cost.activations import Activations
 from megatron_ext.text.cost.flops import GptRun, Sizes, attention_matrices, mlp_matrices
 from megatron_ext.text.cost.kernels import GptKernels
@@ -96,14 +97,14 @@ class Parameters(GptRun):
         if not (stage.embedding or stage.depths):
             return
         x = self.sizes
-        model = self.config.model
         # Copies are kept equal where the model has several stages; see core's LanguageModule.
         copied = x.pp > 1 and (self._tied or x.depths > 0)
         shared = copied and not (stage.embedding and stage.head)
         yield Weight("embedding.word_embeddings.weight", self.table, x.tp, shared=shared)
-        if model.position_embedding_type == "learned_absolute":
-            positions = model.max_position_embeddings or 0
-            yield Weight("embedding.position_embeddings.weight", positions * x.h)
+        positions = self.config.section(PositionConfig)
+        if positions.position_embedding_type == "learned_absolute":
+            count = positions.max_position_embeddings or 0
+            yield Weight("embedding.position_embeddings.weight", count * x.h)
 
     def _norm_weights(self, name: str, size: int | None = None) -> Iterator[Weight]:
         size = self.sizes.h if size is None else size
@@ -136,7 +137,7 @@ class Parameters(GptRun):
         weights: list[Weight] = []
         if model.softmax_type == "learnable":
             weights.append(Weight(f"{name}.core_attention.softmax_offset", x.n // x.tp, x.tp))
-        weights += self._linear_weights(name, attention_matrices(model, x.tp))
+        weights += self._linear_weights(name, attention_matrices(self.config, x.tp))
         norms = {"q": x.d, "k": x.d}
         if x.latent is not None:
             norms = {"q": x.latent.query_rank, "kv": x.latent.rank}
@@ -206,7 +207,7 @@ class GptNetwork(Parameters, Activations, GptKernels):
             layers=model.num_layers or 0,
             depths=model.mtp_num_layers or 0,
             experts=tuple(config.section(MoEConfig).expert_layers(model.num_layers or 0)),
-            latent=LatentSizes.of(model),
+            latent=LatentSizes.of(config),
         )
         return cls(config, sizes)
 

@@ -26,6 +26,7 @@ from megatron_ext.layers.kv_cache import KeyValueCache, LayerCache, PackedTokens
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.schedules.forward import collect_outputs, evaluating, forward_engine
 from megatron_ext.schedules.runtime import PipelineEngine
+from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.convert.training import HuggingFaceConfig
 from megatron_ext.text.model.language import TextModel
 
@@ -108,7 +109,6 @@ class PackedForward:
         self._engine = engine or forward_engine(chunks, transformer_config, context)
         self._config = transformer_config
         self._run_config = config
-        self._model = config.model
         self._halves = config.precision.bf16 or config.precision.fp16
         self._multiple = context.pgs.tp.size() if config.parallel.sequence_parallel else 1
         layout = context.layout
@@ -126,8 +126,9 @@ class PackedForward:
     @property
     def max_length(self) -> int:
         """Return the largest number of tokens of a text, that of the model's positions."""
-        assert self._model.max_position_embeddings is not None
-        return self._model.max_position_embeddings
+        longest = self._run_config.section(PositionConfig).max_position_embeddings
+        assert longest is not None
+        return longest
 
     @property
     def decides(self) -> bool:
@@ -253,7 +254,7 @@ class PackedForward:
             source = self._run_config.section(HuggingFaceConfig).model()
             if source is not None:
                 return source.vocab_size
-        return self._model.unpadded_vocab_size
+        return self._run_config.model.unpadded_vocab_size
 
     def logits(self, states: Tensor, vocab_size: int | None = None) -> Tensor:
         """Return float32 logits ``[n, v]`` of n hidden states ``[n, 1, h]``, on the last stage.
@@ -273,7 +274,7 @@ class PackedForward:
         if tp.size() > 1:
             parts = [torch.empty_like(own) for _ in range(tp.size())]
             torch.distributed.all_gather(parts, own, group=tp)
-        size = self._model.unpadded_vocab_size if vocab_size is None else vocab_size
+        size = self._run_config.model.unpadded_vocab_size if vocab_size is None else vocab_size
         return torch.cat(parts, dim=-1)[:, :size]
 
     def next_logits(self, texts: Sequence[NewTokens]) -> dict[int, Tensor]:

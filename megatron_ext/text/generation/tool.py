@@ -13,13 +13,13 @@ import torch
 
 from megatron_ext.checkpoint.stored import read_run_config
 from megatron_ext.config.flags import if_changed
-from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.parser import read_words
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.sections import described, withheld_notes
 from megatron_ext.disk.writing import write_error
 from megatron_ext.errors import ConfigError, MegatronExtError
-from megatron_ext.text.config.rules import text_rules
+from megatron_ext.text.config.positions import PositionConfig
+from megatron_ext.text.config.rules import SHAPE_SECTIONS, text_rules
 from megatron_ext.text.config.sft import is_date
 from megatron_ext.text.convert.config import read_model
 from megatron_ext.text.convert.training import folder_errors
@@ -144,8 +144,10 @@ def _stored_model(stored: Mapping[str, Any], program: Task, load: str) -> dict[s
             f"`--load` ({load}) must be a checkpoint of pretrain_gpt.py, but holds another kind of "
             "model; give another."
         )
-    decisive = {name for name, answer in if_changed(ModelConfig).items() if "refuse" in answer}
-    flags = {k: v for k, v in stored["model"].items() if k in decisive}
+    flags = {}
+    for section, kind in SHAPE_SECTIONS.items():
+        decisive = {name for name, answer in if_changed(kind).items() if "refuse" in answer}
+        flags.update({k: v for k, v in stored.get(section, {}).items() if k in decisive})
     for section in program.stored_model(stored, RunConfig()).values():
         flags.update(section)
     flags.update(stored["tokenizer"])
@@ -184,7 +186,7 @@ def prepare_generation(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
 
 def _requests(config: RunConfig, encode: Encoder, prompts: Sequence[Prompt]) -> list[Request]:
     sampling = config.section(GenerationConfig).sampling(config.training.seed)
-    positions = config.model.max_position_embeddings
+    positions = config.section(PositionConfig).max_position_embeddings
     assert positions is not None
     return encoded_requests(prompts, encode, sampling, positions)
 

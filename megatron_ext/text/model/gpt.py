@@ -11,10 +11,11 @@ from torch import Tensor
 from megatron_ext import core
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.layers.rotary import rotary_embedding
+from megatron_ext.layers.rotary import RotaryEmbedding
 from megatron_ext.layers.specs import layer_spec, mtp_block_spec
 from megatron_ext.layers.subclass import specialize
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.hybrid import HybridConfig
 from megatron_ext.text.model.language import TextModel
 
@@ -79,6 +80,7 @@ def build_gpt_chunk(
     Raise a ConfigError if the vocabulary size is not set.
     """
     model = config.model
+    positions = config.section(PositionConfig)
     if not model.padded_vocab_size:
         raise ConfigError(
             "`--vocab-size` is not known: give a tokenizer or `--vocab-size` with NullTokenizer."
@@ -91,22 +93,22 @@ def build_gpt_chunk(
         config=transformer_config,
         transformer_layer_spec=layer_spec(transformer_config, impl=impl, vp_stage=vp_stage),
         vocab_size=model.padded_vocab_size,
-        max_sequence_length=model.max_position_embeddings,
+        max_sequence_length=positions.max_position_embeddings,
         pre_process=pre_process,
         post_process=post_process,
         parallel_output=True,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-        position_embedding_type=model.position_embedding_type,
-        rotary_percent=model.rotary_percent,
-        rotary_base=model.rotary_base,
-        rope_scaling=model.use_rope_scaling,
-        rope_scaling_factor=model.rope_scaling_factor,
-        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
+        position_embedding_type=positions.position_embedding_type,
+        rotary_percent=positions.rotary_percent,
+        rotary_base=positions.rotary_base,
+        rope_scaling=positions.use_rope_scaling,
+        rope_scaling_factor=positions.rope_scaling_factor,
+        seq_len_interpolation_factor=positions.rotary_seq_len_interpolation_factor,
         mtp_block_spec=mtp_spec,
         vp_stage=vp_stage,
         pg_collection=context.pgs,
     )
-    scaled = rotary_embedding(model, transformer_config, context.pgs.cp)
-    if scaled is not None:
-        chunk.rotary_pos_emb = scaled
+    rotary = positions.own_rotary()
+    if rotary is not None:
+        chunk.rotary_pos_emb = RotaryEmbedding(rotary, transformer_config, context.pgs.cp)
     return chunk

@@ -235,7 +235,7 @@ def cost_model(config: RunConfig) -> CostModel:
     mlp = products["experts" if config.section(MoEConfig).num_experts else "dense"]
     layers = model.num_layers or 1
     linear = layers * (products["projections"] + mlp) + products["logits"]
-    quadratic = layers * max(1, score_channels(model))
+    quadratic = layers * max(1, score_channels(config))
     common = gcd(linear, quadratic)  # keeps the sums of long rows far below 2**63
     return CostModel(linear // common, quadratic // common)
 

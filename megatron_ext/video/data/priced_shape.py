@@ -37,9 +37,7 @@ def prepare_shape(config: RunConfig) -> RunConfig:
     config = network_of(with_widths(config, widths)).checked()
     clip = clip_of_shape(config)
     length = clip.num_text + clip.num_image
-    model = dataclasses.replace(
-        config.model, seq_length=length, max_position_embeddings=length, padded_vocab_size=None
-    )
+    model = dataclasses.replace(config.model, seq_length=length, padded_vocab_size=None)
     # The number of steps does not matter here, and epochs are undefined without data.
     training = dataclasses.replace(config.training.in_steps(1), eval_iters=0)
     return dataclasses.replace(config, model=model, training=training)

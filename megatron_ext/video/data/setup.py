@@ -249,9 +249,7 @@ def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
             print(train.clips.table(), flush=True)
         print("\n".join([bucket_table(train), *starved_buckets(train)]), flush=True)
     longest = max(geometry.num_tokens for geometry in train.plan.geometries.values())
-    model = dataclasses.replace(
-        config.model, seq_length=longest, max_position_embeddings=longest, padded_vocab_size=None
-    )
+    model = dataclasses.replace(config.model, seq_length=longest, padded_vocab_size=None)
     # Validation always reads all of its data; without data there is none.
     evaluates = video.video_valid_path is not None and training.eval_iters > 0
     sizes = [x.micro_batch_size for x in train.clips.members(training.batch_sizes[0]).values()]

@@ -81,9 +81,7 @@ def sized(config: RunConfig) -> RunConfig:
     _check_layout(streaming, config.parallel)
     length = clip_tokens(streaming)
     described = streaming.described(config.model)
-    model = dataclasses.replace(
-        described, padded_vocab_size=None, seq_length=length, max_position_embeddings=length
-    )
+    model = dataclasses.replace(described, padded_vocab_size=None, seq_length=length)
     return dataclasses.replace(config.with_section(streaming), model=model)
 
 

@@ -1,6 +1,5 @@
 """config.json, our flags, and names and rows of weights, against those of transformers."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,11 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from megatron_ext.config.model import ModelConfig
 from megatron_ext.errors import CheckpointError
-from megatron_ext.text.config.moe import MoEConfig
+from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.convert.config import HuggingFaceModel, config_json, parse_model, read_model
 from megatron_ext.text.convert.families.llama import write_scaling
-from megatron_ext.text.convert.family import architecture_of, sections_of, words_of
+from megatron_ext.text.convert.family import Gpt, architecture_of, words_of
 from tests.text.convert.models import LLAMA3, MODELS, SIZES
 from tests.training_runs import SMALL, config_of
 
@@ -27,20 +25,16 @@ def read(folder: Path, **changed: Any) -> HuggingFaceModel:
     return read_model(folder)
 
 
-def resolved(fields: dict[str, Any]) -> ModelConfig:
-    return sections_of(fields)[0]
-
-
 def test_flags_of_a_model(tmp_path: Path) -> None:
     model = read(tmp_path, model_type="qwen2", rms_norm_eps=1e-6)
     assert (model.family.model_type, model.vocab_size) == ("qwen2", 300)
     assert " ".join(words_of(model.fields)) == (
         "--num-layers 2 --hidden-size 64 --ffn-hidden-size 112 --num-attention-heads 4 "
         "--kv-channels 16 --group-query-attention --num-query-groups 2 "
-        "--max-position-embeddings 64 --position-embedding-type rope --rotary-base 50000.0 "
         "--normalization RMSNorm --norm-epsilon 1e-06 --swiglu --disable-bias-linear "
         "--add-qkv-bias --untie-embeddings-and-output-weights --attention-dropout 0.0 "
-        "--hidden-dropout 0.0"
+        "--hidden-dropout 0.0 --max-position-embeddings 64 --position-embedding-type rope "
+        "--rotary-base 50000.0"
     )
 
 
@@ -63,22 +57,24 @@ def test_both_spellings_of_positions(tmp_path: Path) -> None:
 def test_llama3_with_some_values_of_its_own(tmp_path: Path, changed: dict[str, Any]) -> None:
     """The others are those of Llama 3.1, which the flag needs all the same."""
     scaling = {**LLAMA3, **changed}
-    model = resolved(read(tmp_path, rope_scaling=scaling).fields)
-    assert json.loads(model.rope_scaling or "") == scaling == write_scaling(model)
-    words = ["--position-embedding-type", "rope", "--rope-scaling", str(model.rope_scaling)]
-    assert config_of([*SMALL, *words]).model.rope_scaling == model.rope_scaling
+    gpt = read(tmp_path, rope_scaling=scaling).sections()
+    written = gpt.positions.rope_scaling
+    assert json.loads(written or "") == scaling == write_scaling(gpt)
+    words = ["--position-embedding-type", "rope", "--rope-scaling", str(written)]
+    assert config_of([*SMALL, *words]).section(PositionConfig).rope_scaling == written
 
 
 @pytest.mark.parametrize("scaling", [None, LLAMA3, {"rope_type": "linear", "factor": 4.0}])
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
 def test_rotary_frequencies(tmp_path: Path, scaling: dict[str, Any] | None, theta: float) -> None:
     sizes = {"rope_theta": theta, "max_position_embeddings": 32768, "head_dim": 128}
-    model = resolved(read(tmp_path, rope_scaling=scaling, **sizes).fields)
+    gpt = read(tmp_path, rope_scaling=scaling, **sizes).sections()
+    positions = gpt.positions
     ours = RotaryEmbedding(
-        kv_channels=model.kv_channels or 0, rotary_percent=model.rotary_percent,
-        rotary_base=model.rotary_base, rope_scaling=model.use_rope_scaling,
-        rope_scaling_factor=model.rope_scaling_factor,
-        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
+        kv_channels=gpt.model.kv_channels or 0, rotary_percent=positions.rotary_percent,
+        rotary_base=positions.rotary_base, rope_scaling=positions.use_rope_scaling,
+        rope_scaling_factor=positions.rope_scaling_factor,
+        seq_len_interpolation_factor=positions.rotary_seq_len_interpolation_factor,
         use_cpu_initialization=True,
     ).get_freqs_non_repeated(2)[1]  # fmt: skip
     theirs = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path)).inv_freq
@@ -148,12 +144,12 @@ def test_windows(tmp_path: Path, changed: dict[str, Any], window: tuple[int, int
 @pytest.mark.parametrize("name", MODELS)
 def test_there_and_back(tmp_path: Path, name: str) -> None:
     first = read(tmp_path, **{**MODELS[name], "bos_token_id": 7})
-    sections = sections_of(first.fields)
+    gpt = first.sections()
     for like in (first, None):
-        content = config_json(*sections, vocab_size=300, dtype=torch.float16, like=like)
+        content = config_json(gpt, vocab_size=300, dtype=torch.float16, like=like)
         (tmp_path / "config.json").write_text(json.dumps(content))
         again = read_model(tmp_path)
-        assert architecture_of(*again.sections()) == architecture_of(*sections)
+        assert architecture_of(again.sections()) == architecture_of(gpt)
         assert again.vocab_size == 300
         assert content["torch_dtype"] == "float16"
         assert content["bos_token_id"] == (None if like is None else 7)
@@ -173,9 +169,9 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_models_that_have_no_family(tmp_path: Path, changed: dict[str, Any], text: str) -> None:
-    model = dataclasses.replace(resolved(read(tmp_path).fields), **changed)
+    gpt = Gpt.of_fields({**read(tmp_path).fields, **changed})
     with pytest.raises(CheckpointError) as caught:
-        config_json(model, MoEConfig(), vocab_size=300, dtype=torch.float32, like=None)
+        config_json(gpt, vocab_size=300, dtype=torch.float32, like=None)
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -16,7 +16,6 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.chunks import build_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.convert.adapters import peft_layers
 from megatron_ext.text.convert.reading import load_folder
 from megatron_ext.text.model.gpt import build_gpt_chunk
@@ -140,9 +139,7 @@ def save(run: RunConfig, context: ParallelContext, chunk: MegatronModule, folder
 
 
 def export(run: RunConfig, root: Path, output: Path, **options: Any) -> list[str]:
-    return export_adapters(
-        run.lora, root, output, peft_layers(run.model, run.section(MoEConfig), root), **options
-    )
+    return export_adapters(run.lora, root, output, peft_layers(run, root), **options)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

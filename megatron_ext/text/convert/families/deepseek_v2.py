@@ -2,10 +2,8 @@
 
 from typing import Any
 
-from megatron_ext.config.model import ModelConfig
-from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.convert.families import deepseek_v3, llama
-from megatron_ext.text.convert.family import Fields, Settings
+from megatron_ext.text.convert.family import Fields, Gpt, Settings
 from megatron_ext.text.convert.table import Table
 
 _GROUPS = ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_scores")
@@ -20,17 +18,17 @@ def read(settings: Settings) -> Fields:
     return fields | dict.fromkeys(_GROUPS)
 
 
-def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
-    grouped = moe.moe_router_num_groups is not None
+def write(gpt: Gpt) -> dict[str, Any]:
+    grouped = gpt.moe.moe_router_num_groups is not None
     own = {
         "topk_method": "group_limited_greedy" if grouped else "greedy",
         "norm_topk_prob": False,
         "scoring_func": "softmax",
     }
-    return deepseek_v3.write_latent(model) | deepseek_v3.write_experts(model, moe) | own
+    return deepseek_v3.write_latent(gpt) | deepseek_v3.write_experts(gpt) | own
 
 
-def weights(model: ModelConfig, moe: MoEConfig, vocab_size: int) -> Table:
+def weights(gpt: Gpt, vocab_size: int) -> Table:
     return Table(llama.outer(vocab_size), deepseek_v3.decoder_layer())
 
 

@@ -7,10 +7,8 @@ last decoder layer as further layers; each has a copy of the embedding and the h
 
 from typing import Any
 
-from megatron_ext.config.model import ModelConfig
-from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.convert.families import llama, qwen2_moe
-from megatron_ext.text.convert.family import Fields, Settings
+from megatron_ext.text.convert.family import Fields, Gpt, Settings
 from megatron_ext.text.convert.table import Parts, Table, whole
 
 SAME = llama.SAME | {
@@ -70,23 +68,23 @@ def read_latent(settings: Settings) -> Fields:
     return fields | scaling
 
 
-def write_latent(model: ModelConfig) -> dict[str, Any]:
+def write_latent(gpt: Gpt) -> dict[str, Any]:
     """Return the entries of config.json that `read_latent` reads."""
     scaling: dict[str, Any] | None = None
-    if model.rope_type == "yarn":
+    if gpt.latent.rope_type == "yarn":
         scaling = {
             "rope_type": "yarn",
-            "factor": model.rotary_scaling_factor,
-            "original_max_position_embeddings": model.original_max_position_embeddings,
-            "mscale": model.mscale,
-            "mscale_all_dim": model.mscale_all_dim,
-            **{name: getattr(model, name) for name in _YARN},
+            "factor": gpt.latent.rotary_scaling_factor,
+            "original_max_position_embeddings": gpt.latent.original_max_position_embeddings,
+            "mscale": gpt.latent.mscale,
+            "mscale_all_dim": gpt.latent.mscale_all_dim,
+            **{name: getattr(gpt.latent, name) for name in _YARN},
         }
     return {
-        "num_key_value_heads": model.num_attention_heads,
-        "rope_theta": model.rotary_base,
+        "num_key_value_heads": gpt.model.num_attention_heads,
+        "rope_theta": gpt.positions.rotary_base,
         "rope_scaling": scaling,
-        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "tie_word_embeddings": not gpt.model.untie_embeddings_and_output_weights,
     }
 
 
@@ -114,17 +112,17 @@ def read_experts(settings: Settings, ranking: int) -> Fields:
     }
 
 
-def write_experts(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+def write_experts(gpt: Gpt) -> dict[str, Any]:
     """Return the entries of config.json that `read_experts` reads."""
-    holds = moe.expert_layers(model.num_layers or 0)
-    width = moe.moe_ffn_hidden_size or model.ffn_hidden_size or 1
+    holds = gpt.moe.expert_layers(gpt.model.num_layers or 0)
+    width = gpt.moe.moe_ffn_hidden_size or gpt.model.ffn_hidden_size or 1
     return {
         "first_k_dense_replace": holds.index(True) if any(holds) else len(holds),
         "moe_intermediate_size": width,
-        "n_shared_experts": (moe.moe_shared_expert_intermediate_size or 0) // width,
-        "n_group": moe.moe_router_num_groups or 1,
-        "topk_group": moe.moe_router_group_topk or 1,
-        "routed_scaling_factor": moe.moe_router_topk_scaling_factor or 1.0,
+        "n_shared_experts": (gpt.moe.moe_shared_expert_intermediate_size or 0) // width,
+        "n_group": gpt.moe.moe_router_num_groups or 1,
+        "topk_group": gpt.moe.moe_router_group_topk or 1,
+        "routed_scaling_factor": gpt.moe.moe_router_topk_scaling_factor or 1.0,
     }
 
 
@@ -136,15 +134,15 @@ def read(settings: Settings) -> Fields:
     return read_latent(settings) | read_experts(settings, ranking=2) | depths
 
 
-def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+def write(gpt: Gpt) -> dict[str, Any]:
     own = {
         "norm_topk_prob": True,
         "rope_interleave": True,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
-        "num_nextn_predict_layers": model.mtp_num_layers or 0,
+        "num_nextn_predict_layers": gpt.model.mtp_num_layers or 0,
     }
-    return write_latent(model) | write_experts(model, moe) | own
+    return write_latent(gpt) | write_experts(gpt) | own
 
 
 def latent_attention() -> dict[str, Parts]:
@@ -176,7 +174,7 @@ def decoder_layer() -> dict[str, Parts]:
     }
 
 
-def with_depths(model: ModelConfig, vocab_size: int, layer: dict[str, Parts]) -> Table:
+def with_depths(gpt: Gpt, vocab_size: int, layer: dict[str, Parts]) -> Table:
     """Return the table of a model with a router bias and depths of multi-token prediction.
 
     ``layer`` holds the parts of a decoder layer.
@@ -187,9 +185,9 @@ def with_depths(model: ModelConfig, vocab_size: int, layer: dict[str, Parts]) ->
         "eh_proj.weight": "eh_proj",
         "final_layernorm.weight": "shared_head.norm",
     }
-    first = model.num_layers or 0
+    first = gpt.model.num_layers or 0
     copies = {}
-    for number in range(first, first + (model.mtp_num_layers or 0)):
+    for number in range(first, first + (gpt.model.mtp_num_layers or 0)):
         copies[f"model.layers.{number}.embed_tokens.weight"] = "model.embed_tokens.weight"
         copies[f"model.layers.{number}.shared_head.head.weight"] = "lm_head.weight"
     bias = {"mlp.router.expert_bias": whole(f"{llama.LAYER}.mlp.gate.{BIAS}")}
@@ -202,8 +200,8 @@ def with_depths(model: ModelConfig, vocab_size: int, layer: dict[str, Parts]) ->
     )
 
 
-def weights(model: ModelConfig, moe: MoEConfig, vocab_size: int) -> Table:
-    return with_depths(model, vocab_size, decoder_layer())
+def weights(gpt: Gpt, vocab_size: int) -> Table:
+    return with_depths(gpt, vocab_size, decoder_layer())
 
 
 FAMILY = llama.relative(

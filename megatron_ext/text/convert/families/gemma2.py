@@ -2,10 +2,8 @@
 
 from typing import Any
 
-from megatron_ext.config.model import ModelConfig
-from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.convert.families import llama
-from megatron_ext.text.convert.family import Fields, Settings
+from megatron_ext.text.convert.family import Fields, Gpt, Settings
 from megatron_ext.text.convert.table import Table, whole
 
 FIXED = {
@@ -32,11 +30,11 @@ def read_scales(settings: Settings) -> Fields:
     }
 
 
-def write_scales(model: ModelConfig) -> dict[str, Any]:
+def write_scales(gpt: Gpt) -> dict[str, Any]:
     """Return the entries of config.json that `read_scales` reads."""
-    scale = model.softmax_scale or (model.kv_channels or 1) ** -0.5
+    scale = gpt.model.softmax_scale or (gpt.model.kv_channels or 1) ** -0.5
     scalar = round(scale**-2, 6)
-    own: dict[str, Any] = {name: getattr(model, name) for name in CAPS}
+    own: dict[str, Any] = {name: getattr(gpt.model, name) for name in CAPS}
     return own | {"query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar}
 
 
@@ -44,16 +42,16 @@ def read(settings: Settings) -> Fields:
     return llama.read(settings) | read_scales(settings) | llama.read_window(settings)
 
 
-def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+def write(gpt: Gpt) -> dict[str, Any]:
     # transformers needs a number for the window even if no layer has one; so leave out the entry
     # then, for the default.
-    windows = llama.write_layer_types(model)
-    if model.window_size is not None:
-        windows |= llama.write_window(model)
-    return llama.write(model, moe) | write_scales(model) | windows
+    windows = llama.write_layer_types(gpt)
+    if gpt.model.window_size is not None:
+        windows |= llama.write_window(gpt)
+    return llama.write(gpt) | write_scales(gpt) | windows
 
 
-def weights(model: ModelConfig, moe: MoEConfig, vocab_size: int) -> Table:
+def weights(gpt: Gpt, vocab_size: int) -> Table:
     norms = {
         llama.INPUT_NORM: "input_layernorm",
         "post_self_attn_layernorm.weight": "post_attention_layernorm",
@@ -62,7 +60,7 @@ def weights(model: ModelConfig, moe: MoEConfig, vocab_size: int) -> Table:
     }
     layer = {
         **{ours: whole(f"{llama.LAYER}.{theirs}.weight") for ours, theirs in norms.items()},
-        **llama.attention(model),
+        **llama.attention(gpt),
         **llama.gated_mlp(),
     }
     return Table(llama.outer(vocab_size), layer)

@@ -3,10 +3,8 @@
 import dataclasses
 from typing import Any
 
-from megatron_ext.config.model import ModelConfig
-from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.convert.families import gemma2, llama
-from megatron_ext.text.convert.family import Fields, Settings
+from megatron_ext.text.convert.family import Fields, Gpt, Settings
 
 FULL, WINDOW = "full_attention", "sliding_attention"
 
@@ -24,10 +22,10 @@ def read(settings: Settings) -> Fields:
     return fields | {"rope_local_base_freq": float(rotary[WINDOW]["rope_theta"])}
 
 
-def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
-    entries = gemma2.write(model, moe)
+def write(gpt: Gpt) -> dict[str, Any]:
+    entries = gemma2.write(gpt)
     scaling = entries.pop("rope_scaling") or {"rope_type": "default"}
-    local = model.rope_local_base_freq or model.rotary_base
+    local = gpt.positions.rope_local_base_freq or gpt.positions.rotary_base
     return entries | {
         "rope_local_base_freq": local,
         "rope_parameters": {

@@ -2,10 +2,8 @@
 
 from typing import Any
 
-from megatron_ext.config.model import ModelConfig
-from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.convert.families import deepseek_v3, llama, qwen2_moe
-from megatron_ext.text.convert.family import Fields, Settings
+from megatron_ext.text.convert.family import Fields, Gpt, Settings
 from megatron_ext.text.convert.table import Table
 
 SAME = llama.SAME | {
@@ -26,25 +24,25 @@ def read(settings: Settings) -> Fields:
     return llama.read(settings) | deepseek_v3.read_experts(settings, ranking=2) | own
 
 
-def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+def write(gpt: Gpt) -> dict[str, Any]:
     own = {
-        "partial_rotary_factor": model.rotary_percent,
-        "use_qk_norm": model.qk_layernorm,
-        "attention_bias": model.add_qkv_bias,
+        "partial_rotary_factor": gpt.positions.rotary_percent,
+        "use_qk_norm": gpt.model.qk_layernorm,
+        "attention_bias": gpt.model.add_qkv_bias,
         "norm_topk_prob": True,
-        "num_nextn_predict_layers": model.mtp_num_layers or 0,
+        "num_nextn_predict_layers": gpt.model.mtp_num_layers or 0,
     }
-    return llama.write(model, moe) | deepseek_v3.write_experts(model, moe) | own
+    return llama.write(gpt) | deepseek_v3.write_experts(gpt) | own
 
 
-def weights(model: ModelConfig, moe: MoEConfig, vocab_size: int) -> Table:
+def weights(gpt: Gpt, vocab_size: int) -> Table:
     layer = {
         **llama.norms(),
-        **llama.attention(model),
+        **llama.attention(gpt),
         **qwen2_moe.routed_experts(),
         **llama.gated_mlp("mlp.shared_experts", "mlp.shared_experts"),
     }
-    return deepseek_v3.with_depths(model, vocab_size, layer)
+    return deepseek_v3.with_depths(gpt, vocab_size, layer)
 
 
 FAMILY = llama.relative(

@@ -2,9 +2,7 @@
 
 from typing import Any
 
-from megatron_ext.config.model import ModelConfig
-from megatron_ext.text.config.moe import MoEConfig
-from megatron_ext.text.convert.family import Family, Fields, Settings
+from megatron_ext.text.convert.family import Family, Fields, Gpt, Settings
 from megatron_ext.text.convert.table import Part, Parts, Table, fused_qkv, whole
 
 LAYER = "transformer.h.{layer}"
@@ -25,15 +23,15 @@ def read(settings: Settings) -> Fields:
     }
 
 
-def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+def write(gpt: Gpt) -> dict[str, Any]:
     return {
-        "n_inner": model.ffn_hidden_size,
-        "activation_function": "gelu_new" if model.openai_gelu else "gelu",
-        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "n_inner": gpt.model.ffn_hidden_size,
+        "activation_function": "gelu_new" if gpt.model.openai_gelu else "gelu",
+        "tie_word_embeddings": not gpt.model.untie_embeddings_and_output_weights,
     }
 
 
-def weights(model: ModelConfig, moe: MoEConfig, vocab_size: int) -> Table:
+def weights(gpt: Gpt, vocab_size: int) -> Table:
     embedding, positions = "transformer.wte.weight", "transformer.wpe.weight"
     outer: dict[str, Parts] = {
         "embedding.word_embeddings.weight": (Part(embedding, vocab_size),),
@@ -47,7 +45,7 @@ def weights(model: ModelConfig, moe: MoEConfig, vocab_size: int) -> Table:
             f"self_attention.linear_qkv.layer_norm_{kind}": whole(f"{LAYER}.ln_1.{kind}"),
             f"mlp.linear_fc1.layer_norm_{kind}": whole(f"{LAYER}.ln_2.{kind}"),
             f"self_attention.linear_qkv.{kind}": fused_qkv(
-                model, f"{LAYER}.attn.c_attn.{kind}", transposed=kind == "weight"
+                gpt.model, f"{LAYER}.attn.c_attn.{kind}", transposed=kind == "weight"
             ),
         }
         for ours, theirs in (

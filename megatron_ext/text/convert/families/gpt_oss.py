@@ -6,10 +6,8 @@ with the columns of the gate at even indices.
 
 from typing import Any
 
-from megatron_ext.config.model import ModelConfig
-from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.convert.families import llama
-from megatron_ext.text.convert.family import Fields, Settings
+from megatron_ext.text.convert.family import Fields, Gpt, Settings
 from megatron_ext.text.convert.table import Part, Parts, Table, whole
 
 QUICK_GELU = 1.702
@@ -27,24 +25,24 @@ def read(settings: Settings) -> Fields:
     return llama.read(settings) | llama.read_window(settings) | experts
 
 
-def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
-    windows = llama.write_layer_types(model)
-    if model.window_size is not None:
-        windows |= llama.write_window(model)
+def write(gpt: Gpt) -> dict[str, Any]:
+    windows = llama.write_layer_types(gpt)
+    if gpt.model.window_size is not None:
+        windows |= llama.write_window(gpt)
     return {
-        **llama.write(model, moe),
+        **llama.write(gpt),
         **windows,
-        "intermediate_size": moe.moe_ffn_hidden_size or model.ffn_hidden_size,
-        "swiglu_limit": model.activation_func_clamp_value,
+        "intermediate_size": gpt.moe.moe_ffn_hidden_size or gpt.model.ffn_hidden_size,
+        "swiglu_limit": gpt.model.activation_func_clamp_value,
     }
 
 
-def weights(model: ModelConfig, moe: MoEConfig, vocab_size: int) -> Table:
+def weights(gpt: Gpt, vocab_size: int) -> Table:
     theirs = f"{llama.LAYER}.mlp.experts"
     ours = "mlp.experts.experts"
     layer: dict[str, Parts] = {
         **llama.norms(),
-        **llama.attention(model),
+        **llama.attention(gpt),
         "self_attention.core_attention.softmax_offset": whole(f"{llama.LAYER}.self_attn.sinks"),
     }
     for kind, end in (("weight", ""), ("bias", "_bias")):

@@ -4,12 +4,10 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megatron_ext.config.model import ModelConfig
-from megatron_ext.config.rotary import read_scaling, written
 from megatron_ext.disk.reading import parse_json
 from megatron_ext.errors import CheckpointError
-from megatron_ext.text.config.moe import MoEConfig
-from megatron_ext.text.convert.family import Family, Fields, Settings
+from megatron_ext.layers.rope_scaling import read_scaling, written
+from megatron_ext.text.convert.family import Family, Fields, Gpt, Settings
 from megatron_ext.text.convert.table import Part, Parts, Table, grouped_qkv, joined, whole
 
 INPUT_NORM = "self_attention.linear_qkv.layer_norm_weight"
@@ -54,13 +52,13 @@ def read(settings: Settings) -> Fields:
     }
 
 
-def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+def write(gpt: Gpt) -> dict[str, Any]:
     """Return the entries of config.json that `read` reads."""
     return {
-        "num_key_value_heads": model.num_query_groups or model.num_attention_heads,
-        "head_dim": model.kv_channels,
-        **write_rotary(model),
-        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "num_key_value_heads": gpt.model.num_query_groups or gpt.model.num_attention_heads,
+        "head_dim": gpt.model.kv_channels,
+        **write_rotary(gpt),
+        "tie_word_embeddings": not gpt.model.untie_embeddings_and_output_weights,
     }
 
 
@@ -104,28 +102,30 @@ def read_scaling_of(settings: Settings, given: dict[str, Any]) -> Fields:
     return {} if scaling is None else {"rope_scaling": written(scaling)}
 
 
-def write_rotary(model: ModelConfig) -> dict[str, Any]:
+def write_rotary(gpt: Gpt) -> dict[str, Any]:
     """Return the entries of config.json that `read_rotary` reads."""
     entries: dict[str, Any] = {
-        "rope_theta": model.rotary_base,
-        "rope_scaling": write_scaling(model),
+        "rope_theta": gpt.positions.rotary_base,
+        "rope_scaling": write_scaling(gpt),
     }
-    if model.rotary_percent != 1:
-        entries["partial_rotary_factor"] = model.rotary_percent
+    if gpt.positions.rotary_percent != 1:
+        entries["partial_rotary_factor"] = gpt.positions.rotary_percent
     return entries
 
 
-def write_scaling(model: ModelConfig) -> dict[str, Any] | None:
+def write_scaling(gpt: Gpt) -> dict[str, Any] | None:
     """Return the scaling of rotary frequencies in transformers' form; None if there is none."""
-    if model.use_rope_scaling:
-        factor = model.rope_scaling_factor
+    positions = gpt.positions
+    if positions.use_rope_scaling:
+        factor = positions.rope_scaling_factor
         return {"rope_type": "llama3", "factor": factor, **LLAMA3_CONSTANTS}
-    if model.rotary_seq_len_interpolation_factor:
-        return {"rope_type": "linear", "factor": float(model.rotary_seq_len_interpolation_factor)}
+    divisor = positions.rotary_seq_len_interpolation_factor
+    if divisor:
+        return {"rope_type": "linear", "factor": float(divisor)}
     return (
         None
-        if model.rope_scaling is None
-        else dict(parse_json(model.rope_scaling, "--rope-scaling"))
+        if positions.rope_scaling is None
+        else dict(parse_json(positions.rope_scaling, "--rope-scaling"))
     )
 
 
@@ -144,15 +144,16 @@ def read_window(settings: Settings) -> Fields:
     return fields if all(has) else fields | {"window_attn_skip_freq": list_flag(has)}
 
 
-def write_window(model: ModelConfig) -> dict[str, Any]:
+def write_window(gpt: Gpt) -> dict[str, Any]:
     """Return the entry of config.json that `read_window` reads."""
-    return {"sliding_window": None if model.window_size is None else model.window_size[0] + 1}
+    window = gpt.model.window_size
+    return {"sliding_window": None if window is None else window[0] + 1}
 
 
-def write_layer_types(model: ModelConfig) -> dict[str, Any]:
+def write_layer_types(gpt: Gpt) -> dict[str, Any]:
     """Return the entry ``layer_types``, which tells the layers with a sliding window."""
     names = {False: "full_attention", True: "sliding_attention"}
-    return {"layer_types": [names[has] for has in model.windowed_layers()]}
+    return {"layer_types": [names[has] for has in gpt.model.windowed_layers()]}
 
 
 def list_flag(layers: Iterable[int]) -> str:
@@ -181,14 +182,14 @@ def norms() -> dict[str, Parts]:
     }
 
 
-def attention(model: ModelConfig) -> dict[str, Parts]:
+def attention(gpt: Gpt) -> dict[str, Parts]:
     """Return the parts of attention with separate projections, including biases and norms."""
     theirs = f"{LAYER}.self_attn"
     parts = {}
     for kind in ("weight", "bias"):
         parts[f"self_attention.linear_proj.{kind}"] = whole(f"{theirs}.o_proj.{kind}")
         names = [f"{theirs}.{part}_proj.{kind}" for part in "qkv"]
-        parts[f"self_attention.linear_qkv.{kind}"] = grouped_qkv(model, *names)
+        parts[f"self_attention.linear_qkv.{kind}"] = grouped_qkv(gpt.model, *names)
     for part in "qk":
         norm = whole(f"{theirs}.{part}_norm.weight")
         parts[f"self_attention.{part}_layernorm.weight"] = norm
@@ -213,9 +214,9 @@ def gated_mlp(
     return parts
 
 
-def weights(model: ModelConfig, moe: MoEConfig, vocab_size: int) -> Table:
+def weights(gpt: Gpt, vocab_size: int) -> Table:
     """Return the table of a dense decoder with Llama's names."""
-    return Table(outer(vocab_size), {**norms(), **attention(model), **gated_mlp()})
+    return Table(outer(vocab_size), {**norms(), **attention(gpt), **gated_mlp()})
 
 
 def relative(changed: Mapping[str, Any], **attributes: Any) -> Family:
@@ -231,10 +232,10 @@ def read_with_biases(settings: Settings) -> Fields:
     return read(settings) | biases | {"add_mlp_bias": bool(settings["mlp_bias"])}
 
 
-def write_with_biases(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+def write_with_biases(gpt: Gpt) -> dict[str, Any]:
     """Return the entries of config.json that `read_with_biases` reads."""
-    biases = {"attention_bias": model.add_proj_bias, "mlp_bias": model.add_mlp_bias}
-    return write(model, moe) | biases
+    biases = {"attention_bias": gpt.model.add_proj_bias, "mlp_bias": gpt.model.add_mlp_bias}
+    return write(gpt) | biases
 
 
 FAMILY = relative(

@@ -2,18 +2,16 @@
 
 from typing import Any
 
-from megatron_ext.config.model import ModelConfig
-from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.convert.families import llama
-from megatron_ext.text.convert.family import Fields, Settings
+from megatron_ext.text.convert.family import Fields, Gpt, Settings
 
 
 def read(settings: Settings) -> Fields:
     return llama.read(settings) | llama.read_window(settings)
 
 
-def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
-    return llama.write(model, moe) | llama.write_window(model)
+def write(gpt: Gpt) -> dict[str, Any]:
+    return llama.write(gpt) | llama.write_window(gpt)
 
 
 FAMILY = llama.relative(

@@ -2,10 +2,8 @@
 
 from typing import Any
 
-from megatron_ext.config.model import ModelConfig
-from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.convert.families import llama, mistral
-from megatron_ext.text.convert.family import Fields, Settings
+from megatron_ext.text.convert.family import Fields, Gpt, Settings
 from megatron_ext.text.convert.table import Table, whole
 
 EXPERTS = "block_sparse_moe"
@@ -17,15 +15,15 @@ def read(settings: Settings) -> Fields:
     return mistral.read(settings) | own
 
 
-def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
-    width = moe.moe_ffn_hidden_size or model.ffn_hidden_size
-    return mistral.write(model, moe) | {"intermediate_size": width}
+def write(gpt: Gpt) -> dict[str, Any]:
+    width = gpt.moe.moe_ffn_hidden_size or gpt.model.ffn_hidden_size
+    return mistral.write(gpt) | {"intermediate_size": width}
 
 
-def weights(model: ModelConfig, moe: MoEConfig, vocab_size: int) -> Table:
+def weights(gpt: Gpt, vocab_size: int) -> Table:
     layer = {
         **llama.norms(),
-        **llama.attention(model),
+        **llama.attention(gpt),
         **llama.gated_mlp(
             "mlp.experts.experts", f"{EXPERTS}.experts.{{expert}}", ("w1", "w3", "w2")
         ),

@@ -1,16 +1,15 @@
 """Phi-3 and Phi-4: Llama with fused projections."""
 
-from megatron_ext.config.model import ModelConfig
-from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.convert.families import llama, mistral
+from megatron_ext.text.convert.family import Gpt
 from megatron_ext.text.convert.table import Table, fused_qkv, whole
 
 
-def weights(model: ModelConfig, moe: MoEConfig, vocab_size: int) -> Table:
+def weights(gpt: Gpt, vocab_size: int) -> Table:
     layer = {
         **llama.norms(),
         "self_attention.linear_qkv.weight": fused_qkv(
-            model, f"{llama.LAYER}.self_attn.qkv_proj.weight"
+            gpt.model, f"{llama.LAYER}.self_attn.qkv_proj.weight"
         ),
         "self_attention.linear_proj.weight": whole(f"{llama.LAYER}.self_attn.o_proj.weight"),
         "mlp.linear_fc1.weight": whole(f"{llama.LAYER}.mlp.gate_up_proj.weight"),

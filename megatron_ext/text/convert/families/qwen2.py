@@ -2,10 +2,8 @@
 
 from typing import Any
 
-from megatron_ext.config.model import ModelConfig
-from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.convert.families import llama
-from megatron_ext.text.convert.family import Fields, Settings
+from megatron_ext.text.convert.family import Fields, Gpt, Settings
 
 
 def read(settings: Settings) -> Fields:
@@ -13,11 +11,11 @@ def read(settings: Settings) -> Fields:
     return fields | llama.read_window(settings) if settings["use_sliding_window"] else fields
 
 
-def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
-    entries = llama.write(model, moe) | {"use_sliding_window": model.window_size is not None}
-    if model.window_size is None:
+def write(gpt: Gpt) -> dict[str, Any]:
+    entries = llama.write(gpt) | {"use_sliding_window": gpt.model.window_size is not None}
+    if gpt.model.window_size is None:
         return entries
-    return entries | llama.write_window(model) | llama.write_layer_types(model)
+    return entries | llama.write_window(gpt) | llama.write_layer_types(gpt)
 
 
 FAMILY = llama.relative(

@@ -2,10 +2,8 @@
 
 from typing import Any
 
-from megatron_ext.config.model import ModelConfig
-from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.convert.families import llama, qwen2
-from megatron_ext.text.convert.family import Fields, Settings
+from megatron_ext.text.convert.family import Fields, Gpt, Settings
 from megatron_ext.text.convert.table import Parts, Table, whole
 
 SAME = llama.SAME | {
@@ -26,14 +24,14 @@ def read_experts(settings: Settings) -> Fields:
     return {"moe_layer_freq": freq, "moe_router_pre_softmax": not settings["norm_topk_prob"]}
 
 
-def write_experts(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+def write_experts(gpt: Gpt) -> dict[str, Any]:
     """Return the entries of config.json that `read_experts` reads."""
-    holds = moe.expert_layers(model.num_layers or 0)
+    holds = gpt.moe.expert_layers(gpt.model.num_layers or 0)
     return {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [layer for layer, experts in enumerate(holds) if not experts],
-        "moe_intermediate_size": moe.moe_ffn_hidden_size or model.ffn_hidden_size,
-        "norm_topk_prob": not moe.moe_router_pre_softmax,
+        "moe_intermediate_size": gpt.moe.moe_ffn_hidden_size or gpt.model.ffn_hidden_size,
+        "norm_topk_prob": not gpt.moe.moe_router_pre_softmax,
     }
 
 
@@ -52,15 +50,15 @@ def read(settings: Settings) -> Fields:
     return qwen2.read(settings) | read_experts(settings)
 
 
-def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
-    return qwen2.write(model, moe) | write_experts(model, moe) | {"qkv_bias": True}
+def write(gpt: Gpt) -> dict[str, Any]:
+    return qwen2.write(gpt) | write_experts(gpt) | {"qkv_bias": True}
 
 
-def weights(model: ModelConfig, moe: MoEConfig, vocab_size: int) -> Table:
+def weights(gpt: Gpt, vocab_size: int) -> Table:
     gate = whole(f"{llama.LAYER}.mlp.shared_expert_gate.weight")
     layer = {
         **llama.norms(),
-        **llama.attention(model),
+        **llama.attention(gpt),
         **routed_experts(),
         **llama.gated_mlp("mlp.shared_experts", "mlp.shared_expert"),
         "mlp.shared_experts.gate_weight": gate,

@@ -2,10 +2,8 @@
 
 from typing import Any
 
-from megatron_ext.config.model import ModelConfig
-from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.convert.families import llama, qwen2
-from megatron_ext.text.convert.family import Fields, Settings
+from megatron_ext.text.convert.family import Fields, Gpt, Settings
 
 
 def read(settings: Settings) -> Fields:
@@ -14,8 +12,8 @@ def read(settings: Settings) -> Fields:
     return qwen2.read(settings) | biases
 
 
-def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
-    return qwen2.write(model, moe) | {"attention_bias": model.add_proj_bias}
+def write(gpt: Gpt) -> dict[str, Any]:
+    return qwen2.write(gpt) | {"attention_bias": gpt.model.add_proj_bias}
 
 
 FAMILY = llama.relative(

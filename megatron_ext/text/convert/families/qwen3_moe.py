@@ -2,10 +2,8 @@
 
 from typing import Any
 
-from megatron_ext.config.model import ModelConfig
-from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.convert.families import llama, qwen2_moe, qwen3
-from megatron_ext.text.convert.family import Fields, Settings
+from megatron_ext.text.convert.family import Fields, Gpt, Settings
 from megatron_ext.text.convert.table import Table
 
 
@@ -15,13 +13,13 @@ def read(settings: Settings) -> Fields:
     return qwen3.read(settings) | qwen2_moe.read_experts(settings) | {"num_experts": experts}
 
 
-def write(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
-    own = qwen2_moe.write_experts(model, moe) | {"num_experts": moe.num_experts}
-    return qwen3.write(model, moe) | own
+def write(gpt: Gpt) -> dict[str, Any]:
+    own = qwen2_moe.write_experts(gpt) | {"num_experts": gpt.moe.num_experts}
+    return qwen3.write(gpt) | own
 
 
-def weights(model: ModelConfig, moe: MoEConfig, vocab_size: int) -> Table:
-    layer = {**llama.norms(), **llama.attention(model), **qwen2_moe.routed_experts()}
+def weights(gpt: Gpt, vocab_size: int) -> Table:
+    layer = {**llama.norms(), **llama.attention(gpt), **qwen2_moe.routed_experts()}
     return Table(llama.outer(vocab_size), layer)
 
 

@@ -88,6 +88,27 @@ class RopeScaling:
         return 1.0
 
 
+@dataclass(frozen=True)
+class RotarySettings:
+    """The angles by which a model rotates queries and keys.
+
+    Attributes:
+        percent: share of a head's channels to rotate.
+        base, local_base: base of the frequencies, and of those in layers with a window; None if
+            these have the same.
+        interpolation_factor: divisor of the positions.
+        llama_factor: factor of Llama 3.1's scaling, as megatron-core computes it.
+        scaling: another scaling of the frequencies, which takes the place of the two before.
+    """
+
+    percent: float
+    base: float
+    local_base: float | None
+    interpolation_factor: int | None
+    llama_factor: float | None
+    scaling: RopeScaling | None
+
+
 def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
     """Return YaRN's factor of cosines and sines for a context ``factor`` times as long."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

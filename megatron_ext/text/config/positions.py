@@ -1,0 +1,252 @@
+"""Flags of a GPT's positions, learned or rotary, and their rules."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron_ext.config.flags import (
+    COUNT,
+    FACTOR,
+    SIZE,
+    Range,
+    changed_fields,
+    default_of,
+    fixed_flag,
+    flag,
+    resumed_flag,
+)
+from megatron_ext.config.layers import layers_without_rope, pattern_errors
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.rules.model import REQUIRED
+from megatron_ext.config.run import LayerSection, RunConfig
+from megatron_ext.layers.rope_scaling import (
+    RopeScaling,
+    RotarySettings,
+    read_scaling,
+    written,
+    yarn_scaling,
+)
+
+
+@dataclass(frozen=True)
+class PositionConfig(LayerSection):
+    """How a GPT knows the positions of tokens; names and defaults are Megatron-LM's."""
+
+    SECTION: ClassVar[str] = "positions"
+
+    max_position_embeddings: int | None = flag(
+        None, "longest position that the model may see", COUNT, "tokens"
+    )
+    position_embedding_type: str = fixed_flag(
+        "learned_absolute",
+        "kind of position embedding; yarn is rope scaled by the --yarn flags",
+        choices="learned_absolute rope yarn none",
+    )
+    rotary_base: float = resumed_flag(10000.0, "base of the rotary frequencies", Range(1, 10**12))
+    rope_local_base_freq: float | None = resumed_flag(
+        None,
+        "base of the rotary frequencies in layers with a window, which are then not scaled, as in "
+        "Gemma 3; default: --rotary-base, scaled as in other layers",
+        Range(1, 10**12),
+    )
+    no_rope_freq: str | None = resumed_flag(
+        None, "no rotary positions in every n-th layer, or where a list such as [0,0,1] has a 1"
+    )
+    rotary_percent: float = fixed_flag(1.0, "share of each head to rotate", Range(0, 1, above=True))
+    rotary_interleaved: bool = fixed_flag(False, "rotate neighbouring channels instead of halves")
+    rotary_seq_len_interpolation_factor: int | None = resumed_flag(
+        None, "divide rotary positions by this factor", SIZE
+    )
+    use_rope_scaling: bool = resumed_flag(False, "scale rotary frequencies as Llama 3.1 does")
+    rope_scaling_factor: float = resumed_flag(8.0, "factor of --use-rope-scaling", FACTOR)
+    rope_scaling: str | None = resumed_flag(
+        None,
+        "scaling of the rotary frequencies as a JSON object, like rope_parameters of transformers: "
+        "rope_type linear, llama3, yarn, longrope or proportional, with its entries",
+    )
+    yarn_rotary_scaling_factor: float | None = resumed_flag(
+        None, "new context length over the original one, for --position-embedding-type yarn", FACTOR
+    )
+    yarn_original_max_position_embeddings: int | None = resumed_flag(
+        None, "context length before YaRN lengthened it", COUNT, "tokens"
+    )
+    yarn_beta_fast: float = resumed_flag(
+        32.0, "rotations in the original context above which YaRN keeps a frequency", FACTOR
+    )
+    yarn_beta_slow: float = resumed_flag(
+        1.0, "rotations in the original context below which YaRN divides a frequency", FACTOR
+    )
+    yarn_mscale: float | None = resumed_flag(
+        None, "numerator's weight in YaRN's factor of cosines and sines", Range(0, 1e6)
+    )
+    yarn_mscale_all_dim: float | None = resumed_flag(
+        None, "denominator's weight in YaRN's factor of cosines and sines", Range(0, 1e6)
+    )
+    yarn_correction_range_round_to_int: bool = resumed_flag(
+        True, "round the bounds of YaRN's ramp to whole channels"
+    )
+
+    def resolved(self) -> PositionConfig:
+        """Return a copy in which ``--rope-scaling`` says what the flags of YaRN say.
+
+        If these lack something or contradict it, they stay as they are, to be refused.
+        """
+        factor = self.yarn_rotary_scaling_factor
+        original = self.yarn_original_max_position_embeddings
+        if self.position_embedding_type != "yarn" or self.rope_scaling is not None:
+            return self
+        if factor is None or original is None:
+            return self
+        scaling = yarn_scaling(
+            factor,
+            original,
+            mscale=self.yarn_mscale,
+            mscale_all_dim=self.yarn_mscale_all_dim,
+            beta_fast=self.yarn_beta_fast,
+            beta_slow=self.yarn_beta_slow,
+            truncate=self.yarn_correction_range_round_to_int,
+        )
+        usual: dict[str, Any] = {
+            name: default_of(self, name) for name in vars(self) if name.startswith("yarn_")
+        }
+        return dataclasses.replace(
+            self, **usual, position_embedding_type="rope", rope_scaling=written(scaling)
+        )
+
+    def scaling(self) -> RopeScaling | None:
+        """Return the scaling of ``--rope-scaling``; raise a ValueError with the rule it breaks."""
+        return read_scaling(self.rope_scaling, self.max_position_embeddings or 0)
+
+    def own_rotary(self) -> RotarySettings | None:
+        """Return the rotary angles; None if there are none, or megatron-core gives the same."""
+        if self.position_embedding_type != "rope":
+            return None
+        scaling = self.scaling()
+        if self.rope_local_base_freq is None and scaling is None:
+            return None
+        return RotarySettings(
+            percent=self.rotary_percent,
+            base=self.rotary_base,
+            local_base=self.rope_local_base_freq,
+            interpolation_factor=self.rotary_seq_len_interpolation_factor,
+            llama_factor=self.rope_scaling_factor if self.use_rope_scaling else None,
+            scaling=scaling,
+        )
+
+    def transformer_fields(self, config: RunConfig) -> Mapping[str, object]:
+        """Return the fields of `StepTransformerConfig` about rotary positions."""
+        scaling = self.scaling()
+        lacking = None
+        if self.no_rope_freq is not None:
+            layers = layers_without_rope(self.no_rope_freq, config.model.num_layers or 0)
+            lacking = [int(lacks) for lacks in layers]
+        return {
+            "rotary_interleaved": self.rotary_interleaved,
+            "no_rope_freq": lacking,
+            "rotary_magnitude": scaling.magnitude if scaling is not None else 1.0,
+            "has_local_rotary": self.rope_local_base_freq is not None,
+        }
+
+    def torch_only(self) -> list[str]:
+        """Return the flags given that only the torch layers follow."""
+        magnitude = 1.0
+        try:
+            scaling = self.resolved().scaling()
+            magnitude = 1.0 if scaling is None else scaling.magnitude
+        except ValueError:
+            pass  # said by `rotary_errors`
+        given = {
+            "--rope-local-base-freq": self.rope_local_base_freq is not None,
+            "--rope-scaling": magnitude != 1,
+        }
+        return [name for name, has in given.items() if has]
+
+    def unused_fields(self) -> frozenset[str]:
+        """Return the fields of rotary positions for a model that has none."""
+        names = frozenset(f.name for f in dataclasses.fields(self) if f.name.startswith("rotary"))
+        return names if self.position_embedding_type != "rope" else frozenset()
+
+    def errors(self, config: RunConfig) -> Iterator[str]:
+        """Yield a sentence for each fault in these flags."""
+        model = config.model
+        longest = self.max_position_embeddings
+        if longest is None:
+            yield "`--max-position-embeddings` is missing; give the size of the model."
+        if longest is None or any(getattr(model, name) is None for name in REQUIRED):
+            return
+        length = model.seq_length or 0
+        if longest < length:
+            yield (
+                f"`--max-position-embeddings` ({longest}) must be at least `--seq-length` "
+                f"({length}); use {length}."
+            )
+        yield from _yarn_errors(self)
+        yield from pattern_errors("--no-rope-freq", self.no_rope_freq, model.num_layers or 0)
+        stages = config.parallel.pipeline_model_parallel_size
+        learned = self.position_embedding_type == "learned_absolute"
+        if model.mtp_num_layers and stages > 1 and learned:
+            yield (
+                "`--mtp-num-layers` with more than one pipeline stage does not go with "
+                "`--position-embedding-type learned_absolute`, whose table would differ between "
+                "the stages; use rope."
+            )
+
+
+def rotary_errors(positions: PositionConfig, model: ModelConfig, size: int) -> Iterator[str]:
+    """Yield a sentence for each fault of rotary positions in heads of ``size`` channels."""
+    if positions.rotary_percent == 1 and size % 2:
+        yield (
+            f"`--kv-channels` ({size}) must be even with `--position-embedding-type rope`, "
+            f"which rotates channels in pairs; use {size + 1}."
+        )
+    elif int(size * positions.rotary_percent) < 1:
+        yield (
+            f"`--rotary-percent` ({positions.rotary_percent}) leaves no channel of a head of "
+            f"{size} to rotate; use {2 / size:g} or more."
+        )
+    local_base = positions.rope_local_base_freq
+    if local_base is not None and model.window_size is None:
+        yield (
+            f"`--rope-local-base-freq` ({local_base:g}) is the base of layers with "
+            "a window, which `--window-size` gives; give both."
+        )
+    others = ("use_rope_scaling", "rotary_seq_len_interpolation_factor")
+    given = [f"`--{x.replace('_', '-')}`" for x in others if getattr(positions, x)]
+    if positions.rope_scaling is None:
+        return
+    if given:
+        yield f"`--rope-scaling` and {given[0]} exclude each other; give one."
+    try:
+        scaling = positions.scaling()
+    except ValueError as error:
+        yield f"`--rope-scaling` ({positions.rope_scaling}) {error}."
+        return
+    pairs = -(-int(size * positions.rotary_percent) // 2)
+    for name in ("short_factor", "long_factor"):
+        count = len(getattr(scaling, name, ()))
+        if count not in (0, pairs):
+            yield (
+                f"`--rope-scaling` has {count} numbers in {name}, but must have one for each of "
+                f"the {pairs} pairs of channels that are rotated; mend it."
+            )
+
+
+def _yarn_errors(positions: PositionConfig) -> Iterator[str]:
+    """Yield a sentence for flags of YaRN that `PositionConfig.resolved` could not settle."""
+    given = [name for name in changed_fields(positions) if name.startswith("yarn_")]
+    if positions.position_embedding_type != "yarn":
+        if given:
+            yield (
+                f"`--{given[0].replace('_', '-')}` needs `--position-embedding-type yarn`; give "
+                "both."
+            )
+    elif positions.rope_scaling is not None:
+        yield "`--position-embedding-type yarn` and `--rope-scaling` exclude each other; give one."
+    else:
+        for name in ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings"):
+            if getattr(positions, name) is None:
+                flag = f"--{name.replace('_', '-')}"
+                yield f"`--position-embedding-type yarn` needs `{flag}`; give it."
