@@ -232,6 +232,8 @@ THROUGH_THE_CONFIGURATION = {
     "num_virtual_stages_per_pipeline_rank": "gives virtual_pipeline_model_parallel_size",
     "group_query_attention": "gives num_query_groups",
     "openai_gelu": "gives activation_func",
+    "yarn_rotary_scaling_factor": "gives rope_scaling",
+    "yarn_original_max_position_embeddings": "gives rope_scaling",
     "yarn_beta_fast": "gives rope_scaling",
     "yarn_beta_slow": "gives rope_scaling",
     "yarn_mscale": "gives rope_scaling",
