@@ -88,7 +88,9 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=4000, help="(4000)")
     parser.add_argument("--seed", type=int, default=1, help="(1)")
     parser.add_argument("--tokenizer", type=Path, help="SentencePiece model to train on the corpus")
-    parser.add_argument("--vocab-size", type=int, default=768, help="of the tokenizer (768)")
+    parser.add_argument(
+        "--vocab-size", type=int, default=768, help="vocabulary size of the tokenizer (768)"
+    )
     options = parser.parse_args()
     write_corpus(options.output, options.documents, options.seed)
     if options.tokenizer:

@@ -115,7 +115,9 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     )
     language = parser.add_argument_group("language models")
     language.add_argument(
-        "--hf-like", type=Path, help="model whose config.json and tokenizer files are followed"
+        "--hf-like",
+        type=Path,
+        help="model to copy tokenizer files and the rest of config.json from",
     )
     language.add_argument(
         "--vocab-size",
@@ -127,7 +129,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         "--network", choices=STORED_ROLES, help="network of a streaming run to write (generator)"
     )
     names = [*dict.fromkeys(name for x in conversions() for name in x.namings)]
-    video.add_argument("--naming", choices=names, help="whose names the tensors get (diffusers)")
+    video.add_argument("--naming", choices=names, help="tensor names to write (diffusers)")
 
 
 _LANGUAGE = (

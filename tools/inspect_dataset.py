@@ -46,18 +46,20 @@ def _parser() -> argparse.ArgumentParser:
         "prefix", nargs="+", help="paths, with or without .bin/.idx; or folders of encoded clips"
     )
     parser.add_argument("--samples", type=int, default=3, help="documents to show (3)")
-    parser.add_argument("--seed", type=int, default=0, help="which ones (0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the choice of documents to show (0)"
+    )
     parser.add_argument("--no-scan", action="store_true", help="do not read all ids or samples")
     parser.add_argument(
         "--micro-batch-size",
         type=COUNT.integer,
         default=1,
-        help="of the run that shall train encoded clips, where a bucket has none of its own (1)",
+        help="micro-batch size to train encoded clips with, for buckets that name none (1)",
     )
     parser.add_argument(
         "--global-batch-size",
         type=COUNT.integer,
-        help="of the run that shall train encoded clips; buckets with too few for a step are named",
+        help="global batch size to train encoded clips with; name buckets too small for one step",
     )
     parser.add_argument(
         "--digest",

@@ -67,8 +67,10 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layouts", default=DEFAULT, help=f"comma-separated ({DEFAULT})")
-    parser.add_argument("--against", default="dp1", help="the layout taken for the truth (dp1)")
+    parser.add_argument(
+        "--layouts", default=DEFAULT, help=f"layouts to run, separated by commas ({DEFAULT})"
+    )
+    parser.add_argument("--against", default="dp1", help="layout to compare others with (dp1)")
     parser.add_argument("--cores", help="releases of megatron-core, such as 0.16.1,0.19.2")
     parser.add_argument("--steps", type=COUNT.integer, default=10, help="training steps (10)")
     parser.add_argument("--loss-tolerance", type=WEIGHT.number, default=Tolerances.loss)

@@ -75,7 +75,7 @@ def main() -> None:
     """Write train.jsonl, valid.jsonl, test.jsonl and tokenizer/ into a folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--turns", type=int, default=12000, help="of the training file")
+    parser.add_argument("--turns", type=int, default=12000, help="turns in the training file")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     choose = random.Random(1234)

@@ -114,8 +114,12 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=32, help="pixels of a side (32)")
     parser.add_argument("--frames", type=int, default=8, help="frames (8)")
     parser.add_argument("--fps", type=int, default=8, help="frames per second (8)")
-    parser.add_argument("--switch-frame", type=int, default=24, help="of held-out videos (24)")
-    parser.add_argument("--seed", type=int, default=0, help="of sizes, places and held-out (0)")
+    parser.add_argument(
+        "--switch-frame", type=int, default=24, help="switch frame of held-out videos (24)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of sizes, places and held-out (0)"
+    )
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     write_clips(args)

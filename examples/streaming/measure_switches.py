@@ -119,10 +119,10 @@ def pieces_of(row: dict[str, object], folder: Path, skipped: int) -> tuple[Piece
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="of mp4s and samples.jsonl, a pixel frame a "
-                        "latent frame")  # fmt: skip
+    parser.add_argument("folder", type=Path, help="folder of mp4s and samples.jsonl, "
+                        "with one pixel frame for each latent frame")  # fmt: skip
     parser.add_argument("--skip", type=int, default=8, help="frames after the switch (8)")
-    parser.add_argument("--at-least", type=int, default=0, help="exit 1 below so many videos (0)")
+    parser.add_argument("--at-least", type=int, default=0, help="exit 1 if fewer videos follow (0)")
     args = parser.parse_args()
     listed = args.folder / "samples.jsonl"
     if not listed.is_file():

@@ -143,7 +143,9 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=32, help="pixels of a side (32)")
     parser.add_argument("--frames", type=int, default=9, help="frames (9)")
     parser.add_argument("--fps", type=int, default=8, help="frames per second (8)")
-    parser.add_argument("--seed", type=int, default=0, help="of sizes, places and held-out (0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of sizes, places and held-out (0)"
+    )
     write_folder(parser.parse_args())
 
 

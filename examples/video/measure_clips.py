@@ -110,8 +110,10 @@ def measure(folder: Path) -> tuple[int, int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="of mp4s and samples.jsonl (path and text)")
-    parser.add_argument("--at-least", type=int, default=0, help="exit 1 below so many (0)")
+    parser.add_argument(
+        "folder", type=Path, help="folder of mp4s and samples.jsonl (path and text)"
+    )
+    parser.add_argument("--at-least", type=int, default=0, help="exit 1 if fewer follow (0)")
     args = parser.parse_args()
     following, total = measure(args.folder)
     print(f"{following} of {total} follow their caption")

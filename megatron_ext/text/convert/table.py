@@ -81,8 +81,8 @@ class Run:
     def overlap(self, offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, Index] | None:
         """Return the overlap of this run and a block of our parameter; None if there is none.
 
-        The block begins at ``offset`` and has the shape ``shape``. The first result are the rows of
-        the block that belong to the run, the second is the index of their values in the tensor.
+        The block begins at ``offset`` and has the shape ``shape``. Return the rows of the
+        block that belong to the run, and the index of their values in the tensor.
         """
         low = max(self.row, offset[0])
         high = min(self.row + self.count, offset[0] + shape[0])

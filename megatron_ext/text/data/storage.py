@@ -83,6 +83,9 @@ def note_of(counts: dict[str, int]) -> str:
 
 
 def storage_notes(run: Run) -> StorageNotes | None:
-    """Return the callback of a run; None if it reads no addresses, or this rank prints nothing."""
+    """Return the callback that reports requests to object storage.
+
+    Return None if the run reads no addresses, or if this rank prints nothing.
+    """
     store = store_of(run.config.section(DataConfig))
     return StorageNotes(run, store) if run.reporters.sinks and store.is_used else None

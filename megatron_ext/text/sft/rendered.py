@@ -74,7 +74,7 @@ def find_left_out(samples: Sequence[Template]) -> Unrendered:
 
 
 def find_unrendered(template: Template) -> Unrendered:
-    """Return the values that the template leaves out of the text of its conversation, or cuts."""
+    """Find the values of the conversation that the template does not write, or not in full."""
     whole = template.whole
     leaves = list(_leaves(template.conversation, whole))
     nonce = _nonce(whole)

@@ -131,7 +131,7 @@ class BucketSteps:
 
     @property
     def never_taken(self) -> dict[Bucket, int]:
-        """Return the number of clips of a unit for each bucket that has fewer clips than that."""
+        """Return the buckets with too few clips for a unit, each with the size of its unit."""
         return {b: self._unit(m) for b, m in self.buckets.items() if not self._num_units(m)}
 
     def filled(self, bucket: Bucket, clips: Sequence[int]) -> list[int]:
