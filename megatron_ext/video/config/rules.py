@@ -40,7 +40,7 @@ from megatron_ext.video.streaming.rules import sample_errors, streaming_errors, 
 
 ENCODING = ("codec", "text_encoder", "encode")
 _OWN = tuple(kind for network in all_networks() for kind in network.sections)
-FLOW_ONLY = (*named(_OWN), "flow", "conditions", "text_dropout", "encode")
+_OF_FLOW = (*_OWN, FlowConfig, ConditionConfig, TextDropoutConfig, EncodeConfig)
 STREAMING_ONLY = ("streaming", "streaming_sample")
 SECTIONS: tuple[type, ...] = (
     VideoConfig, *_OWN, FlowConfig, ConditionConfig, TextDropoutConfig, CodecConfig,
@@ -107,10 +107,19 @@ UNUSED = (
 
 UNUSED_IN_FLOW = (*UNUSED, _unused(names_of(LoraConfig), "its layers take no adapters"))
 
-_SAMPLES_OF_FLOW = (
-    "sample_steps sample_text_scale sample_image_scale sample_oscillation sample_scale_by_frame "
-    "sample_size sample_frames sample_negative_prompt"
-).split()
+UNUSED_IN_STREAMING = (
+    *UNUSED,
+    _unused(
+        names_of(VideoConfig, *_OF_FLOW, but=("task",)),
+        says="has no effect with `--task streaming`, whose data is prompts",
+    ),
+    _unused(
+        "sample-steps sample-text-scale sample-image-scale sample-oscillation "
+        "sample-scale-by-frame sample-size sample-frames sample-negative-prompt",
+        says="has no effect with `--task streaming`, whose videos follow the flags of training",
+    ),
+)
+
 _SHIFTS = "shift_base_tokens shift_base shift_max_tokens shift_max shift_by_length".split()
 
 SHAPE_FLAGS = ("hidden_size", "num_attention_heads")
@@ -211,16 +220,6 @@ def _left_out_of_streaming(config: RunConfig) -> list[str]:
     sections = config.by_name()
     described = config.section(StreamingConfig).described(config.model)
     errors = [
-        f"`{spelled}` has no effect with `--task streaming`, whose data is prompts; leave it out."
-        for spelled in changed(config, ("video", *FLOW_ONLY))
-        if spelled != "--task"
-    ]
-    errors += [
-        f"`{spelled}` has no effect with `--task streaming`, whose videos follow the flags of "
-        "training; leave it out."
-        for spelled in changed(config, ("sample",), _SAMPLES_OF_FLOW)
-    ]
-    errors += [
         f"`{spelling_of(config.model, name)}` has no effect with `--task streaming`: "
         "`--generator-size` and the flags beside it decide; leave it out."
         for name in SHAPE_FLAGS

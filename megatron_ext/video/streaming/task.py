@@ -15,7 +15,7 @@ from megatron_ext.video.config.encoding import CodecConfig
 from megatron_ext.video.config.rules import (
     SECTIONS,
     STREAMING_DEFAULTS,
-    UNUSED,
+    UNUSED_IN_STREAMING,
     resolve_streaming,
     streaming_rules,
 )
@@ -78,7 +78,7 @@ def streaming_step_stats(run: Run, num_microbatches: int) -> StepStats:
 
 STREAMING = Task(
     sections=SECTIONS,
-    inapplicable=UNUSED,
+    inapplicable=UNUSED_IN_STREAMING,
     defaults=STREAMING_DEFAULTS,
     resolve=resolve_streaming,
     rules=streaming_rules,
