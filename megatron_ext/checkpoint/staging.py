@@ -48,7 +48,7 @@ def _step_in(address: str) -> int | None:
 
 
 def fetched(flag: str, given: str, step: int | None = None) -> Path:
-    """Return a folder of checkpoints; download an address to its staging folder first."""
+    """Return the folder of the given checkpoints; download an address to its staging folder."""
     if "://" not in given:
         return Path(given)
     root = split_address(given)[0]

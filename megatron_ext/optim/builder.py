@@ -83,7 +83,7 @@ def take_torchs_adam(
     make_kernel: Callable[[], Kernel] | None,
     kind: type[FusedAdam] = FusedAdam,
 ) -> None:
-    """Replace the Adam in an optimizer by ``kind``, unless it is torch's and that is enough.
+    """Replace the Adam in an optimizer by ``kind``, unless plain torch Adam is enough.
 
     Call this before the first update. Only torch's fused Adam and ours can skip an update on the
     device, without the host. For ``moments`` and ``make_kernel`` see `FusedAdam`; ``kind`` is that

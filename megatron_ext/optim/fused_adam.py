@@ -35,7 +35,7 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 def _pointer(  # type: ignore[no-untyped-def]
     row, column: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
-    """Return the address in a column of the table."""
+    """Return the address in ``column`` of a row of the table, as a pointer."""
     pointer = tl.load(row + column).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)

@@ -180,7 +180,7 @@ def init_groups(
     if not torch.distributed.is_initialized():
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         address = init_method or os.environ.get("MEGATRON_EXT_INIT_METHOD", "env://")
-        # A single rank meets nobody: a store in its own memory is enough.
+        # A single rank needs no rendezvous: a store in its own memory is enough.
         alone = world_size == 1 and init_method is None
         torch.distributed.init_process_group(
             device.backend,

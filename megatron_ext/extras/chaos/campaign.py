@@ -146,8 +146,8 @@ class Campaign:
 def seconds_of_a_step(rows: Mapping[int, Row], interval: int) -> float:
     """Return the mean step time in the median block of ``interval`` consecutive steps.
 
-    So periodic work has its share, but a pause of the machine has none. The first block, where
-    everything happens for the first time, is left out.
+    The mean includes periodic work, and the median excludes pauses of the machine. The first block,
+    where everything happens for the first time, is left out.
     """
     times = [rows[iteration]["seconds_per_iteration"] for iteration in sorted(rows)]
     blocks = [times[n : n + interval] for n in range(interval, len(times), interval)]

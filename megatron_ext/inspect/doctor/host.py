@@ -33,7 +33,7 @@ class Finding:
     Attributes:
         status: ``low`` means too little, ``broken`` means present but unusable, and ``unknown``
             means that it cannot be checked here.
-        detail: what was seen.
+        detail: what the check observed.
         cost: what a run loses if the status is not ``found``.
         install: the command that installs or repairs what was checked.
         required: whether no run can start without it.

@@ -184,8 +184,8 @@ def evaluate_split(run: Run, name: str, *, final: bool = False) -> list[dict[str
         if run.ema is not None and name in run.ema_sources:
             with run.ema.swapped_in(run.chunks):
                 _evaluate_sources(run, name, run.ema_sources[name], final=final, mark=AVERAGED)
-    # The final evaluation comes after the run's last save: what a saved run has consumed, and where
-    # it goes on if it is started again, does not include it.
+    # The final evaluation comes after the run's last save. Its samples must not change the consumed
+    # samples: a restart would continue from the saved ones.
     if name == "validation" and not final:
         run.progress.consumed_valid_samples += sum(map(run.evaluation_samples, sources))
     return losses
