@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron_ext.config.flags import flags_of
+from megatron_ext.disk.reading import read_yaml
 
 Values = Mapping[str, Any]
 """The values of all fields of a configuration by name, and its device."""
@@ -134,9 +133,7 @@ def answer_to(word: str, table: Mapping[str, Inapplicable]) -> Inapplicable | No
 @functools.cache
 def megatron_flags() -> dict[str, Inapplicable]:
     """Return the entries of Megatron-LM's flags that this package lacks, by spelling."""
-    text = Path(__file__).with_name("megatron_flags.yaml").read_text(encoding="utf-8")
-    # libyaml, where it was built, takes a twentieth of the time.
-    tables = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    tables = read_yaml(Path(__file__).with_name("megatron_flags.yaml"))
     accepted = tables.pop("replaced") + tables.pop("without effect")
     entries = [Inapplicable(**entry) for entry in accepted]
     for source, refused in tables.items():
