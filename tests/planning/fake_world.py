@@ -10,7 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state
@@ -18,8 +21,10 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_ext.config.run import RunConfig
-from megatron_ext.layers.chunks import build_chunks
+from megatron_ext.layers.chunks import build_chunks, wrap_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
+from megatron_ext.optim import builder
+from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.parallel.context import (
     ParallelContext,
     _checked_context,
@@ -29,28 +34,57 @@ from megatron_ext.parallel.context import (
 )
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.parallel.recorder import Recorder
+from megatron_ext.planning.memory import memory
 from megatron_ext.planning.network import Network
 from megatron_ext.planning.stages import Ranks
-from megatron_ext.planning.state import ROUTED, Weight
+from megatron_ext.planning.state import ROUTED, Weight, rank_state
+from tests.planning.measure import KINDS, state_bytes
 
 
-def built(task: Any, config: RunConfig, pp_rank: int) -> list[Any]:
-    """Return the model chunks of the first rank of a pipeline stage, as they are on that rank."""
-    context = enter_fake_world(config, pp_rank)
+def built(task: Any, config: RunConfig, context: ParallelContext) -> tuple[list[Any], Any]:
+    """Return the model chunks of a rank, and the TransformerConfig that they share."""
     transformer_config = build_transformer_config(config)
-    chunks = build_chunks(task.model_chunk, config, transformer_config, context)
-    dtype = torch.bfloat16 if config.precision.bf16 else torch.float32
-    return [chunk.to(dtype) for chunk in chunks]
+    return build_chunks(task.model_chunk, config, transformer_config, context), transformer_config
 
 
-def check_weights(task: Any, network: Network) -> None:
-    """Check that the planned weights of every stage are the parameters of its module."""
+def check_state(task: Any, network: Network) -> None:
+    """Check the planned weights and state of the first and the last rank of every stage."""
+    config = network.config
+    layout = Layout.from_config(config.parallel)
+    planned = memory(network)
     for pp_rank in range(network.sizes.pp):
-        chunks = built(task, network.config, pp_rank)
-        for chunk, stage in zip(chunks, network.stages_of(pp_rank), strict=True):
-            found = [_weight(network.sizes, *each) for each in chunk.named_parameters()]
-            planned = [replace(x, fp8=False, matrix=None) for x in network.weights(stage)]
-            assert planned == found
+        ranks = [r for r in range(layout.world_size) if layout.position(r)["pp"] == pp_rank]
+        for rank in {ranks[0], ranks[-1]}:
+            context = enter_fake_world(config, rank)
+            chunks, transformer_config = built(task, config, context)
+            for chunk, weights in zip(chunks, planned[pp_rank].weights, strict=True):
+                found = [_weight(network.sizes, *each) for each in chunk.named_parameters()]
+                assert [replace(x, fp8=False, matrix=None) for x in weights] == found
+            device = torch.device("cpu")
+            wrapped = wrap_chunks(chunks, config, transformer_config, context, device)
+            state = _state_after_a_step(config, wrapped, context)
+            replicas = {
+                "replica": context.pgs.dp_cp.rank(),
+                "expert_replica": context.pgs.expt_dp.rank(),
+            }
+            held = rank_state(config, network.sizes, pp_rank, planned[pp_rank].weights, **replicas)
+            assert {kind: getattr(held, kind) for kind in KINDS} == state
+
+
+def _state_after_a_step(
+    config: RunConfig, chunks: list[Any], context: ParallelContext
+) -> dict[str, int]:
+    """Return the bytes that a rank keeps once its optimizer has made its state."""
+    # A fake world has no groups of Gloo, which megatron-core would give to checkpoints.
+    make = partial(builder.core.get_megatron_optimizer, use_gloo_process_groups=False)
+    without = SimpleNamespace(**{**vars(builder.core), "get_megatron_optimizer": make})
+    with mock.patch.object(builder, "core", without):
+        optimizer = builder.build_optimizer(config, chunks, context.pgs)
+    ema = ShardedEMA(chunks, optimizer, decay=0.5) if config.ema.ema_decay else None
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.step()
+    return state_bytes(chunks, optimizer, ema)
 
 
 def _weight(x: Ranks, name: str, parameter: Any) -> Weight:
@@ -69,12 +103,10 @@ def _weight(x: Ranks, name: str, parameter: Any) -> Weight:
     )
 
 
-def enter_fake_world(config: RunConfig, pp_rank: int) -> ParallelContext:
-    """Leave all groups, and return the first rank of a pipeline stage in the layout of a run."""
+def enter_fake_world(config: RunConfig, rank: int) -> ParallelContext:
+    """Leave all groups, and become ``rank`` in the layout of a run."""
     destroy_groups()
     layout = Layout.from_config(config.parallel)
-    ranks = range(layout.world_size)
-    rank = next(rank for rank in ranks if layout.position(rank)["pp"] == pp_rank)
     torch.distributed.init_process_group(
         "fake",
         store=FakeStore(),  # type: ignore[no-untyped-call]

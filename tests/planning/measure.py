@@ -159,7 +159,7 @@ def _work(folder: Path, run: Run) -> None:
     pgs = run.context.pgs
     found = Measured(
         place={"pp": run.context.pp_rank, "dp_cp": pgs.dp_cp.rank(), "expt_dp": pgs.expt_dp.rank()},
-        state=_state(run.chunks, run.optimizer, run.ema),
+        state=state_bytes(run.chunks, run.optimizer, run.ema),
         weights=_weights(run.chunks),
         peak=live.peak,
         at_peak=live.at_peak[:400],
@@ -179,7 +179,7 @@ def _networks(runner: StreamingRunner) -> dict[str, Any]:
     critic, teacher = runner.critic, getattr(runner.teacher, "network", runner.teacher)
     cache: Any = runner.sequence.generator.cache
     return {
-        "critic": _state(critic.chunks, critic.optimizer, None),
+        "critic": state_bytes(critic.chunks, critic.optimizer, None),
         "critic weights": _weights(critic.chunks)[0],
         "teacher": sum(p.numel() * p.element_size() for p in teacher.parameters()),
         "teacher weights": _weights([teacher])[0],
@@ -187,7 +187,7 @@ def _networks(runner: StreamingRunner) -> dict[str, Any]:
     }
 
 
-def _state(chunks: Sequence[Any], optimizer: Any, ema: ShardedEMA | None) -> dict[str, int]:
+def state_bytes(chunks: Sequence[Any], optimizer: Any, ema: ShardedEMA | None) -> dict[str, int]:
     """Return bytes by kind; memory that two kinds share counts for the first."""
     known: set[int] = set()
 

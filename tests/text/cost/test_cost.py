@@ -169,11 +169,6 @@ def test_state_exactly_and_peak_within_a_tenth(name: str, tmp_path: Path) -> Non
     check_peak(network, ranks)
 
 
-@pytest.mark.parametrize("name", slow_but(layouts.QUICK, layouts.MORE))
-def test_parameters_and_state_are_exact_in_further_layouts(name: str, tmp_path: Path) -> None:
-    check_state(_network(layouts.flags_of(name)), measure(layouts.flags_of(name), tmp_path))
-
-
 RECOMPUTED = {
     "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "block": "--recompute-granularity full --recompute-method block --recompute-num-layers 2",

@@ -1,11 +1,12 @@
-"""Planned weights and activations of a GPT beside those of its modules, in a fake world."""
+"""Planned weights, state and activations of a GPT beside those of its modules, in a fake world."""
 
 import pytest
 import torch
 
+from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.cost.network import GptNetwork
 from megatron_ext.text.task import GPT
-from tests.planning.fake_world import built, check_weights, kept
+from tests.planning.fake_world import built, check_state, enter_fake_world, kept
 from tests.planning.measure import configuration
 from tests.ranks import ParallelContext, ranks
 from tests.text.cost import layouts
@@ -33,9 +34,9 @@ def slack(name: str, experts: bool) -> float:
 
 
 @ranks()
-def test_weights_are_the_parameters_of_the_modules(context: ParallelContext) -> None:
+def test_weights_and_state_are_exact_in_every_layout(context: ParallelContext) -> None:
     for flags in RUNS.values():
-        check_weights(GPT, GptNetwork.of(configuration(flags)))
+        check_state(GPT, GptNetwork.of(configuration(flags)))
 
 
 @ranks()
@@ -44,10 +45,13 @@ def test_a_layer_keeps_the_planned_bytes(context: ParallelContext) -> None:
         config = configuration(flags)
         network = GptNetwork.of(config)
         x = network.sizes
-        (chunk, *_), (stage, *_) = built(GPT, config, 0), network.stages_of(0)
+        (chunk, *_), _ = built(GPT, config, enter_fake_world(config, 0))
+        (stage, *_) = network.stages_of(0)
         shape = x.residual_tokens // x.b, x.b, x.h
         dtype = torch.bfloat16 if x.half else torch.float32
-        rotates = config.model.position_embedding_type == "rope" and x.latent is None
+        chunk.to(dtype)
+        kind = config.section(PositionConfig).position_embedding_type
+        rotates = kind == "rope" and x.latent is None
         angles = chunk.rotary_pos_emb(x.s) if rotates else None
         for number, layer in zip(stage.layers, chunk.decoder.layers, strict=True):
             hidden = torch.randn(shape, dtype=dtype, requires_grad=True)

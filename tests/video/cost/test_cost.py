@@ -31,7 +31,7 @@ from megatron_ext.video.networks.wan.cost import dit_weights
 from megatron_ext.video.networks.wan.flops import flops_of_pass
 from megatron_ext.video.streaming import cost
 from megatron_ext.video.task import VIDEO
-from tests.planning.fake_world import check_weights
+from tests.planning import fake_world
 from tests.planning.measure import (
     KINDS,
     Measured,
@@ -98,11 +98,11 @@ def test_state_exactly_and_peak_within_a_tenth(name: str, long: Path, tmp_path: 
 
 
 @ranks()
-def test_weights_are_the_parameters_of_the_modules(context: ParallelContext, long: Path) -> None:
+def test_weights_and_state_are_exact_in_every_layout(context: ParallelContext, long: Path) -> None:
     for words in LAYOUTS.values():
         config = configuration([*COMMON, *words.split(), "--video-data-path", str(long)], VIDEO)
         (clip,) = planned_clips(config)
-        check_weights(VIDEO.choose(config), network_of(config).planned(clip))
+        fake_world.check_state(VIDEO.choose(config), network_of(config).planned(clip))
 
 
 @pytest.mark.parametrize("network", ["", DIT, f"{CAUSAL} {CP2}"])
