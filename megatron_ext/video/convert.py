@@ -1,4 +1,4 @@
-"""Public weights of video networks: which conversion reads them, and writes a checkpoint's."""
+"""Public weights of video networks: finds the conversion that reads them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,49 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.checkpoint.conversion import read_settings
+from megatron_ext.errors import CheckpointError
 from megatron_ext.video.networks.lookup import conversions
 from megatron_ext.video.networks.network import Conversion
+
+CLASS = "_class_name"
+"""Entry of a video network's config.json that names its class; language models have none."""
 
 STORED_ROLES = {"generator": "", "critic": "critic."}
 """Networks in a checkpoint of a streaming run, with the prefix of their parameters' names."""
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read the config.json of a video network; raise CheckpointError if it cannot be read."""
+    path = folder / "config.json"
+    if not path.is_file() and (folder / "transformer" / "config.json").is_file():
+        raise CheckpointError(f"{folder} holds a whole pipeline; give {folder / 'transformer'}.")
+    return read_settings(path, "give the folder of the model.")
+
+
 def reader_of(source: Path) -> Conversion | None:
-    """Return the conversion that reads a folder or file; None if it is of no video network."""
-    return next((x for x in conversions() if x.reads(source)), None)
+    """Return the conversion that reads a folder or a file; None if it holds no video network.
+
+    Raises:
+        CheckpointError: no network has the class that config.json names, or config.json is missing
+            or cannot be read.
+    """
+    readers = conversions()
+    if source.is_file():
+        return next((reader for reader in readers if reader.reads_file(source)), None)
+    path = source / "config.json"
+    if not path.is_file() and not (source / "model_index.json").is_file():
+        return None
+    content = read_config(source)
+    if CLASS not in content:
+        return None
+    for reader in readers:
+        if content[CLASS] in reader.classes:
+            return reader
+    known = ", ".join(name for reader in readers for name in reader.classes)
+    raise CheckpointError(
+        f"{path} says `{CLASS}` {content[CLASS]!r}, which cannot be converted; use one of {known}."
+    )
 
 
 def is_streaming(stored: Mapping[str, Any]) -> bool:

@@ -66,11 +66,11 @@ from megatron_ext.text.sft.store import SftStore
 from megatron_ext.text.task import GPT
 from megatron_ext.text.tokenizers import build_tokenizer
 from megatron_ext.train.reporting.files import MetricsFile, read_metrics
+from megatron_ext.video.convert import read_config as read_wan
 from megatron_ext.video.data.clips import read_list
 from megatron_ext.video.data.manifest import read_manifest as read_video_manifest
 from megatron_ext.video.data.register import read_register
 from megatron_ext.video.data.text_encoders import read_settings as read_encoder_settings
-from megatron_ext.video.networks.wan.convert.config import read_json as read_wan
 from megatron_ext.video.networks.wan.convert.config import understand as understand_wan
 from megatron_ext.video.sampling.requests import read_lines, read_row
 from tests.extras.report.made_runs import faulty_run

@@ -9,7 +9,7 @@ needs them. These are a `FlowNetwork`; for a causal network that streaming can t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -257,14 +257,16 @@ class Conversion(ABC):
     Attributes:
         title: whose weights they are, such as "Wan".
         namings: names of the codes whose tensor names can be written; the first is usual.
+        classes: values of ``_class_name`` in the config.json of folders that it reads.
     """
 
     title: str
     namings: Sequence[str]
+    classes: Collection[str]
 
     @abstractmethod
-    def reads(self, source: Path) -> bool:
-        """Return whether a folder or file looks like weights of this network."""
+    def reads_file(self, source: Path) -> bool:
+        """Return whether a file of torch.save may hold weights of this network."""
 
     @abstractmethod
     def import_weights(

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.checkpoint.conversion import read_settings
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.video.config.sizes import EPSILON, TIMESTEP_WIDTH
+from megatron_ext.video.convert import CLASS
 from megatron_ext.video.networks.wan.config import SIZES, VideoDiTSizes
 from megatron_ext.video.networks.wan.convert.names import Naming, wan_names
 
-CLASS = "_class_name"
 CLASSES = {
     "WanTransformer3DModel": Naming.DIFFUSERS,
     "WanModel": Naming.ORIGINAL,
@@ -76,14 +75,6 @@ class WanModel:
     size: str
     sizes: VideoDiTSizes
     naming: Naming
-
-
-def read_json(folder: Path) -> dict[str, Any]:
-    """Read the config.json of a folder; raise CheckpointError if it cannot be read."""
-    path = folder / "config.json"
-    if not path.is_file() and (folder / "transformer" / "config.json").is_file():
-        raise CheckpointError(f"{folder} holds a whole pipeline; give {folder / 'transformer'}.")
-    return read_settings(path, "give the folder of the model.")
 
 
 def understand(raw: Mapping[str, Any], path: Path) -> WanModel:

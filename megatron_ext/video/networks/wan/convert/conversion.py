@@ -7,9 +7,10 @@ from pathlib import Path
 from megatron_ext.checkpoint.conversion import PeftLayers
 from megatron_ext.video.networks.network import Conversion
 from megatron_ext.video.networks.wan.config import VideoDiTSizes
+from megatron_ext.video.networks.wan.convert.config import CLASSES
 from megatron_ext.video.networks.wan.convert.export import export_wan
 from megatron_ext.video.networks.wan.convert.names import Naming, wan_adapters
-from megatron_ext.video.networks.wan.convert.weights import import_wan, is_wan
+from megatron_ext.video.networks.wan.convert.weights import SUFFIXES, import_wan
 
 
 class WanConversion(Conversion):
@@ -17,9 +18,10 @@ class WanConversion(Conversion):
 
     title = "Wan"
     namings = tuple(naming.value for naming in Naming)
+    classes = CLASSES
 
-    def reads(self, source: Path) -> bool:
-        return is_wan(source)
+    def reads_file(self, source: Path) -> bool:
+        return source.suffix in SUFFIXES
 
     def import_weights(
         self, source: Path, save: Path, dtype: str | None, entry: str | None

@@ -39,12 +39,11 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.video.config.rules import SECTIONS
 from megatron_ext.video.config.run import VideoConfig
+from megatron_ext.video.convert import read_config
 from megatron_ext.video.networks.wan.attention import VideoDiTOptions
 from megatron_ext.video.networks.wan.config import VideoDiTSizes
 from megatron_ext.video.networks.wan.convert.config import (
-    CLASS,
     WanModel,
-    read_json,
     understand,
     understand_shapes,
 )
@@ -67,16 +66,6 @@ _PREFIX = "model."
 """Prefix that Self-Forcing's wrapper of the network adds to names."""
 
 
-def is_wan(source: Path) -> bool:
-    """Return whether ``source`` looks like a model of Wan, not of Hugging Face transformers."""
-    if source.is_file():
-        return source.suffix in SUFFIXES
-    is_pipeline = (source / "model_index.json").is_file()
-    if not (source / "config.json").is_file():
-        return is_pipeline
-    return CLASS in read_json(source)
-
-
 @contextmanager
 def open_wan(source: Path, entry: str | None) -> Iterator[tuple[WanModel, TensorSource]]:
     """Open the model in a folder of safetensors or a file of torch.save; yield it and its tensors.
@@ -95,7 +84,7 @@ def open_wan(source: Path, entry: str | None) -> Iterator[tuple[WanModel, Tensor
             f"`--entry {entry}` is for a file of torch.save, but {source} is a folder; leave it "
             "out."
         )
-    model = understand(read_json(source), source / "config.json")
+    model = understand(read_config(source), source / "config.json")
     with TensorFolder(source, STEM) as folder:
         yield model, folder
 

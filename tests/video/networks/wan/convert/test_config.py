@@ -12,11 +12,11 @@ from diffusers import WanTransformer3DModel
 
 from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.convert import read_config, reader_of
 from megatron_ext.video.networks.wan.config import SIZES
 from megatron_ext.video.networks.wan.convert.config import (
     WanModel,
     config_json,
-    read_json,
     understand,
     understand_shapes,
 )
@@ -122,17 +122,32 @@ def test_other_models_of_the_original_are_refused() -> None:
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot be read .*; give the folder of the model"):
-        read_json(tmp_path)
+        read_config(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(CheckpointError, match="must hold names and values"):
-        read_json(tmp_path)
+        read_config(tmp_path)
     pipeline = tmp_path / "pipeline"
     (pipeline / "transformer").mkdir(parents=True)
     (pipeline / "transformer" / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"whole pipeline; give .*/pipeline/transformer\."):
-        read_json(pipeline)
+        read_config(pipeline)
     with pytest.raises(CheckpointError, match=r"no `patch_embedding.weight` of 5 dimensions"):
         understand_shapes({"patch_embedding.weight": (3, 4)}, Naming.ORIGINAL, PATH)
+
+
+def test_a_folder_finds_its_conversion_by_its_class(tmp_path: Path) -> None:
+    assert reader_of(tmp_path) is None
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama"}))
+    assert reader_of(tmp_path) is None
+    for name in ("WanTransformer3DModel", "CausalWanModel"):
+        path.write_text(json.dumps({"_class_name": name}))
+        conversion = reader_of(tmp_path)
+        assert conversion is not None and conversion.title == "Wan"
+    path.write_text(json.dumps({"_class_name": "CogVideoXTransformer3DModel"}))
+    unknown = "'CogVideoXTransformer3DModel', which cannot be converted; use one of WanTransf"
+    with pytest.raises(CheckpointError, match=unknown):
+        reader_of(tmp_path)
 
 
 @ranks()
