@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -211,3 +211,16 @@ def wrap_chunks(
         for chunk in ddp:
             chunk.broadcast_params()
     return ddp
+
+
+def named_parameters(
+    chunks: Sequence[DistributedDataParallel],
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return trainable parameters by name; several chunks add a prefix such as "chunk 0: "."""
+    several = len(chunks) > 1
+    return [
+        (f"chunk {index}: {name}" if several else name, parameter)
+        for index, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
+        if parameter.requires_grad
+    ]

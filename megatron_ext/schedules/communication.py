@@ -22,10 +22,7 @@ from megatron_ext.layers.gradient_shards import ShardedGradients
 from megatron_ext.layers.weight_gradients import zero_untouched
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Placement
-from megatron_ext.schedules.plan import Action, Key, Kind, Plan, settled_messages
-
-Shape = Sequence[int] | Sequence[Sequence[int]]
-"""The shape of all messages of a step, or a list with the shape of each micro-batch."""
+from megatron_ext.schedules.plan import Action, Key, Kind, Plan, Shape, settled_messages
 
 _PENDING = 64
 """The number of messages of one rank that may be in flight."""

@@ -15,6 +15,9 @@ from functools import lru_cache
 
 from megatron_ext.parallel.grid import Placement
 
+Shape = Sequence[int] | Sequence[Sequence[int]]
+"""The shape of all messages of a step, or a list with the shape of each micro-batch."""
+
 
 class Kind(Enum):
     """Kinds of actions.

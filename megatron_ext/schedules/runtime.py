@@ -32,12 +32,12 @@ from megatron_ext.layers.weight_gradients import zero_untouched
 from megatron_ext.losses.contract import LossFunction, StepCounts, checked
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Placement
-from megatron_ext.schedules.communication import Channels, GradientSync, Shape
 from megatron_ext.schedules.orders import build_plan
-from megatron_ext.schedules.plan import Action, Kind, Plan
+from megatron_ext.schedules.plan import Action, Kind, Plan, Shape
 
 if TYPE_CHECKING:
     from megatron_ext.layers.graphs import ChunkGraphs
+    from megatron_ext.schedules.communication import Channels, GradientSync
 
 
 def records_graphs(flags: CudaGraphConfig, device: str) -> bool:
@@ -255,10 +255,14 @@ class _Step:
         self.actions = plan.ranks[engine.context.pp_rank]
         self.channels: Channels | None = None
         if self.last_stage > 0:
+            from megatron_ext.schedules.communication import Channels
+
             self.channels = Channels(config, engine.context, plan, shape)
         self.sync: GradientSync | None = None
         overlaps = config.no_sync_func or config.grad_sync_func or config.param_sync_func
         if trains and (overlaps or isinstance(engine.chunks[0], ShardedGradients)):
+            from megatron_ext.schedules.communication import GradientSync
+
             self.sync = GradientSync(engine.chunks, config, self.actions, plan.placement)
         self.deferred: Any = getattr(config, "weight_gradients", None)
         self.inputs: dict[tuple[int, int], Tensor | None] = {}

@@ -33,7 +33,6 @@ from megatron_ext.text.convert.training import (
     resolve_folder,
 )
 from megatron_ext.text.cost.network import GPT_COST
-from megatron_ext.text.data import gpt
 from megatron_ext.text.data.blend import source_options
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.gpt import build_gpt_datasets, check_gpt_data
@@ -120,10 +119,9 @@ def is_direct(config: RunConfig) -> bool:
 
 def separator_warnings(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
     """Return sentences on ends of documents that a pretraining run does not see, or not train."""
-    if is_direct(config):
-        warnings: list[str] = later(f"{DIRECT}:separator_warnings")(config, tokenizer)
-        return warnings
-    return gpt.separator_warnings(config, tokenizer)
+    module = DIRECT if is_direct(config) else "megatron_ext.text.data.checked"
+    warnings: list[str] = later(f"{module}:separator_warnings")(config, tokenizer)
+    return warnings
 
 
 def build_datasets(

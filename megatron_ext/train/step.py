@@ -31,7 +31,7 @@ from megatron_ext.losses.contract import LossFunction, Report, StepCounts, check
 from megatron_ext.optim.schedule import Schedule
 from megatron_ext.optim.update import UpdateResult, all_decide_on_device, update_parameters
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.schedules.communication import Shape
+from megatron_ext.schedules.plan import Shape
 from megatron_ext.schedules.runtime import Masks, PipelineEngine, step_graphs
 from megatron_ext.train.task import Task
 

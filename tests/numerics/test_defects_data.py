@@ -19,7 +19,7 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.extras.audit import reproduce_data as data
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.config.tokenizer import TokenizerConfig
-from megatron_ext.text.data import gpt
+from megatron_ext.text.data import checked, gpt
 from megatron_ext.text.data.blend import read_blend
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.tokenizers import build_tokenizer
@@ -103,20 +103,22 @@ def test_d30_the_key_of_a_cache_covers_what_decides_it(tmp_path: Path) -> None:
 
     def keys(cls: type[GPTDataset], **changes: Any) -> str:
         data = run.section(DataConfig)
-        files = gpt.check_inputs(data, run.model, read_blend(data), tokenizer_of(run), [1, 0, 0])
-        ours = gpt.dataset_config(run, read_blend(data), tokenizer_of(run), files)
+        blend = read_blend(data)
+        tokenizer = tokenizer_of(run)
+        files = checked.check_inputs(data, run.model, blend, tokenizer, [1, 0, 0])
+        ours = gpt.dataset_config(run, blend, tokenizer, files)
         core = core_config(run) if cls is GPTDataset else ours
         for name, value in changes.items():
             setattr(core, name, value)
         return str(dataset(cls, prefix, core, 6).unique_description_hash)
 
-    stock, mine = keys(GPTDataset), keys(gpt.KeyedGPTDataset)
+    stock, mine = keys(GPTDataset), keys(checked.KeyedGPTDataset)
     for name in ("add_extra_token_to_sequence", "drop_last_partial_validation_sequence"):
         assert keys(GPTDataset, **{name: False}) == stock
-        assert keys(gpt.KeyedGPTDataset, **{name: False}) != mine
-    assert keys(gpt.KeyedGPTDataset) == mine
+        assert keys(checked.KeyedGPTDataset, **{name: False}) != mine
+    assert keys(checked.KeyedGPTDataset) == mine
     write(tmp_path / "docs", 20)
-    assert keys(gpt.KeyedGPTDataset) != mine
+    assert keys(checked.KeyedGPTDataset) != mine
 
 
 def test_d30_stock_goes_on_with_the_indices_of_other_files() -> None:
@@ -134,7 +136,7 @@ def test_d31_given_lengths_do_not_change_the_dtype(vocabulary: int, tmp_path: Pa
     words = ["--data-path", prefix, "--per-dataset-sequences-path", str(lengths)]
     run = run_config(*words, "--vocab-size", str(vocabulary - 1))
     assert tokenizer_of(run).vocab_size == vocabulary
-    low = gpt.KeyedGPTDataset.build_low_level_dataset(prefix, our_config(run))
+    low = checked.KeyedGPTDataset.build_low_level_dataset(prefix, our_config(run))
     truth = IndexedDataset(prefix)
     assert [low[i].tolist() for i in range(20)] == [truth[i].tolist() for i in range(20)]
 

@@ -92,7 +92,7 @@ class Measured(Channels):
 def check_bytes(context: ParallelContext, schedule: str, num_microbatches: int) -> None:
     engine, chunks = engine_of(schedule, context)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_ext.schedules.runtime.Channels", Measured)
+        patch.setattr("megatron_ext.schedules.communication.Channels", Measured)
         engine.run(step, range(num_microbatches), num_microbatches, (3, 1, 2))
     message = torch.zeros(3, 1, 2).nbytes
     size = context.layout.pipeline_model_parallel_size

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
-import megatron_ext.text.data.gpt
+import megatron_ext.text.data.checked
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.text.task import GPT
 from megatron_ext.train.exit_codes import EXIT_CODE_USER_ERROR
@@ -137,7 +137,7 @@ def test_a_strange_id_that_only_reading_finds_ends_all_layouts_alike(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # A long data set is not read to its end before training.
-    monkeypatch.setattr(megatron_ext.text.data.gpt, "id_range", lambda *_: (0, 39))
+    monkeypatch.setattr(megatron_ext.text.data.checked, "id_range", lambda *_: (0, 39))
     _write(tmp_path / "docs", number)
     more = f"--split 1,0,0 --train-iters 30 --num-workers 1 --nproc-per-node 2 {layout}"
     assert main(GPT, _flags(f"{DATA} {more}", tmp_path)) == EXIT_CODE_USER_ERROR

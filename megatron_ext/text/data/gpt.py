@@ -1,12 +1,9 @@
-"""Builds megatron-core's GPT datasets and blends, with additional checks.
+"""Builds megatron-core's GPT datasets and blends, of files or of made-up documents.
 
 Inputs are checked before anything is built. A split without documents is an error, not an endless
-loop. The key of cached indices covers everything that determines them, including path, size and
-modification time of the data files.
+loop. What only files need is in checked.py, which runs on made-up data do not import.
 """
 
-import copy
-import hashlib
 import logging
 import os
 import warnings
@@ -14,8 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -26,29 +21,17 @@ from megatron.core.datasets.gpt_dataset import (
     MockGPTDataset,
     MockGPTLowLevelDataset,
 )
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_ext import limits
-from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.run import RunConfig
-from megatron_ext.data.indexed import (
-    CODE_OF_DTYPE,
-    check_cached_indices,
-    check_indexed_dataset,
-    read_index,
-)
 from megatron_ext.device.host import this_host
 from megatron_ext.errors import DataError
 from megatron_ext.text.data.blend import SPLITS, BlendSpec, given_lengths, training_blend
 from megatron_ext.text.data.config import DataConfig
-from megatron_ext.text.data.inspect import check_ids, id_range
-from megatron_ext.text.data.separators import ending_warnings, first_endings, padding_id
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.batch_size import split_sizes
 from megatron_ext.train.task import Datasets
 
-VOCABULARY_SAMPLE = 1 << 24
-"""The number of tokens of each dataset whose ids are checked before training."""
 INDEX_BYTES = 16
 """Bytes that megatron-core's indices take per sample, and per document of a sample."""
 
@@ -62,100 +45,22 @@ class KeyedGPTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
     vocab_size: int = field(kw_only=True)
 
 
-class KeyedGPTDataset(GPTDataset):  # type: ignore[misc]
-    """A GPTDataset whose cached indices are rebuilt when a data file or an option changes."""
-
-    @staticmethod
-    def _key_config_attributes() -> list[str]:
-        return [
-            *GPTDataset._key_config_attributes(),
-            "add_extra_token_to_sequence",
-            "drop_last_partial_validation_sequence",
-            "data_files",
-        ]
-
-    @staticmethod
-    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> IndexedDataset:
-        """Open a dataset with the dtype of its file.
-
-        With ``--per-dataset-sequences-path``, megatron-core guesses the dtype from the size of
-        the vocabulary. For a size near 65,536 this guess can be wrong.
-        """
-        if config.sequences_per_dataset:
-            config = copy.copy(config)
-            config.token_dtype_code = CODE_OF_DTYPE[read_index(dataset_path).dtype.name]
-        return GPTDataset.build_low_level_dataset(dataset_path, config)
-
-    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[Any, ...]:
-        """Return what megatron-core returns; raise a DataError for an id outside the vocabulary."""
-        # Only a dataset's first ids are checked before training, and a vocabulary-parallel
-        # embedding accepts wrong ids silently.
-        text, *others = super()._query_document_sample_shuffle_indices(idx)
-        if text.min() < 0 or text.max() >= self.config.vocab_size:
-            # A short sample ends with padding, whose id need not be in the vocabulary.
-            content = np.flatnonzero(text != self._pad_token_id)
-            last = int(content[-1]) if len(content) else -1
-            check_ids(self.dataset_path, text[: last + 1], self.config.vocab_size)
-        return text, *others
-
-
 def split_bounds(split: str, num_sequences: int) -> list[tuple[int, int]]:
     """Return the sequences [first, end) of each split, rounded as in megatron-core."""
     edges = accumulate(parse_and_normalize_split(split), initial=0.0)
     return list(pairwise(round(edge * float(num_sequences)) for edge in edges))
 
 
-def check_inputs(
-    data: DataConfig,
-    model: ModelConfig,
-    spec: BlendSpec,
-    tokenizer: Tokenizer,
-    sizes: Sequence[int | None],
-) -> str:
-    """Check every data file, the splits and the vocabulary before anything is built.
-
-    ``sizes`` holds the number of samples that train, valid and test need; None means one epoch.
-    Return a digest of path, size and modification time of all files.
-
-    Raises:
-        DataError: a file is missing, truncated or corrupt; a needed split is empty; or a token id
-            is outside the vocabulary.
-    """
-    digest = hashlib.sha256()
-    for prefix in spec.prefixes():
-        info = check_indexed_dataset(prefix)
-        for suffix in (".bin", ".idx"):
-            stat = Path(prefix + suffix).stat()
-            digest.update(f"{prefix}{suffix}:{stat.st_size}:{stat.st_mtime_ns};".encode())
-        entries = model.padded_vocab_size or tokenizer.vocab_size
-        check_ids(prefix, id_range(prefix, VOCABULARY_SAMPLE), entries)
-        if spec.per_split is None and data.split is not None:
-            ratios = parse_and_normalize_split(data.split)
-            cut = split_bounds(data.split, info.num_sequences)
-            for name, (first, end), size, ratio in zip(SPLITS, cut, sizes, ratios, strict=True):
-                if size != 0 and (ratio > 0 or name == "train") and end <= first:
-                    raise DataError(
-                        f"The {name} split of {prefix} is empty under `--split` {data.split}, but "
-                        "samples are asked of it; give it a larger share, more documents, or set "
-                        "`--eval-iters` to 0."
-                    )
-    _check_splits(data, model.seq_length or 1, spec, sizes)
-    return digest.hexdigest()
-
-
-def _check_index_memory(
-    seq_length: int, spec: BlendSpec, sizes: Sequence[int | None], *, mock: bool = False
+def check_index_memory(
+    tokens_per_document: float, seq_length: int, sizes: Sequence[int | None], advice: str = ""
 ) -> None:
     """Raise a DataError if the indices of samples do not fit into the memory of the machine.
 
     megatron-core builds them in the memory of one process, with an entry for each sample of the run
-    and for each document of a sample. Splits of size None (one epoch) are not counted.
+    and for each document of a sample. Splits of size None (one epoch) are not counted. ``advice``
+    ends the sentence of the error.
     """
-    lengths = [read_index(prefix).lengths for prefix in spec.prefixes()]
-    tokens = sum(int(each.sum(dtype=np.int64)) for each in lengths)
-    sequences = sum(map(len, lengths))
-    length = tokens / sequences if tokens else MockGPTLowLevelDataset.max_sequence_length / 2
-    documents = seq_length / length
+    documents = seq_length / tokens_per_document
     needed = INDEX_BYTES * (1 + documents) * sum(size or 0 for size in sizes)
     memory = this_host().memory
     if needed > memory:
@@ -163,52 +68,32 @@ def _check_index_memory(
         raise DataError(
             f"The samples of the run ({drawn}) need indices of at least {needed / 1e9:,.1f} GB, "
             f"but this machine has {memory / 1e9:,.1f} GB; lower `--train-iters`, "
-            "`--train-samples`, `--eval-iters` or `--global-batch-size`"
-            f"{'' if mock else ', or give `--data-order direct`, which needs no indices'}."
+            f"`--train-samples`, `--eval-iters` or `--global-batch-size`{advice}."
         )
-
-
-def separator_warnings(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
-    """Return warnings about ends of documents that GPTDataset would misread."""
-    data = config.section(DataConfig)
-    if data.mock_data:
-        return []
-    padding = padding_id(tokenizer, allow_ambiguous=data.allow_ambiguous_pad_tokens)
-    return [
-        sentence
-        for prefix in training_blend(data).prefixes()
-        for sentence in ending_warnings(
-            prefix,
-            first_endings(prefix, read_index(prefix)),
-            tokenizer,
-            padding,
-            data.document_flags,
-        )
-    ]
 
 
 def check_gpt_data(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Check indexed datasets before training starts; every rank gets the same result.
+    """Check a run's data before training starts; every rank gets the same result.
 
     Raise a DataError if files, splits, token ids, cached indices or the counts of
     ``--per-dataset-sequences-path`` are bad, or if the indices of samples do not fit into memory.
     """
-    data = config.section(DataConfig)
     training = config.training
     length = config.model.seq_length
     sizes = split_sizes(training, length, config.parallel.data_parallel_size)
-    length = length or 0
-    if not data.mock_data:
-        spec = training_blend(data)
-        check_inputs(data, config.model, spec, tokenizer, sizes)
-        _check_index_memory(length, spec, sizes)
-        check_cached_indices(spec.prefixes(), data.data_cache_path, KeyedGPTDataset.__name__)
-        if int(os.environ.get("RANK", "0")) == 0:
-            for sentence in separator_warnings(config, tokenizer):
-                print(f"> {sentence}", flush=True)
-        given_lengths(data, spec)
-        return
-    _check_index_memory(length, BlendSpec(None, None), sizes, mock=True)
+    if config.section(DataConfig).mock_data:
+        _check_mock_data(config, tokenizer, sizes)
+    else:
+        from megatron_ext.text.data.checked import check_files
+
+        check_files(config, tokenizer, sizes)
+
+
+def _check_mock_data(config: RunConfig, tokenizer: Tokenizer, sizes: Sequence[int | None]) -> None:
+    """Check the memory for indices of made-up data; warn of a long validation."""
+    training = config.training
+    length = config.model.seq_length or 0
+    check_index_memory(MockGPTLowLevelDataset.max_sequence_length / 2, length, sizes)
     if training.full_validation and int(os.environ.get("RANK", "0")) == 0:
         # The validation split of mock data is a third of it, whatever ``--split`` is, and a full
         # pass over it takes minutes: warn.
@@ -221,45 +106,6 @@ def check_gpt_data(config: RunConfig, tokenizer: Tokenizer) -> None:
             "it takes as many steps as you say.",
             flush=True,
         )
-
-
-def _check_splits(
-    data: DataConfig, length: int, spec: BlendSpec, sizes: Sequence[int | None]
-) -> None:
-    """Raise a DataError for an empty dataset, or for too few samples in datasets without weights.
-
-    megatron-core reads datasets without weights only once, so they must hold all samples of their
-    split.
-    """
-    for index, (name, size) in enumerate(zip(SPLITS, sizes, strict=True)):
-        prefixes, weights = (spec.per_split or [spec.blend] * len(sizes))[index] or ([], None)
-        for prefix in prefixes if size != 0 and spec.per_split else ():
-            if not read_index(prefix).lengths.any():
-                raise DataError(
-                    f"The dataset {prefix} of the {name} split is empty, but samples are asked of "
-                    "it; leave it out, or preprocess documents that hold tokens."
-                )
-        if weights is not None or len(prefixes) < 2 or size == 0:
-            continue
-        available = 0
-        for prefix in prefixes:
-            lengths = read_index(prefix).lengths
-            if spec.per_split is None and data.split is not None:
-                lengths = lengths[slice(*split_bounds(data.split, len(lengths))[index])]
-            tokens = int(lengths.sum())
-            if 0 < tokens <= length:
-                raise DataError(
-                    f"The {name} split of {prefix} holds {tokens} tokens, but `--seq-length` + 1 "
-                    f"({length + 1}) are needed of each dataset without a weight; give weights, or "
-                    "a larger share."
-                )
-            available += max(0, tokens - 1) // length
-        several = name == "valid" and data.multiple_validation_sets
-        if size is not None and available < size and not several:
-            raise DataError(
-                f"The {name} split holds {available} samples, and datasets without weights are "
-                f"read once, but {size} are asked for; give weights, or fewer iterations."
-            )
 
 
 def dataset_config(
@@ -328,9 +174,11 @@ def build_gpt_datasets(
     if data.mock_data:
         spec = BlendSpec(None, None)
         data_files = "mock"
-        cls = MockGPTDataset
+        cls: type[GPTDataset] = MockGPTDataset
     else:
         spec = training_blend(data)
+        from megatron_ext.text.data.checked import KeyedGPTDataset, check_inputs
+
         cls = KeyedGPTDataset
         data_files = check_inputs(data, config.model, spec, tokenizer, sizes)
     core_config = dataset_config(config, spec, tokenizer, data_files)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import MegatronExtError
+from megatron_ext.layers.chunks import named_parameters
 from megatron_ext.layers.moe import expert_parameters
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.callbacks.callback import Callback, due
@@ -35,19 +36,6 @@ class Invariants(Callback):
         if due(run.progress.iteration, run.config.training.check_invariants):
             with run.parameter_gather.paused():
                 check_replicas(run.runner.trained_chunks, run.context, run.progress.iteration)
-
-
-def named_parameters(
-    chunks: Sequence[DistributedDataParallel],
-) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return trainable parameters by name; several chunks add a prefix such as "chunk 0: "."""
-    several = len(chunks) > 1
-    return [
-        (f"chunk {index}: {name}" if several else name, parameter)
-        for index, chunk in enumerate(chunks)
-        for name, parameter in chunk.named_parameters()
-        if parameter.requires_grad
-    ]
 
 
 def check_replicas(

@@ -14,11 +14,11 @@ from megatron_ext import core
 from megatron_ext.config.fault_tolerance import VALIDATE
 from megatron_ext.config.run import RunConfig
 from megatron_ext.disk.events import append_event
+from megatron_ext.layers.chunks import named_parameters
 from megatron_ext.optim.shards import shards_of
 from megatron_ext.optim.update import UpdateResult, parts_of
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.callbacks.callback import Callback
-from megatron_ext.train.callbacks.invariants import named_parameters
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult
 

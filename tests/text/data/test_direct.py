@@ -14,7 +14,7 @@ from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.data.samplers import SequentialSampler
 from megatron_ext.errors import DataError
 from megatron_ext.text.config.tokenizer import TokenizerConfig
-from megatron_ext.text.data import gpt
+from megatron_ext.text.data import checked, gpt
 from megatron_ext.text.data.blend import BlendSpec, read_blend
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.direct import DirectDataset
@@ -62,7 +62,7 @@ def _documents(prefix: Path, seed: int = 0) -> str:
     return str(prefix)
 
 
-class _Given(gpt.KeyedGPTDataset):
+class _Given(checked.KeyedGPTDataset):
     """megatron-core's dataset with given texts in place of those of its index."""
 
     texts: np.ndarray
@@ -102,7 +102,7 @@ def test_a_sample_is_a_piece_of_its_split_and_the_split_is_megatrons(tmp_path: P
     data, tokenizer = config.section(DataConfig), build_tokenizer(config.section(TokenizerConfig))
     built = build_direct(config, tokenizer)
     core = gpt.dataset_config(config, read_blend(data), tokenizer, "")
-    low = gpt.KeyedGPTDataset.build_low_level_dataset(prefix, core)
+    low = checked.KeyedGPTDataset.build_low_level_dataset(prefix, core)
     bounds = gpt.split_bounds("80,15,5", 300)
     for dataset, (first, end) in zip((built.train, built.valid, built.test), bounds, strict=True):
         text = np.concatenate([low[i] for i in range(first, end)])

@@ -13,7 +13,7 @@ from megatron_ext.data.indexed import optimal_dtype
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.errors import DataError
 from megatron_ext.text.config.tokenizer import TokenizerConfig
-from megatron_ext.text.data import gpt
+from megatron_ext.text.data import checked, gpt
 from megatron_ext.text.data.blend import BlendSpec, read_blend
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.tokenizers import build_tokenizer
@@ -34,17 +34,18 @@ def _config(*more: str) -> Any:
     return config_of([*words, *null, *more])
 
 
-def _dataset(prefix: str, cache: Path, samples: int | None = None) -> gpt.KeyedGPTDataset:
+def _dataset(prefix: str, cache: Path, samples: int | None = None) -> checked.KeyedGPTDataset:
     from megatron.core.datasets.utils import Split
 
     config = _config("--data-path", prefix, "--data-cache-path", str(cache))
     tokenizer = build_tokenizer(config.section(TokenizerConfig))
     spec = read_blend(config.section(DataConfig))
-    files = gpt.check_inputs(config.section(DataConfig), config.model, spec, tokenizer, [1, 0, 0])
+    data = config.section(DataConfig)
+    files = checked.check_inputs(data, config.model, spec, tokenizer, [1, 0, 0])
     core = gpt.dataset_config(config, spec, tokenizer, files)
-    low = gpt.KeyedGPTDataset.build_low_level_dataset(prefix, core)
+    low = checked.KeyedGPTDataset.build_low_level_dataset(prefix, core)
     indices = np.arange(len(low.sequence_lengths), dtype=np.int32)
-    return gpt.KeyedGPTDataset(low, prefix, indices, samples, Split.train, core)
+    return checked.KeyedGPTDataset(low, prefix, indices, samples, Split.train, core)
 
 
 def test_an_epoch_covers_every_token_and_neighbours_share_one(tmp_path: Path) -> None:
@@ -87,9 +88,9 @@ def test_an_empty_split_is_refused_only_when_it_is_asked_for(tmp_path: Path) -> 
     config = config.with_section(dataclasses.replace(config.section(DataConfig), split="99,1,0"))
     tokenizer = build_tokenizer(config.section(TokenizerConfig))
     data = config.section(DataConfig)
-    gpt.check_inputs(data, config.model, read_blend(data), tokenizer, [4, 0, 0])
+    checked.check_inputs(data, config.model, read_blend(data), tokenizer, [4, 0, 0])
     with pytest.raises(DataError, match=r"The valid split of .*docs is empty under `--split` 99,1"):
-        gpt.check_inputs(data, config.model, read_blend(data), tokenizer, [4, 4, 0])
+        checked.check_inputs(data, config.model, read_blend(data), tokenizer, [4, 4, 0])
 
 
 def test_splits_that_nothing_is_asked_of_are_left_out(tmp_path: Path) -> None:
@@ -118,12 +119,12 @@ def test_datasets_without_weights_hold_what_is_asked_of_them(tmp_path: Path) -> 
     for name, documents in (("docs", 20), ("short", 1)):
         _write(str(tmp_path / name), documents)
     short, docs = str(tmp_path / "short"), str(tmp_path / "docs")
-    gpt.check_inputs(*_inputs("1", docs, "1", short), [400, 0, 0])
-    gpt.check_inputs(*_inputs(docs, docs), [24, 0, 0])
+    checked.check_inputs(*_inputs("1", docs, "1", short), [400, 0, 0])
+    checked.check_inputs(*_inputs(docs, docs), [24, 0, 0])
     with pytest.raises(DataError, match=r"train split holds 24 samples, and .* but 25 are asked"):
-        gpt.check_inputs(*_inputs(docs, docs), [25, 0, 0])
+        checked.check_inputs(*_inputs(docs, docs), [25, 0, 0])
     with pytest.raises(DataError, match=r"train split of .*short holds 5 tokens, but `--seq-len"):
-        gpt.check_inputs(*_inputs(docs, short), [4, 0, 0])
+        checked.check_inputs(*_inputs(docs, short), [4, 0, 0])
 
 
 def _inputs(*words: str) -> tuple[DataConfig, Any, BlendSpec, Any]:

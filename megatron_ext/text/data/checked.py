@@ -1,0 +1,189 @@
+"""The indexed datasets of a run: checks before training, and the dataset of megatron-core for them.
+
+The key of cached indices covers everything that determines them, including path, size and
+modification time of the data files.
+"""
+
+import copy
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.run import RunConfig
+from megatron_ext.data.indexed import (
+    CODE_OF_DTYPE,
+    check_cached_indices,
+    check_indexed_dataset,
+    read_index,
+)
+from megatron_ext.errors import DataError
+from megatron_ext.text.data.blend import SPLITS, BlendSpec, given_lengths, training_blend
+from megatron_ext.text.data.config import DataConfig
+from megatron_ext.text.data.gpt import check_index_memory, split_bounds
+from megatron_ext.text.data.inspect import check_ids, id_range
+from megatron_ext.text.data.separators import ending_warnings, first_endings, padding_id
+from megatron_ext.text.tokenizers.base import Tokenizer
+
+VOCABULARY_SAMPLE = 1 << 24
+"""The number of tokens of each dataset whose ids are checked before training."""
+
+
+class KeyedGPTDataset(GPTDataset):  # type: ignore[misc]
+    """A GPTDataset whose cached indices are rebuilt when a data file or an option changes."""
+
+    @staticmethod
+    def _key_config_attributes() -> list[str]:
+        return [
+            *GPTDataset._key_config_attributes(),
+            "add_extra_token_to_sequence",
+            "drop_last_partial_validation_sequence",
+            "data_files",
+        ]
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> IndexedDataset:
+        """Open a dataset with the dtype of its file.
+
+        With ``--per-dataset-sequences-path``, megatron-core guesses the dtype from the size of
+        the vocabulary. For a size near 65,536 this guess can be wrong.
+        """
+        if config.sequences_per_dataset:
+            config = copy.copy(config)
+            config.token_dtype_code = CODE_OF_DTYPE[read_index(dataset_path).dtype.name]
+        return GPTDataset.build_low_level_dataset(dataset_path, config)
+
+    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[Any, ...]:
+        """Return what megatron-core returns; raise a DataError for an id outside the vocabulary."""
+        # Only a dataset's first ids are checked before training, and a vocabulary-parallel
+        # embedding accepts wrong ids silently.
+        text, *others = super()._query_document_sample_shuffle_indices(idx)
+        if text.min() < 0 or text.max() >= self.config.vocab_size:
+            # A short sample ends with padding, whose id need not be in the vocabulary.
+            content = np.flatnonzero(text != self._pad_token_id)
+            last = int(content[-1]) if len(content) else -1
+            check_ids(self.dataset_path, text[: last + 1], self.config.vocab_size)
+        return text, *others
+
+
+def check_inputs(
+    data: DataConfig,
+    model: ModelConfig,
+    spec: BlendSpec,
+    tokenizer: Tokenizer,
+    sizes: Sequence[int | None],
+) -> str:
+    """Check every data file, the splits and the vocabulary before anything is built.
+
+    ``sizes`` holds the number of samples that train, valid and test need; None means one epoch.
+    Return a digest of path, size and modification time of all files.
+
+    Raises:
+        DataError: a file is missing, truncated or corrupt; a needed split is empty; or a token id
+            is outside the vocabulary.
+    """
+    digest = hashlib.sha256()
+    for prefix in spec.prefixes():
+        info = check_indexed_dataset(prefix)
+        for suffix in (".bin", ".idx"):
+            stat = Path(prefix + suffix).stat()
+            digest.update(f"{prefix}{suffix}:{stat.st_size}:{stat.st_mtime_ns};".encode())
+        entries = model.padded_vocab_size or tokenizer.vocab_size
+        check_ids(prefix, id_range(prefix, VOCABULARY_SAMPLE), entries)
+        if spec.per_split is None and data.split is not None:
+            ratios = parse_and_normalize_split(data.split)
+            cut = split_bounds(data.split, info.num_sequences)
+            for name, (first, end), size, ratio in zip(SPLITS, cut, sizes, ratios, strict=True):
+                if size != 0 and (ratio > 0 or name == "train") and end <= first:
+                    raise DataError(
+                        f"The {name} split of {prefix} is empty under `--split` {data.split}, but "
+                        "samples are asked of it; give it a larger share, more documents, or set "
+                        "`--eval-iters` to 0."
+                    )
+    _check_splits(data, model.seq_length or 1, spec, sizes)
+    return digest.hexdigest()
+
+
+def separator_warnings(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
+    """Return warnings about ends of documents that GPTDataset would misread."""
+    data = config.section(DataConfig)
+    if data.mock_data:
+        return []
+    padding = padding_id(tokenizer, allow_ambiguous=data.allow_ambiguous_pad_tokens)
+    return [
+        sentence
+        for prefix in training_blend(data).prefixes()
+        for sentence in ending_warnings(
+            prefix,
+            first_endings(prefix, read_index(prefix)),
+            tokenizer,
+            padding,
+            data.document_flags,
+        )
+    ]
+
+
+def check_files(config: RunConfig, tokenizer: Tokenizer, sizes: Sequence[int | None]) -> None:
+    """Check a run's indexed datasets, and print what it would misread; see `gpt.check_gpt_data`."""
+    data = config.section(DataConfig)
+    spec = training_blend(data)
+    check_inputs(data, config.model, spec, tokenizer, sizes)
+    lengths = [read_index(prefix).lengths for prefix in spec.prefixes()]
+    tokens = sum(int(each.sum(dtype=np.int64)) for each in lengths)
+    check_index_memory(
+        max(1.0, tokens / max(1, sum(map(len, lengths)))),
+        config.model.seq_length or 0,
+        sizes,
+        ", or give `--data-order direct`, which needs no indices",
+    )
+    check_cached_indices(spec.prefixes(), data.data_cache_path, KeyedGPTDataset.__name__)
+    if int(os.environ.get("RANK", "0")) == 0:
+        for sentence in separator_warnings(config, tokenizer):
+            print(f"> {sentence}", flush=True)
+    given_lengths(data, spec)
+
+
+def _check_splits(
+    data: DataConfig, length: int, spec: BlendSpec, sizes: Sequence[int | None]
+) -> None:
+    """Raise a DataError for an empty dataset, or for too few samples in datasets without weights.
+
+    megatron-core reads datasets without weights only once, so they must hold all samples of their
+    split.
+    """
+    for index, (name, size) in enumerate(zip(SPLITS, sizes, strict=True)):
+        prefixes, weights = (spec.per_split or [spec.blend] * len(sizes))[index] or ([], None)
+        for prefix in prefixes if size != 0 and spec.per_split else ():
+            if not read_index(prefix).lengths.any():
+                raise DataError(
+                    f"The dataset {prefix} of the {name} split is empty, but samples are asked of "
+                    "it; leave it out, or preprocess documents that hold tokens."
+                )
+        if weights is not None or len(prefixes) < 2 or size == 0:
+            continue
+        available = 0
+        for prefix in prefixes:
+            lengths = read_index(prefix).lengths
+            if spec.per_split is None and data.split is not None:
+                lengths = lengths[slice(*split_bounds(data.split, len(lengths))[index])]
+            tokens = int(lengths.sum())
+            if 0 < tokens <= length:
+                raise DataError(
+                    f"The {name} split of {prefix} holds {tokens} tokens, but `--seq-length` + 1 "
+                    f"({length + 1}) are needed of each dataset without a weight; give weights, or "
+                    "a larger share."
+                )
+            available += max(0, tokens - 1) // length
+        several = name == "valid" and data.multiple_validation_sets
+        if size is not None and available < size and not several:
+            raise DataError(
+                f"The {name} split holds {available} samples, and datasets without weights are "
+                f"read once, but {size} are asked for; give weights, or fewer iterations."
+            )
