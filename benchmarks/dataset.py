@@ -105,8 +105,7 @@ def direct_dataset(prefixes: list[str], seq_length: int, samples: int) -> Any:
 
 
 def _tokenizer() -> Any:
-    from megatron_ext.text.config.tokenizer import TokenizerConfig
-    from megatron_ext.text.tokenizers import build_tokenizer
+    from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 
     kind = {"tokenizer_type": "NullTokenizer", "vocab_size": VOCABULARY}
     return build_tokenizer(TokenizerConfig(**kind))  # type: ignore[arg-type]

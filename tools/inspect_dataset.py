@@ -25,7 +25,6 @@ if __name__ == "__main__":
 from megatron_ext.config.flags import COUNT
 from megatron_ext.data.indexed import plain_prefix
 from megatron_ext.errors import ConfigError, MegatronExtError
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.data.inspect import (
     digest_path,
     digests_of,
@@ -35,7 +34,7 @@ from megatron_ext.text.data.inspect import (
 )
 from megatron_ext.text.preprocess.options import add_tokenizer_flags, tokenizer_config
 from megatron_ext.text.sft.store import is_part_of_store
-from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.video.data.inspect import inspect_videos, is_video_set
 

@@ -20,7 +20,6 @@ from megatron_ext.config.flags import (
     resumed_flag,
     said_flag,
 )
-from megatron_ext.config.layers import windowed_layers
 
 ACTIVATIONS = {
     "swiglu": "silu",
@@ -117,26 +116,8 @@ class ModelConfig(Changeable):
         None, "standard deviation of the initial embedding; default: --init-method-std", RATE
     )
     init_method_xavier_uniform: bool = flag(False, "Xavier uniform initial weights")
-    window_size: tuple[int, int] | None = resumed_flag(
-        None, "sliding window: tokens to the left and right, -1 unlimited", Range(-1), nargs=2
-    )
-    window_attn_skip_freq: str | None = resumed_flag(
-        None, "full attention in every n-th layer, or where a list such as [1,0] has a 0"
-    )
-    softmax_scale: float | None = resumed_flag(
-        None, "factor of the scores of attention; default: 1 over the square root of d", FACTOR
-    )
-    attn_logit_softcapping: float | None = resumed_flag(
-        None, "limit c of the scores x of attention, which become c tanh(x / c)", FACTOR
-    )
     final_logit_softcapping: float | None = resumed_flag(
         None, "limit c of the logits z of the output layer, which become c tanh(z / c)", FACTOR
-    )
-    softmax_type: str = fixed_flag(
-        "vanilla",
-        "learnable gives each head a logit that takes a share of the attention (a sink, as in "
-        "gpt-oss); off-by-one fixes it at 0",
-        choices="vanilla off-by-one learnable",
     )
     transformer_impl: str = flag(
         "auto",
@@ -231,18 +212,6 @@ class ModelConfig(Changeable):
     def has_mlp_bias(self) -> bool:
         """Return whether the linear layers of MLPs have biases."""
         return self.add_bias_linear or self.add_mlp_bias
-
-    @property
-    def changes_scores(self) -> bool:
-        """Return whether attention has sinks or a soft cap, which plain kernels do not compute."""
-        return self.softmax_type != "vanilla" or self.attn_logit_softcapping is not None
-
-    def windowed_layers(self) -> list[bool]:
-        """Return for each layer of the decoder whether a window limits its attention."""
-        num_layers = self.num_layers or 0
-        if self.window_size is None:
-            return [False] * num_layers
-        return windowed_layers(self.window_attn_skip_freq, num_layers)
 
     def resolved(self, *, has_te: bool) -> ModelConfig:
         """Return a copy with derived sizes; "auto" layers use Transformer Engine if ``has_te``."""

@@ -273,8 +273,8 @@ SAME_NAME = {
     "model": (
         "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups "
         "normalization add_bias_linear add_qkv_bias qk_layernorm attention_dropout hidden_dropout "
-        "init_method_std embedding_init_method_std window_size "
-        "softmax_type softmax_scale activation_func_clamp_value glu_linear_offset "
+        "init_method_std embedding_init_method_std "
+        "activation_func_clamp_value glu_linear_offset "
         "attention_softmax_in_fp32 "
         "apply_query_key_layer_scaling apply_residual_connection_post_layernorm "
         "fp32_residual_connection mtp_num_layers mtp_loss_scaling_factor use_cpu_initialization "
@@ -323,7 +323,6 @@ def transformer_fields(run: RunConfig) -> dict[str, object]:
         num_layers_in_last_pipeline_stage=parallel.decoder_last_pipeline_num_layers,
         cp_comm_type=kinds[0] if len(kinds) == 1 else kinds,
         attention_backend=model.attention_backend,
-        window_attn_skip_freq=_window_pattern(model),
         **_fusions(run),
     )
     if parallel.microbatch_group_size_per_vp_stage is not None:
@@ -339,14 +338,6 @@ def transformer_fields(run: RunConfig) -> dict[str, object]:
     for section in run.layer_sections:
         fields.update(section.transformer_fields(run))
     return fields
-
-
-def _window_pattern(model: ModelConfig) -> list[int] | None:
-    """Return 1 for each layer with a window, else 0; a depth of MTP is like the last layer."""
-    if model.window_attn_skip_freq is None or model.window_size is None:
-        return None
-    layers = [int(has) for has in model.windowed_layers()]
-    return layers + layers[-1:] * (model.mtp_num_layers or 0)
 
 
 def _fusions(run: RunConfig) -> dict[str, object]:

@@ -32,7 +32,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSub
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_ext.config.rules.build import RECOMPUTED_LATENT
+from megatron_ext.config.rules.model import RECOMPUTED_LATENT
 from megatron_ext.layers.compiled import compiled
 from megatron_ext.layers.linear import enter
 from megatron_ext.layers.pointwise import fusions_of, rotated

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import (
@@ -18,7 +18,8 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import (
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_ext.layers.rope_scaling import RopeScaling, RotarySettings
+if TYPE_CHECKING:
+    from megatron_ext.layers.rope_scaling import RopeScaling, RotarySettings
 
 
 def inverse_frequencies(

@@ -141,7 +141,6 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
         "deallocate_pipeline_outputs": not core_interleaved,
         "pipeline_model_parallel_layout": parallel.pipeline_model_parallel_layout,
         "deterministic_dropout": model.deterministic_dropout,
-        "attn_logit_softcapping": model.attn_logit_softcapping,
         "final_logit_softcapping": model.final_logit_softcapping,
         "sandwich_norm": model.sandwich_norm,
         "embedding_multiplier": model.embedding_multiplier,

@@ -17,7 +17,7 @@ from megatron_ext.config.flags import flag, spelling_of
 from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.rules.parallel import STAGES
 from megatron_ext.config.run import RunConfig
-from megatron_ext.text.config.latent_attention import LatentAttentionConfig
+from megatron_ext.text.config.attention import LatentAttentionConfig
 from megatron_ext.text.config.moe import MoEConfig
 
 PAIRS = "*-", "*E"

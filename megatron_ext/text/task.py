@@ -22,7 +22,6 @@ from megatron_ext.text.config.rules import (
     text_rules,
 )
 from megatron_ext.text.config.sft import SftConfig
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.convert.training import (
     HuggingFaceConfig,
     HuggingFaceFolders,
@@ -41,7 +40,7 @@ from megatron_ext.text.evaluation.scores import TaskScores, check_training
 from megatron_ext.text.hybrid import HybridConfig
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from megatron_ext.text.step import gpt_forward_step, prepare_batches, text_step_stats
-from megatron_ext.text.tokenizers import build_tokenizer, check_files
+from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer, check_files
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.callbacks.callback import Callback
 from megatron_ext.train.run import Run

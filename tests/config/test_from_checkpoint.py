@@ -20,10 +20,10 @@ from megatron_ext.errors import CheckpointError, DataError
 from megatron_ext.extras.ledger.ledger import Ledger
 from megatron_ext.extras.ledger.step_record import RecordWriter
 from megatron_ext.extras.ledger.tool import Texts
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.evaluation.tool import EVALUATION
 from megatron_ext.text.generation.tool import GENERATION, generate_text
 from megatron_ext.text.task import GPT, TEXT
+from megatron_ext.text.tokenizers import TokenizerConfig
 from megatron_ext.train.main import main
 from megatron_ext.video.task import VIDEO
 from tests.data.test_strangers import _with_code

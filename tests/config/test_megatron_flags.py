@@ -148,7 +148,10 @@ def test_every_list_of_megatron_lm_is_compared() -> None:
 
 @pytest.mark.parametrize("words", [["(127,", "0)"], ["(127, 0)"], ["[127,0]"], ["127,", "0"]])
 def test_a_tuple_may_hold_spaces(words: list[str]) -> None:
-    assert read_words(["--window-size", *words], TEXT).values["model"]["window_size"] == [127, 0]
+    assert read_words(["--window-size", *words], TEXT).values["attention"]["window_size"] == [
+        127,
+        0,
+    ]
 
 
 def test_wrong_values_have_no_consequences() -> None:

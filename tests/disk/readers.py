@@ -46,7 +46,6 @@ from megatron_ext.extras.report.page import write_report
 from megatron_ext.extras.report.run_folder import read_run_folder
 from megatron_ext.extras.resilience.elastic import REQUESTED_NODES, requested_nodes
 from megatron_ext.planning.hardware import gpu_named
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.convert.config import read_model
 from megatron_ext.text.data.blend import read_blend
 from megatron_ext.text.data.config import DataConfig
@@ -64,7 +63,7 @@ from megatron_ext.text.preprocess.parts import (
 )
 from megatron_ext.text.sft.store import SftStore
 from megatron_ext.text.task import GPT
-from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.train.reporting.files import MetricsFile, read_metrics
 from megatron_ext.video.convert import read_config as read_wan
 from megatron_ext.video.data.clips import read_list

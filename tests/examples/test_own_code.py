@@ -13,9 +13,8 @@ from examples.custom_model.train import TASK
 from megatron_ext.data.batch import Batch
 from megatron_ext.errors import DataError
 from megatron_ext.losses.vocabulary import VocabularyHead
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.sft.dataset import SftDataset, build_splits
-from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from tests.text.sft import tiny
 from tests.text.sft.test_runs import MODEL
 from tests.training_runs import SMALL, config_of, errors_of, train_steps

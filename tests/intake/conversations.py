@@ -11,11 +11,10 @@ from typing import Any
 
 from megatron_ext.errors import DataError
 from megatron_ext.text.config.sft import SftConfig
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.sft.chat import Chat, build_chat
 from megatron_ext.text.sft.intake import Intake
 from megatron_ext.text.sft.preprocess import ConversationEncoder, report_lines
-from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from tests.intake.judge import Heard
 from tests.intake.leaves import Change
 from tests.intake.leaves import changes as changes_of

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.preprocess import run
 from megatron_ext.text.preprocess.jobs import Job, Say, encode_part
 from megatron_ext.text.preprocess.options import PreprocessOptions
+from megatron_ext.text.tokenizers import TokenizerConfig
 from tests.intake.judge import Heard
 from tests.intake.leaves import Change
 from tests.intake.leaves import changes as changes_of

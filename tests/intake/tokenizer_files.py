@@ -10,12 +10,11 @@ from typing import Any
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.text.config.sft import SftConfig
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.generation.requests import end_tokens, generation_notes
 from megatron_ext.text.sft.chat import build_chat
 from megatron_ext.text.sft.conversation import Place, read_conversation
 from megatron_ext.text.sft.masks import tokenize_samples
-from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.text.tokenizers.entries import DESCRIBING, USUAL
 from tests.intake.judge import Heard

@@ -18,11 +18,10 @@ from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.extras.audit import reproduce_data as data
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.data import checked, gpt
 from megatron_ext.text.data.blend import read_blend
 from megatron_ext.text.data.config import DataConfig
-from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from tests.numerics.reproductions import check_ratio
 from tests.ranks import ranks
 from tests.training_runs import TINY, config_of

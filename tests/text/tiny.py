@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_ext.text.config.tokenizer import TokenizerConfig
+from megatron_ext.text.tokenizers import TokenizerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 END = "<|endoftext|>"

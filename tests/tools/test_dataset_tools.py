@@ -18,11 +18,10 @@ import pytest
 from megatron_ext.data import indexed, indexed_writer
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.errors import DataError
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.data.inspect import inspect_dataset
 from megatron_ext.text.preprocess.cli import main as preprocess_main
 from megatron_ext.text.sft.store import SftStore
-from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from tests.text import tiny
 from tests.text.sft import tiny as chats
 from tests.text.tiny import read_pair

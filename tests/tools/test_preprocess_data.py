@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.preprocess.cli import main, parse_options
+from megatron_ext.text.tokenizers import TokenizerConfig
 from tests.text import tiny
 from tests.text.tiny import read_pair, write_expected
 

@@ -1,30 +1,35 @@
-"""Rules of the model's flags: sizes, rotary positions, windows, parts that exclude each other."""
+"""Rules of the flags of a model's layers: sizes, shares of ranks, activations, recomputation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_ext.config.layers import pattern_errors
-from megatron_ext.config.model import ACTIVATIONS, ModelConfig
+from megatron_ext.config.flags import must_divide
+from megatron_ext.config.model import ACTIVATIONS, RECOMPUTED_WITH_TE, ModelConfig
+from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.run import RunConfig
 
-REQUIRED = (
-    "num_layers", "hidden_size", "num_attention_heads", "seq_length",
-)  # fmt: skip
+REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+RECOMPUTED = ("core_attn", "mlp", "moe", "shared_experts")
+RECOMPUTED_LATENT = "mla_up_proj"
+TENSOR = "--tensor-model-parallel-size"
 
 
 def model_errors(run: RunConfig) -> Iterator[str]:
     """Yield a sentence for each fault in the flags of the model."""
     model = run.model
     if model.blocks_dealt_by_cost:
-        yield from _recompute_errors(model)
+        yield from _recompute_errors(model, run.parallel)
         return
     missing = [name for name in REQUIRED if getattr(model, name) is None]
     for name in missing:
         yield f"`--{name.replace('_', '-')}` is missing; give the size of the model."
-    yield from _recompute_errors(model)
+    yield from _recompute_errors(model, run.parallel)
     yield from _activation_errors(model)
+    if model.num_layers and model.hidden_size and model.num_attention_heads:
+        yield from _width_errors(model, run.parallel)
+        yield from _uneven_errors(model, run.parallel)
     if missing:
         return
     h = model.hidden_size or 1
@@ -34,9 +39,8 @@ def model_errors(run: RunConfig) -> Iterator[str]:
             f"`--hidden-size` ({h}) must be divisible by `--num-attention-heads` ({n}); use "
             f"{-(-h // n) * n}, or give `--kv-channels`."
         )
-    yield from _pattern_errors(model)
     yield from _layer_errors(model, n)
-    yield from _score_errors(model)
+    yield from _gate_errors(model)
 
 
 def _layer_errors(model: ModelConfig, heads: int) -> Iterator[str]:
@@ -45,6 +49,64 @@ def _layer_errors(model: ModelConfig, heads: int) -> Iterator[str]:
             f"`--num-attention-heads` ({heads}) must be divisible by `--num-query-groups` "
             f"({model.num_query_groups}); use {heads // max(1, heads // model.num_query_groups)}"
             " groups."
+        )
+
+
+def _width_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+    """Yield a sentence for each matrix or number of heads that ranks cannot share equally."""
+    tp = max(1, parallel.tensor_model_parallel_size)
+    cp = parallel.context_parallel_size
+    yield from must_divide("--ffn-hidden-size", model.ffn_hidden_size, TENSOR, tp)
+    yield from must_divide("--padded-vocab-size", model.padded_vocab_size, TENSOR, tp)
+    if cp <= 1 or model.transformer_impl == "transformer_engine":
+        return
+    heads = (model.num_attention_heads or 0) // tp
+    if "a2a" in parallel.cp_comm_type and heads % cp:
+        yield (
+            f"`--cp-comm-type a2a` needs the attention heads of a tensor-parallel rank ({heads}) "
+            f"to be divisible by `--context-parallel-size` ({cp}); use all_gather."
+        )
+    if "a2a+p2p" in parallel.cp_comm_type:
+        yield (
+            "`--cp-comm-type` (a2a+p2p) needs Transformer Engine's layers; use p2p, all_gather or "
+            "a2a."
+        )
+
+
+def _uneven_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+    """Yield a sentence for each fault in the layers given for the first and last pipeline stage."""
+    both = {
+        "--decoder-first-pipeline-num-layers": parallel.decoder_first_pipeline_num_layers,
+        "--decoder-last-pipeline-num-layers": parallel.decoder_last_pipeline_num_layers,
+    }
+    given = {name: count for name, count in both.items() if count is not None}
+    stages = parallel.pipeline_model_parallel_size
+    layers = model.num_layers or 0
+    if not given or parallel.pipeline_model_parallel_layout is not None:
+        return
+    named = " and ".join(f"`{name}` ({count})" for name, count in given.items())
+    if stages < 2:
+        yield f"{named} needs `--pipeline-model-parallel-size` of at least 2; leave it out."
+        return
+    if parallel.counted_ends:
+        yield (
+            f"{named} does not go with `--account-for-embedding-in-pipeline-split` nor "
+            "`--account-for-loss-in-pipeline-split`; give one of them."
+        )
+    between = stages - len(given)
+    rest = layers - sum(given.values())
+    fits = rest % between == 0 and rest > 0 if between else rest == 0
+    if min(given.values()) < 1 or not fits:
+        yield (
+            f"{named} leaves {rest} of {layers} layers for {between} stages, which must share them "
+            "equally, at least 1 each; choose others."
+        )
+    chunks = parallel.virtual_pipeline_model_parallel_size or 1
+    per_stage = [*given.values(), *([rest // between] if between else [])]
+    if fits and any(count % chunks for count in per_stage):
+        yield (
+            f"{named} gives stages of {', '.join(map(str, per_stage))} layers, which must be "
+            f"divisible by the virtual chunks of a stage ({chunks}); choose others."
         )
 
 
@@ -60,7 +122,8 @@ def _activation_errors(model: ModelConfig) -> Iterator[str]:
         )
 
 
-def _recompute_errors(model: ModelConfig) -> Iterator[str]:
+def _recompute_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+    """Yield a sentence for each fault in the flags of recomputation."""
     if model.recompute_granularity == "full" and model.recompute_method is None:
         yield (
             "`--recompute-granularity full` needs `--recompute-method`; use uniform with "
@@ -73,27 +136,41 @@ def _recompute_errors(model: ModelConfig) -> Iterator[str]:
             f"`--recompute-method` ({model.recompute_method}) goes with "
             "`--recompute-granularity full`; leave it out."
         )
+    if model.blocks_dealt_by_cost:
+        return
+    count = model.recompute_num_layers
+    selective = model.recompute_granularity == "selective"
+    if selective and count is not None:
+        yield (
+            f"`--recompute-num-layers` ({count}) goes with `--recompute-granularity full`; leave "
+            "it out."
+        )
+    if model.recompute_granularity is None and model.recompute_method is not None:
+        yield (
+            f"`--recompute-method` ({model.recompute_method}) needs `--recompute-granularity "
+            "full`; give both."
+        )
+    if model.distribute_saved_activations and parallel.sequence_parallel:
+        yield (
+            "`--distribute-saved-activations` does not go with `--sequence-parallel`, which cuts "
+            "them already; leave it out."
+        )
+    given = model.recompute_modules or []
+    modules = given if selective else []
+    names = (*RECOMPUTED, RECOMPUTED_LATENT, *RECOMPUTED_WITH_TE)
+    unknown = [name for name in given if name not in names]
+    if unknown:
+        yield f"`--recompute-modules` ({' '.join(unknown)}) must be names among {', '.join(names)}."
+    with_te = [name for name in modules if name in RECOMPUTED_WITH_TE]
+    if with_te and model.transformer_impl != "transformer_engine":
+        yield (
+            f"`--recompute-modules` ({with_te[0]}) needs Transformer Engine's layers; use "
+            f"{', '.join(RECOMPUTED)}."
+        )
 
 
-def _pattern_errors(model: ModelConfig) -> Iterator[str]:
-    """Yield a sentence if a list of layers does not fit the number of layers."""
-    layers = model.num_layers or 0
-    yield from pattern_errors("--window-attn-skip-freq", model.window_attn_skip_freq, layers)
-
-
-def _score_errors(model: ModelConfig) -> Iterator[str]:
-    """Yield a sentence for scores of attention or gates that a chosen kernel does not compute."""
-    own = {
-        "--softmax-type": model.softmax_type if model.softmax_type != "vanilla" else None,
-        "--attn-logit-softcapping": model.attn_logit_softcapping,
-    }
-    backend = model.attention_backend
-    for flag, value in own.items():
-        if value and model.transformer_impl != TE_IMPL and backend not in ("auto", "local"):
-            yield (
-                f"`--attention-backend` ({backend}) has no kernel for `{flag}` ({value}); use auto "
-                "or local."
-            )
+def _gate_errors(model: ModelConfig) -> Iterator[str]:
+    """Yield a sentence for each setting of a gate that the layers do not compute."""
     for name in ("activation_func_clamp_value", "glu_linear_offset"):
         number = getattr(model, name)
         if not number:
@@ -112,7 +189,6 @@ def parts_of_torch_layers(model: ModelConfig) -> list[str]:
     """Return the flags given that only the torch layers follow, not Transformer Engine's."""
     some = not model.add_bias_linear
     given = {
-        "--attn-logit-softcapping": model.attn_logit_softcapping is not None,
         "--sandwich-norm": model.sandwich_norm,
         "--add-proj-bias": model.add_proj_bias and some,
         "--add-mlp-bias": model.add_mlp_bias and some,

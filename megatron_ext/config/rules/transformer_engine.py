@@ -221,12 +221,6 @@ def _attention_errors(
     if cp <= 1:
         return
     kinds = set(parallel.cp_comm_type)
-    rings = sorted(kinds & {"p2p", "a2a+p2p"})
-    if model.window_size is not None and rings:
-        yield (
-            f"`--window-size` over context-parallel ranks does not go with `--cp-comm-type` "
-            f"({rings[0]}); use all_gather or a2a."
-        )
     sizes = engine.hierarchical_context_parallel_sizes or [cp]
     groups = (model.num_query_groups or model.num_attention_heads or 0) // tp
     for kind, share in (("a2a", cp), ("a2a+p2p", sizes[0])):
@@ -269,7 +263,6 @@ NEEDS: tuple[Need, ...] = (
     Need("--cross-entropy-impl te", MINIMUM, lambda run: run.loss.cross_entropy_impl == "te"),
     Need("--recompute-modules layernorm` with `--fp8-format", "2.6.0", _recomputes("layernorm")),
     Need("--recompute-modules moe_act` with `--fp8-format", "2.6.0", _recomputes("moe_act")),
-    Need("--softmax-type", "2.8.0", lambda run: run.model.softmax_type != "vanilla"),
     Need(
         "--fp8-recipe custom",
         "2.9.0",

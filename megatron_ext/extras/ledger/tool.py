@@ -24,8 +24,7 @@ from megatron_ext.extras.ledger.counts import Use, check_of, compare, uses
 from megatron_ext.extras.ledger.documents import Documents, Rows
 from megatron_ext.extras.ledger.ledger import Ledger, Read
 from megatron_ext.extras.ledger.step_record import Steps
-from megatron_ext.text.config.tokenizer import TokenizerConfig
-from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
 
 _SHOWN_STAGES = 8

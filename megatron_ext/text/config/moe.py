@@ -26,7 +26,7 @@ from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.rules.precision import side_errors
 from megatron_ext.config.run import LayerSection, RunConfig, has_te_layers
 from megatron_ext.config.training import TrainingConfig
-from megatron_ext.text.config.latent_attention import LatentAttentionConfig
+from megatron_ext.text.config.attention import LatentAttentionConfig
 
 FUSIONS = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
 """Fields of flags for kernels that megatron-core runs in Transformer Engine's layers only."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_ext.config.flags import (
     COUNT,
@@ -19,16 +19,11 @@ from megatron_ext.config.flags import (
     resumed_flag,
 )
 from megatron_ext.config.layers import layers_without_rope, pattern_errors
-from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.rules.model import REQUIRED
 from megatron_ext.config.run import LayerSection, RunConfig
-from megatron_ext.layers.rope_scaling import (
-    RopeScaling,
-    RotarySettings,
-    read_scaling,
-    written,
-    yarn_scaling,
-)
+
+if TYPE_CHECKING:
+    from megatron_ext.layers.rope_scaling import RopeScaling, RotarySettings
 
 
 @dataclass(frozen=True)
@@ -100,6 +95,8 @@ class PositionConfig(LayerSection):
             return self
         if factor is None or original is None:
             return self
+        from megatron_ext.layers.rope_scaling import written, yarn_scaling
+
         scaling = yarn_scaling(
             factor,
             original,
@@ -118,6 +115,10 @@ class PositionConfig(LayerSection):
 
     def scaling(self) -> RopeScaling | None:
         """Return the scaling of ``--rope-scaling``; raise a ValueError with the rule it breaks."""
+        if self.rope_scaling is None:
+            return None
+        from megatron_ext.layers.rope_scaling import read_scaling
+
         return read_scaling(self.rope_scaling, self.max_position_embeddings or 0)
 
     def own_rotary(self) -> RotarySettings | None:
@@ -127,6 +128,8 @@ class PositionConfig(LayerSection):
         scaling = self.scaling()
         if self.rope_local_base_freq is None and scaling is None:
             return None
+        from megatron_ext.layers.rope_scaling import RotarySettings
+
         return RotarySettings(
             percent=self.rotary_percent,
             base=self.rotary_base,
@@ -195,7 +198,7 @@ class PositionConfig(LayerSection):
             )
 
 
-def rotary_errors(positions: PositionConfig, model: ModelConfig, size: int) -> Iterator[str]:
+def rotary_errors(positions: PositionConfig, size: int, *, windowed: bool) -> Iterator[str]:
     """Yield a sentence for each fault of rotary positions in heads of ``size`` channels."""
     if positions.rotary_percent == 1 and size % 2:
         yield (
@@ -208,7 +211,7 @@ def rotary_errors(positions: PositionConfig, model: ModelConfig, size: int) -> I
             f"{size} to rotate; use {2 / size:g} or more."
         )
     local_base = positions.rope_local_base_freq
-    if local_base is not None and model.window_size is None:
+    if local_base is not None and not windowed:
         yield (
             f"`--rope-local-base-freq` ({local_base:g}) is the base of layers with "
             "a window, which `--window-size` gives; give both."

@@ -8,24 +8,25 @@ from typing import Any
 
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.optimizer import LATENT_TARGETS, TARGETS
-from megatron_ext.config.rules.build import build_errors
 from megatron_ext.config.rules.optimizer import target_errors
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.config.latent_attention import (
+from megatron_ext.text.config.attention import (
+    AttentionConfig,
     LatentAttentionConfig,
     latent_attention_errors,
 )
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.positions import PositionConfig, rotary_errors
 from megatron_ext.text.config.sft import SftConfig, sft_errors
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.data.config import DataConfig, FimConfig, direct_errors
 from megatron_ext.text.evaluation.config import TaskEvaluationConfig
 from megatron_ext.text.hybrid import HybridConfig, hybrid_errors, resolve_hybrid
+from megatron_ext.text.tokenizers import TokenizerConfig
 
 SECTIONS = (
     PositionConfig,
+    AttentionConfig,
     LatentAttentionConfig,
     MoEConfig,
     DataConfig,
@@ -75,7 +76,6 @@ def text_rules(given: RunConfig, run: RunConfig) -> list[str]:
         *_mask_errors(data, sft, run.model.transformer_impl),
         *latent_attention_errors(given),
         *_rotary_errors(run),
-        *build_errors(run.model, run.parallel),
     ]
 
 
@@ -87,7 +87,8 @@ def _rotary_errors(run: RunConfig) -> Iterator[str]:
     sizes = model.num_layers, model.hidden_size, model.num_attention_heads, model.seq_length
     if section.position_embedding_type == "rope" and model.kv_channels and not latent:
         if all(sizes) and section.max_position_embeddings:
-            yield from rotary_errors(section, model, model.kv_channels)
+            windowed = run.section(AttentionConfig).window_size is not None
+            yield from rotary_errors(section, model.kv_channels, windowed=windowed)
 
 
 def _mask_errors(data: DataConfig, sft: SftConfig, transformer_impl: str) -> list[str]:
@@ -129,6 +130,7 @@ def stored_text_model(stored: Mapping[str, Any], given: RunConfig) -> dict[str, 
 SHAPE_SECTIONS = {
     "model": ModelConfig,
     "positions": PositionConfig,
+    "attention": AttentionConfig,
     "latent_attention": LatentAttentionConfig,
 }
 """The sections with the fields of `SHAPE`, by name."""

@@ -16,7 +16,7 @@ from megatron_ext.config.flags import flags_of
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.run import RunConfig, named
 from megatron_ext.errors import CheckpointError
-from megatron_ext.text.config.latent_attention import LatentAttentionConfig
+from megatron_ext.text.config.attention import AttentionConfig, LatentAttentionConfig
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.config.rules import SHAPE, SHAPE_SECTIONS
@@ -76,6 +76,7 @@ class Gpt:
 
     model: ModelConfig
     positions: PositionConfig
+    attention: AttentionConfig
     latent: LatentAttentionConfig
     moe: MoEConfig
 
@@ -85,6 +86,7 @@ class Gpt:
         return cls(
             model=config.model,
             positions=config.section(PositionConfig),
+            attention=config.section(AttentionConfig),
             latent=config.section(LatentAttentionConfig),
             moe=config.section(MoEConfig),
         )
@@ -99,11 +101,18 @@ class Gpt:
 
         latent = section(LatentAttentionConfig)
         model = latent.resolved_model(section(ModelConfig).resolved(has_te=False))
-        return cls(model, section(PositionConfig).resolved(), latent, section(MoEConfig))
+        return cls(
+            model=model,
+            positions=section(PositionConfig).resolved(),
+            attention=section(AttentionConfig),
+            latent=latent,
+            moe=section(MoEConfig),
+        )
 
     def values(self) -> Fields:
         """Return the values of all fields by name."""
-        return vars(self.model) | vars(self.positions) | vars(self.latent) | vars(self.moe)
+        sections = (self.model, self.positions, self.attention, self.latent, self.moe)
+        return {name: value for section in sections for name, value in vars(section).items()}
 
 
 SECTIONS = {**SHAPE_SECTIONS, **named((MoEConfig,))}
@@ -166,8 +175,9 @@ def architecture_of(gpt: Gpt) -> Fields:
     fields = {name: values[name] for name in SHAPE.split() if name not in FREE}
     # Without query groups each head is its own group.
     fields["num_query_groups"] = model.num_query_groups or model.num_attention_heads
-    fields["window_size"] = None if model.window_size is None else tuple(model.window_size)
-    fields["window_attn_skip_freq"] = model.windowed_layers()
+    window = gpt.attention.window_size
+    fields["window_size"] = None if window is None else tuple(window)
+    fields["window_attn_skip_freq"] = gpt.attention.windowed_layers(model)
     fields["rope_scaling"] = positions.scaling()
     if positions.position_embedding_type == "learned_absolute":
         fields["max_position_embeddings"] = positions.max_position_embeddings

@@ -28,7 +28,6 @@ from megatron_ext.layers.initialization import shards_of
 from megatron_ext.layers.transformer_config import build_transformer_config, params_dtype
 from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.convert.config import (
     HuggingFaceModel,
     config_json,
@@ -42,6 +41,7 @@ from megatron_ext.text.convert.training import HuggingFaceConfig, special_tokens
 from megatron_ext.text.convert.writing import write_model
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from megatron_ext.text.task import TEXT
+from megatron_ext.text.tokenizers import TokenizerConfig
 
 NO_TRAINING = "--micro-batch-size 1 --skip-train".split()
 """Flags that every configuration needs, here for a run that does not train."""

@@ -22,8 +22,7 @@ from megatron_ext.disk.writing import write_error
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.layers.transformer_config import params_dtype
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.text.config.tokenizer import TokenizerConfig
-from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.train.callbacks.callback import Callback, due
 from megatron_ext.train.run import Run
 

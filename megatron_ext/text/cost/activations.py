@@ -112,8 +112,10 @@ class Activations(GptRun):
         if self.sizes.gpu:
             d = self.sizes.d
             flex = self.sizes.half and not drops and d >= 16 and d & (d - 1) == 0
-            return (drops and model.deterministic_dropout) or (model.changes_scores and not flex)
-        return self.sizes.half or drops or model.changes_scores
+            return (drops and model.deterministic_dropout) or (
+                self.scoring.changes_scores and not flex
+            )
+        return self.sizes.half or drops or self.scoring.changes_scores
 
     def scores(self) -> int:
         """Return the bytes that attention keeps besides queries, keys, values and its output."""
@@ -132,7 +134,7 @@ class Activations(GptRun):
         elements = sizes.tokens * heads * sizes.s
         kept = elements * (FP32 if sizes.half else sizes.width) + sizes.s // sizes.cp * sizes.s
         kept += elements * sizes.width if sizes.half else 0
-        if model.attn_logit_softcapping is not None:
+        if self.scoring.attn_logit_softcapping is not None:
             kept += elements * (FP32 if sizes.half else sizes.width)  # the hyperbolic tangents
         if model.attention_dropout:
             kept += elements * sizes.width + self.dropout(elements, model.attention_dropout)

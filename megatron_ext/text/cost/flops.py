@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.precision import Fp8Config
 from megatron_ext.config.run import RunConfig
 from megatron_ext.losses.logit_blocks import default_rows, fused_rows
@@ -17,6 +16,7 @@ from megatron_ext.planning.kernels import cast_of
 from megatron_ext.planning.network import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD, Flops, Network
 from megatron_ext.planning.stages import FP32, Ranks, Stage
 from megatron_ext.planning.state import Linear
+from megatron_ext.text.config.attention import AttentionConfig
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.cost.latent import LatentSizes
 
@@ -130,7 +130,7 @@ def token_products(config: RunConfig, *, gated: bool) -> dict[str, int]:
     return {
         "projections": sum(x.products for x in attention_matrices(config)) + norms,
         "scores": score_channels(config) * (model.seq_length or 0),
-        "windowed": score_channels(config) * _keys_in_window(model),
+        "windowed": score_channels(config) * _keys_in_window(config),
         "dense": sum(x.products for x in mlp_matrices(h, f, gated=gated)),
         "experts": sum(x.products for x in mlp_matrices(h, routed + shared, gated=gated)),
         "depth": 2 * h * h,
@@ -138,14 +138,15 @@ def token_products(config: RunConfig, *, gated: bool) -> dict[str, int]:
     }
 
 
-def _keys_in_window(model: ModelConfig) -> int:
+def _keys_in_window(config: RunConfig) -> int:
     """Return twice the mean number of keys that a query of a windowed layer attends to, less 1.
 
     That is the sequence length s where the window hides nothing, as in ``scores``. With w keys to
     the left of their own, s queries attend to s (w + 1) - w (w + 1) / 2 keys.
     """
-    length = model.seq_length or 0
-    left = -1 if model.window_size is None else model.window_size[0]
+    length = config.model.seq_length or 0
+    window = config.section(AttentionConfig).window_size
+    left = -1 if window is None else window[0]
     if not 0 <= left < length:
         return length
     return 2 * left + 1 - left * (left + 1) // length
@@ -159,11 +160,12 @@ def flops_per_sample(config: RunConfig) -> float:
     with a window only the keys in the window count.
     """
     model = config.model
+    attention = config.section(AttentionConfig)
     products = token_products(config, gated=model.swiglu)
     depths = model.mtp_num_layers or 0
     layers = config.section(MoEConfig).expert_layers(model.num_layers or 0)
     layers += layers[-1:] * depths
-    windowed = model.windowed_layers()
+    windowed = attention.windowed_layers(model)
     windowed += windowed[-1:] * depths
     per_token = len(layers) * products["projections"]
     per_token += sum(products["windowed" if has else "scores"] for has in windowed)
@@ -185,6 +187,11 @@ class GptRun(Network):
     def moe(self) -> MoEConfig:
         """Return the flags of experts."""
         return self.config.section(MoEConfig)
+
+    @property
+    def scoring(self) -> AttentionConfig:
+        """Return the flags of windows and scores of attention."""
+        return self.config.section(AttentionConfig)
 
     @property
     def trains(self) -> bool:
@@ -337,7 +344,7 @@ class GptFlops(GptRun):
 
     @cached_property
     def _windowed(self) -> list[bool]:
-        return self.config.model.windowed_layers()
+        return self.scoring.windowed_layers(self.config.model)
 
     def _scores(self, number: int) -> float:
         """Return one rank's forward operations of attention in decoder layer ``number``, from 0."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.planning.state import Linear
-from megatron_ext.text.config.latent_attention import LatentAttentionConfig
+from megatron_ext.text.config.attention import LatentAttentionConfig
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ class Parameters(GptRun):
         x = self.sizes
         model = self.config.model
         weights: list[Weight] = []
-        if model.softmax_type == "learnable":
+        if self.scoring.softmax_type == "learnable":
             weights.append(Weight(f"{name}.core_attention.softmax_offset", x.n // x.tp, x.tp))
         weights += self._linear_weights(name, attention_matrices(self.config, x.tp))
         norms = {"q": x.d, "k": x.d}

@@ -9,9 +9,8 @@ import torch
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.evaluation.config import TaskEvaluationConfig
-from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.callbacks.callback import Callback, due
 from megatron_ext.train.reporting.records import EvaluationRecord

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.config.run import RunConfig
 from megatron_ext.disk.writing import write_error
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.evaluation.config import ResultsConfig, TaskEvaluationConfig
 from megatron_ext.text.evaluation.scores import check_tasks, scored, table
 from megatron_ext.text.generation.tool import (
@@ -22,6 +21,7 @@ from megatron_ext.text.generation.tool import (
 )
 from megatron_ext.text.sft.chat import load_chat_tokenizer, with_known_date
 from megatron_ext.text.task import with_tokenizer
+from megatron_ext.text.tokenizers import TokenizerConfig
 from megatron_ext.text.tokenizers.base import Tokenizer
 
 if TYPE_CHECKING:

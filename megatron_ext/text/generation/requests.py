@@ -18,7 +18,6 @@ from megatron_ext.disk.reading import (
     shortened,
 )
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.convert.training import HuggingFaceConfig
 from megatron_ext.text.data.separators import spelled
 from megatron_ext.text.generation.config import GenerationConfig
@@ -32,6 +31,7 @@ from megatron_ext.text.sft.chat import (
     writes_date,
 )
 from megatron_ext.text.sft.templates import TooCostly, apply_template
+from megatron_ext.text.tokenizers import TokenizerConfig
 from megatron_ext.text.tokenizers.base import NO_TOKEN, Tokenizer
 from megatron_ext.text.tokenizers.entries import DESCRIBING
 from megatron_ext.text.tokenizers.huggingface import tokenizer_folder

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
 
-from megatron_ext.config.flags import Flag, flags_of
+from megatron_ext.config.flags import Flag, changed_fields, flags_of, spelling_of
 from megatron_ext.config.inapplicable import Inapplicable, by_flag
 from megatron_ext.errors import ConfigError, interrupt_once, say_to_stderr
-from megatron_ext.text.config.inapplicable import ALWAYS_FAST, WITHOUT_SFT
+from megatron_ext.text.config.inapplicable import ALWAYS_FAST, TOKENIZER_FLAGS, WITHOUT_SFT
 from megatron_ext.text.config.sft import SftConfig
-from megatron_ext.text.config.tokenizer import idle_tokenizer_flags
 from megatron_ext.text.preprocess.options import (
     PreprocessOptions,
     add_flags,
@@ -26,6 +25,7 @@ from megatron_ext.text.preprocess.run import (
     run_or_explain,
 )
 from megatron_ext.text.preprocess.texts import TextEncoding
+from megatron_ext.text.tokenizers import TokenizerConfig
 
 _WORKERS_HINT = "use `--workers` with the number of CPU cores"
 _idle = partial(Inapplicable, says="has no effect here")
@@ -202,3 +202,13 @@ def main(argv: Sequence[str]) -> int:
         return run_or_explain(lambda: _run(argv))
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def idle_tokenizer_flags(settings: TokenizerConfig) -> list[str]:
+    """Return a note for each flag that a tokenizer of this type does not read."""
+    idle = by_flag(TOKENIZER_FLAGS, vars(settings))
+    return [
+        idle[name].sentence(f"`{spelling_of(settings, field)}` ({getattr(settings, field)})")
+        for field in changed_fields(settings)
+        if (name := f"--{field.replace('_', '-')}") in idle
+    ]

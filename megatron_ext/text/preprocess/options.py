@@ -19,8 +19,8 @@ from megatron_ext.config.flags import (
     range_errors,
 )
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.preprocess.encode import LANGUAGES
+from megatron_ext.text.tokenizers import TokenizerConfig
 
 _ADVICE = "leave it out for the default"
 

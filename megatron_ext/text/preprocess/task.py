@@ -23,7 +23,6 @@ from megatron_ext.errors import (
     say_to_stderr,
 )
 from megatron_ext.text.config.sft import SftConfig
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.preprocess.cluster import numbers_of
 from megatron_ext.text.preprocess.jobs import Build, Job, encode_part, unfinished
 from megatron_ext.text.preprocess.options import PreprocessOptions
@@ -36,6 +35,7 @@ from megatron_ext.text.sft.preprocess import (
     conversation_encoding,
     preprocess_sft,
 )
+from megatron_ext.text.tokenizers import TokenizerConfig
 from megatron_ext.text.tokenizers.fast import InexactEngine
 
 

@@ -25,9 +25,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from megatron_ext.disk.reading import UnreadableFile, read_text
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.config.sft import SftConfig
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.sft.conversation import Conversation, Message
 from megatron_ext.text.sft.templates import TooCostly, apply_template
+from megatron_ext.text.tokenizers import TokenizerConfig
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.text.tokenizers.huggingface import (
     load_pretrained,

@@ -23,7 +23,6 @@ from megatron_ext.data.samplers import Epochs, Ints, StepPlan, shuffled
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.sft import SftConfig
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.cost.flops import score_channels, token_products
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.gpt import split_bounds
@@ -32,6 +31,7 @@ from megatron_ext.text.sft.intake import Intake
 from megatron_ext.text.sft.packing import BudgetEpochs, CostModel, PackedEpochs, PaddedEpochs
 from megatron_ext.text.sft.preprocess import chat_notes, open_stores, with_date_of_stores
 from megatron_ext.text.sft.store import SftStore
+from megatron_ext.text.tokenizers import TokenizerConfig
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.task import Datasets
 

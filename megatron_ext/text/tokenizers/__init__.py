@@ -1,20 +1,58 @@
-"""Builds tokenizers by megatron-core's names, for tools and for training (`build_tokenizer`).
+"""Flags of tokenizers, and `build_tokenizer`, which builds them for tools and for training.
 
 Importing this package loads no tokenizer library. Building a tokenizer loads only its own library,
 and torch only for Hugging Face classes that transformers must load.
 """
 
 import difflib
+from dataclasses import dataclass
 
+from megatron_ext.config.flags import COUNT, NATURAL, flag
 from megatron_ext.disk.reading import UnreadableFile, read_json_object
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.tokenizers.base import (
     ByteLevelTokenizer,
     NullTokenizer,
     Tokenizer,
     require_file,
 )
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """The flags of tokenizers; names and defaults are Megatron-LM's."""
+
+    tokenizer_type: str | None = flag(
+        "GPT2BPETokenizer", "kind of tokenizer, such as HuggingFaceTokenizer"
+    )
+    tokenizer_model: str | None = flag(None, "file or folder of the tokenizer")
+    tokenizer_metadata: str | None = flag(
+        None, "a JSON file that names the tokenizer's library", if_changed="allow"
+    )
+    tokenizer_special_tokens: list[str] | None = flag(None, "further special tokens", nargs="+")
+    vocab_file: str | None = flag(None, "vocabulary of GPT2BPETokenizer")
+    merge_file: str | None = flag(None, "merges of GPT2BPETokenizer")
+    vocab_size: int | None = flag(None, "entries of NullTokenizer or TikTokenizer", bounds=COUNT)
+    vocab_extra_ids: int = flag(0, "further special tokens", bounds=NATURAL)
+    tiktoken_pattern: str | None = flag(None, "pattern by which TikTokenizer cuts words")
+    tiktoken_num_special_tokens: int = flag(
+        1000, "number of special tokens of TikTokenizer", bounds=NATURAL
+    )
+    tiktoken_special_tokens: list[str] | None = flag(
+        None, "names of the first special tokens of TikTokenizer", nargs="+"
+    )
+    tokenizer_sentencepiece_legacy: bool = flag(False, "SentencePiece with its legacy wrapper")
+    tokenizer_hf_use_fast: bool = flag(
+        False, "the fast tokenizer of transformers", if_changed="allow"
+    )
+    tokenizer_hf_include_special_tokens: bool = flag(False, "let transformers add special tokens")
+    trust_remote_code: bool = flag(
+        False,
+        "let transformers run code of the tokenizer's folder",
+        if_changed="allow",
+        from_checkpoint=False,
+    )
+
 
 _LIBRARY_OF_TYPE = {
     "SentencePieceTokenizer": "sentencepiece",
@@ -68,10 +106,10 @@ def _files_of(settings: TokenizerConfig, kind: str) -> list[str]:
     """Return the paths of a tokenizer's files; raise one error that names all missing files."""
     paths = list[str]()
     errors = list[MegatronExtError]()
-    for flag, what in _FILES_OF_TYPE.get(kind, {}).items():
-        given = getattr(settings, flag.removeprefix("--").replace("-", "_"))
+    for name, what in _FILES_OF_TYPE.get(kind, {}).items():
+        given = getattr(settings, name.removeprefix("--").replace("-", "_"))
         try:
-            paths.append(require_file(flag, given, what, kind))
+            paths.append(require_file(name, given, what, kind))
         except MegatronExtError as error:
             errors.append(error)
     if len(errors) > 1:

@@ -16,8 +16,7 @@ from megatron_ext.extras.quality.figures import (
     text_figures,
     token_figures,
 )
-from megatron_ext.text.config.tokenizer import TokenizerConfig
-from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.text.tokenizers.base import ByteLevelTokenizer, Tokenizer
 from tests.extras.quality.made import write
 from tests.text import tiny

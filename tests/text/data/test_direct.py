@@ -13,14 +13,13 @@ from torch.utils.data import DataLoader
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.data.samplers import SequentialSampler
 from megatron_ext.errors import DataError
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.data import checked, gpt
 from megatron_ext.text.data.blend import BlendSpec, read_blend
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.direct import DirectDataset
 from megatron_ext.text.data.plan import RunPlan, plan_run
 from megatron_ext.text.data.splits import _check_lengths, build_direct, marks_of
-from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from tests.training_runs import TINY, check_refused, config_of, prepared, without
 
 EOD = 90

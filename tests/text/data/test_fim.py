@@ -8,11 +8,10 @@ import pytest
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.data.permutation import key_of
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.data.direct import DirectDataset
 from megatron_ext.text.data.plan import plan_run
 from megatron_ext.text.data.splits import build_direct, fim_of, marks_of
-from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from tests.training_runs import TINY, check_refused, config_of, prepared, without
 
 LENGTH, EOD = 96, 0

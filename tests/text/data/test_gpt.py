@@ -12,11 +12,10 @@ from megatron.core.datasets.gpt_dataset import MockGPTDataset
 from megatron_ext.data.indexed import optimal_dtype
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.errors import DataError
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.data import checked, gpt
 from megatron_ext.text.data.blend import BlendSpec, read_blend
 from megatron_ext.text.data.config import DataConfig
-from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from tests.training_runs import TINY, config_of, train_steps
 
 SEQUENCE = 8

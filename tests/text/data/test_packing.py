@@ -14,11 +14,10 @@ from megatron_ext.data.indexed import read_index
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.data.samplers import SequentialSampler
 from megatron_ext.errors import DataError
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.data.direct import DirectDataset
 from megatron_ext.text.data.plan import RunPlan, plan_run
 from megatron_ext.text.data.splits import build_direct, marks_of
-from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from tests.training_runs import TINY, check_refused, config_of, prepared, without
 
 EOD, VOCABULARY = 90, 20_000

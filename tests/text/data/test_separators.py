@@ -13,7 +13,6 @@ from megatron.core.datasets.utils import Split
 from megatron_ext.data.indexed import read_index
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.data.blend import BlendSpec
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.gpt import dataset_config
@@ -21,7 +20,7 @@ from megatron_ext.text.data.separators import document_ends, first_endings, padd
 from megatron_ext.text.data.splits import build_direct
 from megatron_ext.text.preprocess.cli import main
 from megatron_ext.text.task import prepare_gpt
-from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from tests.text import tiny
 from tests.training_runs import TINY, config_of, without
 from tools import inspect_dataset, preview_batch

@@ -18,14 +18,13 @@ from megatron_ext.data import requests
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.errors import DataError
 from megatron_ext.extras.ledger.ledger import Ledger
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.data import storage
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.direct import DirectDataset
 from megatron_ext.text.data.plan import plan_run
 from megatron_ext.text.data.splits import marks_of
 from megatron_ext.text.data.storage import note_of, store_of
-from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from tests.data.flaky_storage import FlakyStorage, install
 from tests.training_runs import (
     NULL,

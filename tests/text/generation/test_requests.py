@@ -11,13 +11,12 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from megatron_ext.config.run import RunConfig
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.convert.training import HuggingFaceConfig
 from megatron_ext.text.generation.config import GenerationConfig
 from megatron_ext.text.generation.decode import Completion
 from megatron_ext.text.generation.requests import Encoder, Prompt
 from megatron_ext.text.generation.tool import Terminal
-from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from tests.text.tiny import END, hf_folder
 
 

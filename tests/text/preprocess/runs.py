@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.preprocess.options import PreprocessOptions
 from megatron_ext.text.preprocess.run import Report, preprocess
+from megatron_ext.text.tokenizers import TokenizerConfig
 from tests.text import tiny
 from tests.text.tiny import read_pair, write_expected
 

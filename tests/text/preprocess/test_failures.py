@@ -15,11 +15,11 @@ import pytest
 
 from megatron_ext.data import indexed_writer
 from megatron_ext.errors import ConfigError, DataError, MachineFault
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.preprocess import encode as texts
 from megatron_ext.text.preprocess import inputs
 from megatron_ext.text.preprocess import workers as worker_module
 from megatron_ext.text.preprocess.parts import PartWriter, WorkDirectory, read_marker
+from megatron_ext.text.tokenizers import TokenizerConfig
 from tests.text import tiny
 from tests.text.preprocess.runs import (
     check_pair,

@@ -16,10 +16,10 @@ import zstandard
 
 from megatron_ext.data.indexed import check_indexed_dataset
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.preprocess import packed
 from megatron_ext.text.preprocess.encode import sentence_splitter
 from megatron_ext.text.preprocess.options import PreprocessOptions
+from megatron_ext.text.tokenizers import TokenizerConfig
 from megatron_ext.text.tokenizers.fast import FastEncoder
 from tests.reference import REFERENCE, corpus
 from tests.text import tiny

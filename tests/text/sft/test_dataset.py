@@ -12,7 +12,6 @@ import torch
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import documents_of_positions
 from megatron_ext.errors import DataError
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.sft.conversation import Place, read_conversation
 from megatron_ext.text.sft.dataset import (
     ConversationReport,
@@ -25,7 +24,7 @@ from megatron_ext.text.sft.dataset import (
     report_conversations,
 )
 from megatron_ext.text.sft.masks import TokenizedConversation, tokenize_conversation
-from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.train.task import Datasets
 from tests import training_runs
 from tests.text.sft import tiny

@@ -19,7 +19,6 @@ from pyarrow import parquet
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.config.sft import SftConfig
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.preprocess.cli import main
 from megatron_ext.text.preprocess.inputs import Part, blocks
@@ -33,7 +32,7 @@ from megatron_ext.text.sft.preprocess import (
     with_date_of_stores,
 )
 from megatron_ext.text.sft.store import SftStore, about_path
-from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from tests.text.sft import tiny
 
 

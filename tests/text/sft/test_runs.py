@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from megatron_ext.errors import DataError, MegatronExtError
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.generation.tool import GENERATION, _stored_model
 from megatron_ext.text.sft.dataset import SftDataset, build_splits
 from megatron_ext.text.sft.task import prepare_sft
-from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.train.main import preflight
 from tests.checkpoint.tiny import whole_tensors
 from tests.host_syncs import READ, record_steps

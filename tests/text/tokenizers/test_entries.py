@@ -12,9 +12,8 @@ import pytest
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import DataError
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.generation.requests import generation_notes
-from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from tests.text import tiny
 
 CONFIG = {"tokenizer_class": "TokenizersBackend", "eos_token": tiny.END}

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.text.config.tokenizer import TokenizerConfig
-from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.text.tokenizers import fast as fast_module
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.text.tokenizers.fast import FastEncoder, InexactEngine, has_combining

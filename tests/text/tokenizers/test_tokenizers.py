@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.text.config.tokenizer import TokenizerConfig
 from megatron_ext.text.preprocess.options import add_tokenizer_flags, tokenizer_config
-from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.text.tokenizers.huggingface import tokenizer_folder
 from tests.config.runs import refusals
@@ -295,7 +294,7 @@ def test_a_file_that_the_library_gives_up_on_is_a_sentence(tmp_path: Path) -> No
 def test_building_imports_no_torch(case: str) -> None:
     script = (
         "import sys; from megatron_ext.text.tokenizers import build_tokenizer\n"
-        "from megatron_ext.text.config.tokenizer import TokenizerConfig\n"
+        "from megatron_ext.text.tokenizers import TokenizerConfig\n"
         f"chosen = TokenizerConfig(**{dataclasses.asdict(CASES[case]())!r})\n"
         "build_tokenizer(chosen).tokenize('a b')\n"
         "print([m for m in ('torch', 'transformers', 'megatron') if m in sys.modules])"

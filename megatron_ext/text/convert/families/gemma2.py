@@ -18,7 +18,6 @@ ONLY = {
     "attention_bias": False,
     "use_bidirectional_attention": False,
 }
-CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
 def read_scales(settings: Settings) -> Fields:
@@ -26,15 +25,19 @@ def read_scales(settings: Settings) -> Fields:
     return {
         "embedding_multiplier": float(settings["hidden_size"]) ** 0.5,
         "softmax_scale": float(settings["query_pre_attn_scalar"]) ** -0.5,
-        **{name: settings[name] for name in CAPS},
+        "attn_logit_softcapping": settings["attn_logit_softcapping"],
+        "final_logit_softcapping": settings["final_logit_softcapping"],
     }
 
 
 def write_scales(gpt: Gpt) -> dict[str, Any]:
     """Return the entries of config.json that `read_scales` reads."""
-    scale = gpt.model.softmax_scale or (gpt.model.kv_channels or 1) ** -0.5
+    scale = gpt.attention.softmax_scale or (gpt.model.kv_channels or 1) ** -0.5
     scalar = round(scale**-2, 6)
-    own: dict[str, Any] = {name: getattr(gpt.model, name) for name in CAPS}
+    own: dict[str, Any] = {
+        "attn_logit_softcapping": gpt.attention.attn_logit_softcapping,
+        "final_logit_softcapping": gpt.model.final_logit_softcapping,
+    }
     return own | {"query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar}
 
 
@@ -46,7 +49,7 @@ def write(gpt: Gpt) -> dict[str, Any]:
     # transformers needs a number for the window even if no layer has one; so leave out the entry
     # then, for the default.
     windows = llama.write_layer_types(gpt)
-    if gpt.model.window_size is not None:
+    if gpt.attention.window_size is not None:
         windows |= llama.write_window(gpt)
     return llama.write(gpt) | write_scales(gpt) | windows
 

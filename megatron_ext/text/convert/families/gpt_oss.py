@@ -27,7 +27,7 @@ def read(settings: Settings) -> Fields:
 
 def write(gpt: Gpt) -> dict[str, Any]:
     windows = llama.write_layer_types(gpt)
-    if gpt.model.window_size is not None:
+    if gpt.attention.window_size is not None:
         windows |= llama.write_window(gpt)
     return {
         **llama.write(gpt),

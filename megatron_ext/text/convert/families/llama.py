@@ -146,14 +146,14 @@ def read_window(settings: Settings) -> Fields:
 
 def write_window(gpt: Gpt) -> dict[str, Any]:
     """Return the entry of config.json that `read_window` reads."""
-    window = gpt.model.window_size
+    window = gpt.attention.window_size
     return {"sliding_window": None if window is None else window[0] + 1}
 
 
 def write_layer_types(gpt: Gpt) -> dict[str, Any]:
     """Return the entry ``layer_types``, which tells the layers with a sliding window."""
     names = {False: "full_attention", True: "sliding_attention"}
-    return {"layer_types": [names[has] for has in gpt.model.windowed_layers()]}
+    return {"layer_types": [names[has] for has in gpt.attention.windowed_layers(gpt.model)]}
 
 
 def list_flag(layers: Iterable[int]) -> str:

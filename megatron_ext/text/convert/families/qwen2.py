@@ -12,8 +12,8 @@ def read(settings: Settings) -> Fields:
 
 
 def write(gpt: Gpt) -> dict[str, Any]:
-    entries = llama.write(gpt) | {"use_sliding_window": gpt.model.window_size is not None}
-    if gpt.model.window_size is None:
+    entries = llama.write(gpt) | {"use_sliding_window": gpt.attention.window_size is not None}
+    if gpt.attention.window_size is None:
         return entries
     return entries | llama.write_window(gpt) | llama.write_layer_types(gpt)
 

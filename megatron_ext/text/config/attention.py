@@ -1,4 +1,4 @@
-"""Flags of multi-latent attention, their rules, and which other flags it replaces."""
+"""Flags of a GPT's attention: windows, its softmax, and multi-latent attention; their rules."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from megatron_ext.config.flags import (
     resumed_flag,
     spelling_of,
 )
+from megatron_ext.config.layers import pattern_errors, windowed_layers
 from megatron_ext.config.model import ModelConfig
-from megatron_ext.config.rules.build import RECOMPUTED, RECOMPUTED_LATENT
+from megatron_ext.config.precision import TE_IMPL
+from megatron_ext.config.rules.model import RECOMPUTED, RECOMPUTED_LATENT
 from megatron_ext.config.run import LayerSection, RunConfig, Side
 from megatron_ext.text.config.positions import PositionConfig
 
@@ -36,6 +38,88 @@ REPLACED = {
     "softmax_scale": "its factor follows from the channels of a key and `--mscale-all-dim`",
 }
 """Fields of flags that multi-latent attention does not use, each with the reason."""
+
+
+@dataclass(frozen=True)
+class AttentionConfig(LayerSection):
+    """Windows of attention, and what becomes of its scores; names are Megatron-LM's."""
+
+    SECTION: ClassVar[str] = "attention"
+
+    window_size: tuple[int, int] | None = resumed_flag(
+        None, "sliding window: tokens to the left and right, -1 unlimited", Range(-1), nargs=2
+    )
+    window_attn_skip_freq: str | None = resumed_flag(
+        None, "full attention in every n-th layer, or where a list such as [1,0] has a 0"
+    )
+    softmax_scale: float | None = resumed_flag(
+        None, "factor of the scores of attention; default: 1 over the square root of d", FACTOR
+    )
+    attn_logit_softcapping: float | None = resumed_flag(
+        None, "limit c of the scores x of attention, which become c tanh(x / c)", FACTOR
+    )
+    softmax_type: str = fixed_flag(
+        "vanilla",
+        "learnable gives each head a logit that takes a share of the attention (a sink, as in "
+        "gpt-oss); off-by-one fixes it at 0",
+        choices="vanilla off-by-one learnable",
+    )
+
+    @property
+    def changes_scores(self) -> bool:
+        """Return whether attention has sinks or a soft cap, which plain kernels do not compute."""
+        return self.softmax_type != "vanilla" or self.attn_logit_softcapping is not None
+
+    def windowed_layers(self, model: ModelConfig) -> list[bool]:
+        """Return for each layer of the decoder whether a window limits its attention."""
+        num_layers = model.num_layers or 0
+        if self.window_size is None:
+            return [False] * num_layers
+        return windowed_layers(self.window_attn_skip_freq, num_layers)
+
+    def transformer_fields(self, config: RunConfig) -> Mapping[str, object]:
+        """Return the fields of `StepTransformerConfig` about windows and scores of attention."""
+        pattern = None
+        if self.window_attn_skip_freq is not None and self.window_size is not None:
+            layers = [int(has) for has in self.windowed_layers(config.model)]
+            # A depth of multi-token prediction is like the last layer.
+            pattern = layers + layers[-1:] * (config.model.mtp_num_layers or 0)
+        return {**dataclasses.asdict(self), "window_attn_skip_freq": pattern}
+
+    def torch_only(self) -> list[str]:
+        """Return the flags given that only the torch layers follow."""
+        capped = self.attn_logit_softcapping is not None
+        return ["--attn-logit-softcapping"] if capped else []
+
+    def te_versions(self, config: RunConfig) -> Mapping[str, str]:
+        """Return the first Transformer Engine that has the kind of softmax."""
+        return {} if self.softmax_type == "vanilla" else {"--softmax-type": "2.8.0"}
+
+    def errors(self, config: RunConfig) -> Iterator[str]:
+        """Yield a sentence for each window or kind of score that the layers do not compute."""
+        model = config.model
+        parallel = config.parallel
+        if model.num_layers:
+            skipped = self.window_attn_skip_freq
+            yield from pattern_errors("--window-attn-skip-freq", skipped, model.num_layers)
+        backend = model.attention_backend
+        in_te = model.transformer_impl == TE_IMPL
+        own = {
+            "--softmax-type": self.softmax_type if self.softmax_type != "vanilla" else None,
+            "--attn-logit-softcapping": self.attn_logit_softcapping,
+        }
+        for name, value in own.items():
+            if value and not in_te and backend not in ("auto", "local"):
+                yield (
+                    f"`--attention-backend` ({backend}) has no kernel for `{name}` ({value}); use "
+                    "auto or local."
+                )
+        rings = sorted(set(parallel.cp_comm_type) & {"p2p", "a2a+p2p"})
+        if in_te and parallel.context_parallel_size > 1 and self.window_size is not None and rings:
+            yield (
+                f"`--window-size` over context-parallel ranks does not go with `--cp-comm-type` "
+                f"({rings[0]}); use all_gather or a2a."
+            )
 
 
 @dataclass(frozen=True)
@@ -136,10 +220,11 @@ def latent_attention_errors(given: RunConfig) -> Iterator[str]:
     model = given.model
     latent = given.section(LatentAttentionConfig)
     positions = given.section(PositionConfig)
+    attention = given.section(AttentionConfig)
     if not latent.multi_latent_attention:
         return
     for field, reason in REPLACED.items():
-        section = positions if hasattr(positions, field) else model
+        section = next(x for x in (positions, attention, model) if hasattr(x, field))
         if getattr(section, field) != default_of(section, field):
             spelled = spelling_of(section, field)
             yield f"`{spelled}` does not go with {name}: {reason}; leave it out."
