@@ -80,23 +80,28 @@ class Linear:
         """Return the multiplications of one token in the whole layer."""
         return self.outputs * self.inputs
 
-    def weights(self, lora: LoraConfig) -> list[Weight]:
-        """Return a rank's weight, bias and two adapter matrices, if any, in the module's order."""
+    def weights(self, lora: LoraConfig, module: str = "") -> list[Weight]:
+        """Return a rank's weight, bias and two adapter matrices, if any, in the module's order.
+
+        ``module`` is the name of the module that holds the layer, with a dot at its end.
+        """
         height = self.outputs // self.rows
         width = self.inputs // self.columns
-        weights = [self._weight("weight", height * width, self.rows * self.columns)]
-        if self.bias:
-            weights.append(self._weight("bias", height, self.rows))
-        rank = lora.lora_rank
-        if rank is not None and self.name.rpartition(".")[2] in (lora.lora_target_modules or []):
-            weights.append(self._weight("lora.a", rank * width, self.columns))
-            weights.append(self._weight("lora.b", height * rank, self.rows))
-        return weights
+        name = module + self.name
+        matrix = self.outputs, self.inputs
+        parts = self.rows * self.columns * self.copies
+        weights = [Weight(f"{name}.weight", height * width, parts, self.expert, matrix=matrix)]
 
-    def _weight(self, name: str, numel: int, parts: int) -> Weight:
-        full = f"{self.name}.{name}"
-        matrix = (self.outputs, self.inputs) if name == "weight" else None
-        return Weight(full, numel, parts * self.copies, self.expert, matrix=matrix)
+        def add(kind: str, numel: int, ranks: int) -> None:
+            weights.append(Weight(f"{name}.{kind}", numel, ranks * self.copies, self.expert))
+
+        if self.bias:
+            add("bias", height, self.rows)
+        rank = lora.lora_rank
+        if rank is not None and name.rpartition(".")[2] in (lora.lora_target_modules or []):
+            add("lora.a", rank * width, self.columns)
+            add("lora.b", height * rank, self.rows)
+        return weights
 
 
 def with_frozen(lora: LoraConfig, weights: Iterable[Weight]) -> list[Weight]:

@@ -120,7 +120,8 @@ class Parameters(GptRun):
             weights += self._expert_weights(f"{name}.mlp")
         else:
             bias = self.config.model.has_mlp_bias
-            weights += self._mlp_weights(f"{name}.mlp", self.sizes.f, self.sizes.tp, bias=bias)
+            mlp = self._mlp(self.sizes.f, self.sizes.tp, bias=bias)
+            weights += self._linear_weights(f"{name}.mlp", mlp)
         if self.config.model.sandwich_norm:
             weights += self._norm_weights(f"{name}.post_self_attn_layernorm")
             weights += self._norm_weights(f"{name}.post_mlp_layernorm")
@@ -129,7 +130,7 @@ class Parameters(GptRun):
     def _linear_weights(self, name: str, linears: Sequence[Linear]) -> list[Weight]:
         """Return the weights of the linear layers in the module ``name``."""
         lora = self.config.lora
-        return [w for x in linears for w in replace(x, name=f"{name}.{x.name}").weights(lora)]
+        return [weight for x in linears for weight in x.weights(lora, f"{name}.")]
 
     def _attention_weights(self, name: str) -> list[Weight]:
         x = self.sizes
@@ -146,12 +147,11 @@ class Parameters(GptRun):
                 weights += self._norm_weights(f"{name}.{part}_layernorm", size)
         return weights
 
-    def _mlp_weights(self, name: str, width: int, ranks: int, **layout: Any) -> list[Weight]:
-        """Return names and sizes of an MLP's weights; ``ranks`` ranks divide ``width`` channels."""
+    def _mlp(self, width: int, ranks: int, **layout: Any) -> list[Linear]:
+        """Return the linear layers of an MLP whose ``width`` channels ``ranks`` ranks divide."""
         model = self.config.model
         layout.setdefault("bias", model.add_bias_linear)
-        linears = mlp_matrices(self.sizes.h, width, gated=model.gated, ranks=ranks, **layout)
-        return self._linear_weights(name, linears)
+        return mlp_matrices(self.sizes.h, width, gated=model.gated, ranks=ranks, **layout)
 
     def _expert_weights(self, name: str) -> list[Weight]:
         x = self.sizes
@@ -160,16 +160,15 @@ class Parameters(GptRun):
         width = moe.moe_ffn_hidden_size or x.f
         router = Linear("router", count, x.h, bias=self.config.model.add_bias_linear)
         weights = self._linear_weights(name, [router])
-        layout = {"copies": x.ep, "expert": x.ep > 1 or x.etp != x.tp}
+        mlp = self._mlp(width, x.etp, copies=x.ep, expert=x.ep > 1 or x.etp != x.tp)
         for expert in range(count // x.ep):
-            local = f"{name}.experts.local_experts.{expert}"
-            weights += self._mlp_weights(local, width, x.etp, **layout)
+            weights += self._linear_weights(f"{name}.experts.local_experts.{expert}", mlp)
         shared = moe.moe_shared_expert_intermediate_size
         if shared:
             if moe.moe_shared_expert_gate:
                 gate = Weight(f"{name}.shared_experts.gate_weight", x.h, matrix=(1, x.h))
                 weights.append(gate)
-            weights += self._mlp_weights(f"{name}.shared_experts", shared, x.tp)
+            weights += self._linear_weights(f"{name}.shared_experts", self._mlp(shared, x.tp))
         return weights
 
     def _depth_weights(self, name: str) -> list[Weight]:
