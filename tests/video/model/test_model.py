@@ -172,7 +172,7 @@ def test_adapters_on_an_mmdit_are_refused(context: ParallelContext) -> None:
     for name in ("linear_fc1", "linear_proj"):
         chunk = one(MMDiTProblem(), context)
         getattr(chunk.single_blocks["1"], name).lora = torch.nn.Identity()
-        with pytest.raises(ConfigError, match="`--lora-rank` cannot be used with an MMDiT"):
+        with pytest.raises(ConfigError, match="`--lora-rank` cannot be used with a network whose"):
             chunk(**MMDiTProblem().inputs())
 
 
