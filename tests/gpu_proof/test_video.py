@@ -10,9 +10,9 @@ from benchmarks.layer_traffic import training_step, video_block
 from benchmarks.mmdit_block import Case, build, work_of
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.task import GPT
-from megatron_ext.video.config import wan as wan_config
 from megatron_ext.video.model.window import FrameWindow
 from megatron_ext.video.networks.mmdit.config import SIZES
+from megatron_ext.video.networks.wan import config as wan_config
 from tests.gpu_proof import budget
 from tests.gpu_proof.cases import half
 from tests.gpu_proof.fake_cuda import CAPABILITY, DEVICE
