@@ -325,7 +325,7 @@ class LossConfig:
 
     cross_entropy_impl: str | None = flag(
         None,
-        "chunked never holds the logits of more than a chunk of tokens (the default); eager holds "
+        "chunked never holds the logits of more than a block of tokens (the default); eager holds "
         "all of them, as Megatron-LM does; te is Transformer Engine's kernel over all of them",
         choices="chunked eager te",
         if_changed="allow",

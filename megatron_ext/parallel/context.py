@@ -56,7 +56,7 @@ class ParallelContext:
         return self.layout.placement
 
     @cached_property
-    def last_stage_rank(self) -> int:
+    def last_stage_pp_rank(self) -> int:
         """Return the pipeline rank that holds the last stage, where the loss is computed."""
         return self.placement.rank_of(self.placement.num_stages - 1)
 
@@ -68,13 +68,13 @@ class ParallelContext:
     @cached_property
     def is_last_stage(self) -> bool:
         """Return whether this rank holds the last stage, with the loss."""
-        return self.pp_rank == self.last_stage_rank
+        return self.pp_rank == self.last_stage_pp_rank
 
     @cached_property
     def reporting_rank(self) -> int:
         """Return the rank that prints and logs: the highest rank with the last stage."""
         ranks = range(self.layout.world_size)
-        return max(r for r in ranks if self.layout.position(r)["pp"] == self.last_stage_rank)
+        return max(r for r in ranks if self.layout.position(r)["pp"] == self.last_stage_pp_rank)
 
     @cached_property
     def is_reporting_rank(self) -> bool:

@@ -161,7 +161,7 @@ class StepRunner:
         self._unsettled: list[tuple[UpdateResult, OptimizerParamScheduler, int]] = []
         self.observer: Callable[[], None] | None = None
         self.approvals: list[Approval] = []
-        self.guard: Guard | None = None
+        self.step_guard: Guard | None = None
         self.check_zeroed: Callable[[list[DistributedDataParallel]], None] | None = None
         if optimizer is not None:
             self._connect(optimizer)
@@ -200,12 +200,12 @@ class StepRunner:
         The learning-rate schedule advances by ``num_samples``, the samples of this step.
         """
         assert self.scheduler is not None
-        if self.guard is None:
+        if self.step_guard is None:
             self.zero_gradients()
             step = self.compute_gradients(inputs)
             update = self.update(step)
         else:
-            step, update = self.guard(inputs)
+            step, update = self.step_guard(inputs)
         self._follow(update, self.scheduler, num_samples)
         losses = {name: mean_of(total) for name, total in step.totals.items()}
         counts = {name: total[1] for name, total in step.totals.items()}
@@ -421,7 +421,7 @@ class StepRunner:
             self._auxiliary.value = self.context.pgs.cp.size() / num_microbatches
             return counts
         main = counts.main if counts is not None else torch.zeros((), device=self.device)
-        last = self.context.last_stage_rank
+        last = self.context.last_stage_pp_rank
         torch.distributed.broadcast(main, group=self.context.pgs.pp, group_src=last)
         replicas = self.context.layout.data_parallel_size
         self._auxiliary.value = main / (num_microbatches * replicas)
@@ -508,7 +508,7 @@ def reduce_step(
         return totals, None
     targets = summed[-1]
     if context.pgs.pp.size() > 1:
-        last = context.last_stage_rank
+        last = context.last_stage_pp_rank
         torch.distributed.broadcast(targets, group=context.pgs.pp, group_src=last)
     return totals, torch.where(targets > 0, 1.0 / targets.float(), 1.0)
 

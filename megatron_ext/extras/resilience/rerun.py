@@ -45,7 +45,7 @@ class Rerun(Callback):
         self._least_norm = torch.zeros(())
         self._named = named_parameters(runner.trained_chunks)
         self._names = [name for name, _ in self._named]
-        runner.guard = self._step
+        runner.step_guard = self._step
         if self._validates:
             runner.approvals.append(self._replicas_agree)
         optimizer = run.config.optimizer
@@ -85,7 +85,7 @@ class Rerun(Callback):
         return self.run.runner.compute_gradients(inputs)
 
     def _step(self, inputs: StepInputs) -> tuple[StepLosses, UpdateResult]:
-        """Run one step; see `StepRunner.guard`. On a GPU this waits for the update's result."""
+        """Run one step; see `StepRunner.step_guard`. On a GPU this waits for the update's result."""
         run = self.run
         runner = run.runner
         iteration = self.run.progress.iteration + 1

@@ -112,7 +112,7 @@ class Spikes(Callback):
         context = self.run.context
         values = torch.stack([norm if loss is None else loss.to(norm), norm])
         if context.pgs.pp.size() > 1:
-            last = context.last_stage_rank
+            last = context.last_stage_pp_rank
             torch.distributed.broadcast(values, group=context.pgs.pp, group_src=last)
         return HostCopy(values)
 

@@ -152,7 +152,11 @@ class PackedForward:
         """
         layout = self.context.layout
         own = self.context.layout.position(self.context.rank)
-        position = {**own, "pp": self.context.last_stage_rank, "tp": self.context.pgs.tp.size() - 1}
+        position = {
+            **own,
+            "pp": self.context.last_stage_pp_rank,
+            "tp": self.context.pgs.tp.size() - 1,
+        }
         ranks = range(layout.world_size)
         return next(rank for rank in ranks if layout.position(rank) == position)
 

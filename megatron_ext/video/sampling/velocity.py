@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def from_last_stage(x: Tensor, context: ParallelContext) -> Tensor:
     """Broadcast ``x`` from the last stage; other stages pass a buffer of its shape and dtype."""
     x = x.contiguous()
-    torch.distributed.broadcast(x, group=context.pgs.pp, group_src=context.last_stage_rank)
+    torch.distributed.broadcast(x, group=context.pgs.pp, group_src=context.last_stage_pp_rank)
     return x
 
 

@@ -138,7 +138,7 @@ def run_engine(
     zero = torch.zeros(2, dtype=torch.float64)
     total = sum((report["loss"] for report in reports), zero)
     torch.distributed.all_reduce(total, group=context.pgs.dp_cp)
-    torch.distributed.broadcast(total, group=context.pgs.pp, group_src=context.last_stage_rank)
+    torch.distributed.broadcast(total, group=context.pgs.pp, group_src=context.last_stage_pp_rank)
     return float(total[0] / total[1])
 
 
