@@ -85,7 +85,7 @@ class Rerun(Callback):
         return self.run.runner.compute_gradients(inputs)
 
     def _step(self, inputs: StepInputs) -> tuple[StepLosses, UpdateResult]:
-        """Run one step; see `StepRunner.step_guard`. On a GPU this waits for the update's result."""
+        """Run one step as `StepRunner.step_guard`. On a GPU this waits for the update's result."""
         run = self.run
         runner = run.runner
         iteration = self.run.progress.iteration + 1
