@@ -107,8 +107,9 @@ class StepRunner:
             With an observer, which must see divided gradients, it does not.
         approvals: called before an update, by all ranks together, with `StepLosses.totals` and the
             gradient norm ``[]``; each returns whether the update may be applied, bool ``[]``.
-        step_guard: called with the inputs of a step instead of `zero_gradients`, `compute_gradients` and
-            `update`; it calls these, and returns the results of the last two.
+        step_guard: called with the inputs of a step instead of `zero_gradients`,
+            `compute_gradients` and `update`; it calls these, and returns the results of the last
+            two.
         extra_state: checkpointed state besides the run's model; None if there is none.
     """
 
