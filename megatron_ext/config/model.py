@@ -43,7 +43,11 @@ RECOMPUTED_WITH_TE = ("layernorm", "moe_act")
 
 @dataclass(frozen=True)
 class ModelConfig(Changeable):
-    """Architecture of a GPT model; names and defaults are Megatron-LM's."""
+    """The layers of a transformer, and how they are computed; names are Megatron-LM's.
+
+    The embedding, the output layer and the depths of multi-token prediction are here too, since
+    pipeline stages and tied weights depend on them.
+    """
 
     num_layers: int | None = flag(
         None, "transformer layers", Range(1, 10_000), names="--encoder-num-layers"

@@ -15,6 +15,8 @@ ENGINE = (
     "planning parallel"
 ).split()
 """Sections that every program shares."""
+LAYERS = ("model", "positions", "attention", "latent_attention", "moe")
+"""Sections that describe a GPT."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ GPT = Program(
     _MODEL + "--train-iters 4 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 "
     "--make-vocab-size-divisible-by 16",
     _gpt,
-    ("whole", "model", "moe", "lora", "loss", "data", "tokenizer", *ENGINE),
+    ("whole", *LAYERS, "lora", "loss", "data", "tokenizer", *ENGINE),
 )
 
 _CHATS = (
@@ -82,7 +84,7 @@ SFT = Program(
     " ".join(joined([GPT.base.split(), _CHATS.split()])),
     _gpt,
     ("whole sft", "sft", "lora", "loss"),
-    ("model", "moe", "data", "tokenizer", *ENGINE),
+    (*LAYERS, "data", "tokenizer", *ENGINE),
 )
 
 

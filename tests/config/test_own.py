@@ -8,8 +8,10 @@ import pytest
 import yaml
 
 from megatron_ext.config.flags import flag
-from megatron_ext.config.run import RunConfig
+from megatron_ext.config.rules.transformer_engine import needs_torch_layers
+from megatron_ext.config.run import LayerSection, RunConfig
 from megatron_ext.errors import ConfigError
+from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.train.main import main
 from tests.training_runs import SMALL as RUN
@@ -114,6 +116,24 @@ def test_sections_that_cannot_stand_are_refused(section: type, sentences: list[s
         parsed(sections=(section,))
     for sentence in sentences:
         assert any(text.startswith(sentence) for text in caught.value.messages)
+
+
+@dataclass(frozen=True)
+class DepthFlags(LayerSection):
+    depth_scale: float | None = flag(None, "factor of the scores of attention", unit="units")
+
+    def transformer_fields(self, config: RunConfig) -> dict[str, object]:
+        return {} if self.depth_scale is None else {"softmax_scale": self.depth_scale}
+
+    def torch_only(self) -> list[str]:
+        return [] if self.depth_scale is None else ["--depth-scale"]
+
+
+def test_a_section_may_decide_what_the_layers_compute() -> None:
+    given = parsed("--depth-scale", "0.5", sections=(DepthFlags,))
+    assert build_transformer_config(given).softmax_scale == 0.5
+    assert build_transformer_config(parsed(sections=(DepthFlags,))).softmax_scale is None
+    assert needs_torch_layers(given) and not needs_torch_layers(parsed(sections=(DepthFlags,)))
 
 
 def test_a_section_that_the_task_does_not_bring_is_refused() -> None:
