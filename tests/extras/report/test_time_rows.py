@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from megatron_ext.extras.chaos import inject
+from megatron_ext.extras.report import time_rows as time_rows_module
 from megatron_ext.extras.report.goodput import account
 from megatron_ext.extras.report.page import write_report
 from megatron_ext.extras.report.run_folder import read_run_folder
 from megatron_ext.extras.report.time_rows import TimeRows, reported_end
+from megatron_ext.parallel import recorder as recorder_module
 from megatron_ext.parallel.recorder import Recorder, open_recorder
 from megatron_ext.train import launch as train_launch
 from megatron_ext.train.launch import Launch, launch_of
@@ -31,48 +33,85 @@ def _seconds(row: dict[str, Any]) -> dict[str, float]:
     return {k.removeprefix("seconds/"): v for k, v in row.items() if k.startswith("seconds/")}
 
 
+class Clock:
+    """Stands in for the module `time` where the package reads it; time passes when a test says so.
+
+    Attributes:
+        now: nanoseconds since the epoch, and since the start of the machine. Tests wait for
+            multiples of 1/16 of a second, so that their sums as floats are exact.
+    """
+
+    def __init__(self) -> None:
+        self.now = 1_000_000_000_000
+
+    def wait(self, seconds: float) -> None:
+        self.now += round(seconds * 1e9)
+
+    def time(self) -> float:
+        return self.now / 1e9
+
+    def monotonic(self) -> float:
+        return self.now / 1e9
+
+    def monotonic_ns(self) -> int:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(recorder_module, "time", clock)
+    monkeypatch.setattr(time_rows_module, "time", clock)
+    return clock
+
+
 def test_rows_hold_means_over_the_ranks_of_the_board(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEGATRON_EXT_HOST_FOLDER", str(tmp_path))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    launched = Launch(clock.time(), ends_itself=True)
+    clock.wait(2)
     recorders = []
     for rank in range(2):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         monkeypatch.setenv("RANK", str(rank))
         recorders.append(open_recorder())
-    launched = Launch(time.time() - 2.0, ends_itself=True)
     rows = TimeRows(tmp_path, recorders[0], launched, resumed_at=4)
+    clock.wait(0.5)
     for recorder in recorders:
         recorder.step(5)
     with recorders[0].phase("forward"), recorders[1].phase("bubble"):
-        time.sleep(0.2)
+        clock.wait(0.25)
     rows.write(5)
     # The other rank stays in a phase, whose time up to the report counts.
     with recorders[1].phase("save"):
-        time.sleep(0.1)
+        clock.wait(0.125)
         rows.write(6)
     start, first, second = _times(tmp_path)
     assert (start["before"], start["iteration"]) == (4, 4)
-    assert _seconds(start)["start"] == pytest.approx(2.0, abs=0.1)
+    assert _seconds(start) == {"start": 2.5}
     assert (first["before"], first["iteration"], first["from"]) == (4, 5, start["to"])
-    assert _seconds(first)["forward"] == pytest.approx(0.1, abs=0.04)
-    assert _seconds(first)["bubble"] == pytest.approx(0.1, abs=0.04)
-    assert _seconds(second)["save"] == pytest.approx(0.05, abs=0.03)
+    assert _seconds(first) == {"forward": 0.125, "bubble": 0.125}
+    assert _seconds(second) == {"save": 0.0625, "other": 0.0625}
     for row in (start, first, second):
         length = row["to"] - row["from"]
-        assert sum(_seconds(row).values()) == pytest.approx(length, abs=0.02)
+        assert sum(_seconds(row).values()) == length
 
 
 def test_a_restarted_rank_counts_from_its_own_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEGATRON_EXT_GENERATION", "2")
-    rows = TimeRows(tmp_path, Recorder(), Launch(time.time() - 50, ends_itself=True), 7)
+    launched = Launch(clock.time(), ends_itself=True)
+    clock.wait(50)
+    recorder = Recorder()
+    clock.wait(1)
+    rows = TimeRows(tmp_path, recorder, launched, 7)
     rows.write(8)
     (row,) = _times(tmp_path)
     assert row["generation"] == 2
-    assert row["to"] - row["from"] < 1
+    assert row["to"] - row["from"] == 1
 
 
 def test_a_launch_begins_with_the_process_that_is_the_program() -> None:
