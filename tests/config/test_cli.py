@@ -140,7 +140,9 @@ def test_a_flag_that_does_nothing_without_another_says_so(flags: str) -> None:
 
 def test_a_value_that_a_later_one_replaces_is_named() -> None:
     assert not parsed(f"{SMALL} --seed 5 --seed 5").notes
-    assert parsed(f"{SMALL} --seed 5 --bf16 --seed 7 --no-bf16").notes == [
+    found = parsed(f"{SMALL} --seed 5 --bf16 --seed 7 --no-bf16")
+    assert found.config.training.seed == 7 and not found.config.precision.bf16
+    assert found.notes == [
         "`--seed` (7) takes the place of the value (5) that was given before it.",
         "`--no-bf16` (False) takes the place of the value (True) that was given before it.",
     ]

@@ -1,5 +1,6 @@
 """Attention: plain arithmetic in every layout, and megatron-core's own module for its roundings."""
 
+import math
 from itertools import product
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch import Tensor
 from megatron_ext.core import slice_batch
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.attention import DotProductAttention
+from megatron_ext.layers.dropout import microbatch_masks, uniform
 from megatron_ext.layers.specs import torch_layer_spec
+from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.parallel.context import ParallelContext, seed_everything
 from tests.layers import plain
 from tests.ranks import on_ranks, ranks
@@ -293,6 +296,34 @@ def test_dropout_keeps_the_mean(context: ParallelContext) -> None:
     undropped = module.eval()(*local, None)
     assert not torch.equal(module.train()(*local, None), undropped)
     assert (mean - undropped).abs().mean() < 0.03 * undropped.abs().mean() + 0.02
+
+
+@pytest.mark.parametrize("kind", CP_KINDS)
+@ranks(tp=2, cp=2)
+def test_deterministic_dropout_is_that_of_one_rank(context: ParallelContext, kind: str) -> None:
+    transformer_config = StepTransformerConfig(
+        num_layers=4,
+        hidden_size=CP_HEADS * CP_WIDTH,
+        num_attention_heads=CP_HEADS,
+        attention_dropout=0.3,
+        masked_softmax_fusion=False,
+        context_parallel_size=2,
+        tensor_model_parallel_size=2,
+        deterministic_dropout=True,
+    )
+    query, key, value = full_qkv(CP_HEADS, torch.float64)
+    scores = torch.einsum("qbnd,kbnd->bnqk", query, key) * CP_WIDTH**-0.5
+    probabilities = scores.masked_fill(plain.causal(S, B)[:, None], -math.inf).softmax(dim=-1)
+    module = build(DotProductAttention, transformer_config, context, cp_comm_type=kind)
+    tp, cp = context.pgs.tp, context.pgs.cp
+    own = [plain.zigzag(x.chunk(2, dim=2)[tp.rank()], cp.rank(), 2) for x in (query, key, value)]
+    with microbatch_masks(7, 3):
+        cpu = torch.device("cpu")
+        drawn = torch.stack([uniform(module.site, i, (CP_HEADS, S, S), cpu) for i in range(B)])
+        out = module(*own, None)
+    dropped = probabilities * (drawn >= 0.3) / 0.7
+    want = torch.einsum("bnqk,kbnd->qbnd", dropped, value).chunk(2, dim=2)[tp.rank()].flatten(2)
+    torch.testing.assert_close(out, plain.zigzag(want, cp.rank(), 2), rtol=0, atol=1e-12)
 
 
 @ranks(cp=2)

@@ -53,7 +53,7 @@ KINDS: list[tuple[dict[str, Any], float, float]] = [
 
 
 @pytest.mark.parametrize(("values", "base", "percent"), KINDS)
-@pytest.mark.parametrize("length", [300, 600])
+@pytest.mark.parametrize("length", [300, 512, 600])
 def test_every_kind_has_the_frequencies_of_transformers(
     values: dict[str, Any], base: float, percent: float, length: int
 ) -> None:

@@ -146,6 +146,23 @@ def check_bias_and_extra_values(group: ProcessGroup | None) -> None:
     assert close(extra["entropy"], of_entropy) and not extra["entropy"].requires_grad
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_tokens_without_weight_may_have_any_loss(value: float) -> None:
+    """Losses from the data, such as a distance to a target that is not there, may be no number."""
+    hidden, weight, weights, inputs = values()
+    inputs["offset"] = torch.zeros_like(weights).masked_fill(weights == 0, value)
+    h, w = hidden.requires_grad_(), weight.requires_grad_()
+
+    def loss(hidden: Tensor, head: VocabularyHead, inputs: Mapping[str, Tensor]) -> Tensor:
+        return focal(hidden, head, inputs) + inputs["offset"]
+
+    losses, total, _ = blockwise_loss(loss, h, w, weights, inputs, **ALONE, block_size=7)
+    want, of_hidden, of_weight = truth("focal")
+    assert close(total, want) and not losses[weights == 0].any()
+    found = torch.autograd.grad(total, (h, w))
+    assert close(found[0], of_hidden) and close(found[1], of_weight)
+
+
 @ranks(tp=2)
 def test_a_bias_and_further_values_equal_dense(context: ParallelContext) -> None:
     check_bias_and_extra_values(None)

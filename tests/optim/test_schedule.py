@@ -132,13 +132,16 @@ def test_lengths_by_samples_and_by_fraction() -> None:
     assert [lengths[name] for name in names] == [320, 32.0, 480]
 
 
-def _goes_on(before: str, after: str, at: int, batch: int = 16) -> tuple[float, list[float]]:
+def _goes_on(
+    before: str, after: str, at: int, batch: int = 16, name: str = "lr"
+) -> tuple[float, list[float]]:
     """Return the rate of a schedule at a step, and those of one that goes on from there.
 
     Args:
         before, after: flags of the two runs.
         at: the step of the first run at which it is saved.
         batch: the samples of a step of the second run.
+        name: the setting of a group of parameters that is returned instead of the rate.
     """
 
     def build(flags: str) -> tuple[Any, dict[str, Any], schedule.Schedule]:
@@ -150,16 +153,16 @@ def _goes_on(before: str, after: str, at: int, batch: int = 16) -> tuple[float, 
     _, group, scheduler = build(before)
     for _ in range(at):
         scheduler.step(increment=16)
-    rate, state = group["lr"], scheduler.state_dict()
+    value, state = group[name], scheduler.state_dict()
     config, group, scheduler = build(f"{after} --override-opt-param-scheduler")
     scheduler.load_state_dict(state)
     scheduler.step(0)
     scheduler.go_on(config, at, 16 * at)
-    rates = [group["lr"]]
+    values = [group[name]]
     for _ in range(20 - at):
         scheduler.step(increment=batch)
-        rates.append(group["lr"])
-    return rate, rates
+        values.append(group[name])
+    return value, values
 
 
 ENDS = {
@@ -237,3 +240,18 @@ def test_a_decay_that_has_ended_stays_ended() -> None:
     flags = "--lr-decay-style cosine --lr-decay-iters 12 --train-iters 12"
     rate, rates = _goes_on(flags, flags.replace("12", "20"), 12)
     assert rates == pytest.approx([rate] * 9) == [pytest.approx(FLOOR)] * 9
+
+
+@pytest.mark.parametrize("at", [1, 5, 9])
+@pytest.mark.parametrize("style", ["linear", "cosine", "inverse-square-root"])
+def test_a_weight_decay_that_grows_goes_on_from_its_value(style: str, at: int) -> None:
+    """From a run of 12 steps to one of 20; in both, the decay grows from 0 to 0.1."""
+    flags = (
+        f"--lr-decay-style {style} --lr-decay-iters 12 --train-iters 12 --start-weight-decay 0"
+        " --end-weight-decay 0.1 --weight-decay-incr-style linear"
+    )
+    decay, decays = _goes_on(flags, flags.replace("12", "20"), at, name="weight_decay")
+    assert decays[0] == pytest.approx(decay, rel=1e-9)
+    assert decay == pytest.approx(0.1 * at / 12, rel=1e-9)
+    assert all(now <= later for now, later in pairwise(decays)), "the weight decay falls"
+    assert decays[1] > decays[0] and decays[-1] == pytest.approx(0.1, rel=1e-9)

@@ -322,6 +322,14 @@ def test_command_draws_and_prices(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "step time 150, bubble 30 (20.0%)" in capsys.readouterr().out
 
 
+def test_activations_stay_until_the_weight_gradients() -> None:
+    """The last rank computes F0 I0 F1 I1 F2 I2 F3 I3 before W0: four micro-batches wait for W."""
+    plan = build_plan("zb-h1", pipeline_size=4, num_microbatches=8)
+    assert price(plan).peak_activations == [4, 4, 4, 4]
+    plan = build_plan("1f1b", pipeline_size=4, num_microbatches=8)
+    assert price(plan).peak_activations == [4, 3, 2, 1]
+
+
 REFUSED = {
     "--schedule zb-v --chunks 3": "The schedule `zb-v` needs 2 chunks on each rank, not 3.",
     "--png /nowhere/plan.png": "`--png` (/nowhere/plan.png) cannot be written (No such file",

@@ -69,6 +69,15 @@ def test_recomputation_changes_nothing(
         assert got == pytest.approx(want, rel=1e-6 if ranks == 1 else 1e-5)
 
 
+def test_dropout_by_sample_does_not_depend_on_the_replicas(tmp_path: Path) -> None:
+    """Each of two replicas has two micro-batches, whose samples are not neighbours."""
+    words = f"{SMALL} --hidden-dropout 0.3 --attention-dropout 0.3 --deterministic-dropout"
+    one = curve(words, tmp_path / "one")
+    two = curve(words, tmp_path / "two", 2)
+    for got, want in zip(two, one, strict=True):
+        assert got == pytest.approx(want, rel=1e-6)
+
+
 RUNS = {
     "recomputed": (1, f"{UNIFORM} 1", 1e-5),
     "zero bubble": (2, f"{PP2} --pipeline-schedule zb-h1", 1e-5),

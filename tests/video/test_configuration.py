@@ -178,6 +178,8 @@ def test_short_runs_shorten_the_warm_up(data: Path, capfd: pytest.CaptureFixture
     assert short.config.optimizer.lr_warmup_iters == 6
     assert "The usual warm-up of 1000 steps is shortened to 6, a tenth of" in short.notes[-1]
     assert long.config.optimizer.lr_warmup_iters == 1000
+    # A warm-up must end before the decay does.
+    assert _parsed("--train-iters 1000").config.optimizer.lr_warmup_iters == 100
     assert not [note for note in long.notes if "warm-up" in note]
     given = _parsed("--train-iters 60 --lr-warmup-iters 6")
     assert given.config.optimizer.lr_warmup_iters == 6 and given.notes == long.notes

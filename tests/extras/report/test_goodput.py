@@ -79,6 +79,20 @@ def test_steps_reported_before_the_restart_point_lose_the_share_behind_it() -> N
     assert goodput.seconds["computing"] == pytest.approx(17 * 0.83)
 
 
+def test_a_restart_may_do_the_steps_of_several_reports_again() -> None:
+    rows = [
+        time_row(BEGAN, BEGAN + 10, 0, 10, **steps_of(10)),
+        time_row(BEGAN + 10, BEGAN + 20, 10, 20, **steps_of(10)),
+        time_row(BEGAN + 22, BEGAN + 22.5, 7, 7, generation=1, start=0.5),
+        time_row(BEGAN + 22.5, BEGAN + 35.5, 7, 20, generation=1, **steps_of(13)),
+        time_row(BEGAN + 35.5, BEGAN + 45.5, 20, 30, generation=1, **steps_of(10)),
+    ]
+    goodput = account(rows)
+    _sums(goodput)
+    assert goodput.seconds["lost"] == pytest.approx(13 * sum(STEP.values()) + 2, abs=1e-6)
+    assert goodput.seconds["computing"] == pytest.approx(30 * 0.83)
+
+
 def test_a_launch_that_fails_loses_what_it_did_not_report() -> None:
     rows: list[Row] = [
         time_row(BEGAN, BEGAN + 10, 0, 10, **steps_of(10)),

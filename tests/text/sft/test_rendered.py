@@ -65,6 +65,16 @@ def test_what_a_model_must_learn_or_know_is_refused_or_counted(case: str) -> Non
     assert unrendered[f"{what[1:-1]} ({path})"] == 1
 
 
+def test_a_tool_without_its_name_is_left_out() -> None:
+    """A model can call a tool that it knows by its name alone, but none that has no name."""
+    row = {"messages": [USER, ANSWER], "tools": [{"name": "add", "description": "sums up"}]}
+    tools = "{% for tool in tools or [] %}{{ tool.description }} {% endfor %}"
+    with pytest.raises(DataError, match=r"^f, row 1: `tools\[0\].name` \(a tool\) is left out"):
+        read(row, tools + KNOWN)
+    intake = read(row, tools.replace("description", "name") + KNOWN)
+    assert not intake.unrendered and intake.ignored == {"`tools[].description`": 1}
+
+
 def test_every_other_key_and_column_is_counted_by_its_name() -> None:
     named = [{**USER, "name": "Eve", "extra": {"deep": [1, True]}}, {**ANSWER, "score": 0.5}]
     row = {"messages": named, "id": 7, "source": "web", "enable_thinking": True, "empty": None}
