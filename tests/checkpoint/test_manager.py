@@ -249,6 +249,18 @@ def test_one_checkpoint_of_several(tmp_path: Path) -> None:
         find(CheckpointConfig(pretrained_checkpoint=str(tmp_path / "run" / "iter_0000004")))
 
 
+def test_a_damaged_checkpoint_is_passed_over_to_an_older_one(tmp_path: Path) -> None:
+    """Steps after the chosen checkpoint may be those that somebody wants to do otherwise."""
+    write(tmp_path, 2, 4, 6, 8)
+    (folder_of(tmp_path, 6) / "common.pt").unlink()
+    damaged = {folder_of(tmp_path, 4): "does not match its checksum"}
+    found = find(CheckpointConfig(load=str(tmp_path), ckpt_step=6), damaged)
+    assert found is not None and found.iteration == 2
+    assert list(damaged) == [folder_of(tmp_path, 4), folder_of(tmp_path, 6)]
+    found = find(CheckpointConfig(load=str(tmp_path), ckpt_step=8), damaged)
+    assert found is not None and found.iteration == 8
+
+
 def test_folders_of_other_names_are_roots(tmp_path: Path) -> None:
     for name in ("iter_12", "iter_0000012.replaced", "iter_0000012x", "run"):
         (tmp_path / name).mkdir()

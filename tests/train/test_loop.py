@@ -1,5 +1,6 @@
 """The loop calls between steps only what a flag asks for."""
 
+import math
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -7,11 +8,13 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_ext.optim.update import UpdateResult
 from megatron_ext.parallel.grid import Layout
+from megatron_ext.train.batch_size import StepStats
 from megatron_ext.train.callbacks.callback import Callback, overridden
 from megatron_ext.train.callbacks.evaluation import EarlyStopping
-from megatron_ext.train.loop import callbacks_of
-from megatron_ext.train.step import reduce_step
+from megatron_ext.train.loop import Sums, callbacks_of
+from megatron_ext.train.step import StepResult, means_of, reduce_step
 from tests.ranks import ParallelContext, ranks, run_on_ranks
 from tests.runs_from_inside import build
 from tests.training_runs import TINY, mock_data
@@ -85,6 +88,18 @@ def check_one_reduction(context: ParallelContext) -> None:
 
 def test_losses_and_targets_of_a_step_are_reduced_together() -> None:
     run_on_ranks(check_one_reduction, Layout(world_size=4, pipeline_model_parallel_size=2), {})
+
+
+@pytest.mark.parametrize("value", [7.0, math.nan])
+def test_the_mean_loss_of_an_interval_leaves_skipped_steps_out(value: float) -> None:
+    sums = Sums()
+    for loss, applied in ((3.0, True), (value, False), (4.0, True)):
+        update = UpdateResult(torch.tensor(applied), torch.tensor(1.0, dtype=torch.float64))
+        count = {"lm loss": torch.tensor(8.0)}
+        result = StepResult({"lm loss": torch.tensor(loss)}, count, update, update)
+        sums.add(result, StepStats(4, 32, 1e6))
+    assert means_of(sums.losses) == {"lm loss": 3.5}
+    assert (sums.steps, sums.samples) == (3, 12)
 
 
 @ranks()

@@ -171,6 +171,16 @@ def test_the_schedule_starts_at_zero_and_ends_with_the_run(
     assert rows[-1]["train/lr"] == pytest.approx(1e-4, rel=1e-6)
 
 
+def test_evaluating_changes_no_step(tmp_path: Path) -> None:
+    """Evaluation switches dropout off, and on again."""
+    words = "--train-iters 3 --attention-dropout 0.1 --hidden-dropout 0.1 --eval-iters 1"
+    curves = []
+    for interval in (1, 100):
+        rows = steps_of(tmp_path / str(interval), f"{words} --eval-interval {interval}")
+        curves.append([(row["lm loss"], row["grad_norm"]) for row in rows])
+    assert curves[0] == curves[1] and len(curves[0]) == 3
+
+
 def digest_data(run: Run, folder: Path) -> None:
     inner, digests = run.train_source.next_step, list[str]()
 

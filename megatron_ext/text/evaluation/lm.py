@@ -84,11 +84,11 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
 
         Contexts that are too long lose their beginning.
         """
-        rows = []
-        for _, context, continuation in requests:
-            ids = (context + continuation)[-(self.max_length + 1) :]
-            rows.append(ScoreRequest(tuple(ids), max(1, len(ids) - len(continuation))))
-        return [(score.log_prob, score.is_greedy) for score in self._service.score(rows)]
+        fitting = [
+            ScoreRequest.of_continuation(context, continuation, self.max_length)
+            for _, context, continuation in requests
+        ]
+        return [(score.log_prob, score.is_greedy) for score in self._service.score(fitting)]
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False

@@ -32,6 +32,18 @@ class ScoreRequest:
     ids: tuple[int, ...]
     first: int
 
+    @classmethod
+    def of_continuation(
+        cls, context: Sequence[int], continuation: Sequence[int], max_length: int
+    ) -> ScoreRequest:
+        """Return the request that scores ``continuation`` after the part of ``context`` that fits.
+
+        A model of ``max_length`` positions scores texts of one token more, since it does not read
+        the last one. A context that is too long loses its beginning.
+        """
+        ids = tuple([*context, *continuation][-(max_length + 1) :])
+        return cls(ids, max(1, len(ids) - len(continuation)))
+
 
 @dataclass(frozen=True)
 class Score:

@@ -113,6 +113,19 @@ def test_the_source_keeps_its_dtype_and_its_files(tmp_path: Path, dtype: torch.d
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "back").dtype == dtype
 
 
+def test_the_bias_of_a_router_stays_exact_in_16_bits(tmp_path: Path) -> None:
+    """Steps of a bias are smaller than what 16 bits tell apart."""
+    source = make("deepseek_v3", tmp_path / "hf")
+    imported(source, tmp_path / "ours", dtype="bfloat16")
+    exported(tmp_path / "ours", tmp_path / "back")
+    before, after = tensors_of(source), tensors_of(tmp_path / "back")
+    biases = {name for name in after if name.endswith("e_score_correction_bias")}
+    assert biases and before.keys() == after.keys()
+    for name, tensor in after.items():
+        assert tensor.dtype == (torch.float32 if name in biases else torch.bfloat16), name
+        assert torch.equal(tensor, before[name].to(tensor.dtype)), name
+
+
 def test_padding_is_zero_and_follows_the_target_layout(tmp_path: Path) -> None:
     source = make("llama", tmp_path / "hf")
     imported(source, tmp_path / "ours", tensor_parallel_size=4, dtype="bfloat16", seq_length=32)

@@ -13,7 +13,7 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import CodecConfig
 from megatron_ext.video.data.dataset import ShardedVideos
 from megatron_ext.video.data.geometry import parse_plan
-from megatron_ext.video.data.sampler import BucketSteps
+from megatron_ext.video.data.sampler import BucketSteps, Members
 from megatron_ext.video.data.sets import JoinedVideos, blend_of, check_not_empty
 from tests.video import clips as tiny
 
@@ -83,6 +83,15 @@ def test_epochs_take_the_shares_of_sets_and_each_clip_as_often(tmp_path: Path) -
     assert again.microbatches(40, 0) == steps.microbatches(40, 0)
     table = videos.table().splitlines()
     assert table[1].endswith("a: 6 clips, 1.17 times an epoch, 50.0% of the samples")
+
+
+def test_epochs_that_take_a_part_of_a_set_take_all_its_clips_in_turn() -> None:
+    """Three epochs of four clips out of six take each clip twice."""
+    members = Members.of_shares([(range(10, 16), 4), (range(3), 5)], micro_batch_size=1)
+    epochs = [members.of_epoch(epoch).tolist() for epoch in range(3)]
+    assert [len(clips) for clips in epochs] == [9, 9, 9]
+    taken = Counter(clip for clips in epochs for clip in clips)
+    assert taken == {**dict.fromkeys(range(10, 16), 2), **dict.fromkeys(range(3), 5)}
 
 
 def test_sets_that_do_not_belong_together(tmp_path: Path) -> None:
