@@ -125,8 +125,9 @@ def test_a_launch_begins_with_the_process_that_is_the_program() -> None:
     words = [sys.executable, "-c", code, "--word"]
     told = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT).stdout
     program, inside = map(float, told.split())
-    assert program == pytest.approx(began, abs=0.5)
-    assert inside > began + 1
+    # However long the machine takes to start it, the process sleeps after its start; the kernel
+    # counts in hundredths of a second.
+    assert began - 0.1 < program < inside - 0.9
 
 
 def test_a_launch_of_torchrun_begins_with_its_agent(monkeypatch: pytest.MonkeyPatch) -> None:
