@@ -47,9 +47,10 @@ def backward_step(
 
 
 def slice_batch(batch: dict[str, Any], cp_group: Any) -> dict[str, Any]:
-    """Return the slice of every tensor ``[b, s, ...]`` that a rank of ``cp_group`` reads.
+    """Return the part of a batch that this rank of the context-parallel group reads.
 
-    ``attention_mask`` is sliced along its axis of queries, ``[b, 1, s, s]``.
+    Each tensor ``[b, s, ...]`` is sliced along s; ``attention_mask``, ``[b, 1, s, s]``, along its
+    axis of queries.
     """
     cut = utils.get_batch_on_this_cp_rank
     plain = {"is_hybrid_cp": False} if takes(cut, "is_hybrid_cp") else {}
@@ -58,7 +59,7 @@ def slice_batch(batch: dict[str, Any], cp_group: Any) -> dict[str, Any]:
 
 
 def gradients_for_norm(optimizer: MegatronOptimizer) -> list[Tensor]:
-    """Return the gradients that this rank adds to the gradient norm; one rank counts each."""
+    """Return the gradients that this rank adds to the global norm; each is counted by one rank."""
     names = "get_main_grads_for_grad_norm", "get_grads_for_grad_norm"
     gradients: list[Tensor] = next(getattr(optimizer, x) for x in names if hasattr(optimizer, x))()
     return gradients
@@ -75,14 +76,15 @@ def mtp_on_this_chunk(config: TransformerConfig, vp_stage: int | None) -> bool:
 
 
 def scale_mtp_losses(scale: Tensor) -> None:
-    """Set the initial gradient of the MTP losses that megatron-core's own models attach."""
+    """Set the factor by which megatron-core's own models multiply the gradients of MTP losses."""
     multi_token_prediction.MTPLossAutoScaler.set_loss_scale(scale)
 
 
 def take_mtp_losses() -> Tensor | None:
-    """Return and reset the MTP losses ``[depths]`` that core's own models have logged.
+    """Return the losses of multi-token prediction that megatron-core has logged, and clear its log.
 
-    Each is the mean over the tokens of a micro-batch on this rank. Return None if none was logged.
+    They are ``[depths]``, each the mean over the tokens of a micro-batch on this rank. Return None
+    if none was logged.
     """
     tracker = multi_token_prediction.MTPLossLoggingHelper.tracker
     values = tracker.get("values", tracker.get("loss_values"))
@@ -98,7 +100,7 @@ MTP_LAYER = next(
     for name in ("mtp_model_layer", "transformer_layer")
     if takes(MultiTokenPredictionLayerSubmodules, name)
 )
-"""Attribute of an MTP depth (multi-token-prediction module) that holds its transformer layer.
+"""Name of the attribute that holds the transformer layer of a module of multi-token prediction.
 
 In checkpoints, and therefore in `Shard.name`, all releases call it ``transformer_layer``.
 """
@@ -107,10 +109,10 @@ In checkpoints, and therefore in `Shard.name`, all releases call it ``transforme
 def numbered_after_the_decoder(
     config: TransformerConfig, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return arguments of an MTP depth's layer that number it after the decoder's layers.
+    """Return constructor arguments for a multi-token-prediction layer, numbered after the decoder.
 
-    Newer releases number these layers from 1 and pass ``is_mtp_layer``. Dropout, scaling by layer
-    and logs depend on the number.
+    ``arguments`` are those that megatron-core passes. Newer releases number these layers from 1 and
+    pass ``is_mtp_layer``; but dropout, scaling by layer and logs depend on the number.
     """
     numbered = dict(arguments)
     if numbered.pop("is_mtp_layer", False):
@@ -120,35 +122,41 @@ def numbered_after_the_decoder(
 
 
 def kinds_by_layer(kinds: list[str], config: TransformerConfig) -> list[str]:
-    """Return the decoder layers' kinds of context parallelism for megatron-core's lookups.
+    """Return a list of the layers' kinds of context parallelism in which megatron-core can look up.
 
-    Layers are numbered from 1, but older releases use the number as an index from 0. Layers of
-    multi-token prediction follow the decoder's, and communicate like its last layer.
+    ``kinds`` has one kind for each layer of the decoder. Layers are numbered from 1, but older
+    releases use the number as an index from 0. Layers of multi-token prediction follow the
+    decoder's, and communicate like its last layer.
     """
     forgets = "cp_comm_type[self.layer_number]" in inspect.getsource(TransformerLayer.__init__)
     return [*kinds[: int(forgets)], *kinds, *kinds[-1:] * (config.mtp_num_layers or 0)]
 
 
 TAKES_SHORT_GROUPS = not hasattr(TransformerBlock, "_checkpointed_forward")
-"""Whether the last group of recomputed layers may have fewer than ``--recompute-num-layers``."""
+"""Whether ``--recompute-num-layers`` need not divide the layers of a stage."""
 
 
 RECOMPUTES_DEPTHS = any(
     takes(MultiTokenPredictionLayer._checkpointed_forward, name)
     for name in ("padding_mask", "kwargs")
 )
-"""Whether full recomputation of an MTP depth accepts the arguments that megatron-core passes."""
+"""Whether multi-token-prediction modules can be fully recomputed in this release, which in some
+fails on arguments that megatron-core itself passes.
+"""
 
 
 def moe_submodules(mlp: Any) -> Any:
-    """Return the submodules of an MoE spec, which has a router; None for other specs."""
+    """Return the submodules of ``mlp`` if it is the spec of an MoE layer, else None."""
     bound = mlp.keywords if isinstance(mlp, functools.partial) else vars(mlp or object)
     submodules = bound.get("submodules")
     return submodules if hasattr(submodules, "router") else None
 
 
 def experts_builder(module: type, submodules: MLPSubmodules) -> Any:
-    """Return what `grouped_mlp_modules` of a spec provider returns for these modules."""
+    """Return a class of experts with its submodules, in the form in which a spec takes them.
+
+    Newer releases take a function that builds the experts, older ones the pair of both.
+    """
     if takes(TransformerLayer.__init__, "is_mtp_layer"):
         return functools.partial(module, submodules=submodules)
     return module, submodules
@@ -167,7 +175,10 @@ def log_auxiliary_loss(router: Router, name: str, loss: Tensor) -> None:
 
 
 def take_auxiliary_losses() -> dict[str, Tensor]:
-    """Return this rank's part of each auxiliary loss ``[layers]`` by name, and empty the log."""
+    """Return the auxiliary losses that this rank has logged, and empty the log.
+
+    They are by name, ``[layers]`` each; layers of other ranks are 0.
+    """
     if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker"):
         entries = moe_utils.get_moe_layer_wise_logging_tracker()
         logged = {name: entry["values"] for name, entry in entries.items()}

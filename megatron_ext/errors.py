@@ -89,7 +89,10 @@ def _end(_number: int, _frame: FrameType | None) -> None:
 def _tell_limit(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    """Print an error caused by a limit of the system as a sentence, any other as Python does."""
+    """Print an error; if a limit of the operating system caused it, as a sentence.
+
+    This is an ``sys.excepthook``, which prints other errors as Python does.
+    """
     sentence = None if issubclass(kind, KeyboardInterrupt) else limits.sentence(error)
     if sentence is None:
         sys.__excepthook__(kind, error, traceback)
@@ -126,14 +129,14 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
 
 
 def pass_over(_number: int, _frame: FrameType | None) -> None:
-    """Handle a signal by doing nothing.
+    """Do nothing; the handler of signals to be ignored.
 
     With SIG_IGN, Python would print a traceback for a signal that arrived just before.
     """
 
 
 def _on_unraisable(error: sys.UnraisableHookArgs) -> None:
-    """End an interrupted process if KeyboardInterrupt cannot be raised, as in a destructor."""
+    """End the process if KeyboardInterrupt could not be raised, for example in a destructor."""
     if issubclass(error.exc_type, KeyboardInterrupt):
         _end(signal.SIGINT, None)
     sys.__unraisablehook__(error)

@@ -39,8 +39,9 @@ _TEXTS = (
     ("disk quota exceeded", "disk quota"),
     ("file too large", "file size"),
 )
-"""Parts of error messages, in lower case, with the limit that each stands for; the first match
-counts."""
+"""Parts of error messages, in lower case, each with the limit that it is about; of several that
+match, the first decides.
+"""
 _KINDS = {
     errno.EMFILE: "open files",
     errno.ENFILE: "files of the system",
@@ -54,7 +55,7 @@ _SHORT_WRITE = re.compile(r"inline_container\.cc|\d+ requested and \d+ written")
 _FULL = 1 << 20
 """Free bytes below which a disk counts as full after a failed write."""
 _PLENTY = 1 << 30
-"""Free bytes above which a disk is probably not the one that was full, if the error names none."""
+"""Free bytes above which a disk that the error does not name was probably not full."""
 
 
 def sentence(error: BaseException) -> str | None:
@@ -256,7 +257,11 @@ def mount_of(path: Path) -> Path:
 
 
 def _fullest(place: str | os.PathLike[str] | None) -> Path | None:
-    """Return the nearest existing folder of a place; without a place, the fullest candidate."""
+    """Return the nearest existing folder of ``place``.
+
+    If ``place`` is None, choose among the command line's paths, the working folder and the folder
+    for temporary files: the one whose disk has the least free space.
+    """
     if place is not None:
         return _existing(place)
     words = [word.partition("=")[2] or word for word in sys.argv[1:]]
@@ -278,7 +283,7 @@ def _existing(place: str | os.PathLike[str]) -> Path | None:
 
 
 def _soft(kind: int) -> int | None:
-    """Return the soft limit of this process; None if unlimited."""
+    """Return this process's soft limit of a resource (``resource.RLIMIT_…``); None if unlimited."""
     limit = resource.getrlimit(kind)[0]
     return None if limit == resource.RLIM_INFINITY else limit
 

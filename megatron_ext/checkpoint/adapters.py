@@ -49,10 +49,11 @@ def adapters_among(names: Iterable[str]) -> list[str]:
 def leave_out_new(
     path: Path, state: dict[str, Any], chunks: Iterable[str]
 ) -> dict[str, dict[str, Tensor]]:
-    """Remove from a sharded state, in place, the adapters and new branches missing in a checkpoint.
+    """Remove from ``state``, in place, the adapters and new branches that a checkpoint lacks.
 
-    Return the removed tensors, by chunk and name. A new branch is a tensor that an older checkpoint
-    may lack; it carries a mark (`is_new_branch`).
+    ``state`` is a sharded state, ``chunks`` are the keys of the model's chunks in it, and ``path``
+    is the checkpoint. A new branch is a tensor that an older checkpoint may lack; it carries a mark
+    (`is_new_branch`). Return the removed tensors, by chunk and name.
     """
     stored = stored_entries(path)
     new: dict[str, dict[str, Tensor]] = {}
@@ -68,10 +69,10 @@ def leave_out_new(
 
 
 def new_branches(path: Path, new: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-    """Return notes on the new branches in ``new``, which start anew in this run.
+    """Return sentences on the new branches in ``new``; an empty list if there are none.
 
-    ``new`` is the result of `leave_out_new`: the checkpoint lacks these tensors. Adapters in it are
-    not mentioned.
+    ``new`` is the result of `leave_out_new`: tensors by chunk and name that the checkpoint ``path``
+    lacks, and that start anew in this run. Adapters among them are not mentioned.
     """
     names = [n for values in new.values() for n, value in values.items() if is_new_branch(value)]
     notes = [
@@ -145,16 +146,21 @@ class FrozenBase:
 
     @classmethod
     def given(cls, root: str, *, average: bool) -> FrozenBase:
-        """Return the identity of the weights or averages that ``--pretrained-checkpoint`` loads."""
+        """Return the identity of the weights that ``--pretrained-checkpoint`` loads.
+
+        ``root`` is the value of the flag. With ``average``, identify the averaged weights if the
+        checkpoint has any.
+        """
         checkpoint = find(CheckpointConfig(pretrained_checkpoint=root))
         assert checkpoint is not None
         return cls.at(checkpoint.path, average=average)
 
     @classmethod
     def under(cls, root: Path, step: int | None) -> FrozenBase | None:
-        """Return the identity of the weights under a checkpoint's adapters.
+        """Return the identity of the frozen weights under the adapters of a checkpoint in ``root``.
 
-        Return None if the checkpoint holds these weights itself.
+        A ``step`` of None stands for the latest checkpoint. Return None if the checkpoint holds the
+        frozen weights itself.
         """
         iteration = choose(root, step)
         assert iteration is not None

@@ -41,7 +41,9 @@ ATTEMPTS = 3
 """Number of helpers that try a job before it counts as failed."""
 _SECONDS_BETWEEN_LOOKS = 0.005
 KNOWN, BUSY, UNKNOWN, BROKEN = range(4)
-"""Whether a rank can continue a save: now, later, only with a new plan, or not at all."""
+"""How far a rank is when a save begins: it can copy its state; it must wait for free memory; it
+needs a new plan of what to write; it cannot save.
+"""
 
 
 class Helper:
@@ -65,7 +67,7 @@ class Helper:
         theirs.close()
 
     def send(self, job: Job) -> None:
-        """Give the helper a job. If the helper has died, only `reports` notices it."""
+        """Give the helper a job; this raises no error if it has died (see `reports`)."""
         with suppress(OSError):
             self.connection.send(job)
 
@@ -250,10 +252,11 @@ class BackgroundSaves:
     def _copy(
         self, iteration: int, prepared: PreparedSave, counters: bytes
     ) -> tuple[SnapshotFile | None, str]:
-        """Copy this rank's part to a free slot of memory.
+        """Copy this rank's part of a checkpoint to a free slot of the memory for saves.
 
-        Return the slot and no reason. If the copy is impossible, return None and the reason. If no
-        slot is free now, return None and an empty reason.
+        Return ``(slot, "")``. If the copy is impossible, return None and the reason; if no slot is
+        free now, return None and an empty reason. ``counters`` are the run's counters and
+        configuration, pickled.
         """
         slot = self._free_slot(prepared.num_bytes)
         if slot is None:
@@ -278,7 +281,8 @@ class BackgroundSaves:
         return nameless_file()
 
     def _worst(self, verdict: int) -> int:
-        """Return the largest verdict of any rank; all ranks call this together.
+        """Return the largest verdict of all ranks, from `KNOWN` to `BROKEN`; all call this
+        together.
 
         The same reduction tells all ranks how many saves have failed, which only rank 0 knows.
         """
@@ -318,9 +322,9 @@ class BackgroundSaves:
         self._helper.send(job)
 
     def poll(self) -> None:
-        """Read this rank's helper's messages, and replace a helper that died or hangs.
+        """Read the messages of this rank's helper, and replace the helper if it died or hangs.
 
-        This takes microseconds while all is well. `ended` returns the results.
+        This takes microseconds while all is well. The results of saves are returned by `ended`.
         """
         if not self._running:
             return
@@ -360,7 +364,11 @@ class BackgroundSaves:
             self._running[0].attempt_began = time.monotonic()
 
     def _replace(self, fate: str) -> None:
-        """Start another helper and give it the jobs; give up a job that several helpers had."""
+        """Replace this rank's helper by a new one, which gets all its jobs.
+
+        ``fate`` says what happened to the old helper, with ``{}`` for the way in which its process
+        ended. The oldest job is given up if `ATTEMPTS` helpers have tried it.
+        """
         cause = self._helper.restart()
         oldest = self._running[0]
         what = f"The helper process that writes checkpoints was {fate.format(cause)}"
@@ -382,7 +390,9 @@ class BackgroundSaves:
 
     @staticmethod
     def _is_published(entry: _Running) -> bool:
-        """Return whether a checkpoint is published, so that only old ones are left to remove."""
+        """Return whether rank 0's helper has published a checkpoint, so that the save cannot
+        fail.
+        """
         is_first = entry.job.rank == 0
         return is_first and (PUBLISHED in entry.stages or helper.is_published(entry.job))
 

@@ -23,7 +23,10 @@ class BestCheckpoint:
 def with_candidate(
     best: Sequence[BestCheckpoint], new: BestCheckpoint, keep: int
 ) -> tuple[list[BestCheckpoint], list[BestCheckpoint]]:
-    """Return the ``keep`` checkpoints with the lowest loss, and those of ``best`` that drop out."""
+    """Add the checkpoint ``new`` to the list ``best``, cut to the ``keep`` lowest losses.
+
+    Return the new list, lowest loss first, and the checkpoints that drop out of ``best``.
+    """
     others = [entry for entry in best if entry.iteration != new.iteration]
     ranked = sorted([*others, new], key=lambda entry: entry.loss)
     return ranked[:keep], [entry for entry in ranked[keep:] if entry is not new]

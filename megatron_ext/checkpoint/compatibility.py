@@ -151,7 +151,7 @@ def check_optimizer(
 _OF_A_BLOCK = re.compile(r"((?:.*\.)?(?:\w*blocks|layers))\.(\d+)\.")
 _CRITIC = f"{CRITIC}."
 _HEADS = "mtp."
-"""Prefix of the weights of multi-token prediction; a run may have fewer of its modules."""
+"""Prefix of the weights of multi-token prediction; a run may have fewer than its checkpoint."""
 
 
 def weights_in(state: dict[str, Any]) -> set[str]:
@@ -242,7 +242,11 @@ def check_resume(config: RunConfig) -> None:
 def loads_optimizer(
     checkpoint: CheckpointRef, config: CheckpointConfig, arguments: Namespace, notes: list[str]
 ) -> bool:
-    """Return whether the run wants optimizer state and the checkpoint holds some."""
+    """Return whether the run wants optimizer state and the checkpoint holds some.
+
+    If the run wants state that the checkpoint lacks, a sentence is appended to ``notes``.
+    ``arguments`` are the flags of the run that saved the checkpoint.
+    """
     if checkpoint.weights_only or config.no_load_optim:
         return False
     if getattr(arguments, "no_save_optim", False):
@@ -258,7 +262,11 @@ def loads_random(
     layout: Layout,
     notes: list[str],
 ) -> bool:
-    """Return whether the flags ask for random states and the stored ones fit the layout."""
+    """Return whether the flags ask for random states and the stored ones fit the layout.
+
+    If states are asked for but cannot be loaded, a sentence on them is appended to ``notes``.
+    ``arguments`` are the flags of the run that saved the checkpoint.
+    """
     if checkpoint.weights_only or config.no_load_rng:
         return False
     if getattr(arguments, "no_save_rng", False):
@@ -396,7 +404,10 @@ _BATCHES = "global_batch_size rampup_batch_size step_batch_size_schedule"
 
 
 def _check_schedule(path: Path, config: RunConfig, stored: Mapping[str, Any]) -> None:
-    """Raise a CheckpointError that names the changed flags if the learning rate would jump."""
+    """Raise a CheckpointError that names the changed flags if the learning rate would jump.
+
+    ``config`` is the configuration of the resumed run, ``stored`` that of the checkpoint.
+    """
     flags = config.optimizer
     training = config.training
     decided = flags.override_opt_param_scheduler or flags.use_checkpoint_opt_param_scheduler
@@ -436,7 +447,10 @@ def _check_schedule(path: Path, config: RunConfig, stored: Mapping[str, Any]) ->
 
 
 def _moved(names: str, now: object, before: object) -> list[str]:
-    """Return the flags, with both values, that differ between two sections."""
+    """Return, with both values, each flag that differs between the sections ``now`` and ``before``.
+
+    ``names`` are the fields to compare, separated by spaces.
+    """
     values = {name: (getattr(now, name), getattr(before, name)) for name in names.split()}
     return [
         f"`--{name.replace('_', '-')}` ({_shown(value)}, before {_shown(earlier)})"

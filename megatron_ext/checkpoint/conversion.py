@@ -106,7 +106,10 @@ def save_imported(
 
 
 def verified_folder(root: Path, step: int | None) -> Path:
-    """Return the folder of iteration ``step`` (None: the latest) after checking its checksums."""
+    """Check the checksums of a checkpoint in ``root``, and return its folder.
+
+    A ``step`` of None stands for the latest checkpoint.
+    """
     iteration = choose(root, step)
     if iteration is None:
         raise CheckpointError(f"`--load` ({root}) holds no checkpoint; give another folder.")
@@ -210,7 +213,10 @@ def _load(
     base: FrozenBase | None,
     section: str | None,
 ) -> tuple[int, dict[str, Any]]:
-    """Load the run's model or the network ``section``; return iteration and training counters."""
+    """Load the weights of the run's model, or of the network ``section``, from a checkpoint.
+
+    Return the iteration and the training counters of the checkpoint.
+    """
     if section is None:
         manager = CheckpointManager(config, context, base)
         loaded = manager.load(model=chunks)
@@ -230,7 +236,7 @@ def _load(
 
 
 Part = tuple[str, str, Tensor]
-"""Path of a layer in Hugging Face's model, ``A`` or ``B``, and the values of that LoRA matrix."""
+"""A LoRA matrix in Hugging Face's model: path of its layer, ``A`` or ``B``, and its values."""
 
 
 @dataclass(frozen=True)

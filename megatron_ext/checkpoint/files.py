@@ -54,7 +54,10 @@ def root_of(folder: Path) -> tuple[Path, int | None]:
 
 
 def published(root: Path) -> list[int]:
-    """Return the iterations that have a finished or a ``.replaced`` folder, in ascending order."""
+    """Return the iterations that have a finished checkpoint, in ascending order.
+
+    An old checkpoint that a new one of the same iteration is replacing (``.replaced``) counts, too.
+    """
     if not root.is_dir():
         return []
     matches = (_FOLDER.match(entry.name) for entry in root.iterdir() if entry.is_dir())
@@ -88,7 +91,7 @@ def standing_folder_of(root: Path, iteration: int) -> Path:
 
 
 def announced(root: Path) -> int | None:
-    """Return the newest published iteration if the tracker does not name it yet, else None."""
+    """Return the newest published iteration if the tracker does not name it yet; else None."""
     text = _short_text(root / ANNOUNCEMENT) or ""
     is_number = _NUMBER.fullmatch(text) is not None
     return int(text) if is_number and folder_of(root, int(text)).is_dir() else None

@@ -28,7 +28,7 @@ from megatron_ext.parallel.context import ParallelContext
 FLAT = "flat"
 """The value of megatron-core's ``distrib_optim_sharding_type`` for this format."""
 PLACE = "place"
-"""The key of a `Place` in the metadata, which describes how a state is sharded."""
+"""The key under which the metadata of a state holds a rank's `Place`."""
 RECORDS = "records"
 """The key of everything but tensors in an optimizer's state."""
 
@@ -62,7 +62,11 @@ class Place:
         )
 
     def sharded(self, name: str, tensor: Tensor, shard: Shard) -> ShardedTensor:
-        """Describe a tensor with one element per element of ``shard`` as part of a flat weight."""
+        """Return a sharded tensor that stores ``tensor`` as a part of a flattened weight.
+
+        ``tensor`` has one element for each element of ``shard``, the part of the weight that this
+        rank updates; ``name`` is its name in the checkpoint.
+        """
         is_expert = not getattr(shard.parameter, "allreduce", True)
         where = self.dense
         replica = self.dense_replica
@@ -97,7 +101,10 @@ def names_of(model: list[Any]) -> dict[Parameter, str]:
 def _shards(
     optimizer: MegatronOptimizer, model: list[Any]
 ) -> Iterator[tuple[str, Shard, dict[str, Tensor]]]:
-    """Yield each shard that is not empty, with its parameter's name and its tensors by kind."""
+    """Yield the parts of parameters that this rank updates, except empty ones.
+
+    Each is (name of the parameter, shard, tensors of the shard by kind: fp32 weight and moments).
+    """
     names = names_of(model)
     for part in parts_of(optimizer):
         for shard in shards_of(part):

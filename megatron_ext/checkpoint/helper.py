@@ -156,7 +156,7 @@ def is_published(job: Job) -> bool:
 
 
 class _ValuePlanner(DefaultSavePlanner):
-    """A planner that already has the value of each item of a plan."""
+    """A save planner of torch that is given the value of each item of a plan."""
 
     def __init__(self, plan: SavePlan, values: list[Tensor | bytes]) -> None:
         super().__init__()
@@ -225,7 +225,10 @@ def _failure_of(folder: Path, rank: int) -> Path:
 
 
 def tell_failure(folder: Path, rank: int, reason: str) -> None:
-    """Leave a file that tells the helper of rank 0 that a rank's part cannot be written."""
+    """Write a file into ``folder`` that says why the part of ``rank`` cannot be written.
+
+    The helper of rank 0, which waits for all parts, reads it.
+    """
     failure = _failure_of(folder, rank)
     unfinished = failure.with_suffix(".part")
     try:

@@ -129,7 +129,11 @@ def in_boxes(
 def _cut(
     shards: list[ShardedTensor], prefix: str, values: Tensor, start: int, instance: int
 ) -> Iterator[ShardedTensor]:
-    """Yield the boxes of a range's values; ``instance`` numbers the optimizers that share it."""
+    """Cut the values of a range of a parameter's elements into boxes, and yield each as a tensor.
+
+    ``shards`` are the parameter's sharded tensors, ``values`` the range's values, and ``start`` its
+    first element. ``instance`` is the number of the optimizer among those with a copy of the range.
+    """
     flat = values.detach().float().view(-1)
     end = start + flat.numel()
     for shard in shards:
@@ -158,9 +162,10 @@ def _cut(
 
 
 def _shards(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
-    """Return a parameter's sharded tensors, whose data are views of a tensor without memory.
+    """Return a parameter's sharded tensors, on the meta device.
 
-    A factory makes several tensors of one parameter, such as the two halves of a gated layer.
+    Their data are views of one tensor with the parameter's shape. A factory makes several tensors
+    of one parameter, such as the two halves of a gated layer.
     """
     whole = torch.empty(entry.data.shape, device="meta")
     if isinstance(entry, ShardedTensor):

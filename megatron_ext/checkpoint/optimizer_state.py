@@ -41,7 +41,7 @@ RATES = ("max_lr", "min_lr", "start_wd", "end_wd", "optimizer")
 
 
 def is_distributed(optimizer: MegatronOptimizer | None) -> bool:
-    """Return whether optimizer state is sharded over data-parallel ranks."""
+    """Return whether an optimizer's state is sharded over data-parallel ranks."""
     return any(isinstance(part, DistributedOptimizer) for part in parts_of(optimizer))
 
 
@@ -112,7 +112,8 @@ def completed(optimizer: MegatronOptimizer) -> Iterator[None]:
 def leave_out_second_moments(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
     """Remove, in place, the second moments that `completed` has added, from reshardable state.
 
-    The other format stores whole buffers of parameters, so its files keep the zeros.
+    State in megatron-core's other format stays unchanged: it stores whole buffers of parameters, so
+    its files keep the zeros.
     """
     for part, part_state in zip(parts_of(optimizer), _states_of(optimizer, state), strict=True):
         muon = getattr(part, "optimizer", None)

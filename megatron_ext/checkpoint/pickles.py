@@ -33,7 +33,7 @@ MAX_IN_TUPLE = 10_000
 MAX_SAME_HASH = 1_000
 """Limit of keys with equal hashes, since a mapping compares them with each other."""
 MAX_REUSE = 8
-"""Limit of bytes and elements that calls consume per byte of the pickle."""
+"""Limit of the bytes and elements that the calls in a pickle may copy, per byte of the pickle."""
 
 
 class ForeignName(ValueError):
@@ -87,7 +87,9 @@ class Machine:
         self._same_hash = 0
 
     def name(self, module: str, name: str) -> Any:
-        """Return what stands for a class or function; raise ForeignName if it is not allowed."""
+        """Return what takes the place of a class or function; raise ForeignName if it is not
+        allowed.
+        """
         raise ForeignName(f"{module}.{name}")
 
     def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
@@ -296,7 +298,7 @@ def _too_deep() -> NoReturn:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Return the values directly inside a value that a machine has made."""
+    """Yield the values directly inside a value that a machine has made."""
     kind = type(value)
     if kind is dict or kind is OrderedDict:
         return iter(value.values())

@@ -73,9 +73,11 @@ class SavePreparer:
         self._plan = b""
 
     def prepare_alike(self, state: dict[str, Any]) -> PreparedSave | None:
-        """Return this rank's part of a checkpoint with the structure of the last one, else None.
+        """Return this rank's part of a checkpoint, planned like the last one, without
+        communication.
 
-        This needs no communication. The factories in ``state`` are applied in place.
+        Return None if the structure of ``state`` has changed since then, so that it needs a new
+        plan. The factories in ``state`` are replaced by the tensors that they make.
         """
         sharded, common = save_preprocess(state, validate_access_integrity=False)
         entries = list(nested_values(sharded))
@@ -84,7 +86,7 @@ class SavePreparer:
         return self._with_values(entries, common)
 
     def prepare(self, state: dict[str, Any]) -> PreparedSave:
-        """Return this rank's part of a checkpoint of any state; all ranks call this together.
+        """Plan a checkpoint of ``state``; return this rank's part. All ranks call this together.
 
         Raises:
             CheckpointError: on all ranks, if the state of one cannot be saved.
@@ -171,7 +173,7 @@ def _value_of(entry: Any, size: Iterable[int] | None) -> Tensor | bytes:
 
 
 def _stored(value: Any) -> bytes:
-    """Return an object as megatron-core stores it: a pickled list of the objects of one key."""
+    """Return an object as megatron-core stores it: pickled, in a list of one element."""
     file = io.BytesIO()
     torch.save([value], file)
     return file.getvalue()

@@ -103,7 +103,11 @@ def tidy(
     best: Sequence[BestCheckpoint],
     superseded: Collection[int],
 ) -> None:
-    """Record the best checkpoint in its file, and remove those that the flags do not keep."""
+    """Write the file that names the best checkpoint, and remove the checkpoints not to be kept.
+
+    ``newest`` is the iteration just published. The flags, ``best`` and ``superseded`` decide which
+    are kept (see `expired`).
+    """
     if best:
         write_best(root, best[0])
     remove_old(root, newest, config, {entry.iteration for entry in best}, superseded)
@@ -117,14 +121,16 @@ def expired(
     best: Collection[int] = (),
     superseded: Collection[int] = (),
 ) -> list[int]:
-    """Return the older checkpoints to remove after a new one was published, in ascending order.
+    """Return the iterations of the checkpoints to remove after a new one, in ascending order.
 
     Args:
+        older: iterations of all checkpoints except the new one, in ascending order.
         retain: ``--save-retain-interval``. Multiples of it stay. As in Megatron-LM, only the
             checkpoint just before the new one is removed, if it is no multiple.
         keep: ``--keep-last``. This many stay, the new one included.
-        best: the checkpoints of ``--keep-best``. They stay and do not count towards ``keep``.
-        superseded: checkpoints to remove, since they are no longer among the best.
+        best: iterations of the checkpoints of ``--keep-best``. They stay and do not count towards
+            ``keep``.
+        superseded: iterations to remove, since they are no longer among the best.
     """
     gone = set(superseded) & set(older)
     if retain is not None:

@@ -87,9 +87,10 @@ class RemoteFolder:
         return file_system(self.address, f"`{self.flag}` ({self.address})", CheckpointError)
 
     def _tried(self, what: str, work: Callable[[], T]) -> T:
-        """Retry work that may fail for a while; raise a CheckpointError if all attempts fail.
+        """Call ``work``, and again after each of `PAUSES`, until it succeeds.
 
-        A FileNotFoundError is not retried.
+        ``what`` names the work in the CheckpointError that is raised if all attempts fail. A
+        FileNotFoundError is not retried.
         """
         for pause in (*PAUSES, None):
             try:
@@ -315,7 +316,10 @@ class RemoteFolder:
         return self._read(f"{folder_of(self.root, iteration).name}/{MANIFEST}")
 
     def _drop_unless_same(self, iteration: int, is_there: bool) -> None:
-        """Remove a checkpoint from the staging folder if it differs from the one at the address."""
+        """Remove a checkpoint from the staging folder if it differs from the one at the address.
+
+        ``is_there`` says whether the address has a checkpoint of this iteration.
+        """
         folder = folder_of(self.root, iteration)
         own = folder / MANIFEST
         if is_there and own.is_file() and read_bytes(own) == self._listed(iteration):
@@ -345,7 +349,7 @@ class RemoteFolder:
         return None
 
     def _download(self, iteration: int) -> str | None:
-        """Download a checkpoint unless it is here; return why that is impossible, or None."""
+        """Download a checkpoint unless it is here; return None, or why it cannot be downloaded."""
         final = folder_of(self.root, iteration)
         if (fault := self._size_fault(iteration)) is not None:
             return fault

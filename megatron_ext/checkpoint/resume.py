@@ -58,7 +58,11 @@ class SnapshotRecovery(Protocol):
         """Return the store of the snapshots."""
 
     def newest(self, newer_than: int, *, with_earlier: bool = False) -> Any:
-        """Return the newest snapshots of all ranks; None if none is above ``newer_than``."""
+        """Return the newest snapshots of all ranks; None if none is of a later step than
+        ``newer_than``.
+
+        With ``with_earlier``, snapshots of earlier runs are searched, too.
+        """
 
     def source(self, chosen: Any) -> str:
         """Return in a word where the chosen snapshots come from."""
@@ -157,7 +161,10 @@ class Resume:
         )
 
     def _continues(self, checkpoint: CheckpointRef | None) -> bool:
-        """Return whether a run continues from an earlier run's state at its first start."""
+        """Return whether the run, at its first start, goes on from the state of an earlier run.
+
+        ``checkpoint`` is the checkpoint that the flags choose.
+        """
         config = self._config
         asks = config.load is not None or config.resume_mode == "auto"
         explicit = config.finetune or config.ckpt_step is not None

@@ -42,7 +42,7 @@ def _safetensors() -> Any:
 
 
 class TensorSource(Protocol):
-    """Tensors by name in a folder or file, read one at a time; dtypes are named as in torch."""
+    """Tensors by name in a folder or file, read one at a time; a dtype is named as in torch."""
 
     folder: Path
 
@@ -151,7 +151,10 @@ class TensorFolder:
 
 
 def _file_of_each(folder: Path, stem: str) -> dict[str, str]:
-    """Return the file of each tensor from the index; return {} if a single file holds all."""
+    """Return the name of the file that holds each tensor, by tensor, as the index says.
+
+    Return {} if there is no index, because a single file holds all tensors.
+    """
     path = folder / index_of(stem)
     single = f"{stem}.safetensors"
     if path.is_file():

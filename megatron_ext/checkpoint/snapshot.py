@@ -140,7 +140,11 @@ def _extent(tensor: Tensor) -> tuple[int, int, int]:
 
 
 def _lies_within(tensor: Tensor, end: int, other: Tensor, begin: int) -> bool:
-    """Return whether a tensor's memory, up to address ``end``, lies within that of another."""
+    """Return whether a tensor's memory lies within that of another tensor.
+
+    ``end`` is the address after the last byte of ``tensor``. ``other`` begins at address ``begin``,
+    which is not above that of ``tensor``.
+    """
     both = tensor.is_contiguous() and other.is_contiguous() and tensor.device == other.device
     return both and 0 < end <= begin + other.numel() * other.element_size()
 
@@ -303,7 +307,7 @@ class SnapshotFile:
 
 
 def _view(memory: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    """Return the tensor of ``shape`` that begins at offset ``at`` of a tensor of bytes."""
+    """Return the tensor of ``dtype`` and ``shape`` that begins at byte ``offset`` of ``memory``."""
     num_bytes = shape.numel() * dtype.itemsize
     return memory[offset : offset + num_bytes].view(dtype).view(shape)
 

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def _apart(work: Callable[[], T]) -> T:
-    """Do work in a separate process: file systems start threads, and ranks are forked later."""
+    """Run ``work`` in a separate process, since file systems start threads and ranks fork later."""
     context = multiprocessing.get_context("fork")
     others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(1, context, leave_signals_to, (os.getpid(),)) as pool:
@@ -48,7 +48,11 @@ def _step_in(address: str) -> int | None:
 
 
 def fetched(flag: str, given: str, step: int | None = None) -> Path:
-    """Return the folder of the given checkpoints; download an address to its staging folder."""
+    """Return the folder that a flag gives; download it first if its value is an address.
+
+    The download goes to the staging folder of the address. ``given`` is the value of ``flag``, and
+    ``step`` the iteration to download (None: the one in the address, or the latest).
+    """
     if "://" not in given:
         return Path(given)
     root = split_address(given)[0]
@@ -123,7 +127,7 @@ def _stage(config: CheckpointConfig, *, needs_base: bool, writes: bool) -> list[
 
 
 def _root(config: CheckpointConfig) -> Path:
-    """Return the folder of all checkpoints that contains ``--pretrained-checkpoint``."""
+    """Return the folder of ``--pretrained-checkpoint``; for an address, its staging folder."""
     address = config.addresses.get("pretrained_checkpoint")
     if address is None:
         return Path(config.pretrained_checkpoint or "")

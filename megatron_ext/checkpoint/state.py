@@ -332,9 +332,10 @@ def goes_on_averaging(path: Path, ema: ShardedEMA | None, notes: list[str]) -> b
 def take_named(
     path: Path, state: dict[str, Any], chunks: Iterable[str], prefixes: Sequence[str]
 ) -> None:
-    """Prefix each weight's name, in place, so that the checkpoint has that name.
+    """Rename the weights in ``state``, in place, to the names that the checkpoint ``path`` has.
 
-    The first of ``prefixes`` that leads to a stored name is used. If none does, the name stays.
+    Each weight gets the first of ``prefixes`` that leads to a stored name. If none does, the name
+    stays. ``chunks`` are the keys of the model's chunks in ``state``.
     """
     stored = stored_entries(path)
     for chunk in chunks:
@@ -388,6 +389,6 @@ def load_averages(ema: ShardedEMA, model: Chunks, loaded: dict[str, Tensor]) -> 
 
 
 def _entries_of(weights: dict[str, Any]) -> dict[int, Any]:
-    """Return the sharded tensors and factories of parameters, by the ids of the parameters."""
+    """Return a model's sharded tensors and factories, by the Python id of the parameter of each."""
     sharded, _ = extract_sharded_tensors_and_factories(weights)
     return {id(entry.data): entry for entry in nested_values(sharded)}

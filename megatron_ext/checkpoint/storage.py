@@ -270,7 +270,10 @@ def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
 
 
 def one_line(error: BaseException, folder: Path | None = None) -> str:
-    """Return the first line of an error; if a disk is full, return which (that of ``folder``)."""
+    """Return the first line of an error's message, or for a full disk a clause that names the disk.
+
+    ``folder`` is where the write failed.
+    """
     if isinstance(error, CheckpointException):
         error = first_failure(error)[1]
     fault = limits.limit_fault(error, folder)
@@ -280,10 +283,11 @@ def one_line(error: BaseException, folder: Path | None = None) -> str:
 
 @contextmanager
 def naming_disk(folder: Path, needed: int | None = None) -> Iterator[None]:
-    """Turn an error of a write to a full disk into a CheckpointError that names the disk.
+    """Within the context, turn the error of a write to a full disk into a CheckpointError.
 
-    torch's writer reports only the place in its own code where the file was too short. The writing
-    process checks the disk at once, because the files that fill it are removed next.
+    The error names the disk of ``folder``, and ``needed``, the size of the write in bytes, if
+    known. torch's writer reports only the place in its own code where the file was too short. The
+    writing process checks the disk at once, because the files that fill it are removed next.
     """
     try:
         yield

@@ -25,7 +25,7 @@ PROGRESS = "progress.json"
 
 @dataclass(frozen=True)
 class CheckpointRef:
-    """A checkpoint to load, and whether to load only its weights."""
+    """A checkpoint to load: its folder and iteration, and whether to load only its weights."""
 
     root: Path
     iteration: int
@@ -39,7 +39,10 @@ class CheckpointRef:
 def check_files(
     checkpoint: CheckpointRef, own: Callable[[Files], Iterable[str]] = lambda listed: listed
 ) -> None:
-    """Raise a CheckpointError if a file chosen by ``own`` does not match its stored checksum."""
+    """Raise a CheckpointError if a file does not match the checksum in the checkpoint's manifest.
+
+    ``own`` takes the files in the manifest and returns the names to check; by default all.
+    """
     listed = files.read_manifest(checkpoint.path) or {}
     fault = files.checksum_fault(checkpoint.path, listed, own(listed))
     if fault is not None:
@@ -75,7 +78,10 @@ def passes_over_damaged(config: CheckpointConfig) -> bool:
 def find_intact(
     config: CheckpointConfig, own: Callable[[Files], Iterable[str]]
 ) -> CheckpointRef | None:
-    """Return the result of `find`, after checking the checksums of the files chosen by ``own``."""
+    """Return the checkpoint that `find` chooses, after checking the checksums of some of its files.
+
+    ``own`` takes the files in the manifest and returns the names to check.
+    """
     damaged: Damaged | None = {} if passes_over_damaged(config) else None
     while (checkpoint := find(config, damaged)) is not None:
         try:
@@ -157,9 +163,9 @@ def load_notes(config: CheckpointConfig) -> list[str]:
 
 
 def candidates(config: CheckpointConfig) -> list[tuple[str, int | None, bool]]:
-    """Return the folders to try, in order, with an iteration and whether to load only weights.
+    """Return the folders in which to look for a checkpoint, first choice first.
 
-    The iteration is None for the latest.
+    Each is (folder, iteration, whether to load only weights); the iteration is None for the latest.
     """
     folders: list[tuple[str, int | None, bool]] = []
     if config.resume_mode == "auto" and config.save is not None:
@@ -343,7 +349,7 @@ _FORMS: dict[str, tuple[Callable[[object], bool], str]] = {
     "data_plan": (lambda x: isinstance(x, str), "a text"),
     "data_order": (lambda x: x is None or isinstance(x, dict), "an object"),
 }
-"""For each counter of a checkpoint: a check of its value, and the allowed values in words."""
+"""For each counter of a checkpoint: the function that checks its value, and the rule in words."""
 
 
 def read_progress(path: Path) -> dict[str, Any]:

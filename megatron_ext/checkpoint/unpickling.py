@@ -244,7 +244,7 @@ class PlainObjectsPlanner(MCoreLoadPlanner):  # type: ignore[misc]
 
 
 def holds_common_state(path: Path) -> bool:
-    """Return whether a checkpoint has its common state in one of the two possible places."""
+    """Return whether a checkpoint has a common state: in ``common.pt``, or among its shards."""
     return (path / COMMON_STATE_FNAME).is_file() or _OBJECT in stored_entries(path)
 
 

@@ -69,7 +69,7 @@ def keep_launch_order() -> None:
 
 
 BLACKWELL = 10
-"""Major compute capability of the first GPUs that keep the order with any number of queues."""
+"""Major compute capability of the first GPUs that start kernels in order from several queues."""
 
 
 def _generation() -> int | None:
@@ -116,7 +116,7 @@ def select(backend: str | None = None) -> Device:
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """Return a copy on the device, or the tensor itself if it is there already.
+    """Return a copy of a tensor on a device, or the tensor itself if it is there already.
 
     The copy to a GPU goes from pinned memory through a separate stream. So it overlaps kernels
     launched earlier, and the host does not wait for it.
@@ -150,7 +150,7 @@ class HostCopy:
             self._arrived.record()
 
     def read(self) -> list[float]:
-        """Return the numbers; wait for their copy, but not for work launched after it."""
+        """Return the numbers; wait until they are copied, but not for work launched later."""
         if self._arrived is not None:
             self._arrived.synchronize()
         numbers: list[float] = self._host.tolist()
@@ -159,7 +159,7 @@ class HostCopy:
 
 @contextmanager
 def other_threads_go_on() -> Iterator[None]:
-    """Let other threads use the GPU while this thread captures CUDA graphs inside the block.
+    """Within the context, let other threads use the GPU while this one captures CUDA graphs.
 
     In the default capture mode, the pinning thread of a data loader would fail and break the
     capture. `torch.cuda.make_graphed_callables` has no argument for the mode, so `torch.cuda.graph`

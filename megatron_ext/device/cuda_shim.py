@@ -150,7 +150,7 @@ class Heading(Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """The attribute ``name`` of ``owner`` and its stand-in.
+    """A row of the table: an attribute of torch, named ``name`` in ``owner``, and its stand-in.
 
     Attributes:
         needed_by: a place in ``megatron/core/`` that uses the attribute; the reason if it is
@@ -166,7 +166,10 @@ class Row:
 
 
 def _answer(value: Any) -> Callable[[Any], Any]:
-    """Return a `Row.make` whose stand-in is a function that always returns ``value``."""
+    """Return a `Row.make` whose stand-in is a function that always returns ``value``.
+
+    A `Row.make` takes the original attribute, which is ignored here.
+    """
 
     def make(original: Any) -> Any:
         return functools.wraps(original)(lambda *_args, **_kwargs: value)

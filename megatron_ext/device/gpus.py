@@ -89,7 +89,10 @@ class Gpu:
 
 
 def _gpu(name: str, bf16: float, fp8: float | None, fp32: float, memory: int, *rates: float) -> Gpu:
-    """Return a kind of GPU from its figures in TFLOP/s, GB and GB/s."""
+    """Return a kind of GPU from its figures in the units of datasheets: TFLOP/s, GB and GB/s.
+
+    ``rates`` are memory bandwidth, link and network, in GB/s.
+    """
     eight = None if fp8 is None else fp8 * TFLOPS
     bandwidth, link, network = (rate * GB for rate in rates)
     numbers = (bf16 * TFLOPS, eight, fp32 * TFLOPS, memory * GB, bandwidth, link, network)
@@ -117,7 +120,7 @@ PEAK_FLOPS_BF16 = {name: gpu.bf16 for name, gpu in GPUS.items()} | {
 
 
 def peak_flops(device_name: str | None) -> float | None:
-    """Return the dense bfloat16 operations a second of a GPU by torch's device name, or None."""
+    """Return a GPU's dense bfloat16 operations a second; None if torch's name of it is unknown."""
     if device_name is None:
         return None
     matches = [name for name in PEAK_FLOPS_BF16 if name in device_name]
@@ -135,7 +138,7 @@ FIRST: dict[str, Capability] = {
 """The lowest compute capability that supports each fp8 recipe of Transformer Engine."""
 
 CONSUMER_BLACKWELL: Capability = (12, 0)
-"""From this compute capability on, MXFP8 is again not supported."""
+"""The compute capability from which on MXFP8 is not supported, unlike on (10, 0)."""
 
 
 def engine_recipes(capability: Capability) -> tuple[str, ...]:
@@ -157,7 +160,7 @@ COPIED = 2**30
 def seconds_of(
     work: Callable[[], object], device: torch.device, *, repeats: int = 10, warm_ups: int = 3
 ) -> float:
-    """Return the median seconds of a call, measured by CUDA events or the host's clock."""
+    """Return the median seconds of a call of ``work``, by CUDA events on a GPU, else by a clock."""
     for _ in range(warm_ups):
         work()
     if device.type != "cuda":

@@ -35,8 +35,9 @@ from megatron_ext.limits import SHARED_MEMORY, shared_memory_fault
 _SIGINFO = 4  # SA_SIGINFO: pass the address to the handler
 _CODE_AT = 8
 _ADDRESS_AT = 16
-"""Offsets in bytes in the kernel's ``siginfo_t``: of the signal's origin, which is at most 0 if a
-process sent it, and of the address."""
+"""Offsets in the kernel's ``siginfo_t``, in bytes: the code that says what sent the signal (at most
+0 if a process did), and the address of the missing page.
+"""
 _DELETED = " (deleted)"
 _LATER = signal.SIGRTMIN + 5 if sys.platform == "linux" else signal.SIGINT
 """The signal at which Python raises the error, after the interrupted instruction."""
@@ -44,8 +45,9 @@ _LATER = signal.SIGRTMIN + 5 if sys.platform == "linux" else signal.SIGINT
 mapped_sizes: dict[str, int] = {}
 """The size in bytes of each mapped file when it was checked, by path."""
 _inodes: dict[str, tuple[int, int]] = {}
-"""By path, the process that checked the file and the file's inode then; another file may have taken
-its name since."""
+"""For each path, the id of the process that checked the file, and the file's inode at that time;
+another file may have taken its name since.
+"""
 _fault: list[MegatronExtError] = []
 """The newest fault, kept until Python raises it."""
 
@@ -98,7 +100,10 @@ def cut_file(number: int | None = None) -> DataError | None:
 
 
 def cut_in_use(path: str | os.PathLike[str], size: int, had: int | str) -> str:
-    """Return a sentence on a file that has become shorter since the run opened it."""
+    """Return a sentence on a file that was truncated since the run opened it.
+
+    ``size`` is its size in bytes now, and ``had`` its size before.
+    """
     return (
         f"{os.fspath(path)} was cut while it was in use: it has {size} bytes, but had {had} when "
         "it was opened; copy or make it again, and leave it alone while a run uses it."
@@ -158,7 +163,10 @@ def _fault_at(mapped: _Mapped, address: int) -> MegatronExtError:
 
 
 def _on_bus_error(_number: int, information: int, _context: int) -> None:
-    """Handle SIGBUS; pass it to the previous handler if no file is mapped at the address."""
+    """Handle SIGBUS; pass it to the previous handler if no file is mapped at the address.
+
+    ``information`` is the address of the kernel's ``siginfo_t``.
+    """
     is_sent = ctypes.c_int.from_address(information + _CODE_AT).value <= 0
     try:
         address = 0 if is_sent else ctypes.c_uint64.from_address(information + _ADDRESS_AT).value
@@ -208,7 +216,7 @@ def _raise(_number: int, frame: FrameType | None) -> None:
 _HANDLER: Any = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(
     _on_bus_error
 )
-"""A global, because the kernel may call it as long as the process lives."""
+"""The handler for the kernel; a global, because it may be called as long as the process lives."""
 
 
 def tell_bus_errors() -> None:

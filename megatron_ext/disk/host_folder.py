@@ -29,12 +29,12 @@ _OF_AGENT = "_of_agent"
 _SAVE = "save_folder"
 """Name of the file that stores the path of the run's save folder."""
 SNAPSHOTS = ("snapshots", "non_persistent")
-"""Subfolders of a host folder that hold memory checkpoints."""
+"""Subfolders of a host folder that hold snapshots of the ranks' state."""
 RESIZE = "resize"
 """Name of the file that asks the ranks to save and exit, so that another number of them can
 start."""
 TAKEN_OVER = "taken_over"
-"""Name of the file that marks the memory checkpoints as those of an earlier run."""
+"""Name of the file in a host folder that says that its snapshots come from an earlier run."""
 _SECONDS_FOR_DYING_RANKS = 2.0
 _LEFT = "exit_code_"
 _SECONDS_UNTIL_STALE = 600.0
@@ -42,7 +42,7 @@ _SECONDS_UNTIL_STALE = 600.0
 
 
 def host_folder() -> Path | None:
-    """Return the host folder of this run, or None."""
+    """Return the host folder of this run; None if it has none."""
     name = os.environ.get(FOLDER_VARIABLE)
     return Path(name) if name else None
 
@@ -65,7 +65,7 @@ def is_under_torchrun() -> bool:
 
 
 def restarts_by_torchrun() -> int:
-    """Return how often torchrun restarts ranks that fail; 0 without torchrun."""
+    """Return how many times torchrun may restart ranks that fail; 0 without torchrun."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
 
 
@@ -163,7 +163,7 @@ def leave_host_folder() -> None:
 
 
 def leave_exit_code(code: int) -> None:
-    """Store the exit code of this rank for its agent, which reads it by `exit_codes_left`."""
+    """Write this rank's exit code into the host folder, where torchrun's agent reads it."""
     folder = host_folder()
     if folder is not None:
         with suppress(OSError):
@@ -239,7 +239,7 @@ def _newest_change(folder: Path) -> float:
 
 @contextmanager
 def _unused(folder: Path) -> Iterator[None]:
-    """Lock a folder that no living process uses; raise an OSError if one does.
+    """Within the context, lock a folder; raise an OSError if a living process uses it.
 
     The ranks of a run that was just killed may take a moment to exit.
     """

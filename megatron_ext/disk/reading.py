@@ -63,9 +63,9 @@ class UnreadableFile(DataError):
 
 
 def open_regular(path: StrPath) -> BinaryIO:
-    """Open a regular file for reading in binary, without ever waiting for the writer of a pipe.
+    """Open a regular file for reading in binary; refuse a pipe, which could block for ever.
 
-    The exception is a pipe that a shell has made for a command, as in ``--config <(command)``.
+    A pipe that a shell has made for a command, as in ``--config <(command)``, is accepted.
 
     Raises:
         UnreadableFile: the file does not exist, may not be read, or is not regular.
@@ -176,7 +176,7 @@ def _refuse_constant(word: str) -> NoReturn:
 
 
 def _values(content: Any) -> Iterator[tuple[Any, int]]:
-    """Yield each value and key of a tree with its depth, without recursion."""
+    """Yield every key and value inside parsed content, each with its depth; do not recurse."""
     left = [(content, 0)]
     while left:
         value, depth = left.pop()
@@ -321,9 +321,11 @@ def _check_events(text: str) -> None:
     base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     total = 0
     sizes = dict[str, tuple[int, int]]()
-    """Values and depth that each anchor stands for."""
+    """For each anchor, the number of values and the depth of what it stands for."""
     opened: list[list[Any]] = []
-    """Anchor, number of values so far, and greatest depth below, of each collection around."""
+    """For each collection that is still open: its anchor, the number of values in it so far, and
+    how deep they are nested.
+    """
     for event in yaml.parse(text, base):
         if isinstance(event, yaml.CollectionEndEvent):
             anchor, count, deepest = opened.pop()
@@ -370,12 +372,12 @@ def _check_scalar(event: yaml.ScalarEvent) -> None:
 def lines_of(
     path: StrPath, *, line_bytes: int = MAX_LINE_BYTES, limit: int = MAX_LINES_BYTES
 ) -> Iterator[bytes | None]:
-    """Yield the lines of a regular file with their line ends; None for a line that is too long.
+    """Yield the lines of a regular file, with their line ends.
 
-    Only one line is in memory at a time.
+    None takes the place of a line longer than ``line_bytes``. Only one line is in memory at a time.
 
     Raises:
-        UnreadableFile: the file cannot be read, or is larger than ``limit``.
+        UnreadableFile: the file cannot be read, or is larger than ``limit`` bytes.
     """
     with open_regular(path) as file:
         try:
@@ -410,7 +412,9 @@ def row_of(line: bytes | None) -> dict[str, Any] | None:
 
 
 def rows_of(path: StrPath, is_row: Callable[[dict[str, Any]], bool]) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in a file of lines that satisfy ``is_row``; none without a file.
+    """Yield the JSON objects in a file of lines that satisfy ``is_row``.
+
+    Other lines are left out. If there is no file, yield nothing.
 
     Other lines are left out.
 

@@ -91,9 +91,10 @@ def open_to_append(path: StrPath, mode: Literal["ab"], **options: Any) -> Binary
 
 
 def open_to_append(path: StrPath, mode: str = "a", **options: Any) -> IO[Any]:
-    """Open a file like ``open`` with mode ``a`` or ``ab``; see `open_descriptor` for its errors.
+    """Open a regular file like ``open`` with mode ``a`` or ``ab``, without following a link.
 
-    A file with several names (hard links) is first replaced by a copy.
+    A file with several names (hard links) is first replaced by a copy. The errors are those of
+    `open_descriptor`.
     """
     with suppress(FileNotFoundError):
         about = os.lstat(path)
@@ -176,10 +177,10 @@ def is_regular(path: StrPath) -> bool:
 
 
 def lock_path(path: StrPath) -> str:
-    """Return the path of a lock file that is safe for filelock, which would empty a link's target.
+    """Return ``path`` for use as filelock's lock file, after removing what makes that unsafe.
 
-    A link or pipe at the path is removed. So is a name of a file with several names, as in a folder
-    copied by ``cp -al``.
+    filelock would empty the target of a link, so a link or pipe at the path is removed. So is a
+    file that has several names, as in a folder copied by ``cp -al``.
 
     Raises:
         BlockingIOError: a run holds the lock of a file that got several names. If this name were
