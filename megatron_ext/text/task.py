@@ -34,7 +34,7 @@ from megatron_ext.text.convert.training import (
 from megatron_ext.text.cost.network import GPT_COST
 from megatron_ext.text.data.blend import source_options
 from megatron_ext.text.data.config import DataConfig
-from megatron_ext.text.data.gpt import build_gpt_datasets, check_gpt_data
+from megatron_ext.text.data.gpt import build_mock_datasets, check_mock_data
 from megatron_ext.text.evaluation.config import TaskEvaluationConfig
 from megatron_ext.text.evaluation.scores import TaskScores, check_training
 from megatron_ext.text.hybrid import HybridConfig
@@ -48,6 +48,8 @@ from megatron_ext.train.task import STEP_FLAGS, Datasets, Task, TaskChoice, late
 
 DIRECT = "megatron_ext.text.data.splits"
 """The module of the direct order of samples, which is imported by runs in that order alone."""
+INDEXED = "megatron_ext.text.data.checked"
+"""The module of megatron-core's order over files, which runs on made-up data do not import."""
 
 
 def training_rules(given: RunConfig, run: RunConfig) -> list[str]:
@@ -101,12 +103,14 @@ def with_tokenizer(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
 
 
 def prepare_gpt(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Check the indexed datasets; return the completed configuration and the tokenizer."""
+    """Check a run's data; return the completed configuration and the tokenizer."""
     config, tokenizer = with_tokenizer(config)
     if is_direct(config):
         config = later(f"{DIRECT}:prepare_direct")(config, tokenizer)
+    elif config.section(DataConfig).mock_data:
+        check_mock_data(config, tokenizer)
     else:
-        check_gpt_data(config, tokenizer)
+        later(f"{INDEXED}:check_files")(config, tokenizer)
     check_training(config)
     return config, tokenizer
 
@@ -118,7 +122,7 @@ def is_direct(config: RunConfig) -> bool:
 
 def separator_warnings(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
     """Return sentences on ends of documents that a pretraining run does not see, or not train."""
-    module = DIRECT if is_direct(config) else "megatron_ext.text.data.checked"
+    module = DIRECT if is_direct(config) else INDEXED
     warnings: list[str] = later(f"{module}:separator_warnings")(config, tokenizer)
     return warnings
 
@@ -133,7 +137,11 @@ def build_datasets(
     if is_direct(config):
         datasets: Datasets = later(f"{DIRECT}:build_direct")(config, tokenizer)
         return datasets
-    return build_gpt_datasets(config, tokenizer, sizes, is_built_on_rank)
+    arguments = config, tokenizer, sizes, is_built_on_rank
+    if config.section(DataConfig).mock_data:
+        return build_mock_datasets(*arguments)
+    built: Datasets = later(f"{INDEXED}:build_checked_datasets")(*arguments)
+    return built
 
 
 def text_source(

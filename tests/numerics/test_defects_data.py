@@ -78,7 +78,7 @@ def test_d29_an_empty_split_is_refused_when_samples_are_asked_of_it(tmp_path: Pa
     cache = str(tmp_path / "cache")
     run = run_config("--data-path", prefix, "--data-cache-path", cache, "--split", "99,1,0")
     with pytest.raises(DataError, match=r"The valid split of .*docs is empty under `--split`"):
-        gpt.build_gpt_datasets(run, tokenizer_of(run), [4, 4, 0], lambda: True)
+        checked.build_checked_datasets(run, tokenizer_of(run), [4, 4, 0], lambda: True)
 
 
 @pytest.mark.parametrize("mmap", [[], ["--no-mmap-bin-files"]])
@@ -93,7 +93,7 @@ def test_d29_a_dataset_without_tokens_is_refused(
     files = ["--train-data-path", train, "--valid-data-path", str(empty)]
     run = run_config(*files, "--data-cache-path", str(tmp_path / "cache"), *mmap)
     with pytest.raises(DataError, match="empty"):
-        gpt.build_gpt_datasets(run, tokenizer_of(run), [4, 4, 0], lambda: True)
+        checked.build_checked_datasets(run, tokenizer_of(run), [4, 4, 0], lambda: True)
 
 
 def test_d30_the_key_of_a_cache_covers_what_decides_it(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ modification time of the data files.
 import copy
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,17 @@ from megatron_ext.data.indexed import (
 from megatron_ext.errors import DataError
 from megatron_ext.text.data.blend import SPLITS, BlendSpec, given_lengths, training_blend
 from megatron_ext.text.data.config import DataConfig
-from megatron_ext.text.data.gpt import check_index_memory, split_bounds
+from megatron_ext.text.data.gpt import (
+    build_blend,
+    check_index_memory,
+    dataset_config,
+    split_bounds,
+)
 from megatron_ext.text.data.inspect import check_ids, id_range
 from megatron_ext.text.data.separators import ending_warnings, first_endings, padding_id
 from megatron_ext.text.tokenizers.base import Tokenizer
+from megatron_ext.train.batch_size import split_sizes
+from megatron_ext.train.task import Datasets
 
 VOCABULARY_SAMPLE = 1 << 24
 """The number of tokens of each dataset whose ids are checked before training."""
@@ -130,16 +137,26 @@ def separator_warnings(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
     ]
 
 
-def check_files(config: RunConfig, tokenizer: Tokenizer, sizes: Sequence[int | None]) -> None:
-    """Check a run's indexed datasets, and print what it would misread; see `gpt.check_gpt_data`."""
+def check_files(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Check a run's indexed datasets before training starts; every rank gets the same result.
+
+    Prints what the run would misread.
+
+    Raises:
+        DataError: files, splits, token ids, cached indices or the counts of
+            ``--per-dataset-sequences-path`` are bad, or the indices of samples do not fit into
+            memory.
+    """
     data = config.section(DataConfig)
     spec = training_blend(data)
+    length = config.model.seq_length
+    sizes = split_sizes(config.training, length, config.parallel.data_parallel_size)
     check_inputs(data, config.model, spec, tokenizer, sizes)
     lengths = [read_index(prefix).lengths for prefix in spec.prefixes()]
     tokens = sum(int(each.sum(dtype=np.int64)) for each in lengths)
     check_index_memory(
         max(1.0, tokens / max(1, sum(map(len, lengths)))),
-        config.model.seq_length or 0,
+        length or 0,
         sizes,
         ", or give `--data-order direct`, which needs no indices",
     )
@@ -148,6 +165,20 @@ def check_files(config: RunConfig, tokenizer: Tokenizer, sizes: Sequence[int | N
         for sentence in separator_warnings(config, tokenizer):
             print(f"> {sentence}", flush=True)
     given_lengths(data, spec)
+
+
+def build_checked_datasets(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    sizes: Sequence[int | None],
+    is_built_on_rank: Callable[[], bool],
+) -> Datasets:
+    """Check a run's indexed datasets, and build its splits; see `gpt.build_blend`."""
+    data = config.section(DataConfig)
+    spec = training_blend(data)
+    data_files = check_inputs(data, config.model, spec, tokenizer, sizes)
+    core_config = dataset_config(config, spec, tokenizer, data_files)
+    return build_blend(KeyedGPTDataset, core_config, sizes, is_built_on_rank)
 
 
 def _check_splits(

@@ -26,7 +26,7 @@ from megatron_ext import limits
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device.host import this_host
 from megatron_ext.errors import DataError
-from megatron_ext.text.data.blend import SPLITS, BlendSpec, given_lengths, training_blend
+from megatron_ext.text.data.blend import SPLITS, BlendSpec, given_lengths
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.batch_size import split_sizes
@@ -72,27 +72,15 @@ def check_index_memory(
         )
 
 
-def check_gpt_data(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Check a run's data before training starts; every rank gets the same result.
+def check_mock_data(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Check that the indices of made-up data fit into memory, and warn of a long validation.
 
-    Raise a DataError if files, splits, token ids, cached indices or the counts of
-    ``--per-dataset-sequences-path`` are bad, or if the indices of samples do not fit into memory.
+    Raises:
+        DataError: the indices do not fit.
     """
     training = config.training
-    length = config.model.seq_length
-    sizes = split_sizes(training, length, config.parallel.data_parallel_size)
-    if config.section(DataConfig).mock_data:
-        _check_mock_data(config, tokenizer, sizes)
-    else:
-        from megatron_ext.text.data.checked import check_files
-
-        check_files(config, tokenizer, sizes)
-
-
-def _check_mock_data(config: RunConfig, tokenizer: Tokenizer, sizes: Sequence[int | None]) -> None:
-    """Check the memory for indices of made-up data; warn of a long validation."""
-    training = config.training
     length = config.model.seq_length or 0
+    sizes = split_sizes(training, length, config.parallel.data_parallel_size)
     check_index_memory(MockGPTLowLevelDataset.max_sequence_length / 2, length, sizes)
     if training.full_validation and int(os.environ.get("RANK", "0")) == 0:
         # The validation split of mock data is a third of it, whatever ``--split`` is, and a full
@@ -160,9 +148,20 @@ def _cache_errors_as_data_errors(folder: str | None) -> Iterator[None]:
         core_logger.removeFilter(is_other)
 
 
-def build_gpt_datasets(
+def build_mock_datasets(
     config: RunConfig,
     tokenizer: Tokenizer,
+    sizes: Sequence[int | None],
+    is_built_on_rank: Callable[[], bool],
+) -> Datasets:
+    """Build the splits of made-up documents; see `build_blend`."""
+    core_config = dataset_config(config, BlendSpec(None, None), tokenizer, "mock")
+    return build_blend(MockGPTDataset, core_config, sizes, is_built_on_rank)
+
+
+def build_blend(
+    kind: type[GPTDataset],
+    core_config: KeyedGPTDatasetConfig,
     sizes: Sequence[int | None],
     is_built_on_rank: Callable[[], bool],
 ) -> Datasets:
@@ -170,26 +169,14 @@ def build_gpt_datasets(
 
     All ranks call this together.
     """
-    data = config.section(DataConfig)
-    if data.mock_data:
-        spec = BlendSpec(None, None)
-        data_files = "mock"
-        cls: type[GPTDataset] = MockGPTDataset
-    else:
-        spec = training_blend(data)
-        from megatron_ext.text.data.checked import KeyedGPTDataset, check_inputs
-
-        cls = KeyedGPTDataset
-        data_files = check_inputs(data, config.model, spec, tokenizer, sizes)
-    core_config = dataset_config(config, spec, tokenizer, data_files)
     # A split of which no samples are needed may have no documents, so do not build it.
     for name in ("split_matrix", "blend_per_split"):
         parts = getattr(core_config, name)
         if parts is not None:
             kept = [None if size == 0 else x for size, x in zip(sizes, parts, strict=True)]
             setattr(core_config, name, kept)
-    with _cache_errors_as_data_errors(data.data_cache_path), warnings.catch_warnings():
+    with _cache_errors_as_data_errors(core_config.path_to_cache), warnings.catch_warnings():
         # megatron-core warns once for each split of each prefix; the tools warn once per dataset.
         warnings.filterwarnings("ignore", message="The pad token id in the tokenizer collides")
-        builder = BlendedMegatronDatasetBuilder(cls, list(sizes), is_built_on_rank, core_config)
+        builder = BlendedMegatronDatasetBuilder(kind, list(sizes), is_built_on_rank, core_config)
         return Datasets(*builder.build())

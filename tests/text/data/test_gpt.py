@@ -99,7 +99,7 @@ def test_splits_that_nothing_is_asked_of_are_left_out(tmp_path: Path) -> None:
     config = _config("--data-path", prefix, "--data-cache-path", str(tmp_path / "cache"))
     config = config.with_section(dataclasses.replace(config.section(DataConfig), split="90,9,1"))
     tokenizer = build_tokenizer(config.section(TokenizerConfig))
-    built = gpt.build_gpt_datasets(config, tokenizer, [4, 0, 0], lambda: True)
+    built = checked.build_checked_datasets(config, tokenizer, [4, 0, 0], lambda: True)
     assert built.train is not None and built.valid is None and built.test is None
 
 
@@ -156,8 +156,8 @@ def test_blends_from_flags_and_files_are_those_of_megatron_lm(tmp_path: Path) ->
 def test_the_length_of_made_up_validation_data_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     config = _config("--mock-data", "--full-validation")
     tokenizer = build_tokenizer(config.section(TokenizerConfig))
-    gpt.check_gpt_data(config, tokenizer)
-    datasets = gpt.build_gpt_datasets(config, tokenizer, [0, None, 0], lambda: True)
+    gpt.check_mock_data(config, tokenizer)
+    datasets = gpt.build_mock_datasets(config, tokenizer, [0, None, 0], lambda: True)
     assert isinstance(datasets.valid, MockGPTDataset)
     samples = len(datasets.valid)
     told = f"goes through all {samples} samples of the made-up validation data, {samples // 16} st"
@@ -187,7 +187,7 @@ def test_megatrons_order_is_megatron_cores_own(seed: int, tmp_path: Path) -> Non
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         sizes = [int(rng.integers(1, 300)), 0, 0]
-        ours = gpt.build_gpt_datasets(config, tokenizer, sizes, lambda: True).train
+        ours = checked.build_checked_datasets(config, tokenizer, sizes, lambda: True).train
         plain = GPTDatasetConfig(
             random_seed=run_seed,
             sequence_length=length,
