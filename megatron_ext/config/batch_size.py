@@ -87,9 +87,9 @@ def samples_after(
     *,
     consumed: int = 0,
 ) -> int:
-    """Return the samples of so many steps while the batch grows.
+    """Return the number of samples in ``iterations`` steps, whose batches may grow.
 
-    They are a run's first steps, or those after ``consumed`` samples.
+    The steps are the first ones after ``consumed`` samples.
     """
     size = BatchSize(training, seq_length, data_parallel_size)
     size.update(consumed)

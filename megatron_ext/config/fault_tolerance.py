@@ -88,8 +88,12 @@ class FaultToleranceConfig(UsersOwn):
     def errors(self, save: str | None, *, whole: bool, kept: str | None) -> Iterator[str]:
         """Yield a sentence for each fault in these flags.
 
-        ``save`` is the folder of ``--save``, and ``whole`` says whether its checkpoints hold all
-        that a run needs to go on. ``kept`` names a flag with whose state no step can be repeated.
+        Args:
+            save: the folder of ``--save``.
+            whole: whether checkpoints hold optimizer and random states too, so that a run can
+                resume.
+            kept: a flag that makes it impossible to repeat a step, since state that the step has
+                changed cannot be restored; None if there is none.
         """
         if self.elastic_min_nodes is not None and save is None:
             yield (

@@ -36,7 +36,13 @@ def finalize(
 ) -> RunConfig:
     """Fill in the values that follow from given ones, and check that the result can be run.
 
-    Raises a ConfigError with all errors. If ``world_size`` is 0, flags give the number of ranks.
+    Args:
+        world_size: number of ranks; 0 takes it from the flags.
+        refusals: takes the configuration that the user and the task decide, and the completed one;
+            returns a sentence for each flag that is refused.
+
+    Raises:
+        ConfigError: with a sentence for each error.
     """
     given, wrong = _within_ranges(config)
     decided = task.resolve(given)

@@ -24,7 +24,7 @@ NumberT = TypeVar("NumberT", int, float)
 LARGEST_INT = 2**31 - 1
 LARGEST_LONG = 2**63 - 1
 WORTH_SAYING = 1000
-"""The largest upper bound that messages name with the lower one; others only stop absurd values."""
+"""The largest upper bound that an error message names; larger ones only keep absurd values out."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,9 @@ class Flag:
 
     @property
     def shown(self) -> str:
-        """Return the spelling for messages: one that sets False if True is the default."""
+        """Return the spelling for messages; of a flag that is on by default, the one that sets
+        False.
+        """
         return (self.negative if self.default is True else self.positive)[0]
 
 

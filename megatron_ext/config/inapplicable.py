@@ -31,11 +31,12 @@ class Inapplicable:
         flags: names without leading dashes, separated by spaces.
         reason: why it does not apply; "" where ``says`` is all.
         remedy: what to do instead.
-        says: the words between flag and reason, which tell where the entry holds.
+        says: the words between flag and reason, such as "has no effect without `--fp16`".
         holds: takes the values of a run and returns whether the entry holds there; None if always.
         instead: the words that replace the flag.
-        defaults: by refused flag, the value that asks for nothing and is therefore accepted.
-        source: the program that a refused flag is known from.
+        defaults: for a refused flag, by name, the value that is accepted because it asks for
+            nothing.
+        source: the program that has the refused flags, such as Megatron-LM.
     """
 
     flags: str
@@ -48,7 +49,7 @@ class Inapplicable:
     source: str = ""
 
     def sentence(self, named: str) -> str:
-        """Return the sentence about a flag, which it shows as ``named``."""
+        """Return the note or error about one of the flags, which appears in it as ``named``."""
         if self.instead:
             return f"{named} is spelled `{self.instead}` now."
         reason = f": {self.reason}" if self.reason else ""
@@ -57,7 +58,10 @@ class Inapplicable:
 
 
 def without(needed: str, flags: str, reason: str = "") -> Inapplicable:
-    """Return the entry of flags that do nothing without another: `--fp16`, or `--name a or b`."""
+    """Return the entry of ``flags`` that have no effect unless the flag ``needed`` is given.
+
+    ``needed`` is written like `--fp16`, or with the required values like `--name a or b`.
+    """
     name, _, accepted = needed.removeprefix("--").partition(" ")
     name = name.replace("-", "_")
 
@@ -79,7 +83,10 @@ without_engine = functools.partial(
 
 
 def names_of(*kinds: type, but: Iterable[str] = ()) -> str:
-    """Return all spellings of the flags of sections, except those of the fields ``but``."""
+    """Return the spellings of all flags in the sections ``kinds``, separated by spaces.
+
+    The flags of the fields ``but`` are left out.
+    """
     spellings = (
         (*flag.positive, *flag.negative)
         for kind in kinds
@@ -90,7 +97,10 @@ def names_of(*kinds: type, but: Iterable[str] = ()) -> str:
 
 
 def of_program(name: str, kinds: Iterable[type]) -> Inapplicable:
-    """Return the entry of the flags of another program, which are declared by sections."""
+    """Return the entry of the flags in the sections ``kinds``, which only another program has.
+
+    ``name`` is the name of that program.
+    """
     return Inapplicable(
         names_of(*kinds),
         remedy="leave it out",

@@ -8,9 +8,12 @@ from megatron_ext.config.flags import SIZE
 
 
 def read_pattern(text: str) -> int | list[int]:
-    """Return a number or a list that ``text`` writes; raise a ValueError if it is neither.
+    """Return the integer or the list of integers that ``text`` describes.
 
     ``[1,0]``, ``[1,0]*2`` and ``([0]*1+[1]*26)`` are lists, read without evaluating code.
+
+    Raises:
+        ValueError: the text describes neither.
     """
     if "[" not in text:
         return int(text)

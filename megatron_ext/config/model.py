@@ -38,7 +38,7 @@ def padded_size(vocab_size: int, divisible_by: int, ranks: int) -> int:
 
 
 RECOMPUTED_WITH_TE = ("layernorm", "moe_act")
-"""Modules that can be recomputed in Transformer Engine's layers only."""
+"""Values of ``--recompute-modules`` that only Transformer Engine's layers support."""
 
 
 @dataclass(frozen=True)
@@ -200,12 +200,15 @@ class ModelConfig(Changeable):
     )
     variable_seq_lengths: bool = False
     blocks_dealt_by_cost: bool = False
-    """The task's model has its own kinds of blocks, dealt to any number of stages by cost; the data
-    decides its sequence length."""
+    """Whether the task's model has its own kinds of blocks.
+
+    They are divided among any number of stages by their cost, and the data decides the sequence
+    length.
+    """
     unpadded_vocab_size: int | None = None
     """Entries of the vocabulary before padding; None for a model without a vocabulary."""
     document_masks: bool = False
-    """Attention does not cross the ends of documents, so every stage needs the token ids."""
+    """Whether attention stays within documents, for which every stage needs the token ids."""
 
     @property
     def gated(self) -> bool:

@@ -189,15 +189,15 @@ class OptimizerConfig(Changeable):
     )
     use_checkpoint_opt_param_scheduler: bool = flag(False, "schedule from checkpoint, not flags")
     usual_warmup_iters: int = 0
-    """Steps of warm-up of a run whose flags give none."""
+    """Steps of warm-up if no flag gives any."""
 
     @property
     def shards_gradients(self) -> bool:
-        """Return whether a data-parallel rank keeps the sums of its share of gradients only."""
+        """Return whether each data-parallel rank keeps only its shard of the summed gradients."""
         return self.data_parallel_sharding_strategy == "optim_grads"
 
     def muon_notes(self) -> list[str]:
-        """Return a note if Muon's updates are far larger than those of AdamW, by default."""
+        """Return a note if Muon's updates, by default, are far larger than AdamW's."""
         if self.optimizer != "muon" or self.muon_scale_mode != "spectral":
             return []
         return [
@@ -207,7 +207,7 @@ class OptimizerConfig(Changeable):
         ]
 
     def warmup_notes(self) -> list[str]:
-        """Return a note if no flag sets the warm-up, and the task's default was shortened."""
+        """Return a note if the task's default warm-up was shortened for this run."""
         usual = self.usual_warmup_iters
         warmup = self.lr_warmup_iters
         if warmup is None or warmup >= usual or self.lr_warmup_fraction is not None:
@@ -248,7 +248,7 @@ class EmaConfig:
     )
     eval_ema: bool = flag(False, "evaluate with the averaged weights too", if_changed="allow")
     for_sampling: bool = False
-    """The run only samples, with the averaged weights."""
+    """Whether the run only samples, with the averaged weights."""
 
     def resolved(self) -> EmaConfig:
         """Return a copy that has a start and a warm-up by default, if there is an average."""
@@ -302,7 +302,7 @@ class LoraConfig(Changeable):
     )
 
     saves_adapters_only: bool = False
-    """Checkpoints leave out the frozen weights, for instance if several networks share them."""
+    """Whether checkpoints leave out the frozen weights, as when several networks share them."""
 
     @property
     def scale(self) -> float:

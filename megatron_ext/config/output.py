@@ -144,14 +144,19 @@ class CheckpointConfig(UsersOwn):
     usual_save_interval: int | None = None
     """Steps between checkpoints with ``--save`` but without ``--save-interval``."""
     starts_others: bool = False
-    """Other networks than the run's model start from the weights of checkpoints."""
+    """Whether networks other than the run's model start from the weights of checkpoints."""
     starts_elsewhere: bool = False
-    """The task has initial weights for the run's model that are no checkpoint."""
+    """Whether the task gives the run's model initial weights that are not a checkpoint."""
     passes_over_damaged: bool = False
-    """A damaged checkpoint is told, and the next older one is loaded, since the run may restart."""
+    """Whether a damaged checkpoint is reported and the next older one loaded, as after a
+    restart.
+    """
 
     addresses: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """By flag, the address of object storage whose staging folder has taken its place."""
+    """For each flag whose value was an address of object storage: that address.
+
+    The flag's value is now its staging folder.
+    """
 
     @property
     def is_used(self) -> bool:
@@ -160,9 +165,9 @@ class CheckpointConfig(UsersOwn):
         return any(folder is not None for folder in folders)
 
     def resolved(self, *, may_restart: bool = False) -> CheckpointConfig:
-        """Return a copy with the task's usual interval if ``--save`` comes without an interval.
+        """Return a copy with staging folders in place of addresses.
 
-        Staging folders take the place of addresses.
+        If ``--save`` comes without an interval, the copy has the task's usual one.
         """
         given = {name: getattr(self, name) or "" for name in _FLAGS_OF_FOLDERS}
         new = {name: value for name, value in given.items() if "://" in value}

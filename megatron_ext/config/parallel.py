@@ -90,6 +90,6 @@ class ParallelConfig(Changeable):
 
     @property
     def counted_ends(self) -> int:
-        """Return 2 if embedding and loss each count as a layer, 1 if one of them does, else 0."""
+        """Return how many of embedding and loss count as a layer of the pipeline: 0, 1 or 2."""
         ends = self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
         return sum(ends)

@@ -28,7 +28,7 @@ from megatron_ext.errors import ConfigError
 Values = dict[str, dict[str, Any]]
 """Values of fields, by section."""
 Elsewhere = Callable[[], Sequence[Inapplicable]]
-"""Returns the flags of other programs; called only to explain an unknown flag."""
+"""A function that returns the flags of other programs, called only to explain an unknown flag."""
 
 
 @dataclass(frozen=True)
@@ -141,14 +141,14 @@ def all_errors(
     defaults: Mapping[str, Any] | None = None,
     elsewhere: Elsewhere | None = None,
 ) -> list[str]:
-    """Return ``errors`` of a command line with those that they have hidden, each of them once.
+    """Return ``errors`` of a command line, and further errors that they may have hidden.
 
-    These are words that cannot be read, numbers out of range, and inputs that cannot be used. With
+    Words that cannot be read, numbers out of range and unusable inputs are added, each once. With
     ``--print-config``, which needs no inputs, ``errors`` is returned.
 
     Args:
-        errors: what a check has found that may have kept others from being made.
-        input_errors: takes a task and what flags give, before anything is derived from them, and
+        errors: sentences from a check that may have ended before others were made.
+        input_errors: takes the task and the configuration as given, without derived values, and
             returns a sentence for each unusable input.
         defaults, elsewhere: as in `parse_args`.
     """
@@ -174,7 +174,7 @@ def all_errors(
 
 
 def _shown(value: Any) -> str:
-    """Return a value as the words of a command line, for a note."""
+    """Return a value as it is written on a command line, for a note."""
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
@@ -238,8 +238,9 @@ class Reading:
         answers: the entries of flags that the program lacks, by spelling.
         elsewhere: as in `read_words`.
         unread: first spellings of the flags whose values could not be read.
-        settled: file, key, flag and value of each entry of a file whose flag the program lacks.
-        renamed: old spellings that were given, by the new ones.
+        settled: file, key, flag and value of each entry of a file whose flag does not apply in this
+            program.
+        renamed: for each new spelling, the old spelling that was given.
     """
 
     table: dict[str, tuple[Flag, bool]]
@@ -338,9 +339,10 @@ class Reading:
         return f"`{word}`" if old is None else f"`{word}` (given as `{old}`)"
 
     def causes(self, messages: Iterable[str]) -> list[str]:
-        """Return messages without those about flags that could not be read, which were reported.
+        """Return ``messages`` without those about flags whose values could not be read.
 
-        A flag that was given by an old spelling is named by that too.
+        These flags have been reported already. In the others, a flag that was given by an old
+        spelling is named by that spelling, too.
         """
         return [
             self._with_old_spellings(text)
@@ -454,10 +456,11 @@ def _refusals(
     decided: RunConfig,
     run: RunConfig,
 ) -> Iterator[str]:
-    """Yield a sentence for each flag that is refused in a run, and not at its usual value.
+    """Yield a sentence for each flag that the run refuses, unless it has its usual value.
 
-    ``decided`` holds what the user and the task decide: what the engine derives from a flag that is
-    refused needs no error of its own.
+    ``usual`` are the task's own defaults by field. ``decided`` is the configuration that the user
+    and the task decide: values that the engine derives from a refused flag get no errors of their
+    own.
     """
     entries = by_flag(task.answers(), _values(run))
     by_section = decided.by_name()

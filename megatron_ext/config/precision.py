@@ -35,7 +35,7 @@ class PrecisionConfig(Changeable):
     )
     grad_reduce_in_bf16: bool = said_flag(False, "sum gradients in bf16")
     bf16_on_gpu: bool = False
-    """``--bf16`` is the default on a GPU."""
+    """Whether ``--bf16`` is the default on a GPU."""
 
     def resolved(self, device: str) -> PrecisionConfig:
         """Return a copy with the formats of parameters and gradients filled in."""

@@ -37,7 +37,7 @@ Side = tuple[str, "int | None", int]
 """A side of a weight matrix: its name, its width, and the number of ranks that share it."""
 
 _OF_WRONG_TYPES = TypeError, ValueError, LookupError, AttributeError, ArithmeticError
-"""Errors that the checks of a section raise for values of other types than its flags have."""
+"""Classes of errors that checks raise for a value whose type is not the flag's."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class RunConfig:
         return [section for section in self.sections if isinstance(section, LayerSection)]
 
     def attention_sides(self) -> Sequence[Side] | None:
-        """Return the widths of attention's projections, if a section of the task decides them."""
+        """Return the sizes of attention's projections if a section of the task decides them."""
         sides = (section.attention_sides(self) for section in self.layer_sections)
         return next((own for own in sides if own is not None), None)
 
@@ -202,19 +202,19 @@ class LayerSection(Changeable):
         return model
 
     def torch_only(self) -> list[str]:
-        """Return the flags given that only the torch layers follow, not Transformer Engine's."""
+        """Return the given flags that only the torch layers support, not Transformer Engine's."""
         return []
 
     def attention_sides(self, config: RunConfig) -> Sequence[Side] | None:
-        """Return the widths of attention's projections, if this section decides them."""
+        """Return the sizes of attention's projections if this section decides them."""
         return None
 
     def unused_fields(self) -> frozenset[str]:
-        """Return the fields that decide nothing, so that a checkpoint may have others."""
+        """Return the fields without effect under these flags; a checkpoint's may differ."""
         return frozenset()
 
     def te_versions(self, config: RunConfig) -> Mapping[str, str]:
-        """Return the first Transformer Engine that has each option in use, by its spelling."""
+        """Return the first Transformer Engine version that has each option in use, by flag."""
         return {}
 
 
@@ -356,7 +356,7 @@ def _fusions(run: RunConfig) -> dict[str, object]:
 
 
 def has_te_layers(run: RunConfig) -> bool:
-    """Return whether to use Transformer Engine's layers; in a dry run, only if it is installed."""
+    """Return whether the layers are Transformer Engine's; in a dry run, only if it is installed."""
     te = run.model.transformer_impl == TE_IMPL
     return te and (not run.planning.dry_run or find_spec("transformer_engine") is not None)
 

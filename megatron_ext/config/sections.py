@@ -178,16 +178,16 @@ def _field(action: argparse.Action) -> tuple[str, Any, Any]:
 
 
 def described(stored: Mapping[str, Any], kinds: Sequence[type]) -> dict[str, dict[str, Any]]:
-    """Return the values of a stored configuration that a run may take from it, by section.
+    """Return the values that a run may take from a stored configuration, by section and field.
 
-    Whoever wrote the file may be a stranger, so that it describes a model and its data, and can
-    neither permit nor name code to run, nor name places to write to. Each field says by
-    ``flag(..., from_checkpoint=...)`` whether the file may give it. Sections and fields that the
-    classes ``kinds`` and the engine's do not have are left out, and a field is found in whichever
-    section an earlier version stored it.
+    The file may come from a stranger. So it may describe a model and its data, but may neither
+    permit nor name code to run, nor name places to write to; ``flag(..., from_checkpoint=...)``
+    says for each field whether it may come from the file. Fields are left out if neither the
+    engine's sections nor ``kinds`` have them. A field that an earlier version stored in another
+    section is found there.
 
     Raises:
-        CheckpointError: a section holds no names and values.
+        CheckpointError: a section is not a mapping from names to values.
     """
     by_section = {}
     stored = in_present_sections(stored, kinds)
@@ -208,10 +208,10 @@ def described(stored: Mapping[str, Any], kinds: Sequence[type]) -> dict[str, dic
 def withheld_notes(
     stored: Mapping[str, Any], kinds: Sequence[type], given: Collection[str]
 ) -> list[str]:
-    """Return a sentence for each permission in a stored configuration that the user did not give.
+    """Return a sentence for each permission in a stored configuration that the user has not given.
 
-    A permission is a switch in a section that may otherwise come from the file; ``given`` are the
-    fields of the flags on the command line.
+    A permission is a switch that is not taken from the file, in a section whose other flags are.
+    ``given`` are the fields of the flags on the command line.
     """
     stored = in_present_sections(stored, kinds)
     return [
@@ -291,7 +291,7 @@ def value_of_words(flag: Flag, named: str, words: Sequence[str]) -> Any:
 
 
 def _wrong_number(flag: Flag, named: str, words: Sequence[str]) -> str:
-    """Return the rest of the sentence about a flag with too few or too many values."""
+    """Return the second half of the error about a flag with too few or too many values."""
     if flag.nargs == "+":
         return "takes at least one value, but got 0."
     rest = f"takes {flag.nargs or 1} value(s), but got {len(words)}"

@@ -112,7 +112,7 @@ class TrainingConfig(Changeable):
     )
     num_workers: int = flag(2, "processes that load data", Range(0, 256), "processes")
     micro_batch_range: tuple[int, int] | None = derived()
-    """Smallest and largest micro-batch that the data asks for, where it decides; else None."""
+    """Smallest and largest micro-batch, if the data decides its size; else None."""
 
     @property
     def evaluates(self) -> bool:
@@ -143,10 +143,10 @@ class TrainingConfig(Changeable):
         return dataclasses.replace(self, train_iters=steps, train_epochs=None)
 
     def microbatches(self, batch: int, replicas: int) -> int | None:
-        """Return the micro-batches of each replica in a step of ``batch`` samples.
+        """Return the number of micro-batches of each replica in a step of ``batch`` samples.
 
-        With ``--decrease-batch-size-if-needed`` samples may be left over. Return None if that
-        number is not whole or not at least 1.
+        Return None if it would not be a whole number, or be 0. With
+        ``--decrease-batch-size-if-needed`` it is rounded down.
         """
         number, rest = divmod(batch, (self.micro_batch_size or 1) * replicas)
         return number if number and (not rest or self.decrease_batch_size_if_needed) else None
@@ -157,7 +157,7 @@ class TrainingConfig(Changeable):
         return sorted(count for count in counts if count is not None)
 
     def _sizes(self) -> list[int]:
-        """Return, ascending, the batch sizes that steps may have, before any rounding."""
+        """Return, in ascending order, the global batch sizes of the steps, before rounding."""
         _, batch = self.batch_sizes
         sizes = {batch}
         if self.step_batch_size_schedule is not None:
@@ -237,7 +237,10 @@ class TrainingConfig(Changeable):
             yield from self._reached_errors(share, replicas)
 
     def _reached_errors(self, share: int, replicas: int) -> Iterator[str]:
-        """Yield a sentence about the first batch size that ranks cannot share, if any."""
+        """Yield a sentence about the first global batch size that the ranks cannot divide, if any.
+
+        ``share`` is the micro-batch size times the number of ``replicas``.
+        """
         flag = "rampup-batch-size" if self.rampup_batch_size else "step-batch-size-schedule"
         unfit = [x for x in self._sizes() if self.microbatches(x, replicas) is None]
         for size in unfit[:1]:

@@ -159,12 +159,13 @@ class StepLoader:
         samples: iterator over collated samples with ``tokens``, ``labels``, ``position_ids`` (``[b,
             s]`` int64) and ``loss_mask`` (``[b, s]`` float32); None on tensor-parallel ranks other
             than the first, which receive by broadcast.
-        shape: ``(micro_batch_size, seq_length)``, unless a step gives another length.
+        shape: ``(micro_batch_size, seq_length)``; the second is replaced if a step has another
+            length.
         mask_documents_at: end-of-document id; neither attention nor multi-token prediction crosses
             it. With None no token ends a document.
-        documents_by_position: a document begins wherever a position id is 0, whatever
-            ``mask_documents_at`` says.
-        with_sample_ids: the samples also have ``sample_ids``.
+        documents_by_position: whether a document begins wherever a position id is 0;
+            ``mask_documents_at`` is then not used.
+        with_sample_ids: whether the samples also have ``sample_ids`` (see `Batch`).
         ignore_index: the label of positions that get the loss weight 0.
     """
 
@@ -261,7 +262,9 @@ class Sample(dict[str, Any]):
 
 @dataclass
 class MappingLoader:
-    """A loader like `StepLoader` whose micro-batches are `Sample` dicts with the dataset's keys."""
+    """A loader like `StepLoader` whose micro-batches are dicts with the dataset's keys
+    (`Sample`).
+    """
 
     samples: Iterator[dict[str, Any]] | None
     context: ParallelContext

@@ -42,7 +42,9 @@ _WAYS = 16
 _HEADER = 16
 """Words of the table's header: what the file is, and the counters."""
 _RECORD = 3
-"""Words of a record: the object's key, the page's number plus 1 (0: empty), and the time of use."""
+"""Words of a slot's record: key of the object, number of the page plus 1 (0: empty), time of
+use.
+"""
 _BYTES_PER_SLOT = PAGE + 8 * _RECORD
 
 
@@ -127,12 +129,15 @@ class BlockCache:
             yield self
 
     def view(self, dtype: np.dtype[Any]) -> Array:
-        """Return all slots as one array; a slot begins at its number times entries per page."""
+        """Return the content of all slots, one after another, as one array of ``dtype``.
+
+        Slot i begins at i times the number of entries of a page.
+        """
         entries: Array = np.frombuffer(self._content, dtype)
         return entries
 
     def find(self, key: int, pages: Ints) -> Ints:
-        """Return the slot of each page ``[n]`` of an object, -1 for a page that is not cached.
+        """Return the slot of each page ``[n]`` of the object ``key``; -1 for a missing page.
 
         Call this within `reading`.
         """
@@ -148,7 +153,10 @@ class BlockCache:
         return slots
 
     def put(self, key: int, first: int, content: bytes) -> None:
-        """Store consecutive pages of an object from number ``first`` on; its last may be short."""
+        """Store ``content`` as consecutive pages of the object ``key``, from page ``first`` on.
+
+        The last page may be incomplete.
+        """
         pages = np.arange(first, first + -(-len(content) // PAGE), dtype=np.int64)
         sets = self._sets(key, pages)
         data = memoryview(content)

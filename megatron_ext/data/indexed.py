@@ -197,7 +197,7 @@ def _map_arrays(
 
 
 def path_of_tokens(prefix: str | os.PathLike[str]) -> Path:
-    """Return the path of an index's tokens; raise a DataError if there is no such file."""
+    """Return the path of a dataset's tokens, `<prefix>.bin`; raise a DataError if it is missing."""
     data = bin_path(prefix)
     if not data.is_file():
         raise DataError(f"{data} does not exist beside its index {idx_path(prefix)}; copy both.")

@@ -94,7 +94,10 @@ class Interleave:
         return first + int(np.flatnonzero((sources == source) & (numbers == number))[0])
 
     def _block(self, number: int) -> tuple[Places, list[int], list[int]]:
-        """Return the sources of a block of places in a cycle, and the counts around it."""
+        """Return the sources of the places of block ``number``, and the counts before and after it.
+
+        Blocks are numbered within the cycle. The counts are the number of samples of each source.
+        """
         if number in self._blocks:
             self._blocks.move_to_end(number)
             return self._blocks[number]
@@ -108,11 +111,12 @@ class Interleave:
         return self._blocks[number]
 
     def _counts_before(self, place: int) -> list[int]:
-        """Return the counts at a place of the cycle, from a schedule that starts shortly before.
+        """Return how many samples each source has before a place of the cycle.
 
-        It starts after the last cached block if that is near enough. Otherwise it starts from the
-        integer part of each quota, plus one for the sources with the next deadlines. These counts
-        meet all deadlines.
+        The schedule that gives them starts after the last cached block if that is near enough.
+        Otherwise it starts 2 / w places earlier (w is the smallest weight) from the integer part of
+        each quota, plus one for the sources with the next deadlines. These counts meet all
+        deadlines.
         """
         least = min(self._shares[i] for i in self._present)
         start = place - 2 * -(-self.period // least) - 1

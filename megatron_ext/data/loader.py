@@ -60,17 +60,22 @@ class StepDataset(Dataset[Any]):
 
     @property
     def seq_length_of(self) -> Callable[[int], int] | None:
-        """Return a function from a sample's number to its length; None if all are equal."""
+        """Return a function from a sample's number to its length; None if all lengths are equal."""
         return None
 
     @property
     def expect(self) -> Callable[[Sequence[int]], None] | None:
-        """Return a function that starts fetching the given samples; None if no fetch is needed."""
+        """Return a function that begins to fetch the samples with given indices, if any is
+        needed.
+        """
         return None
 
     @property
     def collate(self) -> Callable[[Any], dict[str, Tensor]] | None:
-        """Return the function that makes a batch from the result of ``__getitems__``, or None."""
+        """Return the function that makes a batch from the result of ``__getitems__``.
+
+        None lets torch collate the samples.
+        """
         return None
 
 
@@ -285,7 +290,12 @@ def _samples(
     full_epoch: bool,
     sharded: bool | None,
 ) -> Iterator[dict[str, Tensor]]:
-    """Return this rank's collated micro-batches from a dataset that has no `StepPlan`."""
+    """Yield this rank's collated micro-batches from a dataset that has no `StepPlan`.
+
+    ``sharded`` None takes the samples in order. Otherwise each epoch is shuffled: with True each
+    replica has its own shard, with False all replicas share one permutation. ``full_epoch`` repeats
+    the dataset in order without end.
+    """
     micro_batch_size, global_batch_size = training.batch_sizes
     if full_epoch:
         # The split is padded to whole global batches, so that every pass starts at its beginning.

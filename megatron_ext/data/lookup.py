@@ -19,11 +19,12 @@ from megatron_ext.data.windows import group_keys, groups
 
 
 def samples_with(order: SampleOrder, source: int, begin: int, end: int, stop: int) -> list[int]:
-    """Return the samples before ``stop`` that hold any token of a source, in ascending order.
+    """Return the samples before sample ``stop`` that hold any of some tokens, in ascending order.
 
     Args:
-        source: index of the source.
+        source: index of the source that the tokens belong to.
         begin, end: range of the tokens in the circle of the source.
+        stop: number of samples in which to search.
     """
     samples = []
     for taken in order.taken(0, stop):
@@ -69,13 +70,19 @@ def _packed_numbers(order: PackedOrder, taken: Taken, begin: int, end: int) -> l
 def _meets(
     order: SampleOrder, source: int, begins: Ints, lengths: Ints, begin: int, end: int
 ) -> NDArray[np.bool_]:
-    """Return which ranges of a circle overlap the range from ``begin`` to ``end`` - 1."""
+    """Return which token ranges overlap the range from ``begin`` to ``end`` - 1, bool ``[m]``.
+
+    The ranges begin at ``begins`` in the source's circle, and may wrap around its end.
+    """
     tokens = order.sources[source].tokens
     return ((begin - begins) % tokens < lengths) | ((begins - begin) % tokens < end - begin)
 
 
 def _rest_numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> list[int]:
-    """Return the samples that hold any of the tokens among those made of left-over parts."""
+    """Return which samples made of left-over parts hold any of the tokens, numbered in their phase.
+
+    A change of the sample length has left these parts over; they come first in a phase.
+    """
     source = order.sources[taken.source]
     phase = taken.phase
     numbers = range(taken.first, min(taken.end, phase.rest_samples))
@@ -93,7 +100,10 @@ def _rest_numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> lis
 
 
 def _fresh_numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> Ints:
-    """Return the samples that hold any of the tokens after a phase's left-over parts, from 0."""
+    """Return which samples hold any of the tokens, among those not made of left-over parts.
+
+    They are numbered from 0, which is the first sample of the phase after the left-over parts.
+    """
     phase = taken.phase
     own = order.sources[taken.source]
     length = phase.seq_length
@@ -131,9 +141,10 @@ def _fresh_numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> In
 def _windows(
     order: SampleOrder, source: int, begin: int, end: int, low: int, high: int
 ) -> tuple[Ints, Ints]:
-    """Return the windows from ``low`` to ``high`` - 1, counted over epochs, that hold the tokens.
+    """Return the windows with numbers ``low`` to ``high`` - 1 that hold any of the tokens.
 
-    The second array is the first token of each window, which may lie past the circle's end.
+    Windows are numbered through all epochs. The second array is the first token of each window,
+    which may lie past the circle's end.
     """
     count = order.sources[source].windows
     epochs = np.arange(low // count, (high - 1) // count + 1, dtype=np.int64)
@@ -146,7 +157,10 @@ def _windows(
 def _places(
     order: SampleOrder, source: int, begin: int, end: int, epochs: Ints
 ) -> tuple[Ints, Ints, Ints]:
-    """Return epoch, place in the epoch and first token of each window in the token range."""
+    """Return the windows of some epochs that hold any of the tokens ``begin`` to ``end`` - 1.
+
+    Three arrays have for each window its epoch, its place in the epoch, and its first token.
+    """
     own = order.sources[source]
     window = order.window
     # Counted from an epoch's first token, a range may cross the end of the circle once.

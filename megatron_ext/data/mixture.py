@@ -163,7 +163,7 @@ def limited(
 
 
 def _last_within(order: SampleOrder, name: str, budget: Fraction, total: int) -> int:
-    """Return the most samples, up to ``total``, for which a source stays within a budget."""
+    """Return the most samples, up to ``total``, with at most ``budget`` tokens of a source."""
     low = 0
     high = total
     while low < high:
@@ -176,7 +176,10 @@ def _last_within(order: SampleOrder, name: str, budget: Fraction, total: int) ->
 
 
 def _without(stages: Sequence[Stage], names: Collection[str], number: int) -> list[Stage] | None:
-    """Return the stages without some sources from sample ``number`` on; None if none is left."""
+    """Return the stages with weight 0 for the sources ``names``, from sample ``number`` on.
+
+    Return None if a stage there has no other source.
+    """
     remaining = [stage for stage in stages if stage.start < number]
     now = [stage for stage in stages if stage.start <= number][-1]
     for stage in (replace(now, start=number), *(s for s in stages if s.start > number)):

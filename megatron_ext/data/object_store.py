@@ -38,7 +38,7 @@ RANGE = 64
 _FITS = 0.8
 """Share of the cache that objects may fill. Beyond it, pages compete for the same slots."""
 _RECHECK = 300.0
-"""Seconds after which an object's version is checked again."""
+"""Seconds after which the version of an object is requested again, to see if it has changed."""
 
 
 class _Process:
@@ -192,7 +192,11 @@ class ObjectStore:
         return self._own.cache.reading()
 
     def _request(self, source: StoredObject, pages: Ints) -> list[Future[tuple[int, bytes]]]:
-        """Request the pages that this process has not requested yet; return all futures."""
+        """Request the pages that this process is not fetching already.
+
+        Return the futures of all requests that fetch ``pages``; each gives its first page and
+        bytes.
+        """
         own = self._own
         key = _key(source)
         answers = []
@@ -237,7 +241,11 @@ def _key(source: StoredObject) -> int:
 
 
 def _ranges(pages: Ints, unit: int, total: int) -> Iterator[tuple[int, int]]:
-    """Yield the first and the end page of each request, which covers whole adjacent units."""
+    """Yield the requests that fetch ``pages``, each as its first page and the page after its last.
+
+    A request consists of adjacent units of ``unit`` pages, whole except at the object's end,
+    ``total``.
+    """
     units = np.unique(pages // unit)
     most = max(1, RANGE // unit)
     for run in np.split(units, np.flatnonzero(np.diff(units) != 1) + 1):
@@ -300,7 +308,7 @@ class RemoteSpan(TokenSpan):
         return tokens
 
     def _cut(self, begins: Ints, lengths: Ints) -> tuple[Ints, Ints]:
-        """Split the ranges that wrap around the circle, and return all ranges in order."""
+        """Split the ranges that wrap around the circle; return first tokens and lengths of all."""
         over = np.flatnonzero(begins + lengths > self.tokens)
         rest = begins[over] + lengths[over] - self.tokens
         begins = np.insert(begins, over + 1, 0)
@@ -309,7 +317,7 @@ class RemoteSpan(TokenSpan):
         return begins, lengths
 
     def _contents(self, pages: Ints) -> Array:
-        """Return copies of pages ``[p, tokens of a page]``; missing ones are fetched together."""
+        """Return copies of pages, ``[p, tokens of a page]``; missing ones are fetched together."""
         copies = np.zeros((len(pages), PAGE // self.dtype.itemsize), dtype=self.dtype)
         with self._store.reading() as cache:
             slots = cache.find(_key(self._source), pages)
@@ -324,10 +332,10 @@ class RemoteSpan(TokenSpan):
         return copies
 
     def _pages_of(self, begins: Ints, length: Ints | int) -> tuple[Ints, Ints]:
-        """Return the pages that ranges touch, ascending, and each range's indices among them.
+        """Return the pages that token ranges touch, ascending, and the pages of each range.
 
-        The indices are ``[m, k]``, with k the most pages of any range; shorter ranges repeat their
-        last.
+        The latter are indices in the former, ``[m, k]`` for m ranges, where k is the most pages of
+        any range; shorter ranges repeat their last page.
         """
         size = self.dtype.itemsize
         first = (self.first + begins) * size // PAGE
@@ -338,9 +346,10 @@ class RemoteSpan(TokenSpan):
         return pages, places.reshape(touched.shape)
 
     def _take(self, content: Array, slots: Ints, begins: Ints, length: int) -> Array:
-        """Copy ranges out of ``content``, in which a page's tokens begin at its slot.
+        """Copy m token ranges of equal length out of ``content``, to ``[m, length]``.
 
-        ``slots`` are the slots ``[m, k]`` of the pages of each range.
+        ``content`` holds pages one after another, each in a numbered slot. ``slots`` ``[m, k]`` are
+        the slots of the k pages of each range, and ``begins`` ``[m]`` the ranges' first tokens.
         """
         per_page = PAGE // self.dtype.itemsize
         starts = (self.first + begins) % per_page

@@ -148,10 +148,10 @@ def joined(parts: Sequence[Pieces]) -> Pieces:
 
 @dataclass(frozen=True)
 class Taken:
-    """The samples of one source in one stage, within a range of samples of the run.
+    """The samples that a stage takes of one source, within a range of samples of the run.
 
     Attributes:
-        stage, source: indices in the order.
+        stage, source: indices in the order's lists of stages and sources.
         phase: the samples of the source between two changes of their length. Equal phases of equal
             sources (`SampleOrder.to_dict`) have the same samples, even in different runs.
         first, end: range of the samples, numbered within the phase.
@@ -166,7 +166,9 @@ class Taken:
 
 @dataclass(frozen=True)
 class _Placed:
-    """A stage with its sources' phases, and the number of earlier samples in each phase."""
+    """A stage, each source's phase in it, and the number of that phase's samples before the
+    stage.
+    """
 
     stage: Stage
     interleave: Interleave
@@ -292,9 +294,10 @@ class SampleOrder:
         return shifts
 
     def windows_at(self, source: int, epochs: Ints, places: Ints) -> Ints:
-        """Return the windows, counted over epochs, at the given places of a source's circle.
+        """Return the windows at the given places of epochs, as numbers through all epochs.
 
-        Place p of an epoch is its p-th window, counted from the epoch's first token.
+        Place p of an epoch is its p-th window in the source's circle, from the epoch's first token
+        on.
         """
         own = self.sources[source]
         keys = derived(np.full(len(epochs), own.key, dtype=np.uint64), epochs, _ORDER)
@@ -339,7 +342,10 @@ class SampleOrder:
         return pieces
 
     def _located(self, placed: _Placed, first: int) -> Pieces:
-        """Return the pieces of a block of samples that lie in one stage."""
+        """Return the pieces of the block of samples that begins at sample ``first`` of a stage.
+
+        The samples may not all belong to the stage; the caller selects those that do.
+        """
         places, numbers = placed.interleave.places(first, first + BLOCK)
         sources = places.astype(np.int64)
         rests = np.array([phase.rest_samples for phase in placed.phases])
@@ -357,7 +363,13 @@ class SampleOrder:
         return Pieces(*(getattr(pieces, name)[order] for name in names))
 
     def _fresh(self, placed: _Placed, rows: Ints, sources: Ints, numbers: Ints) -> Pieces:
-        """Return the pieces of samples after their phase's left-over parts, numbered from there."""
+        """Return the pieces of samples that are not made of left-over parts.
+
+        Args:
+            rows: row of each sample in the result.
+            sources: index of its source.
+            numbers: its number in the source's phase, counted after the left-over parts.
+        """
         length = placed.stage.seq_length
         window = self.window
         first = np.array([phase.first_window for phase in placed.phases])[sources]
@@ -389,7 +401,12 @@ class SampleOrder:
         return Pieces(row, column, source, self._begins(source, window, offset), length)
 
     def _begins(self, sources: Ints, windows: Ints, offsets: Ints) -> Ints:
-        """Return the first tokens, in their circles, of parts of windows counted over epochs."""
+        """Return the first token of some parts of windows, in the circles of their sources.
+
+        Args:
+            windows: numbers of the windows, counted through all epochs.
+            offsets: first token of each part in its window.
+        """
         counts = self._windows[sources]
         keys = self._keys[sources]
         epochs, places = np.divmod(windows, counts)

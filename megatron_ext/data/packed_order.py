@@ -24,7 +24,7 @@ from megatron_ext.data.permutation import Ints, Words, derived, permute, unpermu
 SAMPLES = 1024
 FEWEST = 128
 TOKENS = 1 << 22
-"""Most and fewest samples of a block, and its tokens if they allow a number between."""
+"""Largest and smallest number of samples in a block; between the two, the number of its tokens."""
 BLOCKS = 8
 """Number of consecutive blocks whose samples are permuted together."""
 _BLOCK_ORDER, _SAMPLE_ORDER = 4, 5
@@ -113,11 +113,14 @@ class PackedOrder(SampleOrder):
         return PackedPieces(rows, columns, windows.sources[rows], begins, lengths, goes_on)
 
     def _begins(self, sources: Ints, windows: Ints, offsets: Ints) -> Ints:
-        """Return the windows' numbers; `locate` looks up their tokens after packing."""
+        """Return ``windows`` itself; `locate` looks up the tokens after packing."""
         return windows
 
     def _places(self, sources: Ints, windows: Ints) -> tuple[Ints, Ints, Ints]:
-        """Return epoch, block, and index in the block of windows that are counted over epochs."""
+        """Return epoch, block of the epoch, and index in the block of some packed samples.
+
+        ``windows`` are their positions in the order of reading, counted through all epochs.
+        """
         counts = self._windows[sources]
         keys = self._keys[sources]
         epochs, places = np.divmod(windows, counts)
@@ -134,9 +137,10 @@ class PackedOrder(SampleOrder):
         return epochs, blocks, samples
 
     def windows_at(self, source: int, epochs: Ints, places: Ints) -> Ints:
-        """Return the windows, counted over epochs, that stand for some packed samples of a source.
+        """Return the positions of packed samples in the order of reading, over all epochs.
 
-        Place p of an epoch is sample p % `block_samples` of its block p // `block_samples`.
+        ``places`` says which samples: place p of an epoch is sample p % `block_samples` of its
+        block p // `block_samples`.
         """
         own = self.sources[source]
         keys = np.full(len(epochs), own.key, dtype=np.uint64)
@@ -154,7 +158,14 @@ class PackedOrder(SampleOrder):
     def _groups(
         self, counts: Ints | int, keys: Words, epochs: Ints, groups: Ints
     ) -> tuple[Ints, Words]:
-        """Return the number of samples in groups of blocks, and the keys that permute them."""
+        """Return the number of samples in groups of `BLOCKS` blocks, and the keys that permute
+        them.
+
+        Args:
+            counts: number of samples in an epoch of each source.
+            keys: keys of the sources.
+            groups: number of each group in its epoch.
+        """
         most = self.block_samples * BLOCKS
         sizes: Ints = np.minimum(counts - groups * most, most)
         return sizes, derived(derived(keys, epochs, _SAMPLE_ORDER), groups)
@@ -174,7 +185,7 @@ class PackedOrder(SampleOrder):
         return packed, first
 
     def _range(self, source: int, epoch: int, block: int) -> tuple[int, int]:
-        """Return the first token of a block in its circle, and the end of the block."""
+        """Return the first token of a block in its source's circle, and the token after it."""
         tokens = self.sources[source].tokens
         windows = self.sources[source].windows
         shift = int(self.first_tokens(source, np.array([epoch]))[0])

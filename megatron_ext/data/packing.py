@@ -34,7 +34,7 @@ class IndexedDocuments:
 
     Args:
         read: opens the index, once in each process.
-        first: position in the file of the token that counts as token 0.
+        first: the dataset's token that is counted as token 0.
     """
 
     def __init__(self, read: Callable[[], Index], first: int) -> None:

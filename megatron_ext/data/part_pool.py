@@ -38,10 +38,9 @@ ATTEMPTS = 3
 _SECONDS_BETWEEN_LOOKS = 0.1
 
 Advance = Callable[[int, int], None]
-"""Called with the amount and the number of items of each finished piece of a part. The amount is
-what the progress counts, such as bytes."""
+"""A function that counts a finished piece of a part: its amount, such as bytes, and its items."""
 Work = Callable[[Any, Advance], None]
-"""A function that does the work of a part, given the result of `PartPool.part_of`."""
+"""A function that does a part, given the result of `PartPool.part_of` and an `Advance` to call."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,7 @@ class PartPool:
     def _death(
         self, processes: Sequence[BaseProcess], batch: Sequence[int], board: _Board
     ) -> _WorkerDied:
-        """Return the error about the worker that died; the pool ended the others by SIGTERM."""
+        """Return the error about the worker that died; the pool has ended the others by SIGTERM."""
         codes = [process.exitcode for process in processes]
         worker = next((i for i, code in enumerate(codes) if code not in (0, -signal.SIGTERM)), 0)
         code = codes[worker]

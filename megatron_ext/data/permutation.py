@@ -53,7 +53,10 @@ def mixed(values: Words) -> Words:
 
 
 def derived(keys: Words, numbers: Ints, purpose: int = 0) -> Words:
-    """Return a key for each pair of key and number; each ``purpose`` gives independent keys."""
+    """Return a new key for each pair of key and number, ``[m]``.
+
+    Different values of ``purpose`` give independent keys.
+    """
     words = numbers.astype(np.uint64) * _GOLDEN + np.uint64(purpose)
     return mixed(keys + mixed(words + _GOLDEN))
 
@@ -103,7 +106,10 @@ def _walked(
 
 
 def _weights(sizes: Words, keys: Words) -> tuple[Words, NDArray[np.bool_]]:
-    """Return the keys of all integers below the largest size, and which are below each size."""
+    """Return the keys of the integers below the largest size, and whether each is below each size.
+
+    Both are ``[m, n]``, for m elements and the largest size n.
+    """
     all_values = np.arange(int(sizes.max()), dtype=np.int64)
     return derived(keys[:, None], all_values), all_values < sizes.astype(np.int64)[:, None]
 

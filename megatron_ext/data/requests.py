@@ -191,9 +191,10 @@ class Requests:
     async def _tried(
         self, address: str, ask: Callable[[], Awaitable[Any]], length: int | None = None
     ) -> Any:
-        """Return the first answer of ``length`` bytes; raise a DataError after the last attempt.
+        """Call ``ask`` until its answer has ``length`` bytes, or any number; return the answer.
 
-        An error that another attempt cannot change is raised at once.
+        Raise a DataError if the last attempt fails. An error that another attempt cannot change is
+        raised at once.
         """
         for attempt, pause in enumerate((*PAUSES, None)):
             limit = max(SHORTEST, _PATIENCE * self._usual) * 2.0**attempt
@@ -243,7 +244,10 @@ def _place(address: str) -> tuple[Any, str]:
 
 
 def _refuse(address: str, error: Exception, why: str) -> None:
-    """Raise a DataError for an error that a retry cannot change; return for any other."""
+    """Raise a DataError if ``error`` is one that a retry cannot change; else do nothing.
+
+    ``why`` is the end of the message.
+    """
     if isinstance(error, FileNotFoundError):
         raise DataError(
             f"{address} does not exist; give the address without .bin/.idx, and copy both files."

@@ -26,7 +26,7 @@ Row = list[int]
 
 @dataclass(eq=False)
 class Announced(Sampler[list[int]]):
-    """Passes on the batches of a sampler, and announces each to ``expect`` a few batches ahead."""
+    """Yields a sampler's batches, and calls ``expect`` with each of them a few batches before."""
 
     batches: Iterable[list[int]]
     expect: Callable[[Sequence[int]], None]

@@ -111,7 +111,10 @@ class MappedSpan(TokenSpan):
         return joined
 
     def _windows(self, length: int) -> Array:
-        """Return all ranges of a length as a view, ``[tokens - length + 1, length]``."""
+        """Return a view whose row i is the ``length`` tokens from token i on.
+
+        It is ``[tokens - length + 1, length]``.
+        """
         if self._map is None:
             path = bin_path(self.name)
             with readable(path), open(path, "rb") as stream:
@@ -217,9 +220,10 @@ def open_span(prefix: str, first: int, end: int | None, *, mapped: bool = True) 
 def token_bounds(
     index: Index, first: int, end: int | None, path: str, size: int
 ) -> tuple[int, int]:
-    """Return the first token of a range of sequences, and the end of its last.
+    """Return the first token of sequences ``first`` to ``end`` - 1, and the token after their last.
 
-    Raise a DataError if the ``size`` of ``path``, the file of tokens, is not the index's.
+    If ``end`` is None, the range goes to the last sequence. Raise a DataError if ``size``, the
+    bytes of the file of tokens ``path``, does not fit the index.
     """
     total = tokens_before(index, len(index.lengths))
     needed = total * index.dtype.itemsize

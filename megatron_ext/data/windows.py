@@ -89,11 +89,14 @@ class Source:
         self._phases = 0
 
     def begin(self, seq_length: int) -> Phase:
-        """Return the first phase."""
+        """Return the phase with which a run begins, whose samples have ``seq_length`` tokens."""
         return Phase(seq_length, self._phase_key())
 
     def change(self, phase: Phase, used: int, seq_length: int) -> Phase:
-        """Return the phase that follows ``phase`` after ``used`` of its samples."""
+        """Return the phase that follows ``phase`` after ``used`` of its samples have been read.
+
+        Its samples have ``seq_length`` tokens.
+        """
         if phase.seq_length == seq_length:
             raise ValueError(f"{self.name}: the length does not change")
         fresh = used - phase.rest_samples
@@ -132,7 +135,10 @@ class Source:
         return int(derived(_words(self.key), _ints(self._phases), PARTS)[0])
 
     def rest_pieces(self, phase: Phase, number: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (column, window, first token in it, length) of a sample made of left-over parts."""
+        """Yield the pieces of sample ``number`` of a phase, which is made of left-over parts.
+
+        A piece is (position in the sample, window, first token in the window, number of tokens).
+        """
         begin = number * phase.seq_length
         end = (number + 1) * phase.seq_length
         passed = column = 0

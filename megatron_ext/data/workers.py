@@ -20,7 +20,7 @@ class _Popen(Popen):
             super()._launch(process_obj)  # type: ignore[misc]
 
     def terminate(self) -> None:
-        """Kill the process, since it ignores the signal that requests its end.
+        """Kill the process, since it ignores SIGTERM.
 
         torch's handler of SIGCHLD would report a killed worker as a fault, so the handler is
         removed until this process is gone.
@@ -44,11 +44,14 @@ class _Process(ForkProcess):
 
 
 class WorkerContext(ForkContext):
-    """The ``multiprocessing_context`` of a DataLoader with `errors.loader_ends_with_parent`."""
+    """A ``multiprocessing_context`` for DataLoaders whose workers ignore signals.
+
+    It goes with ``worker_init_fn=loader_ends_with_parent()``.
+    """
 
     Process = _Process
 
 
 def worker_context(num_workers: int) -> WorkerContext | None:
-    """Return the ``multiprocessing_context`` of a DataLoader with ``num_workers`` workers."""
+    """Return a `WorkerContext` for a DataLoader; None if it has no workers."""
     return WorkerContext() if num_workers else None

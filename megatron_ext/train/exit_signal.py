@@ -57,10 +57,11 @@ class ExitSignal:
         self.came = True
 
     def end_by_sigterm(self, tell: Callable[[int], None]) -> None:
-        """If another signal saves, let SIGTERM end this process with the exit code for "not saved".
+        """Let SIGTERM end this process with the exit code for "not saved", if another signal saves.
 
-        The shell's code for SIGTERM would claim that a run with ``--exit-signal-handler`` has
-        saved.
+        Do nothing if SIGTERM is the exit signal, or if there is none. ``tell`` is called with the
+        exit code. The shell's code for SIGTERM would claim that a run with
+        ``--exit-signal-handler`` has saved.
         """
 
         def end(_number: int, _frame: FrameType | None) -> None:

@@ -80,7 +80,7 @@ def _tell_nothing(_code: int) -> None:
 
 
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-"""Numbers that a launcher such as torchrun passes to each of its processes."""
+"""Environment variables with numbers that a launcher such as torchrun gives to each process."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def launch_of(argv: Sequence[str]) -> Launch:
 
 
 def _start_of(pid: int) -> float:
-    """Return when a process started, in seconds since the epoch; now if the system hides it."""
+    """Return when process ``pid`` started, in seconds since 1970; now if the system hides it."""
     ticks = ticks_at_start(pid)
     if ticks is None:
         return time.time()

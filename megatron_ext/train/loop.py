@@ -204,11 +204,11 @@ class Sums:
             self.losses[name] = self.losses.get(name, torch.zeros_like(counted)) + counted
 
     def ended(self) -> Sums:
-        """Return these sums, with the time until now."""
+        """Return a copy of these sums whose time ends now."""
         return replace(self, seconds=time.perf_counter() - self.start - self.pause)
 
     def with_steps_of(self, other: Sums) -> Sums:
-        """Return the sums over these steps and the steps of ``other``."""
+        """Return the sums over these steps and those of ``other`` together."""
         names = ("steps", "skipped", "nans", "samples", "tokens", "flops", "seconds")
         both = {name: getattr(self, name) + getattr(other, name) for name in names}
         losses = dict(other.losses)
@@ -243,7 +243,7 @@ class IntervalMetrics:
 
     @property
     def _tracks(self) -> bool:
-        """Whether TensorBoard or Weights & Biases are used, which have their own interval."""
+        """Return whether TensorBoard or Weights & Biases, with their own interval, are used."""
         logging = self._run.config.logging
         return bool(logging.tensorboard_dir or logging.wandb_project)
 
@@ -308,7 +308,8 @@ class IntervalMetrics:
     def _report(self, own: IterationRecord | None, params_norm: float | None) -> None:
         """Report the steps since the last report.
 
-        As in Megatron-LM, the next report's line counts the first step of a run again.
+        As in Megatron-LM, the first step of a run is reported alone, and then counted once more in
+        the printed line of the next report. ``own`` is the record of the last step alone.
         """
         sums = self._since_report.ended()
         first = self._first

@@ -405,7 +405,7 @@ def _run_all(checks: Sequence[Callable[[], Any]]) -> tuple[list[Any], list[Megat
 
 
 def _all_of(checks: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Return the results of all checks; raise their errors together."""
+    """Run all checks, and return their results; if some fail, raise their errors together."""
     results, errors = _run_all(checks)
     if len(errors) == 1:
         raise errors[0]

@@ -151,9 +151,10 @@ class Saves:
         append_event(self._folder, "save_failed", iteration=iteration, rank=0, reason=sentence)
 
     def _tell_success(self, iteration: int, stall: float, seconds: float | None = None) -> None:
-        """Record a save: the seconds for which training waited, and those until a later end.
+        """Write a finished save to the log of events.
 
-        A run without background saves and restarts keeps no log of its saves.
+        ``stall`` are the seconds for which training waited; ``seconds`` those until a save in the
+        background ended. A run without background saves and restarts keeps no log of its saves.
         """
         if self._rank == 0 and self._tolerant:
             append_event(

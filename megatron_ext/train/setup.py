@@ -209,9 +209,9 @@ def _follow_new_weights(
     ema: ShardedEMA | None,
     context: ParallelContext,
 ) -> None:
-    """Make optimizer and averages start from the weights set by the task, and print its notes.
+    """Restart optimizer and averages from the weights that the task has set; print its notes.
 
-    ``notes`` is None if the task has not changed the model.
+    ``notes`` is None if the task has not changed the model; then nothing is done.
     """
     if notes is None:
         return
@@ -306,7 +306,7 @@ def _evaluation_sources(
 
 
 def _exists(dataset: Any, device: torch.device) -> bool:
-    """Return whether any rank has a dataset for a split; all ranks call this together."""
+    """Return whether any rank has this dataset; all ranks call this together."""
     exists = torch.tensor(int(dataset is not None), device=device)
     torch.distributed.all_reduce(exists, op=torch.distributed.ReduceOp.MAX)
     return bool(exists)

@@ -101,7 +101,8 @@ class StepRunner:
 
     Attributes:
         engine: runs the pipeline; None to use megatron-core's own schedule.
-        observer: called before the update, when each data-parallel rank has all reduced gradients.
+        observer: called before the update, once every data-parallel rank has the reduced gradients
+            of all its parameters; None if nothing looks at the gradients.
         check_zeroed: called with the chunks after their gradients have been set to zero.
         scales_in_update: whether the update divides the gradients by the step's number of targets.
             With an observer, which must see divided gradients, it does not.
@@ -220,7 +221,7 @@ class StepRunner:
         return StepResult(losses, counts, update, update)
 
     def zero_gradients(self) -> None:
-        """Zero all gradients, or let the first product of a step overwrite them."""
+        """Set all gradients to zero, unless the first product of the step overwrites them."""
         assert self.optimizer is not None
         # CUDA graphs always add to the gradients, and so do products with sharded gradients.
         adds = self.engine is None or self.engine.graphs or self._shards_gradients
@@ -409,9 +410,9 @@ class StepRunner:
         return length, self._micro_batch_size, self.transformer_config.hidden_size
 
     def _count(self, batches: Sequence[Batch] | None, num_microbatches: int) -> StepCounts | None:
-        """Set the scale of auxiliary losses, and return the target counts of the step.
+        """Set the scale of the auxiliary losses, and return the counts of the step's targets.
 
-        Before the last stage the counts are None. All ranks call this together.
+        The counts are None on ranks without the last stage. All ranks call this together.
         """
         counts = None
         if batches is not None and self.context.is_last_stage:
@@ -431,14 +432,17 @@ class StepRunner:
     def _follow(
         self, update: UpdateResult, scheduler: OptimizerParamScheduler, num_samples: int
     ) -> None:
-        """Queue an update for ``scheduler``; settle the queue if the update's result is known."""
+        """Queue an update, by which ``scheduler`` may advance; settle it if its result is known.
+
+        The scheduler advances by ``num_samples`` if the update was applied.
+        """
         self._unsettled.append((update, scheduler, num_samples))
         if update.is_read:
             self.settle()
 
     @property
     def settled(self) -> bool:
-        """Return whether the learning-rate schedules already include the last update."""
+        """Return whether the learning-rate schedules have advanced for all updates so far."""
         return not self._unsettled
 
     def settle(self) -> None:

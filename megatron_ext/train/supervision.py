@@ -72,10 +72,10 @@ class Supervision:
         timeout_minutes: float,
         exit_signal: ExitSignal,
     ) -> int:
-        """Fork ranks up to `max_restarts` more times, and return the exit code of the run.
+        """Start the ranks, restart them after faults, and return the exit code of the run.
 
-        ``fork`` starts the ranks. ``main_of`` takes the number of ranks, and returns the function
-        that each rank runs.
+        They are restarted at most `max_restarts` times. ``fork`` starts the ranks. ``main_of``
+        takes the number of ranks, and returns the function that each rank runs.
         """
         raise NotImplementedError
 
@@ -91,7 +91,7 @@ class Supervision:
         """Count this process as a restart if a launcher has started it to replace another one."""
 
     def guard(self, rank: int) -> AbstractContextManager[None]:
-        """Return a context in which other processes can see what this rank is doing."""
+        """Return a context in which other processes can watch this rank."""
         return nullcontext()
 
     def stores(self, context: ParallelContext) -> Sequence[Any]:
@@ -99,7 +99,7 @@ class Supervision:
         return []
 
     def recoveries(self, stores: Sequence[Any], context: ParallelContext) -> Sequence[Any]:
-        """Return objects that find the snapshots in ``stores`` to resume from."""
+        """Return objects (`SnapshotRecovery`) that find snapshots to resume from in ``stores``."""
         return []
 
     def callbacks(self, run: Any, settle: Callable[[], None]) -> Sequence[Any]:

@@ -27,7 +27,7 @@ GRACE_SECONDS = 3.0
 SECONDS_BETWEEN_POLLS = 0.02
 """Seconds until the end of a rank is noticed."""
 _SECONDS_FOR_THE_CAUSE = 2.0
-"""Seconds from the first rank that gave up waiting to the report on the ranks it waited for."""
+"""Seconds after a rank gave up waiting in which the rank that caused it may report an error."""
 _SECONDS_BETWEEN_LOOKS = 0.5
 _SECONDS_FOR_THE_OTHERS = 60.0
 """Seconds after the first rank has saved and exited, as requested, until the others are killed."""
@@ -93,16 +93,17 @@ class SignalForwarder:
         return now > first + SECONDS_OF_ONE_INTERRUPTION
 
     def code(self, code: int) -> int:
-        """Return the exit code for ranks of which the first ended with ``code``.
+        """Return the exit code of the launch, given that of the first rank that ended.
 
-        If a signal asked the ranks to exit, return the code for that signal, however they ended.
+        If a signal asked the ranks to exit, return the code for that signal, unless ``code`` says
+        that the run is complete, has saved, or met a user's error.
         """
         if self.stop_signal is None or code in (0, EXIT_CODE_USER_ERROR, EXIT_CODE_SIGNAL):
             return code
         return self.code_of(-self.stop_signal)
 
     def code_of(self, status: int) -> int:
-        """Return the exit code for a rank's status.
+        """Return the exit code for a process's status, which is negative after a signal.
 
         With ``--exit-signal-handler``, code 143 is reserved for runs that have saved.
         """
@@ -195,7 +196,7 @@ class Supervisor:
             self._find_stopped(now)
 
     def _name_the_silent(self) -> None:
-        """Print which ranks the others waited for in vain, and end all ranks."""
+        """Print which ranks gave no answer to the others, and end all ranks."""
         if self._code == EXIT_CODE_NO_ANSWER:
             for pid, rank in sorted(self._children.items(), key=lambda item: item[1]):
                 why = "has been stopped by a signal" if is_stopped(pid) else "does not answer"

@@ -68,7 +68,7 @@ OF_STEP_RUNNER = Inapplicable(
     remedy="leave it out",
     says="looks into the steps of one network, but this task takes steps of its own",
 )
-"""Flags that only `step.StepRunner` itself implements, not a task's own ``step_runner``."""
+"""The entry of the flags that only `step.StepRunner` supports, not a task's own ``step_runner``."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -111,10 +111,10 @@ class Task(TaskFlags):
         data_lines: ``(config, assets)`` to lines on the data that was read and not used, which the
             first rank prints at the start.
         cost: the cost model for plans (``--dry-run``, tools/plan.py); None if there is none.
-        implements: by a forward step or model chunk, the flags that it implements: of `STEP_FLAGS`,
-            and those of tenants that other functions may leave out of account. A task whose own
-            step and chunk do not implement one of them refuses it.
-        step_advice: what such a refusal advises, besides leaving the flag out.
+        implements: the flags that a forward step or model chunk implements, by that function. These
+            are `STEP_FLAGS`, and flags of tenants that not every step or chunk follows. The task
+            refuses a flag that its own step and chunk do not implement.
+        step_advice: the remedy in the error about such a flag, besides leaving it out.
         process_non_loss_data: ``(collected, iteration, writer)``, called after each evaluation on
             the reporting rank of a run with ``--tensorboard-dir``, as Megatron-LM's
             ``process_non_loss_data_func``. ``collected`` holds the result of the loss function with

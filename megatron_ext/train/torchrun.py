@@ -39,8 +39,7 @@ from megatron_ext.train.exit_codes import (
 
 _PASSED_ON = "--signals-to-handle"
 _SECONDS_FOR_RANKS = 30.0
-"""Seconds to wait for ranks that torch no longer waits for, as long as torch does after one
-signal."""
+"""Seconds to wait for ranks after several signals, when torch no longer waits for them."""
 
 
 def run_torchrun(words: Sequence[str]) -> int:

@@ -170,7 +170,7 @@ def _recompute_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[
 
 
 def _gate_errors(model: ModelConfig) -> Iterator[str]:
-    """Yield a sentence for each setting of a gate that the layers do not compute."""
+    """Yield a sentence for each setting of a gated activation that the layers do not support."""
     for name in ("activation_func_clamp_value", "glu_linear_offset"):
         number = getattr(model, name)
         if not number:
@@ -186,7 +186,7 @@ def _gate_errors(model: ModelConfig) -> Iterator[str]:
 
 
 def parts_of_torch_layers(model: ModelConfig) -> list[str]:
-    """Return the flags given that only the torch layers follow, not Transformer Engine's."""
+    """Return the given flags that only the torch layers support, not Transformer Engine's."""
     some = not model.add_bias_linear
     given = {
         "--sandwich-norm": model.sandwich_norm,

@@ -20,7 +20,10 @@ from megatron_ext.config.training import TrainingConfig
 
 
 def with_warmup(optimizer: OptimizerConfig, training: TrainingConfig) -> OptimizerConfig:
-    """Fill in a missing warm-up: the task's default if shorter than the decay, else decay / 10."""
+    """Return the section with a warm-up, if it has none.
+
+    The warm-up is the task's default if that is shorter than the decay, else a tenth of the decay.
+    """
     if optimizer.lr_warmup_iters is not None:
         return optimizer
     if optimizer.lr_warmup_fraction is not None or not optimizer.usual_warmup_iters:
@@ -47,7 +50,7 @@ def has_usual_warmup(optimizer: OptimizerConfig, training: TrainingConfig) -> bo
 def resolve_optimizer(
     optimizer: OptimizerConfig, training: TrainingConfig, device: str
 ) -> OptimizerConfig:
-    """Fill in warm-up, weight decay and what dist_muon means.
+    """Fill in warm-up and weight decay, and replace dist_muon by the flags that it stands for.
 
     On a CPU, switch off communication that gloo cannot do.
     """

@@ -14,7 +14,7 @@ from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.training import TrainingConfig
 
 CHUNKS = {"no-pipelining": 1, "1f1b": 1, "zb-h1": 1, "zb-v": 2}
-"""Schedule -> its virtual chunks on each rank; ``interleaved`` has any number."""
+"""Number of virtual chunks on each rank for each schedule; ``interleaved`` allows any number."""
 MOST_REPETITIONS = 10_000
 """The most repetitions (``t*3``) in a layout, which megatron-core expands before any check."""
 STAGES = "--pipeline-model-parallel-size"
@@ -168,7 +168,7 @@ def parallel_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[st
 
 
 def share_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
-    """Yield a sentence for each number of heads or tokens that ranks cannot share equally."""
+    """Yield a sentence for each number of heads or tokens that the ranks cannot divide equally."""
     tp = max(1, parallel.tensor_model_parallel_size)
     cp = max(1, parallel.context_parallel_size)
     tensor = "--tensor-model-parallel-size"

@@ -279,9 +279,10 @@ def cuda_graph_errors(run: RunConfig) -> Iterator[str]:
 
 
 def state_beside_steps(run: RunConfig) -> str | None:
-    """Return the flag whose state a step changes where nobody can put it back; None for none.
+    """Return the flag that makes it impossible to repeat a step; None if there is none.
 
-    CUDA graphs have random states of their own, and Transformer Engine its delayed scales.
+    Under such a flag a step changes state that cannot be restored: the random states of CUDA
+    graphs, or Transformer Engine's delayed scales.
     """
     if run.cuda_graphs.cuda_graph_impl != "none":
         return f"--cuda-graph-impl {run.cuda_graphs.cuda_graph_impl}"

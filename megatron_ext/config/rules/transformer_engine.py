@@ -39,12 +39,17 @@ BACKENDS = {
     "unfused": (0, 0, 1),
     "local": (0, 0, 0),
 }
-"""`--attention-backend` -> the values of `SWITCHES` that megatron-core sets for it."""
+"""For each ``--attention-backend``, the values that megatron-core gives the environment variables
+`SWITCHES` of Transformer Engine.
+"""
 SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
 def transformer_engine_errors(run: RunConfig, *, found_version: str | None) -> Iterator[str]:
-    """Yield a sentence for each fault in using Transformer Engine, or in its version if given."""
+    """Yield a sentence for each fault in a run's use of Transformer Engine.
+
+    ``found_version`` is the installed version, which is checked too; None skips that check.
+    """
     yield from _environment_errors(run.model, run.training)
     if run.device != "cpu":
         may_use_te = not needs_torch_layers(run)
@@ -182,7 +187,7 @@ def _environment_errors(model: ModelConfig, training: TrainingConfig) -> Iterato
 
 
 def _torch_only(run: RunConfig) -> list[str]:
-    """Return the flags given that only the torch layers follow."""
+    """Return the given flags that only the torch layers support."""
     of_task = (flag for section in run.layer_sections for flag in section.torch_only())
     return [*parts_of_torch_layers(run.model), *of_task]
 

@@ -86,7 +86,7 @@ def overridden(callbacks: Sequence[Callback], name: str) -> list[Callable[..., N
 
 
 class WeightAverage(Callback):
-    """Updates averaged weights: in each step before ``--ema-start``, then at an interval."""
+    """Updates averaged weights: in each step before ``--ema-start``, later at an interval."""
 
     def after_update(self, result: StepResult) -> None:
         run = self.run

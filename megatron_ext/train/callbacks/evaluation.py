@@ -103,9 +103,10 @@ class EarlyStopping(Callback):
         progress.lowest_loss = loss if fell else lowest
 
     def _rank(self, loss: float, decision: Decision, *, regular: bool) -> bool:
-        """Return whether this loss is among the best; add superseded checkpoints to ``decision``.
+        """Return whether this loss is among the best; update the list of best checkpoints if so.
 
-        ``regular`` says whether this iteration is saved for another reason as well.
+        The checkpoints that drop out of the list are added to ``decision.superseded``. ``regular``
+        says whether this iteration is saved for another reason as well.
         """
         config = self.run.config.checkpoint
         progress = self.run.progress

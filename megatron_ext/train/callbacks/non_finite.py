@@ -43,9 +43,10 @@ def places(ranks: Sequence[int], context: ParallelContext) -> str:
 
 
 def announce(run: Run, kind: str, sentence: str, **facts: Any) -> None:
-    """Print a sentence on the reporting rank, and append an event to the save folder.
+    """Print ``sentence`` on the reporting rank, and append an event to the log in the save folder.
 
-    All ranks that know the facts may call this. For ``kind`` and ``facts`` see `disk.events`.
+    All ranks that know the facts may call this. ``kind`` and ``facts`` describe the event; see
+    `disk.events`.
     """
     run.reporters.say(sentence)
     if run.context.is_reporting_rank:
@@ -121,10 +122,10 @@ class NonFinite(Callback):
 
     @staticmethod
     def tells(config: RunConfig) -> bool:
-        """Return whether a run reports this.
+        """Return whether a run reports non-finite steps by this callback.
 
-        With ``--rerun-mode validate_results``, another part does. Under fp16 nothing is reported,
-        since the loss scale overflows now and then.
+        With ``--rerun-mode validate_results`` the rerun reports them. Under fp16 nothing is
+        reported, since the loss scale overflows now and then.
         """
         return config.fault_tolerance.rerun_mode != VALIDATE and not config.precision.fp16
 
@@ -167,7 +168,10 @@ class NonFinite(Callback):
         self._tell(iteration, update, here)
 
     def _tell(self, iteration: int, update: UpdateResult, here: NotFinite) -> None:
-        """Gather the observations of the ranks that share the norm, and announce them."""
+        """Gather what the ranks observed in a skipped step, and print where it was not finite.
+
+        The ranks are those that share the gradient norm; ``here`` is this rank's own observation.
+        """
         run = self.run
         group = parts_of(run.optimizer)[0].get_grad_stats_parallel_group()
         gathered: list[Any] = [None] * group.size()
@@ -179,9 +183,10 @@ class NonFinite(Callback):
 
 
 def gradient_names(run: Run) -> list[list[str]]:
-    """Return the names of the parameters in the norm, in the order of `UpdateResult.sizes`.
+    """Return the parameter names of the gradients that this rank counts in the norm.
 
-    Call this after an update, while the optimizers still hold the gradients.
+    There is one list for each optimizer in a chain, in the order of `UpdateResult.sizes`. Call this
+    after an update, while the optimizers still hold the gradients.
     """
     named = {id(p): name for name, p in named_parameters(run.runner.trained_chunks)}
     all_names = []

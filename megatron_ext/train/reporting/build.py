@@ -199,9 +199,9 @@ class Reporters:
         self._warned: set[int] = set()
 
     def on_iteration(self, record: IterationRecord, own: IterationRecord | None = None) -> None:
-        """Report an interval; ``own`` is the record of its last step.
+        """Report the steps of an interval; ``own`` is the record of the last step alone.
 
-        Sinks that follow steps get ``own`` if it is given, otherwise the record of the interval.
+        A sink with its own interval gets ``own`` if that is given; any other sink gets ``record``.
         """
         for sink in self.sinks:
             with self._going_on(sink):
@@ -211,7 +211,7 @@ class Reporters:
                 self.time_rows.write(record.iteration)
 
     def on_step(self, record: IterationRecord) -> None:
-        """Report a single step to the sinks that follow steps."""
+        """Report a single step to the sinks with an interval of their own."""
         for sink in filter(_follows_steps, self.sinks):
             with self._going_on(sink):
                 sink.on_iteration(record)

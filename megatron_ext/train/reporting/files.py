@@ -28,7 +28,7 @@ TIME, LAUNCHED, ENDED = "time", "launched", "ended"
 """Kinds of rows: the seconds of an interval, a start of the ranks, and the end of a launch."""
 OF_TIME = (TIME, LAUNCHED, ENDED)
 SAME_LAUNCH = 1.0
-"""Seconds by which ranks may differ about the start time of their launcher."""
+"""Seconds by which the ranks of one launch may differ about the time when it began."""
 
 
 def iteration_line(record: IterationRecord, now: datetime, *, on_gpu: bool) -> str:
@@ -298,7 +298,7 @@ def _plot_losses(axes: Axes, train: list[Row], evaluations: list[Row], resumed: 
 
 
 def _draw(axes: Axes, steps: list[int], values: list[float], **style: Any) -> None:
-    """Plot values; without a colour, plot many as a smoothed line over a faint raw one."""
+    """Plot values over steps; without a colour, many become a smoothed line over a faint one."""
     if len(values) < SMOOTHED_FROM or style.get("color"):
         marker = "." if len(values) < 60 else ""
         axes.plot(steps, values, marker=marker, markersize=4, linewidth=1.4, **style)

@@ -93,7 +93,7 @@ def _as_flag(section: Any, field: str) -> str:
 
 
 def _listed(title: str, flags: dict[str, list[str]]) -> list[str]:
-    """Return a title line and, for each section, a paragraph with its flags."""
+    """Return a title line and, for each section, lines with its flags."""
     wrapper = textwrap.TextWrapper(_WIDTH, initial_indent=">   ", subsequent_indent=">     ")
     wrapper.break_long_words = wrapper.break_on_hyphens = False
     lines = [f"> {title}"] if flags else []
