@@ -16,6 +16,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.planning.memory import memory
 from megatron_ext.planning.report import active_parameters, headline, model_parameters
+from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.cost.network import GptNetwork
 from tests.config.test_cli import FP8, GPT3, LLAMA3, MIXTRAL
 from tests.examples.scripts import EXAMPLES, ROOT, calls, start, start_stubbed, stub
@@ -115,8 +116,9 @@ def test_the_fp8_example_is_llama_3_8b_in_8_bits(tmp_path: Path) -> None:
     assert (config.fp8.fp8_format, config.fp8.fp8_recipe) == ("hybrid", "tensorwise")
     assert config.model.transformer_impl == "torch"
     bf16 = llama_example("pretrain_llama3_8b.sh", tmp_path)
-    for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_query_groups", "rotary_base"):
+    for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_query_groups"):
         assert getattr(config.model, name) == getattr(bf16.model, name)
+    assert config.section(PositionConfig) == bf16.section(PositionConfig)
     assert config.optimizer == bf16.optimizer
     assert config.training.train_samples == bf16.training.train_samples
 
