@@ -1,7 +1,8 @@
 """The interface for programs written for Megatron-LM: ``pretrain`` and functions that they call.
 
 A ``pretrain_*.py`` of Megatron-LM runs if it imports from here instead of ``megatron.training``.
-The providers keep their signatures; docs/porting.md explains how to port a program.
+Its providers of data sets and model and its forward step keep their signatures; docs/porting.md
+explains how to port a program.
 
 A data iterator yields micro-batches on the device, the same on all tensor-parallel ranks; it is
 None on stages that read no data. `get_batch_on_this_cp_rank` divides a micro-batch among
@@ -65,9 +66,9 @@ def pretrain(
 ) -> None:
     """Train with the command line's flags and the given providers, like Megatron-LM's ``pretrain``.
 
-    ``model_type`` has no effect, nor have the ranks of embeddings, which the flags decide, nor the
-    store and the wrapper of in-process restarts, which ``--max-restarts`` replaces. Raise
-    SystemExit if the run fails.
+    Three groups of arguments have no effect: ``model_type``; the functions that give the ranks of
+    embeddings, which the flags decide; ``store`` and ``inprocess_call_wrapper``, since
+    ``--max-restarts`` replaces restarts within a process. Raise SystemExit if the run fails.
     """
     try:
         task = megatron_task(
@@ -101,9 +102,10 @@ def megatron_task(
     extra_args_provider: Provider | None = None,
     non_loss_data_func: Callable[[Sequence[torch.nn.Module]], Any] | None = None,
 ) -> Task:
-    """Return a task made of providers and a forward step with Megatron-LM's signatures.
+    """Return a task made of functions with Megatron-LM's signatures.
 
-    Raise a ConfigError if ``extra_args_provider`` adds an argument that cannot become a flag.
+    They provide data sets and model, and run the forward step. Raise a ConfigError if
+    ``extra_args_provider`` adds an argument that cannot become a flag.
     """
 
     def datasets(
@@ -141,7 +143,7 @@ def megatron_task(
 
 @dataclass
 class _Current:
-    """The state of this process's run that Megatron-LM keeps in global variables."""
+    """The state of the run that Megatron-LM keeps in global variables; None before a run."""
 
     tokenizer: Tokenizer | None = None
     args: argparse.Namespace | None = None
@@ -183,11 +185,12 @@ MEGATRON_DEFAULTS: dict[str, Any] = {
     "logits_load_kd_loss_alpha": 1.0,
     "logits_load_ignore_errors": False,
 }
-"""Attributes of `get_args` that Megatron-LM's own programs read, but that no flag here sets."""
+"""Attributes, by name, that `get_args` adds: Megatron-LM's programs read them, but no flag sets
+them."""
 
 
 def _preflight(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Return the configuration with the padded vocabulary size, and the tokenizer.
+    """Complete the configuration by the padded vocabulary size; return it and the tokenizer.
 
     Raise a ConfigError for flags that the program's own datasets and loss would ignore.
     """
@@ -241,10 +244,12 @@ def _model_chunk(
 
 
 def _scale_mtp_losses(config: RunConfig, counts: StepCounts | None) -> None:
-    """Let the MTP losses that a model of megatron-core attaches have their share of the step.
+    """Set the scale of the MTP losses that a model of megatron-core adds to its gradients.
 
-    The step divides gradients by its targets; without ``--calculate-per-token-loss``, it takes the
-    mean of micro-batch means, where core has divided by the tokens of a context-parallel rank.
+    With ``--calculate-per-token-loss``, the scale is 1, or that of fp16. Without it, the step takes
+    the mean over its micro-batches, but core divides by the tokens of one context-parallel rank. So
+    the scale is multiplied by the context-parallel size and divided by the number of micro-batches.
+    ``counts`` is None in evaluation.
     """
     core_config = _begun(_current.transformer_config, "forward_step")
     scale = torch.ones((), device=torch.cuda.current_device())
@@ -260,10 +265,11 @@ def _source(run: Run, dataset: Any, _: Tokenizer, consumed: int, full_epoch: boo
 
 
 def _of_contract(loss: Callable[..., Any], cp_size: int) -> LossFunction:
-    """Wrap a loss function of Megatron-LM; the result returns ``(sum, count, report)``.
+    """Wrap a loss function of Megatron-LM so that it returns ``(sum, count, report)``.
 
-    A loss without a count is taken as the mean of its micro-batch, equal on all ranks of a
-    context-parallel group. It gets the count 1 on each rank; a step averages these means.
+    A loss function that returns no count is taken to return the mean of a micro-batch, equal on all
+    ranks of a context-parallel group. It gets the count 1 on each rank, and a step averages these
+    means.
     """
 
     @functools.wraps(loss)
@@ -297,7 +303,10 @@ def get_tokenizer() -> Tokenizer:
 
 
 def _begun(value: T | None, name: str) -> T:
-    """Return ``value``; raise a ConfigError if the run has not set it yet (None)."""
+    """Return ``value``, which the run sets; raise a ConfigError if it is still None.
+
+    ``name`` is the function that was called too early.
+    """
     if value is None:
         raise ConfigError(
             f"`{name}` was called before the run has begun; call it in a provider or in the "
@@ -307,14 +316,17 @@ def _begun(value: T | None, name: str) -> T:
 
 
 def core_transformer_config_from_args(_args: argparse.Namespace) -> Any:
-    """Return megatron-core's configuration of the model of this run."""
+    """Return the TransformerConfig of this run, whatever the argument."""
     return _current.transformer_config
 
 
 def get_batch_on_this_tp_rank(
     data_iterator: Iterator[Sample] | None, mtp_on_this_rank: bool = False
 ) -> dict[str, Any]:
-    """Return the next micro-batch under Megatron-LM's keys, with None for keys that it lacks."""
+    """Return the next micro-batch as a mapping with Megatron-LM's keys.
+
+    Keys that the micro-batch lacks have the value None; so do all keys without an iterator.
+    """
     batch = {} if data_iterator is None else next(data_iterator)
     names = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
     return dict.fromkeys(names) | dict(batch)
@@ -326,7 +338,7 @@ def get_batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_first_or_last_pipeline_stage(vp_stage: int | None) -> bool:
-    """Return whether this rank's chunk of index ``vp_stage`` is the first or the last of all."""
+    """Return whether this rank's chunk of index ``vp_stage`` is the model's first or last chunk."""
     group = _begun(_current.pp_group, "is_first_or_last_pipeline_stage")
     config = _begun(_current.transformer_config, "is_first_or_last_pipeline_stage")
     last_chunk = (config.virtual_pipeline_model_parallel_size or 1) - 1
@@ -339,14 +351,14 @@ def is_first_or_last_pipeline_stage(vp_stage: int | None) -> bool:
 def get_blend_and_blend_per_split(
     args: argparse.Namespace,
 ) -> tuple[Blend | None, list[Blend | None] | None]:
-    """Return the blend that ``--split`` divides, and the blends of each split; one is None."""
+    """Return (the blend that ``--split`` divides, the blends by split); one of them is None."""
     names = [field.name for field in dataclasses.fields(DataConfig)]
     spec = read_blend(DataConfig(**{name: getattr(args, name) for name in names}))
     return spec.blend, spec.per_split
 
 
 def build_tokenizer(_args: argparse.Namespace) -> Tokenizer:
-    """Return the tokenizer of the run, like `get_tokenizer`."""
+    """Return the tokenizer of the run, whatever the argument is."""
     return get_tokenizer()
 
 
@@ -355,7 +367,7 @@ def core_transformer_config_from_yaml(*_: Any, **__: Any) -> Any:
 
 
 class _NotHere:
-    """The base of Megatron-LM's datasets for which a program of one's own has no replacement."""
+    """The base of stand-ins for Megatron-LM's dataset classes that are not supported here."""
 
     ADVICE = ""
 
@@ -380,11 +392,14 @@ def set_startup_timestamps(*_: Any, **__: Any) -> None:
 
 
 class inprocess_restart:  # noqa: N801 - the name of Megatron-LM's module
-    """The interface of Megatron-LM's module for restarts within a process."""
+    """A stand-in for Megatron-LM's module for restarts within a process."""
 
     @staticmethod
     def maybe_wrap_for_inprocess_restart(function: T) -> tuple[T, None]:
-        """Return the function as it is, and no store: ``--max-restarts`` restarts whole ranks."""
+        """Return (the function unchanged, None in place of a store).
+
+        Whole ranks are restarted by ``--max-restarts``.
+        """
         return function, None
 
 
@@ -394,7 +409,7 @@ def print_rank_0(message: object) -> None:
 
 
 class _NoTimer:
-    """A stand-in for Megatron-LM's timers that does nothing; use ``--profile`` to time a step."""
+    """A stand-in for a timer of Megatron-LM that does nothing; use ``--profile`` to time a step."""
 
     def __call__(self, *_: Any, **__: Any) -> "_NoTimer":
         return self

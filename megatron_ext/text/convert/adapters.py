@@ -20,10 +20,10 @@ _ADAPTER = re.compile(
 
 
 def peft_layers(config: RunConfig, root: Path) -> PeftLayers:
-    """Return the map from our adapters to the layers of the model's family.
+    """Return the map from our LoRA adapters to the layers of the model's Hugging Face family.
 
     A model that fits no family gets Llama's names where Llama has such layers. ``root`` is the
-    folder of its checkpoints, for errors.
+    folder of the checkpoints, for errors.
     """
     gpt = Gpt.of(config)
     model = config.model

@@ -30,9 +30,10 @@ from megatron_ext.text.convert.table import Table
 
 @dataclass(frozen=True)
 class HuggingFaceModel:
-    """The config.json of a Hugging Face model, as read and as our flags.
+    """A Hugging Face model as its config.json describes it, and as our flags do.
 
     Attributes:
+        family: the family of models to which it belongs.
         raw: the content of the file.
         fields: the corresponding values of the fields of a `Gpt`.
         path: the file that was read, for messages.
@@ -47,23 +48,23 @@ class HuggingFaceModel:
     ignored: tuple[str, ...] = ()
 
     def notes(self) -> list[str]:
-        """Return a note, in a list, that names the ignored entries; [] if there are none."""
+        """Return a list with one note that names the ignored entries; [] if there are none."""
         if not self.ignored:
             return []
         names = ", ".join(f"`{name}`" for name in self.ignored)
         return [f"{self.path}: these entries have no effect here: {names}"]
 
     def sections(self) -> Gpt:
-        """Return the configuration sections of the model."""
+        """Return the configuration sections that the model corresponds to."""
         return Gpt.of_fields(self.fields)
 
     def table(self) -> Table:
-        """Return the table of the model's weights."""
+        """Return the table that relates our weights to the model's tensors."""
         return self.family.weights(self.sections(), self.vocab_size)
 
 
 def read_model(folder: Path) -> HuggingFaceModel:
-    """Read the model of a folder's config.json; raise a CheckpointError for an unusable file."""
+    """Read the config.json in a folder; raise a CheckpointError if it is unusable."""
     path = folder / "config.json"
     return parse_model(read_settings(path, "give a folder of a Hugging Face model."), path)
 
@@ -87,7 +88,7 @@ def parse_model(raw: dict[str, Any], path: Path) -> HuggingFaceModel:
 
 
 def _check_sizes(raw: Mapping[str, Any], path: Path) -> None:
-    """Raise a CheckpointError for a number so large that transformers would run out of memory."""
+    """Raise a CheckpointError for a number in config.json that would exhaust the memory."""
     for name, value in raw.items():
         most = _MOST_LAYERS if name == "num_hidden_layers" else _LARGEST_ENTRY
         if isinstance(value, int) and not -most <= value <= most:
@@ -97,7 +98,7 @@ def _check_sizes(raw: Mapping[str, Any], path: Path) -> None:
 
 
 def _parsed(raw: dict[str, Any], path: Path) -> HuggingFaceModel:
-    """Return the result of `parse_model`; a bad entry may raise an error of any class."""
+    """Return the model that ``raw`` describes; an error for a bad entry may be of any class."""
     family = FAMILIES[raw["model_type"]]
     config = _configuration(raw)
     settings = Settings(path, config.to_dict())
@@ -111,8 +112,8 @@ def _parsed(raw: dict[str, Any], path: Path) -> HuggingFaceModel:
 def _unreadable(raw: dict[str, Any], path: Path, error: Exception) -> CheckpointError:
     """Return the error about a config.json that transformers or a family could not read.
 
-    Their errors seldom name the wrong entry. So try to read the file without each of its entries:
-    an entry is wrong if the rest can be read without it. Otherwise an entry may be missing.
+    Such errors seldom name the wrong entry. So try to read the file without each of its entries: an
+    entry is wrong if the rest can be read without it. Otherwise an entry may be missing.
     """
     reason = " ".join(str(error).split())[:300].rstrip(".:") or type(error).__name__
     if "rope_parameters" not in raw:
@@ -146,7 +147,7 @@ _OF_HEADS = ("hidden_size", "num_attention_heads")
 
 
 def _without_effect(raw: dict[str, Any], settings: Settings, config: Any) -> tuple[str, ...]:
-    """Return the entries of config.json that nothing has read and that are not the default."""
+    """Return the entries of config.json that have no effect here and are not the default."""
     # An entry may have two names, such as `hidden_size` and GPT-2's `n_embd`.
     aliases: Mapping[str, str] = config.attribute_map
     usual = type(config)().to_dict()
@@ -168,9 +169,10 @@ def _without_effect(raw: dict[str, Any], settings: Settings, config: Any) -> tup
 
 
 def _is_taken_over(scaling: Any, settings: Settings) -> bool:
-    """Tell whether transformers has kept all of `rope_scaling`.
+    """Tell whether transformers kept everything in the entry `rope_scaling` of a config.json.
 
-    transformers 4 writes this entry, and transformers 5 reads it as part of `rope_parameters`.
+    Version 4 writes this entry, and version 5 reads it as part of `rope_parameters`. ``settings``
+    has the entries as transformers read them.
     """
     read = settings.values.get("rope_parameters") or settings.values.get("rope_scaling") or {}
     given = dict(scaling or {})
@@ -184,7 +186,7 @@ _DESCRIBING = ("model_type", "architectures", "quantization_config", "transforme
 
 
 def _unknown(raw: dict[str, Any], path: Path) -> str:
-    """Return the error about an unknown `model_type`, compared with the nearest family."""
+    """Return the sentence of the error about an unknown `model_type`, with the nearest family."""
     said = f"{path} says `model_type` {raw.get('model_type')!r}, which cannot be converted; use "
     choices = f"one of {', '.join(FAMILIES)}"
     samples = {name: _sample(family) for name, family in FAMILIES.items()}
@@ -213,7 +215,7 @@ _UNIMPORTANT = set(
 
 
 def _sample(family: Family) -> set[str]:
-    """Return the names of the entries in a config.json that a family writes for a small model."""
+    """Return the names of the entries that a family writes for a small model into config.json."""
     written = family.settings(Gpt.of_fields(_SAMPLE | dict(family.fixed)))
     return set(written) | set(family.same.values())
 
@@ -260,14 +262,17 @@ def _refuse_unsupported(settings: Settings, raw: dict[str, Any], family: Family)
 
 
 def is_block_scaled(quantized: Mapping[str, Any]) -> bool:
-    """Tell whether weights are stored in fp8 with a scale for each block, like DeepSeek's."""
+    """Tell whether weights are stored in fp8 with a scale per block, as DeepSeek's are.
+
+    ``quantized`` is the entry `quantization_config`.
+    """
     return quantized.get("quant_method") == "fp8" and bool(quantized.get("weight_block_size"))
 
 
 _MOST_LAYERS = 10_000
 _LARGEST_ENTRY = 1 << 48
 _BLOCK_SCALED = ("quant_method", "weight_block_size")
-"""Entries of ``quantization_config`` that decide how weights are read."""
+"""Entries of ``quantization_config`` that decide how fp8 weights are read."""
 
 
 TOKENIZER_FILES = (
@@ -291,10 +296,10 @@ def config_json(
     like: HuggingFaceModel | None,
     special_tokens: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Return the content of config.json for our model.
+    """Return the content of the config.json that describes our model.
 
-    Entries that our flags do not determine are taken from ``like``. Without ``like``,
-    ``special_tokens`` holds ids such as ``bos_token_id``. Raise a CheckpointError if the model fits
+    Entries that our flags do not determine are taken from ``like``; if it is None,
+    ``special_tokens`` gives ids such as ``bos_token_id``. Raise a CheckpointError if the model fits
     none of `FAMILIES`, or differs from ``like``.
     """
     own = {"vocab_size": vocab_size, "torch_dtype": str(dtype).removeprefix("torch.")}
@@ -351,7 +356,7 @@ def _flag(name: str) -> str:
 
 
 def _check_like(gpt: Gpt, like: HuggingFaceModel) -> None:
-    """Raise a CheckpointError if our model differs from the one that ``like`` describes."""
+    """Raise a CheckpointError if our model is not the one that ``like`` describes."""
     theirs = architecture_of(like.sections())
     for name, ours, other in differences(architecture_of(gpt), theirs):
         raise CheckpointError(
@@ -361,7 +366,10 @@ def _check_like(gpt: Gpt, like: HuggingFaceModel) -> None:
 
 
 def disagreements(given: Gpt, model: HuggingFaceModel) -> list[str]:
-    """Return a sentence on each flag of a run that contradicts the config.json of its weights."""
+    """Return a sentence on each flag of a run that contradicts the config.json of its weights.
+
+    ``given`` has the flags of the run, ``model`` the config.json.
+    """
     theirs = architecture_of(model.sections())
     return [
         f"{_flag(name)} is {ours!r}, but {model.path} says {other!r}, with which its weights were "

@@ -1,6 +1,6 @@
 """Describes a family of Hugging Face models: how its config.json and its weights relate to ours.
 
-Each file of ``families/`` declares a `Family`. Most of it are tables. Its functions `read` and
+Each file of ``families/`` declares a `Family`. A family is mostly tables; its functions `read` and
 `write` translate entries for which a table is not enough, such as rotary positions.
 """
 
@@ -25,17 +25,16 @@ from megatron_ext.text.convert.table import Table
 FREE = (
     "seq_length padded_vocab_size max_position_embeddings mtp_num_layers group_query_attention"
 ).split()
-"""Fields of the shape in which a run may differ from the config.json of its weights.
+"""Fields of the model's shape in which a run may differ from the config.json of its weights.
 
-The number of positions is free only if positions are not learned.
-"""
+The number of positions is free only if positions are not learned."""
 MOE_SHAPE = (
     "num_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate "
     "moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_num_groups "
     "moe_router_group_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias "
     "moe_apply_probs_on_input"
 ).split()
-"""Fields of `MoEConfig` that determine the function that a model with experts computes."""
+"""Fields of `MoEConfig` that determine which function a model with experts computes."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,8 @@ class Settings:
     """The entries of a config.json, with transformers' defaults for missing ones.
 
     Attributes:
+        path: the file.
+        values: the entries.
         read: the entries that have been read so far.
         ignored: parts of entries that have no effect here, such as ``rope_scaling.factor``.
     """
@@ -57,7 +58,11 @@ class Settings:
         return self.values.get(key)
 
     def refuse(self, key: str, value: Any = None, advice: str = "use a model without it") -> None:
-        """Raise a CheckpointError: the converted model could not do what the entry ``key`` says."""
+        """Raise a CheckpointError, since the converted model could not do what an entry says.
+
+        ``key`` names the entry; ``value`` is shown in its place if given; ``advice`` ends the
+        message.
+        """
         shown = self[key] if value is None else value
         raise CheckpointError(
             f"{self.path} says `{key}` {shown!r}, which the converted model would not have; "
@@ -66,13 +71,13 @@ class Settings:
 
 
 Fields = dict[str, Any]
-"""Values of the fields of a `Gpt`."""
+"""Fields of the sections in a `Gpt`, with their values, by name."""
 Read = Callable[[Settings], Fields]
 
 
 @dataclass(frozen=True)
 class Gpt:
-    """The sections that decide what a GPT computes with its weights."""
+    """The configuration sections that decide what a GPT computes with its weights."""
 
     model: ModelConfig
     positions: PositionConfig
@@ -82,7 +87,7 @@ class Gpt:
 
     @classmethod
     def of(cls, config: RunConfig) -> Gpt:
-        """Return the sections of a resolved run."""
+        """Return the sections of a resolved configuration."""
         return cls(
             model=config.model,
             positions=config.section(PositionConfig),
@@ -93,7 +98,7 @@ class Gpt:
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any]) -> Gpt:
-        """Return sections with these values, and with the values that are derived from them."""
+        """Return sections that have these values; other fields have defaults or derived values."""
 
         def section(kind: type[Any]) -> Any:
             names = {field.name for field in dataclasses.fields(kind)} & fields.keys()
@@ -126,14 +131,14 @@ class Family:
 
     Attributes:
         model_type: the entry `model_type` of its config.json.
-        architecture: its class in transformers.
-        same: our fields that have the same value as an entry of config.json: field to entry.
-        fixed: our fields that have the same value in all models of the family.
+        architecture: the name of its class in transformers.
+        same: our fields that equal an entry of config.json: name of the field to name of the entry.
+        fixed: our fields that have the same value in all models of the family: name to value.
         only: entries of config.json that may have only this value, or None, or be missing.
-        read: returns the other fields; raises a CheckpointError for entries that our fields cannot
-            express.
-        write: returns the other entries of config.json; the inverse of ``read``.
-        weights: returns the table of weights, given ``(gpt, vocab_size)``.
+        read: a function that returns the other fields; it raises a CheckpointError for entries that
+            our fields cannot express.
+        write: a function that returns the other entries of config.json; the inverse of ``read``.
+        weights: a function that returns the table of weights, given ``(gpt, vocab_size)``.
     """
 
     model_type: str
@@ -146,7 +151,10 @@ class Family:
     only: Mapping[str, Any] = field(default_factory=dict)
 
     def fields(self, settings: Settings) -> Fields:
-        """Translate a config.json into our fields; raise a CheckpointError if it cannot be."""
+        """Translate the entries of a config.json into our fields.
+
+        Raise a CheckpointError if our fields cannot express them.
+        """
         for key, value in self.only.items():
             if settings[key] not in (None, value):
                 settings.refuse(key)
@@ -167,7 +175,7 @@ class Family:
 
 
 def architecture_of(gpt: Gpt) -> Fields:
-    """Return the fields that determine the function that a model computes, to compare models."""
+    """Return the fields by which two models compute the same function, for a comparison."""
     model = gpt.model
     moe = gpt.moe
     positions = gpt.positions
@@ -193,13 +201,13 @@ def architecture_of(gpt: Gpt) -> Fields:
 
 
 def differences(ours: Fields, theirs: Fields) -> list[tuple[str, Any, Any]]:
-    """Return the fields in which two architectures differ, with both values."""
+    """Return (field, our value, their value) for each field in which two architectures differ."""
     names = [name for name in ours if name in theirs]
     return [(x, ours[x], theirs[x]) for x in names if ours[x] != theirs[x]]
 
 
 def words_of(fields: Mapping[str, Any]) -> list[str]:
-    """Return command-line words that set these fields; leave out defaults."""
+    """Return the words of a command line that set these fields; defaults are left out."""
     words: list[str] = []
     for section, kind in SECTIONS.items():
         for flag in flags_of(section, kind):

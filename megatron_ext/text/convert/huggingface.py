@@ -1,6 +1,6 @@
 """Converts Hugging Face models to our checkpoints, and back.
 
-The peak memory is one copy of the weights and twice the largest tensor.
+The peak memory is one copy of the weights plus twice the largest tensor.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ from megatron_ext.text.task import TEXT
 from megatron_ext.text.tokenizers import TokenizerConfig
 
 NO_TRAINING = "--micro-batch-size 1 --skip-train".split()
-"""Flags that every configuration needs, here for a run that does not train."""
+"""Flags for a run that does not train; every configuration needs a micro-batch size."""
 _NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", PREFIX)
 
 
@@ -53,10 +53,12 @@ class Export:
     """The options of an export from the checkpoint folder ``load`` to the new folder ``target``.
 
     Attributes:
-        like: Hugging Face folder from which to take other config.json entries and tokenizer files.
+        like: Hugging Face folder from which to copy the tokenizer files and those entries of
+            config.json that our flags do not determine.
         dtype: dtype to write; None keeps the dtype of the checkpoint.
-        vocab_size: rows of the vocabulary to write. None takes the number of ``like``, else of the
-            Hugging Face model that was imported, else all rows, including padding.
+        step: iteration of the checkpoint; None takes the latest.
+        vocab_size: number of vocabulary rows to write. None takes the number of ``like``, or else
+            of the Hugging Face model from which the run began, or else all rows, including padding.
         max_shard_size: the largest size of a file, in bytes or as text like ``"5GB"``.
         ema: whether to write the averaged weights (``--ema-decay``) instead of the last ones.
     """
@@ -120,7 +122,7 @@ def export_model(order: Export) -> list[str]:
 
 
 def build_bare(config: RunConfig, context: ParallelContext) -> Any:
-    """Build the whole model on one rank on the CPU, in the run's dtype, with unset weights."""
+    """Build the whole model on one rank on the CPU, in the run's dtype; its weights are not set."""
     model = dataclasses.replace(
         config.model, use_cpu_initialization=True, perform_initialization=False
     )
@@ -158,7 +160,10 @@ def _vocab_size(order: Export, padded: int, like: HuggingFaceModel | None) -> tu
 
 
 def _check_nothing_is_lost(order: Export, chunk: Any) -> None:
-    """Raise a CheckpointError if the export would lose weights, or if it needs missing averages."""
+    """Raise a CheckpointError if the export would lose weights of the checkpoint.
+
+    Raise one too if averaged weights are to be exported, but the checkpoint has none.
+    """
     iteration = choose(order.load, order.step)
     assert iteration is not None
     path = standing_folder_of(order.load, iteration)
@@ -183,9 +188,11 @@ class Import:
 
     Attributes:
         dtype: dtype of the checkpoint; None keeps the dtype of the source.
-        tensor_parallel_size: the vocabulary is padded so that as many ranks can share it equally.
-        make_vocab_size_divisible_by: divides the number of vocabulary rows on each of these ranks.
-        seq_length: ``--seq-length`` to store for ``--use-checkpoint-args``; None stores
+        tensor_parallel_size: number of ranks for which the vocabulary is padded, so that they share
+            it equally.
+        make_vocab_size_divisible_by: a divisor of the number of vocabulary rows on each of these
+            ranks.
+        seq_length: ``--seq-length`` to store for ``--use-checkpoint-args``; None stores the model's
             max_position_embeddings.
         verify: whether to compare logits with transformers before anything is written.
     """
@@ -200,10 +207,10 @@ class Import:
 
 
 def import_model(order: Import) -> tuple[list[str], list[str]]:
-    """Write a Hugging Face model as the checkpoint of iteration 0.
+    """Write a Hugging Face model as a checkpoint of iteration 0.
 
-    Return the flags with which to train it, and notes for the user. Raise a CheckpointError for a
-    model that cannot be converted, or an unusable folder.
+    Return the words of the flags with which to train the model, and notes for the user. Raise a
+    CheckpointError for a model that cannot be converted, or an unusable folder.
     """
     model = without_missing_depths(read_model(order.source))
     conversion.refuse_checkpoints(order.save)
@@ -224,7 +231,8 @@ def import_model(order: Import) -> tuple[list[str], list[str]]:
 
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""The largest allowed difference of logits, relative to the largest logit, by weights' dtype."""
+"""The largest allowed difference of logits, relative to the largest logit, by dtype of the weights.
+"""
 
 
 @torch.no_grad()
@@ -244,9 +252,10 @@ def reference_logits(model: HuggingFaceModel) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def compare_logits(chunk: Any, model: HuggingFaceModel, tokens: Tensor, theirs: Tensor) -> str:
-    """Compare our logits with those of `reference_logits`; return a note with the difference.
+    """Compare our logits of ``tokens`` with ``theirs``; return a note on the difference.
 
-    Raise a CheckpointError if they differ by more than rounding explains (`TOLERANCES`).
+    ``theirs`` are ``[1, s, v]``. Raise a CheckpointError if the logits differ by more than rounding
+    explains (`TOLERANCES`).
     """
     positions = torch.arange(tokens.shape[1])[None]
     ours = chunk.eval()(tokens, positions, None)[..., : model.vocab_size]

@@ -36,7 +36,7 @@ from megatron_ext.text.convert.table import (
 
 FP8 = "F8_E4M3"
 SCALES = "_scale_inv"
-"""The suffix of the name of the tensor with the scales of an fp8 weight."""
+"""The suffix in the names of tensors that hold the scales of an fp8 weight."""
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 """Our names of the weights that have one row for each token of the vocabulary."""
 
@@ -83,7 +83,10 @@ def load_folder(
 
 
 class _Reading:
-    """Reads a folder on one rank; call the methods in order, on all ranks together."""
+    """Reads a folder of Hugging Face weights on one rank.
+
+    All ranks call `open`, `check` and `fill`, in this order.
+    """
 
     def __init__(self, folder: Path, chunks: Sequence[torch.nn.Module]) -> None:
         self.folder = folder
@@ -93,9 +96,9 @@ class _Reading:
         ]
 
     def open(self) -> tuple[Shapes, Shapes]:
-        """Open the folder, and return the shapes that this rank needs its tensors to have at least.
+        """Open the folder; return the least shapes that this rank needs its tensors to have.
 
-        The first result has the tensors of the decoder, the second those of the depths of
+        The first mapping has the tensors of the decoder, the second those of the depths of
         multi-token prediction.
         """
         self.model = read_model(self.folder)
@@ -126,10 +129,11 @@ class _Reading:
         return runs
 
     def check(self, decoder: Shapes, depths: Shapes, may_lack_depths: bool) -> None:
-        """Check that the folder has the tensors that all ranks need.
+        """Check that the folder has the tensors that the slices of all ranks need.
 
-        If it lacks the depths, do not load them. Raise a CheckpointError if a tensor is missing,
-        superfluous, or of another shape or dtype.
+        ``decoder`` and ``depths`` hold their least shapes. If the folder lacks the depths of
+        multi-token prediction, do not load them, or raise an error unless ``may_lack_depths``.
+        Raise a CheckpointError if a tensor is missing, superfluous, or of another shape or dtype.
         """
         source = self.source
         num_layers = self.model.fields["num_layers"]
@@ -155,7 +159,7 @@ class _Reading:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Copy the values into each shard, and zeros into the padding of the vocabulary."""
+        """Copy the folder's values into each shard, and zeros into the vocabulary's padding."""
         shown = {"unit": "tensor", "delay": 1.0, "leave": False, "disable": None}
         for shard in tqdm(self.shards, "Loading", **shown):
             if shard.is_vocabulary:
@@ -177,18 +181,20 @@ class WeightFolder(TensorFolder):
         self._block: Sequence[int] = quantized.get("weight_block_size") or (1, 1)
 
     def is_scales(self, name: str) -> bool:
-        """Tell whether a tensor holds the scales of another tensor."""
+        """Tell whether the tensor ``name`` holds the scales of another tensor."""
         return name.endswith(SCALES) and name.removesuffix(SCALES) in self.names
 
     def check_kind(self, name: str) -> None:
-        """Raise a CheckpointError if a tensor has a dtype that cannot be read."""
+        """Raise a CheckpointError if the tensor ``name`` has a dtype that cannot be read."""
         kind = self.dtype(name)
         if kind == FP8 and name + SCALES in self.names:
             return
         check_dtype(self.folder, name, kind, kind)
 
     def copy(self, name: str, index: Index, target: Tensor, *, transposed: bool) -> None:
-        """Copy the block ``index`` of a tensor to ``target``; transpose it if ``transposed``.
+        """Copy a block of the tensor ``name`` to ``target``, transposed if ``transposed``.
+
+        ``index`` selects the block.
 
         Weights in fp8 are multiplied by their scales.
         """
@@ -210,9 +216,9 @@ class WeightFolder(TensorFolder):
 
 
 def weight_shards(chunk: torch.nn.Module) -> Iterator[Shard]:
-    """Yield the weights and buffers of an unwrapped chunk that a model of transformers has too.
+    """Yield the shards of an unwrapped chunk that a model of transformers has too.
 
-    These are all except adapters and the scale histories of fp8.
+    These are all weights and buffers except adapters and the scale histories of fp8.
     """
     for shard in shards_of(chunk, buffers=True):
         if MARK not in shard.name and not shard.name.endswith(HISTORY):
@@ -220,12 +226,12 @@ def weight_shards(chunk: torch.nn.Module) -> Iterator[Shard]:
 
 
 def _blocks(entry: int | slice, size: int, block: int) -> tuple[slice, Tensor]:
-    """Return which blocks of an axis an index touches, and the block of each selected value.
+    """Return the blocks of an axis that an index touches, and the block of each selected value.
 
-    The blocks are a slice, and the block of a value counts from the slice's first block.
+    The blocks are a slice; the block of a value counts from the slice's first block, ``[size]``.
 
     Args:
-        entry: the entry of the index for this axis, which selects ``size`` values.
+        entry: the entry of the index for this axis, a slice that selects ``size`` values.
         block: length of a block.
     """
     assert isinstance(entry, slice)
@@ -236,9 +242,9 @@ def _blocks(entry: int | slice, size: int, block: int) -> tuple[slice, Tensor]:
 
 
 def without_missing_depths(model: HuggingFaceModel) -> HuggingFaceModel:
-    """Remove the depths of multi-token prediction from the model if its folder has no weights.
+    """Return the model without depths of multi-token prediction if its folder has none.
 
-    transformers does not save such weights, but keeps their number in config.json.
+    transformers does not save the weights of depths, but keeps their number in config.json.
     """
     if not model.fields.get("mtp_num_layers"):
         return model
@@ -251,8 +257,8 @@ def without_missing_depths(model: HuggingFaceModel) -> HuggingFaceModel:
 def check_one_dtype(model: HuggingFaceModel) -> str:
     """Return the dtype of a model's weights, such as ``"bfloat16"``.
 
-    Weights in fp8 count as bfloat16; tensors that are always float32 do not count. Raise a
-    CheckpointError if dtypes differ.
+    Weights in fp8 are taken as bfloat16; tensors that are always float32 are left out of account.
+    Raise a CheckpointError if dtypes differ.
     """
     table = model.table()
     with WeightFolder(model) as source:
@@ -272,7 +278,7 @@ def check_one_dtype(model: HuggingFaceModel) -> str:
 
 
 def least_shapes(needs: Iterable[Shapes]) -> Shapes:
-    """Return the smallest shape of each tensor that covers the shapes that all ranks need."""
+    """Return the smallest shape of each tensor that covers all shapes in ``needs``."""
     least: Shapes = {}
     for shapes in needs:
         for name, shape in shapes.items():
@@ -281,13 +287,16 @@ def least_shapes(needs: Iterable[Shapes]) -> Shapes:
 
 
 def is_of_depth(name: str) -> bool:
-    """Tell whether one of our parameters belongs to a depth of multi-token prediction."""
+    """Tell whether our parameter ``name`` belongs to a depth of multi-token prediction."""
     own = parse(name)
     return own is not None and own.block != "decoder"
 
 
 def beyond_decoder(tensors: Iterable[str], num_layers: int) -> set[str]:
-    """Return the tensors of multi-token prediction: of layers after the last decoder layer."""
+    """Return those of ``tensors`` that belong to layers after the last decoder layer.
+
+    These are the depths of multi-token prediction.
+    """
     numbers = {name: _LAYER_NUMBER.search(name) for name in tensors}
     return {name for name, match in numbers.items() if match and int(match[1]) >= num_layers}
 
@@ -298,7 +307,10 @@ _LAYER_NUMBER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 def check_tensors(
     source: WeightFolder, table: Table, needs: Shapes, num_layers: int, vocab_size: int
 ) -> None:
-    """Raise a CheckpointError if a tensor is missing, superfluous, or of another shape or dtype."""
+    """Raise a CheckpointError if a tensor is missing, superfluous, or of another shape or dtype.
+
+    ``needs`` has the shape of each tensor that a model with the folder's config.json has.
+    """
     shapes = source.shapes()
     for name, shape in needs.items():
         source.check_kind(name)

@@ -22,7 +22,7 @@ from megatron_ext.config.model import ModelConfig
 Index = tuple[int | slice, ...]
 """The index of a block of a tensor, one entry for each axis."""
 Shapes = dict[str, tuple[int, ...]]
-"""Shapes of tensors by name."""
+"""The shapes of tensors, by name."""
 
 
 def widen(shapes: Shapes, name: str, shape: tuple[int, ...]) -> None:
@@ -37,8 +37,8 @@ class Part:
     Attributes:
         tensor: name of the tensor, with ``{layer}`` and ``{expert}`` in place of their numbers.
         count: number of rows; None divides the rows of the parameter equally among its parts.
-        start: the first of these rows in the tensor.
-        step: distance of these rows in the tensor.
+        start: index of the first of these rows in the tensor.
+        step: distance between neighbouring rows in the tensor.
         transposed: whether the tensor is stored ``[in, out]``, so that its columns are our rows.
         stacked: whether the tensor holds all experts along its first axis.
     """
@@ -56,9 +56,10 @@ Parts = Sequence[Part]
 
 @dataclass(frozen=True)
 class Run:
-    """A `Part` of one given parameter, with all numbers filled in.
+    """A `Part` of one certain parameter, with the numbers of layer and expert filled in.
 
-    Its rows from ``row`` on are the rows of ``tensor`` from ``start`` on.
+    The ``count`` rows of the parameter from ``row`` on are the rows of ``tensor`` from ``start``
+    on.
     """
 
     row: int
@@ -70,7 +71,7 @@ class Run:
     expert: int | None
 
     def shape(self, ours: Sequence[int]) -> tuple[int, ...]:
-        """Return the smallest shape of the tensor that has this run.
+        """Return the smallest shape that the tensor can have if it contains this run.
 
         ``ours`` is the shape of our parameter.
         """
@@ -79,10 +80,10 @@ class Run:
         return plane if self.expert is None else (self.expert + 1, *plane)
 
     def overlap(self, offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, Index] | None:
-        """Return the overlap of this run and a block of our parameter; None if there is none.
+        """Return where this run and a block of our parameter overlap; None if they do not.
 
-        The block begins at ``offset`` and has the shape ``shape``. Return the rows of the
-        block that belong to the run, and the index of their values in the tensor.
+        The block begins at ``offset`` in our parameter and has the shape ``shape``. The result has
+        the rows of the block that belong to the run, and the index of their values in the tensor.
         """
         low = max(self.row, offset[0])
         high = min(self.row + self.count, offset[0] + shape[0])
@@ -98,15 +99,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Table:
-    """The parts of all parameters of a model.
+    """The parts of each of a model's parameters.
 
     Attributes:
         outer: parts of parameters outside of layers, by our name.
         layer: parts of the parameters of a decoder layer, by our name within the layer.
         depth: parts of the parameters of a depth of multi-token prediction, except its transformer
             layer. transformers numbers depths as layers after the decoder's.
-        copies: tensors that are copies of other tensors: name to name. They are written, but not
-            read.
+        copies: tensors that are copies of other tensors: name of the copy to name of the original.
+            Copies are written, but not read.
         exact: suffixes of the names of tensors that stay in float32, whatever the model's dtype.
     """
 
@@ -117,14 +118,14 @@ class Table:
     exact: tuple[str, ...] = ()
 
     def is_exact(self, tensor: str) -> bool:
-        """Tell whether a tensor of transformers stays in float32."""
+        """Tell whether the tensor of this name stays in float32, whatever the model's dtype."""
         return tensor.endswith(self.exact) if self.exact else False
 
     def runs(self, name: str, rows: int, num_layers: int) -> list[Run] | None:
-        """Return the runs of one of our parameters, which has ``rows`` rows.
+        """Return the runs of our parameter ``name``, which has ``rows`` rows.
 
-        Return None if the family has no such parameter. ``name`` is the name of its shards
-        (`layers.initialization.Shard`).
+        Return None if the family has no such parameter. ``num_layers`` is the number of decoder
+        layers.
         """
         numbers: dict[str, int] = {}
         parts = self.outer.get(name)
@@ -154,7 +155,14 @@ class Table:
 
 @dataclass(frozen=True)
 class OurName:
-    """The parsed name of a parameter of a layer; ``rest`` is the name within the layer."""
+    """The parsed name of a parameter of a layer.
+
+    Attributes:
+        block: "decoder", "depth", or "depth's layer" for the transformer layer in an MTP depth.
+        layer: index of the layer or depth.
+        rest: the name within the layer.
+        expert: index of the expert; None outside of experts.
+    """
 
     block: str
     layer: int
@@ -169,9 +177,10 @@ _NAME = re.compile(
 
 
 def parse(name: str) -> OurName | None:
-    """Parse the name of shards of a layer; return None for a parameter outside of layers.
+    """Parse the name of a parameter's shards; return None for a parameter outside of layers.
 
-    The number of the layer is within the name if layers differ, else it is the first index.
+    The number of the layer is within the name if the layers differ, else it is the first of the
+    indices in brackets at the end.
     """
     match = _NAME.match(name)
     if match is None:
@@ -196,19 +205,19 @@ def joined(*tensors: str) -> Parts:
 
 
 def grouped_qkv(model: ModelConfig, query: str, key: str, value: str) -> Parts:
-    """Return the parts of ``linear_qkv``, from separate tensors of queries, keys and values."""
+    """Return the parts of ``linear_qkv`` from separate tensors of queries, keys and values."""
     return _qkv(model, ((query, 0), (key, 0), (value, 0)))
 
 
 def fused_qkv(model: ModelConfig, tensor: str, *, transposed: bool = False) -> Parts:
-    """Return the parts of ``linear_qkv``, from one tensor of all queries, all keys, all values."""
+    """Return the parts of ``linear_qkv`` from one tensor: all queries, then keys, then values."""
     heads, groups, size = head_sizes(model)
     starts = (0, heads * size, (heads + groups) * size)
     return _qkv(model, [(tensor, start) for start in starts], transposed=transposed)
 
 
 def head_sizes(model: ModelConfig) -> tuple[int, int, int]:
-    """Return the number of heads n, of query groups g, and the head size d."""
+    """Return (number of heads n, number of query groups g, head size d)."""
     heads = model.num_attention_heads
     size = model.kv_channels
     assert heads is not None and size is not None

@@ -1,6 +1,6 @@
 """Starts a run from a folder of Hugging Face weights, and writes such folders while it trains.
 
-The modules that read and write them are imported only if a flag needs them.
+The modules that read and write folders are imported only if a flag needs them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HuggingFaceConfig(Changeable):
-    """Flags of the Hugging Face folders that a run starts from and writes."""
+    """The flags of the Hugging Face folders from which a run starts and which it writes."""
 
     load_hf: str | None = flag(
         None,
@@ -53,10 +53,10 @@ class HuggingFaceConfig(Changeable):
         from_checkpoint=False,
     )
     origin: dict[str, Any] | None = derived()
-    """The config.json of the Hugging Face model that the weights come from."""
+    """The content of the config.json of the Hugging Face model from which the weights come."""
 
     def model(self) -> HuggingFaceModel | None:
-        """Return the Hugging Face model that the weights come from; None if there is none."""
+        """Return the Hugging Face model from which the weights come; None if there is none."""
         if self.load_hf is not None:
             from megatron_ext.text.convert.config import read_model
 
@@ -69,7 +69,10 @@ class HuggingFaceConfig(Changeable):
 
 
 def model_of_folder(config: RunConfig) -> Mapping[str, Mapping[str, Any]]:
-    """Return the flags that the folder of ``--load-hf`` gives, by section and field."""
+    """Return the values of flags that the folder of ``--load-hf`` determines.
+
+    They are keyed by section, then by field; {} without the flag.
+    """
     folder = config.section(HuggingFaceConfig).load_hf
     if folder is None:
         return {}
@@ -156,7 +159,7 @@ def folder_errors(run: RunConfig) -> list[str]:
 
 
 def check_vocabulary(config: RunConfig, vocab_size: int) -> None:
-    """Raise a ConfigError if a tokenizer has more entries than the model of ``--load-hf``."""
+    """Raise a ConfigError if the tokenizer has more entries than the model of ``--load-hf``."""
     given = config.section(HuggingFaceConfig)
     source = given.model() if given.load_hf is not None else None
     if source is not None and vocab_size > source.vocab_size:
@@ -170,7 +173,7 @@ def check_vocabulary(config: RunConfig, vocab_size: int) -> None:
 def load_initial_weights(
     config: RunConfig, context: ParallelContext, chunks: Sequence[torch.nn.Module]
 ) -> list[str] | None:
-    """Load the weights of ``--load-hf`` into the chunks.
+    """Load the weights in the folder of ``--load-hf`` into the model chunks of this rank.
 
     Return notes for the user, or None if the flag is not given.
     """
@@ -185,11 +188,14 @@ def load_initial_weights(
 
 
 class HuggingFaceFolders(Callback):
-    """Writes the model to ``--save-hf`` at intervals and at the end, with adapters merged."""
+    """A callback that writes the model to ``--save-hf`` at intervals and at the end.
+
+    Adapters are merged into the weights.
+    """
 
     @classmethod
     def of_run(cls, run: Run) -> HuggingFaceFolders | None:
-        """Return the callback of a run; None without ``--save-hf``."""
+        """Return the callback for a run; None without ``--save-hf``."""
         has = run.config.has(HuggingFaceConfig)
         folder = run.config.section(HuggingFaceConfig).save_hf if has else None
         return None if folder is None else cls(run, folder)
@@ -252,7 +258,7 @@ def write_run(
 
 
 def special_tokens(settings: TokenizerConfig, vocab_size: int) -> dict[str, int]:
-    """Return the ids of the tokenizer's special tokens, by their names in config.json.
+    """Return the ids of the tokenizer's special tokens, by their names such as ``bos_token_id``.
 
     Leave out tokens that the tokenizer lacks, and ids that are not below ``vocab_size``. Return {}
     if there is no tokenizer.
@@ -265,7 +271,7 @@ def special_tokens(settings: TokenizerConfig, vocab_size: int) -> dict[str, int]
 
 
 def merged_weights(chunks: Sequence[torch.nn.Module]) -> Callable[[Tensor], Tensor]:
-    """Return a function from a parameter to its values, with its LoRA adapter merged in."""
+    """Return a function from a parameter to its values with its LoRA adapter merged in."""
     from megatron_ext.layers.lora import merged_weight_of
 
     merged = merged_weight_of(unwrap_model(list(chunks)))
@@ -273,7 +279,7 @@ def merged_weights(chunks: Sequence[torch.nn.Module]) -> Callable[[Tensor], Tens
 
 
 def _tokenizer_of(config: RunConfig) -> list[Path]:
-    """Return the files of the run's tokenizer if it is a Hugging Face tokenizer, else []."""
+    """Return the files of the run's Hugging Face tokenizer; [] if it has another kind."""
     tokenizer = config.section(TokenizerConfig)
     folder = tokenizer.tokenizer_model
     if tokenizer.tokenizer_type != "HuggingFaceTokenizer" or folder is None:

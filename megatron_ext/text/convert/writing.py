@@ -1,7 +1,7 @@
 """Writes model chunks, in any layout, as a folder of Hugging Face weights.
 
-The first rank writes. It gathers one tensor at a time from the ranks that hold parts of it. The
-peak memory is therefore the model and twice the largest tensor.
+The first rank writes. It gathers one tensor at a time from the ranks that hold parts of it. Its
+peak memory is therefore the model plus twice the largest tensor.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from megatron_ext.text.convert.table import Index, Shapes, Table, widen
 
 @dataclass(frozen=True)
 class Piece:
-    """A block of a tensor of transformers that one rank holds.
+    """A block of one of transformers' tensors, which one rank holds.
 
     Attributes:
         rank: the rank that holds the block.
         shard: index of the shard that contains the block, among the shards of this rank.
         rows: the rows of the shard that form the block.
-        index: the index of the block in the tensor.
-        transposed: whether the block must be transposed for the tensor.
+        index: the index of the block in transformers' tensor.
+        transposed: whether the block must be transposed to fit the tensor.
     """
 
     rank: int
@@ -54,7 +54,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Described:
-    """A shard without its values: its name, shape and offset in the full parameter."""
+    """A shard without its values.
+
+    Attributes:
+        name: name of the parameter.
+        full_shape: shape of the whole parameter.
+        offset: the place in the parameter at which the shard begins.
+        shape: shape of the shard.
+    """
 
     name: str
     full_shape: tuple[int, ...]
@@ -64,7 +71,7 @@ class Described:
 
 @dataclass(frozen=True)
 class Plan:
-    """The tensors to write, on the meta device, and the pieces of each tensor, by name."""
+    """The tensors to write, on the meta device, and the pieces of each; both by tensor name."""
 
     tensors: dict[str, Tensor]
     pieces: dict[str, list[Piece]]
@@ -77,9 +84,10 @@ class Plan:
         num_layers: int,
         dtype: torch.dtype,
     ) -> Plan:
-        """Make the plan from the shards of each rank.
+        """Plan the tensors to write from the shards of all ranks.
 
-        Raise a CheckpointError if a parameter has no place in the table.
+        ``by_rank`` has a list of shards for each rank. Raise a CheckpointError if a parameter has
+        no place in the table.
         """
         shapes: Shapes = {}
         pieces: dict[str, list[Piece]] = {}
@@ -192,7 +200,7 @@ class _Sender:
         self._owners: list[Tensor] = []
 
     def describe(self) -> list[Described]:
-        """Return the shards that this rank sends: those of which it holds the main copy."""
+        """Return the shards that this rank sends: those whose main copy is here."""
         for chunk in self._bare:
             own = {x.data_ptr(): x for x in (*chunk.parameters(), *chunk.buffers())}
             starts = sorted(own)
@@ -208,7 +216,7 @@ class _Sender:
         ]
 
     def gather(self, plan: Plan, name: str) -> Tensor | None:
-        """Gather a tensor of transformers on the first rank; return None on the others."""
+        """Gather a tensor of transformers, ``name``, on the first rank; elsewhere return None."""
         described = plan.tensors[name]
         by_rank = dict[int, list[Piece]]()
         for piece in plan.pieces[name]:
@@ -240,7 +248,7 @@ class _Sender:
     def _values(self, pieces: Sequence[Piece]) -> Iterator[Tensor]:
         """Yield the values of each piece, with the axes in the order of transformers' tensor.
 
-        Consecutive pieces of one parameter share one call of ``value_of``.
+        Consecutive pieces of one parameter share one call of ``value_of``, which may be expensive.
         """
         last = replaced = None
         for piece in pieces:

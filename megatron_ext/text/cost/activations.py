@@ -40,17 +40,26 @@ class Activations(GptRun):
         return rms_norm(self.sizes, tokens, size, frozen=not self.trains)
 
     def output_norm(self) -> int:
-        """Return the bytes that the norm of a branch's output keeps, with its input."""
+        """Return the bytes kept for the norm of an attention's or MLP's output, its input included.
+
+        It is 0 without sandwich norms.
+        """
         if not self.config.model.sandwich_norm:
             return 0
         return self.residual + self.norm(self.sizes.residual_tokens, self.sizes.h)
 
     def dropout(self, elements: int, probability: float) -> int:
-        """Return the bytes of a dropout mask; an element takes 1 byte on a GPU, more on a CPU."""
+        """Return the bytes of a dropout mask of ``elements`` elements; 0 without dropout.
+
+        An element takes 1 byte on a GPU, more on a CPU.
+        """
         return elements * (1 if self.sizes.gpu else self.sizes.width) if probability else 0
 
     def latent(self, latent: LatentSizes) -> int:
-        """Return the bytes that multi-latent attention keeps up to its queries, keys and values."""
+        """Return the bytes that multi-latent attention keeps to compute queries, keys and values.
+
+        The queries, keys and values themselves are included.
+        """
         sizes = self.sizes
         kept = sizes.residual_tokens * latent.kept * sizes.width
         for rank in (latent.query_rank, latent.rank):
@@ -96,9 +105,9 @@ class Activations(GptRun):
 
     @property
     def _exchange(self) -> str | None:
-        """Return how context parallelism exchanges keys: "gather", "trade" (all-to-all) or None.
+        """Return how context parallelism exchanges keys: "gather" or "trade" (all-to-all).
 
-        None means that autograd keeps no exchanged keys: cp is 1, or attention is recomputed.
+        It is None if autograd keeps no exchanged keys: cp is 1, or attention is recomputed.
         """
         if self.sizes.cp == 1 or self.recomputes("core_attn"):
             return None
@@ -106,7 +115,7 @@ class Activations(GptRun):
 
     @property
     def attends_eagerly(self) -> bool:
-        """Return whether attention runs without a fused kernel, and keeps its matrix of scores."""
+        """Return whether attention runs without a fused kernel, so that it keeps all its scores."""
         model = self.config.model
         drops = model.attention_dropout > 0
         if self.sizes.gpu:
@@ -176,9 +185,10 @@ class Activations(GptRun):
         return LayerBytes(kept + inner.kept, self.residual + inner.transient)
 
     def _inner(self, tokens: int, width: int, *, scaled: bool) -> LayerBytes:
-        """Return the bytes of an MLP with ``width`` channels on this rank, from fc1's output on.
+        """Return the bytes of an MLP from the output of fc1 to the input of fc2.
 
-        ``scaled`` adds a tensor, the product with the router's weights.
+        The MLP has ``width`` channels on this rank and gets ``tokens`` tokens. ``scaled`` adds one
+        tensor, since an expert's output is multiplied by the router's weights.
         """
         model = self.config.model
         sizes = self.sizes
@@ -196,7 +206,10 @@ class Activations(GptRun):
         return LayerBytes(tensors * tensor, max(of_fc2, of_product, of_fc1))
 
     def _experts(self) -> LayerBytes:
-        """Return the bytes of router, dispatch and local experts, if the load is balanced."""
+        """Return the bytes of an MoE layer's router, token dispatch and local experts.
+
+        All experts are taken to get equally many tokens.
+        """
         sizes = self.sizes
         moe = self.moe
         count = moe.num_experts or 1
@@ -246,7 +259,11 @@ class Activations(GptRun):
         return (proj if attended else -proj * (width - 1)) - sum(inputs.values()) * (width - 1)
 
     def _inputs(self, number: int) -> dict[str, int]:
-        """Return the number of input elements that a rank keeps for each linear layer, by name."""
+        """Return the number of elements that each linear layer of decoder layer ``number`` keeps.
+
+        The elements are those of the layer's input on one rank. The keys are names such as
+        ``linear_qkv``.
+        """
         sizes = self.sizes
         experts = self.sizes.experts[number]
         hidden = sizes.residual_tokens * sizes.h
@@ -266,9 +283,11 @@ class Activations(GptRun):
         return {**first, "linear_proj": proj, "linear_fc1": fc1, "linear_fc2": fc2}
 
     def _adapters(self, inputs: dict[str, int], *, attended: bool) -> int:
-        """Return the bytes that adapters add, minus the inputs that frozen layers do not keep.
+        """Return the bytes that LoRA adapters add, minus the inputs that frozen layers do not keep.
 
-        A frozen linear layer without an adapter keeps no input, unless attention keeps it anyway.
+        ``inputs`` has the number of elements of each linear layer's input, by name. A frozen linear
+        layer without an adapter keeps no input; but if ``attended``, attention keeps its own
+        output, which is the input of ``linear_proj``.
         """
         lora = self.config.lora
         sizes = self.sizes
@@ -308,9 +327,10 @@ class Activations(GptRun):
         return in_order(*parts)
 
     def deferred(self, stage: Stage) -> int:
-        """Return the bytes of inputs and output gradients kept for deferred weight gradients.
+        """Return the bytes that a stage's linear layers keep for deferred weight gradients.
 
-        A zero-bubble schedule keeps them between its two backward passes; see `layers.linear`.
+        They are inputs and output gradients. A zero-bubble schedule keeps them between its two
+        backward passes, for inputs and for weights.
         """
         sizes = self.sizes
         inner = 3 if self.config.model.gated else 2

@@ -23,14 +23,15 @@ from megatron_ext.text.cost.latent import LatentSizes
 
 @dataclass(frozen=True)
 class Sizes(Ranks):
-    """The sizes of a resolved run that the formulas need.
+    """The sizes of a run, from its resolved configuration, that the cost formulas need.
 
     Attributes:
         s, h, f, n, g, d, v: sequence length (of the run, not of a rank), hidden size, width of the
             MLP, attention heads, query groups, head size, vocabulary.
         depths: number of MTP depths (prediction modules).
         experts: for each layer, whether it holds experts.
-        latent: the sizes of multi-latent attention, in which d is the size of a value; or None.
+        latent: the sizes of multi-latent attention, where d is the size of a head's value; None for
+            other attention.
     """
 
     s: int
@@ -47,7 +48,10 @@ class Sizes(Ranks):
 
     @property
     def projected(self) -> int:
-        """Return the channels of a token that attention's first projections put out, all heads."""
+        """Return the channels per token of queries, keys and values together, over all heads.
+
+        For multi-latent attention they are the outputs of the two projections up to the heads.
+        """
         if self.latent is not None:
             return self.latent.queries + self.latent.keys_and_values
         return (self.n + 2 * self.g) * self.d
@@ -64,7 +68,10 @@ class Sizes(Ranks):
 
     @property
     def residual_tokens(self) -> int:
-        """Return a rank's tokens in the residual stream, where sequence parallelism splits them."""
+        """Return a rank's tokens of a micro-batch in the residual stream.
+
+        Sequence parallelism divides them among tensor-parallel ranks.
+        """
         return self.tokens // self.sequence_size
 
     def in_8_bits(self, fp8: Fp8Config, number: int) -> bool:
@@ -73,7 +80,10 @@ class Sizes(Ranks):
 
 
 def attention_matrices(config: RunConfig, tp: int = 1) -> list[Linear]:
-    """Return attention's linear layers, sharded over ``tp`` ranks, in the order of the module."""
+    """Return attention's linear layers, in the order in which the module registers them.
+
+    ``tp`` tensor-parallel ranks shard them.
+    """
     model = config.model
     h = model.hidden_size or 0
     n = model.num_attention_heads or 0
@@ -87,9 +97,10 @@ def attention_matrices(config: RunConfig, tp: int = 1) -> list[Linear]:
 
 
 def mlp_matrices(h: int, width: int, *, gated: bool, ranks: int = 1, **layout: Any) -> list[Linear]:
-    """Return the linear layers of an MLP whose ``width`` channels ``ranks`` ranks shard.
+    """Return the two linear layers of an MLP, fc1 and fc2.
 
-    ``layout`` is passed on to `Linear`.
+    Its ``width`` channels are divided among ``ranks`` ranks; ``h`` is the hidden size. ``layout``
+    is passed on to `Linear`.
     """
     return [
         Linear("linear_fc1", width * (2 if gated else 1), h, rows=ranks, **layout),
@@ -98,9 +109,10 @@ def mlp_matrices(h: int, width: int, *, gated: bool, ranks: int = 1, **layout: A
 
 
 def score_channels(config: RunConfig) -> int:
-    """Return the multiplications of causal attention per token and position, in one layer.
+    """Return attention's multiplications per query and position of the sequence, in one layer.
 
-    A query meets half of all keys and values, on average.
+    They are the products with keys and with values, halved: a causal query meets half of the
+    positions on average.
     """
     model = config.model
     n = model.num_attention_heads or 0
@@ -110,13 +122,15 @@ def score_channels(config: RunConfig) -> int:
 
 
 def token_products(config: RunConfig, *, gated: bool) -> dict[str, int]:
-    """Return the multiplications per token in a model's forward pass, by part of the model.
+    """Return the multiplications per token of the forward pass, by part of the model.
 
-    Parts: ``projections`` of queries, keys, values and output in a layer; ``scores`` of causal
-    attention in a layer, with the product of scores and values; ``windowed``, those of a layer with
-    the window of ``--window-size``; ``dense``, the MLP of a layer (with
-    a third matrix if ``gated``); ``experts``, all experts of one token in a layer; ``depth``, the
-    projection before the layer of an MTP depth; ``logits``, the output layer.
+    - ``projections``: queries, keys, values and output, in a layer
+    - ``scores``: causal attention in a layer, that is products with keys and with values
+    - ``windowed``: the same in a layer with the window of ``--window-size``
+    - ``dense``: the MLP of a layer, with a third matrix if ``gated``
+    - ``experts``: all experts of one token, in a layer
+    - ``depth``: the projection before the layer of an MTP depth
+    - ``logits``: the output layer
     """
     model = config.model
     moe = config.section(MoEConfig)
@@ -139,10 +153,10 @@ def token_products(config: RunConfig, *, gated: bool) -> dict[str, int]:
 
 
 def _keys_in_window(config: RunConfig) -> int:
-    """Return twice the mean number of keys that a query of a windowed layer attends to, less 1.
+    """Return twice the mean number of keys per query in a layer with a window, less 1.
 
-    That is the sequence length s where the window hides nothing, as in ``scores``. With w keys to
-    the left of their own, s queries attend to s (w + 1) - w (w + 1) / 2 keys.
+    The result is the sequence length s if the window hides nothing. If the window shows a query its
+    own key and w keys before it, s queries attend to s (w + 1) - w (w + 1) / 2 keys.
     """
     length = config.model.seq_length or 0
     window = config.section(AttentionConfig).window_size
@@ -156,8 +170,8 @@ def flops_per_sample(config: RunConfig) -> float:
     """Return the operations of one sequence in the forward and backward pass of the model.
 
     Recomputation is not counted. The formula is Megatron-LM's, for comparable figures: it counts
-    the norms of multi-token prediction, and the gate of SwiGLU but of no other gated MLP. Of layers
-    with a window only the keys in the window count.
+    the norms of multi-token prediction, and the gate of SwiGLU but of no other gated MLP. In layers
+    with a window, only keys inside of it count.
     """
     model = config.model
     attention = config.section(AttentionConfig)
@@ -178,24 +192,24 @@ def flops_per_sample(config: RunConfig) -> float:
 
 @dataclass(frozen=True)
 class GptRun(Network):
-    """A GPT in one run, with the numbers that its formulas share."""
+    """A GPT in one run: its configuration, its sizes, and numbers that several cost formulas need."""
 
     config: RunConfig
     sizes: Sizes
 
     @property
     def moe(self) -> MoEConfig:
-        """Return the flags of experts."""
+        """Return the section of the MoE flags."""
         return self.config.section(MoEConfig)
 
     @property
     def scoring(self) -> AttentionConfig:
-        """Return the flags of windows and scores of attention."""
+        """Return the section of the flags of attention windows and scores."""
         return self.config.section(AttentionConfig)
 
     @property
     def trains(self) -> bool:
-        """Return whether the model's own weights are trained, not adapters alone."""
+        """Return whether the model's own weights are trained, not only LoRA adapters."""
         return self.config.lora.lora_rank is None
 
     @property
@@ -206,30 +220,37 @@ class GptRun(Network):
 
     @property
     def table(self) -> int:
-        """Return the numbers of a rank's part of the embedding, and of the output layer."""
+        """Return the number of elements in a rank's shard of the word embedding.
+
+        The shard of the output layer has as many.
+        """
         return self.sizes.v // self.sizes.tp * self.sizes.h
 
     @property
     def routed(self) -> int:
-        """Return the tokens that a rank's experts get in one layer, if the load is balanced."""
+        """Return the number of tokens that a rank's experts get from a micro-batch in one layer.
+
+        All experts are taken to get equally many; a token counts once for each of its experts.
+        """
         return self.sizes.residual_tokens * self.moe.moe_router_topk * self.sizes.etp
 
     @property
     def expert_width(self) -> int:
-        """Return a rank's channels of one expert."""
+        """Return the channels of one expert's MLP on one rank."""
         return (self.moe.moe_ffn_hidden_size or self.sizes.f) // self.sizes.etp
 
     @property
     def loss_rows(self) -> int:
-        """Return the tokens of a block of the chunked cross-entropy."""
+        """Return the number of tokens per block of the chunked cross-entropy."""
         x = self.sizes
         usual = fused_rows(x.tokens, x.h) if x.gpu else default_rows(x.tokens)
         return self.config.loss.cross_entropy_chunk_size or usual
 
     def recomputes(self, part: str) -> bool:
-        """Return whether a layer's backward pass runs ``part`` again.
+        """Return whether a layer's backward pass computes ``part`` again.
 
-        Parts are named as in ``--recompute-modules``. Full recomputation is not considered.
+        Parts are named as in ``--recompute-modules``. The answer leaves
+        ``--recompute-granularity full`` out of account.
         """
         model = self.config.model
         moe = self.moe
@@ -241,7 +262,7 @@ class GptRun(Network):
 
 @dataclass(frozen=True)
 class GptFlops(GptRun):
-    """The operations of one micro-batch on one rank, layer by layer."""
+    """The floating-point operations of one micro-batch on one rank, layer by layer."""
 
     @cached_property
     def _products(self) -> dict[str, int]:
@@ -266,7 +287,10 @@ class GptFlops(GptRun):
         )
 
     def _cast_bytes(self, number: int) -> int:
-        """Return the bytes per token that casts of inputs and output gradients of a layer move."""
+        """Return the bytes per token that one layer's casts to 8 bits read and write.
+
+        The layer casts the inputs and the output gradients of its linear layers.
+        """
         x = self.sizes
         gated = self.config.model.gated
         each = cast_of(self.config.fp8.fp8_recipe)[0]
@@ -279,7 +303,10 @@ class GptFlops(GptRun):
         return (around + x.f + wide) * each
 
     def joins_activation(self, number: int) -> bool:
-        """Return whether a layer's casts compute its activation too (`layers.fp8.activation`)."""
+        """Return whether the kernel that casts to 8 bits computes a layer's activation too.
+
+        `layers.fp8.activation` has this kernel.
+        """
         fp8 = self.config.fp8
         model = self.config.model
         changed = model.activation_func_clamp_value is not None or model.glu_linear_offset != 0
@@ -291,11 +318,17 @@ class GptFlops(GptRun):
         return self._on_rank("projections") + self._on_rank("experts" if experts else "dense")
 
     def _trained(self, linear: float) -> float:
-        """Return the operations for weight gradients: as many as the forward pass, 0 with LoRA."""
+        """Return the operations for weight gradients of layers with ``linear`` forward operations.
+
+        There are as many as in the forward pass, and none if only LoRA adapters are trained.
+        """
         return linear if self.trains else 0.0
 
     def _depth_flops(self) -> Flops:
-        """Return the operations of one MTP depth without its logits; none of them is in 8 bits."""
+        """Return the operations of one MTP depth, all of them in 16 or 32 bits.
+
+        Its logits are not counted.
+        """
         linear = self._linear(self.sizes.experts[-1]) + self._on_rank("depth")
         scores = self._scores(self.sizes.layers - 1)
         return Flops(linear, scores=scores, weights=self._trained(linear))
@@ -327,7 +360,7 @@ class GptFlops(GptRun):
         return total
 
     def _again(self, number: int) -> tuple[float, float]:
-        """Return the operations that layer ``number`` recomputes: (linear, attention)."""
+        """Return the operations that layer ``number`` recomputes: (linear layers, attention)."""
         model = self.config.model
         experts = self.sizes.experts[number]
         scores = self._scores(number)
@@ -351,5 +384,8 @@ class GptFlops(GptRun):
         return self._on_rank("windowed" if self._windowed[number] else "scores")
 
     def _on_rank(self, part: str) -> float:
-        """Return one rank's forward operations in ``part``, a key of `token_products`."""
+        """Return one rank's forward operations in a part of the model.
+
+        ``part`` is a key of `token_products`, such as ``logits``.
+        """
         return MULTIPLY_AND_ADD * self._products[part] * self.sizes.tokens / self.sizes.tp

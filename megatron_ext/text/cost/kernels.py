@@ -1,8 +1,8 @@
-"""The kernels of a GPT's micro-batch beside the matrix products of its layers.
+"""Counts the GPU kernels of a GPT's micro-batch that are no matrix products of its layers.
 
-Bytes are counted as the compiled functions of a GPU move them (`layers.pointwise`, `losses`): each
-is one kernel, which reads its inputs and writes its outputs once. A test compares the sums with
-those of a traced layer.
+Bytes are counted as the compiled functions of `layers.pointwise` and `losses` move them on a GPU.
+Each function is one kernel, which reads its inputs and writes its outputs once. A test compares the
+sums with those of a traced layer.
 """
 
 from dataclasses import dataclass
@@ -21,28 +21,34 @@ LAYER_KERNELS = {
     ("pointwise", Phase.INPUT): 6,
     ("plumbing", Phase.WEIGHT): 4,
 }
-"""Kernels of a dense layer. The pointwise ones are the first norm, three that split the projection
-and rotate, the sum with the second norm, the activation and the last sum. Going back, a norm takes
-two kernels. The gradients of both gains are cast and added to the buffer."""
+"""The number of kernels of a dense layer, by class and phase. The pointwise ones of the forward
+pass are the first norm, three that split the projection into queries, keys and values and rotate
+them, the sum with the second norm, the activation and the last sum. In the backward pass, a norm
+takes two kernels. The plumbing casts the gradients of both norms' gains and adds them to the
+gradient buffer."""
 PASSES = 4
-"""Kernels of the two passes over a block of logits, the first of which needs three."""
+"""The number of kernels for the two passes over a block of logits; the first pass needs three."""
 VECTOR_KERNELS = 18
-"""Kernels of vectors ``[C]`` for a block of logits."""
+"""The number of kernels on vectors with one number per token, for a block of logits."""
 LOSS_KERNELS = 66
-"""Kernels of vectors of all tokens of a micro-batch: their weights, sums and reports."""
+"""The number of kernels on vectors with one number per token of the micro-batch.
+
+They compute loss weights, sums and reports."""
 
 LOGIT = 2 + 4
-"""Bytes per 16-bit logit: a pass that reads it, and one that overwrites it by its gradient."""
+"""Bytes moved per 16-bit logit: one pass reads it, another overwrites it by its gradient."""
 EAGER_LOGIT = 48
-"""Bytes per 16-bit logit without blocks and compiled passes; see `losses.vocabulary`."""
+"""Bytes moved per 16-bit logit by the eager cross-entropy, without blocks and compiled passes."""
 
 ZEROING = 4
-"""Bytes per weight of head and embedding once in a step, in which the buffer is set to zero."""
+"""Bytes per weight of output layer and embedding to set their gradients to zero once in a step."""
 HEAD_PLUMBING = 12
-"""Bytes per weight of the head: its float32 sum is read, and added to the buffer. The first sum of
-a step is written there, 4 bytes less, if no embedding has the same weight."""
+"""Bytes per weight of the output layer to read its float32 gradient and add it to the buffer.
+
+The first gradient of a step is written, not added, which saves 4 bytes, unless an embedding shares
+the weight."""
 ROW_PLUMBING = 2 + 4 + 4 + 8
-"""Bytes per number of the embedded tokens, whose gradient is cast and added to the buffer."""
+"""Bytes per element of the embedded tokens to cast their gradient and add it to the buffer."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class GptKernels(GptFlops):
     """Counts of the kernels of one micro-batch on one rank."""
 
     def other_work(self, stage: Stage) -> list[Work]:
-        """Return the kernels of one micro-batch beside the products of layers and attention."""
+        """Return a stage's kernels of one micro-batch other than its matrix products."""
         x = self.sizes
         count = self.num_microbatches
         fp8 = self.config.fp8
@@ -75,9 +81,10 @@ class GptKernels(GptFlops):
         return work + (self._head_work(stage) if stage.head else [])
 
     def layer_work(self, experts: bool, *, joins: bool = False) -> list[Work]:
-        """Return the bytes of a layer's pointwise kernels, and the number of kernels of each class.
+        """Return the kernels of one layer, by class and phase; pointwise ones with their bytes.
 
-        ``joins`` leaves out the activation, which casts to 8 bits compute.
+        ``experts`` tells whether the layer has experts. ``joins`` leaves out the activation, which
+        then the kernel that casts to 8 bits computes.
         """
         x = self.sizes
         model = self.config.model
@@ -105,9 +112,9 @@ class GptKernels(GptFlops):
         ]
 
     def _norms(self, count: int) -> list[Work]:
-        """Return the work of ``count`` norms of the residual stream.
+        """Return the kernels of ``count`` norms of the residual stream.
 
-        Each moves 2 tensors forward and 3 backward.
+        Each norm moves 2 tensors in the forward pass and 3 in the backward pass.
         """
         return [
             Work("pointwise", phase, num_bytes=count * tensors * self.residual, kernels=2 * count)
@@ -115,9 +122,10 @@ class GptKernels(GptFlops):
         ]
 
     def _overwrites_head(self, stage: Stage) -> bool:
-        """Return whether the first gradient of the head in a step overwrites the one before.
+        """Return whether the output layer's first gradient in a step is written, not added.
 
-        CUDA graphs and sharded gradients always add, and an embedding that has the same weight.
+        It is always added with CUDA graphs, with sharded gradients, and on a stage with an
+        embedding that shares the weight.
         """
         tied = not self.config.model.untie_embeddings_and_output_weights
         graphed = self.config.cuda_graphs.cuda_graph_impl == "local"
@@ -128,8 +136,9 @@ class GptKernels(GptFlops):
         """Return the kernels of the output layer and the loss.
 
         The chunked cross-entropy computes the gradients in its forward pass, block by block, and
-        sums the weight's in float32: 4 bytes for the first block, 8 for each other, of which 2 a
-        block are in the assumed rate of products.
+        sums those of the weight in float32. A weight takes 4 bytes in the first block and 8 in each
+        other; 2 bytes per block are left out, since the assumed rate of matrix products covers
+        them.
         """
         x = self.sizes
         losses = 1 + self.sizes.depths

@@ -11,16 +11,18 @@ from megatron_ext.text.config.attention import LatentAttentionConfig
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """Channels of one token in a layer of multi-latent attention, of all heads.
+    """Sizes of a layer of multi-latent attention, in channels of one token.
 
     Attributes:
-        h, n: channels of the hidden state, and heads.
-        query_rank: channels of the vector that queries are computed from; 0 if it is the hidden
-            state.
-        rank, rotated: channels of the vector that keys and values are computed from, and of the
-            rotated part of a key, which all heads share.
-        key, value: channels of one head's key (and query) and value.
-        norms: whether the small vectors are normalized.
+        h: channels of the hidden state.
+        n: number of heads.
+        query_rank: channels of the vector from which queries are computed; 0 if they are computed
+            from the hidden state.
+        rank: channels of the vector from which keys and values are computed.
+        rotated: channels of the rotated part of a key, which all heads share.
+        key: channels of one head's key, and of its query.
+        value: channels of one head's value.
+        norms: whether the vectors of ``query_rank`` and ``rank`` channels are normalized.
     """
 
     h: int
@@ -34,7 +36,7 @@ class LatentSizes:
 
     @classmethod
     def of(cls, config: RunConfig) -> LatentSizes | None:
-        """Return the sizes of a resolved run; None without ``--multi-latent-attention``."""
+        """Return the sizes in a resolved configuration; None without multi-latent attention."""
         latent = config.section(LatentAttentionConfig)
         model = config.model
         if not latent.multi_latent_attention:
@@ -52,28 +54,31 @@ class LatentSizes:
 
     @property
     def queries(self) -> int:
-        """Return the outputs of the projection to queries."""
+        """Return the channels of all heads' queries together."""
         return self.n * self.key
 
     @property
     def keys_and_values(self) -> int:
-        """Return the outputs of the projection to unrotated keys and values."""
+        """Return the channels of all heads' values and unrotated parts of keys together."""
         return self.n * (self.key - self.rotated + self.value)
 
     @property
     def small(self) -> int:
-        """Return the outputs of the projections that are whole on every tensor-parallel rank."""
+        """Return the channels that every tensor-parallel rank computes whole.
+
+        They are those of the two small vectors and the rotated part of a key.
+        """
         return self.query_rank + self.rank + self.rotated
 
     @property
     def kept(self) -> int:
-        """Return the elements kept of the small vectors, before and after their norms."""
+        """Return the elements per token kept of the channels in `small` and of their norms."""
         return self.small + (self.norms * (self.query_rank + self.rank))
 
     def matrices(self, tp: int) -> list[Linear]:
-        """Return the projections but the last, in the order in which the layer registers them.
+        """Return the projections to queries, keys and values, in the order of their registration.
 
-        ``tp`` ranks shard those that put out the vectors of heads.
+        ``tp`` tensor-parallel ranks shard those whose outputs are divided into heads.
         """
         rank = self.query_rank
         first = [Linear("linear_q_proj", self.queries, self.h, rows=tp, bias=False)]

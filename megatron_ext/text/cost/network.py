@@ -1,8 +1,8 @@
 """The cost model of a GPT, `GPT_COST`, by which `planning` estimates memory and time.
 
-This file has the layers of each stage, their parameters and the bytes that ranks send. flops.py has
-the sizes of a run and its operations, activations.py the bytes kept for the backward pass, and
-kernels.py the bytes that kernels move.
+This file counts the layers of each pipeline stage, their parameters and the bytes that ranks send.
+flops.py has the sizes of a run and its operations, activations.py the bytes kept for the backward
+pass, and kernels.py the bytes that kernels move.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,7 +41,7 @@ RECOMPUTATION: dict[str, dict[str, object]] = {
         "recompute_modules": None,
     },
 }
-"""The modes of recomputation, as fields of `ModelConfig`."""
+"""The modes of recomputation, each with the fields of `ModelConfig` that it sets."""
 
 
 def _num_layers(parallel: ParallelConfig, total: int, placement: Placement, index: int) -> int:
@@ -69,7 +69,7 @@ def _num_layers(parallel: ParallelConfig, total: int, placement: Placement, inde
 
 @dataclass(frozen=True)
 class Parameters(GptRun):
-    """Formulas for names and sizes of a stage's parameters, in the order of their registration."""
+    """Lists the names and sizes of a stage's parameters, in the order of their registration."""
 
     def weights(self, stage: Stage) -> list[Weight]:
         fp8 = self.config.fp8
@@ -128,7 +128,7 @@ class Parameters(GptRun):
         return weights
 
     def _linear_weights(self, name: str, linears: Sequence[Linear]) -> list[Weight]:
-        """Return the weights of the linear layers in the module ``name``."""
+        """Return the weights of ``linears``, with names under the module ``name``."""
         lora = self.config.lora
         return [weight for x in linears for weight in x.weights(lora, f"{name}.")]
 
@@ -148,7 +148,10 @@ class Parameters(GptRun):
         return weights
 
     def _mlp(self, width: int, ranks: int, **layout: Any) -> list[Linear]:
-        """Return the linear layers of an MLP whose ``width`` channels ``ranks`` ranks divide."""
+        """Return the linear layers of an MLP of ``width`` channels.
+
+        ``ranks`` ranks divide the channels among them; ``layout`` is passed on to `Linear`.
+        """
         model = self.config.model
         layout.setdefault("bias", model.add_bias_linear)
         return mlp_matrices(self.sizes.h, width, gated=model.gated, ranks=ranks, **layout)
@@ -172,7 +175,10 @@ class Parameters(GptRun):
         return weights
 
     def _depth_weights(self, name: str) -> list[Weight]:
-        """Return the sizes of an MTP depth's weights; its layer is like the last decoder layer."""
+        """Return the weights of an MTP depth, the module ``name``.
+
+        Its transformer layer is like the last decoder layer.
+        """
         x = self.sizes
         weights = [*self._norm_weights(f"{name}.enorm"), *self._norm_weights(f"{name}.hnorm")]
         both = Linear("eh_proj", x.h, 2 * x.h, rows=x.tp, bias=False)
@@ -188,7 +194,10 @@ class GptNetwork(Parameters, Activations, GptKernels):
 
     @classmethod
     def of(cls, config: RunConfig) -> "GptNetwork":
-        """Return the formulas of a resolved run; raise a ConfigError without a vocabulary size."""
+        """Return the cost formulas for a resolved configuration.
+
+        Raise a ConfigError if the vocabulary size is not set.
+        """
         model = config.model
         if not model.padded_vocab_size:
             raise ConfigError("`--padded-vocab-size` is missing; give it, or a tokenizer.")
@@ -275,7 +284,10 @@ class GptNetwork(Parameters, Activations, GptKernels):
         return total
 
     def layer_traffic(self, experts: bool) -> Volume:
-        """Return the bytes that a rank sends in all passes of one layer, with recomputation."""
+        """Return the bytes that a rank sends for one layer in all passes, recomputation included.
+
+        ``experts`` tells whether the layer has experts.
+        """
         x = self.sizes
         gather = self._gather()
         # Multi-latent attention gathers its small vectors instead of its input.
@@ -296,12 +308,15 @@ class GptNetwork(Parameters, Activations, GptKernels):
         return forward + backward + Volume(context=forward.context if again else 0.0)
 
     def _gather(self) -> float:
-        """Return the bytes that a rank sends to gather ``[s, b, h]`` over tensor-parallel ranks."""
+        """Return the bytes that a rank sends to gather hidden states ``[s, b, h]``.
+
+        They are gathered over the tensor-parallel ranks.
+        """
         x = self.sizes
         return ring(x.tp) * x.tokens * x.h * x.width
 
     def _context(self) -> float:
-        """Return the bytes that a rank sends in a layer's forward pass for context parallelism."""
+        """Return the bytes that context parallelism sends per rank in a layer's forward pass."""
         x = self.sizes
         tokens = x.tokens * x.width // x.tp
         both = x.key + x.d
@@ -310,7 +325,7 @@ class GptNetwork(Parameters, Activations, GptKernels):
         return (x.cp - 1) * tokens * x.g * both
 
     def _dispatch(self) -> float:
-        """Return the bytes that a rank sends to experts and back in one layer's forward pass."""
+        """Return the bytes that a rank sends to and from experts in one layer's forward pass."""
         x = self.sizes
         moe = self.moe
         ranks = x.ep * x.etp

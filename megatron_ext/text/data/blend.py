@@ -20,7 +20,8 @@ Blend = tuple[list[str], list[float] | None]
 class BlendSpec:
     """The data of a run: one blend that ``--split`` divides, or one blend for each split.
 
-    A blend is a pair: dataset prefixes, and their weights (None if no weights are given).
+    A blend is a pair: the prefixes of datasets, and the list of their weights (None if no weights
+    are given).
     """
 
     blend: Blend | None
@@ -32,9 +33,10 @@ class BlendSpec:
 
 
 def _blend(flag: str, words: Sequence[str] | None) -> Blend | None:
-    """Parse prefixes, or alternating weights and prefixes, as Megatron-LM does.
+    """Parse the value of a flag: prefixes, or weights and prefixes in turn, as Megatron-LM does.
 
-    Return None if there are no words. Raise a DataError for bad weights or a mix of both forms.
+    Return None if ``words``, the value, is missing. Raise a DataError for bad weights or a mix of
+    both forms.
     """
     if not words:
         return None
@@ -57,7 +59,10 @@ def _blend(flag: str, words: Sequence[str] | None) -> Blend | None:
 
 
 def read_blend(data: DataConfig) -> BlendSpec:
-    """Collect the dataset prefixes of a run from its flags; raise a DataError if they are bad."""
+    """Return the dataset prefixes that the flags of a run give.
+
+    Raise a DataError if a flag's value or file is bad.
+    """
     if data.data_args_path is not None:
         path = data.data_args_path
         try:
@@ -93,7 +98,10 @@ def read_blend(data: DataConfig) -> BlendSpec:
 
 
 def training_blend(data: DataConfig) -> BlendSpec:
-    """Collect the dataset prefixes of a run from its flags; raise a DataError if there are none."""
+    """Return the dataset prefixes that the flags of a run give.
+
+    Raise a DataError if a flag's value or file is bad, or if no training data are given.
+    """
     spec = read_blend(data)
     if not spec.prefixes():
         raise DataError(
@@ -114,8 +122,8 @@ def _words_of(entry: Any) -> list[str] | None:
 def given_lengths(data: DataConfig, spec: BlendSpec) -> dict[str, list[int]] | None:
     """Return the counts in the file of ``--per-dataset-sequences-path``, by prefix.
 
-    The counts are ``[sequences, document boundaries]``. Return None if the flag is not given. Raise
-    a DataError if the file cannot be read, or lacks a prefix.
+    The counts of a dataset are ``[sequences, document boundaries]``. Return None if the flag is not
+    given. Raise a DataError if the file cannot be read, or lacks a prefix.
     """
     path = data.per_dataset_sequences_path
     if path is None:
@@ -143,7 +151,10 @@ def given_lengths(data: DataConfig, spec: BlendSpec) -> dict[str, list[int]] | N
 
 
 def source_options(data: DataConfig, eod: int) -> dict[str, Any]:
-    """Return the keyword arguments of `build_source` that follow from the data flags."""
+    """Return the keyword arguments of `build_source` that the data flags determine.
+
+    ``eod`` is the id of the end of a document.
+    """
     return {
         "mask_documents_at": eod if data.reset_attention_mask else None,
         "cyclic": data.dataloader_type == "cyclic",

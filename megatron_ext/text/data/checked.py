@@ -1,7 +1,7 @@
-"""The indexed datasets of a run: checks before training, and the dataset of megatron-core for them.
+"""Checks the indexed datasets of a run, and reads them by a dataset class of megatron-core.
 
-The key of cached indices covers everything that determines them, including path, size and
-modification time of the data files.
+The key of the cached indices of samples covers everything that determines them, including path,
+size and modification time of the data files.
 """
 
 import copy
@@ -44,7 +44,7 @@ VOCABULARY_SAMPLE = 1 << 24
 
 
 class KeyedGPTDataset(GPTDataset):  # type: ignore[misc]
-    """A GPTDataset whose cached indices are rebuilt when a data file or an option changes."""
+    """A GPTDataset that rebuilds its cached indices when a data file or an option changes."""
 
     @staticmethod
     def _key_config_attributes() -> list[str]:
@@ -68,7 +68,10 @@ class KeyedGPTDataset(GPTDataset):  # type: ignore[misc]
         return GPTDataset.build_low_level_dataset(dataset_path, config)
 
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[Any, ...]:
-        """Return what megatron-core returns; raise a DataError for an id outside the vocabulary."""
+        """Return the tokens of sample ``idx`` and the other values that megatron-core returns.
+
+        Raise a DataError for an id outside the vocabulary.
+        """
         # Only a dataset's first ids are checked before training, and a vocabulary-parallel
         # embedding accepts wrong ids silently.
         text, *others = super()._query_document_sample_shuffle_indices(idx)
@@ -90,7 +93,7 @@ def check_inputs(
     """Check every data file, the splits and the vocabulary before anything is built.
 
     ``sizes`` holds the number of samples that train, valid and test need; None means one epoch.
-    Return a digest of path, size and modification time of all files.
+    Return a digest over the path, size and modification time of each data file.
 
     Raises:
         DataError: a file is missing, truncated or corrupt; a needed split is empty; or a token id
@@ -119,7 +122,7 @@ def check_inputs(
 
 
 def separator_warnings(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
-    """Return warnings about ends of documents that GPTDataset would misread."""
+    """Return warnings about ends of documents that megatron-core's GPTDataset would misread."""
     data = config.section(DataConfig)
     if data.mock_data:
         return []
@@ -184,10 +187,11 @@ def build_checked_datasets(
 def _check_splits(
     data: DataConfig, length: int, spec: BlendSpec, sizes: Sequence[int | None]
 ) -> None:
-    """Raise a DataError for an empty dataset, or for too few samples in datasets without weights.
+    """Raise a DataError for an empty dataset of a split, or too few samples in unweighted datasets.
 
     megatron-core reads datasets without weights only once, so they must hold all samples of their
-    split.
+    split. ``length`` is ``--seq-length``; ``sizes`` has the number of samples of train, valid and
+    test, None for one epoch.
     """
     for index, (name, size) in enumerate(zip(SPLITS, sizes, strict=True)):
         prefixes, weights = (spec.per_split or [spec.blend] * len(sizes))[index] or ([], None)

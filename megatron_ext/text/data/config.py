@@ -97,12 +97,15 @@ class DataConfig:
 
     @property
     def document_flags(self) -> list[str]:
-        """Return those of the given flags that depend on where documents end."""
+        """Return those of the given flags that need to know where documents end.
+
+        They are spelled as on the command line.
+        """
         names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
         return [spelling_of(self, name) for name in names if getattr(self, name)]
 
     def resolved(self) -> "DataConfig":
-        """Return these flags without quotes around the value of ``split``.
+        """Return these flags with the value of ``split`` stripped of quotes.
 
         A missing ``split`` becomes `DEFAULT_SPLIT` if all splits are cut from the same data.
         """
@@ -206,7 +209,7 @@ def is_number(word: str) -> bool:
 
 
 def direct_errors(data: DataConfig, run: RunConfig) -> list[str]:
-    """Return an error for each value of a flag that does not fit ``--data-order``."""
+    """Return an error for each flag that does not go with the value of ``--data-order``."""
     if data.data_order != "direct":
         needed = {
             f"`--data-schedule` ({data.data_schedule}) needs an order that can change during a "

@@ -34,7 +34,7 @@ from megatron_ext.text.data.inspect import check_ids
 
 
 class Order(Protocol):
-    """An order of samples, such as `SampleOrder`."""
+    """An order of samples: finds the text of each sample by its number, as `SampleOrder` does."""
 
     def seq_length(self, number: int) -> int:
         """Return the number of tokens of sample ``number``."""
@@ -46,7 +46,7 @@ class Order(Protocol):
 
 
 class EveryWindow:
-    """The order of one pass over the data: all windows of all sources, in the order of the files.
+    """The order of one pass over the data: all windows of all sources, one source after another.
 
     The last tokens of a source, which do not fill a window, are left out.
     """
@@ -78,7 +78,7 @@ class Marks:
 
     Attributes:
         eod: the id of the end of a document.
-        pad: the id that counts as padding wherever it occurs; negative if there is none.
+        pad: the id that is treated as padding wherever it occurs; negative if there is none.
         vocab_size: ids must be smaller than this.
         eod_mask_loss: whether positions whose input is ``eod`` have no loss.
         reset_position_ids: whether positions start again after each end of document.
@@ -103,11 +103,13 @@ class DirectDataset(StepDataset):
     Args:
         order: finds the tokens of a sample.
         spans: the tokens of each source, by the index of the source in the order.
+        marks: the ids and flags that determine loss masks and positions.
         size: number of samples; the order may have more.
         fim: moves the middle of documents to their end; None leaves them as they are.
 
     Attributes:
-        is_training: whether a resumed run continues in this split where it stopped.
+        is_training: whether this is the train split, which a resumed run continues where it
+            stopped.
     """
 
     is_training = False
@@ -148,7 +150,7 @@ class DirectDataset(StepDataset):
 
     @property
     def expect(self) -> Callable[[Sequence[int]], None] | None:
-        """Return a function that prefetches samples, by their numbers; None if data is local."""
+        """Return a function that prefetches samples by their numbers; None if data is local."""
         remote = any(isinstance(span, RemoteSpan) for span in self.spans.values())
         return self._expect if remote else None
 
@@ -167,9 +169,9 @@ class DirectDataset(StepDataset):
     def batch(self, start: int, stop: int) -> dict[str, Tensor]:
         """Return a batch of the samples from ``start`` to ``stop`` - 1, all of the same length s.
 
-        It holds ``tokens``, ``labels``, ``position_ids``, ``[b, s]`` int64, and ``loss_mask``,
-        ``[b, s]`` float32. A batch of packed samples also holds ``sample_ids``, ``[b, s]`` int64:
-        the number of the document at each position, -1 in padding.
+        The mapping holds ``tokens``, ``labels`` and ``position_ids``, each ``[b, s]`` int64, and
+        ``loss_mask``, ``[b, s]`` float32. A batch of packed samples also holds ``sample_ids``,
+        ``[b, s]`` int64: the number of the document at each position, -1 in padding.
         """
         tokens, labels, documents = self._read(start, stop)
         if self.fim is not None:
@@ -206,10 +208,10 @@ class DirectDataset(StepDataset):
         return batch
 
     def _read(self, start: int, stop: int) -> tuple[Array, Array, Array | None]:
-        """Return tokens, labels and piece numbers of samples, ``[b, s]`` each.
+        """Return tokens, labels and piece numbers of a range of samples, each ``[b, s]``.
 
-        Tokens and labels are -1 where a sample has none. Piece numbers are None unless the samples
-        are packed.
+        Tokens and labels are -1 where a sample has none. A piece number is the index of a packed
+        document in its sample; piece numbers are None if samples are not packed.
         """
         pieces = self.order.locate(start, stop)
         length = self.order.seq_length(start)
@@ -230,7 +232,11 @@ class DirectDataset(StepDataset):
         return tokens, labels, None
 
     def _packed(self, pieces: PackedPieces, length: int) -> tuple[Array, Array, Array]:
-        """Return tokens, labels and piece numbers of packed samples, ``[b, s]`` each."""
+        """Return tokens, labels and piece numbers of packed samples, each ``[b, s]``.
+
+        A label is -1 at the end of a sample if its document ends there. A piece number is the index
+        of a packed document in its sample.
+        """
         rows = len(pieces.goes_on)
         firsts = np.searchsorted(pieces.rows, np.arange(rows + 1))
         # Read one token more after each sample's last piece: it is a label if its document goes on.
@@ -253,9 +259,10 @@ class DirectDataset(StepDataset):
         return text[:, :-1], labels, numbers
 
     def _fill(self, tokens: Array, labels: Array, pieces: Pieces, own: Ints, length: int) -> None:
-        """Copy pieces of one length into their rows of ``tokens`` and ``labels``.
+        """Copy pieces of ``length`` tokens, of indices ``own``, into ``tokens`` and ``labels``.
 
-        If both are the same array, copy each piece and the token after it.
+        Each goes into the row that it belongs to. If ``tokens`` and ``labels`` are the same array,
+        copy each piece and the token after it.
         """
         sources = pieces.sources[own]
         present = sources[:1] if len(own) == 1 else np.flatnonzero(np.bincount(sources))
@@ -272,7 +279,10 @@ class DirectDataset(StepDataset):
                 labels[pieces.rows[chosen]] = text[:, 1:]
 
     def _refuse_ids(self, start: int, stop: int) -> None:
-        """Raise a DataError that names the dataset with an id outside the vocabulary."""
+        """Raise a DataError that names the dataset with an id outside the vocabulary.
+
+        The samples ``start`` to ``stop`` - 1 are searched.
+        """
         pieces = self.order.locate(start, stop)
         for source, begin, length in zip(
             pieces.sources.tolist(), pieces.begins, pieces.lengths.tolist(), strict=True
@@ -281,10 +291,11 @@ class DirectDataset(StepDataset):
             check_ids(self.spans[source].name, text, self.marks.vocab_size)
 
     def token_ranges(self, start: int, stop: int) -> list[tuple[int, str, int, int]]:
-        """Return where each piece of the samples is: (sample, dataset, first token, length).
+        """Return the place of each piece of the samples ``start`` to ``stop`` - 1.
 
-        The first token counts from the start of the dataset's file. A piece that passes the end of
-        its split continues at the first token of the split.
+        A place is (number of the sample, prefix of the dataset, index of the first token in the
+        dataset's file, number of tokens). A piece that passes the end of its split continues at the
+        first token of the split.
         """
         pieces = self.order.locate(start, stop)
         return [
@@ -297,7 +308,7 @@ class DirectDataset(StepDataset):
 
 
 def positions_after(ends: Array) -> Array:
-    """Return positions ``[b, s]`` that start at 0, and again after each True in ``ends [b, s]``."""
+    """Return positions ``[b, s]`` from 0 on, which restart after each True in ``ends [b, s]``."""
     places = np.broadcast_to(np.arange(ends.shape[1], dtype=np.int64), ends.shape)
     starts = np.zeros(ends.shape, dtype=np.int64)
     starts[:, 1:] = np.where(ends[:, :-1], places[:, 1:], 0)

@@ -1,14 +1,14 @@
 """Fill-in-the-middle: moves the middle of documents to their end (arXiv:2207.14255).
 
-A document is cut at two random characters into a prefix, a middle and a suffix. Each is tokenized
-by itself, and they are put in one of two orders (section 3 of the paper):
+A document is cut at two random characters into a prefix, a middle and a suffix. Each of the three
+is tokenized by itself. They are put in one of two orders (section 3 of the paper):
 
     PSM  <prefix> prefix <suffix> suffix <middle> middle
     SPM  <prefix> <suffix> suffix <middle> prefix middle      (its variant 2)
 
-As in Megatron-LM's GPTFIMDataset, a sample is cut at its ends of documents, and each part is
-permuted with a given probability. The sample keeps its length: if it has become longer it loses its
-end, if shorter it is padded. Two things differ from GPTFIMDataset. The random numbers depend only
+As in Megatron-LM's GPTFIMDataset, a sample is cut at the ends of documents, and each part is
+permuted with a given probability. The sample keeps its length: its end is cut off if it has become
+longer, and padded if shorter. Two things differ from GPTFIMDataset. The random numbers depend only
 on the seed, the number of the sample and the position of the document in it, not on the process
 that reads the sample. And an empty document keeps its end of document, and gets no sentinels.
 """
@@ -37,9 +37,9 @@ class _Ids:
 
 
 class _Draws:
-    """Random numbers for a part of a sample.
+    """The random numbers for one part of a sample.
 
-    They are made from raw PCG64 bits, which are the same in all versions of numpy.
+    They are made from raw PCG64 bits, so that all versions of numpy give the same numbers.
     """
 
     def __init__(self, key: int, sample: int, part: int) -> None:
@@ -62,7 +62,7 @@ class FillInTheMiddle:
         split: name of the split; each split has random numbers of its own.
 
     Raises:
-        ConfigError: the tokenizer lacks one of the tokens.
+        ConfigError: the tokenizer lacks one of the tokens that the flags name.
     """
 
     def __init__(self, fim: FimConfig, tokenizer: Tokenizer, seed: int, split: str) -> None:
@@ -78,9 +78,9 @@ class FillInTheMiddle:
 
         Args:
             tokens, labels: ``[b, s]``; -1 where a sample has no token or no label.
-            sample_ids: number of the packed document at each position, ``[b, s]``; -1 is written
-                into padding. None if samples are windows of the text.
-            first: number of the first sample.
+            sample_ids: index of the packed document at each position, ``[b, s]``, changed too:
+                padding gets -1. None if samples are not packed.
+            first: number of the first sample in the run.
         """
         length = tokens.shape[1]
         for row in range(len(tokens)):
@@ -106,9 +106,10 @@ class FillInTheMiddle:
     def _permuted_parts(
         self, text: Array, starts: list[int], sample: int
     ) -> list[tuple[Array, int]]:
-        """Return (part, number of its packed document) of each permuted part of a sample, in order.
+        """Return the permuted parts of a sample in order: (ids, index of the packed document).
 
-        An end of document is a part of its own.
+        A packed document is cut at the token that ends documents, which is a part of its own.
+        ``starts`` are the indices in ``text`` where packed documents start.
         """
         parts: list[tuple[Array, int]] = []
         ends = [*starts[1:], len(text)]
@@ -120,7 +121,10 @@ class FillInTheMiddle:
         return parts
 
     def _permuted(self, part: Array, draws: _Draws) -> Array:
-        """Permute a document, or each of its fragments if it contains the split token."""
+        """Permute a document, or each of its fragments if it contains the split token.
+
+        ``part`` has the ids of the document; return the new ids.
+        """
         split = self._ids.split
         if split == NO_TOKEN or not (part == split).any():
             return self._moved(part, self._fim.fim_rate, draws)
@@ -134,7 +138,7 @@ class FillInTheMiddle:
         return np.concatenate(fragments)
 
     def _moved(self, ids: Array, rate: float, draws: _Draws) -> Array:
-        """Move the middle of ids to their end with probability ``rate``, else return them as is."""
+        """Move the middle of a text to its end with probability ``rate``; return the text's ids."""
         if draws.uniform() >= rate:
             return ids
         text = self._tokenizer.detokenize(ids.tolist())
@@ -153,14 +157,14 @@ class FillInTheMiddle:
 
 
 def _cut_at(ids: Array, mark: int) -> list[Array]:
-    """Cut ids before and after each ``mark``; return the parts, none of which is empty."""
+    """Cut ids before and after each id ``mark``; return the parts, of which none is empty."""
     marks = np.flatnonzero(ids == mark)
     edges = np.union1d(marks, marks + 1)
     return [part for part in np.split(ids, edges) if len(part)]
 
 
 def _ids_of(fim: FimConfig, tokenizer: Tokenizer) -> _Ids:
-    """Return the ids of the flags' tokens; raise a ConfigError if the vocabulary lacks any."""
+    """Return the ids of the tokens that the flags name; raise a ConfigError if one is missing."""
     spelled = {
         "prefix_token": fim.fim_prefix_token,
         "middle_token": fim.fim_middle_token,

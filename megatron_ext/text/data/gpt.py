@@ -1,7 +1,7 @@
-"""Builds megatron-core's GPT datasets and blends, of files or of made-up documents.
+"""Builds megatron-core's GPT datasets and blends of files or of made-up documents.
 
 Inputs are checked before anything is built. A split without documents is an error, not an endless
-loop. What only files need is in checked.py, which runs on made-up data do not import.
+loop. Code that only files need is in checked.py; runs on made-up data do not import it.
 """
 
 import logging
@@ -33,7 +33,7 @@ from megatron_ext.train.batch_size import split_sizes
 from megatron_ext.train.task import Datasets
 
 INDEX_BYTES = 16
-"""Bytes that megatron-core's indices take per sample, and per document of a sample."""
+"""Bytes of megatron-core's indices per sample, and again per document in a sample."""
 
 
 @dataclass
@@ -46,7 +46,10 @@ class KeyedGPTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
 
 
 def split_bounds(split: str, num_sequences: int) -> list[tuple[int, int]]:
-    """Return the sequences [first, end) of each split, rounded as in megatron-core."""
+    """Return the range [first, end) of sequences for train, valid and test.
+
+    ``split`` has the shares, like ``"98,1,1"``; bounds are rounded as in megatron-core.
+    """
     edges = accumulate(parse_and_normalize_split(split), initial=0.0)
     return list(pairwise(round(edge * float(num_sequences)) for edge in edges))
 
@@ -56,9 +59,9 @@ def check_index_memory(
 ) -> None:
     """Raise a DataError if the indices of samples do not fit into the memory of the machine.
 
-    megatron-core builds them in the memory of one process, with an entry for each sample of the run
-    and for each document of a sample. Splits of size None (one epoch) are not counted. ``advice``
-    ends the sentence of the error.
+    megatron-core builds the indices in the memory of one process, with an entry for each sample of
+    the run and for each document of a sample. ``sizes`` has the number of samples of each split;
+    splits of size None (one epoch) are not counted. ``advice`` ends the sentence of the error.
     """
     documents = seq_length / tokens_per_document
     needed = INDEX_BYTES * (1 + documents) * sum(size or 0 for size in sizes)
@@ -127,7 +130,7 @@ def dataset_config(
 
 @contextmanager
 def _cache_errors_as_data_errors(folder: str | None) -> Iterator[None]:
-    """Turn an OSError about the index cache into a DataError.
+    """Turn an OSError about the index cache, within a ``with`` block, into a DataError.
 
     Also silence megatron-core's warning that mock data is not cached.
     """

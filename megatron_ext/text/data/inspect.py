@@ -45,7 +45,10 @@ _DIGEST_BYTES = 1 << 22
 
 
 def check_ids(prefix: str, ids: Array | tuple[int, int] | None, vocab_size: int) -> None:
-    """Raise a DataError if an id is outside the vocabulary; ``ids`` may be (smallest, largest)."""
+    """Raise a DataError if an id of a dataset is outside the vocabulary.
+
+    ``ids`` is an array of ids, or (smallest id, largest id); None if the dataset is empty.
+    """
     if ids is None or len(ids) == 0:
         return
     low = int(np.min(ids))
@@ -61,7 +64,7 @@ def check_ids(prefix: str, ids: Array | tuple[int, int] | None, vocab_size: int)
 def id_range(
     prefix: str | os.PathLike[str], max_tokens: int | None = None
 ) -> tuple[int, int] | None:
-    """Return the smallest and the largest of about the first ``max_tokens`` ids.
+    """Return the smallest and the largest of about the first ``max_tokens`` ids of a dataset.
 
     Read all ids if ``max_tokens`` is None; return None if the dataset has no tokens.
     """
@@ -106,8 +109,8 @@ def inspect_dataset(
         samples: number of random documents that the report shows.
         seed: seed that chooses them.
         scan: whether to read all ids, and warn if one is outside the tokenizer's vocabulary.
-        is_store: whether the dataset holds conversations, whose ends follow their chat template
-            and are not checked.
+        is_store: whether the dataset holds conversations; these end as their chat template says, so
+            their ends are not checked.
     """
     info = check_indexed_dataset(prefix)
     index = read_index(prefix)
@@ -145,18 +148,21 @@ def document_lengths(index: Index) -> Iterator[Any]:
 
 
 def length_counts(lengths: Array) -> Array:
-    """Return the number of documents in each bin of lengths, ``[64]``."""
+    """Return the number of documents in each bin of a histogram of lengths, ``[64]``.
+
+    Bin number n > 0 counts the lengths from 2^(n-1) to 2^n - 1; bin 0 counts empty documents.
+    """
     # The exponent of frexp is the number of bits, exactly; log2 would round.
     return np.bincount(np.frexp(lengths.astype(np.float64))[1], minlength=64)
 
 
 def length_bin(number: int) -> tuple[int, int]:
-    """Return the shortest and the longest length in bin ``number`` of 0, 1, 2-3, 4-7, ..."""
+    """Return the shortest and the longest length in bin ``number``; bins are 0, 1, 2-3, 4-7, ..."""
     return 1 << number >> 1, (1 << number) - 1
 
 
 def _histogram(index: Index) -> list[str]:
-    """Return the lines of a histogram of document lengths."""
+    """Return the lines of a printed histogram of document lengths."""
     counts = np.zeros(64, np.int64)
     for lengths in document_lengths(index):
         counts += length_counts(lengths)
@@ -220,7 +226,10 @@ def digest_path(prefix: str | os.PathLike[str]) -> Path:
 
 
 def digests_of(prefix: str | os.PathLike[str]) -> dict[str, str]:
-    """Return the SHA-256 of .bin and .idx, by file name; raise a DataError if one is unreadable."""
+    """Return the SHA-256 of the .bin and the .idx file, by file name.
+
+    Raise a DataError if one is unreadable.
+    """
     return {path.name: _digest(path) for path in (bin_path(prefix), idx_path(prefix))}
 
 
@@ -234,7 +243,7 @@ def _digest(path: Path) -> str:
 
 
 def recorded_digests(prefix: str | os.PathLike[str]) -> dict[str, str] | None:
-    """Return the checksums in `PREFIX.sha256` by file name; None if it does not exist.
+    """Return the checksums in `PREFIX.sha256` by file name; None if there is no such file.
 
     Raise a DataError if the checksum of the .bin or the .idx file is missing.
     """
@@ -254,7 +263,7 @@ def recorded_digests(prefix: str | os.PathLike[str]) -> dict[str, str] | None:
 
 
 def verify(prefix: str | os.PathLike[str], digests: Mapping[str, str]) -> bool:
-    """Compare checksums with `PREFIX.sha256`; raise a DataError if they differ.
+    """Compare a dataset's checksums with `PREFIX.sha256`; raise a DataError if they differ.
 
     Return whether `PREFIX.sha256` exists.
     """
@@ -270,7 +279,10 @@ def verify(prefix: str | os.PathLike[str], digests: Mapping[str, str]) -> bool:
 
 
 def write_digests(prefix: str | os.PathLike[str], digests: Mapping[str, str]) -> Path:
-    """Write `PREFIX.sha256` and return its path; raise a ConfigError if it cannot be written."""
+    """Write a dataset's checksums to `PREFIX.sha256`, and return its path.
+
+    Raise a ConfigError if it cannot be written.
+    """
     path = digest_path(prefix)
     temporary = Path(f"{path}.writing.{os.getpid()}")
     try:

@@ -1,4 +1,4 @@
-"""Plans the direct order of a run: its sources, its mixtures, and where a resumed run continues.
+"""Plans the direct order of a run: its sources, mixtures, and where a resumed run continues.
 
 A checkpoint stores the mixtures of its run in `Progress.data_order`. A run that resumes with other
 weights, or another schedule, therefore continues in each source where the earlier run stopped.
@@ -33,14 +33,14 @@ from megatron_ext.train.batch_size import split_sizes
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The training samples of a run.
+    """The training samples of a run in the direct order.
 
     Attributes:
         order: the order of all samples, including those before the run was resumed.
-        spans: the tokens of each source that is still read, by its index in the order.
+        spans: the tokens of each source that is still read, by the source's index in ``order``.
         total: number of samples; less than ``requested`` if a limit of epochs ends the run.
         requested: number of samples according to the flags.
-        exhausted: the sources that reach their limits, in the order of time.
+        exhausted: the sources that reach their limits of epochs, the earliest first.
     """
 
     order: SampleOrder
@@ -50,12 +50,12 @@ class RunPlan:
     exhausted: Sequence[Exhausted]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON values from which `plan_run` continues the order."""
+        """Return the order as JSON values, from which `plan_run` continues it in a resumed run."""
         return self.order.to_dict()
 
 
 def schedule_of(config: RunConfig) -> Schedule:
-    """Return the mixtures of ``--data-schedule``, or the one of ``--data-path`` and the like."""
+    """Return the stages of ``--data-schedule``; without it, one stage with the given datasets."""
     data = config.section(DataConfig)
     length = config.model.seq_length
     assert length is not None
@@ -68,9 +68,10 @@ def schedule_of(config: RunConfig) -> Schedule:
 
 
 def dataset_checks(config: RunConfig) -> list[Callable[[], Any]]:
-    """Return a check of each indexed dataset of a run, and of the files that list them.
+    """Return functions that check each indexed dataset of a run and the files that list them.
 
-    Leave out datasets at addresses in the direct order, since checking them needs the network.
+    In the direct order, datasets at network addresses are left out, since checking them needs the
+    network.
     """
     data = config.section(DataConfig)
     length = config.model.seq_length or 0
@@ -99,12 +100,15 @@ def _raise(error: DataError) -> None:
 
 
 def blend_of(spec: BlendSpec, split: int) -> Blend | None:
-    """Return the datasets and weights of a split; None if the split has no data."""
+    """Return the dataset prefixes and weights of a split, by its number; None if it has no data."""
     return spec.blend if spec.per_split is None else spec.per_split[split]
 
 
 def weights_of(blend: Blend, config: RunConfig, split: int) -> dict[str, Fraction]:
-    """Return the weight of each prefix: the given weight, or its number of tokens in the split."""
+    """Return the weight of each prefix in a blend.
+
+    It is the given weight; without given weights, the number of the dataset's tokens in the split.
+    """
     totals: dict[str, Fraction] = {}
     prefixes, weights = blend
     for number, prefix in enumerate(prefixes):
@@ -132,7 +136,10 @@ def split_span(config: RunConfig, prefix: str, split: int) -> TokenSpan:
 
 
 def checked_span(span: TokenSpan, split: int, window: int) -> TokenSpan:
-    """Return ``span``; raise a DataError if it holds less than a sample of ``window`` tokens."""
+    """Return ``span`` unchanged; raise a DataError if it has fewer than ``window`` tokens.
+
+    A sample has ``window`` tokens; ``split`` is the number of the split, for the error.
+    """
     if span.tokens < window:
         raise DataError(
             f"The {SPLITS[split]} split of {span.name} holds {span.tokens} tokens, but a sample of "
@@ -143,7 +150,10 @@ def checked_span(span: TokenSpan, split: int, window: int) -> TokenSpan:
 
 
 def history_of(config: RunConfig) -> tuple[dict[str, Any] | None, int, int]:
-    """Return data order, consumed samples and number of steps of the checkpoint to resume."""
+    """Return (data order, consumed samples, steps) of the checkpoint from which a run resumes.
+
+    Return (None, 0, 0) for a new run.
+    """
     checkpoint = find(config.checkpoint)
     if checkpoint is None or checkpoint.weights_only:
         return None, 0, 0
@@ -160,7 +170,7 @@ def plan_run(
     consumed: int,
     iteration: int | None = None,
 ) -> RunPlan:
-    """Return the order of a run's training samples.
+    """Return the order of a run's training samples, with all that the run reads.
 
     Args:
         history: `RunPlan.to_dict` of the run that is resumed; None for a new run.
@@ -227,9 +237,10 @@ def plan_run(
 
 
 def _with_new_names(past: Mapping[str, Any], spans: Mapping[str, TokenSpan]) -> Mapping[str, Any]:
-    """Return the history of a run, with the new names of sources that have been moved.
+    """Return the stored order of a run, with the new names of sources that have been moved.
 
-    A source has been moved if it is no longer given, and exactly one new source has the same file
+    ``past`` is from `RunPlan.to_dict`; ``spans`` has the tokens of the present sources, by name. A
+    source has been moved if it is no longer given, and exactly one new source has the same file
     name and length.
     """
     new = {name: span for name, span in spans.items() if name not in past["tokens"]}
@@ -253,10 +264,10 @@ def _with_new_names(past: Mapping[str, Any], spans: Mapping[str, TokenSpan]) -> 
 def _exhausted(
     order: SampleOrder, plan: Sequence[Stage], limits: Mapping[str, Fraction], consumed: int
 ) -> set[str]:
-    """Return the sources that a limit removed from the mixture before sample ``consumed``.
+    """Return the sources that reached their limit of epochs before sample ``consumed``.
 
-    After its removal such a source is no longer in the stages of the order, although the plan has
-    it there, and its next sample would exceed the limit.
+    Such a source is missing in a stage of ``order``, although ``plan`` has it in that stage, and
+    its next sample would exceed its limit.
     """
     used = order.tokens_used(consumed)
     exhausted = set[str]()
@@ -275,7 +286,7 @@ def _exhausted(
 
 
 def _without(stage: Planned, sources: set[str]) -> Planned:
-    """Return a stage without some sources, or unchanged if none would remain."""
+    """Return a stage without the given sources; unchanged if no source would remain."""
     weights = {name: weight for name, weight in stage.weights.items() if name not in sources}
     return dataclasses.replace(stage, weights=weights or stage.weights)
 
@@ -333,13 +344,14 @@ def use_table(plan: RunPlan) -> Table:
 
 
 SAMPLED_BLOCKS = 16
-"""The number of blocks in which cut documents are counted before training."""
+"""The number of blocks of samples in which cut documents are counted before training."""
 
 
 def cuts_by_source(order: PackedOrder, spans: Mapping[int, TokenSpan]) -> dict[int, Cuts]:
-    """Count the documents that packing cuts, by source.
+    """Count the documents that packing cuts, by the index of the source.
 
-    Count in `SAMPLED_BLOCKS` blocks: of at most so many sources, and in at least one block each.
+    At most `SAMPLED_BLOCKS` sources are chosen, and at least one block of each is counted; there
+    are about `SAMPLED_BLOCKS` blocks in all.
     """
     chosen = list(spans)[:: -(-len(spans) // SAMPLED_BLOCKS)]
     most = max(1, SAMPLED_BLOCKS // len(chosen))
@@ -347,7 +359,7 @@ def cuts_by_source(order: PackedOrder, spans: Mapping[int, TokenSpan]) -> dict[i
 
 
 def packing_sentence(order: PackedOrder, cuts: Mapping[int, Cuts]) -> str:
-    """Return a sentence that compares how many documents packing and concatenation would cut."""
+    """Return a sentence that compares how many documents packing and concatenation cut."""
     total = sum(cuts.values(), Cuts(0, 0, 0, 0))
     documents = max(1, total.documents)
     shares = (total.packed, total.concatenated, total.longer)
@@ -360,7 +372,7 @@ def packing_sentence(order: PackedOrder, cuts: Mapping[int, Cuts]) -> str:
 
 
 def packing_table(plan: RunPlan, cuts: Mapping[int, Cuts]) -> Table:
-    """Return a table of the share of cut documents of each source."""
+    """Return a table with each source's share of cut documents."""
     table = Table(
         "source", "documents counted", "longer than a sample", "cut by best-fit packing",
         "cut by concatenation", title="packing of documents",

@@ -35,7 +35,7 @@ class Schedule:
     """The planned stages of a run, and the limits on how often a source is repeated.
 
     Attributes:
-        limits: the most epochs of a source, by the source's name.
+        limits: the largest number of epochs of a source, by the source's name.
         stops: whether the run ends when the first source reaches its limit. Otherwise the other
             sources take its share.
     """
@@ -46,7 +46,7 @@ class Schedule:
 
 
 class _Reader:
-    """Reads the file at ``path``, which every error names."""
+    """Reads the schedule in the file at ``path``, which every error names."""
 
     def __init__(self, path: str, seq_length: int) -> None:
         self._path = path
@@ -146,7 +146,7 @@ class _Reader:
 
 
 def read_schedule(path: str, seq_length: int) -> Schedule:
-    """Read the file of ``--data-schedule``; ``seq_length`` is ``--seq-length``.
+    """Read the file of ``--data-schedule``; stages without a length get ``seq_length``.
 
     Raises:
         DataError: the file cannot be read, or is not a schedule.

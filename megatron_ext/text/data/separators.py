@@ -18,13 +18,14 @@ from megatron_ext.data.indexed import Array, Index, bin_path
 from megatron_ext.text.tokenizers.base import NO_TOKEN, Tokenizer
 
 SAMPLED_TOKENS = 1 << 20
-"""The number of tokens at the beginning of a dataset in which ends of documents are compared."""
+"""The number of a dataset's first tokens in which the ends of documents are compared."""
 
 
 def padding_id(tokenizer: Tokenizer, *, allow_ambiguous: bool = False) -> int:
     """Return the id that megatron-core's GPTDataset treats as padding; -1 if there is none.
 
-    A padding id that also ends sequences or documents counts only if ``allow_ambiguous``.
+    An id that is both padding and the end of sequences or documents is padding only if
+    ``allow_ambiguous``.
     """
     pad = tokenizer.pad
     if pad in (tokenizer.eos, tokenizer.eod) and not allow_ambiguous:
@@ -34,12 +35,12 @@ def padding_id(tokenizer: Tokenizer, *, allow_ambiguous: bool = False) -> int:
 
 @dataclass(frozen=True)
 class Endings:
-    """The ends of documents in the first tokens of a dataset.
+    """The last tokens of the documents that end within the first tokens of a dataset.
 
     Attributes:
-        documents: number of documents that end within these tokens.
-        last_ids: number of these documents that end with an id, by the id.
-        ids: the tokens.
+        documents: number of these documents.
+        last_ids: for each id, the number of these documents that end with it.
+        ids: the ids of the dataset's first tokens.
     """
 
     documents: int
@@ -52,19 +53,19 @@ class Endings:
 
 
 def endings_of(ids: Array, ends: Array) -> Endings:
-    """Return the endings of documents whose last tokens have the indices ``ends`` in ``ids``."""
+    """Return the endings of documents in ``ids``; ``ends`` has the indices of their last tokens."""
     last = ids[ends]
     return Endings(len(ends), Counter(last.tolist()), ids)
 
 
 def first_endings(prefix: Any, index: Index) -> Endings:
-    """Return the endings of documents in the first tokens of a dataset on this machine."""
+    """Return the endings of documents in the first tokens of a local dataset."""
     ids = np.fromfile(bin_path(prefix), index.dtype, SAMPLED_TOKENS)
     return endings_of(ids, document_ends(index, 0, len(ids)))
 
 
 def document_ends(index: Index, first: int, tokens: int) -> Array:
-    """Return the indices of documents' last tokens within a range of a dataset's tokens.
+    """Return the indices of the tokens at which documents end, within a range of a dataset.
 
     The range has ``tokens`` tokens from token ``first`` on; indices count from ``first``.
     """
@@ -81,10 +82,10 @@ def document_ends(index: Index, first: int, tokens: int) -> Array:
 def ending_warnings(
     name: str, endings: Endings, tokenizer: Tokenizer, padding: int, needed_by: Sequence[str] = ()
 ) -> list[str]:
-    """Return warnings about ends of documents that a run does not recognize, or does not train.
+    """Return warnings about ends of documents that a run does not recognize or has no loss on.
 
     Args:
-        name: the dataset.
+        name: the prefix of the dataset.
         padding: the id that the run treats as padding wherever it occurs; -1 if there is none.
         needed_by: the flags of the run that depend on the ends of documents.
     """
@@ -136,7 +137,7 @@ def _about_other_ends(
 def appended_warnings(tokenizer: Tokenizer, eod: int) -> list[str]:
     """Return warnings about the token ``eod`` that preprocessing appends to documents.
 
-    A run with the same tokenizer may misread it.
+    The warnings are about what a run with the same tokenizer would misread.
     """
     sentences = []
     if eod == padding_id(tokenizer):
@@ -155,14 +156,14 @@ def appended_warnings(tokenizer: Tokenizer, eod: int) -> list[str]:
 
 
 def special_ids(tokenizer: Tokenizer) -> set[int]:
-    """Return the ids of a tokenizer's named special tokens and control tokens."""
+    """Return the ids of a tokenizer's named special tokens and of its control tokens."""
     named = (tokenizer.eos, tokenizer.eod, tokenizer.bos, tokenizer.pad, tokenizer.unk)
     spelled_out = (tokenizer.token_id(text) for text in tokenizer.control_texts())
     return {number for number in (*named, *spelled_out) if number >= 0}
 
 
 def spelled(tokenizer: Tokenizer, number: int) -> str:
-    """Return an id and the text of its token, for messages."""
+    """Return an id together with the text of its token, for messages."""
     if not 0 <= number < tokenizer.vocab_size:
         return f"{number}"
     text = tokenizer.detokenize([number], skip_special_tokens=False)

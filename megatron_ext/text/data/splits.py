@@ -1,6 +1,6 @@
 """Checks and builds the splits of a run in the direct order, and continues them after a resume.
 
-Every rank builds them, since this reads only a few pages of the data.
+Every rank builds all splits, since building reads only a few pages of the data.
 """
 
 import dataclasses
@@ -53,16 +53,16 @@ from megatron_ext.train.run import Run
 from megatron_ext.train.task import Datasets
 
 CHECKED_IDS = 1 << 16
-"""The number of tokens of each train split whose ids are checked before training.
+"""The number of each train dataset's first tokens whose ids are checked before training.
 
 Other ids are checked when they are read."""
 
 
 def prepare_direct(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
-    """Check the data of a run in the direct order, and return its configuration.
+    """Check the data of a run in the direct order; return the run's configuration.
 
-    If a limit of epochs ends the run, the configuration has fewer steps. ``--dry-run`` prints how
-    much is read from each source.
+    If a limit of epochs ends the run early, the returned configuration has fewer steps.
+    ``--dry-run`` prints how much is read from each source.
     """
     history, consumed, iteration = history_of(config)
     plan = plan_run(config, history, consumed, iteration)
@@ -90,7 +90,7 @@ def separator_warnings(
 ) -> list[str]:
     """Return warnings about ends of documents that a run in the direct order would misread.
 
-    ``plan`` is the plan of the run; if it is None, plan the run first.
+    ``plan`` has the run's training samples; if it is None, plan the run first.
     """
     plan = plan_run(config, *history_of(config)) if plan is None else plan
     data = config.section(DataConfig)
@@ -105,7 +105,7 @@ def separator_warnings(
 
 
 def _report(config: RunConfig, plan: RunPlan) -> None:
-    """Print how many documents packing cuts; under ``--dry-run`` also the use of each source."""
+    """Print how many documents packing cuts; with ``--dry-run``, also tables of the sources."""
     tables = [use_table(plan)]
     if isinstance(plan.order, PackedOrder):
         cuts = cuts_by_source(plan.order, plan.spans)
@@ -119,7 +119,10 @@ def _report(config: RunConfig, plan: RunPlan) -> None:
 
 
 def _check_lengths(config: RunConfig, plan: RunPlan, consumed: int) -> None:
-    """Raise a ConfigError if a length in the rest of the schedule does not fit ranks or kernels."""
+    """Raise a ConfigError if a sample length in the rest of the schedule does not fit.
+
+    It must fit the ranks that divide a sequence, and the kernels.
+    """
     path = config.section(DataConfig).data_schedule
     stages = plan.order.stages[plan.order.stage_at(consumed) :]
     lengths = {stage.seq_length for stage in stages if stage.start < plan.total}
@@ -149,7 +152,10 @@ def _check_lengths(config: RunConfig, plan: RunPlan, consumed: int) -> None:
 def _shortened(
     config: RunConfig, plan: RunPlan, consumed: int, iteration: int, *, tell: bool
 ) -> RunConfig:
-    """Return the configuration with as many whole steps as the samples of the plan allow."""
+    """Return the configuration with as many whole steps as the samples of the plan allow.
+
+    ``consumed`` and ``iteration`` are the samples and steps so far; ``tell`` prints the change.
+    """
     if plan.total >= plan.requested:
         return config
     batches = config.training, config.model.seq_length, config.parallel.data_parallel_size
@@ -174,8 +180,8 @@ def _shortened(
 def marks_of(config: RunConfig, tokenizer: Tokenizer) -> Marks:
     """Return the ids and flags that determine loss masks and positions.
 
-    Padding is recognized by its position, so the padding id within a text is an ordinary token.
-    With ``--allow-ambiguous-pad-tokens`` the padding id is padding wherever it occurs, as in
+    A sample's padding is known by its position, so the padding id within a text is an ordinary
+    token. With ``--allow-ambiguous-pad-tokens`` the padding id is padding wherever it occurs, as in
     megatron-core.
     """
     data = config.section(DataConfig)
@@ -190,7 +196,10 @@ def marks_of(config: RunConfig, tokenizer: Tokenizer) -> Marks:
 
 
 def fim_of(config: RunConfig, tokenizer: Tokenizer, split: int) -> FillInTheMiddle | None:
-    """Return the fill-in-the-middle of a split; None without ``--fim-data``."""
+    """Return the object that permutes a split's samples by fill-in-the-middle.
+
+    Return None without ``--fim-data``. ``split`` is the number of the split.
+    """
     fim = config.section(FimConfig)
     if not fim.fim_data:
         return None
@@ -200,7 +209,10 @@ def fim_of(config: RunConfig, tokenizer: Tokenizer, split: int) -> FillInTheMidd
 def build_held_out(
     config: RunConfig, tokenizer: Tokenizer
 ) -> tuple[Dataset[Any] | list[Dataset[Any]] | None, Dataset[Any] | None]:
-    """Return the validation and the test split; each is None if it has no samples or data."""
+    """Return the validation split and the test split, each None if it has no samples or data.
+
+    With ``--multiple-validation-sets`` the first is a list of datasets.
+    """
     training = config.training
     length = config.model.seq_length
     assert length is not None
@@ -232,7 +244,7 @@ def build_held_out(
 
 
 def _held_out_weights(config: RunConfig, split: int) -> dict[str, Fraction]:
-    """Return the weights of the sources of the validation or test split; {} if it has no data.
+    """Return the weights of the validation or test split's sources; {} if it has no data.
 
     With ``--data-schedule`` a split without data of its own has the mixture of the first stage.
     """
@@ -250,7 +262,10 @@ def _held_out_weights(config: RunConfig, split: int) -> dict[str, Fraction]:
 
 
 def build_direct(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
-    """Build the splits on every rank; `continued_split` replaces the train split after a resume."""
+    """Build all splits in the direct order; call this on every rank.
+
+    The train split of a resumed run is replaced later, by `continued_split`.
+    """
     plan = plan_run(config, *history_of(config))
     fim = fim_of(config, tokenizer, 0)
     train = DirectDataset(plan.order, plan.spans, marks_of(config, tokenizer), plan.total, fim)
@@ -259,9 +274,10 @@ def build_direct(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
 
 
 def continued_split(run: Run, dataset: Any) -> Any:
-    """Return ``dataset``, or, if it is the train split, a new one that continues the run's order.
+    """Return the train split of a run, continued in the order of the samples so far.
 
-    The order of the samples so far is in the progress of the run, which records the new order.
+    If ``dataset`` is another split, return it. The order so far is in the progress of the run; the
+    new order is stored there too.
     """
     if not isinstance(dataset, DirectDataset) or not dataset.is_training:
         return dataset

@@ -15,11 +15,11 @@ from megatron_ext.train.callbacks.callback import Callback
 from megatron_ext.train.run import Run
 
 INTERVAL = 600.0
-"""Seconds between two notes on the requests of a run."""
+"""Seconds between two reports on the requests of a run."""
 
 
 def store_of(data: DataConfig) -> ObjectStore:
-    """Return the reader of addresses; calls with the same flags return the same reader."""
+    """Return the reader of datasets in object storage; the same flags give the same reader."""
     given = data.object_storage_cache_path
     folder = user_cache() / "data" if given is None else Path(given)
     return _store(folder.absolute(), data.object_storage_cache_size)
@@ -31,19 +31,19 @@ def _store(folder: Path, gibibytes: float) -> ObjectStore:
 
 
 def index_of(data: DataConfig, prefix: str) -> Index:
-    """Return the index of a dataset, which may be on a disk or at an address."""
+    """Return the index of a dataset on a disk or in object storage."""
     return store_of(data).index(prefix) if is_address(prefix) else read_index(prefix)
 
 
 def open_tokens(data: DataConfig, prefix: str, first: int, end: int | None) -> TokenSpan:
-    """Return the tokens of the sequences [first, end); an end of None is the dataset's end."""
+    """Return the tokens of a dataset's sequences [first, end); an end of None means to the last."""
     if is_address(prefix):
         return open_remote_span(prefix, first, end, store_of(data))
     return open_span(prefix, first, end, mapped=data.mmap_bin_files)
 
 
 class StorageNotes(Callback):
-    """Reports the requests to object storage of all ranks on the reporting rank's machine.
+    """Reports the requests to object storage that all ranks on the reporting rank's machine made.
 
     Args:
         store: the store from which the run reads.
@@ -69,7 +69,7 @@ class StorageNotes(Callback):
 
 
 def note_of(counts: dict[str, int]) -> str:
-    """Return a sentence on a machine's requests, counted as in `block_cache.COUNTS`."""
+    """Return a sentence on a machine's requests; ``counts`` has the names of `COUNTS`."""
     bad = counts["failed"] + counts["given_up"] + counts["short"]
     share = bad / max(1, counts["requests"])
     lost = counts["not_kept"]
@@ -85,7 +85,7 @@ def note_of(counts: dict[str, int]) -> str:
 def storage_notes(run: Run) -> StorageNotes | None:
     """Return the callback that reports requests to object storage.
 
-    Return None if the run reads no addresses, or if this rank prints nothing.
+    Return None if the run reads nothing from there, or if this rank prints nothing.
     """
     store = store_of(run.config.section(DataConfig))
     return StorageNotes(run, store) if run.reporters.sinks and store.is_used else None

@@ -9,7 +9,7 @@ from megatron_ext.config.flags import COUNT, NATURAL, SIZE, Range, UsersOwn, der
 
 @dataclass(frozen=True)
 class TaskEvaluationConfig(UsersOwn):
-    """The flags of scoring a model on tasks."""
+    """The flags of scoring a model on tasks of lm-eval."""
 
     eval_tasks: list[str] | None = flag(
         None, "tasks of lm-eval to score the model on: names, or YAML files", nargs="+"
@@ -68,4 +68,4 @@ class ResultsConfig(UsersOwn):
         100, "samples of which standard errors are computed; 0 for none", NATURAL
     )
     trained_date: str | None = derived()
-    """The date that the chat template wrote when the model was trained; None if unknown."""
+    """The date that the chat template wrote in the training data; None if unknown."""

@@ -1,4 +1,4 @@
-"""Presents our models to lm-eval as a model class, and runs its tasks; needs package lm_eval."""
+"""Presents our models to lm-eval as a model class, and runs its tasks; needs lm-eval installed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Encoded = tuple[tuple[str, str], list[int], list[int]]
 class MegatronLM(TemplateLM):  # type: ignore[misc]
     """A model of this package, in any layout, as lm-eval's model; only rank 0 has this object.
 
-    Texts are tokenized as in training: a token that begins a text is added only with
+    Texts are tokenized as in training: a begin-of-text token is added only with
     ``--tokenizer-hf-include-special-tokens``.
 
     Args:
@@ -49,7 +49,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """Return the token before a text that has no context."""
+        """Return the token that is put before a text without a context."""
         return self._tokens.bos if self._tokens.bos != NO_TOKEN else self._tokens.eod
 
     @property
@@ -66,7 +66,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Return the text that the chat template makes of messages."""
+        """Return messages as the text that the chat template makes of them."""
         return str(
             apply_template(
                 self.tokenizer,
@@ -80,7 +80,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[Encoded], **_kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Return the log-probability of each continuation, and whether greedy decoding gives it.
+        """Return (log-probability, whether greedy decoding gives it) of each continuation.
 
         Contexts that are too long lose their beginning.
         """
@@ -145,9 +145,10 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
 
 
 def task_manager(flags: TaskEvaluationConfig) -> tuple[TaskManager, list[str]]:
-    """Return lm-eval's manager of tasks, and the names of the tasks in the flags.
+    """Return lm-eval's task manager, and the names of the tasks that the flags give.
 
-    Search lm-eval's own tasks only if the given folders lack a name, since that takes long.
+    lm-eval's own tasks are searched only for names that the folders of ``--eval-tasks-path`` lack,
+    since that takes long.
 
     Raises:
         ConfigError: a task is unknown.
@@ -182,7 +183,10 @@ def run_tasks(
     bootstrap_iters: int,
     apply_chat_template: bool = False,
 ) -> dict[str, Any]:
-    """Score a model on the tasks of the flags; return lm-eval's results, without single answers."""
+    """Score a model on the tasks of the flags; return lm-eval's results.
+
+    The results of single samples are left out.
+    """
     manager, tasks = task_manager(flags)
     results = lm_eval.simple_evaluate(
         model,

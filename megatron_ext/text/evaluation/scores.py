@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def check_tasks(flags: TaskEvaluationConfig) -> None:
-    """Raise a ConfigError if lm-eval is not installed, or lacks a task."""
+    """Raise a ConfigError if lm-eval is not installed, or lacks a task that the flags give."""
     if find_spec("lm_eval") is None:
         raise ConfigError(
             f"`--eval-tasks` ({' '.join(flags.eval_tasks or ())}) needs the package lm_eval, which "
@@ -81,9 +81,10 @@ def scored(
 
 
 def values_of(results: dict[str, Any]) -> dict[str, tuple[float, Any]]:
-    """Return (value, standard error) by ``task metric``, or ``task metric filter``.
+    """Return (value, standard error) of each metric in lm-eval's results.
 
-    The standard error may be "N/A". Tasks come first, then groups of tasks.
+    The keys are ``task metric``, or ``task metric filter`` if the answers are filtered. The
+    standard error may be "N/A". Tasks come first, then groups of tasks.
     """
     values = {}
     for task, metrics in {**results["results"], **results.get("groups", {})}.items():
@@ -97,7 +98,7 @@ def values_of(results: dict[str, Any]) -> dict[str, tuple[float, Any]]:
 
 
 def table(results: dict[str, Any]) -> list[str]:
-    """Return the lines of a table of lm-eval's results."""
+    """Return the lines of a table of the metrics in lm-eval's results."""
     values = values_of(results)
     width = max(map(len, values), default=0)
     lines = [f"{'task and metric':<{width}}         value     stderr"]
@@ -112,7 +113,7 @@ class TaskScores(Callback):
 
     @classmethod
     def of_run(cls, run: Run) -> TaskScores | None:
-        """Return the callback of a run; None without ``--eval-tasks``."""
+        """Return the callback for a run; None without ``--eval-tasks``."""
         has = run.config.has(TaskEvaluationConfig)
         return cls(run) if has and run.config.section(TaskEvaluationConfig).eval_tasks else None
 

@@ -1,7 +1,7 @@
-"""Lets a program that runs on rank 0 only, lm-eval, score and write texts with all ranks.
+"""Lets lm-eval, which runs on rank 0 only, score and continue texts with all ranks.
 
-The program calls `ModelService.score` and `write`; the other ranks wait for these calls and take
-part in them.
+lm-eval calls `ModelService.score` and `write` on rank 0; the other ranks wait for these calls and
+take part in them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOCK = 512
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """A text to score by the log-probability of its tokens from index ``first`` (at least 1) on."""
+    """A text of which the tokens from index ``first`` on, at least 1, get a log-probability."""
 
     ids: tuple[int, ...]
     first: int
@@ -50,8 +50,8 @@ class Score:
     """The score of the request with index ``number``.
 
     Attributes:
-        log_prob: the sum of the log-probabilities of its tokens.
-        is_greedy: whether each of these tokens is the likeliest.
+        log_prob: the sum of the log-probabilities of the scored tokens.
+        is_greedy: whether each scored token is the likeliest at its position.
     """
 
     number: int
@@ -60,7 +60,7 @@ class Score:
 
 
 class ModelService:
-    """Lets rank 0 score and write texts with the ranks of all replicas."""
+    """Lets a program on rank 0 score and continue texts with the ranks of all replicas."""
 
     def __init__(self, forward: PackedForward, decoder: Decoder) -> None:
         self.forward = forward
@@ -73,8 +73,9 @@ class ModelService:
         ``work`` may call `score` and `write`. The other ranks take part in them and return None.
 
         Raises:
-            MegatronExtError: on every rank, if the work fails on rank 0. Any other error is printed
-                there with its traceback and becomes a DataError that begins with ``what``.
+            MegatronExtError: on every rank, if ``work`` raises it on rank 0. For any other error,
+                rank 0 prints the traceback, and every rank raises a DataError that begins with
+                ``what``.
         """
         if self.rank != 0:
             while (order := _from_rank_0(None)) is not None:
@@ -95,12 +96,18 @@ class ModelService:
         return result
 
     def score(self, rows: Sequence[ScoreRequest]) -> list[Score]:
-        """Score texts; return their scores in order on rank 0, elsewhere []."""
+        """Score texts with all replicas; return the scores in the same order.
+
+        Call this on rank 0.
+        """
         _from_rank_0(("_score", rows))
         return self._score(rows)
 
     def write(self, requests: Sequence[Request]) -> list[Completion]:
-        """Complete requests; return the completions in order on rank 0, elsewhere []."""
+        """Complete requests with all replicas; return the completions in the same order.
+
+        Call this on rank 0.
+        """
         _from_rank_0(("_write", requests))
         return self._write(requests)
 
@@ -118,7 +125,10 @@ class ModelService:
         return self._on_rank_0(scores)
 
     def _score_batch(self, batch: Sequence[tuple[int, ScoreRequest]]) -> list[Score]:
-        """Score texts in one forward pass; return scores on the deciding rank, elsewhere []."""
+        """Score numbered texts in one forward pass.
+
+        Return the scores on the rank that chooses tokens, elsewhere [].
+        """
         texts = [
             NewTokens(Segment(number, 0, len(row.ids) - 1), row.ids[:-1]) for number, row in batch
         ]
@@ -130,7 +140,7 @@ class ModelService:
         return scores if self.forward.decides else []
 
     def _scores(self, hidden: Hidden, rows: dict[int, ScoreRequest]) -> list[Score]:
-        """Return the scores of the texts in a micro-batch; ``rows`` is keyed by slot."""
+        """Return the scores of a micro-batch's texts; ``rows`` has their requests by cache slot."""
         places = list[int]()
         targets = list[int]()
         counts = list[int]()
@@ -158,18 +168,21 @@ class ModelService:
         ]
 
     def _token_scores(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the log-probability of each target, and whether it is the likeliest, ``[n]``."""
+        """Return each target's log-probability ``[n]``, and whether it is the likeliest ``[n]``.
+
+        ``states`` are the n hidden states ``[n, 1, h]`` before the targets ``[n]``.
+        """
         logits = self.forward.logits(states, self.forward.model_vocab_size)
         at_target = logits.gather(1, targets[:, None])[:, 0]
         return at_target - logits.logsumexp(-1), logits.argmax(-1) == targets
 
     def _share(self, entries: Sequence[T]) -> list[T]:
-        """Return this replica's share of a list."""
+        """Return this replica's share of a list: every dp-th entry."""
         context = self.forward.context
         return list(entries[context.dp_rank :: context.layout.data_parallel_size])
 
     def _on_rank_0(self, results: list[Any]) -> list[Any]:
-        """Gather the results of all ranks; return them sorted by number on rank 0, elsewhere []."""
+        """Gather the results of all ranks; on rank 0 return them sorted by number, elsewhere []."""
         parts: list[Any] = [results]
         if self.forward.context.layout.world_size > 1:
             parts = [None] * self.forward.context.layout.world_size
@@ -180,7 +193,10 @@ class ModelService:
 
 
 def _batches(rows: Sequence[tuple[int, ScoreRequest]]) -> list[list[tuple[int, ScoreRequest]]]:
-    """Group numbered texts in order, so that a group of several has not too many tokens."""
+    """Group numbered requests in order, so that a group has at most PROMPT_TOKENS tokens.
+
+    A longer text is a group by itself.
+    """
     batches = list[list[tuple[int, ScoreRequest]]]()
     total = 0
     for entry in rows:
@@ -194,7 +210,7 @@ def _batches(rows: Sequence[tuple[int, ScoreRequest]]) -> list[list[tuple[int, S
 
 
 def _from_rank_0(order: Any) -> Any:
-    """Broadcast an object from rank 0; return rank 0's object on every rank."""
+    """Broadcast ``order`` from rank 0 and return it; elsewhere the argument is ignored."""
     objects = [order]
     torch.distributed.broadcast_object_list(objects, src=0)
     return objects[0]

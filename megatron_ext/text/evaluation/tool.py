@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def evaluation_rules(given: RunConfig, run: RunConfig) -> list[str]:
-    """Return the errors of all flags of tools/evaluate.py."""
+    """Return the errors in the flags of tools/evaluate.py."""
     errors = inference_rules(given, run)
     if not run.section(TaskEvaluationConfig).eval_tasks:
         errors.append("`--eval-tasks` is missing; give names of tasks, or YAML files.")
@@ -39,7 +39,10 @@ def evaluation_rules(given: RunConfig, run: RunConfig) -> list[str]:
 
 
 def prepare_evaluation(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Check model, tasks and results file; return the completed configuration and the tokenizer."""
+    """Check model, tasks and results file; return the configuration and the tokenizer.
+
+    The configuration then has its vocabulary size.
+    """
     config, tokenizer = prepare(config)
     results = config.section(ResultsConfig)
     if results.results_file is not None:

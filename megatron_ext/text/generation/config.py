@@ -14,7 +14,7 @@ _PLAIN = "give `--prompt`, `--prompt-file` or `--interactive`"
 
 @dataclass(frozen=True)
 class GenerationConfig(UsersOwn):
-    """The flags of writing texts with a model."""
+    """The flags of tools/generate_text.py that choose prompts and how they are continued."""
 
     prompt: list[str] | None = flag(None, "texts to continue", nargs="+")
     prompt_file: str | None = flag(
@@ -61,10 +61,10 @@ class GenerationConfig(UsersOwn):
     generation_batch_size: int = flag(16, "texts that a replica writes at once", SIZE, "texts")
 
     trained_date: str | None = derived()
-    """The date that the chat template wrote when the model was trained; None if unknown."""
+    """The date that the chat template wrote in the training data; None if unknown."""
 
     def sampling(self, seed: int) -> Sampling:
-        """Return the options of every request."""
+        """Return the sampling options of the flags, which all requests share."""
         return Sampling(
             max_new_tokens=self.max_new_tokens,
             do_sample=self.do_sample,

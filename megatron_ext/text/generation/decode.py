@@ -1,4 +1,4 @@
-"""Writes texts token by token; when a text ends, the next request gets its slot in the cache."""
+"""Continues prompts token by token; when a text ends, the next request gets its cache slot."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from megatron_ext.text.tokenizers.base import Tokenizer
 PROMPT_TOKENS = 8192
 """The most tokens of new prompts in one forward pass; a single longer prompt is admitted too."""
 CONTEXT = 8
-"""The number of prompt tokens that are decoded together with new tokens, to get spaces right."""
+"""The number of a prompt's last tokens that are decoded with the new ones, to get spaces right."""
 UNFINISHED = "\ufffd"
-"""The character that stands for bytes of an incomplete character, which later tokens complete."""
+"""The character for bytes of an incomplete character; later tokens may complete it."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Completion:
 
 
 OnText = Callable[[int, str], None]
-"""A callback for the number of a request and the next piece of its text."""
+"""A callback; its arguments are the number of a request and the next piece of its text."""
 
 
 class PartialText:
-    """The text of one request while it is written; only the rank that chooses tokens has it."""
+    """The text of one request while it is written, kept on the rank that chooses tokens."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer, end_ids: Collection[int]) -> None:
         self.request = request
@@ -64,9 +64,10 @@ class PartialText:
         self._num_shown = 0
 
     def choose(self, logits: torch.Tensor, ids: Sequence[int]) -> int:
-        """Choose and return the token that follows ``ids``, the prompt and the text so far.
+        """Choose and return the token that follows ``ids``, given its logits ``[v]``.
 
-        Update `text`, and set `reason` if the text ends.
+        ``ids`` are the tokens of the prompt and the text so far. Update `text`; if the text ends,
+        set `reason`.
         """
         token = self._chooser.choose(logits, ids)
         sampling = self.request.sampling
@@ -92,7 +93,7 @@ class PartialText:
         return self._tokenizer.detokenize(new)
 
     def further_text(self) -> str:
-        """Return the text since the last call, as far as later tokens cannot change it.
+        """Return the part of the text that is new since the last call and can no longer change.
 
         An incomplete character, or the beginning of a stop string, is held back.
         """
@@ -106,7 +107,10 @@ class PartialText:
         return piece
 
     def _start_of_partial(self, stop: str) -> int:
-        """Find the longest suffix of the text that is a prefix of ``stop``; return its start."""
+        """Find the longest suffix of the text that is a proper prefix of ``stop``.
+
+        Return the offset in the text at which it starts: the text's length if there is none.
+        """
         lengths = range(min(len(stop) - 1, len(self.text)), 0, -1)
         return len(self.text) - next((n for n in lengths if self.text.endswith(stop[:n])), 0)
 
@@ -116,10 +120,10 @@ class _Text:
     """A text that is being written, on every rank of the replica.
 
     Attributes:
-        slot: its slot in the key-value cache.
+        slot: the text's slot in the key-value cache.
         ids: the tokens of the prompt and the text.
         cached: number of tokens whose keys and values are cached.
-        writing: its text; None on ranks that do not choose tokens.
+        writing: the text itself; None on ranks that do not choose tokens.
     """
 
     request: Request
@@ -129,10 +133,10 @@ class _Text:
     writing: PartialText | None = field(default=None)
 
     def new_tokens(self, short_length: int | None) -> NewTokens:
-        """Return the tokens that are not cached.
+        """Return the tokens whose keys and values are not cached.
 
-        Where a text becomes longer than `PackedForward.short_length`, the cache is invalid: return
-        all of its tokens.
+        When a text becomes longer than ``short_length``, positions are rotated differently, so the
+        cache is invalid: return all of the text's tokens. None is for models without such a length.
         """
         if short_length is not None and self.cached <= short_length < len(self.ids):
             self.cached = 0
@@ -141,7 +145,7 @@ class _Text:
 
 
 class Decoder:
-    """Continues prompts with the ranks of one replica, which call `complete` together.
+    """Continues prompts on one replica, whose ranks call `complete` together.
 
     Args:
         end_ids: tokens that end a text.
@@ -164,10 +168,11 @@ class Decoder:
     def complete(
         self, requests: Sequence[Request], on_text: OnText = lambda number, piece: None
     ) -> list[Completion]:
-        """Complete this replica's requests; return the completions on the deciding rank, else [].
+        """Complete this replica's requests; return the completions on the rank that chooses tokens.
 
-        A text ends at the latest when it fills the positions of the model. On the deciding rank,
-        ``on_text`` is called with the pieces of the texts while they are written.
+        Other ranks return []. A text ends at the latest when it fills the positions of the model.
+        On the rank that chooses tokens, ``on_text`` is called with the pieces of the texts while
+        they are written.
         """
         forward = self._forward
         most = self._forward.max_length
@@ -197,9 +202,10 @@ class Decoder:
         return completions
 
     def _admitted(self, waiting: deque[Request], slots: list[int]) -> list[_Text]:
-        """Move waiting requests into free slots, as many as fit into one pass; return their texts.
+        """Move waiting requests into free slots; return their texts.
 
-        Both arguments are changed in place.
+        As many are moved as fit into one forward pass. They are removed from ``waiting``, and their
+        slots from ``slots``.
         """
         admitted = list[_Text]()
         total = 0
@@ -216,7 +222,10 @@ class Decoder:
     def _choices(
         self, active: Sequence[_Text], logits: dict[int, torch.Tensor]
     ) -> list[tuple[int, bool]]:
-        """Return (next token, whether the text ends) of each text, on all ranks of the replica."""
+        """Choose a token for each text; return (token, whether the text ends) on all ranks.
+
+        ``logits`` has the logits ``[v]`` of each text, by slot, on the rank that chooses.
+        """
         forward = self._forward
         rows = torch.zeros(len(active), 2, dtype=torch.int64, device=forward.device)
         if forward.decides and active:
@@ -235,7 +244,10 @@ class Decoder:
 
 
 def _completion(text: _Text) -> list[Completion]:
-    """Return the completion of a text that has ended, in a list; [] unless this rank decides."""
+    """Return the completion of a text that has ended, in a list.
+
+    The list is empty on ranks that do not choose tokens.
+    """
     if text.writing is None:
         return []
     new = tuple(text.ids[len(text.request.ids) :])

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NewTokens:
-    """The ids of new tokens of one text, and the segment of the cache where they belong."""
+    """New tokens of one text: their ids, and the segment of the cache for their keys and values."""
 
     segment: Segment
     ids: Sequence[int]
@@ -52,14 +52,14 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Hidden:
-    """The hidden states of a micro-batch's s tokens before the output layer, ``[s, 1, h]``."""
+    """The hidden states ``[s, 1, h]`` of a micro-batch's s tokens, before the output layer."""
 
     tokens: PackedTokens
     states: Tensor
 
 
 def check_model(config: RunConfig) -> None:
-    """Raise a ConfigError if the model or the layout of the flags cannot use the cache."""
+    """Raise a ConfigError if a model or layout with these flags cannot use a key-value cache."""
     errors = []
     if config.parallel.context_parallel_size > 1:
         errors.append(
@@ -78,8 +78,8 @@ def check_model(config: RunConfig) -> None:
 class PackedForward:
     """Runs model chunks over the new tokens of several texts, which share one key-value cache.
 
-    Use it within `ready`. If experts are spread over replicas, the replicas must call it the same
-    number of times; a replica without texts calls it with an empty list.
+    Call `run` within `ready`. If experts are spread over replicas, all replicas must call `run`
+    equally often; a replica without texts calls it with an empty list.
 
     Args:
         engine: the pipeline engine of a training run; None makes one for forward passes.
@@ -118,28 +118,29 @@ class PackedForward:
 
     @classmethod
     def of_run(cls, run: Run) -> PackedForward:
-        """Return a `PackedForward` of a run's model."""
+        """Return a `PackedForward` of the model that a run holds."""
         runner = run.runner
         config = runner.transformer_config
         return cls(run.chunks, config, run.config, run.context, run.device, runner.engine)
 
     @property
     def max_length(self) -> int:
-        """Return the largest number of tokens of a text, that of the model's positions."""
+        """Return the largest number of tokens of a text: the number of the model's positions."""
         longest = self._run_config.section(PositionConfig).max_position_embeddings
         assert longest is not None
         return longest
 
     @property
     def decides(self) -> bool:
-        """Tell whether this rank is the deciding rank, which chooses tokens and has the results."""
+        """Tell whether this rank chooses the tokens of its replica and has the results."""
         return self.context.rank == self.deciding_rank
 
     @functools.cached_property
     def short_length(self) -> int | None:
         """Return the length beyond which LongRoPE rotates all positions of a text differently.
 
-        When a text exceeds it, run all tokens of the text again. It is None for other models.
+        When a text exceeds it, all tokens of the text must be run again. It is None for models
+        without LongRoPE.
         """
         lengths = (getattr(module, "short_length", None) for module in self._rotary_embeddings)
         return next((length for length in lengths if length is not None), None)
@@ -148,7 +149,7 @@ class PackedForward:
     def deciding_rank(self) -> int:
         """Return the rank that chooses the tokens of this replica.
 
-        It is on the last pipeline stage, whose logits it needs.
+        It is a rank of the last pipeline stage, which has the logits.
         """
         layout = self.context.layout
         own = self.context.layout.position(self.context.rank)
@@ -162,7 +163,10 @@ class PackedForward:
 
     @contextmanager
     def ready(self, num_slots: int, max_length: int) -> Iterator[None]:
-        """Give the chunks a cache of this size within a ``with`` block; see `KeyValueCache`."""
+        """Give the model chunks a key-value cache within a ``with`` block.
+
+        The cache has ``num_slots`` slots of ``max_length`` tokens.
+        """
         self._cache = cache = KeyValueCache(num_slots, max_length)
         with ExitStack() as undo:
             undo.enter_context(torch.no_grad())
@@ -182,13 +186,16 @@ class PackedForward:
 
     @functools.cached_property
     def _rotary_embeddings(self) -> list[torch.nn.Module]:
-        """Return the rotary embeddings of all chunks, each once: some layers share theirs."""
+        """Return the rotary embeddings of all chunks; one that layers share is listed once."""
         embeddings = (getattr(module, "rotary_pos_emb", None) for module in self._modules)
         own = [each for each in embeddings if isinstance(each, RotaryEmbedding)]
         return list(dict.fromkeys(own))
 
     def any_left(self, has_texts: bool) -> bool:
-        """Tell whether this replica has texts left, or any other that must run as often as it."""
+        """Tell whether a further call of `run` is needed.
+
+        It is if this replica has texts left or, where experts are spread over replicas, if any has.
+        """
         if not self._in_step:
             return has_texts
         left = torch.tensor(int(has_texts), device=self.device)
@@ -196,9 +203,9 @@ class PackedForward:
         return bool(left)
 
     def run(self, texts: Sequence[NewTokens]) -> list[Hidden]:
-        """Run all chunks; return the hidden states of each micro-batch.
+        """Run the model over new tokens of texts; return the hidden states of each micro-batch.
 
-        Only ranks of the last pipeline stage have them; others return [].
+        Ranks of other pipeline stages than the last return [].
         """
         batches = self._micro_batches(texts)
         length = batches[0].tokens.length // self._multiple
@@ -215,14 +222,14 @@ class PackedForward:
         ]
 
     def _gathered(self, output: Tensor) -> Tensor:
-        """Gather hidden states ``[s, 1, h]`` that sequence parallelism has split over ranks."""
+        """Gather hidden states, split by sequence parallelism, into ``[s, 1, h]``."""
         if self._multiple == 1:
             return output
         whole: Tensor = gather_from_sequence_parallel_region(output, group=self.context.pgs.tp)
         return whole
 
     def _micro_batches(self, texts: Sequence[NewTokens]) -> list[MicroBatch]:
-        """Split texts evenly into micro-batches, which are padded to the same number of tokens."""
+        """Split texts into micro-batches of about equally many; pad these to one length."""
         count = min(self.context.layout.pipeline_model_parallel_size, max(1, len(texts)))
         bounds = [len(texts) * i // count for i in range(count + 1)]
         groups = [texts[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
@@ -253,7 +260,10 @@ class PackedForward:
 
     @functools.cached_property
     def model_vocab_size(self) -> int | None:
-        """Return the vocabulary size of the model's Hugging Face origin, else of the tokenizer."""
+        """Return the vocabulary size of the Hugging Face model that the run loads.
+
+        Without one, return that of the tokenizer.
+        """
         if self._run_config.has(HuggingFaceConfig):
             source = self._run_config.section(HuggingFaceConfig).model()
             if source is not None:
@@ -261,7 +271,9 @@ class PackedForward:
         return self._run_config.model.unpadded_vocab_size
 
     def logits(self, states: Tensor, vocab_size: int | None = None) -> Tensor:
-        """Return float32 logits ``[n, v]`` of n hidden states ``[n, 1, h]``, on the last stage.
+        """Return float32 logits ``[n, v]`` of hidden states ``[n, 1, h]``.
+
+        Call this on ranks of the last pipeline stage only.
 
         v is ``vocab_size``, by default that of the tokenizer.
         """
@@ -282,9 +294,9 @@ class PackedForward:
         return torch.cat(parts, dim=-1)[:, :size]
 
     def next_logits(self, texts: Sequence[NewTokens]) -> dict[int, Tensor]:
-        """Return the logits ``[v]`` of the token after each text, by slot, on the last stage.
+        """Return the logits ``[v]`` of the token after each text, by the text's slot in the cache.
 
-        Other stages return {}.
+        Pipeline stages other than the last return {}.
         """
         by_slot: dict[int, Tensor] = {}
         for hidden in self.run(texts):

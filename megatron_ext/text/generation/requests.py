@@ -1,4 +1,4 @@
-"""Makes requests for texts from prompts in flags and files, with chat templates."""
+"""Makes requests from the prompts in flags and files, with chat templates."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Prompt:
     """A text or messages to continue.
 
     Attributes:
-        place: the flag or the line that gave it, for errors.
-        row: the row of a file that holds it, to which the result is added.
+        place: the flag or the line of a file that gave the prompt, for errors.
+        row: the object in a file that holds the prompt; the output repeats it with the result.
     """
 
     content: str | Messages
@@ -54,7 +54,10 @@ class Prompt:
 
 
 def read_prompts(generation: GenerationConfig) -> list[Prompt]:
-    """Return the prompts of the flags; raise a DataError for a file without prompts."""
+    """Return the prompts that the flags or their file give.
+
+    Raise a DataError for a file that is unreadable or has no prompt.
+    """
     if generation.prompt is not None:
         return [
             Prompt(text, f"`--prompt` ({text[:40]})", {"prompt": text})
@@ -99,15 +102,16 @@ class Encoder:
     """Turns prompts into tokens, with ``--chat`` through the chat template.
 
     A prompt for a Hugging Face model begins with the tokens that transformers adds, such as
-    ``<s>``. A prompt for a model that was trained here from scratch does not, since the documents
-    of its training data do not.
+    ``<s>``. A prompt for a model trained here from scratch begins without them, as the documents of
+    its training data do.
 
     Attributes:
         note: a sentence on the tokens that transformers would add, or, with ``--chat``, on the date
             that the template writes.
 
     Raises:
-        ConfigError: ``--chat`` is given, but there is no template.
+        ConfigError: ``--chat`` is given, but the tokenizer has no chat template and no file gives
+            one.
     """
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
@@ -138,7 +142,7 @@ class Encoder:
             self._chat = self._with_date(loaded)
 
     def _with_date(self, chat: ChatTokenizer) -> ChatTokenizer:
-        """Fix the date that the chat template writes, and name it in the note."""
+        """Fix the date that the chat template writes, and name it in `note`."""
         given = self._generation.chat_date
         if given is None:
             dated, sentence = with_known_date(chat, self._generation.trained_date)
@@ -149,7 +153,7 @@ class Encoder:
         return dated_tokenizer(chat, given)
 
     def __call__(self, prompt: Prompt) -> list[int]:
-        """Return the tokens of a prompt; raise a DataError if there are none."""
+        """Return the tokens of a prompt; raise a DataError if it has none."""
         if self._chat is not None:
             content = prompt.content
             messages = content
@@ -213,8 +217,8 @@ def encoded_requests(
 def end_tokens(config: RunConfig, tokenizer: Tokenizer) -> set[int]:
     """Return the tokens that end a text.
 
-    These are the tokenizer's end of document, and the end tokens in a generation_config.json. The
-    folder of a Hugging Face model has such a file if the model ends its turns by another token.
+    These are the tokenizer's end of document and the end tokens in the generation_config.json of a
+    Hugging Face model, which may end its turns by another token.
     """
     ends = {tokenizer.eod} - {NO_TOKEN}
     path, entries = _generation_config(config, tokenizer)
@@ -229,7 +233,10 @@ def end_tokens(config: RunConfig, tokenizer: Tokenizer) -> set[int]:
 
 
 def generation_notes(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
-    """Return a sentence on the entries of a generation_config.json that are ignored, or []."""
+    """Return a sentence that names the ignored entries of a generation_config.json, in a list.
+
+    The list is empty without such entries.
+    """
     path, entries = _generation_config(config, tokenizer)
     skipped = (*DESCRIBING, "_from_model_config", "eos_token_id")
     given = [key for key, value in entries.items() if value is not None]
@@ -243,7 +250,10 @@ def generation_notes(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
 
 
 def _generation_config(config: RunConfig, tokenizer: Tokenizer) -> tuple[Path, dict[str, Any]]:
-    """Return path and content of the tokenizer folder's generation_config.json; {} without one."""
+    """Return (path, content) of the generation_config.json in the tokenizer's folder.
+
+    The content is {} if there is no such file.
+    """
     name = config.section(TokenizerConfig).tokenizer_model
     if tokenizer.kind != "HuggingFaceTokenizer" or name is None:
         return Path("generation_config.json"), {}

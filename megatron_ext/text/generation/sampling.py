@@ -17,12 +17,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose the tokens of one text, and when to stop.
+    """The options by which the tokens of one text are chosen and the text ends.
 
     Attributes:
-        do_sample: draw tokens; else take the likeliest.
+        do_sample: draw tokens at random; if False, take the likeliest.
         temperature: divides the logits.
-        top_k: draw from this many of the likeliest tokens; None is all.
+        top_k: draw from this many of the likeliest tokens; None means from all.
         top_p: draw from the smallest set of likeliest tokens whose probabilities sum to this or
             more.
         repetition_penalty: divides positive, and multiplies negative, logits of tokens that are in
@@ -44,7 +44,7 @@ class Chooser:
     """Chooses the tokens of one text, one after another.
 
     Args:
-        number: number of the request, which with the seed determines all random choices.
+        number: number of the request; it and the seed determine all random choices.
     """
 
     def __init__(self, sampling: Sampling, number: int) -> None:
@@ -70,7 +70,8 @@ class Chooser:
         """Draw a token by inverting the cumulative distribution at one uniform random number.
 
         Tokens are sorted from the likeliest down. Logits of different layouts differ by rounding,
-        which changes the token only if the number is within rounding error of a boundary.
+        which changes the drawn token only if the random number is within rounding error of a
+        boundary between two tokens.
         """
         uniform = torch.rand((), generator=self._generator, dtype=torch.float64)
         likeliest, order = logits.double().softmax(-1).sort(descending=True, stable=True)
@@ -81,7 +82,7 @@ class Chooser:
 
 
 def penalized(logits: Tensor, ids: Sequence[int], penalty: float) -> Tensor:
-    """Return logits ``[v]`` with the repetition penalty for the tokens ``ids``."""
+    """Return logits ``[v]`` with the repetition penalty applied to each token in ``ids``."""
     # Prompts may hold ids of the vocabulary's padding, which has no logits here.
     used = torch.tensor(sorted({i for i in ids if i < len(logits)}), device=logits.device)
     if not len(used):
@@ -92,15 +93,16 @@ def penalized(logits: Tensor, ids: Sequence[int], penalty: float) -> Tensor:
 
 
 def top_k_only(logits: Tensor, k: int) -> Tensor:
-    """Return logits ``[v]`` with -inf in place of those below the k-th largest."""
+    """Return logits ``[v]`` in which all below the k-th largest are -inf."""
     least = logits.topk(min(k, len(logits))).values[-1]
     return logits.masked_fill(logits < least, -torch.inf)
 
 
 def top_p_only(logits: Tensor, p: float) -> Tensor:
-    """Return logits ``[v]`` with -inf outside of the nucleus (arXiv:1904.09751, section 3.1).
+    """Return logits ``[v]`` in which all outside of the nucleus are -inf.
 
-    The nucleus is the smallest set of likeliest tokens whose probabilities sum to p or more.
+    The nucleus is the smallest set of likeliest tokens whose probabilities sum to p or more
+    (arXiv:1904.09751, section 3.1).
     """
     ascending, order = logits.sort(stable=True)
     outside = ascending.softmax(-1).cumsum(-1) <= 1 - p

@@ -1,4 +1,4 @@
-"""The program tools/generate_text.py: write texts with a checkpoint's model, in any layout."""
+"""The program tools/generate_text.py: continue prompts with a checkpoint's model, in any layout."""
 
 from __future__ import annotations
 
@@ -47,18 +47,23 @@ if TYPE_CHECKING:
     from megatron_ext.train.run import Run
 
 NOT_STORED = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "mtp_num_layers")
-"""Flags that are not taken from a checkpoint, since here no token is dropped and no MTP is used."""
+"""Flags that are not taken from a checkpoint.
+
+Generating drops no token of an expert, and uses no MTP depth."""
 TYPING_TIMEOUT = 24 * 60.0
-"""The minutes for which the other ranks wait while the user types."""
+"""How many minutes the other ranks wait while the user types."""
 
 
 def build_frozen_chunk(*args: Any, **kwargs: Any) -> Any:
-    """Build a model chunk without gradients, to save their memory."""
+    """Build a GPT model chunk whose parameters get no gradients, which saves their memory."""
     return build_gpt_chunk(*args, **kwargs).requires_grad_(False)
 
 
 def inference_task(*sections: type) -> Task:
-    """Return the task of pretrain_gpt.py without data and training; add sections of flags."""
+    """Return the task of pretrain_gpt.py without data and training, and with more flags.
+
+    ``sections`` are the classes of the added flags.
+    """
     without = tuple(kind for kind in GPT.sections if kind is not TaskEvaluationConfig)
     return GPT.replace(
         sections=without,
@@ -72,19 +77,21 @@ def inference_task(*sections: type) -> Task:
 
 
 def inference_rules(given: RunConfig, run: RunConfig) -> list[str]:
-    """Return the errors of the flags of model, tokenizer and Hugging Face folder."""
+    """Return the errors in the flags of model, tokenizer and Hugging Face folder."""
     return [*text_rules(given, run), *folder_errors(run)]
 
 
 def model_defaults(
     argv: Sequence[str], program: Task, tool: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the defaults of flags, by name, that follow from ``--load`` or ``--load-hf``.
+    """Return defaults of flags, by name, that the model of ``--load`` or ``--load-hf`` determines.
 
-    Also return sentences on what the configuration of a checkpoint cannot give (`withheld_notes`).
+    Also return sentences on flags in a checkpoint's configuration that are not taken over. ``tool``
+    is the name of the program in errors.
 
     Raises:
-        ConfigError: neither or both are given, or the checkpoint is not of a text model.
+        ConfigError: neither or both of the flags are given, or the checkpoint is not of a text
+            model.
         CheckpointError: the checkpoint, the folder or its configuration is missing or damaged.
     """
     reading = read_words(argv, program)
@@ -122,9 +129,10 @@ def run_model(
     work: Callable[[Run], None],
     defaults: Mapping[str, Any],
 ) -> int:
-    """Load the model of ``--load`` or ``--load-hf`` and call ``work``; return the exit code.
+    """Load the model of ``--load`` or ``--load-hf``, call ``work``; return the exit code.
 
     Args:
+        tool: name of the program, for errors.
         defaults: further defaults of flags, by name.
     """
     try:
@@ -162,7 +170,10 @@ def _stored_model(stored: Mapping[str, Any], program: Task, load: str) -> dict[s
 
 
 def prepare(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Check model and tokenizer; return the completed configuration and the tokenizer."""
+    """Check model and tokenizer; return the completed configuration and the tokenizer.
+
+    The configuration is completed by the vocabulary size.
+    """
     check_model(config)
     trained = config.model.unpadded_vocab_size
     config, tokenizer = with_tokenizer(config)
@@ -171,7 +182,10 @@ def prepare(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
 
 
 def prepare_generation(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Check model, tokenizer and prompts; return the completed configuration and the tokenizer."""
+    """Check model, tokenizer and prompts; return the completed configuration and the tokenizer.
+
+    The configuration is completed by the vocabulary size.
+    """
     config, tokenizer = prepare(config)
     generation = config.section(GenerationConfig)
     if generation.output_file is not None:
@@ -192,7 +206,7 @@ def _requests(config: RunConfig, encode: Encoder, prompts: Sequence[Prompt]) -> 
 
 
 def generation_rules(given: RunConfig, run: RunConfig) -> list[str]:
-    """Return the errors of all flags of tools/generate_text.py."""
+    """Return the errors in the flags of tools/generate_text.py."""
     return [*inference_rules(given, run), *run.section(GenerationConfig).own_errors()]
 
 
@@ -219,10 +233,11 @@ class Writer:
     def __call__(
         self, requests: Sequence[Request], on_text: OnText = lambda number, piece: None
     ) -> list[Completion]:
-        """Return all completions in the order of requests, on the reporting rank; elsewhere [].
+        """Complete requests; return the completions in order on the reporting rank, elsewhere [].
 
-        Requests are assigned to replicas in turn. The replica of the reporting rank gets the first,
-        so that a single text can be shown while it is written.
+        ``on_text`` gets the pieces of each text while it is written. Requests are assigned to
+        replicas in turn. The replica of the reporting rank gets the first, so that a single text
+        can be shown while it is written.
         """
         replicas = self.context.layout.data_parallel_size
         turn = replicas - 1 - self.context.dp_rank
@@ -230,7 +245,7 @@ class Writer:
         return self.gathered(completions)
 
     def gathered(self, completions: list[Completion]) -> list[Completion]:
-        """Gather the completions of all replicas in order on the reporting rank; elsewhere []."""
+        """Gather all replicas' completions; return them in order on the reporting rank, else []."""
         if self.forward.decides and self.context.pgs.dp.size() > 1:
             parts: list[Any] = [None] * self.context.pgs.dp.size()
             torch.distributed.all_gather_object(parts, completions, group=self.context.pgs.dp)
@@ -241,7 +256,7 @@ class Writer:
 
 
 def write_texts(run: Run) -> None:
-    """Complete the prompts of the flags; all ranks call this together."""
+    """Complete the prompts of the flags, and print or save the texts; all ranks call this."""
     config = run.config
     context = run.context
     generation = config.section(GenerationConfig)
@@ -277,7 +292,7 @@ def write_texts(run: Run) -> None:
 
 
 class Terminal:
-    """Prints texts one after another, and the one whose turn it is while it is written."""
+    """Prints texts in order; the first incomplete text is printed while it is written."""
 
     def __init__(self, prompts: Sequence[Prompt], *, streams: bool) -> None:
         self._prompts = prompts
@@ -286,7 +301,7 @@ class Terminal:
         self._current = -1
 
     def show(self, number: int, piece: str) -> None:
-        """Print a piece of a text, or keep it until the texts before it are complete."""
+        """Print a piece of a text, or keep the piece until all earlier texts are complete."""
         if self._current < 0:
             self._begin(0)
         if number == self._current:
@@ -314,7 +329,7 @@ class Terminal:
 def _converse(config: RunConfig, encode: Encoder, writer: Writer) -> None:
     """Continue each line that the user types, until the input ends.
 
-    With --chat the lines and answers form one conversation.
+    With ``--chat`` the lines and answers form one conversation.
     """
     context = writer.context
     chat = config.section(GenerationConfig).chat
@@ -340,9 +355,9 @@ def _converse(config: RunConfig, encode: Encoder, writer: Writer) -> None:
 
 
 def _next_line(reads: bool, source: int) -> str | None:
-    """Read the next line that is not empty, and return it on every rank; None at the end.
+    """Return the user's next line that is not empty, on every rank; None at the end of the input.
 
-    The rank ``source`` reads (``reads`` is True there).
+    Only the rank ``source`` reads; there, ``reads`` must be True.
     """
     line: list[Any] = [None]
     if reads:

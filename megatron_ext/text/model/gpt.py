@@ -21,13 +21,14 @@ from megatron_ext.text.model.language import TextModel
 
 
 class TransformerBlock(CoreTransformerBlock):  # type: ignore[misc]
-    """A TransformerBlock of megatron-core whose last recomputed group may be shorter.
+    """A TransformerBlock of megatron-core that may recompute a shorter last group of layers.
 
-    Older releases always take groups of ``--recompute-num-layers`` layers (`TAKES_SHORT_GROUPS`).
+    Releases of megatron-core before `core.TAKES_SHORT_GROUPS` fail unless
+    ``--recompute-num-layers`` divides the layers of the chunk.
     """
 
     def _get_layer(self, layer_number: int) -> Any:
-        """Return the layer of this index in the chunk; past the last one, an identity layer."""
+        """Return the chunk's layer of this index, from 0; an identity layer past the last one."""
         return self.layers[layer_number] if layer_number < len(self.layers) else _Nothing(self)
 
 
@@ -42,7 +43,7 @@ class _Nothing:
 
 
 class GPTModel(TextModel, CoreGPTModel):  # type: ignore[misc]
-    """A GPTModel of megatron-core with what `TextModel` adds."""
+    """A GPTModel of megatron-core with the forward pass and MTP losses of `TextModel`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -51,7 +52,7 @@ class GPTModel(TextModel, CoreGPTModel):  # type: ignore[misc]
 
 
 def _model_class(config: RunConfig, given: Callable[..., TextModel]) -> Callable[..., TextModel]:
-    """Return the given class, or HybridModel for `GPTModel` and ``--hybrid-layer-pattern``."""
+    """Return HybridModel for a `GPTModel` with ``--hybrid-layer-pattern``, else ``given``."""
     pattern = config.has(HybridConfig) and config.section(HybridConfig).hybrid_layer_pattern
     if not pattern or given is not GPTModel:
         return given
@@ -70,11 +71,12 @@ def build_gpt_chunk(
     vp_stage: int | None = None,
     model_class: Callable[..., TextModel] = GPTModel,
 ) -> TextModel:
-    """Build this pipeline rank's model chunk; with virtual pipelining, that of index ``vp_stage``.
+    """Build one model chunk of this pipeline rank.
 
     Args:
         pre_process: the chunk holds the embedding.
         post_process: the chunk holds the output layer.
+        vp_stage: the chunk's index on this rank, with virtual pipelining.
         model_class: `GPTModel`, a subclass of it, or a function that returns an instance.
 
     Raise a ConfigError if the vocabulary size is not set.

@@ -1,9 +1,10 @@
 """GPT as megatron-core's HybridModel, whose layers hold either attention or an MLP, not both.
 
 The layers ``2i`` and ``2i + 1`` of the stack are the halves of layer ``i`` of a GPT. Their weights
-have the GPT's names in `sharded_state_dict`, by which weights are drawn, saved and loaded, and both
-halves have its number, by which dropout masks are drawn. Hence the same seed trains the same model,
-and either loads the checkpoints of the other. Import this only if `core.HAS_HYBRID_MODEL`.
+have the GPT's names in `sharded_state_dict`, by which weights are drawn, saved and loaded. Both
+halves have the number ``i``, by which dropout masks are drawn. Hence a GPT and its HybridModel
+train alike from one seed, and each loads the checkpoints of the other. Import this only if
+`core.HAS_HYBRID_MODEL`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from megatron_ext.text.model.language import TextModel
 
 
 class HalfLayer(TransformerLayer):
-    """The attention or the MLP of a transformer layer, with the number of the whole layer."""
+    """A transformer layer with only attention or only an MLP, and the number of the whole layer."""
 
     def __init__(
         self, config: TransformerConfig, *args: Any, layer_number: int, **kwargs: Any
@@ -53,12 +54,12 @@ class HalfLayer(TransformerLayer):
             self.self_attn_bda: Any = _pass_on
 
     def _fuses(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
-        """Return False: the fused forward pass joins the halves."""
+        """Return False: the fused forward pass needs attention and MLP in one module."""
         return False
 
 
 def _pass_on(training: bool, fused: bool) -> Callable[..., Tensor]:
-    """Return a bias-dropout-add that returns the output ``[s, b, h]`` of a missing half."""
+    """Return a bias-dropout-add that returns its first argument, an output ``[s, b, h]``."""
     return lambda output, residual, probability: output
 
 
@@ -75,10 +76,10 @@ def mlp_half(layer: ModuleSpec) -> ModuleSpec:
 
 
 class HybridStack(CoreHybridStack):  # type: ignore[misc]
-    """A HybridStack of megatron-core with our norm and the names of a GPT's decoder.
+    """A HybridStack of megatron-core with our norm; its weights are named as in a GPT's decoder.
 
     Attributes:
-        first_layer: how many layers of the GPT earlier stages hold.
+        first_layer: number of the GPT's layers that earlier pipeline stages hold.
     """
 
     def __init__(
@@ -176,7 +177,7 @@ def stack_spec(
     depths: MultiTokenPredictionBlockSubmodules | None,
     vp_stage: int | None,
 ) -> ModuleSpec:
-    """Return the spec of one chunk's stack, given that of a GPT's multi-token prediction."""
+    """Return the spec of one chunk's `HybridStack`; ``depths`` is the spec of a GPT's MTP block."""
     dense = torch_layer_spec(transformer_config, moe=False)
     experts = transformer_config.num_moe_experts is not None
     for depth in depths.layer_specs if depths is not None else ():
@@ -212,7 +213,7 @@ def stages_pattern(transformer_config: TransformerConfig) -> str:
 
 
 class HybridModel(TextModel, CoreHybridModel):  # type: ignore[misc]
-    """A HybridModel of megatron-core with what `TextModel` adds, built from a GPT's arguments."""
+    """A HybridModel of megatron-core based on `TextModel`, with the arguments of a GPTModel."""
 
     def __init__(
         self,
@@ -249,7 +250,11 @@ class HybridModel(TextModel, CoreHybridModel):  # type: ignore[misc]
     def _preprocess(
         self, *, input_ids: Tensor, position_ids: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        """Return the embedding ``[s, b, h]``, the rotary angles, and what a GPT would also have."""
+        """Return (embedding ``[s, b, h]``, rotary angles), padded by None to a GPT's six values.
+
+        The embedding is None on later pipeline stages, the angles are None without rotary
+        positions.
+        """
         embedded = self.embedding(input_ids, position_ids) if self.pre_process else None
         rotary = None
         if self.position_embedding_type == "rope":
@@ -260,6 +265,9 @@ class HybridModel(TextModel, CoreHybridModel):  # type: ignore[misc]
         return embedded, rotary, None, None, None, None
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the sharded state, without the output layer's empty extra state, as a GPT's."""
+        """Return the sharded state with the keys that a GPT has.
+
+        It leaves out the output layer's extra state, which is empty.
+        """
         state: dict[str, Any] = super().sharded_state_dict(*args, **kwargs)
         return {key: x for key, x in state.items() if not key.endswith("output_layer._extra_state")}

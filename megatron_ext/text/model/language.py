@@ -14,11 +14,12 @@ from megatron_ext.layers.subclass import specialize
 
 
 class TextModel(LanguageModule):  # type: ignore[misc]
-    """A base of our models, to stand before megatron-core's, with two main differences from it.
+    """The base class of our text models, listed before megatron-core's class among the bases.
 
-    The caller weighs the losses of the MTP depths (`MTPTargets`); core weighs them by counts of
-    the local micro-batch. The copy of the word embedding on an MTP stage is marked as an
-    embedding, which gives all copies the same decoupled learning rate.
+    It differs from megatron-core's models in two main ways. The caller weighs the losses of the MTP
+    depths (`MTPTargets`); core weighs them by counts of the local micro-batch. The copy of the word
+    embedding on an MTP stage is marked as an embedding, which gives all copies the same decoupled
+    learning rate.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -66,16 +67,16 @@ class TextModel(LanguageModule):  # type: ignore[misc]
             input_ids, position_ids, labels: ``[b, s]``.
             attention_mask: the document index of each position of the whole sequences,
                 ``[b, cp * s]``, or a dense mask, True where attention is forbidden,
-                ``[b, 1, s, cp * s]``; None: causal.
+                ``[b, 1, s, cp * s]``; None means causal.
             mtp_targets: the targets of the MTP depths; without them, MTP adds no losses.
-            hidden_states_only: stop before the output head, which the loss applies
-                (`output_head`).
+            hidden_states_only: stop before the output head, which the loss function then applies by
+                itself.
 
         Returns:
             On inner stages, hidden states ``[s, b, h]``; in training they are
             ``[(1 + depths) * s, b, h]`` after a separate MTP stage. On the last stage, losses
-            ``[b, s]``; without labels, logits ``[b, s, v/tp]``; with ``hidden_states_only``,
-            hidden states, in training followed by those of the MTP depths.
+            ``[b, s]``; without labels, logits ``[b, s, v/tp]``; with ``hidden_states_only``, hidden
+            states, in training followed by those of the MTP depths.
         """
         decoder_input, rotary, cos, sin, offset, padding_mask = self._preprocess(
             input_ids=input_ids, position_ids=position_ids

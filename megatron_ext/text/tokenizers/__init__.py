@@ -85,11 +85,12 @@ _FILES_OF_TYPE = {
     for kind, library in _LIBRARY_OF_TYPE.items()
     if library == "sentencepiece"
 }
-"""The flags that name the files of each type of tokenizer, and what the files are."""
+"""For each type of tokenizer, the flags that name its files, each with a description of the file.
+"""
 
 
 def check_files(settings: TokenizerConfig) -> None:
-    """Raise an error with a sentence for each file of a tokenizer that is missing or not given.
+    """Raise one error that names each file of the tokenizer that is missing or not given.
 
     A name that may be on the Hugging Face hub is not looked up there.
     """
@@ -103,7 +104,10 @@ def check_files(settings: TokenizerConfig) -> None:
 
 
 def _files_of(settings: TokenizerConfig, kind: str) -> list[str]:
-    """Return the paths of a tokenizer's files; raise one error that names all missing files."""
+    """Return the paths of the files of a tokenizer of type ``kind``.
+
+    Raise one error that names all missing files.
+    """
     paths = list[str]()
     errors = list[MegatronExtError]()
     for name, what in _FILES_OF_TYPE.get(kind, {}).items():
@@ -122,7 +126,8 @@ def _files_of(settings: TokenizerConfig, kind: str) -> list[str]:
 def build_tokenizer(settings: TokenizerConfig) -> Tokenizer:
     """Build the tokenizer that `--tokenizer-type` and the other tokenizer flags describe.
 
-    Raise a ConfigError for a flag that does not go with the type, a DataError for a damaged file.
+    Raise a ConfigError for a flag that is missing or that the type does not use, a DataError for a
+    damaged file.
     """
     kind = _known_type(settings)
     _check_metadata(settings.tokenizer_metadata, kind)
@@ -199,7 +204,7 @@ def _vocab_size(size: int | None, kind: str) -> int:
 
 
 def _check_metadata(path: str | None, kind: str) -> None:
-    """Raise a ConfigError if a metadata file names another library than the type ``kind`` uses."""
+    """Raise a ConfigError if a metadata file names another library than that of ``kind``."""
     if path is None:
         return
     require_file("--tokenizer-metadata", path, "a JSON file", kind)

@@ -14,14 +14,14 @@ import numpy.typing as npt
 from megatron_ext.errors import ConfigError, DataError
 
 NO_TOKEN = -1
-"""The id of a special token that the tokenizer lacks; it never occurs in data."""
+"""The id that stands for a special token that the tokenizer lacks; no data contain it."""
 
 Ids = Sequence[int] | npt.NDArray[Any]
 FastKind = Literal["sentencepiece", "json"]
 
 
 class Tokenizer(ABC):
-    """A tokenizer; it gives the same ids as that of megatron-core 0.16.1 with the same flags.
+    """A tokenizer; it gives the same ids as megatron-core 0.16.1's with the same flags.
 
     The id of a missing special token is -1, as megatron-core's datasets expect.
     """
@@ -69,7 +69,7 @@ class Tokenizer(ABC):
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ids.
 
-        Special tokens are left out if ``skip_special_tokens`` and if the library recognizes them.
+        With ``skip_special_tokens``, special tokens that the library recognizes are left out.
         """
 
     def token_id(self, text: str) -> int:
@@ -77,21 +77,21 @@ class Tokenizer(ABC):
         return NO_TOKEN
 
     def notes(self) -> list[str]:
-        """Return sentences on ignored entries of the tokenizer's files."""
+        """Return sentences on entries of the tokenizer's files that are ignored."""
         return []
 
     def start_ids(self) -> tuple[int, ...]:
-        """Return the ids that transformers puts before a text and `tokenize` does not."""
+        """Return the ids that transformers puts before a text, but `tokenize` does not."""
         return ()
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
-        """Return the ids of each text, as an array or a list, without starting threads."""
+        """Return the ids of each text, an array or a list; start no threads."""
         return [self.tokenize(text) for text in texts]
 
     def fast_source(self) -> tuple[FastKind, str] | None:
-        """Return the source from which gigatoken can load this tokenizer; None if it cannot.
+        """Return what gigatoken needs to load this tokenizer; None if it cannot.
 
-        It is ("sentencepiece", path) or ("json", content).
+        It is ("sentencepiece", path of the model) or ("json", content of tokenizer.json).
         """
         return None
 
@@ -101,7 +101,10 @@ class Tokenizer(ABC):
 
 
 def require_package(name: str, kind: str) -> Any:
-    """Import the library of a tokenizer; raise a ConfigError if it is not installed."""
+    """Import and return the library ``name`` of a tokenizer of type ``kind``.
+
+    Raise a ConfigError if it is not installed.
+    """
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -112,9 +115,10 @@ def require_package(name: str, kind: str) -> Any:
 
 
 def require_file(flag: str, value: str | None, what: str, kind: str) -> str:
-    """Return ``value``, the path that ``flag`` gives; ``what`` describes the file for errors.
+    """Check that the flag ``flag`` gives the path of a file, and return the path.
 
-    Raise a ConfigError if the flag is not given, a DataError if the path is not a file.
+    ``what`` describes the file in errors. Raise a ConfigError if the flag is not given, a DataError
+    if the path is not a file.
     """
     if not value:
         raise ConfigError(f"`--tokenizer-type {kind}` needs `{flag}` with the path of {what}.")
@@ -149,7 +153,7 @@ class ByteLevelTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """A tokenizer of texts that are ids, separated by single spaces; eod is the largest id."""
+    """A tokenizer for texts of ids separated by single spaces; eod is the largest id."""
 
     kind = "NullTokenizer"
 

@@ -18,12 +18,12 @@ from megatron_ext.errors import DataError
 NAMED = tuple(f"{name}_token" for name in ("eos", "bos", "unk", "sep", "pad", "cls", "mask"))
 """The keys of named special tokens."""
 LISTED = ("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder")
-"""The keys of lists of other special tokens."""
+"""The keys of lists and mappings of further special tokens."""
 DESCRIBING = tuple(
     "_commit_hash _name_or_path backend is_local local_files_only model_input_names name_or_path "
     "processor_class special_tokens_map_file tokenizer_file transformers_version".split()
 )
-"""Entries that only describe the origin of the files, so ignoring them loses nothing."""
+"""Entries that only describe the origin of the files, so nothing is lost by ignoring them."""
 
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _READ = (*NAMED, *LISTED, "tokenizer_class", "auto_map", "chat_template", "split_special_tokens")
@@ -38,9 +38,9 @@ USUAL = {
     "truncation_side": "right",
     "use_default_system_prompt": False,
 }
-"""Ignored entries whose value is their default; ignoring them loses nothing."""
+"""Ignored entries with their default values; nothing is lost by ignoring them at these values."""
 _ENDLESS = 10**20
-"""transformers writes a `model_max_length` of at least this for no limit."""
+"""The least `model_max_length` that means no limit; transformers writes such a number."""
 _BOOLEANS = ("add_prefix_space", "split_special_tokens", "add_bos_token", "add_eos_token")
 _SIDES = ("padding_side", "truncation_side")
 _TEMPLATES = ("default", "tool_use")
@@ -114,28 +114,32 @@ def _check_templates(value: Any, refuse: Any) -> None:
 
 
 def special_entries(config: Mapping[str, Any], map_: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries on special tokens that are in effect.
+    """Return the entries of a tokenizer's two files that decide its special tokens.
 
-    ``config`` is the content of tokenizer_config.json, ``map_`` of special_tokens_map.json.
+    ``config`` is the content of tokenizer_config.json, ``map_`` that of special_tokens_map.json.
+    The latter wins unless the former has `added_tokens_decoder`.
     """
     return {**config} if "added_tokens_decoder" in config else {**config, **map_}
 
 
 def text_of(token: Any) -> str:
-    """Return the text of a token that a file gives as a text or as an object."""
+    """Return the text of a token that a file gives as a string or as an object with `content`."""
     return str(token.get("content", token) if isinstance(token, dict) else token)
 
 
 def flags_differ(token: Mapping[str, Any], added: Any) -> bool:
-    """Tell whether a file gives a token other flags than the loaded `AddedToken` has."""
+    """Tell whether a file gives a token other flags, such as `lstrip`, than the loaded token has.
+
+    ``token`` is the object in the file, ``added`` the loaded `tokenizers.AddedToken`.
+    """
     return any(key in token and token[key] != getattr(added, key) for key in _FLAGS)
 
 
 def unused_entries(folder: Path, files: Mapping[str, Any], backend: Any, loaded: Any) -> list[str]:
-    """Return a sentence for each file of a tokenizer that has ignored entries.
+    """Return one sentence for each file of a tokenizer that has entries without effect.
 
     Args:
-        files: the contents of tokenizer_config.json and special_tokens_map.json.
+        files: the contents of tokenizer_config.json and special_tokens_map.json, by file name.
         backend: the loaded `tokenizers.Tokenizer`.
         loaded: the tokenizer of transformers that holds ``backend``; None if it was loaded without
             transformers.
@@ -191,10 +195,12 @@ def _is_default(key: str, value: Any) -> bool:
 def _special_without_effect(
     entries: Mapping[str, Any], in_use: Mapping[str, Any], added: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield the names of entries on special tokens that are overridden by another file or ignored.
+    """Yield the names of entries on special tokens that have no effect.
+
+    Another file overrides them, or the loaded tokenizer ignores them.
 
     Args:
-        entries: the entries of one file.
+        entries: the entries of the file that is checked.
         in_use: the entries in effect, of both files.
         added: the special tokens of the loaded tokenizer, by text.
     """
@@ -246,7 +252,10 @@ def _templates_without_effect(folder: Path, config: Mapping[str, Any]) -> Iterat
 
 
 def _tokenizes_alike(raw: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
-    """Tell whether a loaded tokenizer (``state``) keeps all of its tokenizer.json (``raw``)."""
+    """Tell whether a loaded tokenizer tokenizes as its tokenizer.json says.
+
+    ``raw`` is the content of the file, ``state`` the content that the tokenizer would save.
+    """
     parts = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "added_tokens")
     return all(_agree(raw.get(part), state.get(part)) for part in parts)
 
@@ -260,10 +269,10 @@ def _agree(raw: Any, state: Any) -> bool:
 
 
 def part_at_fault(raw: Any, kind: Any) -> str | None:
-    """Return the name of the part that makes a tokenizer.json unreadable; None if it is unclear.
+    """Return the name of the part that makes a tokenizer.json unreadable; None if none does alone.
 
-    Errors of `tokenizers` seldom name the part. So leave out one part after another until the class
-    ``kind``, `tokenizers.Tokenizer`, can read the rest.
+    Errors of the library seldom name the part. So leave out one part after another until the class
+    ``kind``, `tokenizers.Tokenizer`, can read the rest of the content ``raw``.
     """
     if not isinstance(raw, dict):
         return None
@@ -284,9 +293,9 @@ def part_at_fault(raw: Any, kind: Any) -> str | None:
 
 
 def _state(kind: Any, content: Any) -> Any:
-    """Load the content of a tokenizer.json and return it as `tokenizers` would save it.
+    """Load the content of a tokenizer.json by the class ``kind``; return what it would save.
 
-    Return None if `tokenizers` cannot load it.
+    Return None if `tokenizers` cannot load it. ``kind`` is `tokenizers.Tokenizer`.
     """
     try:
         return json.loads(kind.from_str(json.dumps(content)).to_str())
@@ -300,11 +309,11 @@ _LARGE = ("vocab", "merges")
 
 
 def _lost(raw: Any, state: Any, kind: Any) -> Iterator[str]:
-    """Yield the names of entries of a tokenizer.json (``raw``) that `tokenizers` ignores.
+    """Yield the paths of a tokenizer.json's entries that `tokenizers` ignores, such as ``model.x``.
 
-    ``state`` is the content as `tokenizers` would save it. An entry that is missing there may have
-    been read under an old name: it counts as ignored only if the file without it gives the same
-    tokenizer.
+    ``raw`` is the content of the file, ``state`` the content that `tokenizers` would save, ``kind``
+    the class `tokenizers.Tokenizer`. An entry that ``state`` lacks may have been read under an old
+    name. So it is ignored only if the file without it gives the same tokenizer.
     """
     whole: Any = None
     for path, is_there in _not_kept(raw, state):
@@ -317,7 +326,7 @@ def _lost(raw: Any, state: Any, kind: Any) -> Iterator[str]:
 def _not_kept(
     raw: Any, state: Any, path: tuple[Any, ...] = ()
 ) -> Iterator[tuple[tuple[Any, ...], bool]]:
-    """Yield (path, whether ``state`` has it) of each entry of ``raw`` that ``state`` changes."""
+    """Yield each entry of ``raw`` that ``state`` lacks or changes: (path, whether it is there)."""
     if isinstance(raw, dict) and isinstance(state, dict):
         for key, value in raw.items():
             if key not in state:
@@ -342,7 +351,7 @@ _APART = ("vocab", "merges", "truncation", "padding")
 
 
 def _without(content: Any, path: tuple[Any, ...]) -> Any:
-    """Return nested JSON without the entry at a path."""
+    """Return a copy of nested JSON without the entry at ``path``, a tuple of keys and indices."""
     first, *rest = path
     if rest:
         inner = _without(content[first], tuple(rest))

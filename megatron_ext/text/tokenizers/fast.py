@@ -1,9 +1,9 @@
-"""Encodes by gigatoken, as long as it gives exactly the ids of the native tokenizer.
+"""Encodes texts by gigatoken, as long as it gives exactly the ids of the native tokenizer.
 
-gigatoken is an order of magnitude faster than SentencePiece and Hugging Face's tokenizers, but it
-is young, and optional. Before use it is compared with the native tokenizer on hard strings and on
-texts of the input; during the run, on a sample of texts. The first difference raises an
-`InexactEngine`.
+gigatoken is an order of magnitude faster than the native tokenizers, SentencePiece and Hugging
+Face's `tokenizers`, but it is young, and optional. Before use it is compared with the native
+tokenizer on hard strings and on texts of the input; during the run, on a sample of texts. The first
+difference raises an `InexactEngine`.
 
 Two kinds of texts always go to the native tokenizer: texts that contain the text of a control
 token, and, if the tokenizer normalizes, texts with combining characters. (SentencePiece normalizes
@@ -58,7 +58,7 @@ HARD_STRINGS: tuple[str, ...] = (
 
 
 class InexactEngine(Exception):
-    """Raised if the fast engine is unusable, or gives other ids than the native tokenizer."""
+    """Raised if gigatoken is unusable, or gives other ids than the native tokenizer."""
 
 
 class FastEncoder:
@@ -92,12 +92,15 @@ class FastEncoder:
         return encoded
 
     def compare(self, texts: Sequence[str]) -> None:
-        """Compare both engines; raise an InexactEngine at the first text on which they differ."""
+        """Compare gigatoken with the native tokenizer on texts.
+
+        Raise an InexactEngine at the first text for which their ids differ.
+        """
         for text, ids in zip(texts, self.encode_batch(texts), strict=True):
             self.compare_ids(text, ids)
 
     def compare_ids(self, text: str, ids: Ids) -> None:
-        """Raise an InexactEngine unless the native tokenizer gives ``text`` these ``ids``."""
+        """Raise an InexactEngine unless ``ids`` are the native tokenizer's ids of ``text``."""
         native = self._native.tokenize(text)
         if not np.array_equal(np.asarray(ids, np.int64), np.asarray(native, np.int64)):
             start = text[:40].encode("unicode_escape").decode()
@@ -105,7 +108,10 @@ class FastEncoder:
 
 
 def has_combining(text: str) -> bool:
-    """Tell whether a text has U+0085 or a character that may join its neighbour in a cluster."""
+    """Tell whether a text has a character that the two tokenizers may normalize differently.
+
+    These are U+0085 and characters that may join their neighbour in a grapheme cluster.
+    """
     if text.isascii():
         return False
     codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
@@ -114,9 +120,9 @@ def has_combining(text: str) -> bool:
 
 @functools.cache
 def _combining_table() -> npt.NDArray[np.bool_]:
-    """Return a bool table ``[0x110000]``, True at each code point that `has_combining` looks for.
+    """Return a table ``[0x110000]``: for each code point, whether `has_combining` looks for it.
 
-    These are U+0085, marks, joiners, jamo, prepended characters, unassigned and private code
+    It looks for U+0085, marks, joiners, jamo, prepended characters, unassigned and private code
     points, and all code points above U+FFFF except emoji and Han.
     """
     table = np.zeros(0x110000, np.bool_)

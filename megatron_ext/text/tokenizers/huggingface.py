@@ -27,18 +27,19 @@ from megatron_ext.text.tokenizers.entries import (
 
 _GENERAL_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend", None)
 _FILES = tuple("*.json *.jinja *.txt *.py *.model *.tiktoken *.bpe *.spm vocab* tokenizer*".split())
-"""Patterns of the files of a tokenizer, to download them from the hub without the weights.
+"""Patterns of the files of a tokenizer, by which they are downloaded from the hub without the
+weights.
 
 `*.jinja` are chat templates; folders such as `additional_chat_templates/` are included."""
 
 
 @contextmanager
 def refused_panic(tokenizer: str) -> Iterator[None]:
-    """Turn a panic of the `tokenizers` library into a DataError.
+    """Turn a panic of the `tokenizers` library within a ``with`` block into a DataError.
 
-    The library panics, with an error that does not derive from Exception, after ten million
-    attempts to match a regular expression at one position, and if its file is damaged.
-    ``tokenizer`` names the file or the folder of the tokenizer.
+    The library panics after ten million attempts to match a regular expression at one position, and
+    if its file is damaged. A panic does not derive from Exception. ``tokenizer`` names the file or
+    the folder of the tokenizer.
     """
     what = f"`--tokenizer-model` ({tokenizer}) has a pattern or content"
     with _panic_as_data_error(what, "give a tokenizer from a source that you trust"):
@@ -47,7 +48,10 @@ def refused_panic(tokenizer: str) -> Iterator[None]:
 
 @contextmanager
 def _panic_as_data_error(what: str, advice: str) -> Iterator[None]:
-    """Turn a panic of the `tokenizers` library into a DataError about ``what``."""
+    """Turn a panic of the `tokenizers` library within a ``with`` block into a DataError.
+
+    Its message begins with ``what``, the cause, and ends with ``advice``.
+    """
     try:
         yield
     except BaseException as error:
@@ -67,21 +71,24 @@ def _reason(error: BaseException) -> str:
 
 
 def _check_post_processor(path: Path, backend: Any) -> None:
-    """Raise a DataError if the `tokenizers` library panics in the last step of an encoding."""
+    """Raise a DataError if the `tokenizers` library panics in a tokenizer's post-processor.
+
+    ``path`` is the tokenizer.json, ``backend`` the `tokenizers.Tokenizer` loaded from it.
+    """
     with _panic_as_data_error(f"{path} has a `post_processor`", "copy it again"):
         backend.encode("a", "a")
         backend.encode("a")
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A `tokenizers.Tokenizer` (``backend``) with named special tokens, such as eos_token.
+    """A tokenizer from a `tokenizers.Tokenizer` (``backend``) and named special tokens.
 
     Args:
-        named: the texts of special tokens, by name.
+        named: the texts of special tokens, by names such as `eos_token`.
         special_tokens: further special tokens; those not in the vocabulary get the next ids.
         include_special_tokens: whether to add the tokens, such as bos, that the tokenizer itself
             puts around a text.
-        unused: returns sentences on ignored entries of the tokenizer's files.
+        unused: a function that returns sentences on ignored entries of the tokenizer's files.
     """
 
     def __init__(
@@ -153,7 +160,10 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _complete(named: Mapping[str, str]) -> dict[str, str]:
-    """Return ``named``, where a missing one of eos and sep, or of bos and cls, equals the other."""
+    """Return special tokens by name, with missing ones of two pairs filled in.
+
+    Of eos and sep, and of bos and cls, a missing one gets the text of the other.
+    """
     out = dict(named)
     for one, other in (("eos_token", "sep_token"), ("bos_token", "cls_token")):
         if one not in out and other in out:
@@ -171,9 +181,10 @@ def build(
     include_special_tokens: bool,
     trust_remote_code: bool,
 ) -> Tokenizer:
-    """Load the tokenizer of a folder or of a model on the Hugging Face hub.
+    """Load the tokenizer in a folder or of a model on the Hugging Face hub.
 
-    Raise a ConfigError without a name, a DataError if the tokenizer cannot be loaded.
+    ``name`` is the folder or the model, ``kind`` the tokenizer's type. Raise a ConfigError without
+    a name, a DataError if the tokenizer cannot be loaded.
     """
     if not name:
         raise ConfigError(
@@ -246,7 +257,7 @@ def tokenizer_folder(name: str) -> Path:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file of a tokenizer; {} if there is no file."""
+    """Return the object in a JSON file of a tokenizer; {} if the file does not exist."""
     if not path.is_file():
         return {}
     try:
@@ -262,8 +273,9 @@ def _load_direct(
 ) -> tuple[Any, dict[str, str]] | None:
     """Load tokenizer.json without transformers.
 
-    Return the `tokenizers.Tokenizer`, and its special tokens by name. Return None if transformers
-    might load another tokenizer from the folder.
+    ``files`` has the contents of the folder's JSON files, by file name. Return the
+    `tokenizers.Tokenizer` and the texts of its special tokens by name; None if transformers might
+    load another tokenizer from the folder.
     """
     config = files["tokenizer_config.json"]
     if config.get("tokenizer_class") not in _GENERAL_CLASSES or "auto_map" in config:
@@ -300,7 +312,7 @@ def _load_direct(
 
 
 def load_pretrained(folder: Path, *, trust_remote_code: bool) -> Any:
-    """Load a fast tokenizer by transformers, with its chat template if it has one.
+    """Return the fast tokenizer that transformers loads, with its chat template if it has one.
 
     Raise a ConfigError if transformers is not installed, a DataError if it cannot load the folder.
     """

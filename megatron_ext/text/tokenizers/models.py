@@ -24,7 +24,7 @@ _SEPARATOR = "▁"
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A tokenizer from a SentencePiece `.model`; its eos is also eod.
+    """A tokenizer from a SentencePiece `.model`; its id of eos is also that of eod.
 
     With `--tokenizer-sentencepiece-legacy`, each of ``special_tokens`` in a text becomes a single
     id: the id of the piece with the same text, or a new id after the vocabulary.
@@ -50,7 +50,10 @@ class SentencePieceTokenizer(Tokenizer):
         )
 
     def _place(self, tokens: Sequence[str]) -> dict[str, int]:
-        """Assign an id to each special token: that of the piece with its text, or a new id."""
+        """Return the ids of special tokens, by text.
+
+        An id is that of the piece with the same text, or a new one.
+        """
         placed: dict[str, int] = {}
         fresh = self._model.get_piece_size()
         for token in tokens:
@@ -117,9 +120,9 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def _user_defined(model: bytes) -> Iterator[str]:
-    """Yield the texts of a model's user-defined pieces.
+    """Yield the texts of the user-defined pieces in a SentencePiece model.
 
-    A piece is field 1 of the protobuf message; its own fields 1 and 3 are its text and its type.
+    ``model`` is a protobuf message. Its field 1 is a piece, whose fields 1 and 3 are text and type.
     """
     if not _USER_DEFINED_PIECE.search(model):
         return  # Most models have none, and parsing all pieces is slow.
@@ -131,7 +134,10 @@ def _user_defined(model: bytes) -> Iterator[str]:
 
 
 def _fields(buffer: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield (number, value) of each protobuf field: an int for a varint, bytes for other types."""
+    """Yield (field number, value) of each field of a protobuf message.
+
+    The value is an int for a varint, bytes for other types.
+    """
     position = 0
     while position < len(buffer):
         key, position = _varint(buffer, position)
@@ -232,7 +238,7 @@ def _special_names(
 
 
 def _ranks(path: str, count: int, first: int) -> dict[bytes, int]:
-    """Return the ids of the first ``count`` tokens of a file, by their bytes.
+    """Read a tiktoken vocabulary; return the ids of its first ``count`` tokens, by their bytes.
 
     The first token has the id ``first``.
     """

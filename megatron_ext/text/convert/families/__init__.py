@@ -21,4 +21,5 @@ from megatron_ext.text.convert.families import (
 _DENSE = (llama, mistral, qwen2, qwen3, phi3, gpt2, gemma2, gemma3)
 _EXPERTS = (mixtral, qwen2_moe, qwen3_moe, gpt_oss, glm4_moe, deepseek_v2, deepseek_v3)
 FAMILIES = {module.FAMILY.model_type: module.FAMILY for module in (*_DENSE, *_EXPERTS)}
-"""Families by `model_type`. A model trained from scratch is exported as the first that fits."""
+"""Families by `model_type`. A model trained from scratch is exported as the first family that fits.
+"""

@@ -24,7 +24,7 @@ SAME = llama.SAME | {
 ONLY = llama.ONLY | {"attention_bias": False}
 BIAS = "e_score_correction_bias"
 ROUTER = {"moe_router_dtype": "fp32"}
-"""Routers always compute in float32, whatever the dtype of the model."""
+"""Fields of the family's routers, which compute in float32 whatever the dtype of the model."""
 BIASED_ROUTER = {
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
@@ -35,7 +35,10 @@ _YARN = ("beta_fast", "beta_slow")
 
 
 def read_latent(settings: Settings) -> Fields:
-    """Return the fields of latent attention, its rotary positions, dropout and tied embeddings."""
+    """Return the fields of latent attention that config.json gives.
+
+    They include rotary positions, attention dropout and tied embeddings.
+    """
     if settings["rms_norm_eps"] != 1e-6:
         # In transformers the norms of the latent vectors have this epsilon in any case, but ours
         # have the epsilon of all norms.
@@ -69,7 +72,7 @@ def read_latent(settings: Settings) -> Fields:
 
 
 def write_latent(gpt: Gpt) -> dict[str, Any]:
-    """Return the entries of config.json that `read_latent` reads."""
+    """Return the entries of config.json from which `read_latent` reads the same fields."""
     scaling: dict[str, Any] | None = None
     if gpt.latent.rope_type == "yarn":
         scaling = {
@@ -92,7 +95,7 @@ def read_experts(settings: Settings, ranking: int) -> Fields:
     """Return the fields of shared experts, dense first layers and groups of experts.
 
     Args:
-        ranking: a group of experts is ranked by the sum of so many of its best scores.
+        ranking: number of best scores in a group of experts whose sum ranks the group.
     """
     dense = settings["first_k_dense_replace"] or 0
     layers = settings["num_hidden_layers"]
@@ -113,7 +116,7 @@ def read_experts(settings: Settings, ranking: int) -> Fields:
 
 
 def write_experts(gpt: Gpt) -> dict[str, Any]:
-    """Return the entries of config.json that `read_experts` reads."""
+    """Return the entries of config.json from which `read_experts` reads the same fields."""
     holds = gpt.moe.expert_layers(gpt.model.num_layers or 0)
     width = gpt.moe.moe_ffn_hidden_size or gpt.model.ffn_hidden_size or 1
     return {
@@ -146,7 +149,10 @@ def write(gpt: Gpt) -> dict[str, Any]:
 
 
 def latent_attention() -> dict[str, Parts]:
-    """Return the parts of latent attention, for queries with and without a latent vector."""
+    """Return the parts of latent attention's weights, by our names.
+
+    They cover queries computed with and without a latent vector.
+    """
     names = {
         "linear_q_proj.weight": "q_proj",
         "linear_q_down_proj.weight": "q_a_proj",
@@ -164,7 +170,10 @@ def latent_attention() -> dict[str, Parts]:
 
 
 def decoder_layer() -> dict[str, Parts]:
-    """Return the parts of a decoder layer, which may be dense or have experts."""
+    """Return the parts of a decoder layer's weights, by our names.
+
+    They cover a dense layer and one with experts.
+    """
     return {
         **llama.norms(),
         "input_layernorm.weight": whole(f"{llama.LAYER}.input_layernorm.weight"),
@@ -175,9 +184,9 @@ def decoder_layer() -> dict[str, Parts]:
 
 
 def with_depths(gpt: Gpt, vocab_size: int, layer: dict[str, Parts]) -> Table:
-    """Return the table of a model with a router bias and depths of multi-token prediction.
+    """Return the table of a model that has a router bias and depths of multi-token prediction.
 
-    ``layer`` holds the parts of a decoder layer.
+    ``layer`` holds the parts of a decoder layer's weights, by our names.
     """
     names = {
         "enorm.weight": "enorm",

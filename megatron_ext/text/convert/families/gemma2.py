@@ -21,7 +21,7 @@ ONLY = {
 
 
 def read_scales(settings: Settings) -> Fields:
-    """Return the fields that scale embeddings and attention scores, and the soft caps."""
+    """Return the fields that scale embeddings and attention scores, and those of the soft caps."""
     return {
         "embedding_multiplier": float(settings["hidden_size"]) ** 0.5,
         "softmax_scale": float(settings["query_pre_attn_scalar"]) ** -0.5,
@@ -31,7 +31,7 @@ def read_scales(settings: Settings) -> Fields:
 
 
 def write_scales(gpt: Gpt) -> dict[str, Any]:
-    """Return the entries of config.json that `read_scales` reads."""
+    """Return the entries of config.json from which `read_scales` reads the same fields."""
     scale = gpt.attention.softmax_scale or (gpt.model.kv_channels or 1) ** -0.5
     scalar = round(scale**-2, 6)
     own: dict[str, Any] = {

@@ -12,7 +12,7 @@ FULL, WINDOW = "full_attention", "sliding_attention"
 def read(settings: Settings) -> Fields:
     """Return the fields of a Gemma 3 model.
 
-    Layers with a sliding window have their own rotary base, without a scaling.
+    Layers with a sliding window have their own rotary base, and their positions are not scaled.
     """
     rotary = {kind: dict(settings["rope_parameters"][kind]) for kind in (FULL, WINDOW)}
     own = dataclasses.replace(settings, values={**settings.values, "rope_parameters": rotary[FULL]})

@@ -12,7 +12,7 @@ from megatron_ext.text.convert.table import Part, Parts, Table, grouped_qkv, joi
 
 INPUT_NORM = "self_attention.linear_qkv.layer_norm_weight"
 DENSE_NORM, EXPERT_NORM = "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
-"""Our names of a layer's norms; the second norm has another name if experts follow it."""
+"""Our names of a layer's second norm: before a dense MLP, and before experts."""
 LAYER = "model.layers.{layer}"
 SAME = {
     "num_layers": "num_hidden_layers",
@@ -35,11 +35,11 @@ LLAMA3_CONSTANTS = {
     "high_freq_factor": 4,
     "original_max_position_embeddings": 8192,
 }
-"""The constants of megatron-core's ``--use-rope-scaling``, whose factor alone is a flag."""
+"""The constants of megatron-core's ``--use-rope-scaling``; only the factor has a flag."""
 
 
 def read(settings: Settings) -> Fields:
-    """Return the fields of heads, positions, dropout and tied embeddings."""
+    """Return the fields of heads, rotary positions, dropout and tied embeddings."""
     heads = int(settings["num_attention_heads"])
     groups = int(settings["num_key_value_heads"] or heads)
     return {
@@ -53,7 +53,7 @@ def read(settings: Settings) -> Fields:
 
 
 def write(gpt: Gpt) -> dict[str, Any]:
-    """Return the entries of config.json that `read` reads."""
+    """Return the entries of config.json from which `read` reads the same fields."""
     return {
         "num_key_value_heads": gpt.model.num_query_groups or gpt.model.num_attention_heads,
         "head_dim": gpt.model.kv_channels,
@@ -63,7 +63,7 @@ def write(gpt: Gpt) -> dict[str, Any]:
 
 
 def read_rotary(settings: Settings) -> Fields:
-    """Return the fields of rotary positions; raise a CheckpointError for an unknown kind."""
+    """Return the fields of rotary positions; raise a CheckpointError for an unknown scaling."""
     # transformers 4 stores the base beside the scaling, transformers 5 within it.
     given = dict(settings["rope_parameters"] or settings["rope_scaling"] or {})
     base = given.pop("rope_theta", settings["rope_theta"])
@@ -73,9 +73,10 @@ def read_rotary(settings: Settings) -> Fields:
 
 
 def read_scaling_of(settings: Settings, given: dict[str, Any]) -> Fields:
-    """Return the fields of a scaling of rotary frequencies, whose entries are ``given``.
+    """Return the fields of a scaling of rotary frequencies.
 
-    Use the flags that megatron-core has for this scaling, if there are any.
+    ``given`` has the entries that describe the scaling. If megatron-core has flags for it, the
+    fields are those flags.
     """
     kind = given.get("rope_type") or given.get("type") or "default"
     entries = {key for key, value in given.items() if value is not None} - {"rope_type", "type"}
@@ -103,7 +104,7 @@ def read_scaling_of(settings: Settings, given: dict[str, Any]) -> Fields:
 
 
 def write_rotary(gpt: Gpt) -> dict[str, Any]:
-    """Return the entries of config.json that `read_rotary` reads."""
+    """Return the entries of config.json from which `read_rotary` reads the same fields."""
     entries: dict[str, Any] = {
         "rope_theta": gpt.positions.rotary_base,
         "rope_scaling": write_scaling(gpt),
@@ -132,8 +133,8 @@ def write_scaling(gpt: Gpt) -> dict[str, Any] | None:
 def read_window(settings: Settings) -> Fields:
     """Return the fields of a sliding window, in all layers or in those of ``layer_types``.
 
-    transformers counts the query's own token as part of the window; our size counts only the tokens
-    before it.
+    transformers counts the query's own token as part of the window; our field counts only the
+    tokens before it.
     """
     window = settings["sliding_window"]
     kinds = settings["layer_types"]
@@ -145,13 +146,13 @@ def read_window(settings: Settings) -> Fields:
 
 
 def write_window(gpt: Gpt) -> dict[str, Any]:
-    """Return the entry of config.json that `read_window` reads."""
+    """Return the entry of config.json from which `read_window` reads the same field."""
     window = gpt.attention.window_size
     return {"sliding_window": None if window is None else window[0] + 1}
 
 
 def write_layer_types(gpt: Gpt) -> dict[str, Any]:
-    """Return the entry ``layer_types``, which tells the layers with a sliding window."""
+    """Return the entry ``layer_types``, which tells for each layer whether it has a window."""
     names = {False: "full_attention", True: "sliding_attention"}
     return {"layer_types": [names[has] for has in gpt.attention.windowed_layers(gpt.model)]}
 
@@ -162,7 +163,7 @@ def list_flag(layers: Iterable[int]) -> str:
 
 
 def outer(vocab_size: int, *, prefix: str = "model.") -> dict[str, Parts]:
-    """Return the parts of the embedding, the final norm and the output layer."""
+    """Return the parts of the weights of embedding, final norm and output layer, by our names."""
     embedding = Part(f"{prefix}embed_tokens.weight", vocab_size)
     head = "lm_head.weight"
     return {
@@ -173,7 +174,10 @@ def outer(vocab_size: int, *, prefix: str = "model.") -> dict[str, Parts]:
 
 
 def norms() -> dict[str, Parts]:
-    """Return the parts of the two norms of a layer, under all names of the second."""
+    """Return the parts of the weights of a layer's two norms, by our names.
+
+    The second norm is listed under both of its names.
+    """
     second = whole(f"{LAYER}.post_attention_layernorm.weight")
     return {
         INPUT_NORM: whole(f"{LAYER}.input_layernorm.weight"),
@@ -183,7 +187,10 @@ def norms() -> dict[str, Parts]:
 
 
 def attention(gpt: Gpt) -> dict[str, Parts]:
-    """Return the parts of attention with separate projections, including biases and norms."""
+    """Return the parts of attention's weights, biases and norms, by our names.
+
+    In transformers, queries, keys and values have separate projections.
+    """
     theirs = f"{LAYER}.self_attn"
     parts = {}
     for kind in ("weight", "bias"):
@@ -201,10 +208,10 @@ def gated_mlp(
     theirs: str = "mlp",
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> dict[str, Parts]:
-    """Return the parts of a gated MLP.
+    """Return the parts of a gated MLP's weights, by our names.
 
-    ``ours`` and ``theirs`` are its paths within a layer; ``names`` are transformers' names of its
-    three projections.
+    ``ours`` and ``theirs`` are the paths of the MLP within our layer and transformers' layer;
+    ``names`` are transformers' names of its three projections.
     """
     parts = {}
     for kind in ("weight", "bias"):
@@ -215,12 +222,15 @@ def gated_mlp(
 
 
 def weights(gpt: Gpt, vocab_size: int) -> Table:
-    """Return the table of a dense decoder with Llama's names."""
+    """Return the table of the weights of a dense decoder with Llama's names."""
     return Table(outer(vocab_size), {**norms(), **attention(gpt), **gated_mlp()})
 
 
 def relative(changed: Mapping[str, Any], **attributes: Any) -> Family:
-    """Return a family like Llama, with other ``attributes`` and with ``changed`` fixed fields."""
+    """Return a family like Llama, with other ``attributes``.
+
+    ``changed`` holds fields, with their values, that all models of the family share.
+    """
     own = {"fixed": {**FIXED, **changed}, "same": SAME, "only": ONLY, "read": read, "write": write}
     return Family(**{**own, "weights": weights, **attributes})
 
@@ -233,7 +243,7 @@ def read_with_biases(settings: Settings) -> Fields:
 
 
 def write_with_biases(gpt: Gpt) -> dict[str, Any]:
-    """Return the entries of config.json that `read_with_biases` reads."""
+    """Return the entries of config.json from which `read_with_biases` reads the same fields."""
     biases = {"attention_bias": gpt.model.add_proj_bias, "mlp_bias": gpt.model.add_mlp_bias}
     return write(gpt) | biases
 

@@ -25,7 +25,7 @@ def read_experts(settings: Settings) -> Fields:
 
 
 def write_experts(gpt: Gpt) -> dict[str, Any]:
-    """Return the entries of config.json that `read_experts` reads."""
+    """Return the entries of config.json from which `read_experts` reads the same fields."""
     holds = gpt.moe.expert_layers(gpt.model.num_layers or 0)
     return {
         "decoder_sparse_step": 1,
@@ -36,7 +36,10 @@ def write_experts(gpt: Gpt) -> dict[str, Any]:
 
 
 def routed_experts(theirs: str = "mlp") -> dict[str, Parts]:
-    """Return the parts of a layer's router and routed experts, and of the MLP of a dense layer."""
+    """Return the parts of the weights of router, routed experts and dense MLPs, by our names.
+
+    ``theirs`` is the path of these modules within a layer of transformers.
+    """
     return {
         **llama.gated_mlp(),
         **llama.gated_mlp("mlp.experts.experts", f"{theirs}.experts.{{expert}}"),
