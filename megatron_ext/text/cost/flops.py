@@ -209,7 +209,7 @@ class GptRun(Network):
 
     @property
     def trains(self) -> bool:
-        """Return whether the model's own weights are trained, not only LoRA adapters."""
+        """Return whether the weights of the model itself are trained, not only adapters."""
         return self.config.lora.lora_rank is None
 
     @property
