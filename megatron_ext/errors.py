@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import select
 import signal
 import sys
@@ -15,9 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType, TracebackType
-from typing import NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from megatron_ext import limits
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 EXIT_CODE_INTERRUPTED = 130
 """Exit code after Ctrl-C, the same as a shell's (128 + SIGINT)."""
@@ -38,12 +42,82 @@ SECONDS_OF_ONE_INTERRUPTION = 1.0
 """Seconds after a Ctrl-C in which further ones count as the same."""
 
 
+_FLAG_IN_CODE = re.compile(r"`(--[\w-]+)")
+
+
+class FlagError(str):
+    """The sentence of an error in flags, which knows its parts and the flags that it is about.
+
+    ``FlagError("--min-lr", 0.1, "must be at most `--lr` (0.01)", "use 0.001")`` is the text
+    "`--min-lr` (0.1) must be at most `--lr` (0.01); use 0.001." Where a plain sentence may stand,
+    this may too.
+
+    Attributes:
+        subject: the flag at fault in backticks.
+        value: its value as it is shown; None if none is shown.
+        rule: the broken rule, with every flag that it depends on in backticks.
+        remedy: what to do; may be empty.
+        flags: the flags that the error is about: of the subject, the rule and the remedy.
+    """
+
+    subject: str
+    value: str | None
+    rule: str
+    remedy: str
+    flags: frozenset[str]
+
+    def __new__(cls, flag: str, value: object, rule: str, remedy: str = "") -> FlagError:
+        """Make the sentence.
+
+        ``flag`` is a flag, alone or with a word, such as ``--optimizer sgd``. It may also be the
+        first words of a sentence that does not begin with one flag, with code in backticks.
+        """
+        subject = f"`{flag}`" if flag.startswith("--") else flag
+        shown = "" if value is None else f" ({value})"
+        advice = f"; {remedy}" if remedy else ""
+        error = super().__new__(cls, f"{subject}{shown} {rule}{advice}.")
+        error.subject = subject
+        error.value = None if value is None else str(value)
+        error.rule = rule
+        error.remedy = remedy
+        error.flags = frozenset(_FLAG_IN_CODE.findall(f"{subject} {rule} {remedy}"))
+        return error
+
+    def __getnewargs__(self) -> tuple[str, str | None, str, str]:  # type: ignore[override]
+        return self.subject, self.value, self.rule, self.remedy
+
+    def with_note(self, note: str) -> FlagError:
+        """Return the error with a note in parentheses at the end of its sentence."""
+        if self.remedy:
+            return FlagError(self.subject, self.value, self.rule, f"{self.remedy} ({note})")
+        return FlagError(self.subject, self.value, f"{self.rule} ({note})")
+
+
+def exclusive(*given: str | tuple[str, object], remedy: str = "give one") -> FlagError:
+    """Return the error of flags that exclude each other; of a pair, the value is shown too."""
+    shown = [f"`{x}`" if isinstance(x, str) else f"`{x[0]}` ({x[1]})" for x in given]
+    return FlagError(" and ".join(shown), None, "exclude each other", remedy)
+
+
+def flags_of(error: str) -> frozenset[str]:
+    """Return the flags that an error is about; a plain sentence is about none."""
+    return error.flags if isinstance(error, FlagError) else frozenset()
+
+
 class MegatronExtError(Exception):
-    """The base class of every error that this package raises on purpose."""
+    """The base class of every error that this package raises on purpose.
+
+    ``messages`` are its sentences, of which those about flags are `FlagError`.
+    """
 
     def __init__(self, messages: str | Sequence[str]) -> None:
         self.messages = (messages,) if isinstance(messages, str) else tuple(messages)
         super().__init__("\n".join(self.messages))
+
+    @classmethod
+    def about(cls, flag: str, value: object, rule: str, remedy: str = "") -> Self:
+        """Return the exception of one `FlagError`, which is made of these parts."""
+        return cls(FlagError(flag, value, rule, remedy))
 
 
 class ConfigError(MegatronExtError):

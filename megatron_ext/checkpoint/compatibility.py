@@ -388,10 +388,11 @@ def _check_optimizer(path: Path, config: OptimizerConfig, stored: Mapping[str, A
         "sgd_momentum": kind == "sgd" and bool(momentum) != bool(before),
     }
     for name in (name for name, differ in differs.items() if differ):
-        raise CheckpointError(
-            f"`--{name.replace('_', '-')}` ({getattr(config, name)}) does not go with the "
-            f"optimizer state of {path}, saved with {stored[name]}; use that, or give "
-            "`--no-load-optim`."
+        raise CheckpointError.about(
+            f"--{name.replace('_', '-')}",
+            getattr(config, name),
+            f"does not go with the optimizer state of {path}, saved with {stored[name]}",
+            "use that, or give `--no-load-optim`",
         )
 
 

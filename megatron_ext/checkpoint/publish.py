@@ -212,9 +212,11 @@ def _lock(save: Path) -> int | None:
         save.mkdir(parents=True, exist_ok=True)
         descriptor = open_descriptor(lock_path(save / LOCK), os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise CheckpointError(
-            f"`--save` ({save}) cannot be written ({limits.cause(error, save)}); give a folder "
-            "that can."
+        raise CheckpointError.about(
+            "--save",
+            save,
+            f"cannot be written ({limits.cause(error, save)})",
+            "give a folder that can",
         ) from error
     patience = time.monotonic() + _SECONDS_FOR_A_DYING_RUN
     while True:
@@ -227,9 +229,11 @@ def _lock(save: Path) -> int | None:
                 continue
             holder = os.read(descriptor, 200).decode(errors="replace").strip() or "another run"
             os.close(descriptor)
-            raise CheckpointError(
-                f"`--save` ({save}) is being written by {holder}; wait for it, end it, or give "
-                "another `--save`."
+            raise CheckpointError.about(
+                "--save",
+                save,
+                f"is being written by {holder}",
+                "wait for it, end it, or give another `--save`",
             ) from None
         except OSError as error:
             logger.warning("%s cannot be locked (%s), so start no second run on it.", save, error)

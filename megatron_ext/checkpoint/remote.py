@@ -173,9 +173,11 @@ class RemoteFolder:
             self._put(probe, probe.name)
             self._tried(probe.name, lambda: fs.rm_file(f"{place}/{probe.name}"))
         except (CheckpointError, OSError) as error:
-            raise CheckpointError(
-                f"`{self.flag}` ({self.address}) cannot be written ({storage.one_line(error)}); "
-                "give an address that can, or the storage's credentials."
+            raise CheckpointError.about(
+                self.flag,
+                self.address,
+                f"cannot be written ({storage.one_line(error)})",
+                "give an address that can, or the storage's credentials",
             ) from error
         finally:
             probe.unlink()
@@ -284,9 +286,11 @@ class RemoteFolder:
             tracker = (self._read(TRACKER) or b"").decode(errors="replace").strip()
             newest = int(tracker) if step is None and tracker.isdigit() else step
             if step is not None and step not in whole:
-                raise CheckpointError(
-                    f"`{self.flag}` ({self.address}) holds no checkpoint of iteration {step}, but "
-                    f"those of {whole}; give another iteration."
+                raise CheckpointError.about(
+                    self.flag,
+                    self.address,
+                    f"holds no checkpoint of iteration {step}, but those of {whole}",
+                    "give another iteration",
                 )
             usable = [i for i in reversed(whole) if newest is None or i <= newest]
             for number, iteration in enumerate(usable):

@@ -85,10 +85,13 @@ def _check_machines(config: RunConfig) -> None:
     settings = config.checkpoint
     keeps = settings.peer_checkpoint_interval or settings.non_persistent_save_interval
     if several and address is not None and keeps and config.fault_tolerance.is_elastic:
-        raise CheckpointError(
-            f"`--save` ({address}) gives several machines no common folder, which an elastic run "
-            "needs for the state in their memory; give a folder that all share, or leave out "
-            "`--peer-checkpoint-interval` and `--non-persistent-save-interval`."
+        raise CheckpointError.about(
+            "--save",
+            address,
+            "gives several machines no common folder, which an elastic run needs for the "
+            "state in their memory",
+            "give a folder that all share, or leave out `--peer-checkpoint-interval` and "
+            "`--non-persistent-save-interval`",
         )
 
 

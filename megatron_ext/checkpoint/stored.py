@@ -109,9 +109,11 @@ def find(config: CheckpointConfig, damaged: Damaged | None = None) -> Checkpoint
         if root.is_file():
             names = ("load", "save", "pretrained_checkpoint")
             flag = next(name for name in names if getattr(config, name) == folder)
-            raise CheckpointError(
-                f"`--{flag.replace('_', '-')}` ({folder}) is a file, but checkpoints are folders; "
-                "give the folder that holds them."
+            raise CheckpointError.about(
+                f"--{flag.replace('_', '-')}",
+                folder,
+                "is a file, but checkpoints are folders",
+                "give the folder that holds them",
             )
         iteration = choose(root, step, damaged) if root.is_dir() else None
         if iteration is not None:
@@ -123,21 +125,27 @@ def find(config: CheckpointConfig, damaged: Damaged | None = None) -> Checkpoint
         ("--finetune", config.finetune),
     ):
         if given and config.load is not None and config.pretrained_checkpoint is None:
-            raise CheckpointError(
-                f"`--load` ({config.load}) holds no checkpoint, but `{name}` is given; give a "
-                "folder that does."
+            raise CheckpointError.about(
+                "--load",
+                config.load,
+                f"holds no checkpoint, but `{name}` is given",
+                "give a folder that does",
             )
     if config.pretrained_checkpoint is not None:
-        raise CheckpointError(
-            f"`--pretrained-checkpoint` ({config.pretrained_checkpoint}) holds no checkpoint; "
-            "give a folder that does."
+        raise CheckpointError.about(
+            "--pretrained-checkpoint",
+            config.pretrained_checkpoint,
+            "holds no checkpoint",
+            "give a folder that does",
         )
     # There may still be snapshots in `--non-persistent-local-ckpt-dir`, which are looked up later.
     has_local = config.non_persistent_local_ckpt_dir is not None
     if config.load is not None and not has_local and not _same_folder(config.load, config.save):
-        raise CheckpointError(
-            f"`--load` ({config.load}) holds no checkpoint; give a folder that does, or leave "
-            "`--load` out to start from scratch."
+        raise CheckpointError.about(
+            "--load",
+            config.load,
+            "holds no checkpoint",
+            "give a folder that does, or leave `--load` out to start from scratch",
         )
     return None
 
@@ -194,10 +202,12 @@ def check_weights(flag: str, folder: str | None) -> None:
 def check_start(config: CheckpointConfig, *, initializes: bool) -> None:
     """Raise a CheckpointError if the run neither initializes nor loads its weights."""
     if find(config) is None and not (initializes or config.starts_elsewhere):
-        raise CheckpointError(
-            "`--no-initialization` leaves the weights to a checkpoint, but there is none to load; "
-            "give `--load` or `--pretrained-checkpoint` with a folder that holds one, or leave it "
-            "out."
+        raise CheckpointError.about(
+            "--no-initialization",
+            None,
+            "leaves the weights to a checkpoint, but there is none to load",
+            "give `--load` or `--pretrained-checkpoint` with a folder that holds one, or "
+            "leave it out",
         )
 
 
@@ -268,10 +278,12 @@ def refusal(root: Path, iteration: int, fault: str) -> str:
 def read_run_config(root: Path, step: int | None = None) -> dict[str, Any]:
     """Read the stored configuration of a run, for ``--use-checkpoint-args``."""
     if not root.is_dir():
-        raise CheckpointError(f"`--load` ({root}) is no folder; give one that holds {TRACKER}.")
+        raise CheckpointError.about(
+            "--load", root, "is no folder", f"give one that holds {TRACKER}"
+        )
     iteration = choose(root, step)
     if iteration is None:
-        raise CheckpointError(f"`--load` ({root}) holds no checkpoint; give another folder.")
+        raise CheckpointError.about("--load", root, "holds no checkpoint", "give another folder")
     path = standing_folder_of(root, iteration) / RUN_CONFIG
     if not path.is_file():
         raise CheckpointError(

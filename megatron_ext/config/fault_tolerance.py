@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megatron_ext.config.flags import COUNT, FACTOR, NATURAL, SIZE, Range, UsersOwn, flag
 from megatron_ext.disk.host_folder import generation, restarts_by_torchrun
+from megatron_ext.errors import FlagError
 
 DISABLED, VALIDATE, STATS = "disabled", "validate_results", "report_stats"
 """The values of ``--rerun-mode``, which are Megatron-LM's."""
@@ -85,7 +86,7 @@ class FaultToleranceConfig(UsersOwn):
         by_torchrun = restarts_by_torchrun()
         return bool(self.max_restarts or by_torchrun or self.is_elastic or generation())
 
-    def errors(self, save: str | None, *, whole: bool, kept: str | None) -> Iterator[str]:
+    def errors(self, save: str | None, *, whole: bool, kept: str | None) -> Iterator[FlagError]:
         """Yield a sentence for each fault in these flags.
 
         Args:
@@ -96,26 +97,37 @@ class FaultToleranceConfig(UsersOwn):
                 changed cannot be restored; None if there is none.
         """
         if self.elastic_min_nodes is not None and save is None:
-            yield (
-                f"`--elastic-min-nodes` ({self.elastic_min_nodes}) needs `--save`, from which "
-                "another number of nodes goes on; give a folder."
+            yield FlagError(
+                "--elastic-min-nodes",
+                self.elastic_min_nodes,
+                "needs `--save`, from which another number of nodes goes on",
+                "give a folder",
             )
         mode = self.rerun_mode
         interval = self.rerun_interval
         if mode == DISABLED and interval is not None:
-            yield (
-                f"`--rerun-interval` ({interval}) needs `--rerun-mode`; give validate_results or "
-                "report_stats."
+            yield FlagError(
+                "--rerun-interval",
+                interval,
+                "needs `--rerun-mode`",
+                "give validate_results or report_stats",
             )
         if mode != DISABLED and kept is not None:
-            yield (
-                f"`--rerun-mode` ({mode}) does not go with `{kept}`, whose state cannot be put "
-                "back to compute a step again; leave one of them out."
+            yield FlagError(
+                "--rerun-mode",
+                mode,
+                f"does not go with `{kept}`, whose state cannot be put back to compute a step "
+                "again",
+                "leave one of them out",
             )
         if self.on_spike == "rewind" and (save is None or not whole):
-            yield (
-                "`--on-spike` (rewind) needs whole checkpoints to go back to; give `--save`, and "
-                "neither `--no-save-optim` nor `--no-save-rng`."
+            yield FlagError(
+                "--on-spike",
+                "rewind",
+                "needs whole checkpoints to go back to",
+                "give `--save`, and neither `--no-save-optim` nor `--no-save-rng`",
             )
         if mode == STATS and interval is None:
-            yield f"`--rerun-mode` ({mode}) needs `--rerun-interval`; 1 compares every step."
+            yield FlagError(
+                "--rerun-mode", mode, "needs `--rerun-interval`", "1 compares every step"
+            )

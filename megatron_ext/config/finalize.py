@@ -21,7 +21,7 @@ from megatron_ext.config.rules.model import model_errors
 from megatron_ext.config.rules.precision import cuda_graph_errors, fp8_errors, state_beside_steps
 from megatron_ext.config.rules.transformer_engine import found_version
 from megatron_ext.config.run import RunConfig, TaskFlags, engine_sections
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, FlagError, exclusive, flags_of
 
 TESTED_CORES = ">=0.16.1,<0.20"
 """The releases of megatron-core that the tests run with, as in pyproject.toml."""
@@ -47,28 +47,28 @@ def finalize(
     given, wrong = _within_ranges(config)
     decided = task.resolve(given)
     run = derived(decided, world_size, device)
-    errors = list(wrong.values())
-    for text in (*task.rules(given, run), *refusals(decided, run), *_errors(run)):
+    errors: list[str] = list(wrong.values())
+    for error in (*task.rules(given, run), *refusals(decided, run), *_errors(run)):
         # A consequence of a number that is already refused would be reported as another error.
-        if not any(f"{name}`" in text or f"{name} " in text for name in wrong):
-            errors.append(text)
+        if flags_of(error).isdisjoint(wrong):
+            errors.append(error)
     if errors:
         raise ConfigError(errors)
     return run
 
 
-def errors_of_ranges(config: RunConfig) -> list[str]:
-    """Return a sentence for each number that is out of its flag's range."""
+def errors_of_ranges(config: RunConfig) -> list[FlagError]:
+    """Return the error of each number that is out of its flag's range."""
     return list(_within_ranges(config)[1].values())
 
 
-def _within_ranges(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
+def _within_ranges(config: RunConfig) -> tuple[RunConfig, dict[str, FlagError]]:
     """Reset numbers out of range to defaults; return the configuration and the errors by flag."""
-    errors: dict[str, str] = {}
+    errors: dict[str, FlagError] = {}
 
     def within(section: Any) -> Any:
         wrong = range_errors(section)
-        errors.update({f"`--{name.replace('_', '-')}": wrong[name] for name in wrong})
+        errors.update({f"--{name.replace('_', '-')}": wrong[name] for name in wrong})
         defaults = {name: default_of(section, name) for name in wrong}
         return dataclasses.replace(section, **defaults) if wrong else section
 
@@ -116,13 +116,15 @@ def _has_transformer_engine(model: ModelConfig, device: str, planning: PlanningC
     return bool(planning.dry_run_gpu and is_chosen) or (device == "cuda" and installed)
 
 
-def _core_errors() -> Iterator[str]:
+def _core_errors() -> Iterator[FlagError]:
     """Yield a sentence if the installed megatron-core is not among the tested releases."""
     installed = importlib.metadata.version("megatron-core")
     if not SpecifierSet(TESTED_CORES).contains(installed, prereleases=True):
-        yield (
-            f"megatron-core ({installed}) must be a release that was tested ({TESTED_CORES}); run "
-            f"`pip install 'megatron-core{TESTED_CORES}'`, or give `--allow-untested-core`."
+        yield FlagError(
+            "megatron-core",
+            installed,
+            f"must be a release that was tested ({TESTED_CORES})",
+            f"run `pip install 'megatron-core{TESTED_CORES}'`, or give `--allow-untested-core`",
         )
 
 
@@ -135,7 +137,7 @@ def _errors(run: RunConfig) -> Iterator[str]:
     yield from parallel_rules.parallel_errors(run.parallel, run.model)
     yield from optimizer_rules.lora_errors(run.lora, run.model, run.optimizer)
     if run.precision.bf16 and run.precision.fp16:
-        yield "`--bf16` and `--fp16` exclude each other; give one."
+        yield exclusive("--bf16", "--fp16")
     yield from fp8_errors(run, may_use_te=not engine_rules.needs_torch_layers(run))
     yield from cuda_graph_errors(run)
     version = found_version() if has_te else None
@@ -153,21 +155,27 @@ def _errors(run: RunConfig) -> Iterator[str]:
     yield from run.fault_tolerance.errors(run.checkpoint.save, whole=whole, kept=kept)
     project = run.logging.wandb_project
     if project and not run.logging.wandb_exp_name:
-        yield f"`--wandb-project` ({project}) needs `--wandb-exp-name`; give the run a name."
+        yield FlagError(
+            "--wandb-project", project, "needs `--wandb-exp-name`", "give the run a name"
+        )
     yield from run.planning.errors()
     for own in run.sections:
         if hasattr(own, "errors"):
             yield from own.errors(run)
     if run.model.transformer_impl == "transformer_engine" and not has_te:
-        yield (
-            "`--transformer-impl transformer_engine` needs Transformer Engine, which was not "
-            "found; install it, or use torch or auto."
+        yield FlagError(
+            "--transformer-impl transformer_engine",
+            None,
+            "needs Transformer Engine, which was not found",
+            "install it, or use torch or auto",
         )
     fused = run.model.cross_entropy_loss_fusion and run.model.cross_entropy_fusion_impl
     if run.device == "cuda" and fused == "native" and not run.precision.bf16:
-        yield (
-            "`--cross-entropy-loss-fusion` rounds the gradient of every logit to bf16, so it "
-            "needs `--bf16`; leave it out."
+        yield FlagError(
+            "--cross-entropy-loss-fusion",
+            None,
+            "rounds the gradient of every logit to bf16, so it needs `--bf16`",
+            "leave it out",
         )
     if os.environ.get("OMP_NUM_THREADS", "1") == "0":
         yield "`OMP_NUM_THREADS` (0) must be at least 1."

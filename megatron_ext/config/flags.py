@@ -14,7 +14,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, FlagError
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -254,15 +254,15 @@ def _flag_of(section: str, field: dataclasses.Field[Any], hint: Any) -> Flag:
     return Flag(section, field.name, hint, optional, default, positive, negative, **meta)
 
 
-def must_divide(name: str, value: int | None, by: str, size: int) -> Iterator[str]:
-    """Yield a sentence if ``value`` is not a multiple of ``size``, the value of the flag ``by``."""
+def must_divide(name: str, value: int | None, by: str, size: int) -> Iterator[FlagError]:
+    """Yield an error if ``value`` is not a multiple of ``size``, the value of the flag ``by``."""
     if value and size >= 1 and value % size:
         use = -(-value // size) * size
-        yield f"`{name}` ({value}) must be divisible by `{by}` ({size}); use {use}."
+        yield FlagError(name, value, f"must be divisible by `{by}` ({size})", f"use {use}")
 
 
-def range_errors(section: Any) -> dict[str, str]:
-    """Return a sentence for each number out of its flag's range, by the name of the field."""
+def range_errors(section: Any) -> dict[str, FlagError]:
+    """Return the error of each number out of its flag's range, by the name of the field."""
     errors = {}
     for flag in flags_of("", type(section)):  # type: ignore[arg-type]
         value = getattr(section, flag.field)
@@ -272,7 +272,7 @@ def range_errors(section: Any) -> dict[str, str]:
         rule = next(filter(None, map(flag.bounds.broken_rule, given)), None)
         if rule is not None:
             shown = " ".join(map(str, given))
-            errors[flag.field] = f"`{flag.positive[0]}` ({shown}) {rule}; {_advice(flag)}."
+            errors[flag.field] = FlagError(flag.positive[0], shown, rule, _advice(flag))
     return errors
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_ext.config.flags import flags_of
 from megatron_ext.disk.reading import read_yaml
+from megatron_ext.errors import FlagError
 
 Values = Mapping[str, Any]
 """The values of all fields of a configuration by name, and its device."""
@@ -49,12 +50,11 @@ class Inapplicable:
     source: str = ""
 
     def sentence(self, named: str) -> str:
-        """Return the note or error about one of the flags, which appears in it as ``named``."""
+        """Return the note about one of the flags, or its `FlagError`; ``named`` is code."""
         if self.instead:
             return f"{named} is spelled `{self.instead}` now."
-        reason = f": {self.reason}" if self.reason else ""
-        remedy = f"; {self.remedy}" if self.remedy else ""
-        return f"{named} {self.says}{reason}{remedy}."
+        says = f"{self.says}: {self.reason}" if self.reason else self.says
+        return FlagError(named, None, says, self.remedy) if self.remedy else f"{named} {says}."
 
 
 def without(needed: str, flags: str, reason: str = "") -> Inapplicable:

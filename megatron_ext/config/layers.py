@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megatron_ext.config.flags import SIZE
+from megatron_ext.errors import FlagError
 
 
 def read_pattern(text: str) -> int | list[int]:
@@ -68,23 +69,26 @@ def layers_without_rope(frequency: str | None, num_layers: int) -> list[bool]:
     return [bool(has) for has in pattern]
 
 
-def pattern_errors(flag: str, text: str | None, num_layers: int) -> Iterator[str]:
+def pattern_errors(flag: str, text: str | None, num_layers: int) -> Iterator[FlagError]:
     """Yield a sentence if a pattern is unreadable or has no entry for each layer."""
     if text is None:
         return
     try:
         pattern = read_pattern(str(text))
     except ValueError:
-        yield (
-            f"`{flag}` ({text}) must be a number or a list of 0 and 1; write 2, or "
-            f"[1,0]*{max(1, num_layers // 2)}."
+        yield FlagError(
+            flag,
+            text,
+            "must be a number or a list of 0 and 1",
+            f"write 2, or [1,0]*{max(1, num_layers // 2)}",
         )
         return
     if isinstance(pattern, int):
         if pattern < 1:
-            yield f"`{flag}` ({text}) must be at least 1; use 2."
+            yield FlagError(flag, text, "must be at least 1", "use 2")
     elif len(pattern) != num_layers:
-        yield (
-            f"`{flag}` has {len(pattern)} entries, but must have one for each of the "
-            f"{num_layers} layers."
+        yield FlagError(
+            flag,
+            None,
+            f"has {len(pattern)} entries, but must have one for each of the {num_layers} layers",
         )

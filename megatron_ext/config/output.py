@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config.flags import COUNT, NATURAL, SIZE, Range, UsersOwn, flag, must_divide
+from megatron_ext.errors import FlagError
 
 STRICTNESS = (
     "assume_ok_unexpected log_unexpected log_all raise_unexpected raise_all return_unexpected "
@@ -183,110 +184,151 @@ class CheckpointConfig(UsersOwn):
         given: dict[str, Any] = dict(self.addresses)
         return dataclasses.replace(self, **given, addresses={})
 
-    def _address_errors(self) -> Iterator[str]:
+    def _address_errors(self) -> Iterator[FlagError]:
         for name, address in self.as_given().resolved().addresses.items():
             if address.startswith("memory:"):
-                yield (
-                    f"`--{name.replace('_', '-')}` ({address}) is memory of one process, which "
-                    "the ranks of a run do not share; give a folder, or storage outside the run."
+                yield FlagError(
+                    f"--{name.replace('_', '-')}",
+                    address,
+                    "is memory of one process, which the ranks of a run do not share",
+                    "give a folder, or storage outside the run",
                 )
             if name == "save" and self.async_save:
-                yield (
-                    f"`--async-save` writes to folders, but `--save` ({address}) is an address of "
-                    "object storage; leave `--async-save` out, or give a mounted folder."
+                yield FlagError(
+                    "--async-save",
+                    None,
+                    f"writes to folders, but `--save` ({address}) is an address of object storage",
+                    "leave `--async-save` out, or give a mounted folder",
                 )
 
-    def errors(self, *, evaluates: bool) -> Iterator[str]:
+    def errors(self, *, evaluates: bool) -> Iterator[FlagError]:
         """Yield a sentence for each fault; ``evaluates`` says whether the run has evaluations."""
         yield from self._address_errors()
         for name in ("save_interval", "save_retain_interval", "keep_best"):
             if getattr(self, name) is not None and self.save is None:
-                yield (
-                    f"`--{name.replace('_', '-')}` needs `--save`; give a folder, or leave it out."
+                yield FlagError(
+                    f"--{name.replace('_', '-')}",
+                    None,
+                    "needs `--save`",
+                    "give a folder, or leave it out",
                 )
         retain = self.save_retain_interval
         interval = self.save_interval or 1
         yield from must_divide("--save-retain-interval", retain, "--save-interval", interval)
         yield from self._non_persistent_errors()
         if self.use_checkpoint_args and self.load is None and self.pretrained_checkpoint is None:
-            yield "`--use-checkpoint-args` needs `--load` or `--pretrained-checkpoint`; give one."
+            yield FlagError(
+                "--use-checkpoint-args",
+                None,
+                "needs `--load` or `--pretrained-checkpoint`",
+                "give one",
+            )
         if self.keep_best is not None and not evaluates:
-            yield (
-                f"`--keep-best` ({self.keep_best}) needs evaluation, but `--eval-iters` is 0; give "
-                "a number of batches, or `--full-validation`."
+            yield FlagError(
+                "--keep-best",
+                self.keep_best,
+                "needs evaluation, but `--eval-iters` is 0",
+                "give a number of batches, or `--full-validation`",
             )
         if self.pretrained_average and not (
             self.starts_others or self.finetune or self.pretrained_checkpoint
         ):
-            yield (
-                "`--pretrained-average` needs a checkpoint that gives weights to start from; give "
-                "`--pretrained-checkpoint`, or `--load` with `--finetune`."
+            yield FlagError(
+                "--pretrained-average",
+                None,
+                "needs a checkpoint that gives weights to start from",
+                "give `--pretrained-checkpoint`, or `--load` with `--finetune`",
             )
         if self.async_save and self.save is None:
-            yield "`--async-save` needs `--save`; give a folder."
+            yield FlagError("--async-save", None, "needs `--save`", "give a folder")
         if self.async_save_buffer is not None and not self.async_save:
-            yield (
-                f"`--async-save-buffer` ({self.async_save_buffer:g}) needs `--async-save`; give "
-                "both."
+            yield FlagError(
+                "--async-save-buffer",
+                f"{self.async_save_buffer:g}",
+                "needs `--async-save`",
+                "give both",
             )
         if self.resume_mode == "disable" and self.load is not None:
-            yield (
-                f"`--resume-mode disable` starts anew and contradicts `--load` ({self.load}); "
-                "leave one out, or give the weights to start from as `--pretrained-checkpoint`."
+            yield FlagError(
+                "--resume-mode disable",
+                None,
+                f"starts anew and contradicts `--load` ({self.load})",
+                "leave one out, or give the weights to start from as `--pretrained-checkpoint`",
             )
         if self.resume_mode == "path" and self.load is None:
-            yield "`--resume-mode path` needs `--load`; give the folder to go on from."
+            yield FlagError(
+                "--resume-mode path", None, "needs `--load`", "give the folder to go on from"
+            )
         if self.resume_mode == "path" and self.pretrained_checkpoint is not None:
-            yield (
-                "`--resume-mode path` goes on from `--load`, so `--pretrained-checkpoint` "
-                f"({self.pretrained_checkpoint}) has no use; leave one out."
+            yield FlagError(
+                "--resume-mode path",
+                None,
+                "goes on from `--load`, so `--pretrained-checkpoint` "
+                f"({self.pretrained_checkpoint}) has no use",
+                "leave one out",
             )
         if self.resume_mode == "auto":
             yield from self._auto_errors()
 
-    def _non_persistent_errors(self) -> Iterator[str]:
+    def _non_persistent_errors(self) -> Iterator[FlagError]:
         interval = self.non_persistent_save_interval
         kind = self.non_persistent_ckpt_type
         folder = self.non_persistent_local_ckpt_dir
         if kind == "global":
-            yield (
-                "`--non-persistent-ckpt-type global` is not supported; use local or in_memory, or "
-                "`--save-interval` with `--keep-last`."
+            yield FlagError(
+                "--non-persistent-ckpt-type global",
+                None,
+                "is not supported",
+                "use local or in_memory, or `--save-interval` with `--keep-last`",
             )
         if interval is not None and kind is None:
-            yield (
-                f"`--non-persistent-save-interval` ({interval}) needs `--non-persistent-ckpt-type`;"
-                " give local or in_memory."
+            yield FlagError(
+                "--non-persistent-save-interval",
+                interval,
+                "needs `--non-persistent-ckpt-type`",
+                "give local or in_memory",
             )
         if interval is None and kind is not None:
-            yield (
-                f"`--non-persistent-ckpt-type` ({kind}) needs `--non-persistent-save-interval`; "
-                "give a number of steps."
+            yield FlagError(
+                "--non-persistent-ckpt-type",
+                kind,
+                "needs `--non-persistent-save-interval`",
+                "give a number of steps",
             )
         if kind == "local" and folder is None:
-            yield (
-                "`--non-persistent-ckpt-type local` needs `--non-persistent-local-ckpt-dir`; give "
-                "a folder."
+            yield FlagError(
+                "--non-persistent-ckpt-type local",
+                None,
+                "needs `--non-persistent-local-ckpt-dir`",
+                "give a folder",
             )
         if kind != "local" and folder is not None:
-            yield (
-                f"`--non-persistent-local-ckpt-dir` ({folder}) is for `--non-persistent-ckpt-type "
-                "local`; give that, or leave it out."
+            yield FlagError(
+                "--non-persistent-local-ckpt-dir",
+                folder,
+                "is for `--non-persistent-ckpt-type local`",
+                "give that, or leave it out",
             )
 
-    def _auto_errors(self) -> Iterator[str]:
+    def _auto_errors(self) -> Iterator[FlagError]:
         if self.save is None:
-            yield "`--resume-mode auto` needs `--save`; give the folder to go on in."
+            yield FlagError(
+                "--resume-mode auto", None, "needs `--save`", "give the folder to go on in"
+            )
         if self.ckpt_step is not None:
-            yield (
-                f"`--ckpt-step` ({self.ckpt_step}) contradicts `--resume-mode auto`, which takes "
-                "the newest checkpoint; use `--resume-mode path` with `--load`."
+            yield FlagError(
+                "--ckpt-step",
+                self.ckpt_step,
+                "contradicts `--resume-mode auto`, which takes the newest checkpoint",
+                "use `--resume-mode path` with `--load`",
             )
         if self.finetune and self.load is not None and self.load == self.save:
-            yield (
-                f"With `--resume-mode auto` and `--finetune`, `--load` ({self.load}) must differ "
-                "from `--save`, or the run could not tell its own checkpoints from those that it "
-                "starts from; give another `--save`."
+            yield FlagError(
+                "With `--resume-mode auto` and `--finetune`, `--load`",
+                self.load,
+                "must differ from `--save`, or the run could not tell its own checkpoints from "
+                "those that it starts from",
+                "give another `--save`",
             )
 
 
@@ -337,16 +379,20 @@ class PlanningConfig(UsersOwn):
         "file .json that tools/doctor.py --json wrote",
     )
 
-    def errors(self) -> Iterator[str]:
+    def errors(self) -> Iterator[FlagError]:
         """Yield a sentence for each fault in the flags of a dry run."""
         for name in ("dry_run_nodes", "dry_run_gpu"):
             value = getattr(self, name)
             if value is not None and not self.dry_run:
-                yield f"`--{name.replace('_', '-')}` ({value}) needs `--dry-run`; give both."
+                yield FlagError(
+                    f"--{name.replace('_', '-')}", value, "needs `--dry-run`", "give both"
+                )
         gpu = self.dry_run_gpu
         names = [name.lower() for name in GPU_NAMES]
         if gpu is not None and not gpu.endswith(".json") and gpu.lower() not in names:
-            yield (
-                f"`--dry-run-gpu` ({self.dry_run_gpu}) must be one of {', '.join(GPU_NAMES)}, or a "
-                "file .json that `tools/doctor.py --json` wrote."
+            yield FlagError(
+                "--dry-run-gpu",
+                self.dry_run_gpu,
+                f"must be one of {', '.join(GPU_NAMES)}, or a file .json that `tools/doctor.py "
+                "--json` wrote",
             )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +22,7 @@ from megatron_ext.config.inapplicable import Inapplicable, answer_to, by_flag, m
 from megatron_ext.config.run import Program, RunConfig, TaskFlags, engine_sections
 from megatron_ext.config.sections import canonical
 from megatron_ext.disk.reading import UnreadableFile, read_yaml
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, FlagError, flags_of
 
 Values = dict[str, dict[str, Any]]
 """Values of fields, by section."""
@@ -168,9 +167,9 @@ def all_errors(
     except ConfigError:
         return earlier
     earlier = list(dict.fromkeys([*earlier, *errors_of_ranges(config)]))
-    subjects = {_subject(text) for text in earlier}
+    told = {_subject(error) for error in earlier}
     further = reading.causes(input_errors(task, config))
-    return earlier + [text for text in dict.fromkeys(further) if _subject(text) not in subjects]
+    return earlier + [error for error in dict.fromkeys(further) if _subject(error) not in told]
 
 
 def _shown(value: Any) -> str:
@@ -178,10 +177,11 @@ def _shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _subject(sentence: str) -> str:
-    """Return the flag and the value that an error is about, or the sentence if it names none."""
-    match = re.match(r"`--[\w-]+` \([^)]*\)", sentence)
-    return match[0] if match else sentence
+def _subject(error: str) -> tuple[str, str] | str:
+    """Return the flag and the value that an error is about, or its sentence if it shows none."""
+    if isinstance(error, FlagError) and error.value is not None:
+        return error.subject, error.value
+    return error
 
 
 def _joined(layers: Iterable[Mapping[str, Mapping[str, Any]]]) -> Values:
@@ -279,7 +279,7 @@ class Reading:
         elif name == "--config":
             self.config_files.extend(values)
             if not values:
-                self.errors.append(f"`{word}` takes a file, but got none.")
+                self.errors.append(FlagError(word, None, "takes a file, but got none"))
         elif name == "--no-position-embedding":
             self.no_position_embedding = True
         elif name in self.table:
@@ -312,15 +312,15 @@ class Reading:
         if flag.type is bool and values:
             given = " ".join(values)
             self.errors.append(
-                f"{self._spelled(word)} takes no value, but got {given}; leave it out."
+                FlagError(
+                    self._spelled(word), None, f"takes no value, but got {given}", "leave it out"
+                )
             )
         if flag.type is not bool:
             try:
-                value = sections.value_of_words(flag, word, values)
+                value = sections.value_of_words(flag, self._spelled(word), values)
             except ConfigError as error:
-                self.errors += [
-                    text.replace(f"`{word}`", self._spelled(word), 1) for text in error.messages
-                ]
+                self.errors += error.messages
                 self.unread.add(flag.positive[0])
                 return
         entries = self.values.setdefault(flag.section, {})
@@ -338,33 +338,33 @@ class Reading:
         old = self.renamed.get(word)
         return f"`{word}`" if old is None else f"`{word}` (given as `{old}`)"
 
-    def causes(self, messages: Iterable[str]) -> list[str]:
-        """Return ``messages`` without those about flags whose values could not be read.
+    def causes(self, errors: Iterable[str]) -> list[str]:
+        """Return ``errors`` without those about flags whose values could not be read.
 
         These flags have been reported already. In the others, a flag that was given by an old
         spelling is named by that spelling, too.
         """
         return [
-            self._with_old_spellings(text)
-            for text in messages
-            if not any(_names(text, name) for name in self.unread)
+            self._with_old_spellings(error)
+            for error in errors
+            if flags_of(error).isdisjoint(self.unread)
         ]
 
-    def _with_old_spellings(self, text: str) -> str:
+    def _with_old_spellings(self, error: str) -> str:
         for name, old in self.renamed.items():
-            if _names(text, name) and f"`{old}`" not in text:
-                text = f"{text.removesuffix('.')} (`{name}` was given as `{old}`)."
-        return text
+            if isinstance(error, FlagError) and name in error.flags and old not in error.flags:
+                error = error.with_note(f"`{name}` was given as `{old}`")
+        return error
 
     def read_yaml(self, path: str, program: Program) -> Values:
         """Return a YAML file's values by section; its entries may be nested by section or flat."""
         try:
             content = read_yaml(path) or {}
         except UnreadableFile as error:
-            self.errors.append(f"`--config` ({path}) cannot be read: {error.reason}.")
+            self.errors.append(FlagError("--config", path, f"cannot be read: {error.reason}"))
             return {}
         if not isinstance(content, dict):
-            self.errors.append(f"`--config` ({path}) must hold names and values.")
+            self.errors.append(FlagError("--config", path, "must hold names and values"))
             return {}
         fields = {flag.field: flag for flag in sections.all_flags(program)}
         lacking = sections.lacking_flags(program)
@@ -384,7 +384,7 @@ class Reading:
             name = str(key).lstrip("-").replace("-", "_")
             if name in fields:
                 try:
-                    read = sections.value_of_entry(fields[name], f"{key}` in `{path}", value)
+                    read = sections.value_of_entry(fields[name], f"`{key}` in `{path}`", value)
                     values.setdefault(fields[name].section, {})[name] = read
                 except ConfigError as error:
                     self.errors += error.messages
@@ -428,14 +428,13 @@ class Reading:
             )
         else:
             self.errors.append(
-                f"`--no-position-embedding` contradicts `--position-embedding-type` ({kind}); use "
-                "`--position-embedding-type none`."
+                FlagError(
+                    "--no-position-embedding",
+                    None,
+                    f"contradicts `--position-embedding-type` ({kind})",
+                    "use `--position-embedding-type none`",
+                )
             )
-
-
-def _names(text: str, flag: str) -> bool:
-    """Return whether a message names a flag, alone or with a value."""
-    return re.search(f"`{flag}[` ]", text) is not None
 
 
 def _unknown(named: str, near: list[str]) -> str:

@@ -240,7 +240,7 @@ class TaskFlags:
     inapplicable: tuple[Inapplicable, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     resolve: Callable[[RunConfig], RunConfig] = lambda config: config
-    rules: Callable[[RunConfig, RunConfig], list[str]] = lambda given, run: []
+    rules: Callable[[RunConfig, RunConfig], Sequence[str]] = lambda given, run: []
     stored_model: Callable[[Mapping[str, Any], RunConfig], Mapping[str, Any]] = (
         lambda stored, given: {"model": stored["model"]}
     )

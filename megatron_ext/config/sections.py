@@ -37,7 +37,7 @@ from megatron_ext.config.run import (
     named,
     section_name,
 )
-from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.errors import CheckpointError, ConfigError, FlagError
 
 OWN_FLAGS = ("--help", "-h", "--config", "--print-config", "--no-position-embedding")
 """Flags that the parser handles itself."""
@@ -144,9 +144,12 @@ def section_of(provider: Provider, name: str = "ExtraArgs") -> type:
     fields = [_field(action) for action in parser._actions]
     required = [action.dest for action in parser._actions if action.required]
 
-    def errors(self: Any, config: Any) -> list[str]:
+    def errors(self: Any, config: Any) -> list[FlagError]:
         missing = [name for name in required if getattr(self, name) is None]
-        return [f"`--{name.replace('_', '-')}` is required; give it." for name in missing]
+        return [
+            FlagError(f"--{name.replace('_', '-')}", None, "is required", "give it")
+            for name in missing
+        ]
 
     namespace = {"errors": errors, "__module__": __name__}
     return dataclasses.make_dataclass(name, fields, frozen=True, namespace=namespace)
@@ -259,8 +262,9 @@ def canonical(name: str) -> str:
 
 
 def value_of_words(flag: Flag, named: str, words: Sequence[str]) -> Any:
-    """Convert the words after a flag to its value; a ConfigError shows the flag as ``named``.
+    """Convert the words after a flag to its value, or raise a ConfigError.
 
+    The error shows the flag as ``named``, which is code in backticks.
     A list of numbers may be several words, or one as Python and Megatron-LM write it: "(127,0)".
     """
     numeric = flag.type in (int, float)
@@ -270,48 +274,51 @@ def value_of_words(flag: Flag, named: str, words: Sequence[str]) -> Any:
         words = [part.strip() for part in parts if part.strip()]
     nargs = flag.nargs or 1
     if (nargs == "+" and not words) or (isinstance(nargs, int) and len(words) != nargs):
-        raise ConfigError(f"`{named}` {_wrong_number(flag, named, words)}")
+        raise ConfigError(_wrong_number(flag, named, words))
     if flag.type is str and flag.default != "" and not all(words):
-        raise ConfigError(
-            f"`{named}` () must not be empty, as it is where a variable of the script is not set; "
-            "give a value, or leave the flag out."
+        raise ConfigError.about(
+            named,
+            "",
+            "must not be empty, as it is where a variable of the script is not set",
+            "give a value, or leave the flag out",
         )
     try:
         # Megatron-LM's scripts write "1_000" for counts.
         converted = [flag.type(w.replace("_", "") if flag.type is int else w) for w in words]
     except ValueError:
         kind = {int: "an integer", float: "a number"}[flag.type]
-        raise ConfigError(f"`{named}` ({' '.join(words)}) must be {kind}.") from None
+        raise ConfigError.about(named, " ".join(words), f"must be {kind}") from None
     wrong = [value for value in converted if flag.choices and value not in flag.choices]
     if wrong:
         allowed = ", ".join(str(choice) for choice in flag.choices or ())
-        advice = f"; {flag.advice}" if flag.advice else ""
-        raise ConfigError(f"`{named}` ({wrong[0]}) must be one of {allowed}{advice}.")
+        rule = f"must be one of {allowed}"
+        raise ConfigError.about(named, wrong[0], rule, flag.advice or "")
     return converted if flag.nargs else converted[0]
 
 
-def _wrong_number(flag: Flag, named: str, words: Sequence[str]) -> str:
-    """Return the second half of the error about a flag with too few or too many values."""
+def _wrong_number(flag: Flag, named: str, words: Sequence[str]) -> FlagError:
+    """Return the error about a flag with too few or too many values."""
     if flag.nargs == "+":
-        return "takes at least one value, but got 0."
-    rest = f"takes {flag.nargs or 1} value(s), but got {len(words)}"
+        return FlagError(named, None, "takes at least one value, but got 0")
+    remedy = ""
     if flag.nargs is None and flag.type is str and not flag.choices and len(words) > 1:
-        return f"{rest}; quote it: {named} {shlex.quote(' '.join(words))}."
-    return f"{rest}."
+        remedy = f"quote it: {flag.positive[0]} {shlex.quote(' '.join(words))}"
+    return FlagError(named, None, f"takes {flag.nargs or 1} value(s), but got {len(words)}", remedy)
 
 
 def value_of_entry(flag: Flag, named: str, value: Any) -> Any:
     """Convert a value from a YAML file to that of a flag; raise a ConfigError if it does not fit.
 
-    YAML reads 1e-4 as text, which is converted too. The error shows the entry as ``named``.
+    YAML reads 1e-4 as text, which is converted too. The error shows the entry as ``named``, which
+    is code in backticks.
     """
     if value == flag.default or (value is None and flag.optional):
         return value
     if flag.type is bool:
         if not isinstance(value, bool):
-            raise ConfigError(f"`{named}` ({value}) must be true or false.")
+            raise ConfigError.about(named, str(value), "must be true or false")
         return value
     if value is None or isinstance(value, Mapping):
-        raise ConfigError(f"`{named}` ({value}) must be a value or a list of values.")
+        raise ConfigError.about(named, str(value), "must be a value or a list of values")
     words = value if isinstance(value, (list, tuple)) else [value]
     return value_of_words(flag, named, [str(word) for word in words])

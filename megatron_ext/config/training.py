@@ -6,6 +6,7 @@ import dataclasses
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 from megatron_ext.config.flags import (
@@ -22,7 +23,7 @@ from megatron_ext.config.flags import (
     flag,
     said_flag,
 )
-from megatron_ext.errors import STOP_SIGNALS
+from megatron_ext.errors import STOP_SIGNALS, FlagError, exclusive
 
 
 @dataclass(frozen=True)
@@ -167,67 +168,79 @@ class TrainingConfig(Changeable):
             sizes |= set(range(start, batch, increment))
         return sorted(sizes)
 
-    def errors(self, data_parallel_size: int) -> Iterator[str]:
+    def errors(self, data_parallel_size: int) -> Iterator[FlagError]:
         """Yield a sentence for each fault in the flags of training."""
         yield from self._length_errors()
         yield from self._batch_errors(data_parallel_size)
         patience = self.early_stop_patience
         delta = self.early_stop_min_delta
         if patience is None and delta:
-            yield f"`--early-stop-min-delta` ({delta}) needs `--early-stop-patience`; give both."
+            yield FlagError(
+                "--early-stop-min-delta", delta, "needs `--early-stop-patience`", "give both"
+            )
         if patience is not None and not self.evaluates:
-            yield (
-                f"`--early-stop-patience` ({patience}) needs evaluation, but `--eval-iters` is 0; "
-                "give a number of batches, or `--full-validation`."
+            yield FlagError(
+                "--early-stop-patience",
+                patience,
+                "needs evaluation, but `--eval-iters` is 0",
+                "give a number of batches, or `--full-validation`",
             )
         interval = self.manual_gc_interval
         if interval and not self.manual_gc:
-            yield f"`--manual-gc-interval` ({interval}) needs `--manual-gc`; give both."
+            yield FlagError("--manual-gc-interval", interval, "needs `--manual-gc`", "give both")
         if not self.manual_gc_eval and not self.manual_gc:
-            yield "`--no-manual-gc-eval` needs `--manual-gc`; give both."
+            yield FlagError("--no-manual-gc-eval", None, "needs `--manual-gc`", "give both")
         usable = [number.name for number in STOP_SIGNALS]
         if self.exit_signal not in signal.Signals.__members__:
-            yield f"`--exit-signal` ({self.exit_signal}) is no signal; use SIGTERM."
+            yield FlagError("--exit-signal", self.exit_signal, "is no signal", "use SIGTERM")
         elif self.exit_signal in ("SIGKILL", "SIGSTOP"):
-            yield (
-                f"`--exit-signal` ({self.exit_signal}) must be one that a process can catch; use "
-                "SIGTERM."
+            yield FlagError(
+                "--exit-signal",
+                self.exit_signal,
+                "must be one that a process can catch",
+                "use SIGTERM",
             )
         elif self.exit_signal not in usable:
-            yield (
-                f"`--exit-signal` ({self.exit_signal}) must be a signal that is sent to end a "
-                f"program, as others mean something else to its processes; use "
-                f"{', '.join(usable[:-1])} or {usable[-1]}."
+            yield FlagError(
+                "--exit-signal",
+                self.exit_signal,
+                "must be a signal that is sent to end a program, as others mean something else to "
+                "its processes",
+                f"use {', '.join(usable[:-1])} or {usable[-1]}",
             )
 
-    def _length_errors(self) -> Iterator[str]:
+    def _length_errors(self) -> Iterator[FlagError]:
         lengths = {x: getattr(self, f"train_{x}") for x in ("iters", "samples", "epochs")}
-        given = [f"`--train-{x}` ({value})" for x, value in lengths.items() if value is not None]
+        given = [(f"--train-{x}", value) for x, value in lengths.items() if value is not None]
         if len(given) > 1:
-            yield f"{' and '.join(given)} exclude each other; give one."
+            yield exclusive(*given)
         if not given and not self.skip_train:
-            yield (
-                "`--train-iters` is missing; give it, or `--train-epochs` for data that is "
-                "passed through in epochs."
+            yield FlagError(
+                "--train-iters",
+                None,
+                "is missing",
+                "give it, or `--train-epochs` for data that is passed through in epochs",
             )
 
-    def _batch_errors(self, replicas: int) -> Iterator[str]:
+    def _batch_errors(self, replicas: int) -> Iterator[FlagError]:
         micro = self.micro_batch_size
         batch = self.global_batch_size
         if micro is None:
-            yield "`--micro-batch-size` is missing; 1 always works."
+            yield FlagError("--micro-batch-size", None, "is missing", "1 always works")
             return
         share = micro * replicas
         if batch is not None and self.microbatches(batch, replicas) is None:
             lower = batch // share * share
             upper = -(-batch // share) * share
-            yield (
-                f"`--global-batch-size` ({batch}) must be divisible by micro-batch size × "
-                f"data-parallel size ({micro} × {replicas} = {share}); use "
-                f"{f'{lower} or ' if lower else ''}{upper}."
+            yield FlagError(
+                "--global-batch-size",
+                batch,
+                f"must be divisible by micro-batch size × data-parallel size ({micro} × "
+                f"{replicas} = {share})",
+                f"use {f'{lower} or ' if lower else ''}{upper}",
             )
             return
-        changes: list[str] = []
+        changes: list[FlagError] = []
         if self.step_batch_size_schedule is not None:
             changes = list(self._schedule_errors())
         elif self.rampup_batch_size is not None and batch is not None:
@@ -236,56 +249,59 @@ class TrainingConfig(Changeable):
         if batch is not None and not changes:
             yield from self._reached_errors(share, replicas)
 
-    def _reached_errors(self, share: int, replicas: int) -> Iterator[str]:
+    def _reached_errors(self, share: int, replicas: int) -> Iterator[FlagError]:
         """Yield a sentence about the first global batch size that the ranks cannot divide, if any.
 
         ``share`` is the micro-batch size times the number of ``replicas``.
         """
-        flag = "rampup-batch-size" if self.rampup_batch_size else "step-batch-size-schedule"
+        flag = "--rampup-batch-size" if self.rampup_batch_size else "--step-batch-size-schedule"
         unfit = [x for x in self._sizes() if self.microbatches(x, replicas) is None]
         for size in unfit[:1]:
-            reaches = f"`--{flag}` reaches the global batch size {size}, which must be"
-            product = f"micro-batch size × data-parallel size ({share})"
-            if size < share:
-                yield f"{reaches} at least {product}; use a larger one."
-            else:
-                yield (
-                    f"{reaches} divisible by {product}; use other sizes, or give "
-                    "`--decrease-batch-size-if-needed`."
-                )
+            bound = "at least"
+            remedy = "use a larger one"
+            if size >= share:
+                bound = "divisible by"
+                remedy = "use other sizes, or give `--decrease-batch-size-if-needed`"
+            yield FlagError(
+                flag,
+                None,
+                f"reaches the global batch size {size}, which must be {bound} micro-batch size × "
+                f"data-parallel size ({share})",
+                remedy,
+            )
 
-    def _schedule_errors(self) -> Iterator[str]:
+    def _schedule_errors(self) -> Iterator[FlagError]:
         text = self.step_batch_size_schedule
         batch = self.global_batch_size
         steps = _schedule_or_none(text)
         if self.rampup_batch_size is not None:
-            yield (
-                "`--step-batch-size-schedule` and `--rampup-batch-size` exclude each other; give "
-                "one."
-            )
+            yield exclusive("--step-batch-size-schedule", "--rampup-batch-size")
         elif steps is None:
-            yield (
-                f"`--step-batch-size-schedule` ({text}) must list TOKENS:BATCH_SIZE with rising "
-                'tokens from 0 on; use "0:768 250B:1536".'
+            yield FlagError(
+                "--step-batch-size-schedule",
+                text,
+                "must list TOKENS:BATCH_SIZE with rising tokens from 0 on",
+                'use "0:768 250B:1536"',
             )
         elif batch != steps[-1][1]:
-            yield (
-                f"`--global-batch-size` ({batch}) must be the last batch size of "
-                f"`--step-batch-size-schedule` ({steps[-1][1]}); leave it out."
+            yield FlagError(
+                "--global-batch-size",
+                batch,
+                f"must be the last batch size of `--step-batch-size-schedule` ({steps[-1][1]})",
+                "leave it out",
             )
 
-    def _rampup_errors(self, batch: int) -> Iterator[str]:
+    def _rampup_errors(self, batch: int) -> Iterator[FlagError]:
         start, increment, samples = self.rampup_batch_size or (0, 0, 0)
-        given = f"`--rampup-batch-size` ({start} {increment} {samples})"
+        refused = partial(FlagError, "--rampup-batch-size", f"{start} {increment} {samples}")
         if start < 1 or increment < 1 or samples < 0 or start > batch:
-            yield (
-                f"{given} must start between 1 and `--global-batch-size` ({batch}) and grow by at "
-                "least 1."
+            yield refused(
+                f"must start between 1 and `--global-batch-size` ({batch}) and grow by at least 1"
             )
         elif start == batch or (batch - start) % increment:
-            yield (
-                f"{given} must reach `--global-batch-size` ({batch}) in whole increments; use an "
-                f"increment that divides {batch - start or batch}."
+            yield refused(
+                f"must reach `--global-batch-size` ({batch}) in whole increments",
+                f"use an increment that divides {batch - start or batch}",
             )
 
 
@@ -374,39 +390,50 @@ class LossConfig:
             impl = "te" if fusion_impl == "te" else "eager"
         return dataclasses.replace(self, cross_entropy_impl=impl, loss=loss)
 
-    def errors(self, *, per_token: bool, has_te: bool) -> Iterator[str]:
+    def errors(self, *, per_token: bool, has_te: bool) -> Iterator[FlagError]:
         """Yield a sentence for each fault in the flags of the loss."""
         if self.ignore_index < 0 and self.ignore_index != -100:
-            yield (
-                f"`--ignore-index` ({self.ignore_index}) must be a token id, 0 or more, or -100 "
-                "for none; give the id whose labels are to weigh nothing."
+            yield FlagError(
+                "--ignore-index",
+                self.ignore_index,
+                "must be a token id, 0 or more, or -100 for none",
+                "give the id whose labels are to weigh nothing",
             )
         if self.loss_reduction != "token" and not per_token:
-            yield (
-                f"`--loss-reduction {self.loss_reduction}` is calibrated over the global batch, "
-                "which `--no-calculate-per-token-loss` gives up; leave one of them out."
+            yield FlagError(
+                f"--loss-reduction {self.loss_reduction}",
+                None,
+                "is calibrated over the global batch, which `--no-calculate-per-token-loss` gives "
+                "up",
+                "leave one of them out",
             )
         if self.loss_args and self.loss is None:
-            yield "`--loss-args` needs `--loss`; name the loss that takes them."
+            yield FlagError("--loss-args", None, "needs `--loss`", "name the loss that takes them")
         impl = self.cross_entropy_impl
         instead = f"or give `--loss {CROSS_ENTROPY}`"
         parts = {"--label-smoothing": self.label_smoothing, "--z-loss-coeff": self.z_loss_coeff}
         for name, value in parts.items():
             if value and self.loss is not None:
-                yield (
-                    f"`{name}` ({value}) is a part of cross-entropy, which `--loss` ({self.loss}) "
-                    f"replaces; leave it out, {instead}."
+                yield FlagError(
+                    name,
+                    value,
+                    f"is a part of cross-entropy, which `--loss` ({self.loss}) replaces",
+                    f"leave it out, {instead}",
                 )
         if impl == "te" and not has_te:
-            yield (
-                "`--cross-entropy-impl te` needs Transformer Engine and a GPU, and one of them was "
-                "not found; use chunked."
+            yield FlagError(
+                "--cross-entropy-impl te",
+                None,
+                "needs Transformer Engine and a GPU, and one of them was not found",
+                "use chunked",
             )
         chunk_size = self.cross_entropy_chunk_size is not None
         given = {"--cross-entropy-chunk-size": chunk_size, **parts, "--loss": self.loss is not None}
         for name in (name for name, value in given.items() if value and impl != "chunked"):
-            yield (
-                f"`{name}` needs `--cross-entropy-impl chunked`, but it is {impl}; leave out "
-                f"`--cross-entropy-impl` and `--cross-entropy-loss-fusion`"
-                f"{f', {instead}' if name == '--loss' else ''}."
+            yield FlagError(
+                name,
+                None,
+                f"needs `--cross-entropy-impl chunked`, but it is {impl}",
+                "leave out `--cross-entropy-impl` and "
+                f"`--cross-entropy-loss-fusion`{f', {instead}' if name == '--loss' else ''}",
             )

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, Literal, TextIO, overload
 
 from megatron_ext import limits
+from megatron_ext.errors import FlagError
 
 StrPath = str | os.PathLike[str]
 _DESCRIPTOR = re.compile(r"/proc/(self|[0-9]+)/fd/[0-9]+")
@@ -236,4 +237,4 @@ def write_error(flag: str, given: str, *, is_file: bool = False) -> str | None:
     if reason is None:
         return None
     kind = "file" if is_file else "folder"
-    return f"`{flag}` ({given}) cannot be written ({reason}); give a {kind} that can."
+    return FlagError(flag, given, f"cannot be written ({reason})", f"give a {kind} that can")

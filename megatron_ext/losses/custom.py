@@ -119,15 +119,17 @@ def load_loss(spec: str, arguments: tuple[str, ...] = ()) -> TokenLoss[Any]:
     reported = [kind.loss_class.name, *kind.loss_class.extra_names]
     for name in reported:
         if name in _TAKEN or reported.count(name) > 1:
-            raise ConfigError(
-                f"`--loss` ({spec}) reports `{name}`, a name that is taken; rename it in `name` or "
-                "`extra_names` of its class."
+            raise ConfigError.about(
+                "--loss",
+                spec,
+                f"reports `{name}`, a name that is taken",
+                "rename it in `name` or `extra_names` of its class",
             )
     try:
         return kind.loss_class(kind(**values))
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"`--loss` ({spec}) cannot be built from {values}: {error}; correct `--loss-args`."
+        raise ConfigError.about(
+            "--loss", spec, f"cannot be built from {values}: {error}", "correct `--loss-args`"
         ) from error
 
 
@@ -145,9 +147,11 @@ def _value(kind: type[TokenLossConfig], name: str, argument: str, text: str) -> 
     fits = type(value) in members and not (isinstance(value, float) and not math.isfinite(value))
     if plain and not fits:
         names = " or ".join(member.__name__ for member in members if member is not type(None))
-        raise ConfigError(
-            f"`--loss-args` ({argument}) must give `{name}` as {names}, and numbers must be "
-            "finite; correct the value."
+        raise ConfigError.about(
+            "--loss-args",
+            argument,
+            f"must give `{name}` as {names}, and numbers must be finite",
+            "correct the value",
         )
     return value
 
@@ -155,16 +159,20 @@ def _value(kind: type[TokenLossConfig], name: str, argument: str, text: str) -> 
 def _config_class(spec: str) -> type[TokenLossConfig]:
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
-        raise ConfigError(
-            f"`--loss` ({spec}) must be module:Class or file.py:Class; name the class of its "
-            "options."
+        raise ConfigError.about(
+            "--loss",
+            spec,
+            "must be module:Class or file.py:Class",
+            "name the class of its options",
         )
     kind = getattr(_module(place, spec), name, None)
     is_config = isinstance(kind, type) and issubclass(kind, TokenLossConfig)
     if not is_config or not issubclass(getattr(kind, "loss_class", object), TokenLoss):
-        raise ConfigError(
-            f"`--loss` ({spec}) must name a subclass of megatron_ext.losses.custom.TokenLossConfig "
-            "with a `loss_class`."
+        raise ConfigError.about(
+            "--loss",
+            spec,
+            "must name a subclass of megatron_ext.losses.custom.TokenLossConfig with a "
+            "`loss_class`",
         )
     return kind  # type: ignore[return-value]
 
@@ -182,6 +190,9 @@ def _module(place: str, spec: str) -> Any:
         file_spec.loader.exec_module(module)
         return module
     except (ImportError, OSError, SyntaxError) as error:
-        raise ConfigError(
-            f"`--loss` ({spec}) cannot be imported: {error}; give a module on PYTHONPATH or a file."
+        raise ConfigError.about(
+            "--loss",
+            spec,
+            f"cannot be imported: {error}",
+            "give a module on PYTHONPATH or a file",
         ) from error

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_ext.device.gpus import GB, GPUS, Gpu, Measured
 from megatron_ext.disk.reading import UnreadableFile, read_json
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, FlagError
 from megatron_ext.planning.kernels import Phase, Work
 from megatron_ext.planning.stages import Ranks
 
@@ -37,9 +37,11 @@ def gpu_named(name: str) -> Gpu:
     if not name.endswith(".json"):
         listed = {key.lower(): gpu for key, gpu in GPUS.items()}.get(name.lower())
         if listed is None:
-            raise ConfigError(
-                f"`--gpu` ({name}) must be one of {', '.join(GPUS)}, or a file .json that "
-                "`tools/doctor.py --json` wrote."
+            raise ConfigError.about(
+                "--gpu",
+                name,
+                f"must be one of {', '.join(GPUS)}, or a file .json that `tools/doctor.py "
+                "--json` wrote",
             )
         return listed
     given = f"`--dry-run-gpu` ({name})"
@@ -158,7 +160,7 @@ class Efficiency:
 
     def __post_init__(self) -> None:
         errors = [
-            f"`{name}` ({value}) must be above 0 and at most 1; use 0.7."
+            FlagError(name, value, "must be above 0 and at most 1", "use 0.7")
             for name, value in vars(self).items()
             if not (0 <= value <= 1) or (value == 0 and name != "hidden")
         ]

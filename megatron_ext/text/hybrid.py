@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_ext.config.flags import flag, spelling_of
 from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.rules.parallel import STAGES
 from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import FlagError
 from megatron_ext.text.config.attention import LatentAttentionConfig
 from megatron_ext.text.config.moe import MoEConfig
 
@@ -91,26 +93,26 @@ class Pattern:
 
 
 def read_pattern(text: str) -> Pattern:
-    """Return the layers that a pattern names; raise a ValueError with the rule that it breaks."""
+    """Return the layers that a pattern names; raise a ValueError of a rule and a remedy."""
     main, *depths = text.split("/")
     letters = "".join(PAIRS) + "|"
     for letter in text.replace("/", ""):
         if letter in NO_PATH:
-            raise ValueError(f"has {letter}, but {NO_PATH[letter]}; use *, - and E")
+            raise ValueError(f"has {letter}, but {NO_PATH[letter]}", "use *, - and E")
         if letter not in letters:
-            raise ValueError(f"has {letter}, which is no layer; use *, -, E, | and /")
+            raise ValueError(f"has {letter}, which is no layer", "use *, -, E, | and /")
     stages = tuple(
         tuple(stage[at : at + 2] for at in range(0, len(stage), 2)) for stage in main.split("|")
     )
     if any(pair not in PAIRS for stage in stages for pair in stage) or not any(stages):
         raise ValueError(
-            "must be pairs of *- or *E in each stage, which are the layers of a GPT; write *-*-"
+            "must be pairs of *- or *E in each stage, which are the layers of a GPT", "write *-*-"
         )
     last = next(stage[-1] for stage in reversed(stages) if stage)
     if any(depth != last for depth in depths):
         raise ValueError(
-            f"must have depths of multi-token prediction like its last layers ({last}); "
-            f"write /{last}"
+            f"must have depths of multi-token prediction like its last layers ({last})",
+            f"write /{last}",
         )
     return Pattern(stages, tuple(depths))
 
@@ -150,93 +152,115 @@ def resolve_hybrid(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, model=model, parallel=parallel).with_section(moe)
 
 
-def hybrid_errors(given: RunConfig, run: RunConfig) -> Iterator[str]:
+def hybrid_errors(given: RunConfig, run: RunConfig) -> Iterator[FlagError]:
     """Yield a sentence for each fault of ``--hybrid-layer-pattern`` and for what contradicts it."""
     text = given.section(HybridConfig).hybrid_layer_pattern
     if text is None:
         return
-    name = f"`{_FLAG}` ({text})"
+    refused = partial(FlagError, _FLAG, text)
     from megatron_ext import core  # imports torch, which most programs that read flags do without
 
     if not core.HAS_HYBRID_MODEL:
         installed = importlib.metadata.version("megatron-core")
-        yield (
-            f"`{_FLAG}` needs the HybridModel of newer releases of megatron-core, which the "
-            f"installed one ({installed}) lacks; give the flags of a GPT instead, "
-            "or use Python 3.12, for which pip installs a newer one."
+        yield FlagError(
+            _FLAG,
+            None,
+            "needs the HybridModel of newer releases of megatron-core, which the installed one "
+            f"({installed}) lacks",
+            "give the flags of a GPT instead, or use Python 3.12, for which pip installs a newer "
+            "one",
         )
     try:
         pattern = read_pattern(text)
     except ValueError as error:
-        yield f"{name} {error}."
+        yield refused(*error.args)
         return
-    yield from _size_errors(name, pattern, given)
-    yield from _stage_errors(name, pattern, given)
+    yield from _size_errors(refused, pattern, given)
+    yield from _stage_errors(refused, pattern, given)
     if run.model.transformer_impl == TE_IMPL:
-        yield (
-            f"`{_FLAG}` needs our own layers, which `--transformer-impl {TE_IMPL}` replaces; use "
-            "`--transformer-impl torch`."
+        yield FlagError(
+            _FLAG,
+            None,
+            f"needs our own layers, which `--transformer-impl {TE_IMPL}` replaces",
+            "use `--transformer-impl torch`",
         )
     if run.section(LatentAttentionConfig).multi_latent_attention:
-        yield (
-            f"`{_FLAG}` has layers of halves, which `--multi-latent-attention` is not among; give "
-            "`--num-layers` instead."
+        yield FlagError(
+            _FLAG,
+            None,
+            "has layers of halves, which `--multi-latent-attention` is not among",
+            "give `--num-layers` instead",
         )
     if run.cuda_graphs.cuda_graph_impl != "none":
-        yield (
-            f"`{_FLAG}` has layers of halves, but `--cuda-graph-impl "
-            f"{run.cuda_graphs.cuda_graph_impl}` captures whole layers; use none."
+        yield FlagError(
+            _FLAG,
+            None,
+            f"has layers of halves, but `--cuda-graph-impl {run.cuda_graphs.cuda_graph_impl}` "
+            "captures whole layers",
+            "use none",
         )
 
 
-def _size_errors(name: str, pattern: Pattern, given: RunConfig) -> Iterator[str]:
-    """Yield a sentence for each flag that says other layers than the pattern does."""
+Refused = Callable[[str, str], FlagError]
+"""Makes the error of a pattern from a rule and a remedy."""
+
+
+def _size_errors(refused: Refused, pattern: Pattern, given: RunConfig) -> Iterator[FlagError]:
+    """Yield an error for each flag that says other layers than the pattern does."""
     pairs = pattern.pairs
     model = given.model
     moe = given.section(MoEConfig)
     if model.num_layers not in (None, len(pairs), 2 * len(pairs)):
-        yield (
-            f"{name} has {2 * len(pairs)} layers, or {len(pairs)} with attention and MLP as one, "
-            f"but `--num-layers` is {model.num_layers}; leave it out."
+        yield refused(
+            f"has {2 * len(pairs)} layers, or {len(pairs)} with attention and MLP as one, but "
+            f"`--num-layers` is {model.num_layers}",
+            "leave it out",
         )
     depths = len(pattern.depths)
     if (model.mtp_num_layers or 0) not in (0, depths):
-        yield (
-            f"{name} has {depths} depth{'s' * (depths != 1)} of multi-token prediction, but "
-            f"`--mtp-num-layers` is {model.mtp_num_layers}; write /{pairs[-1]} for each."
+        yield refused(
+            f"has {depths} depth{'s' * (depths != 1)} of multi-token prediction, but "
+            f"`--mtp-num-layers` is {model.mtp_num_layers}",
+            f"write /{pairs[-1]} for each",
         )
     experts = "*E" in pairs
     if experts != (moe.num_experts is not None):
-        yield (
-            f"{name} has {'' if experts else 'no '}layers of experts (E), and `--num-experts` is "
-            f"{'missing' if experts else moe.num_experts}; give both or neither."
+        yield refused(
+            f"has {'' if experts else 'no '}layers of experts (E), and `--num-experts` is "
+            f"{'missing' if experts else moe.num_experts}",
+            "give both or neither",
         )
     if moe.moe_layer_freq not in ("1", pattern.moe_layer_freq() or "1"):
-        yield (
-            f"{name} says which layers hold experts, and so does `--moe-layer-freq` "
-            f"({moe.moe_layer_freq}); leave it out."
+        yield refused(
+            "says which layers hold experts, and so does `--moe-layer-freq` "
+            f"({moe.moe_layer_freq})",
+            "leave it out",
         )
 
 
-def _stage_errors(name: str, pattern: Pattern, given: RunConfig) -> Iterator[str]:
-    """Yield a sentence for each fault in how the pattern is cut into pipeline stages."""
+def _stage_errors(refused: Refused, pattern: Pattern, given: RunConfig) -> Iterator[FlagError]:
+    """Yield an error for each fault in how the pattern is cut into pipeline stages."""
     parallel = given.parallel
     count = len(pattern.stages)
     size = parallel.pipeline_model_parallel_size
     for field in _CUTS:
         if getattr(parallel, field) is not None:
             other = spelling_of(parallel, field)
-            yield f"{name} is cut into stages by |, not by `{other}`; leave it out."
+            yield refused(f"is cut into stages by |, not by `{other}`", "leave it out")
     if count == 1:
         return
     for field in _CUTS_WITHOUT_STAGES:
         if getattr(parallel, field) not in (None, False, pattern.layout()):
             other = spelling_of(parallel, field)
-            yield f"{name} is cut into stages by |, and also by `{other}`; leave out one of them."
+            yield refused(
+                f"is cut into stages by |, and also by `{other}`", "leave out one of them"
+            )
     if size < 2:
-        yield f"{name} has {count} stages, but `{STAGES}` is {size}; use {count}, or leave out |."
+        yield refused(
+            f"has {count} stages, but `{STAGES}` is {size}", f"use {count}, or leave out |"
+        )
     elif count % size:
-        yield (
-            f"{name} has {count} stages, which must be a multiple of `{STAGES}` ({size}); write "
-            f"{-(-count // size) * size}."
+        yield refused(
+            f"has {count} stages, which must be a multiple of `{STAGES}` ({size})",
+            f"write {-(-count // size) * size}",
         )

@@ -31,7 +31,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.config.sections import Provider, all_flags, section_of
 from megatron_ext.data.batch import Sample
 from megatron_ext.data.loader import BatchSource, build_source
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, FlagError
 from megatron_ext.losses.contract import LossFunction, StepCounts, non_loss_data_of, pair
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.config.rules import text_rules
@@ -199,8 +199,12 @@ def _preflight(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
         "--loss-reduction": config.loss.loss_reduction != "token",
     }
     errors = [
-        f"`{flag}` does nothing in a program whose datasets and loss are its own; leave it out, or "
-        "do so there."
+        FlagError(
+            flag,
+            None,
+            "does nothing in a program whose datasets and loss are its own",
+            "leave it out, or do so there",
+        )
         for flag, is_given in given.items()
         if is_given
     ]
@@ -208,9 +212,14 @@ def _preflight(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
     stages = config.parallel.pipeline_model_parallel_size
     if model.mtp_num_layers and stages > 1 and not model.untie_embeddings_and_output_weights:
         errors.append(
-            f"`--mtp-num-layers {model.mtp_num_layers}` with {stages} pipeline stages and tied "
-            "embeddings cannot be saved by megatron-core's GPTModel; add "
-            "`--untie-embeddings-and-output-weights`, or use one stage or `pretrain_gpt.py`."
+            FlagError(
+                f"--mtp-num-layers {model.mtp_num_layers}",
+                None,
+                f"with {stages} pipeline stages and tied embeddings cannot be saved by "
+                "megatron-core's GPTModel",
+                "add `--untie-embeddings-and-output-weights`, or use one stage or "
+                "`pretrain_gpt.py`",
+            )
         )
     if errors:
         raise ConfigError(errors)
@@ -308,9 +317,11 @@ def _begun(value: T | None, name: str) -> T:
     ``name`` is the function that was called too early.
     """
     if value is None:
-        raise ConfigError(
-            f"`{name}` was called before the run has begun; call it in a provider or in the "
-            "forward step."
+        raise ConfigError.about(
+            name,
+            None,
+            "was called before the run has begun",
+            "call it in a provider or in the forward step",
         )
     return value
 
@@ -372,7 +383,7 @@ class _NotHere:
     ADVICE = ""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        raise ConfigError(f"`{type(self).__name__}` is not here; {self.ADVICE}.")
+        raise ConfigError.about(type(self).__name__, None, "is not here", f"{self.ADVICE}")
 
 
 class SFTDataset(_NotHere):

@@ -13,7 +13,7 @@ from megatron_ext.config.model import ModelConfig, padded_size
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.loader import BatchSource, build_source
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, FlagError
 from megatron_ext.text.config.inapplicable import TEXT_FLAGS
 from megatron_ext.text.config.rules import (
     SECTIONS,
@@ -63,8 +63,12 @@ def gpt_rules(given: RunConfig, run: RunConfig) -> list[str]:
     errors = training_rules(given, run)
     if run.section(SftConfig).sft:
         errors.append(
-            "`--sft` is left out of account by the datasets of this task (`build_datasets`); "
-            "leave it out, or start from the task `megatron_ext.text.task.SFT`."
+            FlagError(
+                "--sft",
+                None,
+                "is left out of account by the datasets of this task (`build_datasets`)",
+                "leave it out, or start from the task `megatron_ext.text.task.SFT`",
+            )
         )
     return errors
 
@@ -171,9 +175,11 @@ def padded_to_ranks(model: ModelConfig, parallel: ParallelConfig, vocab_size: in
     model = dataclasses.replace(model, unpadded_vocab_size=vocab_size)
     given = model.padded_vocab_size
     if given and given < vocab_size:
-        raise ConfigError(
-            f"`--padded-vocab-size` ({given}) must be at least the {vocab_size} entries of the "
-            "tokenizer; leave it out to have it computed."
+        raise ConfigError.about(
+            "--padded-vocab-size",
+            given,
+            f"must be at least the {vocab_size} entries of the tokenizer",
+            "leave it out to have it computed",
         )
     if not given:
         ranks = parallel.tensor_model_parallel_size

@@ -9,6 +9,7 @@ from megatron_ext.config.model import ACTIVATIONS, RECOMPUTED_WITH_TE, ModelConf
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import FlagError, exclusive
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 RECOMPUTED = ("core_attn", "mlp", "moe", "shared_experts")
@@ -16,7 +17,7 @@ RECOMPUTED_LATENT = "mla_up_proj"
 TENSOR = "--tensor-model-parallel-size"
 
 
-def model_errors(run: RunConfig) -> Iterator[str]:
+def model_errors(run: RunConfig) -> Iterator[FlagError]:
     """Yield a sentence for each fault in the flags of the model."""
     model = run.model
     if model.blocks_dealt_by_cost:
@@ -24,7 +25,9 @@ def model_errors(run: RunConfig) -> Iterator[str]:
         return
     missing = [name for name in REQUIRED if getattr(model, name) is None]
     for name in missing:
-        yield f"`--{name.replace('_', '-')}` is missing; give the size of the model."
+        yield FlagError(
+            f"--{name.replace('_', '-')}", None, "is missing", "give the size of the model"
+        )
     yield from _recompute_errors(model, run.parallel)
     yield from _activation_errors(model)
     if model.num_layers and model.hidden_size and model.num_attention_heads:
@@ -35,24 +38,27 @@ def model_errors(run: RunConfig) -> Iterator[str]:
     h = model.hidden_size or 1
     n = model.num_attention_heads or 1
     if h % n and model.kv_channels == h // n and run.attention_sides() is None:
-        yield (
-            f"`--hidden-size` ({h}) must be divisible by `--num-attention-heads` ({n}); use "
-            f"{-(-h // n) * n}, or give `--kv-channels`."
+        yield FlagError(
+            "--hidden-size",
+            h,
+            f"must be divisible by `--num-attention-heads` ({n})",
+            f"use {-(-h // n) * n}, or give `--kv-channels`",
         )
     yield from _layer_errors(model, n)
     yield from _gate_errors(model)
 
 
-def _layer_errors(model: ModelConfig, heads: int) -> Iterator[str]:
+def _layer_errors(model: ModelConfig, heads: int) -> Iterator[FlagError]:
     if model.num_query_groups and heads % model.num_query_groups:
-        yield (
-            f"`--num-attention-heads` ({heads}) must be divisible by `--num-query-groups` "
-            f"({model.num_query_groups}); use {heads // max(1, heads // model.num_query_groups)}"
-            " groups."
+        yield FlagError(
+            "--num-attention-heads",
+            heads,
+            f"must be divisible by `--num-query-groups` ({model.num_query_groups})",
+            f"use {heads // max(1, heads // model.num_query_groups)} groups",
         )
 
 
-def _width_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+def _width_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[FlagError]:
     """Yield a sentence for each matrix or number of heads that ranks cannot share equally."""
     tp = max(1, parallel.tensor_model_parallel_size)
     cp = parallel.context_parallel_size
@@ -62,18 +68,23 @@ def _width_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]
         return
     heads = (model.num_attention_heads or 0) // tp
     if "a2a" in parallel.cp_comm_type and heads % cp:
-        yield (
-            f"`--cp-comm-type a2a` needs the attention heads of a tensor-parallel rank ({heads}) "
-            f"to be divisible by `--context-parallel-size` ({cp}); use all_gather."
+        yield FlagError(
+            "--cp-comm-type a2a",
+            None,
+            f"needs the attention heads of a tensor-parallel rank ({heads}) to be divisible by "
+            f"`--context-parallel-size` ({cp})",
+            "use all_gather",
         )
     if "a2a+p2p" in parallel.cp_comm_type:
-        yield (
-            "`--cp-comm-type` (a2a+p2p) needs Transformer Engine's layers; use p2p, all_gather or "
-            "a2a."
+        yield FlagError(
+            "--cp-comm-type",
+            "a2a+p2p",
+            "needs Transformer Engine's layers",
+            "use p2p, all_gather or a2a",
         )
 
 
-def _uneven_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+def _uneven_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[FlagError]:
     """Yield a sentence for each fault in the layers given for the first and last pipeline stage."""
     both = {
         "--decoder-first-pipeline-num-layers": parallel.decoder_first_pipeline_num_layers,
@@ -86,102 +97,137 @@ def _uneven_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str
         return
     named = " and ".join(f"`{name}` ({count})" for name, count in given.items())
     if stages < 2:
-        yield f"{named} needs `--pipeline-model-parallel-size` of at least 2; leave it out."
+        yield FlagError(
+            named, None, "needs `--pipeline-model-parallel-size` of at least 2", "leave it out"
+        )
         return
     if parallel.counted_ends:
-        yield (
-            f"{named} does not go with `--account-for-embedding-in-pipeline-split` nor "
-            "`--account-for-loss-in-pipeline-split`; give one of them."
+        yield FlagError(
+            named,
+            None,
+            "does not go with `--account-for-embedding-in-pipeline-split` nor "
+            "`--account-for-loss-in-pipeline-split`",
+            "give one of them",
         )
     between = stages - len(given)
     rest = layers - sum(given.values())
     fits = rest % between == 0 and rest > 0 if between else rest == 0
     if min(given.values()) < 1 or not fits:
-        yield (
-            f"{named} leaves {rest} of {layers} layers for {between} stages, which must share them "
-            "equally, at least 1 each; choose others."
+        yield FlagError(
+            named,
+            None,
+            f"leaves {rest} of {layers} layers for {between} stages, which must share them "
+            "equally, at least 1 each",
+            "choose others",
         )
     chunks = parallel.virtual_pipeline_model_parallel_size or 1
     per_stage = [*given.values(), *([rest // between] if between else [])]
     if fits and any(count % chunks for count in per_stage):
-        yield (
-            f"{named} gives stages of {', '.join(map(str, per_stage))} layers, which must be "
-            f"divisible by the virtual chunks of a stage ({chunks}); choose others."
+        yield FlagError(
+            named,
+            None,
+            f"gives stages of {', '.join(map(str, per_stage))} layers, which must be divisible by "
+            f"the virtual chunks of a stage ({chunks})",
+            "choose others",
         )
 
 
-def _activation_errors(model: ModelConfig) -> Iterator[str]:
+def _activation_errors(model: ModelConfig) -> Iterator[FlagError]:
     activations = [x for x in ACTIVATIONS if getattr(model, x)]
     if len(activations) > 1:
-        flags = " and ".join(f"`--{x.replace('_', '-')}`" for x in activations)
-        yield f"{flags} exclude each other; give one."
+        yield exclusive(*(f"--{x.replace('_', '-')}" for x in activations))
     if model.deterministic_dropout and model.transformer_impl == "transformer_engine":
-        yield (
-            "`--deterministic-dropout` needs our own layers, which `--transformer-impl "
-            "transformer_engine` replaces; use `--transformer-impl torch`."
+        yield FlagError(
+            "--deterministic-dropout",
+            None,
+            "needs our own layers, which `--transformer-impl transformer_engine` replaces",
+            "use `--transformer-impl torch`",
         )
 
 
-def _recompute_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+def _recompute_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[FlagError]:
     """Yield a sentence for each fault in the flags of recomputation."""
     if model.recompute_granularity == "full" and model.recompute_method is None:
-        yield (
-            "`--recompute-granularity full` needs `--recompute-method`; use uniform with "
-            "`--recompute-num-layers 1`."
+        yield FlagError(
+            "--recompute-granularity full",
+            None,
+            "needs `--recompute-method`",
+            "use uniform with `--recompute-num-layers 1`",
         )
     if model.recompute_granularity == "full" and model.recompute_num_layers is None:
-        yield "`--recompute-granularity full` needs `--recompute-num-layers`; use 1."
+        yield FlagError(
+            "--recompute-granularity full", None, "needs `--recompute-num-layers`", "use 1"
+        )
     if model.recompute_granularity == "selective" and model.recompute_method is not None:
-        yield (
-            f"`--recompute-method` ({model.recompute_method}) goes with "
-            "`--recompute-granularity full`; leave it out."
+        yield FlagError(
+            "--recompute-method",
+            model.recompute_method,
+            "goes with `--recompute-granularity full`",
+            "leave it out",
         )
     if model.blocks_dealt_by_cost:
         return
     count = model.recompute_num_layers
     selective = model.recompute_granularity == "selective"
     if selective and count is not None:
-        yield (
-            f"`--recompute-num-layers` ({count}) goes with `--recompute-granularity full`; leave "
-            "it out."
+        yield FlagError(
+            "--recompute-num-layers",
+            count,
+            "goes with `--recompute-granularity full`",
+            "leave it out",
         )
     if model.recompute_granularity is None and model.recompute_method is not None:
-        yield (
-            f"`--recompute-method` ({model.recompute_method}) needs `--recompute-granularity "
-            "full`; give both."
+        yield FlagError(
+            "--recompute-method",
+            model.recompute_method,
+            "needs `--recompute-granularity full`",
+            "give both",
         )
     if model.distribute_saved_activations and parallel.sequence_parallel:
-        yield (
-            "`--distribute-saved-activations` does not go with `--sequence-parallel`, which cuts "
-            "them already; leave it out."
+        yield FlagError(
+            "--distribute-saved-activations",
+            None,
+            "does not go with `--sequence-parallel`, which cuts them already",
+            "leave it out",
         )
     given = model.recompute_modules or []
     modules = given if selective else []
     names = (*RECOMPUTED, RECOMPUTED_LATENT, *RECOMPUTED_WITH_TE)
     unknown = [name for name in given if name not in names]
     if unknown:
-        yield f"`--recompute-modules` ({' '.join(unknown)}) must be names among {', '.join(names)}."
+        yield FlagError(
+            "--recompute-modules", " ".join(unknown), f"must be names among {', '.join(names)}"
+        )
     with_te = [name for name in modules if name in RECOMPUTED_WITH_TE]
     if with_te and model.transformer_impl != "transformer_engine":
-        yield (
-            f"`--recompute-modules` ({with_te[0]}) needs Transformer Engine's layers; use "
-            f"{', '.join(RECOMPUTED)}."
+        yield FlagError(
+            "--recompute-modules",
+            with_te[0],
+            "needs Transformer Engine's layers",
+            f"use {', '.join(RECOMPUTED)}",
         )
 
 
-def _gate_errors(model: ModelConfig) -> Iterator[str]:
+def _gate_errors(model: ModelConfig) -> Iterator[FlagError]:
     """Yield a sentence for each setting of a gated activation that the layers do not support."""
     for name in ("activation_func_clamp_value", "glu_linear_offset"):
         number = getattr(model, name)
         if not number:
             continue
-        named = f"`--{name.replace('_', '-')}` ({number:g})"
+        flag = f"--{name.replace('_', '-')}"
         if not model.gated:
-            yield f"{named} needs a gated MLP; give `--quick-geglu`, `--swiglu` or `--geglu`."
+            yield FlagError(
+                flag,
+                f"{number:g}",
+                "needs a gated MLP",
+                "give `--quick-geglu`, `--swiglu` or `--geglu`",
+            )
         elif model.transformer_impl == TE_IMPL and not model.quick_geglu:
-            yield (
-                f"{named} needs `--quick-geglu` with Transformer Engine's layers; give it, or use "
-                "`--transformer-impl torch`."
+            yield FlagError(
+                flag,
+                f"{number:g}",
+                "needs `--quick-geglu` with Transformer Engine's layers",
+                "give it, or use `--transformer-impl torch`",
             )
 
 

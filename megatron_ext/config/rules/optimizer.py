@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from megatron_ext.config.flags import spelling_of
 from megatron_ext.config.model import ModelConfig
@@ -17,6 +18,7 @@ from megatron_ext.config.optimizer import (
 from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import TrainingConfig
+from megatron_ext.errors import FlagError, exclusive
 
 
 def with_warmup(optimizer: OptimizerConfig, training: TrainingConfig) -> OptimizerConfig:
@@ -68,220 +70,267 @@ def resolve_optimizer(
     return dataclasses.replace(with_warmup(optimizer, training), **changes)  # type: ignore[arg-type]
 
 
-def optimizer_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[str]:
+def optimizer_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[FlagError]:
     """Yield a sentence for each fault in the flags of the optimizer."""
     yield from _rate_errors(optimizer, training)
     yield from _decay_errors(optimizer)
     yield from _unit_errors(optimizer, training)
     if optimizer.overlap_param_gather and not optimizer.use_distributed_optimizer:
-        yield "`--overlap-param-gather` needs `--use-distributed-optimizer`; give both."
+        yield FlagError(
+            "--overlap-param-gather", None, "needs `--use-distributed-optimizer`", "give both"
+        )
     if optimizer.overlap_param_gather and not optimizer.overlap_grad_reduce:
-        yield "`--overlap-param-gather` needs `--overlap-grad-reduce`; give both."
+        yield FlagError(
+            "--overlap-param-gather", None, "needs `--overlap-grad-reduce`", "give both"
+        )
     steps = optimizer.muon_num_ns_steps
     in_fives = optimizer.muon_coefficient_type == "quintic"
     if optimizer.optimizer == "muon" and in_fives and steps % QUINTIC_STEPS:
-        yield (
-            f"`--muon-num-ns-steps` ({steps}) must be a multiple of {QUINTIC_STEPS} with "
-            "`--muon-coefficient-type quintic`, whose polynomials follow each other; use "
-            f"{-(-steps // QUINTIC_STEPS) * QUINTIC_STEPS}."
+        yield FlagError(
+            "--muon-num-ns-steps",
+            steps,
+            f"must be a multiple of {QUINTIC_STEPS} with `--muon-coefficient-type quintic`, whose "
+            "polynomials follow each other",
+            f"use {-(-steps // QUINTIC_STEPS) * QUINTIC_STEPS}",
         )
     if optimizer.optimizer == "sgd" and optimizer.use_distributed_optimizer:
-        yield (
-            "`--optimizer sgd` does not go with `--use-distributed-optimizer`, which keeps "
-            "Adam's state only; leave the latter out."
+        yield FlagError(
+            "--optimizer sgd",
+            None,
+            "does not go with `--use-distributed-optimizer`, which keeps Adam's state only",
+            "leave the latter out",
         )
     if optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler:
-        yield (
-            "`--override-opt-param-scheduler` and `--use-checkpoint-opt-param-scheduler` "
-            "exclude each other; give one."
-        )
+        yield exclusive("--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler")
     if optimizer.ddp_bucket_size is not None and optimizer.ddp_num_buckets is not None:
-        yield "`--ddp-bucket-size` and `--ddp-num-buckets` exclude each other; give one."
+        yield exclusive("--ddp-bucket-size", "--ddp-num-buckets")
 
 
-def sharding_errors(run: RunConfig) -> Iterator[str]:
+def sharding_errors(run: RunConfig) -> Iterator[FlagError]:
     """Yield a sentence for each fault of ``--data-parallel-sharding-strategy``."""
     given = run.optimizer.data_parallel_sharding_strategy
-    name = f"`--data-parallel-sharding-strategy` ({given})"
+    refused = partial(FlagError, "--data-parallel-sharding-strategy", given)
     if given == "optim_grads_params":
-        yield f"{name} would shard the weights too, which is not supported; use optim_grads."
+        yield refused("would shard the weights too, which is not supported", "use optim_grads")
     elif given != "no_shard" and not run.optimizer.use_distributed_optimizer:
-        yield f"{name} needs `--use-distributed-optimizer`, which shares its state; give both."
+        yield refused("needs `--use-distributed-optimizer`, which shares its state", "give both")
     if not run.optimizer.shards_gradients:
         return
     schedule = run.parallel.pipeline_schedule or ""
     graphs = run.cuda_graphs.cuda_graph_impl
     if schedule.startswith("zb-"):
-        yield (
-            f"{name} does not go with `--pipeline-schedule` ({schedule}), which puts weight "
-            "gradients off, so that all buckets would stay in memory; use 1f1b or interleaved."
+        yield refused(
+            f"does not go with `--pipeline-schedule` ({schedule}), which puts weight gradients "
+            "off, so that all buckets would stay in memory",
+            "use 1f1b or interleaved",
         )
     if schedule.startswith("core-"):
-        yield (
-            f"{name} does not go with `--pipeline-schedule` ({schedule}), which does not say when "
-            "a micro-batch is over; leave the latter out."
+        yield refused(
+            f"does not go with `--pipeline-schedule` ({schedule}), which does not say when a "
+            "micro-batch is over",
+            "leave the latter out",
         )
     if graphs != "none":
-        yield (
-            f"{name} does not go with `--cuda-graph-impl` ({graphs}), whose kernels write "
-            "gradients to memory that stays; leave the latter out."
+        yield refused(
+            f"does not go with `--cuda-graph-impl` ({graphs}), whose kernels write gradients to "
+            "memory that stays",
+            "leave the latter out",
         )
     if run.model.transformer_impl == TE_IMPL and run.model.gradient_accumulation_fusion:
-        yield (
-            f"{name} does not go with Transformer Engine's products, which add to gradients that "
-            "have no memory yet; use `--transformer-impl torch`, or "
-            "`--no-gradient-accumulation-fusion`."
+        yield refused(
+            "does not go with Transformer Engine's products, which add to gradients that have no "
+            "memory yet",
+            "use `--transformer-impl torch`, or `--no-gradient-accumulation-fusion`",
         )
     if run.fp8.fp8_param_gather:
-        yield (
-            f"{name} does not go with `--fp8-param-gather`, whose buckets are joined to those of "
-            "16-bit weights; leave the latter out."
+        yield refused(
+            "does not go with `--fp8-param-gather`, whose buckets are joined to those of 16-bit "
+            "weights",
+            "leave the latter out",
         )
 
 
-def moment_errors(optimizer: OptimizerConfig, model: ModelConfig) -> Iterator[str]:
+def moment_errors(optimizer: OptimizerConfig, model: ModelConfig) -> Iterator[FlagError]:
     """Yield a sentence for each fault in the types of Adam's moments."""
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         given = getattr(optimizer, name)
         said = f"--{name.replace('_', '-')}"
         if given != "fp32" and not optimizer.use_precision_aware_optimizer:
-            yield f"`{said}` ({given}) needs `--use-precision-aware-optimizer`; give it too."
+            yield FlagError(said, given, "needs `--use-precision-aware-optimizer`", "give it too")
     if not optimizer.use_precision_aware_optimizer:
         return
     if not optimizer.use_distributed_optimizer:
-        yield (
-            "`--use-precision-aware-optimizer` needs `--use-distributed-optimizer`, which saves "
-            "the moments in float32; give both."
+        yield FlagError(
+            "--use-precision-aware-optimizer",
+            None,
+            "needs `--use-distributed-optimizer`, which saves the moments in float32",
+            "give both",
         )
     if model.transformer_impl == TE_IMPL:
-        yield (
-            "`--use-precision-aware-optimizer` is done by the optimizer of the torch layers; use "
-            "`--transformer-impl torch`."
+        yield FlagError(
+            "--use-precision-aware-optimizer",
+            None,
+            "is done by the optimizer of the torch layers",
+            "use `--transformer-impl torch`",
         )
 
 
-def _rate_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[str]:
+def _rate_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[FlagError]:
     lr = optimizer.lr
     least = optimizer.min_lr
     own = optimizer.decoupled_min_lr
     if lr is None and not training.skip_train:
-        yield "`--lr` is missing; give the learning rate."
+        yield FlagError("--lr", None, "is missing", "give the learning rate")
     elif lr is not None and not training.skip_train:
         if least > lr:
-            yield f"`--min-lr` ({least}) must be between 0 and `--lr` ({lr}); use {lr / 10:g}."
+            yield FlagError(
+                "--min-lr", least, f"must be between 0 and `--lr` ({lr})", f"use {lr / 10:g}"
+            )
         if optimizer.lr_warmup_init > lr:
             first = optimizer.lr_warmup_init
-            yield f"`--lr-warmup-init` ({first}) must be at most `--lr` ({lr})."
+            yield FlagError("--lr-warmup-init", first, f"must be at most `--lr` ({lr})")
     name, smallest = ("--min-lr", least) if own is None else ("--decoupled-min-lr", own)
     if optimizer.decoupled_lr is None and own is not None:
-        yield f"`--decoupled-min-lr` ({own}) needs `--decoupled-lr`; give both."
+        yield FlagError("--decoupled-min-lr", own, "needs `--decoupled-lr`", "give both")
     if optimizer.decoupled_lr is not None and smallest > optimizer.decoupled_lr:
-        yield (
-            f"`--decoupled-lr` ({optimizer.decoupled_lr}) must be at least `{name}` ({smallest}); "
-            "give a smaller `--decoupled-min-lr`."
+        yield FlagError(
+            "--decoupled-lr",
+            optimizer.decoupled_lr,
+            f"must be at least `{name}` ({smallest})",
+            "give a smaller `--decoupled-min-lr`",
         )
 
 
-def _decay_errors(optimizer: OptimizerConfig) -> Iterator[str]:
+def _decay_errors(optimizer: OptimizerConfig) -> Iterator[FlagError]:
     start = optimizer.start_weight_decay
     end = optimizer.end_weight_decay
     if optimizer.weight_decay_incr_style == "constant":
         for name, value in (("start", start), ("end", end)):
             if value not in (None, optimizer.weight_decay):
-                yield (
-                    f"`--{name}-weight-decay` ({value}) needs `--weight-decay-incr-style` linear "
-                    "or cosine; give one, or `--weight-decay` alone."
+                yield FlagError(
+                    f"--{name}-weight-decay",
+                    value,
+                    "needs `--weight-decay-incr-style` linear or cosine",
+                    "give one, or `--weight-decay` alone",
                 )
     elif start is None or end is None:
-        yield (
-            f"`--weight-decay-incr-style` ({optimizer.weight_decay_incr_style}) needs "
-            "`--start-weight-decay` and `--end-weight-decay`; give both."
+        yield FlagError(
+            "--weight-decay-incr-style",
+            optimizer.weight_decay_incr_style,
+            "needs `--start-weight-decay` and `--end-weight-decay`",
+            "give both",
         )
     elif end < start:
-        yield (
-            f"`--end-weight-decay` ({end}) must be at least `--start-weight-decay` ({start}), "
-            "since it only grows; swap them, or use `--weight-decay` alone."
+        yield FlagError(
+            "--end-weight-decay",
+            end,
+            f"must be at least `--start-weight-decay` ({start}), since it only grows",
+            "swap them, or use `--weight-decay` alone",
         )
 
 
-def _unit_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[str]:
+def _unit_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[FlagError]:
     """Yield a sentence for each fault in the lengths of warm-up and decay, or in their units."""
     by_samples = training.train_samples is not None
     unit, other = ("samples", "iters") if by_samples else ("iters", "samples")
     for phase in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
         if getattr(optimizer, f"{phase}_{other}"):
             name = f"--{phase.replace('_', '-')}"
-            yield f"`{name}-{other}` does not go with `--train-{unit}`; use `{name}-{unit}`."
+            yield FlagError(
+                f"{name}-{other}",
+                None,
+                f"does not go with `--train-{unit}`",
+                f"use `{name}-{unit}`",
+            )
     warmup = getattr(optimizer, f"lr_warmup_{unit}") or 0
     decay = getattr(optimizer, f"lr_decay_{unit}") or getattr(training, f"train_{unit}") or 0
     fraction = optimizer.lr_warmup_fraction
     if fraction is not None and warmup:
-        yield (
-            f"`--lr-warmup-fraction` ({fraction}) and `--lr-warmup-{unit}` ({warmup}) exclude each "
-            "other; give one."
-        )
+        yield exclusive(("--lr-warmup-fraction", fraction), (f"--lr-warmup-{unit}", warmup))
     if decay and warmup >= decay:
-        yield (
-            f"`--lr-warmup-{unit}` ({warmup}) must be less than the length of the decay "
-            f"({decay}); use {decay // 10}."
+        yield FlagError(
+            f"--lr-warmup-{unit}",
+            warmup,
+            f"must be less than the length of the decay ({decay})",
+            f"use {decay // 10}",
         )
     if optimizer.lr_decay_style == "WSD" and getattr(optimizer, f"lr_wsd_decay_{unit}") is None:
-        yield f"`--lr-decay-style WSD` needs `--lr-wsd-decay-{unit}`; use {decay // 10}."
+        yield FlagError(
+            "--lr-decay-style WSD", None, f"needs `--lr-wsd-decay-{unit}`", f"use {decay // 10}"
+        )
 
 
-def ema_errors(ema: EmaConfig, training: TrainingConfig) -> Iterator[str]:
+def ema_errors(ema: EmaConfig, training: TrainingConfig) -> Iterator[FlagError]:
     """Yield a sentence for each fault in the flags of averaged weights."""
-    needs = "needs `--ema-decay`; give one such as 0.9999."
+    needs = ("needs `--ema-decay`", "give one such as 0.9999")
     every = ema.ema_update_every
     if not ema.ema_decay and ema.ema_start not in (None, 1):
-        yield f"`--ema-start` ({ema.ema_start}) {needs}"
+        yield FlagError("--ema-start", ema.ema_start, *needs)
     if not ema.ema_decay and every > 1:
-        yield f"`--ema-update-every` ({every}) {needs}"
+        yield FlagError("--ema-update-every", every, *needs)
     if not ema.ema_decay and ema.ema_warmup is not None:
-        yield f"`{spelling_of(ema, 'ema_warmup')}` {needs}"
+        yield FlagError(spelling_of(ema, "ema_warmup"), None, *needs)
     if ema.eval_ema and not ema.keeps_average(trains=not training.skip_train):
-        yield f"`--eval-ema` {needs}"
+        yield FlagError("--eval-ema", None, *needs)
     if ema.eval_ema and not training.evaluates:
-        yield "`--eval-ema` needs evaluation, but `--eval-iters` is 0; give a number of batches."
+        yield FlagError(
+            "--eval-ema",
+            None,
+            "needs evaluation, but `--eval-iters` is 0",
+            "give a number of batches",
+        )
 
 
-def target_errors(lora: LoraConfig, names: Sequence[str]) -> list[str]:
+def target_errors(lora: LoraConfig, names: Sequence[str]) -> list[FlagError]:
     """Return a sentence if ``--lora-target-modules`` is empty or has names not in ``names``."""
     targets = lora.lora_target_modules
     unknown = [name for name in targets or () if name not in names]
     if not unknown and targets != []:
         return []
     return [
-        f"`--lora-target-modules` ({' '.join(unknown)}) must be names among {', '.join(names)}."
+        FlagError(
+            "--lora-target-modules", " ".join(unknown), f"must be names among {', '.join(names)}"
+        )
     ]
 
 
-def lora_errors(lora: LoraConfig, model: ModelConfig, optimizer: OptimizerConfig) -> Iterator[str]:
+def lora_errors(
+    lora: LoraConfig, model: ModelConfig, optimizer: OptimizerConfig
+) -> Iterator[FlagError]:
     """Yield a sentence for each fault in adapters' flags, and each flag that adapters exclude."""
     if lora.lora_rank is None:
         for field in dataclasses.fields(lora):
             # Stored configurations may name the layers of a GPT's blocks though nothing asks it.
             if getattr(lora, field.name) not in (getattr(LoraConfig(), field.name), list(TARGETS)):
                 name = field.name.replace("_", "-")
-                yield f"`--{name}` needs `--lora-rank`; give a rank such as 16."
+                yield FlagError(f"--{name}", None, "needs `--lora-rank`", "give a rank such as 16")
         return
     if model.transformer_impl == "transformer_engine":
-        yield (
-            "`--lora-rank` needs our torch layers, not `--transformer-impl "
-            "transformer_engine`; use torch."
+        yield FlagError(
+            "--lora-rank",
+            None,
+            "needs our torch layers, not `--transformer-impl transformer_engine`",
+            "use torch",
         )
     if lora.lora_dropout and model.deterministic_dropout:
-        yield (
-            "`--lora-dropout` does not go with `--deterministic-dropout`, which gives "
-            "adapters no masks; use a dropout of 0 for one of them."
+        yield FlagError(
+            "--lora-dropout",
+            None,
+            "does not go with `--deterministic-dropout`, which gives adapters no masks",
+            "use a dropout of 0 for one of them",
         )
     if optimizer.optimizer == "muon":
-        yield (
-            "`--optimizer muon` does not go with `--lora-rank`, whose matrices are factors of an "
-            "update and not to be orthogonalized one by one; use `--optimizer adam`."
+        yield FlagError(
+            "--optimizer muon",
+            None,
+            "does not go with `--lora-rank`, whose matrices are factors of an update and not to "
+            "be orthogonalized one by one",
+            "use `--optimizer adam`",
         )
     if optimizer.decoupled_lr is not None:
-        yield (
-            "`--decoupled-lr` is for the embedding and the output layer, which `--lora-rank` "
-            "freezes; leave it out."
+        yield FlagError(
+            "--decoupled-lr",
+            None,
+            "is for the embedding and the output layer, which `--lora-rank` freezes",
+            "leave it out",
         )

@@ -6,12 +6,14 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from megatron_ext.config.flags import must_divide
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.training import TrainingConfig
+from megatron_ext.errors import FlagError, exclusive
 
 CHUNKS = {"no-pipelining": 1, "1f1b": 1, "zb-h1": 1, "zb-v": 2}
 """Number of virtual chunks on each rank for each schedule; ``interleaved`` allows any number."""
@@ -96,7 +98,7 @@ def resolve_parallel(
 
 def rank_errors(
     world_size: int, *, tensor: int, pipeline: int, context: int, expert: int, expert_tensor: int
-) -> Iterator[str]:
+) -> Iterator[FlagError]:
     """Yield a sentence for each parallel size, or product of sizes, that does not fit the ranks."""
     sizes = {
         "--tensor-model-parallel-size": tensor,
@@ -108,7 +110,7 @@ def rank_errors(
     }
     small = {name: value for name, value in sizes.items() if value < 1}
     for name, value in small.items():
-        yield f"`{name}` ({value}) must be at least 1."
+        yield FlagError(name, value, "must be at least 1")
     products = [
         ("--tensor-model-parallel-size", STAGES, "--context-parallel-size"),
         ("--expert-tensor-parallel-size", "--expert-model-parallel-size", STAGES),
@@ -123,13 +125,15 @@ def rank_errors(
             flags = " × ".join(f"`{name}`" for name in shown)
             numbers = " × ".join(str(sizes[name]) for name in shown)
             product = f"{numbers} = {size}" if len(shown) > 1 else numbers
-            yield (
-                f"The number of ranks ({world_size}) must be divisible by {flags} ({product}); "
-                f"start {-(-world_size // size) * size} ranks, or lower one of the sizes."
+            yield FlagError(
+                "The number of ranks",
+                world_size,
+                f"must be divisible by {flags} ({product})",
+                f"start {-(-world_size // size) * size} ranks, or lower one of the sizes",
             )
 
 
-def parallel_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
+def parallel_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[FlagError]:
     """Yield a sentence for each fault in the layout of a run."""
     tp = parallel.tensor_model_parallel_size
     cp = parallel.context_parallel_size
@@ -141,11 +145,13 @@ def parallel_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[st
     yield from errors
     if not errors and parallel.use_tp_pp_dp_mapping and stages > 1 and tp * cp != etp * ep:
         # megatron-core cannot number such replicas after the stages.
-        yield (
-            "`--use-tp-pp-dp-mapping` with pipeline stages needs as many replicas of the experts "
-            f"as of the other layers, but tensor × context parallel size is {tp} × {cp} and "
-            f"expert-tensor × expert parallel size is {etp} × {ep}, also in a model without "
-            "experts; leave the flag out, or make the products equal."
+        yield FlagError(
+            "--use-tp-pp-dp-mapping",
+            None,
+            "with pipeline stages needs as many replicas of the experts as of the other layers, "
+            f"but tensor × context parallel size is {tp} × {cp} and expert-tensor × expert "
+            f"parallel size is {etp} × {ep}, also in a model without experts",
+            "leave the flag out, or make the products equal",
         )
     yield from _split_errors(parallel, model)
     if parallel.pipeline_model_parallel_layout is not None:
@@ -155,19 +161,23 @@ def parallel_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[st
     yield from share_errors(parallel, model)
     layers = 1 if model.blocks_dealt_by_cost else model.num_layers
     if len(parallel.cp_comm_type) not in (1, layers):
-        yield (
-            f"`--cp-comm-type` has {len(parallel.cp_comm_type)} values, but must have one for all "
-            f"layers or one for each of the {layers}."
+        yield FlagError(
+            "--cp-comm-type",
+            None,
+            f"has {len(parallel.cp_comm_type)} values, but must have one for all layers or one "
+            f"for each of the {layers}",
         )
     started = int(os.environ.get("WORLD_SIZE", "0"))
     if started and parallel.nproc_per_node > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
-        yield (
-            f"`--nproc-per-node` ({parallel.nproc_per_node}) is for a run without torchrun, which "
-            f"has started {started} ranks; give it to torchrun instead."
+        yield FlagError(
+            "--nproc-per-node",
+            parallel.nproc_per_node,
+            f"is for a run without torchrun, which has started {started} ranks",
+            "give it to torchrun instead",
         )
 
 
-def share_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
+def share_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[FlagError]:
     """Yield a sentence for each number of heads or tokens that the ranks cannot divide equally."""
     tp = max(1, parallel.tensor_model_parallel_size)
     cp = max(1, parallel.context_parallel_size)
@@ -176,34 +186,37 @@ def share_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
     yield from must_divide("--num-query-groups", model.num_query_groups, tensor, tp)
     length = model.seq_length or 0
     if cp > 1 and length % (2 * cp):
-        yield (
-            f"`--seq-length` ({length}) must be divisible by 2 × `--context-parallel-size` "
-            f"(2 × {cp} = {2 * cp}); use {-(-length // (2 * cp)) * 2 * cp}."
+        yield FlagError(
+            "--seq-length",
+            length,
+            f"must be divisible by 2 × `--context-parallel-size` (2 × {cp} = {2 * cp})",
+            f"use {-(-length // (2 * cp)) * 2 * cp}",
         )
     if parallel.sequence_parallel and length % (tp * cp):
-        yield (
-            f"`--seq-length` ({length}) must be divisible by `{tensor}` × "
-            f"`--context-parallel-size` ({tp} × {cp} = {tp * cp}) with `--sequence-parallel`; use "
-            f"{-(-length // (tp * cp)) * tp * cp}."
+        yield FlagError(
+            "--seq-length",
+            length,
+            f"must be divisible by `{tensor}` × `--context-parallel-size` ({tp} × {cp} = "
+            f"{tp * cp}) with `--sequence-parallel`",
+            f"use {-(-length // (tp * cp)) * tp * cp}",
         )
 
 
-def _split_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
+def _split_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[FlagError]:
     """Yield a sentence for each fault in the division of layers into stages and chunks."""
     layers = model.num_layers or 0
     stages = parallel.pipeline_model_parallel_size
     per_chunk = parallel.num_layers_per_virtual_pipeline_stage
     chunks_per_rank = parallel.num_virtual_stages_per_pipeline_rank
     if per_chunk is not None and chunks_per_rank is not None:
-        yield (
-            "`--num-layers-per-virtual-pipeline-stage` and "
-            "`--num-virtual-stages-per-pipeline-rank` exclude each other; give one."
+        yield exclusive(
+            "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
         )
-    name = "`--num-virtual-stages-per-pipeline-rank`"
+    name = "--num-virtual-stages-per-pipeline-rank"
     if per_chunk is not None:
-        name = "`--num-layers-per-virtual-pipeline-stage`"
+        name = "--num-layers-per-virtual-pipeline-stage"
     if stages < 2 and (per_chunk is not None or (chunks_per_rank or 1) > 1):
-        yield f"{name} needs `{STAGES}` ({stages}) of at least 2; use 2."
+        yield FlagError(name, None, f"needs `{STAGES}` ({stages}) of at least 2", "use 2")
     uneven = parallel.decoder_first_pipeline_num_layers or parallel.decoder_last_pipeline_num_layers
     whole = parallel.pipeline_model_parallel_layout is None and not model.blocks_dealt_by_cost
     if stages < 1 or uneven or not whole:
@@ -215,90 +228,102 @@ def _split_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]
     if parallel.pipeline_schedule == "zb-v":
         per_stage = CHUNKS["zb-v"]
     elif stages > 1 and (per_chunk or chunks_per_rank):
-        factor = name
+        factor = f"`{name}`"
         per_stage = per_chunk or chunks_per_rank or 1
     chunks = stages * per_stage
     if chunks and units % chunks:
-        yield (
-            f"`--num-layers` ({layers}) must be divisible by `{STAGES}` × {factor} "
-            f"({stages} × {per_stage} = {chunks}); use "
-            f"{-(-units // chunks) * chunks - extra}."
+        yield FlagError(
+            "--num-layers",
+            layers,
+            f"must be divisible by `{STAGES}` × {factor} ({stages} × {per_stage} = {chunks})",
+            f"use {-(-units // chunks) * chunks - extra}",
         )
 
 
-def _layout_errors(parallel: ParallelConfig, model: ModelConfig, layout: str) -> Iterator[str]:
+def _layout_errors(
+    parallel: ParallelConfig, model: ModelConfig, layout: str
+) -> Iterator[FlagError]:
     """Yield a sentence for each fault in a pipeline layout, and each flag that contradicts it."""
     size = parallel.pipeline_model_parallel_size
-    name = f"`--pipeline-model-parallel-layout` ({layout})"
+    refused = partial(FlagError, "--pipeline-model-parallel-layout", layout)
     try:
         stages = stages_of(layout)
     except ValueError:
-        yield f"{name} may hold only E, t, m, L, |, *, brackets and numbers; write Et*2|t*2L."
+        yield refused("may hold only E, t, m, L, |, *, brackets and numbers", "write Et*2|t*2L")
         return
     if size < 2:
-        yield f"{name} needs `{STAGES}` ({size}) of at least 2; use 2."
+        yield refused(f"needs `{STAGES}` ({size}) of at least 2", "use 2")
         return
-    yield from _content_errors(name, stages, size, model)
-    conflict = f"{name} says which layers each stage holds, and so does"
+    yield from _content_errors(refused, stages, size, model)
     for field in (field for field in CUTS.split() if getattr(parallel, field)):
-        yield f"{conflict} `--{field.replace('_', '-')}`; give one of them."
+        other = f"`--{field.replace('_', '-')}`"
+        yield refused(
+            f"says which layers each stage holds, and so does {other}", "give one of them"
+        )
 
 
-def _content_errors(name: str, stages: list[str], size: int, model: ModelConfig) -> Iterator[str]:
-    """Yield a sentence for each fault in the layers that a layout gives to its stages."""
+def _content_errors(
+    refused: Callable[[str, str], FlagError], stages: list[str], size: int, model: ModelConfig
+) -> Iterator[FlagError]:
+    """Yield an error for each fault in the layers that a layout gives to its stages.
+
+    ``refused`` makes the layout's error of a rule and a remedy.
+    """
     if len(stages) % size:
-        yield (
-            f"{name} has {len(stages)} stages, which must be a multiple of "
-            f"`{STAGES}` ({size}); write {-(-len(stages) // size) * size}."
+        yield refused(
+            f"has {len(stages)} stages, which must be a multiple of `{STAGES}` ({size})",
+            f"write {-(-len(stages) // size) * size}",
         )
     layers = model.num_layers or 0
     depths = model.mtp_num_layers or 0
     expected = "E" + "t" * layers + "m" * depths + "L"
     if "".join(stages) != expected or "E" not in stages[0] or "L" not in stages[-1]:
-        yield (
-            f"{name} must hold E in its first stage, then t {layers} times (`--num-layers`), then "
-            f"m {depths} times (`--mtp-num-layers`), then L in its last stage; move, add or remove "
-            "layers."
+        yield refused(
+            f"must hold E in its first stage, then t {layers} times (`--num-layers`), then m "
+            f"{depths} times (`--mtp-num-layers`), then L in its last stage",
+            "move, add or remove layers",
         )
     bare = [rank for rank in range(size) if not any(stages[rank::size])]
     if bare:
-        yield (
-            f"{name} leaves pipeline rank {bare[0]} without any layer; give it one, or use fewer "
-            "ranks."
+        yield refused(
+            f"leaves pipeline rank {bare[0]} without any layer", "give it one, or use fewer ranks"
         )
     holding = [index for index, stage in enumerate(stages) if "m" in stage]
     if len(holding) > 1 or (holding and holding[0] < len(stages) - size):
-        yield f"{name} must hold every m in one of its last {size} stages; move them."
+        yield refused(f"must hold every m in one of its last {size} stages", "move them")
     if holding and holding[0] % size == 0:
-        yield f"{name} must not hold m on the first pipeline rank; move it to a later one."
+        yield refused("must not hold m on the first pipeline rank", "move it to a later one")
 
 
-def _schedule_errors(parallel: ParallelConfig) -> Iterator[str]:
+def _schedule_errors(parallel: ParallelConfig) -> Iterator[FlagError]:
     """Yield a sentence for each number of stages or chunks that the schedule cannot have."""
     schedule = (parallel.pipeline_schedule or "").removeprefix("core-")
     stages = parallel.pipeline_model_parallel_size
     chunks = parallel.virtual_pipeline_model_parallel_size or 1
-    name = f"`--pipeline-schedule {parallel.pipeline_schedule}`"
+    refused = partial(FlagError, f"--pipeline-schedule {parallel.pipeline_schedule}", None)
     if schedule == "no-pipelining" and stages > 1:
-        yield f"{name} is for one stage, but `{STAGES}` is {stages}; use 1f1b."
+        yield refused(f"is for one stage, but `{STAGES}` is {stages}", "use 1f1b")
     if schedule in ("interleaved", "zb-v") and stages < 2:
-        yield f"{name} needs `{STAGES}` ({stages}) of at least 2; use no-pipelining."
+        yield refused(f"needs `{STAGES}` ({stages}) of at least 2", "use no-pipelining")
     elif schedule == "interleaved" and chunks < 2:
-        yield f"{name} needs virtual chunks; give `--num-virtual-stages-per-pipeline-rank 2`."
+        yield refused("needs virtual chunks", "give `--num-virtual-stages-per-pipeline-rank 2`")
     elif schedule in CHUNKS and chunks != CHUNKS[schedule]:
-        yield (
-            f"{name} has {CHUNKS[schedule]} chunk(s) on each rank, but the flags of virtual stages "
-            f"ask for {chunks}; drop them."
+        yield refused(
+            f"has {CHUNKS[schedule]} chunk(s) on each rank, but the flags of virtual stages ask "
+            f"for {chunks}",
+            "drop them",
         )
     group = parallel.microbatch_group_size_per_vp_stage
     if group is not None and group < stages:
-        yield (
-            f"`--microbatch-group-size-per-virtual-pipeline-stage` ({group}) must be at least "
-            f"`{STAGES}` ({stages}); use {stages}."
+        yield FlagError(
+            "--microbatch-group-size-per-virtual-pipeline-stage",
+            group,
+            f"must be at least `{STAGES}` ({stages})",
+            f"use {stages}",
         )
 
 
-def interleaving_errors(parallel: ParallelConfig, training: TrainingConfig) -> Iterator[str]:
+def interleaving_errors(parallel: ParallelConfig, training: TrainingConfig) -> Iterator[FlagError]:
     """Yield a sentence if ``core-interleaved`` cannot group the micro-batches of each step."""
     replicas = parallel.data_parallel_size
     if parallel.pipeline_schedule != "core-interleaved" or any(training.errors(replicas)):
@@ -308,21 +333,25 @@ def interleaving_errors(parallel: ParallelConfig, training: TrainingConfig) -> I
     counts = training.microbatch_counts(replicas)
     wrong = [count for count in counts if count < group or 0 < count % group < stages]
     if wrong:
-        yield (
-            f"`--pipeline-schedule core-interleaved` needs steps whose micro-batches divide "
-            f"into groups of {group} with none or at least {stages} left over, but one has "
-            f"{wrong[0]}; use interleaved, or another `--global-batch-size`."
+        yield FlagError(
+            "--pipeline-schedule core-interleaved",
+            None,
+            f"needs steps whose micro-batches divide into groups of {group} with none or at least "
+            f"{stages} left over, but one has {wrong[0]}",
+            "use interleaved, or another `--global-batch-size`",
         )
 
 
-def _zero_bubble_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
+def _zero_bubble_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterator[FlagError]:
     """Yield a sentence for each option that does not go with a zero-bubble schedule."""
     schedule = parallel.pipeline_schedule or ""
     if schedule.startswith("zb-") and model.transformer_impl == "transformer_engine":
-        yield (
-            f"`--pipeline-schedule {schedule}` defers the weight gradients of our own layers, "
-            "which `--transformer-impl transformer_engine` replaces; use "
-            "`--transformer-impl torch`, or 1f1b."
+        yield FlagError(
+            f"--pipeline-schedule {schedule}",
+            None,
+            "defers the weight gradients of our own layers, which `--transformer-impl "
+            "transformer_engine` replaces",
+            "use `--transformer-impl torch`, or 1f1b",
         )
     same_rank = {
         "tied embeddings": not model.untie_embeddings_and_output_weights,
@@ -336,7 +365,9 @@ def _zero_bubble_errors(parallel: ParallelConfig, model: ModelConfig) -> Iterato
     }
     for name, given in same_rank.items():
         if schedule == "zb-v" and given:
-            yield (
-                f"`--pipeline-schedule zb-v` keeps the first and the last stage on one rank, which "
-                f"does not go with {name}; use zb-h1."
+            yield FlagError(
+                "--pipeline-schedule zb-v",
+                None,
+                f"keeps the first and the last stage on one rank, which does not go with {name}",
+                "use zb-h1",
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from megatron_ext.config.flags import changed_fields, spelling_of
 from megatron_ext.config.model import ModelConfig
@@ -18,6 +19,7 @@ from megatron_ext.config.precision import (
 )
 from megatron_ext.config.run import RunConfig, Side
 from megatron_ext.config.training import TrainingConfig
+from megatron_ext.errors import FlagError
 
 OF_DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "tp_only_amax_red")
 OF_TE = (
@@ -34,7 +36,7 @@ RECORDED_SCHEDULES = ("no-pipelining", "1f1b", "interleaved")
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-def fp8_errors(run: RunConfig, *, may_use_te: bool) -> Iterator[str]:
+def fp8_errors(run: RunConfig, *, may_use_te: bool) -> Iterator[FlagError]:
     """Yield a sentence for each fault in the flags of 8-bit matrix products.
 
     ``may_use_te`` is False if another flag excludes Transformer Engine's layers.
@@ -43,17 +45,23 @@ def fp8_errors(run: RunConfig, *, may_use_te: bool) -> Iterator[str]:
     model = run.model
     if fp8.fp8_format is None:
         for name in changed_fields(fp8):
-            yield f"`{spelling_of(fp8, name)}` needs `--fp8-format`; give e4m3 or hybrid."
+            yield FlagError(
+                spelling_of(fp8, name), None, "needs `--fp8-format`", "give e4m3 or hybrid"
+            )
         return
     te = model.transformer_impl == "transformer_engine"
     yield from _recipe_errors(fp8, te=te, may_use_te=may_use_te)
     yield from _bf16_layer_errors(fp8, model, run.parallel, te=te)
     if not run.precision.bf16:
-        yield "`--fp8-format` needs `--bf16` for all but its products; give it too."
+        yield FlagError(
+            "--fp8-format", None, "needs `--bf16` for all but its products", "give it too"
+        )
     if model.blocks_dealt_by_cost and fp8.first_last_layers_bf16:
-        yield (
-            "`--fp8-format` does not go with `--first-last-layers-bf16` in a model of several "
-            "kinds of blocks; leave that out."
+        yield FlagError(
+            "--fp8-format",
+            None,
+            "does not go with `--first-last-layers-bf16` in a model of several kinds of blocks",
+            "leave that out",
         )
     if te:
         yield from _te_errors(fp8, model)
@@ -62,136 +70,164 @@ def fp8_errors(run: RunConfig, *, may_use_te: bool) -> Iterator[str]:
     else:
         instead = "use `--transformer-impl transformer_engine`, or " if may_use_te else ""
         for name in (name for name in changed_fields(fp8) if name in OF_TE):
-            yield (
-                f"`{spelling_of(fp8, name)}` is an option of Transformer Engine's layers; "
-                f"{instead}leave it out."
+            yield FlagError(
+                spelling_of(fp8, name),
+                None,
+                "is an option of Transformer Engine's layers",
+                f"{instead}leave it out",
             )
     yield from _size_errors(run)
 
 
-def _recipe_errors(fp8: Fp8Config, *, te: bool, may_use_te: bool) -> Iterator[str]:
+def _recipe_errors(fp8: Fp8Config, *, te: bool, may_use_te: bool) -> Iterator[FlagError]:
     if fp8.fp8_recipe in TE_RECIPES and not te:
         instead = ", or `--transformer-impl transformer_engine`" if may_use_te else ""
-        yield (
-            f"`--fp8-recipe` ({fp8.fp8_recipe}) is a recipe of Transformer Engine's layers; use "
-            f"delayed, tensorwise or rowwise{instead}."
+        yield FlagError(
+            "--fp8-recipe",
+            fp8.fp8_recipe,
+            "is a recipe of Transformer Engine's layers",
+            f"use delayed, tensorwise or rowwise{instead}",
         )
     if fp8.fp8_recipe in TORCH_RECIPES and te:
-        yield (
-            f"`--fp8-recipe` ({fp8.fp8_recipe}) is a recipe of the torch layers; use "
-            "`--transformer-impl torch`, or delayed, tensorwise, blockwise or mxfp8."
+        yield FlagError(
+            "--fp8-recipe",
+            fp8.fp8_recipe,
+            "is a recipe of the torch layers",
+            "use `--transformer-impl torch`, or delayed, tensorwise, blockwise or mxfp8",
         )
     for name in changed_fields(fp8):
         if name in OF_DELAYED and fp8.fp8_recipe != "delayed":
-            yield (
-                f"`{spelling_of(fp8, name)}` belongs to `--fp8-recipe delayed`, but the recipe is "
-                f"{fp8.fp8_recipe}; leave it out."
+            yield FlagError(
+                spelling_of(fp8, name),
+                None,
+                f"belongs to `--fp8-recipe delayed`, but the recipe is {fp8.fp8_recipe}",
+                "leave it out",
             )
 
 
 def _bf16_layer_errors(
     fp8: Fp8Config, model: ModelConfig, parallel: ParallelConfig, *, te: bool
-) -> Iterator[str]:
+) -> Iterator[FlagError]:
     """Yield a sentence for each fault in the flags of layers that stay in bf16."""
     if not fp8.first_last_layers_bf16:
         for name in (name for name in changed_fields(fp8) if name in OF_BF16_LAYERS):
-            yield f"`{spelling_of(fp8, name)}` needs `--first-last-layers-bf16`; give it too."
+            yield FlagError(
+                spelling_of(fp8, name), None, "needs `--first-last-layers-bf16`", "give it too"
+            )
         return
     num_layers = model.num_layers or 0
     kept = fp8.num_layers_at_start_in_bf16 + fp8.num_layers_at_end_in_bf16
     per_stage = num_layers // max(1, parallel.pipeline_model_parallel_size)
     if fp8.fp8_recipe == "delayed":
-        yield (
-            "`--first-last-layers-bf16` does not go with `--fp8-recipe delayed`, whose state is "
-            "that of all layers alike; use tensorwise."
+        yield FlagError(
+            "--first-last-layers-bf16",
+            None,
+            "does not go with `--fp8-recipe delayed`, whose state is that of all layers alike",
+            "use tensorwise",
         )
     elif kept >= num_layers > 0:
-        yield (
-            f"`--first-last-layers-bf16` keeps {kept} of the {num_layers} layers in bf16, so that "
-            "none is left for `--fp8-format`; leave that out."
+        yield FlagError(
+            "--first-last-layers-bf16",
+            None,
+            f"keeps {kept} of the {num_layers} layers in bf16, so that none is left for "
+            "`--fp8-format`",
+            "leave that out",
         )
     elif te and per_stage > 0:
         counts = {name: getattr(fp8, name) for name in OF_BF16_LAYERS}
         for name, count in counts.items():
             if count > per_stage:
-                yield (
-                    f"`{spelling_of(fp8, name)}` ({count}) must be at most the layers of a "
-                    f"pipeline stage ({per_stage}) with Transformer Engine's layers."
+                yield FlagError(
+                    spelling_of(fp8, name),
+                    count,
+                    f"must be at most the layers of a pipeline stage ({per_stage}) with "
+                    "Transformer Engine's layers",
                 )
 
 
-def _te_errors(fp8: Fp8Config, model: ModelConfig) -> Iterator[str]:
+def _te_errors(fp8: Fp8Config, model: ModelConfig) -> Iterator[FlagError]:
     """Yield a sentence for each fault in the 8-bit options of Transformer Engine's layers."""
     factory = fp8.fp8_quantizer_factory
     custom = fp8.fp8_recipe == "custom"
     if not fp8.fp8_wgrad:
-        yield (
-            "`--no-fp8-wgrad` is ignored by Transformer Engine since its version 2; use "
-            "`--transformer-impl torch`, or leave it out."
+        yield FlagError(
+            "--no-fp8-wgrad",
+            None,
+            "is ignored by Transformer Engine since its version 2",
+            "use `--transformer-impl torch`, or leave it out",
         )
     if custom and factory is None:
-        yield (
-            "`--fp8-recipe custom` needs `--fp8-quantizer-factory`; give package.module.function."
+        yield FlagError(
+            "--fp8-recipe custom",
+            None,
+            "needs `--fp8-quantizer-factory`",
+            "give package.module.function",
         )
     if not custom and factory is not None:
-        yield (
-            f"`--fp8-quantizer-factory` ({factory}) belongs to `--fp8-recipe custom`, but the "
-            f"recipe is {fp8.fp8_recipe}; leave it out."
+        yield FlagError(
+            "--fp8-quantizer-factory",
+            factory,
+            f"belongs to `--fp8-recipe custom`, but the recipe is {fp8.fp8_recipe}",
+            "leave it out",
         )
     modules = [name for name in model.recompute_modules or () if name in ("layernorm", "moe_act")]
     selective = model.recompute_granularity == "selective"
     if selective and modules and fp8.fp8_recipe == "delayed":
-        yield (
-            f"`--recompute-modules` ({modules[0]}) does not go with `--fp8-recipe delayed`; use "
-            "tensorwise."
+        yield FlagError(
+            "--recompute-modules",
+            modules[0],
+            "does not go with `--fp8-recipe delayed`",
+            "use tensorwise",
         )
 
 
 def _param_gather_errors(
     fp8: Fp8Config, model: ModelConfig, optimizer: OptimizerConfig, *, averages: bool
-) -> Iterator[str]:
+) -> Iterator[FlagError]:
     mxfp8 = fp8.fp8_recipe == "mxfp8"
     reuses = fp8.reuse_grad_buf_for_mxfp8_param_ag
-    reuse, gather = "`--reuse-grad-buf-for-mxfp8-param-ag`", "`--fp8-param-gather`"
+    reuse = "--reuse-grad-buf-for-mxfp8-param-ag"
     if not fp8.fp8_param_gather:
         if reuses:
-            yield f"{reuse} needs {gather}; give both."
+            yield FlagError(reuse, None, "needs `--fp8-param-gather`", "give both")
         return
+    refused = partial(FlagError, "--fp8-param-gather", None)
     if not optimizer.use_distributed_optimizer:
-        yield (
-            f"{gather} needs `--use-distributed-optimizer`, which holds the weights in fp32; give "
-            "both."
+        yield refused(
+            "needs `--use-distributed-optimizer`, which holds the weights in fp32", "give both"
         )
     if fp8.fp8_recipe == "custom":
-        yield (
-            f"{gather} does not go with `--fp8-recipe custom`, whose weights megatron-core cannot "
-            "gather; leave it out."
+        yield refused(
+            "does not go with `--fp8-recipe custom`, whose weights megatron-core cannot gather",
+            "leave it out",
         )
     if mxfp8 and not reuses:
-        yield f"{gather} with `--fp8-recipe mxfp8` needs {reuse}; give both."
+        yield refused(f"with `--fp8-recipe mxfp8` needs `{reuse}`", "give both")
     if reuses and not mxfp8:
-        yield (
-            f"{gather} with {reuse} needs `--fp8-recipe mxfp8`, but it is {fp8.fp8_recipe}; leave "
-            "the latter out."
+        yield refused(
+            f"with `{reuse}` needs `--fp8-recipe mxfp8`, but it is {fp8.fp8_recipe}",
+            "leave the latter out",
         )
     if reuses and optimizer.overlap_param_gather:
-        yield (
-            f"{gather} with {reuse} does not go with `--overlap-param-gather`, which would write "
-            "weights over gradients; leave it out."
+        yield refused(
+            f"with `{reuse}` does not go with `--overlap-param-gather`, which would write weights "
+            "over gradients",
+            "leave it out",
         )
     if averages:
-        yield (
-            f"{gather} does not go with `--ema-decay`, whose average cannot take the place of "
-            "8-bit weights; leave one out."
+        yield refused(
+            "does not go with `--ema-decay`, whose average cannot take the place of 8-bit weights",
+            "leave one out",
         )
     if model.use_cpu_initialization:
-        yield (
-            f"{gather} does not go with `--use-cpu-initialization`, which leaves the fp32 weights "
-            "without their first values; leave the latter out."
+        yield refused(
+            "does not go with `--use-cpu-initialization`, which leaves the fp32 weights without "
+            "their first values",
+            "leave the latter out",
         )
 
 
-def _size_errors(run: RunConfig) -> Iterator[str]:
+def _size_errors(run: RunConfig) -> Iterator[FlagError]:
     """Yield a sentence for each size on a rank that is unfit for 8-bit matrix products."""
     fp8 = run.fp8
     model = run.model
@@ -210,14 +246,16 @@ def _size_errors(run: RunConfig) -> Iterator[str]:
     parts = max(1, parallel.context_parallel_size) * (tp if parallel.sequence_parallel else 1)
     tokens = (model.seq_length or 0) * micro_batch
     if tokens % (parts * unit):
-        yield (
-            f"`--fp8-format` needs micro-batches whose tokens divide by {unit} on every rank, but "
-            f"`--seq-length` times `--micro-batch-size` ({tokens}) over {parts} rank(s) does not; "
-            f"use a multiple of {unit * parts}."
+        yield FlagError(
+            "--fp8-format",
+            None,
+            f"needs micro-batches whose tokens divide by {unit} on every rank, but `--seq-length` "
+            f"times `--micro-batch-size` ({tokens}) over {parts} rank(s) does not",
+            f"use a multiple of {unit * parts}",
         )
 
 
-def side_errors(fp8: Fp8Config, sides: Sequence[Side]) -> Iterator[str]:
+def side_errors(fp8: Fp8Config, sides: Sequence[Side]) -> Iterator[FlagError]:
     """Yield a sentence for each side of a matrix that is unfit for 8-bit products.
 
     ``sides`` are the sides' names, their widths, and the number of ranks that share each.
@@ -225,9 +263,12 @@ def side_errors(fp8: Fp8Config, sides: Sequence[Side]) -> Iterator[str]:
     unit = UNIT_OF_MXFP8 if fp8.fp8_recipe == "mxfp8" else UNIT
     for name, width, parts in sides:
         if (width or 0) % (unit * parts):
-            yield (
-                f"`--fp8-format` needs layers whose sides divide by {unit} on every rank, but "
-                f"{name} ({width}) over {parts} rank(s) does not; use a multiple of {unit * parts}."
+            yield FlagError(
+                "--fp8-format",
+                None,
+                f"needs layers whose sides divide by {unit} on every rank, but {name} ({width}) "
+                f"over {parts} rank(s) does not",
+                f"use a multiple of {unit * parts}",
             )
 
 
@@ -248,33 +289,35 @@ def _attention_sides(run: RunConfig) -> Sequence[Side]:
     ]
 
 
-def cuda_graph_errors(run: RunConfig) -> Iterator[str]:
+def cuda_graph_errors(run: RunConfig) -> Iterator[FlagError]:
     """Yield a sentence for each fault in CUDA graphs' flags, and each flag that graphs exclude."""
     impl = run.cuda_graphs.cuda_graph_impl
     steps = run.cuda_graphs.cuda_graph_warmup_steps
     if impl == "none" and steps != WARMUP_STEPS:
-        yield f"`--cuda-graph-warmup-steps` ({steps}) needs `--cuda-graph-impl local`; give it too."
+        yield FlagError(
+            "--cuda-graph-warmup-steps", steps, "needs `--cuda-graph-impl local`", "give it too"
+        )
     if impl == "transformer_engine":
-        yield (
-            "`--cuda-graph-impl` (transformer_engine), graphs by Transformer Engine, is not "
-            "supported; use local with `--transformer-impl torch`."
+        yield FlagError(
+            "`--cuda-graph-impl` (transformer_engine), graphs by Transformer Engine,",
+            None,
+            "is not supported",
+            "use local with `--transformer-impl torch`",
         )
     if impl != "local":
         return
     if run.model.blocks_dealt_by_cost:
-        reasons = ["does not go with models whose steps differ in shape; leave it out"]
+        yield _no_graphs("does not go with models whose steps differ in shape", "leave it out")
     else:
-        reasons = [
-            *_obstacles_in_layers(run.model, run.lora, run.fp8, run.training),
-            *_obstacles_between_layers(run.model, run.parallel, run.training),
-        ]
-    yield from (f"`--cuda-graph-impl local` {reason}." for reason in reasons)
+        yield from _errors_in_layers(run.model, run.lora, run.fp8, run.training)
+        yield from _errors_between_layers(run.model, run.parallel, run.training)
     # NCCL registers a graph's buffers, which segments that grow do not survive.
     grows = [name for name in ALLOCATOR if "expandable_segments:True" in os.environ.get(name, "")]
     if run.device == "cuda" and grows and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
-        yield (
-            f"`--cuda-graph-impl local` with `{grows[0]}` (expandable_segments:True) needs "
-            "`NCCL_GRAPH_REGISTER=0` in the environment; set it."
+        yield _no_graphs(
+            f"with `{grows[0]}` (expandable_segments:True) needs `NCCL_GRAPH_REGISTER=0` in the "
+            "environment",
+            "set it",
         )
 
 
@@ -292,50 +335,64 @@ def state_beside_steps(run: RunConfig) -> str | None:
     return None
 
 
-def _obstacles_in_layers(
+_no_graphs = partial(FlagError, "--cuda-graph-impl local", None)
+
+
+def _errors_in_layers(
     model: ModelConfig, lora: LoraConfig, fp8: Fp8Config, training: TrainingConfig
-) -> Iterator[str]:
-    """Yield reasons why layers cannot be CUDA graphs, such as "does not go with `--x`"."""
+) -> Iterator[FlagError]:
+    """Yield an error for each reason why layers cannot be CUDA graphs."""
     if training.skip_train:
-        yield "has no effect with `--skip-train`, since evaluation uses none; leave it out"
+        yield _no_graphs(
+            "has no effect with `--skip-train`, since evaluation uses none", "leave it out"
+        )
     if model.transformer_impl == "transformer_engine":
-        yield "records torch's layers, not Transformer Engine's; give `--transformer-impl torch`"
+        yield _no_graphs(
+            "records torch's layers, not Transformer Engine's", "give `--transformer-impl torch`"
+        )
     if lora.lora_rank is not None:
-        yield "does not go with `--lora-rank`; leave one of them out"
+        yield _no_graphs("does not go with `--lora-rank`", "leave one of them out")
     if fp8.fp8_format is not None:
-        yield "does not go with `--fp8-format` yet; leave one of them out"
+        yield _no_graphs("does not go with `--fp8-format` yet", "leave one of them out")
     if model.recompute_granularity is not None:
-        yield (
+        yield _no_graphs(
             f"does not go with `--recompute-granularity` ({model.recompute_granularity}), since a "
-            "graph's activations stay in its memory anyway; leave one of them out"
+            "graph's activations stay in its memory anyway",
+            "leave one of them out",
         )
 
 
-def _obstacles_between_layers(
+def _errors_between_layers(
     model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig
-) -> Iterator[str]:
-    """Yield further reasons against CUDA graphs: dropout, schedule, communication and memory."""
+) -> Iterator[FlagError]:
+    """Yield further errors of CUDA graphs: with dropout, schedule, communication and memory."""
     if model.deterministic_dropout:
-        yield "does not go with `--deterministic-dropout`, whose masks the host seeds; leave it out"
+        yield _no_graphs(
+            "does not go with `--deterministic-dropout`, whose masks the host seeds",
+            "leave it out",
+        )
     elif model.attention_dropout > 0 and not parallel.sequence_parallel:
-        yield (
+        yield _no_graphs(
             f"needs `--attention-dropout` ({model.attention_dropout:g}) to be 0 without "
-            "`--sequence-parallel`, since the random state is changed within a layer for it; give 0"
+            "`--sequence-parallel`, since the random state is changed within a layer for it",
+            "give 0",
         )
     if parallel.pipeline_schedule not in (None, *RECORDED_SCHEDULES):
-        yield (
+        yield _no_graphs(
             f"does not go with `--pipeline-schedule` ({parallel.pipeline_schedule}), which is "
-            "megatron-core's own or puts weight gradients off; use 1f1b or interleaved"
+            "megatron-core's own or puts weight gradients off",
+            "use 1f1b or interleaved",
         )
     sizes = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     if parallel.distributed_backend == "gloo" and max(sizes) > 1:
-        yield (
+        yield _no_graphs(
             "does not go with `--distributed-backend gloo`, whose communication within a layer "
-            "cannot be recorded; use nccl"
+            "cannot be recorded",
+            "use nccl",
         )
     level = training.empty_unused_memory_level
     if level:
-        yield (
-            f"keeps the memory that `--empty-unused-memory-level` ({level}) would give back; leave "
-            "one of them out"
+        yield _no_graphs(
+            f"keeps the memory that `--empty-unused-memory-level` ({level}) would give back",
+            "leave one of them out",
         )

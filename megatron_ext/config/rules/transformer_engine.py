@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from math import prod
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from megatron_ext.config.rules.model import parts_of_torch_layers
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.disk.reading import UnreadableFile, read_yaml
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, FlagError
 
 OVERLAPPED = tuple(
     f"{layer}_{part}"
@@ -70,15 +71,23 @@ def _overlap_errors(
             if name.startswith("tp_comm_"):
                 off = "disable-" if getattr(engine, name) is False else ""
                 flag = f"--{off}{name.replace('_', '-')}"
-                yield f"`{flag}` needs `--tp-comm-overlap`; give it too."
+                yield FlagError(flag, None, "needs `--tp-comm-overlap`", "give it too")
         return
     if model.transformer_impl != TE_IMPL:
         use = "use `--transformer-impl transformer_engine`, or " if may_use_te else ""
-        yield f"`--tp-comm-overlap` is done by Transformer Engine's layers; {use}leave it out."
+        yield FlagError(
+            "--tp-comm-overlap",
+            None,
+            "is done by Transformer Engine's layers",
+            f"{use}leave it out",
+        )
     if not parallel.sequence_parallel:
-        yield (
-            "`--tp-comm-overlap` needs `--sequence-parallel` and `--tensor-model-parallel-size` "
-            "above 1, whose communication it hides; give both."
+        yield FlagError(
+            "--tp-comm-overlap",
+            None,
+            "needs `--sequence-parallel` and `--tensor-model-parallel-size` above 1, whose "
+            "communication it hides",
+            "give both",
         )
     try:
         read_overlap_settings(engine.tp_comm_overlap_cfg)
@@ -88,29 +97,32 @@ def _overlap_errors(
 
 def _context_errors(
     parallel: ParallelConfig, engine: TransformerEngineConfig, model: ModelConfig
-) -> Iterator[str]:
+) -> Iterator[FlagError]:
     sizes = engine.hierarchical_context_parallel_sizes
     cp = parallel.context_parallel_size
     uses = "a2a+p2p" in parallel.cp_comm_type
     if sizes is None:
         if uses and cp > 1 and model.transformer_impl == TE_IMPL:
-            yield (
-                "`--cp-comm-type` (a2a+p2p) needs `--hierarchical-context-parallel-sizes`; "
-                f"give two sizes whose product is `--context-parallel-size` ({cp})."
+            yield FlagError(
+                "--cp-comm-type",
+                "a2a+p2p",
+                "needs `--hierarchical-context-parallel-sizes`",
+                f"give two sizes whose product is `--context-parallel-size` ({cp})",
             )
         return
-    name = f"`--hierarchical-context-parallel-sizes` ({' '.join(map(str, sizes))})"
+    shown = " ".join(map(str, sizes))
+    refused = partial(FlagError, "--hierarchical-context-parallel-sizes", shown)
     if not uses:
-        yield (
-            f"{name} has an effect with `--cp-comm-type a2a+p2p` only; give that, or leave it out."
+        yield refused(
+            "has an effect with `--cp-comm-type a2a+p2p` only", "give that, or leave it out"
         )
     elif find_spec("einops") is None:
-        yield (
-            f"{name} needs the package einops, by which megatron-core makes the groups; run "
-            "`pip install einops`."
+        yield refused(
+            "needs the package einops, by which megatron-core makes the groups",
+            "run `pip install einops`",
         )
     elif len(sizes) != 2 or min(sizes) < 1 or prod(sizes) != cp:
-        yield f"{name} must be two sizes whose product is `--context-parallel-size` ({cp})."
+        yield refused(f"must be two sizes whose product is `--context-parallel-size` ({cp})")
 
 
 def needs_torch_layers(run: RunConfig) -> bool:
@@ -149,40 +161,46 @@ def read_overlap_settings(path: str | None) -> dict[str, Any]:
     """
     if path is None:
         return {}
-    name = f"`--tp-comm-overlap-cfg` ({path})"
+    refused = partial(FlagError, "--tp-comm-overlap-cfg", path)
     try:
         content = read_yaml(path)
     except UnreadableFile as error:
-        raise ConfigError(f"{name} cannot be read: {error.reason}.") from error
+        raise ConfigError(refused(f"cannot be read: {error.reason}")) from error
     if not isinstance(content, dict) or not all(isinstance(x, dict) for x in content.values()):
         raise ConfigError(
-            f"{name} must hold settings by the names of products, such as "
-            "`qkv_fprop: {method: ring_exchange}`."
+            refused(
+                "must hold settings by the names of products, such as "
+                "`qkv_fprop: {method: ring_exchange}`"
+            )
         )
     unknown = [str(product) for product in content if product not in OVERLAPPED]
     if unknown:
-        raise ConfigError(
-            f"{name} names {', '.join(unknown)}, but products are called {', '.join(OVERLAPPED)}."
-        )
+        called = f"but products are called {', '.join(OVERLAPPED)}"
+        raise ConfigError(refused(f"names {', '.join(unknown)}, {called}"))
     return content
 
 
-def _environment_errors(model: ModelConfig, training: TrainingConfig) -> Iterator[str]:
+def _environment_errors(model: ModelConfig, training: TrainingConfig) -> Iterator[FlagError]:
     """Yield a sentence for each environment variable that contradicts a flag."""
     if model.blocks_dealt_by_cost:
         return
     backend = model.attention_backend
     for name, value in zip(SWITCHES, BACKENDS[backend], strict=True):
         if os.environ.get(name, str(value)) != str(value):
-            yield (
-                f"`{name}` ({os.environ[name]}) in the environment contradicts "
-                f"`--attention-backend` ({backend}), which sets it to {value}; unset it."
+            yield FlagError(
+                f"`{name}`",
+                os.environ[name],
+                f"in the environment contradicts `--attention-backend` ({backend}), which sets it "
+                f"to {value}",
+                "unset it",
             )
     allowed = os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     if model.transformer_impl == TE_IMPL and training.deterministic_mode and allowed != "0":
-        yield (
-            f"`NVTE_ALLOW_NONDETERMINISTIC_ALGO` ({allowed}) in the environment contradicts "
-            "`--deterministic-mode`; unset it."
+        yield FlagError(
+            "`NVTE_ALLOW_NONDETERMINISTIC_ALGO`",
+            allowed,
+            "in the environment contradicts `--deterministic-mode`",
+            "unset it",
         )
 
 
@@ -192,34 +210,43 @@ def _torch_only(run: RunConfig) -> list[str]:
     return [*parts_of_torch_layers(run.model), *of_task]
 
 
-def _layer_errors(run: RunConfig) -> Iterator[str]:
+def _layer_errors(run: RunConfig) -> Iterator[FlagError]:
     """Yield a sentence for each given option that Transformer Engine's layers lack."""
     model = run.model
     if model.attention_backend == "local":
-        yield (
-            "`--attention-backend` (local) leaves Transformer Engine's layers without any "
-            "attention; use auto, or `--transformer-impl torch`."
+        yield FlagError(
+            "--attention-backend",
+            "local",
+            "leaves Transformer Engine's layers without any attention",
+            "use auto, or `--transformer-impl torch`",
         )
     if model.fp32_residual_connection:
-        yield (
-            "`--fp32-residual-connection` needs our torch layers, since Transformer Engine's take "
-            "a residual stream in the dtype of their weights only; use `--transformer-impl torch`."
+        yield FlagError(
+            "--fp32-residual-connection",
+            None,
+            "needs our torch layers, since Transformer Engine's take a residual stream in the "
+            "dtype of their weights only",
+            "use `--transformer-impl torch`",
         )
     for flag in _torch_only(run):
-        yield (
-            f"`{flag}` needs our torch layers, since Transformer Engine's lack this part; use "
-            "`--transformer-impl torch`."
+        yield FlagError(
+            flag,
+            None,
+            "needs our torch layers, since Transformer Engine's lack this part",
+            "use `--transformer-impl torch`",
         )
     if _recomputes_biases(model):
-        yield (
-            "`--recompute-modules` (mlp) with Transformer Engine's layers needs an MLP without "
-            "biases; give `--disable-bias-linear`, or `--transformer-impl torch`."
+        yield FlagError(
+            "--recompute-modules",
+            "mlp",
+            "with Transformer Engine's layers needs an MLP without biases",
+            "give `--disable-bias-linear`, or `--transformer-impl torch`",
         )
 
 
 def _attention_errors(
     parallel: ParallelConfig, model: ModelConfig, engine: TransformerEngineConfig
-) -> Iterator[str]:
+) -> Iterator[FlagError]:
     """Yield a sentence for context-parallel attention that Transformer Engine cannot compute."""
     cp = parallel.context_parallel_size
     tp = max(1, parallel.tensor_model_parallel_size)
@@ -230,10 +257,12 @@ def _attention_errors(
     groups = (model.num_query_groups or model.num_attention_heads or 0) // tp
     for kind, share in (("a2a", cp), ("a2a+p2p", sizes[0])):
         if kind in kinds and groups % max(1, share):
-            yield (
-                f"`--cp-comm-type` ({kind}) needs the heads of keys on a tensor-parallel rank "
-                f"({groups}) to be divisible by the ranks that exchange them ({share}); use "
-                "all_gather."
+            yield FlagError(
+                "--cp-comm-type",
+                kind,
+                f"needs the heads of keys on a tensor-parallel rank ({groups}) to be divisible by "
+                f"the ranks that exchange them ({share})",
+                "use all_gather",
             )
 
 
@@ -284,7 +313,7 @@ def found_version() -> str | None:
         return None
 
 
-def version_errors(run: RunConfig, installed: str) -> list[str]:
+def version_errors(run: RunConfig, installed: str) -> list[FlagError]:
     """Return a sentence for each used option that needs a newer Transformer Engine.
 
     ``installed`` is its version.
@@ -297,9 +326,13 @@ def version_errors(run: RunConfig, installed: str) -> list[str]:
         lacking = lacking[:1]  # too old for all: what else it lacks does not matter
     best = max(needed.values(), key=Version, default=MINIMUM)
     return [
-        f"`{spelled}` needs Transformer Engine {needed[spelled]} or newer, but the installed one "
-        f'is {installed}; run `pip install -U --no-build-isolation "transformer-engine'
-        f'[pytorch]>={best}"`.'
+        FlagError(
+            spelled,
+            None,
+            f"needs Transformer Engine {needed[spelled]} or newer, but the installed one is "
+            f"{installed}",
+            f'run `pip install -U --no-build-isolation "transformer-engine[pytorch]>={best}"`',
+        )
         for spelled in lacking
     ]
 

@@ -24,6 +24,7 @@ from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.rules.model import RECOMPUTED, RECOMPUTED_LATENT
 from megatron_ext.config.run import LayerSection, RunConfig, Side
+from megatron_ext.errors import FlagError
 from megatron_ext.text.config.positions import PositionConfig
 
 REPLACED = {
@@ -95,7 +96,7 @@ class AttentionConfig(LayerSection):
         """Return the first Transformer Engine that has the kind of softmax."""
         return {} if self.softmax_type == "vanilla" else {"--softmax-type": "2.8.0"}
 
-    def errors(self, config: RunConfig) -> Iterator[str]:
+    def errors(self, config: RunConfig) -> Iterator[FlagError]:
         """Yield a sentence for each window or kind of score that the layers do not compute."""
         model = config.model
         parallel = config.parallel
@@ -110,15 +111,19 @@ class AttentionConfig(LayerSection):
         }
         for name, value in own.items():
             if value and not in_te and backend not in ("auto", "local"):
-                yield (
-                    f"`--attention-backend` ({backend}) has no kernel for `{name}` ({value}); use "
-                    "auto or local."
+                yield FlagError(
+                    "--attention-backend",
+                    backend,
+                    f"has no kernel for `{name}` ({value})",
+                    "use auto or local",
                 )
         rings = sorted(set(parallel.cp_comm_type) & {"p2p", "a2a+p2p"})
         if in_te and parallel.context_parallel_size > 1 and self.window_size is not None and rings:
-            yield (
-                f"`--window-size` over context-parallel ranks does not go with `--cp-comm-type` "
-                f"({rings[0]}); use all_gather or a2a."
+            yield FlagError(
+                "--window-size",
+                None,
+                f"over context-parallel ranks does not go with `--cp-comm-type` ({rings[0]})",
+                "use all_gather or a2a",
             )
 
 
@@ -199,19 +204,21 @@ class LatentAttentionConfig(LayerSection):
         names = frozenset(field.name for field in dataclasses.fields(self))
         return frozenset() if self.multi_latent_attention else names - {"multi_latent_attention"}
 
-    def errors(self, config: RunConfig) -> Iterator[str]:
+    def errors(self, config: RunConfig) -> Iterator[FlagError]:
         """Yield a sentence for a part of latent attention to recompute where there is none."""
         model = config.model
         modules = model.recompute_modules or ()
         selective = model.recompute_granularity == "selective"
         if selective and RECOMPUTED_LATENT in modules and not self.multi_latent_attention:
-            yield (
-                f"`--recompute-modules` ({RECOMPUTED_LATENT}) needs `--multi-latent-attention`; "
-                f"use {', '.join(RECOMPUTED)}."
+            yield FlagError(
+                "--recompute-modules",
+                RECOMPUTED_LATENT,
+                "needs `--multi-latent-attention`",
+                f"use {', '.join(RECOMPUTED)}",
             )
 
 
-def latent_attention_errors(given: RunConfig) -> Iterator[str]:
+def latent_attention_errors(given: RunConfig) -> Iterator[FlagError]:
     """Yield a sentence for each fault in the flags of ``--multi-latent-attention``.
 
     ``given`` are the flags before anything was derived from them.
@@ -227,51 +234,67 @@ def latent_attention_errors(given: RunConfig) -> Iterator[str]:
         section = next(x for x in (positions, attention, model) if hasattr(x, field))
         if getattr(section, field) != default_of(section, field):
             spelled = spelling_of(section, field)
-            yield f"`{spelled}` does not go with {name}: {reason}; leave it out."
+            yield FlagError(spelled, None, f"does not go with {name}: {reason}", "leave it out")
     if model.kv_channels not in (None, latent.v_head_dim):
-        yield (
-            f"`--kv-channels` ({model.kv_channels}) must be `--v-head-dim` ({latent.v_head_dim}) "
-            f"with {name}, whose keys have `--qk-head-dim` plus `--qk-pos-emb-head-dim` channels; "
-            "leave it out."
+        yield FlagError(
+            "--kv-channels",
+            model.kv_channels,
+            f"must be `--v-head-dim` ({latent.v_head_dim}) with {name}, whose keys have "
+            "`--qk-head-dim` plus `--qk-pos-emb-head-dim` channels",
+            "leave it out",
         )
     kind = positions.position_embedding_type
     if kind != "rope":
-        yield (
-            f"{name} rotates a part of each head, which does not go with "
-            f"`--position-embedding-type {kind}`; use rope."
+        yield FlagError(
+            name,
+            None,
+            "rotates a part of each head, which does not go with "
+            f"`--position-embedding-type {kind}`",
+            "use rope",
         )
     rotated = latent.qk_pos_emb_head_dim
     share = positions.rotary_percent
     if rotated % 2:
-        yield (
-            f"`--qk-pos-emb-head-dim` ({rotated}) must be even, since channels are rotated in "
-            f"pairs; use {rotated + 1}."
+        yield FlagError(
+            "--qk-pos-emb-head-dim",
+            rotated,
+            "must be even, since channels are rotated in pairs",
+            f"use {rotated + 1}",
         )
     elif int(rotated * share) < 2:
-        yield (
-            f"`--rotary-percent` ({share}) leaves no pair of the {rotated} channels "
-            f"of `--qk-pos-emb-head-dim` to rotate; use {2 / rotated:g} or more."
+        yield FlagError(
+            "--rotary-percent",
+            share,
+            f"leaves no pair of the {rotated} channels of `--qk-pos-emb-head-dim` to rotate",
+            f"use {2 / rotated:g} or more",
         )
     yield from _yarn_errors(latent, positions)
 
 
-def _yarn_errors(latent: LatentAttentionConfig, positions: PositionConfig) -> Iterator[str]:
+def _yarn_errors(latent: LatentAttentionConfig, positions: PositionConfig) -> Iterator[FlagError]:
     """Yield a sentence for each fault in the flags of YaRN (Peng et al., arXiv:2309.00071)."""
     if latent.rope_type != "yarn":
         return
     share = positions.rotary_percent
     if share != 1:
-        yield (
-            f"`--rotary-percent` ({share}) must be 1 with `--rope-type yarn`, which "
-            "rotates every channel of `--qk-pos-emb-head-dim`; use `--rope-type rope`."
+        yield FlagError(
+            "--rotary-percent",
+            share,
+            "must be 1 with `--rope-type yarn`, which rotates every channel of "
+            "`--qk-pos-emb-head-dim`",
+            "use `--rope-type rope`",
         )
     if latent.beta_slow >= latent.beta_fast:
-        yield (
-            f"`--beta-slow` ({latent.beta_slow:g}) must be below `--beta-fast` "
-            f"({latent.beta_fast:g}); use {latent.beta_fast / 32:g}."
+        yield FlagError(
+            "--beta-slow",
+            f"{latent.beta_slow:g}",
+            f"must be below `--beta-fast` ({latent.beta_fast:g})",
+            f"use {latent.beta_fast / 32:g}",
         )
     if positions.rotary_base <= 1:
-        yield f"`--rotary-base` ({positions.rotary_base}) must be above 1 with yarn; use 10000."
+        yield FlagError(
+            "--rotary-base", positions.rotary_base, "must be above 1 with yarn", "use 10000"
+        )
 
 
 def softmax_scale(latent: LatentAttentionConfig) -> float:

@@ -26,6 +26,7 @@ from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.rules.precision import side_errors
 from megatron_ext.config.run import LayerSection, RunConfig, has_te_layers
 from megatron_ext.config.training import TrainingConfig
+from megatron_ext.errors import FlagError
 from megatron_ext.text.config.attention import LatentAttentionConfig
 
 FUSIONS = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
@@ -165,7 +166,7 @@ class MoEConfig(LayerSection):
         fuses = bool(self.num_experts and self.moe_router_fusion) and _uses_te(config)
         return {"--moe-router-fusion": "2.7.0"} if fuses else {}
 
-    def errors(self, config: RunConfig) -> Iterator[str]:
+    def errors(self, config: RunConfig) -> Iterator[FlagError]:
         """Yield a sentence for each fault in these flags, and each flag that experts exclude."""
         if self.num_experts is None:
             yield from _errors_without_experts(config)
@@ -175,16 +176,19 @@ class MoEConfig(LayerSection):
         ranks = max(1, config.parallel.expert_model_parallel_size)
         yield from must_divide("--num-experts", self.num_experts, size, ranks)
         if not 1 <= self.moe_router_topk <= self.num_experts:
-            yield (
-                f"`--moe-router-topk` ({self.moe_router_topk}) must be between 1 and "
-                f"`--num-experts` ({self.num_experts})."
+            yield FlagError(
+                "--moe-router-topk",
+                self.moe_router_topk,
+                f"must be between 1 and `--num-experts` ({self.num_experts})",
             )
         try:
             self.layer_pattern()
         except ValueError:
-            yield (
-                f"`--moe-layer-freq` ({self.moe_layer_freq}) must be a number or a list of 0 and "
-                "1; use 1 to give every layer experts."
+            yield FlagError(
+                "--moe-layer-freq",
+                self.moe_layer_freq,
+                "must be a number or a list of 0 and 1",
+                "use 1 to give every layer experts",
             )
         if model.num_layers and model.hidden_size and model.num_attention_heads:
             yield from _expert_errors(self, model, config.parallel)
@@ -193,9 +197,10 @@ class MoEConfig(LayerSection):
         yield from _adapter_errors(self, config)
         yield from _fp8_errors(self, config)
         if config.cuda_graphs.cuda_graph_impl == "local":
-            yield (
-                "`--cuda-graph-impl local` does not go with `--num-experts`, whose experts get any "
-                "number of tokens."
+            yield FlagError(
+                "--cuda-graph-impl local",
+                None,
+                "does not go with `--num-experts`, whose experts get any number of tokens",
             )
 
 
@@ -203,15 +208,17 @@ def _uses_te(config: RunConfig) -> bool:
     return config.model.transformer_impl == TE_IMPL
 
 
-def _errors_without_experts(config: RunConfig) -> Iterator[str]:
+def _errors_without_experts(config: RunConfig) -> Iterator[FlagError]:
     ranks = config.parallel.expert_model_parallel_size
     if ranks > 1:
-        yield (
-            f"`--expert-model-parallel-size` ({ranks}) needs `--num-experts`; give the number of "
-            "experts."
+        yield FlagError(
+            "--expert-model-parallel-size",
+            ranks,
+            "needs `--num-experts`",
+            "give the number of experts",
         )
     if _pads(config):
-        yield f"`{PADDING}` needs `--num-experts`; give both."
+        yield FlagError(PADDING, None, "needs `--num-experts`", "give both")
 
 
 def _pads(config: RunConfig) -> bool:
@@ -221,15 +228,17 @@ def _pads(config: RunConfig) -> bool:
     return asked and _uses_te(config)
 
 
-def _fp8_errors(moe: MoEConfig, config: RunConfig) -> Iterator[str]:
+def _fp8_errors(moe: MoEConfig, config: RunConfig) -> Iterator[FlagError]:
     """Yield a sentence for each fault of experts whose products are in 8 bits."""
     if config.fp8.fp8_format is None:
         return
     dispatcher = moe.moe_token_dispatcher_type
     if _pads(config) and dispatcher == "allgather":
-        yield (
-            f"`{PADDING}` does not go with `--moe-token-dispatcher-type` ({dispatcher}); use "
-            "alltoall."
+        yield FlagError(
+            PADDING,
+            None,
+            f"does not go with `--moe-token-dispatcher-type` ({dispatcher})",
+            "use alltoall",
         )
     tp = config.parallel.tensor_model_parallel_size
     etp = config.parallel.expert_tensor_parallel_size or tp
@@ -241,7 +250,7 @@ def _fp8_errors(moe: MoEConfig, config: RunConfig) -> Iterator[str]:
     yield from side_errors(config.fp8, sides)
 
 
-def _adapter_errors(moe: MoEConfig, config: RunConfig) -> Iterator[str]:
+def _adapter_errors(moe: MoEConfig, config: RunConfig) -> Iterator[FlagError]:
     """Yield a sentence if adapters shall lie on experts."""
     lora = config.lora
     if lora.lora_rank is None:
@@ -251,13 +260,17 @@ def _adapter_errors(moe: MoEConfig, config: RunConfig) -> Iterator[str]:
     if mlp:
         latent = config.section(LatentAttentionConfig).multi_latent_attention
         projections = "linear_q_up_proj linear_kv_up_proj" if latent else "linear_qkv"
-        yield (
-            f"`--lora-target-modules` ({' '.join(mlp)}) does not go with `--num-experts` "
-            f"({moe.num_experts}), since experts take no adapters; use {projections} linear_proj."
+        yield FlagError(
+            "--lora-target-modules",
+            " ".join(mlp),
+            f"does not go with `--num-experts` ({moe.num_experts}), since experts take no adapters",
+            f"use {projections} linear_proj",
         )
 
 
-def _expert_errors(moe: MoEConfig, model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+def _expert_errors(
+    moe: MoEConfig, model: ModelConfig, parallel: ParallelConfig
+) -> Iterator[FlagError]:
     """Yield a sentence for each fault in the sizes of experts, or in which layers have them."""
     tp = max(1, parallel.tensor_model_parallel_size)
     etp = parallel.expert_tensor_parallel_size or tp
@@ -266,115 +279,154 @@ def _expert_errors(moe: MoEConfig, model: ModelConfig, parallel: ParallelConfig)
     yield from must_divide("--moe-ffn-hidden-size", width, "--expert-tensor-parallel-size", etp)
     yield from must_divide("--moe-shared-expert-intermediate-size", shared_width, TENSOR, tp)
     if model.add_bias_linear and shared_width:
-        yield "Experts with biases do not go with a shared expert; give `--disable-bias-linear`."
+        yield FlagError(
+            "Experts with biases",
+            None,
+            "do not go with a shared expert",
+            "give `--disable-bias-linear`",
+        )
     elif model.add_bias_linear and etp > 1:
-        yield (
-            f"Experts with biases do not go with `--expert-tensor-parallel-size` ({etp}); give "
-            "`--expert-tensor-parallel-size 1` or `--disable-bias-linear`."
+        yield FlagError(
+            "Experts with biases",
+            None,
+            f"do not go with `--expert-tensor-parallel-size` ({etp})",
+            "give `--expert-tensor-parallel-size 1` or `--disable-bias-linear`",
         )
     if model.add_mlp_bias and not model.add_bias_linear:
-        yield (
-            "`--add-mlp-bias` gives biases to dense MLPs, not to experts; leave it out, or use "
-            "`--add-bias-linear`, which gives them to all layers."
+        yield FlagError(
+            "--add-mlp-bias",
+            None,
+            "gives biases to dense MLPs, not to experts",
+            "leave it out, or use `--add-bias-linear`, which gives them to all layers",
         )
     try:
         pattern = moe.layer_pattern()
     except ValueError:
         return  # said by the section itself
     if isinstance(pattern, list) and len(pattern) != model.num_layers:
-        yield (
-            f"`--moe-layer-freq` has {len(pattern)} entries, but must have one for each of the "
-            f"{model.num_layers} layers."
+        yield FlagError(
+            "--moe-layer-freq",
+            None,
+            f"has {len(pattern)} entries, but must have one for each of the {model.num_layers} "
+            "layers",
         )
     if isinstance(pattern, int) and pattern < 1:
-        yield f"`--moe-layer-freq` ({pattern}) must be at least 1; use 1."
+        yield FlagError("--moe-layer-freq", pattern, "must be at least 1", "use 1")
 
 
-def _router_errors(moe: MoEConfig) -> Iterator[str]:
+def _router_errors(moe: MoEConfig) -> Iterator[FlagError]:
     kinds = moe.moe_router_load_balancing_type
     weights = moe.moe_aux_loss_coeff
     if len(kinds) != len(weights):
-        yield (
-            f"`--moe-aux-loss-coeff` has {len(weights)} value(s), but "
-            f"`--moe-router-load-balancing-type` has {len(kinds)}; give one for each."
+        yield FlagError(
+            "--moe-aux-loss-coeff",
+            None,
+            f"has {len(weights)} value(s), but `--moe-router-load-balancing-type` has {len(kinds)}",
+            "give one for each",
         )
     if "sinkhorn" in kinds and any(weights):
-        yield (
-            f"`--moe-aux-loss-coeff` ({' '.join(f'{x:g}' for x in weights)}) must be 0 with "
-            "`--moe-router-load-balancing-type sinkhorn`; leave it out."
+        yield FlagError(
+            "--moe-aux-loss-coeff",
+            " ".join(f"{x:g}" for x in weights),
+            "must be 0 with `--moe-router-load-balancing-type sinkhorn`",
+            "leave it out",
         )
     softmax = moe.moe_router_score_function == "softmax"
     if moe.moe_router_enable_expert_bias and moe.moe_router_score_function != "sigmoid":
-        yield (
-            "`--moe-router-enable-expert-bias` needs `--moe-router-score-function sigmoid`; give "
-            "both."
+        yield FlagError(
+            "--moe-router-enable-expert-bias",
+            None,
+            "needs `--moe-router-score-function sigmoid`",
+            "give both",
         )
     one = moe.moe_router_topk == 1 and kinds != ["sinkhorn"]
     if one and softmax and not moe.moe_router_pre_softmax:
-        yield (
-            "`--moe-router-topk` (1) with a softmax over one expert has no gradient; give "
-            "`--moe-router-pre-softmax`."
+        yield FlagError(
+            "--moe-router-topk",
+            "1",
+            "with a softmax over one expert has no gradient",
+            "give `--moe-router-pre-softmax`",
         )
     chosen = moe.moe_router_group_topk
     groups = moe.moe_router_num_groups
     if chosen is None:
         if moe.moe_router_group_scores is not None:
-            yield (
-                f"`--moe-router-group-scores` ({moe.moe_router_group_scores}) needs "
-                "`--moe-router-group-topk`; give both."
+            yield FlagError(
+                "--moe-router-group-scores",
+                moe.moe_router_group_scores,
+                "needs `--moe-router-group-topk`",
+                "give both",
             )
         return
     if not groups:
-        yield f"`--moe-router-group-topk` ({chosen}) needs `--moe-router-num-groups`; give both."
+        yield FlagError(
+            "--moe-router-group-topk", chosen, "needs `--moe-router-num-groups`", "give both"
+        )
         return
     yield from must_divide("--num-experts", moe.num_experts, "--moe-router-num-groups", groups)
     if not 1 <= chosen <= groups:
-        yield (
-            f"`--moe-router-group-topk` ({chosen}) must be between 1 and `--moe-router-num-groups` "
-            f"({groups})."
+        yield FlagError(
+            "--moe-router-group-topk",
+            chosen,
+            f"must be between 1 and `--moe-router-num-groups` ({groups})",
         )
     ranked = moe.moe_router_group_scores
     group_size = (moe.num_experts or 0) // groups
     if ranked is not None and ranked > group_size:
-        yield (
-            f"`--moe-router-group-scores` ({ranked}) must be at most the experts of a group "
-            f"({group_size}); use {group_size} or less."
+        yield FlagError(
+            "--moe-router-group-scores",
+            ranked,
+            f"must be at most the experts of a group ({group_size})",
+            f"use {group_size} or less",
         )
     if ranked is not None and moe.moe_router_fusion:
-        yield (
-            "`--moe-router-fusion` ranks groups as Megatron-LM does; leave it out with "
-            "`--moe-router-group-scores`."
+        yield FlagError(
+            "--moe-router-fusion",
+            None,
+            "ranks groups as Megatron-LM does",
+            "leave it out with `--moe-router-group-scores`",
         )
 
 
 def _dispatch_errors(
     moe: MoEConfig, parallel: ParallelConfig, training: TrainingConfig, model: ModelConfig
-) -> Iterator[str]:
+) -> Iterator[FlagError]:
     """Yield a sentence for each fault in how tokens are sent to experts."""
     tp = parallel.tensor_model_parallel_size
     if tp > 1 and not parallel.sequence_parallel and not training.skip_train:
-        yield (
-            f"Training `--num-experts` with `--tensor-model-parallel-size` ({tp}) needs "
-            "`--sequence-parallel`; give it."
+        yield FlagError(
+            "Training `--num-experts` with `--tensor-model-parallel-size`",
+            tp,
+            "needs `--sequence-parallel`",
+            "give it",
         )
     capacity = moe.moe_expert_capacity_factor
     wrong = [x for x in moe.moe_router_load_balancing_type if x not in CAPACITY_BALANCING]
     if capacity is not None and wrong:
-        yield (
-            f"`--moe-expert-capacity-factor` ({capacity:g}) does not go "
-            f"with `--moe-router-load-balancing-type {wrong[0]}`; use aux_loss."
+        yield FlagError(
+            "--moe-expert-capacity-factor",
+            f"{capacity:g}",
+            f"does not go with `--moe-router-load-balancing-type {wrong[0]}`",
+            "use aux_loss",
         )
     if capacity is None and moe.moe_pad_expert_input_to_capacity:
-        yield (
-            "`--moe-pad-expert-input-to-capacity` needs `--moe-expert-capacity-factor`; give both."
+        yield FlagError(
+            "--moe-pad-expert-input-to-capacity",
+            None,
+            "needs `--moe-expert-capacity-factor`",
+            "give both",
         )
     if moe.moe_layer_recompute and model.recompute_granularity == "full":
-        yield (
-            "`--moe-layer-recompute` has no effect beside `--recompute-granularity full`; leave "
-            "one out."
+        yield FlagError(
+            "--moe-layer-recompute",
+            None,
+            "has no effect beside `--recompute-granularity full`",
+            "leave one out",
         )
     if moe.moe_apply_probs_on_input and moe.moe_router_topk != 1:
-        yield (
-            f"`--moe-apply-probs-on-input` needs `--moe-router-topk` ({moe.moe_router_topk}) to be "
-            "1; leave it out."
+        yield FlagError(
+            "--moe-apply-probs-on-input",
+            None,
+            f"needs `--moe-router-topk` ({moe.moe_router_topk}) to be 1",
+            "leave it out",
         )

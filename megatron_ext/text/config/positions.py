@@ -21,6 +21,7 @@ from megatron_ext.config.flags import (
 from megatron_ext.config.layers import layers_without_rope, pattern_errors
 from megatron_ext.config.rules.model import REQUIRED
 from megatron_ext.config.run import LayerSection, RunConfig
+from megatron_ext.errors import FlagError, exclusive
 
 if TYPE_CHECKING:
     from megatron_ext.layers.rope_scaling import RopeScaling, RotarySettings
@@ -172,84 +173,103 @@ class PositionConfig(LayerSection):
         names = frozenset(f.name for f in dataclasses.fields(self) if f.name.startswith("rotary"))
         return names if self.position_embedding_type != "rope" else frozenset()
 
-    def errors(self, config: RunConfig) -> Iterator[str]:
+    def errors(self, config: RunConfig) -> Iterator[FlagError]:
         """Yield a sentence for each fault in these flags."""
         model = config.model
         longest = self.max_position_embeddings
         if longest is None:
-            yield "`--max-position-embeddings` is missing; give the size of the model."
+            yield FlagError(
+                "--max-position-embeddings", None, "is missing", "give the size of the model"
+            )
         if longest is None or any(getattr(model, name) is None for name in REQUIRED):
             return
         length = model.seq_length or 0
         if longest < length:
-            yield (
-                f"`--max-position-embeddings` ({longest}) must be at least `--seq-length` "
-                f"({length}); use {length}."
+            yield FlagError(
+                "--max-position-embeddings",
+                longest,
+                f"must be at least `--seq-length` ({length})",
+                f"use {length}",
             )
         yield from _yarn_errors(self)
         yield from pattern_errors("--no-rope-freq", self.no_rope_freq, model.num_layers or 0)
         stages = config.parallel.pipeline_model_parallel_size
         learned = self.position_embedding_type == "learned_absolute"
         if model.mtp_num_layers and stages > 1 and learned:
-            yield (
-                "`--mtp-num-layers` with more than one pipeline stage does not go with "
-                "`--position-embedding-type learned_absolute`, whose table would differ between "
-                "the stages; use rope."
+            yield FlagError(
+                "--mtp-num-layers",
+                None,
+                "with more than one pipeline stage does not go with `--position-embedding-type "
+                "learned_absolute`, whose table would differ between the stages",
+                "use rope",
             )
 
 
-def rotary_errors(positions: PositionConfig, size: int, *, windowed: bool) -> Iterator[str]:
+def rotary_errors(positions: PositionConfig, size: int, *, windowed: bool) -> Iterator[FlagError]:
     """Yield a sentence for each fault of rotary positions in heads of ``size`` channels."""
     if positions.rotary_percent == 1 and size % 2:
-        yield (
-            f"`--kv-channels` ({size}) must be even with `--position-embedding-type rope`, "
-            f"which rotates channels in pairs; use {size + 1}."
+        yield FlagError(
+            "--kv-channels",
+            size,
+            "must be even with `--position-embedding-type rope`, which rotates channels in pairs",
+            f"use {size + 1}",
         )
     elif int(size * positions.rotary_percent) < 1:
-        yield (
-            f"`--rotary-percent` ({positions.rotary_percent}) leaves no channel of a head of "
-            f"{size} to rotate; use {2 / size:g} or more."
+        yield FlagError(
+            "--rotary-percent",
+            positions.rotary_percent,
+            f"leaves no channel of a head of {size} to rotate",
+            f"use {2 / size:g} or more",
         )
     local_base = positions.rope_local_base_freq
     if local_base is not None and not windowed:
-        yield (
-            f"`--rope-local-base-freq` ({local_base:g}) is the base of layers with "
-            "a window, which `--window-size` gives; give both."
+        yield FlagError(
+            "--rope-local-base-freq",
+            f"{local_base:g}",
+            "is the base of layers with a window, which `--window-size` gives",
+            "give both",
         )
     others = ("use_rope_scaling", "rotary_seq_len_interpolation_factor")
     given = [f"`--{x.replace('_', '-')}`" for x in others if getattr(positions, x)]
     if positions.rope_scaling is None:
         return
     if given:
-        yield f"`--rope-scaling` and {given[0]} exclude each other; give one."
+        yield FlagError("--rope-scaling", None, f"and {given[0]} exclude each other", "give one")
     try:
         scaling = positions.scaling()
     except ValueError as error:
-        yield f"`--rope-scaling` ({positions.rope_scaling}) {error}."
+        yield FlagError("--rope-scaling", positions.rope_scaling, f"{error}")
         return
     pairs = -(-int(size * positions.rotary_percent) // 2)
     for name in ("short_factor", "long_factor"):
         count = len(getattr(scaling, name, ()))
         if count not in (0, pairs):
-            yield (
-                f"`--rope-scaling` has {count} numbers in {name}, but must have one for each of "
-                f"the {pairs} pairs of channels that are rotated; mend it."
+            yield FlagError(
+                "--rope-scaling",
+                None,
+                f"has {count} numbers in {name}, but must have one for each of the {pairs} pairs "
+                "of channels that are rotated",
+                "mend it",
             )
 
 
-def _yarn_errors(positions: PositionConfig) -> Iterator[str]:
+def _yarn_errors(positions: PositionConfig) -> Iterator[FlagError]:
     """Yield a sentence for flags of YaRN that `PositionConfig.resolved` could not settle."""
     given = [name for name in changed_fields(positions) if name.startswith("yarn_")]
     if positions.position_embedding_type != "yarn":
         if given:
-            yield (
-                f"`--{given[0].replace('_', '-')}` needs `--position-embedding-type yarn`; give "
-                "both."
+            yield FlagError(
+                f"--{given[0].replace('_', '-')}",
+                None,
+                "needs `--position-embedding-type yarn`",
+                "give both",
             )
     elif positions.rope_scaling is not None:
-        yield "`--position-embedding-type yarn` and `--rope-scaling` exclude each other; give one."
+        yield exclusive("--position-embedding-type yarn", "--rope-scaling")
     else:
         for name in ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings"):
             if getattr(positions, name) is None:
                 flag = f"--{name.replace('_', '-')}"
-                yield f"`--position-embedding-type yarn` needs `{flag}`; give it."
+                yield FlagError(
+                    "--position-embedding-type yarn", None, f"needs `{flag}`", "give it"
+                )

@@ -10,7 +10,7 @@ from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.optimizer import LATENT_TARGETS, TARGETS
 from megatron_ext.config.rules.optimizer import target_errors
 from megatron_ext.config.run import RunConfig
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, FlagError
 from megatron_ext.text.config.attention import (
     AttentionConfig,
     LatentAttentionConfig,
@@ -63,7 +63,7 @@ def _targets(config: RunConfig) -> Sequence[str]:
     return LATENT_TARGETS if latent else TARGETS
 
 
-def text_rules(given: RunConfig, run: RunConfig) -> list[str]:
+def text_rules(given: RunConfig, run: RunConfig) -> list[FlagError]:
     data = run.section(DataConfig)
     sft = run.section(SftConfig)
     return [
@@ -79,7 +79,7 @@ def text_rules(given: RunConfig, run: RunConfig) -> list[str]:
     ]
 
 
-def _rotary_errors(run: RunConfig) -> Iterator[str]:
+def _rotary_errors(run: RunConfig) -> Iterator[FlagError]:
     """Yield an error for each fault of rotary positions, unless latent attention has its own."""
     model = run.model
     section = run.section(PositionConfig)
@@ -91,20 +91,28 @@ def _rotary_errors(run: RunConfig) -> Iterator[str]:
             yield from rotary_errors(section, model.kv_channels, windowed=windowed)
 
 
-def _mask_errors(data: DataConfig, sft: SftConfig, transformer_impl: str) -> list[str]:
+def _mask_errors(data: DataConfig, sft: SftConfig, transformer_impl: str) -> list[FlagError]:
     """Return an error for each flag whose mask Transformer Engine's causal attention ignores."""
     if transformer_impl != "transformer_engine":
         return []
     errors = []
     if data.reset_attention_mask:
         errors.append(
-            "`--reset-attention-mask` needs masks that Transformer Engine's causal attention "
-            "ignores; use `--transformer-impl torch`."
+            FlagError(
+                "--reset-attention-mask",
+                None,
+                "needs masks that Transformer Engine's causal attention ignores",
+                "use `--transformer-impl torch`",
+            )
         )
     if sft.sft and sft.sft_batching != "padded":
         errors.append(
-            f"`--sft-batching` ({sft.sft_batching}) needs masks that Transformer Engine's "
-            "causal attention ignores; use padded, or `--transformer-impl torch`."
+            FlagError(
+                "--sft-batching",
+                sft.sft_batching,
+                "needs masks that Transformer Engine's causal attention ignores",
+                "use padded, or `--transformer-impl torch`",
+            )
         )
     return errors
 

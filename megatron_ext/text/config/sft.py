@@ -10,6 +10,7 @@ from typing import Any
 from megatron_ext.config.flags import Range, derived, flag
 from megatron_ext.config.run import RunConfig
 from megatron_ext.disk.reading import UnreadableFile, parse_json
+from megatron_ext.errors import FlagError
 
 _ROW_FORMATS = ("messages", "prompt-response", "prompt-completion", "sharegpt", "alpaca")
 _PROMPT_COLUMNS = {"prompt-completion": ("prompt", "completion")}
@@ -120,17 +121,22 @@ class SftConfig:
     def template_kwargs(self) -> dict[str, Any]:
         return dict(parse_json(self.sft_template_kwargs or "{}", "--sft-template-kwargs"))
 
-    def row_errors(self) -> list[str]:
+    def row_errors(self) -> list[FlagError]:
         """Return an error for each flag about rows and templates that has a bad value."""
         errors = []
         if self.sft_row_format not in _ROW_FORMATS:
             errors.append(
-                f"`--sft-row-format` ({self.sft_row_format}) must be one of "
-                f"{', '.join(_ROW_FORMATS)}."
+                FlagError(
+                    "--sft-row-format",
+                    self.sft_row_format,
+                    f"must be one of {', '.join(_ROW_FORMATS)}",
+                )
             )
         if self.sft_date is not None and not is_date(self.sft_date):
             errors.append(
-                f"`--sft-date` ({self.sft_date}) must be a day as YYYY-MM-DD; use 2024-07-26."
+                FlagError(
+                    "--sft-date", self.sft_date, "must be a day as YYYY-MM-DD", "use 2024-07-26"
+                )
             )
         try:
             kwargs = parse_json(self.sft_template_kwargs or "{}", "--sft-template-kwargs")
@@ -138,8 +144,12 @@ class SftConfig:
             kwargs = None
         if not isinstance(kwargs, dict):
             errors.append(
-                f"`--sft-template-kwargs` ({self.sft_template_kwargs}) must be a JSON object; "
-                """use '{"enable_thinking": false}'."""
+                FlagError(
+                    "--sft-template-kwargs",
+                    self.sft_template_kwargs,
+                    "must be a JSON object",
+                    "use '{\"enable_thinking\": false}'",
+                )
             )
         return errors
 
@@ -152,7 +162,7 @@ def is_date(text: str) -> bool:
         return False
 
 
-def sft_errors(sft: SftConfig, run: RunConfig) -> list[str]:
+def sft_errors(sft: SftConfig, run: RunConfig) -> list[FlagError]:
     """Return an error for each value that a run with ``--sft`` cannot have."""
     training = run.training
     seq_length = run.model.seq_length
@@ -163,20 +173,37 @@ def sft_errors(sft: SftConfig, run: RunConfig) -> list[str]:
     batching = sft.sft_batching
     if seq_length is not None and longest is not None and not 2 <= longest <= seq_length + 1:
         errors.append(
-            f"`--sft-max-length` ({longest}) must be from 2 to `--seq-length` + 1 "
-            f"({seq_length + 1}), since n tokens take n - 1 positions; change either."
+            FlagError(
+                "--sft-max-length",
+                longest,
+                f"must be from 2 to `--seq-length` + 1 ({seq_length + 1}), since n tokens take n "
+                "- 1 positions",
+                "change either",
+            )
         )
     if batching not in _BATCHING:
-        return [*errors, f"`--sft-batching` ({batching}) must be one of {', '.join(_BATCHING)}."]
+        return [
+            *errors,
+            FlagError("--sft-batching", batching, f"must be one of {', '.join(_BATCHING)}"),
+        ]
     if run.model.deterministic_dropout and batching != "padded":
         errors.append(
-            "`--deterministic-dropout` numbers the samples of a step by their place, which "
-            f"`--sft-batching {batching}` changes with the layout; use padded."
+            FlagError(
+                "--deterministic-dropout",
+                None,
+                f"numbers the samples of a step by their place, which `--sft-batching {batching}` "
+                "changes with the layout",
+                "use padded",
+            )
         )
     if batching == "token-budget" and training.micro_batch_size not in (None, 1):
         errors.append(
-            f"`--micro-batch-size` ({training.micro_batch_size}) must be 1 with "
-            "`--sft-batching token-budget`, whose micro-batches are rows of --seq-length "
-            "tokens; give `--micro-batch-size 1`."
+            FlagError(
+                "--micro-batch-size",
+                training.micro_batch_size,
+                "must be 1 with `--sft-batching token-budget`, whose micro-batches are rows of "
+                "--seq-length tokens",
+                "give `--micro-batch-size 1`",
+            )
         )
     return errors

@@ -19,7 +19,7 @@ from megatron_ext.config.flags import COUNT, Changeable, derived, flag
 from megatron_ext.config.model import padded_size
 from megatron_ext.config.run import RunConfig
 from megatron_ext.disk.writing import write_error
-from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.errors import CheckpointError, ConfigError, FlagError
 from megatron_ext.layers.transformer_config import params_dtype
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
@@ -126,23 +126,35 @@ def folder_errors(run: RunConfig) -> list[str]:
         errors += disagreements(Gpt.of(run), source)
         if (run.model.padded_vocab_size or 0) < source.vocab_size:
             errors.append(
-                f"`--padded-vocab-size` ({run.model.padded_vocab_size}) must be at least the "
-                f"{source.vocab_size} entries of the vocabulary of `--load-hf` ({given.load_hf}); "
-                "leave it out."
+                FlagError(
+                    "--padded-vocab-size",
+                    run.model.padded_vocab_size,
+                    f"must be at least the {source.vocab_size} entries of the vocabulary of "
+                    f"`--load-hf` ({given.load_hf})",
+                    "leave it out",
+                )
             )
         if run.checkpoint.pretrained_checkpoint is not None:
             errors.append(
-                f"`--load-hf` ({given.load_hf}) and `--pretrained-checkpoint` "
-                f"({run.checkpoint.pretrained_checkpoint}) both give initial weights; leave one "
-                "out."
+                FlagError(
+                    "--load-hf",
+                    given.load_hf,
+                    f"and `--pretrained-checkpoint` ({run.checkpoint.pretrained_checkpoint}) both "
+                    "give initial weights",
+                    "leave one out",
+                )
             )
         if run.checkpoint.use_checkpoint_args:
             errors.append(
-                "`--load-hf` and `--use-checkpoint-args` both give the shape of the model; leave "
-                "one out."
+                FlagError(
+                    "--load-hf",
+                    None,
+                    "and `--use-checkpoint-args` both give the shape of the model",
+                    "leave one out",
+                )
             )
     if given.save_hf_interval is not None and given.save_hf is None:
-        errors.append("`--save-hf-interval` needs `--save-hf`; give a folder.")
+        errors.append(FlagError("--save-hf-interval", None, "needs `--save-hf`", "give a folder"))
     if given.save_hf is not None:
         error = write_error("--save-hf", given.save_hf)
         if error is not None:
@@ -154,7 +166,10 @@ def folder_errors(run: RunConfig) -> list[str]:
             try:
                 fitting_family(Gpt.of(run))
             except CheckpointError as unfit:
-                errors += [f"`--save-hf` is not possible: {text}" for text in unfit.messages]
+                errors += [
+                    FlagError("--save-hf", None, f"is not possible: {text.removesuffix('.')}")
+                    for text in unfit.messages
+                ]
     return errors
 
 

@@ -45,15 +45,20 @@ def _blend(flag: str, words: Sequence[str] | None) -> Blend | None:
     except (ValueError, AssertionError):
         blend = None
     if blend is None or (blend[1] is None and any(map(is_number, words))):
-        raise DataError(
-            f"`{flag}` ({' '.join(words)}) mixes weights and prefixes; give only prefixes, or a "
-            "weight before each prefix."
+        raise DataError.about(
+            flag,
+            " ".join(words),
+            "mixes weights and prefixes",
+            "give only prefixes, or a weight before each prefix",
         )
     prefixes = [plain_prefix(prefix) for prefix in blend[0]]
     weights = blend[1]
     if weights is not None and not (min(weights) >= 0 and 0 < sum(weights) < math.inf):
-        raise DataError(
-            f"`{flag}` has the weights {weights}; they must be finite, at least 0 and not all 0."
+        raise DataError.about(
+            flag,
+            None,
+            f"has the weights {weights}",
+            "they must be finite, at least 0 and not all 0",
         )
     return prefixes, weights
 
@@ -68,9 +73,11 @@ def read_blend(data: DataConfig) -> BlendSpec:
         try:
             words = read_text(path).split()
         except UnreadableFile as error:
-            raise DataError(
-                f"`--data-args-path` ({path}) cannot be read ({error.reason}); give a file of "
-                "dataset prefixes."
+            raise DataError.about(
+                "--data-args-path",
+                path,
+                f"cannot be read ({error.reason})",
+                "give a file of dataset prefixes",
             ) from error
         return BlendSpec(_blend("--data-args-path", words), None)
     if data.data_path:
@@ -82,12 +89,14 @@ def read_blend(data: DataConfig) -> BlendSpec:
             content = read_json(path)
             lists = [_words_of(content[split]) for split in SPLITS]
         except UnreadableFile as error:
-            raise DataError(f"`{flag}` ({path}) cannot be read ({error.reason}).") from error
+            raise DataError.about(flag, path, f"cannot be read ({error.reason})") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"`{flag}` ({path}) must be a JSON object with the keys train, valid and test, "
-                "each a list of prefixes or of weights and prefixes; reading it failed with: "
-                f"{error!r}."
+            raise DataError.about(
+                flag,
+                path,
+                "must be a JSON object with the keys train, valid and test, each a list of "
+                "prefixes or of weights and prefixes",
+                f"reading it failed with: {error!r}",
             ) from error
         return BlendSpec(None, [_blend(flag, words) for words in lists])
     given = (data.train_data_path, data.valid_data_path, data.test_data_path)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatron_ext.config.flags import PROCESSES, SHARE, Range, flag, spelling_of
 from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import FlagError, exclusive
 
 DEFAULT_SPLIT = "969, 30, 1"
 
@@ -117,7 +118,7 @@ class DataConfig:
             return dataclasses.replace(self, split=DEFAULT_SPLIT)
         return self
 
-    def own_errors(self, *, full_validation: bool) -> list[str]:
+    def own_errors(self, *, full_validation: bool) -> list[FlagError]:
         ways = {
             "--data-path": self.data_path,
             "--data-args-path": self.data_args_path,
@@ -126,26 +127,39 @@ class DataConfig:
             "--train-data-path": self.train_data_path,
             "--data-schedule": self.data_schedule,
         }
-        given = [f"`{name}`" for name, value in ways.items() if value]
+        given = [name for name, value in ways.items() if value]
         errors = []
         if len(given) > 1:
-            errors.append(f"{' and '.join(given)} exclude each other; give one source of data.")
+            errors.append(exclusive(*given, remedy="give one source of data"))
         own = {"--valid-data-path": self.valid_data_path, "--test-data-path": self.test_data_path}
         beside = [f"`{name}`" for name, value in own.items() if value]
-        alone = ("`--train-data-path`", "`--data-schedule`")
+        alone = ("--train-data-path", "--data-schedule")
         shared = [name for name in given if name not in alone]
         if beside and shared and len(given) == 1:
             errors.append(
-                f"{shared[0]} and {' and '.join(beside)} exclude each other, since `--split` cuts "
-                "all splits from the former; give the data of training as `--train-data-path`."
+                FlagError(
+                    shared[0],
+                    None,
+                    f"and {' and '.join(beside)} exclude each other, since `--split` cuts all "
+                    "splits from the former",
+                    "give the data of training as `--train-data-path`",
+                )
             )
         if self.split is not None and not _is_split(self.split):
             errors.append(
-                f"`--split` ({self.split}) must be one to three shares that are finite and not "
-                "negative; use 99,1,0."
+                FlagError(
+                    "--split",
+                    self.split,
+                    "must be one to three shares that are finite and not negative",
+                    "use 99,1,0",
+                )
             )
         if self.multiple_validation_sets and not full_validation:
-            errors.append("`--multiple-validation-sets` needs `--full-validation`; give both.")
+            errors.append(
+                FlagError(
+                    "--multiple-validation-sets", None, "needs `--full-validation`", "give both"
+                )
+            )
         return errors
 
 
@@ -182,11 +196,15 @@ class FimConfig:
         None, "token that ends a document; default: the tokenizer's end of document"
     )
 
-    def own_errors(self) -> list[str]:
+    def own_errors(self) -> list[FlagError]:
         if self.fim_data and self.fim_split_sample and self.fim_fragment_rate is None:
             return [
-                f"`--fim-split-sample` ({self.fim_split_sample}) needs `--fim-fragment-rate`, the "
-                "share of fragments whose middle is moved; give it, such as 0.5."
+                FlagError(
+                    "--fim-split-sample",
+                    self.fim_split_sample,
+                    "needs `--fim-fragment-rate`, the share of fragments whose middle is moved",
+                    "give it, such as 0.5",
+                )
             ]
         return []
 
@@ -208,20 +226,27 @@ def is_number(word: str) -> bool:
     return True
 
 
-def direct_errors(data: DataConfig, run: RunConfig) -> list[str]:
+def direct_errors(data: DataConfig, run: RunConfig) -> list[FlagError]:
     """Return an error for each flag that does not go with the value of ``--data-order``."""
     if data.data_order != "direct":
-        needed = {
-            f"`--data-schedule` ({data.data_schedule}) needs an order that can change during a "
-            "run": data.data_schedule is not None,
-            f"`--document-packing` ({data.document_packing}) needs an order that packs documents "
-            "when they are read": data.document_packing != "concatenate",
-        }
-        return [f"{what}; give `--data-order direct`." for what, is_so in needed.items() if is_so]
+        remedy = "give `--data-order direct`"
+        errors = []
+        if data.data_schedule is not None:
+            rule = "needs an order that can change during a run"
+            errors.append(FlagError("--data-schedule", data.data_schedule, rule, remedy))
+        if data.document_packing != "concatenate":
+            rule = "needs an order that packs documents when they are read"
+            errors.append(FlagError("--document-packing", data.document_packing, rule, remedy))
+        return errors
     batch = run.training.rampup_batch_size or run.training.step_batch_size_schedule
     if batch and data.data_schedule is not None:
         return [
-            "`--data-schedule` counts whole steps of one size, but `--rampup-batch-size` or "
-            "`--step-batch-size-schedule` changes it; leave one of them out."
+            FlagError(
+                "--data-schedule",
+                None,
+                "counts whole steps of one size, but `--rampup-batch-size` or "
+                "`--step-batch-size-schedule` changes it",
+                "leave one of them out",
+            )
         ]
     return []

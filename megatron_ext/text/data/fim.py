@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron_ext.data.indexed import Array
 from megatron_ext.data.permutation import key_of
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, FlagError
 from megatron_ext.text.data.config import FimConfig
 from megatron_ext.text.tokenizers.base import NO_TOKEN, Tokenizer
 
@@ -175,9 +175,12 @@ def _ids_of(fim: FimConfig, tokenizer: Tokenizer) -> _Ids:
     }
     ids = {name: tokenizer.token_id(text) for name, text in spelled.items() if text is not None}
     errors = [
-        f"`--fim-{name.replace('_', '-')}` ({spelled[name]}) is no token of the vocabulary of "
-        f"`--tokenizer-type {tokenizer.kind}`; name one that is, or add it with "
-        "`--tokenizer-special-tokens`."
+        FlagError(
+            f"--fim-{name.replace('_', '-')}",
+            spelled[name],
+            f"is no token of the vocabulary of `--tokenizer-type {tokenizer.kind}`",
+            "name one that is, or add it with `--tokenizer-special-tokens`",
+        )
         for name, value in ids.items()
         if value == NO_TOKEN
     ]

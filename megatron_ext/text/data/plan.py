@@ -294,10 +294,12 @@ def _without(stage: Planned, sources: set[str]) -> Planned:
 def _check_packing(past: Mapping[str, Any] | None, packing: str) -> None:
     before = packing if past is None else past.get("packing", "concatenate")
     if before != packing:
-        raise DataError(
-            f"`--document-packing` ({packing}) must stay {before}, as it was when the run began, "
-            "so that each token of an epoch is read once; give that, or start a new run from the "
-            "weights alone."
+        raise DataError.about(
+            "--document-packing",
+            packing,
+            f"must stay {before}, as it was when the run began, so that each token of an "
+            "epoch is read once",
+            "give that, or start a new run from the weights alone",
         )
 
 

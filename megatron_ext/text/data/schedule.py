@@ -53,7 +53,7 @@ class _Reader:
         self._seq_length = seq_length
 
     def fail(self, fault: str) -> NoReturn:
-        raise DataError(f"`--data-schedule` ({self._path}) {fault}.")
+        raise DataError.about("--data-schedule", self._path, fault)
 
     def schedule(self, content: Any) -> Schedule:
         if not isinstance(content, dict) or not isinstance(content.get("stages"), list):

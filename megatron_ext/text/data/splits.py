@@ -19,7 +19,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.data.mixture import shares
 from megatron_ext.data.order import SampleOrder, Stage
 from megatron_ext.data.packed_order import PackedOrder
-from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.errors import ConfigError, DataError, FlagError
 from megatron_ext.text.data.blend import SPLITS, read_blend
 from megatron_ext.text.data.config import DataConfig, FimConfig
 from megatron_ext.text.data.direct import DirectDataset, EveryWindow, Marks
@@ -140,8 +140,12 @@ def _check_lengths(config: RunConfig, plan: RunPlan, consumed: int) -> None:
         "--tp-comm-overlap": config.engine.tp_comm_overlap,
     }
     errors += [
-        f"`--data-schedule` ({path}) changes the length of samples, which `{flag}` fixes when the "
-        "run starts; give all stages one `seq_length`, or leave the flag out."
+        FlagError(
+            "--data-schedule",
+            path,
+            f"changes the length of samples, which `{flag}` fixes when the run starts",
+            "give all stages one `seq_length`, or leave the flag out",
+        )
         for flag, given in fixed.items()
         if given
     ]
@@ -163,10 +167,11 @@ def _shortened(
     batch = BatchSize(*batches).global_batch_size
     kept = iteration + max(0, plan.total - consumed) // batch
     if not kept:
-        raise DataError(
-            f"`--data-schedule` ({config.section(DataConfig).data_schedule}) ends the run at "
-            f"sample {plan.total}, before its first step is full; raise `max_epochs`, or give more "
-            "data."
+        raise DataError.about(
+            "--data-schedule",
+            config.section(DataConfig).data_schedule,
+            f"ends the run at sample {plan.total}, before its first step is full",
+            "raise `max_epochs`, or give more data",
         )
     if tell:
         print(f"> the run ends after {kept} of {steps} steps, where its data ends", flush=True)

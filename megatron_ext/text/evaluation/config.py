@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ext.config.flags import COUNT, NATURAL, SIZE, Range, UsersOwn, derived, flag
+from megatron_ext.errors import FlagError
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,18 @@ class TaskEvaluationConfig(UsersOwn):
         16, "texts that a replica writes at once for --eval-tasks", SIZE, "texts"
     )
 
-    def training_errors(self) -> list[str]:
+    def training_errors(self) -> list[FlagError]:
         """Return a sentence for each flag that has no effect in training."""
         interval = self.eval_tasks_interval
         errors = []
         if self.eval_tasks and interval is None:
             errors.append(
-                f"`--eval-tasks` ({' '.join(self.eval_tasks)}) needs `--eval-tasks-interval` in "
-                "training, the steps between two scores; add it, or use tools/evaluate.py."
+                FlagError(
+                    "--eval-tasks",
+                    " ".join(self.eval_tasks),
+                    "needs `--eval-tasks-interval` in training, the steps between two scores",
+                    "add it, or use tools/evaluate.py",
+                )
             )
         others = {
             "--eval-tasks-interval": interval,
@@ -49,7 +54,9 @@ class TaskEvaluationConfig(UsersOwn):
             "--eval-num-fewshot": self.eval_num_fewshot,
         }
         errors += [
-            f"`{name}` has an effect only with `--eval-tasks`; add it, or leave this out."
+            FlagError(
+                name, None, "has an effect only with `--eval-tasks`", "add it, or leave this out"
+            )
             for name, value in others.items()
             if value is not None and not self.eval_tasks
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ext.config.flags import COUNT, SIZE, Range, UsersOwn, changed_fields, derived, flag
+from megatron_ext.errors import FlagError, exclusive
 from megatron_ext.text.config.sft import is_date
 from megatron_ext.text.generation.sampling import Sampling
 
@@ -83,34 +84,52 @@ class GenerationConfig(UsersOwn):
             "--prompt-file": self.prompt_file,
             "--interactive": self.interactive,
         }
-        given = [f"`{name}`" for name, value in sources.items() if value]
+        given = [name for name, value in sources.items() if value]
         errors = []
         if not given:
             errors.append(f"There is nothing to continue; {_PLAIN}.")
         elif len(given) > 1:
-            errors.append(f"{' and '.join(given)} exclude each other; give one source of prompts.")
+            errors.append(exclusive(*given, remedy="give one source of prompts"))
         changed = changed_fields(self)
         errors += [
-            f"`--{name.replace('_', '-')}` ({getattr(self, name)}) has an effect only with "
-            "`--do-sample`; add it, or leave this out."
+            FlagError(
+                f"--{name.replace('_', '-')}",
+                getattr(self, name),
+                "has an effect only with `--do-sample`",
+                "add it, or leave this out",
+            )
             for name in _DRAWN
             if name in changed and not self.do_sample
         ]
         errors += [
-            f"`--{name.replace('_', '-')}` ({getattr(self, name)}) has an effect only with "
-            "`--chat`; add it, or leave this out."
+            FlagError(
+                f"--{name.replace('_', '-')}",
+                getattr(self, name),
+                "has an effect only with `--chat`",
+                "add it, or leave this out",
+            )
             for name in ("chat_template", "chat_date")
             if getattr(self, name) is not None and not self.chat
         ]
         if self.chat_date is not None and not is_date(self.chat_date):
             errors.append(
-                f"`--chat-date` ({self.chat_date}) must be a day as YYYY-MM-DD; use 2024-07-26."
+                FlagError(
+                    "--chat-date", self.chat_date, "must be a day as YYYY-MM-DD", "use 2024-07-26"
+                )
             )
         if self.interactive and self.output_file is not None:
             errors.append(
-                f"`--output-file` ({self.output_file}) does not go with `--interactive`, which "
-                "shows texts on the terminal; leave it out, or give `--prompt-file`."
+                FlagError(
+                    "--output-file",
+                    self.output_file,
+                    "does not go with `--interactive`, which shows texts on the terminal",
+                    "leave it out, or give `--prompt-file`",
+                )
             )
         if "" in (self.stop_strings or ()):
-            errors.append("`--stop-strings` must hold no empty text, which would end every text.")
+            errors.append(
+                FlagError(
+                    "--stop-strings", None, "must hold no empty text, which would end every text"
+                )
+            )
         return errors

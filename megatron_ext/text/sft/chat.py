@@ -61,9 +61,12 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
     """Raise a ConfigError for keywords of `apply_chat_template` that this module sets itself."""
     for name in kwargs:
         if name in _RESERVED_KEYWORDS:
-            raise ConfigError(
-                f"`--sft-template-kwargs` ({name}) must not hold what the tokenization of "
-                f"conversations sets itself ({', '.join(_RESERVED_KEYWORDS)}); leave it out."
+            raise ConfigError.about(
+                "--sft-template-kwargs",
+                name,
+                "must not hold what the tokenization of conversations sets itself "
+                f"({', '.join(_RESERVED_KEYWORDS)})",
+                "leave it out",
             )
 
 
@@ -423,8 +426,11 @@ def read_template(flag: str | None, path: str) -> str:
     try:
         return read_text(path)
     except UnreadableFile as error:
-        raise DataError(
-            f"`{flag}` ({path}) cannot be read ({error.reason}); give a file with a Jinja template."
+        raise DataError.about(
+            f"`{flag}`",
+            path,
+            f"cannot be read ({error.reason})",
+            "give a file with a Jinja template",
         ) from None
 
 
@@ -448,9 +454,11 @@ def load_chat_tokenizer(
         DataError: a file cannot be read, or transformers gives other token ids than ``tokenizer``.
     """
     if tokenizer.kind != "HuggingFaceTokenizer" or settings.tokenizer_model is None:
-        raise ConfigError(
-            f"`--tokenizer-type` ({tokenizer.kind}) has no chat template, which `{flag}` needs; "
-            "use HuggingFaceTokenizer."
+        raise ConfigError.about(
+            "--tokenizer-type",
+            tokenizer.kind,
+            f"has no chat template, which `{flag}` needs",
+            "use HuggingFaceTokenizer",
         )
     folder = tokenizer_folder(settings.tokenizer_model)
     loaded = load_pretrained(folder, trust_remote_code=settings.trust_remote_code)
@@ -458,17 +466,22 @@ def load_chat_tokenizer(
     if special:
         loaded.add_special_tokens({"additional_special_tokens": special})
     if len(loaded) != tokenizer.vocab_size:
-        raise DataError(
-            f"`--tokenizer-model` ({folder}) has {tokenizer.vocab_size} ids in tokenizer.json, but "
-            f"{len(loaded)} as transformers loads it; save it again with save_pretrained."
+        raise DataError.about(
+            "--tokenizer-model",
+            folder,
+            f"has {tokenizer.vocab_size} ids in tokenizer.json, but {len(loaded)} as "
+            "transformers loads it",
+            "save it again with save_pretrained",
         )
     if template is not None:
         loaded.chat_template = read_template(template_flag, template)
     if not loaded.chat_template:
         how = f"give one with `{template_flag}`" if template_flag else f"leave out `{flag}`"
-        raise ConfigError(
-            f"`--tokenizer-model` ({folder}) has no chat template, so conversations cannot be "
-            f"tokenized; {how}."
+        raise ConfigError.about(
+            "--tokenizer-model",
+            folder,
+            "has no chat template, so conversations cannot be tokenized",
+            how,
         )
     return loaded
 

@@ -374,9 +374,11 @@ def _without_training(config: RunConfig, splits: Splits) -> ConfigError | DataEr
     """Return the error that explains why the train split has no conversation."""
     data = config.section(DataConfig)
     if data.data_path is None and data.train_data_path is None:
-        return ConfigError(
-            "`--sft` needs conversations to train on; name files with `--data-path`, or with "
-            "`--train-data-path`."
+        return ConfigError.about(
+            "--sft",
+            None,
+            "needs conversations to train on",
+            "name files with `--data-path`, or with `--train-data-path`",
         )
     if "train" in splits.cuts:
         cut = splits.cuts["train"]

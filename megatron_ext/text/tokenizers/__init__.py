@@ -152,9 +152,11 @@ def build_tokenizer(settings: TokenizerConfig) -> Tokenizer:
 
         (path,) = _files_of(settings, kind)
         if special and not settings.tokenizer_sentencepiece_legacy:
-            raise ConfigError(
-                "`--tokenizer-special-tokens` with a SentencePiece model needs "
-                "`--tokenizer-sentencepiece-legacy`; add it, or put the tokens into the model."
+            raise ConfigError.about(
+                "--tokenizer-special-tokens",
+                None,
+                "with a SentencePiece model needs `--tokenizer-sentencepiece-legacy`",
+                "add it, or put the tokens into the model",
             )
         return SentencePieceTokenizer(kind, path, special)
     from megatron_ext.text.tokenizers import huggingface
@@ -175,31 +177,36 @@ def _known_type(settings: TokenizerConfig) -> str:
     kind = settings.tokenizer_type
     names = ", ".join(TOKENIZER_TYPES)
     if not kind:
-        raise ConfigError(f"`--tokenizer-type` is missing; give one of {names}.")
+        raise ConfigError.about("--tokenizer-type", None, "is missing", f"give one of {names}")
     if kind in _NOT_HERE:
-        raise ConfigError(f"`--tokenizer-type {kind}` is not supported here; {_NOT_HERE[kind]}.")
+        raise ConfigError.about(
+            f"--tokenizer-type {kind}", None, "is not supported here", _NOT_HERE[kind]
+        )
     if kind not in TOKENIZER_TYPES:
         near = difflib.get_close_matches(kind, TOKENIZER_TYPES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"give one of {names}."
         raise ConfigError(f"`--tokenizer-type` ({kind}) is unknown; {hint}")
     if settings.vocab_extra_ids:
-        raise ConfigError(
-            f"`--vocab-extra-ids` ({settings.vocab_extra_ids}) is for T5's legacy tokenizer and "
-            "has no effect on the ids here; leave it out, and name further tokens with "
-            "`--tokenizer-special-tokens`."
+        raise ConfigError.about(
+            "--vocab-extra-ids",
+            settings.vocab_extra_ids,
+            "is for T5's legacy tokenizer and has no effect on the ids here",
+            "leave it out, and name further tokens with `--tokenizer-special-tokens`",
         )
     return kind
 
 
 def _vocab_size(size: int | None, kind: str) -> int:
     if size is None:
-        raise ConfigError(f"`--tokenizer-type {kind}` needs `--vocab-size`, the number of ids.")
+        raise ConfigError.about(
+            f"--tokenizer-type {kind}", None, "needs `--vocab-size`, the number of ids"
+        )
     if kind == "ByteLevelTokenizer" and size < 256:
-        raise ConfigError(
-            f"`--vocab-size` ({size}) must be at least 256 for ByteLevelTokenizer; use 512."
+        raise ConfigError.about(
+            "--vocab-size", size, "must be at least 256 for ByteLevelTokenizer", "use 512"
         )
     if size < 1:
-        raise ConfigError(f"`--vocab-size` ({size}) must be positive.")
+        raise ConfigError.about("--vocab-size", size, "must be positive")
     return size
 
 
@@ -211,11 +218,14 @@ def _check_metadata(path: str | None, kind: str) -> None:
     try:
         library = read_json_object(path).get("library")
     except UnreadableFile as error:
-        raise DataError(
-            f"`--tokenizer-metadata` ({path}) is not a JSON object ({error.reason}); fix it."
+        raise DataError.about(
+            "--tokenizer-metadata", path, f"is not a JSON object ({error.reason})", "fix it"
         ) from None
     if library != _LIBRARY_OF_TYPE[kind]:
-        raise ConfigError(
-            f"`--tokenizer-metadata` ({path}) names the library {library}, but `--tokenizer-type "
-            f"{kind}` uses {_LIBRARY_OF_TYPE[kind]}; make them agree or leave the metadata out."
+        raise ConfigError.about(
+            "--tokenizer-metadata",
+            path,
+            f"names the library {library}, but `--tokenizer-type {kind}` uses "
+            f"{_LIBRARY_OF_TYPE[kind]}",
+            "make them agree or leave the metadata out",
         )

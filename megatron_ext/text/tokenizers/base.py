@@ -108,9 +108,11 @@ def require_package(name: str, kind: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise ConfigError(
-            f"`--tokenizer-type {kind}` needs the package {name}, which is not installed; run "
-            f"`pip install {name}`."
+        raise ConfigError.about(
+            f"--tokenizer-type {kind}",
+            None,
+            f"needs the package {name}, which is not installed",
+            f"run `pip install {name}`",
         ) from None
 
 
@@ -121,9 +123,11 @@ def require_file(flag: str, value: str | None, what: str, kind: str) -> str:
     if the path is not a file.
     """
     if not value:
-        raise ConfigError(f"`--tokenizer-type {kind}` needs `{flag}` with the path of {what}.")
+        raise ConfigError.about(
+            f"--tokenizer-type {kind}", None, f"needs `{flag}` with the path of {what}"
+        )
     if not Path(value).is_file():
-        raise DataError(f"`{flag}` ({value}) is not a file; give the path of {what}.")
+        raise DataError.about(flag, value, "is not a file", f"give the path of {what}")
     return value
 
 

@@ -187,8 +187,10 @@ def build(
     a name, a DataError if the tokenizer cannot be loaded.
     """
     if not name:
-        raise ConfigError(
-            f"`--tokenizer-type {kind}` needs `--tokenizer-model` with a folder or a hub name."
+        raise ConfigError.about(
+            f"--tokenizer-type {kind}",
+            None,
+            "needs `--tokenizer-model` with a folder or a hub name",
         )
     folder = tokenizer_folder(name)
     files = {file: _read_json(folder / file) for file in _WITH_ENTRIES}
@@ -229,9 +231,11 @@ def local_folder(name: str) -> Path | None:
     if Path(name).is_file():
         return Path(name).parent
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise DataError(
-            f"`--tokenizer-model` ({name}) does not exist; give a folder with tokenizer.json, or "
-            "a name on the Hugging Face hub."
+        raise DataError.about(
+            "--tokenizer-model",
+            name,
+            "does not exist",
+            "give a folder with tokenizer.json, or a name on the Hugging Face hub",
         )
     return None
 
@@ -250,9 +254,12 @@ def tokenizer_folder(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=list(_FILES)))
     except Exception as error:  # The hub's client and its HTTP library raise many classes.
         reason = _reason(error)
-        raise DataError(
-            f"`--tokenizer-model` ({name}) is neither a folder here nor a Hugging Face name that "
-            f"could be fetched ({type(error).__name__}: {reason}); check the name and the network."
+        raise DataError.about(
+            "--tokenizer-model",
+            name,
+            "is neither a folder here nor a Hugging Face name that could be fetched "
+            f"({type(error).__name__}: {reason})",
+            "check the name and the network",
         ) from None
 
 
@@ -327,14 +334,18 @@ def load_pretrained(folder: Path, *, trust_remote_code: bool) -> Any:
         raise
     except Exception as error:  # Libraries and remote code may raise anything here.
         if "trust_remote_code" in str(error):
-            raise DataError(
-                f"`--tokenizer-model` ({folder}) is a tokenizer with code of its own, which is not "
-                "run; give `--trust-remote-code` if you trust its source."
+            raise DataError.about(
+                "--tokenizer-model",
+                folder,
+                "is a tokenizer with code of its own, which is not run",
+                "give `--trust-remote-code` if you trust its source",
             ) from None
         reason = _reason(error)
-        raise DataError(
-            f"`--tokenizer-model` ({folder}) could not be loaded by transformers "
-            f"({type(error).__name__}: {reason}); give a folder with tokenizer.json."
+        raise DataError.about(
+            "--tokenizer-model",
+            folder,
+            f"could not be loaded by transformers ({type(error).__name__}: {reason})",
+            "give a folder with tokenizer.json",
         ) from None
     return loaded
 
@@ -349,17 +360,21 @@ def build_gpt2(
     tokenizers = require_package("tokenizers", kind)
     vocabulary = _read_json(Path(vocab_file))
     if "<|endoftext|>" not in vocabulary:
-        raise DataError(
-            f"`--vocab-file` ({vocab_file}) has no `<|endoftext|>`, which GPT2BPETokenizer needs "
-            "as its end of document; give GPT-2's vocab.json."
+        raise DataError.about(
+            "--vocab-file",
+            vocab_file,
+            "has no `<|endoftext|>`, which GPT2BPETokenizer needs as its end of document",
+            "give GPT-2's vocab.json",
         )
     try:
         model = tokenizers.models.BPE.from_file(vocab_file, merge_file)
     except Exception as error:  # The library raises plain Exception.
         reason = _reason(error)
-        raise DataError(
-            f"`--merge-file` ({merge_file}) does not fit `--vocab-file` ({vocab_file}): {reason}; "
-            "give the two files of one tokenizer."
+        raise DataError.about(
+            "--merge-file",
+            merge_file,
+            f"does not fit `--vocab-file` ({vocab_file}): {reason}",
+            "give the two files of one tokenizer",
         ) from None
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

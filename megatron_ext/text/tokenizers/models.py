@@ -38,9 +38,11 @@ class SentencePieceTokenizer(Tokenizer):
             self._model = sentencepiece.SentencePieceProcessor(model_file=path)
         except (RuntimeError, OSError) as error:
             reason = " ".join(str(error).split())[:120]
-            raise DataError(
-                f"`--tokenizer-model` ({path}) is not a SentencePiece model ({reason}); give the "
-                "path of a .model file."
+            raise DataError.about(
+                "--tokenizer-model",
+                path,
+                f"is not a SentencePiece model ({reason})",
+                "give the path of a .model file",
             ) from None
         self._special = self._place(special_tokens)
         model = self._model
@@ -220,19 +222,25 @@ def _special_names(
     pattern: str, vocab_size: int, count: int, special_tokens: Sequence[str]
 ) -> list[str]:
     if pattern not in PATTERNS:
-        raise ConfigError(f"`--tiktoken-pattern` ({pattern}) must be v1 or v2.")
+        raise ConfigError.about("--tiktoken-pattern", pattern, "must be v1 or v2")
     missing = [token for token in SPECIAL_TOKENS if token not in special_tokens]
     if missing:
-        raise ConfigError(
-            f"`--tokenizer-special-tokens` lacks {' '.join(missing)}, which TikTokenizer needs; "
-            f"give all of {' '.join(SPECIAL_TOKENS)}."
+        raise ConfigError.about(
+            "--tokenizer-special-tokens",
+            None,
+            f"lacks {' '.join(missing)}, which TikTokenizer needs",
+            f"give all of {' '.join(SPECIAL_TOKENS)}",
         )
     if len(set(special_tokens)) != len(special_tokens):
-        raise ConfigError("`--tokenizer-special-tokens` names a token twice; name each once.")
+        raise ConfigError.about(
+            "--tokenizer-special-tokens", None, "names a token twice", "name each once"
+        )
     if not len(special_tokens) <= count < vocab_size:
-        raise ConfigError(
-            f"`--tiktoken-num-special-tokens` ({count}) must be at least the number of special "
-            f"tokens ({len(special_tokens)}) and below `--vocab-size` ({vocab_size})."
+        raise ConfigError.about(
+            "--tiktoken-num-special-tokens",
+            count,
+            f"must be at least the number of special tokens ({len(special_tokens)}) and below "
+            f"`--vocab-size` ({vocab_size})",
         )
     return [*special_tokens, *(f"<SPECIAL_{i}>" for i in range(len(special_tokens), count))]
 
@@ -252,19 +260,25 @@ def _ranks(path: str, count: int, first: int) -> dict[bytes, int]:
             if isinstance(error, UnreadableFile)
             else f"{type(error).__name__}: {error}"
         )
-        raise DataError(
-            f"`--tokenizer-model` ({path}) is not a tiktoken vocabulary in JSON "
-            f"({why}); give a list of rank, token_bytes, token_str."
+        raise DataError.about(
+            "--tokenizer-model",
+            path,
+            f"is not a tiktoken vocabulary in JSON ({why})",
+            "give a list of rank, token_bytes, token_str",
         ) from None
     if len(tokens) < count:
-        raise DataError(
-            f"`--tokenizer-model` ({path}) holds {len(tokens)} tokens, but `--vocab-size` less "
-            f"`--tiktoken-num-special-tokens` asks for {count}; use `--vocab-size "
-            f"{len(tokens) + first}`."
+        raise DataError.about(
+            "--tokenizer-model",
+            path,
+            f"holds {len(tokens)} tokens, but `--vocab-size` less "
+            f"`--tiktoken-num-special-tokens` asks for {count}",
+            f"use `--vocab-size {len(tokens) + first}`",
         )
     if not ordered or any(tokens[i] != bytes([i]) for i in range(min(256, count))):
-        raise DataError(
-            f"`--tokenizer-model` ({path}) must list its tokens by rank, the 256 single bytes "
-            "first; the file is damaged or of another kind."
+        raise DataError.about(
+            "--tokenizer-model",
+            path,
+            "must list its tokens by rank, the 256 single bytes first",
+            "the file is damaged or of another kind",
         )
     return {token: first + i for i, token in enumerate(tokens)}

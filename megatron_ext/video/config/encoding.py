@@ -132,9 +132,11 @@ def colour_of(text: str) -> tuple[int, int, int]:
         return _COLOURS[text]
     match = _HEX.fullmatch(text)
     if match is None:
-        raise ConfigError(
-            f"`--video-background` ({text}) must be {', '.join(_COLOURS)} or a colour such as "
-            "#8090a0; correct it."
+        raise ConfigError.about(
+            "--video-background",
+            text,
+            f"must be {', '.join(_COLOURS)} or a colour such as #8090a0",
+            "correct it",
         )
     red, green, blue = (int(part, 16) for part in match.groups())
     return red, green, blue
@@ -223,14 +225,19 @@ class EncodeConfig:
         self._check_windows()
         default_cap = next(field.default for field in fields(self) if field.name == "fps_cap")
         if self.video_fps is not None and self.fps_cap != default_cap:
-            raise ConfigError(
-                f"`--fps-cap` ({self.fps_cap}) has no effect with `--video-fps` "
-                f"({self.video_fps:g}), which gives the rate of all clips; leave one of them out."
+            raise ConfigError.about(
+                "--fps-cap",
+                self.fps_cap,
+                f"has no effect with `--video-fps` ({self.video_fps:g}), which gives the rate "
+                "of all clips",
+                "leave one of them out",
             )
         if self.video_blend and self.video_fps is None:
-            raise ConfigError(
-                "`--video-blend` needs `--video-fps`, without which whole strides take frames as "
-                "they are; give the rate, or leave it out."
+            raise ConfigError.about(
+                "--video-blend",
+                None,
+                "needs `--video-fps`, without which whole strides take frames as they are",
+                "give the rate, or leave it out",
             )
         lengths = self.reference_lengths
         if len(set(lengths)) < len(lengths):
@@ -243,9 +250,11 @@ class EncodeConfig:
         """Raise ConfigError for flags of windows that would have no effect."""
         windows = self.video_windows
         if windows not in (None, *WINDOWS):
-            raise ConfigError(
-                f"`--video-windows` ({windows}) must be {', '.join(WINDOWS[:-1])} or {WINDOWS[-1]}"
-                "; choose one."
+            raise ConfigError.about(
+                "--video-windows",
+                windows,
+                f"must be {', '.join(WINDOWS[:-1])} or {WINDOWS[-1]}",
+                "choose one",
             )
         rules = {
             "video_window_frames": WINDOWS,
@@ -255,15 +264,19 @@ class EncodeConfig:
         }
         for name, needed in rules.items():
             if getattr(self, name) is not None and windows not in needed:
-                raise ConfigError(
-                    f"`--{name.replace('_', '-')}` ({getattr(self, name)}) needs `--video-windows` "
-                    f"{' or '.join(needed)}; give it, or leave it out."
+                raise ConfigError.about(
+                    f"--{name.replace('_', '-')}",
+                    getattr(self, name),
+                    f"needs `--video-windows` {' or '.join(needed)}",
+                    "give it, or leave it out",
                 )
         default = next(field.default for field in fields(self) if field.name == "temporal_crop")
         if windows is not None and self.temporal_crop != default:
-            raise ConfigError(
-                f"`--temporal-crop` ({self.temporal_crop}) has no effect with `--video-windows` "
-                f"({windows}), which says where windows lie; leave one of them out."
+            raise ConfigError.about(
+                "--temporal-crop",
+                self.temporal_crop,
+                f"has no effect with `--video-windows` ({windows}), which says where windows lie",
+                "leave one of them out",
             )
 
 

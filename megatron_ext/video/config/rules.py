@@ -18,7 +18,7 @@ from megatron_ext.config.optimizer import ALL_TARGETS, LoraConfig
 from megatron_ext.config.rules.optimizer import target_errors
 from megatron_ext.config.run import RunConfig, named
 from megatron_ext.config.training import LossConfig, TrainingConfig
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, FlagError
 from megatron_ext.video.config.encoding import UMT5, CodecConfig, EncodeConfig, TextEncoderConfig
 from megatron_ext.video.config.run import (
     ConditionConfig,
@@ -124,7 +124,7 @@ _SHIFTS = "shift_base_tokens shift_base shift_max_tokens shift_max shift_by_leng
 
 SHAPE_FLAGS = ("hidden_size", "num_attention_heads")
 """Flags of the engine that networks without flags of their own for these sizes refuse."""
-QK_NORMS = "the norms of its queries and keys never decay; leave it out"
+QK_NORMS = "the norms of its queries and keys never decay"
 """Why ``--apply-wd-to-qk-layernorm`` is refused."""
 
 STREAMING_START = 200
@@ -165,25 +165,38 @@ def resolve_streaming(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, model=model, lora=lora, ema=ema, checkpoint=checkpoint)
 
 
-def _shared_errors(config: RunConfig, resolved: RunConfig) -> list[str]:
+def _shared_errors(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
     """Return a sentence for each fault in flags that flow matching and streaming share."""
     errors = resolved.section(SampleConfig).own_errors(resolved.checkpoint.save)
     schedule = config.parallel.pipeline_schedule or ""
     if schedule.startswith("core-"):
         errors.append(
-            f"`--pipeline-schedule {schedule}` takes sequences of one length only; use "
-            f"{schedule.removeprefix('core-')}."
+            FlagError(
+                f"--pipeline-schedule {schedule}",
+                None,
+                "takes sequences of one length only",
+                f"use {schedule.removeprefix('core-')}",
+            )
         )
     kinds = resolved.parallel.cp_comm_type
     if len(kinds) > 1:
         errors.append(
-            f"`--cp-comm-type` has {len(kinds)} values, but a video model has one for all its "
-            "blocks; give one."
+            FlagError(
+                "--cp-comm-type",
+                None,
+                f"has {len(kinds)} values, but a video model has one for all its blocks",
+                "give one",
+            )
         )
     if not _samples(config.section(SampleConfig), config.training):
         streams = config.section(VideoConfig).streams
         errors += [
-            f"`{x}` has an effect only with `--sample-interval`; give it too, or leave this out."
+            FlagError(
+                x,
+                None,
+                "has an effect only with `--sample-interval`",
+                "give it too, or leave this out",
+            )
             for x in changed(config, ("sample", "streaming_sample") if streams else ("sample",))
         ]
     return errors
@@ -194,7 +207,7 @@ def _samples(sample: SampleConfig, training: TrainingConfig) -> bool:
     return sample.sample_interval is not None or training.skip_train
 
 
-def streaming_rules(config: RunConfig, resolved: RunConfig) -> list[str]:
+def streaming_rules(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
     """Return a sentence for each fault in the flags of a streaming run."""
     streaming = config.section(StreamingConfig)
     sample = config.section(SampleConfig)
@@ -208,37 +221,47 @@ def streaming_rules(config: RunConfig, resolved: RunConfig) -> list[str]:
     ]
     if resolved.lora.lora_rank is not None and resolved.lora.lora_dropout:
         errors.append(
-            f"`--lora-dropout` ({resolved.lora.lora_dropout:g}) does not go with `--task "
-            "streaming`, whose blocks are run again for their gradients and must give the same; "
-            "use 0."
+            FlagError(
+                "--lora-dropout",
+                f"{resolved.lora.lora_dropout:g}",
+                "does not go with `--task streaming`, whose blocks are run again for their "
+                "gradients and must give the same",
+                "use 0",
+            )
         )
     return errors
 
 
-def _left_out_of_streaming(config: RunConfig) -> list[str]:
+def _left_out_of_streaming(config: RunConfig) -> list[FlagError]:
     """Return a sentence for each flag that streaming would ignore or does not support."""
     sections = config.by_name()
     described = config.section(StreamingConfig).described(config.model)
     errors = [
-        f"`{spelling_of(config.model, name)}` has no effect with `--task streaming`: "
-        "`--generator-size` and the flags beside it decide; leave it out."
+        FlagError(
+            spelling_of(config.model, name),
+            None,
+            "has no effect with `--task streaming`: `--generator-size` and the flags beside it "
+            "decide",
+            "leave it out",
+        )
         for name in SHAPE_FLAGS
         if getattr(config.model, name) not in (None, getattr(described, name))
     ]
     refused = (
         ("parallel", "pipeline_model_parallel_size", "a chunk is generated block after block, so "
-         "that pipeline stages would wait for one another; use tensor parallelism"),
-        ("optimizer", "overlap_grad_reduce", "blocks are trained one by one; leave it out"),
-        ("optimizer", "overlap_param_gather", "blocks are generated one by one; leave it out"),
-        ("optimizer", "apply_wd_to_qk_layernorm", QK_NORMS),
-        ("precision", "fp16", "three networks have no common loss scale; use --bf16"),
+         "that pipeline stages would wait for one another", "use tensor parallelism"),
+        ("optimizer", "overlap_grad_reduce", "blocks are trained one by one", "leave it out"),
+        ("optimizer", "overlap_param_gather", "blocks are generated one by one", "leave it out"),
+        ("optimizer", "apply_wd_to_qk_layernorm", QK_NORMS, "leave it out"),
+        ("precision", "fp16", "three networks have no common loss scale", "use --bf16"),
         ("fp8", "fp8_format", "a step changes several networks, each of which would need scales "
-         "of its own; leave it out"),
-        ("training", "skip_train", "there is nothing to evaluate; leave it out"),
-        ("training", "train_epochs", "prompts follow one another without end; give --train-iters"),
-        ("training", "eval_iters", "there is nothing to evaluate; use 0"),
-        ("training", "num_workers", "no clips are read; leave it out"),
-        ("text_encoder", "pooled_width", "its networks take no pooled text; leave it out"),
+         "of its own", "leave it out"),
+        ("training", "skip_train", "there is nothing to evaluate", "leave it out"),
+        ("training", "train_epochs", "prompts follow one another without end",
+         "give --train-iters"),
+        ("training", "eval_iters", "there is nothing to evaluate", "use 0"),
+        ("training", "num_workers", "no clips are read", "leave it out"),
+        ("text_encoder", "pooled_width", "its networks take no pooled text", "leave it out"),
     )  # fmt: skip
     usual = {
         "pipeline_model_parallel_size": 1,
@@ -248,15 +271,23 @@ def _left_out_of_streaming(config: RunConfig) -> list[str]:
         "skip_train": config.section(StreamingSampleConfig).only_samples,
     }
     errors += [
-        f"`--{name.replace('_', '-')}` ({getattr(sections[section], name)}) does not go with "
-        f"`--task streaming`: {reason}."
-        for section, name, reason in refused
+        FlagError(
+            f"--{name.replace('_', '-')}",
+            getattr(sections[section], name),
+            f"does not go with `--task streaming`: {reason}",
+            remedy,
+        )
+        for section, name, reason, remedy in refused
         if getattr(sections[section], name) not in (usual.get(name, False), None)
     ]
     if config.optimizer.shards_gradients:
         errors.append(
-            "`--data-parallel-sharding-strategy` (optim_grads) does not go with `--task streaming`"
-            ": blocks are trained one by one; use optim."
+            FlagError(
+                "--data-parallel-sharding-strategy",
+                "optim_grads",
+                "does not go with `--task streaming`: blocks are trained one by one",
+                "use optim",
+            )
         )
     return errors
 
@@ -270,20 +301,26 @@ def flow_rules(config: RunConfig, resolved: RunConfig) -> list[str]:
     ]
 
 
-def _unknown_to_network(config: RunConfig) -> list[str]:
+def _unknown_to_network(config: RunConfig) -> list[FlagError]:
     """Return a sentence for each flag that the network of a run of flow matching ignores."""
     network = chosen(config)
     sections = config.by_name()
     name = config.section(VideoConfig).video_model
     errors = [
-        f"`{spelled}` has an effect only with {named_by(other.titles)}; leave it out."
+        FlagError(
+            spelled, None, f"has an effect only with {named_by(other.titles)}", "leave it out"
+        )
         for other in all_networks()
         if other is not network
         for spelled in changed(config, [*named(other.sections)])
     ]
     errors += [
-        f"`{spelling_of(sections[section], field)}` has an effect only with {_streaming_or(field)};"
-        " leave it out."
+        FlagError(
+            spelling_of(sections[section], field),
+            None,
+            f"has an effect only with {_streaming_or(field)}",
+            "leave it out",
+        )
         for section in STREAMING_ONLY
         for field in changed_fields(sections[section])
         if field not in network.streaming_flags.get(name, ())
@@ -292,8 +329,12 @@ def _unknown_to_network(config: RunConfig) -> list[str]:
     if not network.takes_references:
         conditions = config.section(ConditionConfig)
         errors += [
-            f"`{spelling_of(conditions, x.field)}` has no effect with `--video-model {name}`: "
-            f"{title} is given no reference frames; leave it out."
+            FlagError(
+                spelling_of(conditions, x.field),
+                None,
+                f"has no effect with `--video-model {name}`: {title} is given no reference frames",
+                "leave it out",
+            )
             for x in flags_of("", ConditionConfig)
             if x.field != "t2v_weight"
             and getattr(conditions, x.field) != network.flow_defaults.get(x.field, x.default)
@@ -301,15 +342,23 @@ def _unknown_to_network(config: RunConfig) -> list[str]:
     text = config.section(TextEncoderConfig).text_encoder
     if network.takes_pooled and text == UMT5:
         errors.append(
-            f"`--text-encoder` ({UMT5}) gives no pooled vectors, which {title} needs; use t5-clip, "
-            f"or give {without_pooled()}."
+            FlagError(
+                "--text-encoder",
+                UMT5,
+                f"gives no pooled vectors, which {title} needs",
+                f"use t5-clip, or give {without_pooled()}",
+            )
         )
     dropout = config.section(TextDropoutConfig)
     usual = default_of(dropout, "pooled_dropout")
     if not network.takes_pooled and dropout.pooled_dropout != usual:
         errors.append(
-            f"`--pooled-dropout` ({dropout.pooled_dropout}) has no effect with `--video-model "
-            f"{name}`, which is given no pooled embedding; leave it out."
+            FlagError(
+                "--pooled-dropout",
+                dropout.pooled_dropout,
+                f"has no effect with `--video-model {name}`, which is given no pooled embedding",
+                "leave it out",
+            )
         )
     return errors
 
@@ -333,16 +382,16 @@ def _flow_errors(config: RunConfig, resolved: RunConfig) -> list[str]:
     easy = modes & {"v2v_head_easy", "v2v_tail_easy"}
     one_shift = config.section(FlowConfig).flow_shift is not None
     rules = [
-        ("conditions", "v2v_frames", "needs a weight of v2v_head or v2v_tail; give one", long),
-        ("conditions", "v2v_easy_frames", "needs a weight of an easy v2v mode; give one", easy),
-        ("training", "eval_iters", "needs `--video-valid-path`; give it, or 0", evaluates),
-        ("training", "eval_interval", "needs `--video-valid-path`; give it too", evaluates),
-        *(("flow", name, "has no effect beside `--flow-shift`; leave one of them out",
+        ("conditions", "v2v_frames", "needs a weight of v2v_head or v2v_tail", "give one", long),
+        ("conditions", "v2v_easy_frames", "needs a weight of an easy v2v mode", "give one", easy),
+        ("training", "eval_iters", "needs `--video-valid-path`", "give it, or 0", evaluates),
+        ("training", "eval_interval", "needs `--video-valid-path`", "give it too", evaluates),
+        *(("flow", name, "has no effect beside `--flow-shift`", "leave one of them out",
            not one_shift) for name in _SHIFTS),
     ]  # fmt: skip
-    errors = [
-        f"`{spelling_of(sections[section], name)}` {why}."
-        for section, name, why, works in rules
+    errors: list[str] = [
+        FlagError(spelling_of(sections[section], name), None, rule, remedy)
+        for section, name, rule, remedy, works in rules
         if not works and getattr(sections[section], name) != default_of(sections[section], name)
     ]
     if video.dry_run_shape is not None:
@@ -352,7 +401,7 @@ def _flow_errors(config: RunConfig, resolved: RunConfig) -> list[str]:
         # and of text encoders by these flags.
         samples = _samples(config.section(SampleConfig), config.training)
         errors += [
-            f"`{spelled}` has an effect only with `--online-encoding`; leave it out."
+            FlagError(spelled, None, "has an effect only with `--online-encoding`", "leave it out")
             for spelled in changed(config, ("encode",) if samples else ENCODING)
         ]
     return [*_shared_errors(config, resolved), *errors, *video.own_errors()]
@@ -360,18 +409,22 @@ def _flow_errors(config: RunConfig, resolved: RunConfig) -> list[str]:
 
 def _shape_errors(config: RunConfig, video: VideoConfig) -> list[str]:
     """Return a sentence for each fault in the flags beside ``--dry-run-shape``."""
-    errors = []
+    errors: list[str] = []
     given = f"`--dry-run-shape` ({video.dry_run_shape})"
     if not config.planning.dry_run:
-        errors.append(f"{given} needs `--dry-run`; give both.")
+        errors.append(FlagError(given, None, "needs `--dry-run`", "give both"))
     try:
         video.shape_to_price()
     except ConfigError as error:
         errors += error.messages
     others = (*changed(config, ("video",)), *changed(config, ("encode",)))
     errors += [
-        f"`{spelled}` has no effect beside {given}, which prices one shape without data; leave "
-        "one of them out."
+        FlagError(
+            spelled,
+            None,
+            f"has no effect beside {given}, which prices one shape without data",
+            "leave one of them out",
+        )
         for spelled in others
         if spelled not in ("--task", "--video-model", "--dry-run-shape")
     ]

@@ -21,7 +21,7 @@ from megatron_ext.config.flags import (
     flag,
     range_errors,
 )
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, FlagError, exclusive
 from megatron_ext.video.networks import NETWORKS
 
 
@@ -94,32 +94,46 @@ class VideoConfig:
         """
         parts = str(self.dry_run_shape).lower().split("x")
         if len(parts) != 3 or not all(x.isascii() and x.isdigit() and int(x) for x in parts):
-            raise ConfigError(
-                f"`--dry-run-shape` ({self.dry_run_shape}) must be height, width and number of "
-                "frames, such as 768x768x129; correct it."
+            raise ConfigError.about(
+                "--dry-run-shape",
+                self.dry_run_shape,
+                "must be height, width and number of frames, such as 768x768x129",
+                "correct it",
             )
         height, width, frames = map(int, parts)
         return height, width, frames
 
-    def own_errors(self) -> list[str]:
+    def own_errors(self) -> list[FlagError]:
         """Return a sentence on the first missing flag, or ``[]`` if no needed flag is missing."""
         if self.dry_run_shape is not None:
             return []
         if self.video_data_path is None:
             return [
-                "`--video-data-path` is missing; give the folder that tools/preprocess_video.py "
-                "wrote."
+                FlagError(
+                    "--video-data-path",
+                    None,
+                    "is missing",
+                    "give the folder that tools/preprocess_video.py wrote",
+                )
             ]
         valid = self.video_valid_path or []
         if len(set(valid)) < len(valid):
             return [
-                f"`--video-valid-path` ({' '.join(valid)}) names a set twice, but each clip counts "
-                "once in validation; name it once."
+                FlagError(
+                    "--video-valid-path",
+                    " ".join(valid),
+                    "names a set twice, but each clip counts once in validation",
+                    "name it once",
+                )
             ]
         if self.online_encoding and self.video_buckets is None:
             return [
-                "`--online-encoding` needs `--video-buckets`; give the resolutions and lengths, "
-                'such as {"256px": {"17": [1.0, 4]}}.'
+                FlagError(
+                    "--online-encoding",
+                    None,
+                    "needs `--video-buckets`",
+                    'give the resolutions and lengths, such as {"256px": {"17": [1.0, 4]}}',
+                )
             ]
         return []
 
@@ -184,43 +198,63 @@ class SampleConfig(UsersOwn):
     sample_batch_size: int = flag(4, "clips that a replica samples at once", SIZE, "clips")
     sample_ema: bool = flag(True, "sample with the averaged weights, where they are kept")
 
-    def own_errors(self, save: str | None) -> list[str]:
+    def own_errors(self, save: str | None) -> list[FlagError]:
         """Return a sentence for each fault in the sampling flags; ``save`` is the flag `--save`."""
         errors = []
         if self.sample_prompts is not None and self.sample_texts is not None:
             errors.append(
-                "`--sample-prompts` and `--sample-texts` exclude each other; give a file or "
-                "captions."
+                exclusive("--sample-prompts", "--sample-texts", remedy="give a file or captions")
             )
         given = {"--sample-image": self.sample_image, "--sample-video": self.sample_video}
         starts = {name: paths for name, paths in given.items() if paths is not None}
         if len(starts) > 1:
             errors.append(
-                "`--sample-image` and `--sample-video` exclude each other; give one, or rows with "
-                "`image` or `video` in a jsonl as `--sample-prompts`."
+                exclusive(
+                    "--sample-image",
+                    "--sample-video",
+                    remedy="give one, or rows with `image` or `video` in a jsonl as "
+                    "`--sample-prompts`",
+                )
             )
         for name, paths in starts.items():
             if self.sample_texts is None:
                 errors.append(
-                    f"`{name}` needs `--sample-texts`; rows of a jsonl as `--sample-prompts` have "
-                    f"`{name.removeprefix('--sample-')}`."
+                    FlagError(
+                        name,
+                        None,
+                        "needs `--sample-texts`",
+                        "rows of a jsonl as `--sample-prompts` have "
+                        f"`{name.removeprefix('--sample-')}`",
+                    )
                 )
             elif len(paths) not in (1, len(self.sample_texts)):
                 errors.append(
-                    f"`{name}` has {len(paths)} paths, but must have 1 or "
-                    f"{len(self.sample_texts)}, one for each of `--sample-texts`."
+                    FlagError(
+                        name,
+                        None,
+                        f"has {len(paths)} paths, but must have 1 or {len(self.sample_texts)}, "
+                        "one for each of `--sample-texts`",
+                    )
                 )
         if self.sample_interval is None:
             return errors
         if not self.sample_prompts and not self.sample_texts:
             errors.append(
-                f"`--sample-interval` ({self.sample_interval}) needs captions; give "
-                "`--sample-prompts` with a file of them, or `--sample-texts`."
+                FlagError(
+                    "--sample-interval",
+                    self.sample_interval,
+                    "needs captions",
+                    "give `--sample-prompts` with a file of them, or `--sample-texts`",
+                )
             )
         if self.sample_dir is None and save is None:
             errors.append(
-                f"`--sample-interval` ({self.sample_interval}) needs a folder for the clips; give "
-                "`--sample-dir` or `--save`."
+                FlagError(
+                    "--sample-interval",
+                    self.sample_interval,
+                    "needs a folder for the clips",
+                    "give `--sample-dir` or `--save`",
+                )
             )
         return errors
 
@@ -281,19 +315,27 @@ class ConditionConfig:
     )
 
     def __post_init__(self) -> None:
-        messages = list(range_errors(self).values())
-        if not messages and not self.modes:
-            messages.append(
-                "The weights of all condition modes are 0, but one must be drawn; give "
-                "`--t2v-weight 1` to train without references."
+        errors = list(range_errors(self).values())
+        if not errors and not self.modes:
+            errors.append(
+                FlagError(
+                    "The weights of all condition modes",
+                    None,
+                    "are 0, but one must be drawn",
+                    "give `--t2v-weight 1` to train without references",
+                )
             )
         if self.reference_loss not in REFERENCE_LOSSES:
-            messages.append(
-                f"`--reference-loss` ({self.reference_loss}) must be one of "
-                f"{', '.join(REFERENCE_LOSSES)}; choose masked to train on new frames only."
+            errors.append(
+                FlagError(
+                    "--reference-loss",
+                    self.reference_loss,
+                    f"must be one of {', '.join(REFERENCE_LOSSES)}",
+                    "choose masked to train on new frames only",
+                )
             )
-        if messages:
-            raise ConfigError(messages)
+        if errors:
+            raise ConfigError(errors)
 
     def weight(self, mode: str) -> float:
         """Return the relative frequency of a condition mode, such as ``i2v_head``."""
@@ -375,12 +417,13 @@ class FlowConfig:
         tokens = self.shift_max_tokens - self.shift_base_tokens
         rise = self.shift_max - self.shift_base
         wrong = []
+        remedy = "leave it out to get the default"
         # A frame without tokens has the smallest shift, which must be positive as well.
         if tokens <= 0 or rise < 0 or self.shift_base * tokens <= self.shift_base_tokens * rise:
-            rule = "such that the shift rises and is above 0 for any tokens"
-            wrong.append(f"`--shift-max` ({self.shift_max}) must be {rule}")
+            rule = "must be such that the shift rises and is above 0 for any tokens"
+            wrong.append(FlagError("--shift-max", self.shift_max, rule, remedy))
         if self.loss_normalization not in NORMALIZATIONS:
-            rule = f"one of {', '.join(NORMALIZATIONS)}"
-            wrong.append(f"`--loss-normalization` ({self.loss_normalization}) must be {rule}")
+            rule = f"must be one of {', '.join(NORMALIZATIONS)}"
+            wrong.append(FlagError("--loss-normalization", self.loss_normalization, rule, remedy))
         if wrong:
-            raise ConfigError([f"{what}; leave it out to get the default." for what in wrong])
+            raise ConfigError(wrong)

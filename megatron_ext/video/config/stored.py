@@ -35,9 +35,11 @@ def stored_video_model(stored: Mapping[str, Any], config: RunConfig) -> Sections
             "another checkpoint, or leave out `--use-checkpoint-args`."
         )
     if stored.get("lora", {}).get("lora_rank"):
-        raise ConfigError(
-            "`--use-checkpoint-args` finds a checkpoint of adapters, which flow matching does not "
-            "train; make whole networks of them with `tools/lora.py merge`."
+        raise ConfigError.about(
+            "--use-checkpoint-args",
+            None,
+            "finds a checkpoint of adapters, which flow matching does not train",
+            "make whole networks of them with `tools/lora.py merge`",
         )
     return network.restated(stored, kind, builds)
 

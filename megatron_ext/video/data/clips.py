@@ -100,15 +100,17 @@ def read_list(
                 clips.append(_clip(row, source, place))
                 unused.update(_unused(row))
         else:
-            raise DataError(f"`{flag}` ({source}) is neither a file nor a folder; give a {_KINDS}.")
+            raise DataError.about(
+                flag, source, "is neither a file nor a folder", f"give a {_KINDS}"
+            )
     except (OSError, UnicodeDecodeError, UnreadableFile) as error:
         why = error.reason if isinstance(error, UnreadableFile) else error
         where = error.path if isinstance(error, UnreadableFile) else source
-        raise DataError(
-            f"`{flag}` ({where}) cannot be read ({why}); give a {_KINDS}, with texts in UTF-8."
+        raise DataError.about(
+            flag, where, f"cannot be read ({why})", f"give a {_KINDS}, with texts in UTF-8"
         ) from None
     if not clips:
-        raise DataError(f"`{flag}` ({source}) holds no clip; give a list with rows.")
+        raise DataError.about(flag, source, "holds no clip", "give a list with rows")
     if unused:
         names = ", ".join(f"`{name}` ({count})" for name, count in unused.most_common())
         say(f"Columns of {source} that are not used, with the rows that have them: {names}.")

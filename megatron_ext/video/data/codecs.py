@@ -80,9 +80,11 @@ def codec_from_manifest(
             )
         return codec
     if codec_folder is not None:
-        raise ConfigError(
-            f"`--codec` ({codec_folder}) has no effect: the latents were made with the codec "
-            f"`{PATCH}`, which has no weights; leave it out."
+        raise ConfigError.about(
+            "--codec",
+            codec_folder,
+            f"has no effect: the latents were made with the codec `{PATCH}`, which has no weights",
+            "leave it out",
         )
     try:
         return PatchCodec(CodecConfig(**identity))

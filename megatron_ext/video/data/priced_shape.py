@@ -55,10 +55,12 @@ def clip_of_shape(config: RunConfig) -> Clip:
     if height % side or width % side or (frames - 1) % temporal:
         nearest = [max(1, round(length / side)) * side for length in (height, width)]
         nearest.append((frames - 1) // temporal * temporal + 1)
-        raise ConfigError(
-            f"`--dry-run-shape` ({video.dry_run_shape}) must have a height and a width that "
-            f"{side} divides, and {temporal}k + 1 frames, for this codec and network; choose "
-            f"{'x'.join(map(str, nearest))}."
+        raise ConfigError.about(
+            "--dry-run-shape",
+            video.dry_run_shape,
+            f"must have a height and a width that {side} divides, and {temporal}k + 1 frames, "
+            "for this codec and network",
+            f"choose {'x'.join(map(str, nearest))}",
         )
     latents = codec.latent_shape(frames, height, width)[1:]
     network.check_clips(latents, f"Clips of `--dry-run-shape` ({video.dry_run_shape})")

@@ -77,17 +77,21 @@ def blend_of(words: Sequence[str], flag: str = "--video-data-path") -> Blend:
     paths = tuple(dict.fromkeys(words[1::2]))
     mixed = None in weights or any(x is not None for x in numbers[1::2]) or len(words) % 2
     if mixed:
-        raise ConfigError(
-            f"`{flag}` ({given}) mixes weights and paths; give only paths, or a weight before each "
-            "path."
+        raise ConfigError.about(
+            flag,
+            given,
+            "mixes weights and paths",
+            "give only paths, or a weight before each path",
         )
     sums = dict.fromkeys(paths, 0.0)
     for weight, path in zip(weights, words[1::2], strict=True):
         sums[path] += weight or 0.0
     if min(x or 0.0 for x in weights) < 0 or not 0 < sum(sums.values()) < math.inf:
-        raise ConfigError(
-            f"`{flag}` ({given}) has the weights {weights}, which must be finite, at least 0 and "
-            "not all 0; correct them."
+        raise ConfigError.about(
+            flag,
+            given,
+            f"has the weights {weights}, which must be finite, at least 0 and not all 0",
+            "correct them",
         )
     return Blend(paths, tuple(sums.values()), (1,) * len(paths))
 
@@ -111,18 +115,24 @@ def joined_manifest(
     for path, manifest in zip(blend.paths, manifests, strict=True):
         for name in _ALIKE:
             if manifest[name] != first[name]:
-                raise ConfigError(
-                    f"`{flag}` ({path}) has `{name}` {_short(manifest[name])}, but "
-                    f"{blend.paths[0]} has {_short(first[name])}; preprocess both alike."
+                raise ConfigError.about(
+                    flag,
+                    path,
+                    f"has `{name}` {_short(manifest[name])}, but {blend.paths[0]} has "
+                    f"{_short(first[name])}",
+                    "preprocess both alike",
                 )
     sizes: dict[Bucket, Any] = {}
     for path, manifest in zip(blend.paths, manifests, strict=True):
         for bucket, entry in zip(buckets_of(manifest), manifest["buckets"], strict=True):
             size = entry["micro_batch_size"]
             if sizes.setdefault(bucket, size) != size:
-                raise ConfigError(
-                    f"`{flag}` ({path}) has micro-batches of {size} for {bucket}, but another set "
-                    f"has {sizes[bucket]}; give `--video-buckets` with one of them."
+                raise ConfigError.about(
+                    flag,
+                    path,
+                    f"has micro-batches of {size} for {bucket}, but another set has "
+                    f"{sizes[bucket]}",
+                    "give `--video-buckets` with one of them",
                 )
     deciding = [[m["fingerprint"] for m in manifests], blend.weights, blend.repeats]
     return {

@@ -105,9 +105,11 @@ def _opened_set(
         return ShardedVideos(path, plan)
     assert plan is not None
     if (Path(path) / MANIFEST).is_file():
-        raise DataError(
-            f"`--online-encoding` takes clips, but {path} holds encoded ones; leave it out, or "
-            "give a folder or a list of clips."
+        raise DataError.about(
+            "--online-encoding",
+            None,
+            f"takes clips, but {path} holds encoded ones",
+            "leave it out, or give a folder or a list of clips",
         )
     options = VideoPreprocessOptions(path, "", plan, *encoding)
     return open_online(options, flag=flag, tell=_is_first_rank())
@@ -238,10 +240,12 @@ def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
         valid = open_split(config, validates=True)
         for name in ("codec", "text_encoder"):
             if manifest[name] != valid.clips.manifest[name]:
-                raise ConfigError(
-                    f"`--video-valid-path` ({valid.path}) was encoded by another "
-                    f"{name.replace('_', ' ')} than `--video-data-path` ({train.path}); "
-                    "preprocess both alike."
+                raise ConfigError.about(
+                    "--video-valid-path",
+                    valid.path,
+                    f"was encoded by another {name.replace('_', ' ')} than "
+                    f"`--video-data-path` ({train.path})",
+                    "preprocess both alike",
                 )
         _check_references(config.section(ConditionConfig), valid)
     if _is_first_rank():
@@ -314,11 +318,13 @@ def _check_references(conditions: ConditionConfig, split: VideoSplit) -> None:
             for section in needed:
                 name = reference_name("tail" if section.start else "head", section.length)
                 if name not in references:
-                    raise ConfigError(
-                        f"`--{mode.replace('_', '-')}-weight` ({conditions.weight(mode)}) needs "
-                        f"references of {section.length} latent frame(s), but the {split.kind} set "
-                        f"has {', '.join(references) or 'none'}; preprocess it with "
-                        f"`--reference-lengths {section.length}`, or set the weight to 0."
+                    raise ConfigError.about(
+                        f"--{mode.replace('_', '-')}-weight",
+                        conditions.weight(mode),
+                        f"needs references of {section.length} latent frame(s), but the "
+                        f"{split.kind} set has {', '.join(references) or 'none'}",
+                        f"preprocess it with `--reference-lengths {section.length}`, or set "
+                        "the weight to 0",
                     )
 
 

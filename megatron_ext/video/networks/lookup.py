@@ -92,9 +92,11 @@ def with_widths(config: RunConfig, manifest: Mapping[str, Any]) -> RunConfig:
     video = config.section(VideoConfig)
     if network.takes_pooled and not manifest["pooled_width"]:
         paths = video.video_data_path or ()
-        raise ConfigError(
-            f"`--video-data-path` ({' '.join(paths)}) holds captions without pooled vectors, as "
-            f"umt5 gives them, but {network.titles[video.video_model]} needs these; give "
-            f"{without_pooled()}, or encode the captions with t5-clip."
+        raise ConfigError.about(
+            "--video-data-path",
+            " ".join(paths),
+            "holds captions without pooled vectors, as umt5 gives them, but "
+            f"{network.titles[video.video_model]} needs these",
+            f"give {without_pooled()}, or encode the captions with t5-clip",
         )
     return network_of(config).with_widths(manifest)

@@ -22,6 +22,7 @@ from megatron_ext.checkpoint.conversion import PeftLayers
 from megatron_ext.config.optimizer import LoraConfig
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import FlagError
 from megatron_ext.losses.contract import LossFunction, Report, StepCounts, share_of_step
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.planning.stages import Ranks, Stage
@@ -80,7 +81,7 @@ class VideoNetwork:
     sections: tuple[type, ...]
     flow: str
     resolve: Callable[[RunConfig], RunConfig]
-    rules: Callable[[RunConfig, RunConfig], list[str]]
+    rules: Callable[[RunConfig, RunConfig], list[FlagError]]
     stored_model: Callable[[Mapping[str, Any], str], Sections]
     restated: Callable[[Mapping[str, Any], str, str], Sections] | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.checkpoint.stored import check_weights
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, FlagError
 from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
 from megatron_ext.video.config.run import SampleConfig
 from megatron_ext.video.data.codecs import build_codec, check_codec_folder
@@ -119,20 +119,32 @@ def _check_sequences(streaming: StreamingConfig) -> None:
             value = getattr(streaming, name)
             if value != usual:
                 errors.append(
-                    f"`--{name.replace('_', '-')}` ({value}) needs prompts after a switch; give "
-                    "`--second-prompts-path`, or `second_text` in the jsonl."
+                    FlagError(
+                        f"--{name.replace('_', '-')}",
+                        value,
+                        "needs prompts after a switch",
+                        "give `--second-prompts-path`, or `second_text` in the jsonl",
+                    )
                 )
     elif not any(switches):
         frames = streaming.switch_frames
+        place = "inside" if frames is None else f"at {_words(frames)}"
         errors.append(
-            f"no sequence of `--sequence-lengths` ({_words(streaming.sequence_lengths)}) is long "
-            f"enough to switch {'inside' if frames is None else f'at {_words(frames)}'}; give "
-            "longer ones, or leave out the prompts after the switch."
+            FlagError(
+                "no sequence of `--sequence-lengths`",
+                _words(streaming.sequence_lengths),
+                f"is long enough to switch {place}",
+                "give longer ones, or leave out the prompts after the switch",
+            )
         )
     if streaming.given_frames >= streaming.chunk_frames:
         errors.append(
-            f"`--chunk-frames` ({streaming.chunk_frames}) must exceed the frame block "
-            f"({streaming.given_frames}) that the images or videos of `--prompts-path` begin with."
+            FlagError(
+                "--chunk-frames",
+                streaming.chunk_frames,
+                f"must exceed the frame block ({streaming.given_frames}) that the images or "
+                "videos of `--prompts-path` begin with",
+            )
         )
     if errors:
         raise ConfigError(errors)
@@ -146,24 +158,29 @@ def _check_latents(streaming: StreamingConfig, codec: CodecConfig, *, samples: b
     """Raise ConfigError if patches or codec do not fit the latents, or an unused codec is set."""
     sizes = streaming.sizes()
     if any(x % sizes.patch_size for x in streaming.latent_size):
-        raise ConfigError(
-            f"`--latent-size` ({_words(streaming.latent_size)}) must be positive multiples of the "
-            f"patch size ({sizes.patch_size})."
+        raise ConfigError.about(
+            "--latent-size",
+            _words(streaming.latent_size),
+            f"must be positive multiples of the patch size ({sizes.patch_size})",
         )
     if not streaming.encode_first_frame and not streaming.given_frames and not samples:
         if codec != CodecConfig():
-            raise ConfigError(
-                "`--no-encode-first-frame` leaves nothing for the codec to do; leave the flags of "
-                "the codec out."
+            raise ConfigError.about(
+                "--no-encode-first-frame",
+                None,
+                "leaves nothing for the codec to do",
+                "leave the flags of the codec out",
             )
         return
     channels = build_codec(codec).channels
     if channels != sizes.channels:
-        raise ConfigError(
-            f"`--codec` has {channels} latent channels, but `--generator-size "
-            f"{streaming.generator_size}` has {sizes.channels}; give `--codec-channels "
-            f"{sizes.channels}` or another codec, or, with `--no-encode-first-frame`, sample no "
-            "videos."
+        raise ConfigError.about(
+            "--codec",
+            None,
+            f"has {channels} latent channels, but `--generator-size "
+            f"{streaming.generator_size}` has {sizes.channels}",
+            f"give `--codec-channels {sizes.channels}` or another codec, or, with "
+            "`--no-encode-first-frame`, sample no videos",
         )
 
 
@@ -187,22 +204,35 @@ def _check_layout(streaming: StreamingConfig, parallel: ParallelConfig) -> None:
         for what, number in (("heads", sizes.num_heads), ("feed-forward rows", sizes.ffn_size)):
             if number % tp and role != "teacher":
                 errors.append(
-                    f"`--{role}-size {name}` has {number} {what}, which "
-                    f"`--tensor-model-parallel-size` ({tp}) does not divide; use fewer ranks."
+                    FlagError(
+                        f"--{role}-size {name}",
+                        None,
+                        f"has {number} {what}, which `--tensor-model-parallel-size` ({tp}) does "
+                        "not divide",
+                        "use fewer ranks",
+                    )
                 )
         if parallel.cp_comm_type[0] == "a2a" and sizes.num_heads % (tp * cp):
             errors.append(
-                f"`--cp-comm-type a2a` trades the {sizes.num_heads} heads of `--{role}-size "
-                f"{name}`, which tensor x context parallel size ({tp * cp}) does not divide; use "
-                "all_gather."
+                FlagError(
+                    "--cp-comm-type a2a",
+                    None,
+                    f"trades the {sizes.num_heads} heads of `--{role}-size {name}`, which tensor "
+                    f"x context parallel size ({tp * cp}) does not divide",
+                    "use all_gather",
+                )
             )
     ranks = cp * (tp if parallel.sequence_parallel else 1)
     tokens = _frame_tokens(streaming)
     if tokens % ranks:
         errors.append(
-            f"`--latent-size` ({_words(streaming.latent_size)}) gives a frame {tokens} tokens, "
-            f"which {ranks} ranks (context parallel, times tensor parallel with "
-            "`--sequence-parallel`) do not divide; use fewer ranks or another size."
+            FlagError(
+                "--latent-size",
+                _words(streaming.latent_size),
+                f"gives a frame {tokens} tokens, which {ranks} ranks (context parallel, times "
+                "tensor parallel with `--sequence-parallel`) do not divide",
+                "use fewer ranks or another size",
+            )
         )
     if errors:
         raise ConfigError(errors)

@@ -71,9 +71,11 @@ def read_training_prompts(config: StreamingConfig) -> Sequence[PromptRow]:
         return first
     second = _rows("--second-prompts-path", config.second_prompts_path)
     if len(first) != len(second):
-        raise DataError(
-            f"`--second-prompts-path` ({config.second_prompts_path}) has {len(second)} prompts, "
-            f"but must have {len(first)}, one for each of `--prompts-path`."
+        raise DataError.about(
+            "--second-prompts-path",
+            config.second_prompts_path,
+            f"has {len(second)} prompts, but must have {len(first)}, one for each of "
+            "`--prompts-path`",
         )
     extras = [value for row in second for value in (row.second_text, row.start)]
     for flag, path, taken in (
@@ -81,10 +83,12 @@ def read_training_prompts(config: StreamingConfig) -> Sequence[PromptRow]:
         ("--second-prompts-path", config.second_prompts_path, extras),
     ):
         if any(value is not None for value in taken):
-            raise DataError(
-                f"`{flag}` ({path}) must have nothing but the first text and what the sequences "
-                "begin with beside `--second-prompts-path`, which must have nothing but `text`; "
-                "leave the second texts in one of them."
+            raise DataError.about(
+                flag,
+                path,
+                "must have nothing but the first text and what the sequences begin with "
+                "beside `--second-prompts-path`, which must have nothing but `text`",
+                "leave the second texts in one of them",
             )
     return [
         PromptRow(row.text, after.text, row.start) for row, after in zip(first, second, strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, FlagError
 from megatron_ext.video.model.window import window_of
 from megatron_ext.video.streaming.config import StreamingConfig, StreamingSampleConfig
 from megatron_ext.video.streaming.decisions import can_grow
@@ -17,22 +17,32 @@ if TYPE_CHECKING:
 TENSOR, PIPELINE = "--teacher-tensor-model-parallel-size", "--teacher-pipeline-model-parallel-size"
 
 
-def streaming_errors(streaming: StreamingConfig) -> list[str]:
+def streaming_errors(streaming: StreamingConfig) -> list[FlagError]:
     """Return a sentence on each error in the flags of streaming."""
     errors = []
     tensor = streaming.teacher_tensor_model_parallel_size
     own_layout = tensor is not None or streaming.teacher_pipeline_model_parallel_size > 1
     if streaming.prompts_path is None:
-        errors.append("`--prompts-path` is missing; give a file with one prompt a line.")
+        errors.append(
+            FlagError("--prompts-path", None, "is missing", "give a file with one prompt a line")
+        )
     if streaming.encode_first_frame and streaming.chunk_frames == 1:
         errors.append(
-            "`--chunk-frames` (1) leaves no frame to train, since the codec makes a chunk's "
-            "first; give longer chunks, or `--no-encode-first-frame`."
+            FlagError(
+                "--chunk-frames",
+                "1",
+                "leaves no frame to train, since the codec makes a chunk's first",
+                "give longer chunks, or `--no-encode-first-frame`",
+            )
         )
     if streaming.distribution_loss == "sid" and own_layout:
         errors.append(
-            "`--distribution-loss sid` needs gradients through the teacher, which has none in a "
-            f"layout of its own; leave out `{TENSOR}` and `{PIPELINE}`."
+            FlagError(
+                "--distribution-loss sid",
+                None,
+                "needs gradients through the teacher, which has none in a layout of its own",
+                f"leave out `{TENSOR}` and `{PIPELINE}`",
+            )
         )
     differs = not streaming.same_exit_across_blocks
     rules = (
@@ -47,7 +57,7 @@ def streaming_errors(streaming: StreamingConfig) -> list[str]:
         ("ts-schedule-max", streaming.ts_schedule_max, "no-same-exit-across-blocks", differs),
     )  # fmt: skip
     return errors + [
-        f"`--{name}` has no effect with `--{other}`; leave one of them out."
+        FlagError(f"--{name}", None, f"has no effect with `--{other}`", "leave one of them out")
         for name, given, other, works in rules
         if given and works
     ]
@@ -94,16 +104,18 @@ def check_options(streaming: StreamingConfig) -> None:
     )  # fmt: skip
     for name, rule, fits, advice in rules:
         if not fits:
-            raise ConfigError(
-                f"`--{name.replace('_', '-')}` ({getattr(streaming, name)}) must be {rule}; "
-                f"{advice}."
+            raise ConfigError.about(
+                f"--{name.replace('_', '-')}",
+                getattr(streaming, name),
+                f"must be {rule}",
+                advice,
             )
     window_of(streaming)
 
 
 def sample_errors(
     own: StreamingSampleConfig, sample: SampleConfig, streaming: StreamingConfig
-) -> list[str]:
+) -> list[FlagError]:
     """Return a sentence on each error in the flags of sampled videos."""
     errors = []
     blocks = streaming.blocks
@@ -111,31 +123,45 @@ def sample_errors(
     texts = sample.sample_texts or ()
     if length is not None and (length < 1 or not blocks.begins(length)):
         errors.append(
-            f"`--sample-latent-frames` ({length}) must be {blocks.rule}, since blocks are "
-            "denoised together."
+            FlagError(
+                "--sample-latent-frames",
+                length,
+                f"must be {blocks.rule}, since blocks are denoised together",
+            )
         )
     second = own.sample_second_texts
     switch = own.sample_switch_frame
     if switch is not None and second is None:
         errors.append(
-            f"`--sample-switch-frame` ({switch}) needs `--sample-second-texts`; give the "
-            "captions after the switch."
+            FlagError(
+                "--sample-switch-frame",
+                switch,
+                "needs `--sample-second-texts`",
+                "give the captions after the switch",
+            )
         )
     if second is None:
         return errors
     if len(second) != len(texts):
         errors.append(
-            f"`--sample-second-texts` has {len(second)} captions, but must have {len(texts)}, "
-            "one for each of `--sample-texts`; a jsonl as `--sample-prompts` may hold `switches` "
-            "of its own."
+            FlagError(
+                "--sample-second-texts",
+                None,
+                f"has {len(second)} captions, but must have {len(texts)}, one for each of "
+                "`--sample-texts`",
+                "a jsonl as `--sample-prompts` may hold `switches` of its own",
+            )
         )
     start = own.switch_frame(streaming)
     last = blocks.at_or_before(own.num_frames(streaming) - 1)
     if not 1 <= start <= last:
         errors.append(
-            f"`--sample-switch-frame` ({start}) must lie between 1 and the start of the last "
-            f"frame block ({last}); sample longer videos with `--sample-latent-frames`, or "
-            "switch earlier."
+            FlagError(
+                "--sample-switch-frame",
+                start,
+                f"must lie between 1 and the start of the last frame block ({last})",
+                "sample longer videos with `--sample-latent-frames`, or switch earlier",
+            )
         )
     return errors
 
@@ -162,7 +188,7 @@ def teacher_sizes(streaming: StreamingConfig, parallel: ParallelConfig) -> Teach
     return TeacherSizes(run[0] if tensor is None else tensor, stages)
 
 
-def teacher_errors(streaming: StreamingConfig, parallel: ParallelConfig) -> list[str]:
+def teacher_errors(streaming: StreamingConfig, parallel: ParallelConfig) -> list[FlagError]:
     """Return a sentence on each reason why the teacher cannot have its layout."""
     tensor = parallel.tensor_model_parallel_size
     context = parallel.context_parallel_size
@@ -174,8 +200,12 @@ def teacher_errors(streaming: StreamingConfig, parallel: ParallelConfig) -> list
     stages = streaming.teacher_pipeline_model_parallel_size
     if stages > sizes.num_blocks:
         errors.append(
-            f"`{PIPELINE}` ({stages}) must be at most the number of the teacher's blocks "
-            f"({sizes.num_blocks}); use {sizes.num_blocks} or fewer."
+            FlagError(
+                PIPELINE,
+                stages,
+                f"must be at most the number of the teacher's blocks ({sizes.num_blocks})",
+                f"use {sizes.num_blocks} or fewer",
+            )
         )
     # Find matrices and frames that the teacher's tensor-parallel ranks cannot divide. A teacher
     # with the generator's size and layout needs no check, since the generator is checked.
@@ -190,13 +220,17 @@ def teacher_errors(streaming: StreamingConfig, parallel: ParallelConfig) -> list
         counts = range(1, sizes.num_heads + 1)
         fitting = [n for n in counts if not any(x % n for x in widths.values())]
         errors.append(
-            f"`{TENSOR if given else '--tensor-model-parallel-size'}` ({shared}) must divide the "
-            f"teacher's {' and '.join(wrong)}; use {_any_of(fitting)}."
+            FlagError(
+                TENSOR if given else "--tensor-model-parallel-size",
+                shared,
+                f"must divide the teacher's {' and '.join(wrong)}",
+                f"use {_any_of(fitting)}",
+            )
         )
     return errors
 
 
-def _rank_errors(own: TeacherSizes, parallel: ParallelConfig) -> list[str]:
+def _rank_errors(own: TeacherSizes, parallel: ParallelConfig) -> list[FlagError]:
     """Return an error, in a list, if copies of the teacher do not fit ranks or replicas."""
     world = parallel.world_size
     tensor = parallel.tensor_model_parallel_size
@@ -207,10 +241,14 @@ def _rank_errors(own: TeacherSizes, parallel: ParallelConfig) -> list[str]:
     if own.ranks in fitting:
         return []
     return [
-        f"`{TENSOR}` × `{PIPELINE}` ({own.tensor} × {own.pipeline} = {own.ranks}) must divide the "
-        f"number of ranks ({world}), and divide or be a multiple of the run's tensor × context "
-        f"parallel size ({tensor} × {context} = {replica}); use sizes whose product is "
-        f"{_any_of(fitting)}."
+        FlagError(
+            TENSOR,
+            None,
+            f"× `{PIPELINE}` ({own.tensor} × {own.pipeline} = {own.ranks}) must divide the number "
+            f"of ranks ({world}), and divide or be a multiple of the run's tensor × context "
+            f"parallel size ({tensor} × {context} = {replica})",
+            f"use sizes whose product is {_any_of(fitting)}",
+        )
     ]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_ext.config.flags import default_of
 from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import FlagError
 from megatron_ext.video.config.sizes import model_of
 from megatron_ext.video.networks.mmdit.config import MMDiTConfig
 from megatron_ext.video.networks.network import Sections
@@ -22,12 +23,12 @@ def resolve(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, model=model_of(fields, config.model))
 
 
-def rules(config: RunConfig, resolved: RunConfig) -> list[str]:
+def rules(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
     """Return a sentence if ``--guidance`` is given to a model that is not told it."""
     mmdit = config.section(MMDiTConfig)
     if mmdit.guidance_embed or mmdit.guidance == default_of(mmdit, "guidance"):
         return []
-    return ["`--guidance` needs `--guidance-embed`; give both."]
+    return [FlagError("--guidance", None, "needs `--guidance-embed`", "give both")]
 
 
 def stored_model(stored: Mapping[str, Any], name: str) -> Sections:

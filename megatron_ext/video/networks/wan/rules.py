@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_ext.config.flags import spelling_of
 from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import FlagError
 from megatron_ext.video.config.rules import QK_NORMS, SHAPE_FLAGS
 from megatron_ext.video.config.run import VideoConfig
 from megatron_ext.video.config.sizes import model_of
@@ -22,21 +23,36 @@ def resolve(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, model=model_of(fields, config.model))
 
 
-def rules(config: RunConfig, resolved: RunConfig) -> list[str]:
+def rules(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
     """Return a sentence for each fault in the flags of a video DiT, and each that it ignores."""
     model = f"`--video-model {config.section(VideoConfig).video_model}`"
     errors = [
-        f"`{spelling_of(config.model, name)}` has no effect with {model}: `--video-dit-size` "
-        "decides; leave it out."
+        FlagError(
+            spelling_of(config.model, name),
+            None,
+            f"has no effect with {model}: `--video-dit-size` decides",
+            "leave it out",
+        )
         for name in SHAPE_FLAGS
         if getattr(config.model, name) is not None
     ]
     if config.optimizer.apply_wd_to_qk_layernorm:
-        errors.append(f"`--apply-wd-to-qk-layernorm` has no effect with {model}: {QK_NORMS}.")
+        errors.append(
+            FlagError(
+                "--apply-wd-to-qk-layernorm",
+                None,
+                f"has no effect with {model}: {QK_NORMS}",
+                "leave it out",
+            )
+        )
     if config.section(VideoDiTConfig).independent_block_timesteps and not is_causal(config):
         errors.append(
-            "`--independent-block-timesteps` has an effect only with `--video-model "
-            "causal-video-dit`, which has frame blocks; leave it out."
+            FlagError(
+                "--independent-block-timesteps",
+                None,
+                "has an effect only with `--video-model causal-video-dit`, which has frame blocks",
+                "leave it out",
+            )
         )
     return errors
 
