@@ -132,7 +132,10 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         return state
 
     def _sinks(self, query: Tensor) -> Tensor | None:
-        """Return the sink of each head of a query ``[q, b, n, d]``, ``[n]``; None without sinks."""
+        """Return the sinks ``[n]`` of the heads in ``query`` ``[q, b, n, d]``; None without any.
+
+        If ranks exchange heads, the query holds only a part of this rank's heads.
+        """
         if not self.has_sinks:
             return None
         heads = query.size(2)

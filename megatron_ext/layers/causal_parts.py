@@ -112,7 +112,7 @@ def attend_in_parts(
 
 
 def _parts(query: Tensor, key: Tensor, value: Tensor) -> list[tuple[Tensor, ...]]:
-    """Return the keys and values before the first query, then those at the queries' positions."""
+    """Return two pairs of keys and values: those before the first query, then the queries' own."""
     first = key.size(2) - query.size(2)
     return [(key[:, :, :first], value[:, :, :first]), (key[:, :, first:], value[:, :, first:])]
 

@@ -39,9 +39,10 @@ MAX_VARIANTS = 64
 
 @dataclass
 class Compiler:
-    """The settings of compilation; if the backend is None, everything runs eagerly.
+    """The settings of compilation.
 
     Attributes:
+        backend: torch.compile's backend; None runs everything eagerly.
         on_cpu: whether functions of CPU tensors are compiled too. If not, layers on a CPU need not
             call `compiles`.
     """

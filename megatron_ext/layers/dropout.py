@@ -97,7 +97,10 @@ class HiddenDropout(torch.nn.Module):
         return self.training and self.probability > 0
 
     def drawn(self, x: Tensor) -> Tensor:
-        """Return uniform numbers shaped like ``x``; those below the probability drop an element."""
+        """Return uniform numbers shaped like ``x``; an element is dropped if its number is small.
+
+        Small means below the dropout probability.
+        """
         positions = local_positions(x.size(0), self.groups, cut=self.cut).to(x.device)
         full = x.size(0) * self.groups.cp.size() * (self.groups.tp.size() if self.cut else 1)
         shape = full, x.size(2)

@@ -63,14 +63,24 @@ def _has_kernel(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class _Call:
-    """The weights of a grouped product, ``[out, in]`` each, and the rule for their gradients."""
+    """The weights of the experts in a grouped product, and where their gradients go.
+
+    Attributes:
+        weights: one for each expert, ``[out, in]``.
+        queue: queue for the gradients; None computes them in the backward pass.
+        in_place: whether to add the gradients to the weights' ``main_grad``, if they have one.
+    """
 
     weights: Sequence[Tensor]
     queue: DeferredWeightGradients | None
     in_place: bool
 
     def add(self, gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Add gradients ``[e, out, in]`` to the buffers, or return one per weight for autograd."""
+        """Add gradients ``[e, out, in]`` to the buffers, or give them to autograd.
+
+        Return what autograd gets for each weight: the gradient, a placeholder, or None if it is
+        queued.
+        """
         if self.in_place and all(hasattr(weight, "main_grad") for weight in self.weights):
             buffers: Any = [writable(x.main_grad) for x in self.weights]  # type: ignore[attr-defined]
             stale = [
@@ -184,7 +194,11 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         )
 
     def _product(self, x: Tensor, ends: Tensor, name: str) -> Tensor:
-        """Multiply each expert's tokens (rows of ``[tokens, in]``) by its matrix ``[out, in]``."""
+        """Multiply each expert's tokens, rows of ``[tokens, in]``, by its matrix ``[out, in]``.
+
+        ``ends`` ``[e]`` is the row after each expert's last token; ``name`` is that of the linear
+        layer.
+        """
         weights = [getattr(expert, name).weight for expert in self.local_experts]
         trains = weights[0].requires_grad
         config = self.config
@@ -196,7 +210,11 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         return product
 
     def _biases(self, ends: Tensor, name: str, like: Tensor) -> Tensor | None:
-        """Return each token's bias ``[tokens, out]``; None without biases."""
+        """Return the bias of each token's expert, ``[tokens, out]``; None without biases.
+
+        ``ends`` ``[e]`` is the row after each expert's last token; ``name`` is that of the linear
+        layer. The result has the dtype and device of ``like``.
+        """
         biases = [getattr(expert, name).bias for expert in self.local_experts]
         if biases[0] is None:
             return None

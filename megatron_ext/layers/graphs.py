@@ -35,7 +35,7 @@ Graphed = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Argument:
-    """The properties of a tensor argument of a layer."""
+    """Properties of a tensor argument of a layer."""
 
     name: str
     shape: torch.Size
@@ -82,11 +82,11 @@ class LayerGraphs:
             self.seen = {name: None if name in free else value for name, value in call.items()}
 
     def samples(self, copies: dict[int, Tensor]) -> list[Tensor]:
-        """Return the tensors from which a graph reads its arguments.
+        """Return the tensors from which a graph reads the layer's arguments.
 
-        Arguments that need no gradient are copies of the first call's tensors. ``copies`` maps ids
-        of originals to their copies. All layers of a slot share this mapping, because they cache
-        results by the identity of a tensor.
+        An argument that needs no gradient gets a copy of the first call's tensor. ``copies`` maps
+        the id of such a tensor to its copy. All layers of a slot share this mapping, because they
+        cache results by the identity of a tensor.
         """
         tensors = []
         for argument in self.arguments:

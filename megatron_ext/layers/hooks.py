@@ -9,9 +9,9 @@ from torch import nn
 
 
 def call_pre_hooks(root: nn.Module) -> None:
-    """Call the forward pre-hooks of a module and of those inside it, with no inputs.
+    """Call the forward pre-hooks of a module and of all modules inside it, without inputs.
 
-    In these hooks, data parallelism waits until the weights are gathered. Their results are
+    In these hooks, data parallelism waits until the weights are gathered. The hooks' results are
     ignored.
     """
     for module in root.modules():

@@ -115,7 +115,7 @@ class Marks:
         self._held: list[Any] = []
 
     def settle(self) -> None:
-        """Look up all storages again, since a router's weight moves after registration."""
+        """Register all parameters under their present storage: a router's weight has moved."""
         waiting = self._waiting.values()
         self._waiting = {_memory(parameter): (parameter, method) for parameter, method in waiting}
 
@@ -129,7 +129,10 @@ class Marks:
         parameter.fill_(math.nan)
 
     def method_of(self, tensor: Tensor) -> Initialize | None:
-        """Return the method registered for a parameter or for a part of one, or None."""
+        """Return the method registered for a tensor, or for the parameter it is a part of.
+
+        Return None if there is none.
+        """
         return self._waiting.get(_memory(tensor), (None, None))[1]
 
     def clear(self) -> None:
@@ -138,7 +141,7 @@ class Marks:
 
 
 class Marked:
-    """Wraps an initialization method, and registers its parameters in `Marks` for later."""
+    """Wraps an initialization method: parameters are registered in `Marks`, and filled later."""
 
     def __init__(self, method: Initialize, marks: Marks) -> None:
         self.method = method

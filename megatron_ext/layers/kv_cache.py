@@ -78,18 +78,18 @@ class PackedTokens:
         return lengths.cumsum(0) - 1
 
     def kept(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the result of the first call of ``make`` for ``key`` in this pass."""
+        """Return the value under ``key``; the first call in a pass computes it by ``make``."""
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]  # type: ignore[no-any-return]
 
     def slots(self) -> Tensor:
-        """Return the slots of the sequences with one new token, ``[singles]``."""
+        """Return the slots of the sequences with a single new token, ``[singles]``."""
         slots = [segment.slot for segment in self.segments[: self.singles]]
         return torch.tensor(slots, device=self.device)
 
     def places(self) -> Tensor | slice:
-        """Return the slots of the sequences with one new token, as a slice if they are adjacent."""
+        """Return the slots of the sequences with a single new token; adjacent ones as a slice."""
         slots = [segment.slot for segment in self.segments[: self.singles]]
         if slots == list(range(slots[0], slots[0] + len(slots))):
             return slice(slots[0], slots[0] + len(slots))

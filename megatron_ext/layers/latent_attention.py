@@ -256,7 +256,7 @@ def rotary_embedding(config: MLATransformerConfig, cp_group: ProcessGroup) -> Ro
 
 
 def _shared_out(gradient: Tensor, count: int) -> Tensor:
-    """Return this rank's share of a gradient, such that ``count`` ranks' shares sum to it."""
+    """Return an equal share of a gradient that ``count`` ranks hold, so that their sum is right."""
     return gradient / count
 
 

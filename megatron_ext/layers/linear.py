@@ -68,7 +68,7 @@ def _weight_gradient(call: LinearCall, gradient: Tensor, total: Tensor) -> Tenso
 
 
 class _Linear(torch.autograd.Function):
-    """Autograd function ``y = x W^T + b``; the weight gradient may be queued or added in place."""
+    """The autograd function ``y = x W^T + b``; `LinearCall` says where its weight gradient goes."""
 
     @staticmethod
     def forward(
@@ -140,7 +140,7 @@ class _ParallelLinear:
 
     config: Any
     alone = True
-    """Whether only this layer computes gradients of the weight."""
+    """Whether the weight belongs to this layer only; otherwise another module uses it, too."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -151,12 +151,12 @@ class _ParallelLinear:
 
     @property
     def adds_in_place(self) -> bool:
-        """Whether the layer itself adds its weight's gradient to the gradient buffer."""
+        """Return whether the layer itself adds its weight's gradient to the gradient buffer."""
         return self.alone and self.overwrites
 
     @property
     def overwrites(self) -> bool:
-        """Whether the weight's first gradient in a step may overwrite the old one."""
+        """Return whether the weight's first gradient in a step overwrites the last step's."""
         return getattr(self.config, "adds_in_place", False)
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

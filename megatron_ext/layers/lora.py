@@ -144,7 +144,11 @@ def _adapted(chunk: torch.nn.Module) -> Iterator[tuple[Layer, Adapter]]:
 
 
 def merged_weight_of(chunks: Sequence[torch.nn.Module]) -> dict[int, Callable[[], Tensor]]:
-    """Return, by the weight's id, functions that compute a weight with its adapter merged."""
+    """Return, for each weight with an adapter, a function that computes the merged weight.
+
+    The keys are the Python ids of the weights. The merged weight is ``W + scale * B A`` in W's
+    dtype.
+    """
 
     def merge(layer: Layer, adapter: Adapter) -> Tensor:
         with torch.no_grad():

@@ -343,13 +343,14 @@ def _ranges(documents: Tensor) -> tuple[Tensor, Tensor]:
 def _in_order(
     some: Tensor, whole: Tensor, lengths: Lengths, rule: Callable[..., Tensor]
 ) -> BlockMask:
-    """Return a block mask over blocks ``[b or 1, q blocks, k blocks]``; `rule` decides inside them.
+    """Return a block mask from the blocks that allow attention, ``[b or 1, q blocks, k blocks]``.
 
-    ``some`` is True where a block allows some attention, ``whole`` where it allows all.
+    ``some`` is True where a block allows some attention, ``whole`` where it allows all. In a block
+    that allows only some, ``rule`` decides for each pair.
     """
 
     def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the number of selected blocks of each row, and its columns, selected first."""
+        """Return the number of True blocks in each row, and the row's columns with these first."""
         blocks = blocks[:, None].int()
         columns = torch.argsort(blocks, dim=-1, descending=True, stable=True)
         return blocks.sum(-1, dtype=torch.int32), columns.int()

@@ -148,7 +148,7 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     num_local_experts: int
 
     def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> Any:
-        """Gather the tokens of all ranks with parts of this rank's experts; sort them by expert.
+        """Gather the tokens of all ranks that share this rank's experts; sort them by expert.
 
         Return the tokens ``[tokens, h]``, the number of tokens by expert, and the probabilities.
         """
@@ -163,7 +163,10 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
             return super().dispatch_postprocess(tokens, probs)
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Sum the outputs of an expert's parts; return the sums for this rank's own tokens."""
+        """Sum the outputs that the tensor-parallel parts of an expert have for each token.
+
+        Return the sums of the tokens that this rank has dispatched.
+        """
         sizes = self._unequal_parts()
         if sizes is None:
             with self._sorted_already():
@@ -188,7 +191,7 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
 
     @contextmanager
     def _gathered_already(self) -> Iterator[None]:
-        """Inside the block, keep megatron-core from communicating between parts of an expert."""
+        """Inside the block, keep megatron-core from gathering tokens for parts of an expert."""
         size, self.tp_size = self.tp_size, 1
         try:
             yield
@@ -197,7 +200,7 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
 
     @contextmanager
     def _sorted_already(self) -> Iterator[None]:
-        """Inside the block, keep megatron-core from sorting this rank's tokens, which are sorted.
+        """Inside the block, keep megatron-core from sorting tokens, which are sorted already.
 
         It would copy them, part by part, into the same order.
         """

@@ -125,12 +125,15 @@ def norm_gradients(
     inverse: Tensor,
     mean: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of ``x``, weight and bias that ``plan`` names, from saved statistics.
+    """Return the gradients of a norm from saved statistics.
+
+    ``plan`` is the number of outputs (1) and the positions of the arguments that need a gradient: 0
+    for x, 1 for the weight, 2 for the bias.
 
     Let n = (x - mean) * inverse be the normalized input and g its gradient. The gradient of x is
-    ``inverse * (g - n mean(g n) - mean(g))``; RMSNorm has neither mean. The gradient of the weight
-    is ``sum(y_gradient n)`` over the tokens that share it. It depends on no other sum, so a single
-    kernel may compute all gradients.
+    ``inverse * (g - n mean(g n) - mean(g))``; RMSNorm has no ``mean(g)``. The gradient of the
+    weight is ``sum(y_gradient n)`` over the tokens that share it. It depends on no other sum, so a
+    single kernel may compute all gradients.
     """
     _, indices = plan
     dtype = inverse.dtype
@@ -151,7 +154,7 @@ def norm_gradients(
 
 
 def _gain(weight: Tensor, spec: NormSpec, dtype: torch.dtype) -> Tensor:
-    """Return the factor ``[h]`` of a norm in ``dtype``."""
+    """Return the gain ``[h]`` of a norm in ``dtype``; a stored weight may be the gain minus one."""
     gain = weight.to(dtype)
     return gain + 1 if spec[2] else gain
 
@@ -201,7 +204,7 @@ def masked_bias_dropout_add(
 
 
 Limits = tuple[float | None, float]
-"""The limit and the offset of `activated`."""
+"""The arguments ``limit`` and ``offset`` of `activated`."""
 NO_LIMITS: Limits = (None, 0.0)
 
 
@@ -368,7 +371,7 @@ def weights_of(norm: Any) -> Weights:
 
 
 def spec_of(norm: Any) -> NormSpec:
-    """Return kind, epsilon and zero-centering of a norm."""
+    """Return the `NormSpec` of a norm."""
     kind = "RMSNorm" if isinstance(norm, RMSNorm) else "LayerNorm"
     return kind, norm.eps, norm.zero_centered
 

@@ -81,7 +81,7 @@ def _yarn(wavelengths: Tensor, dim: int, base: float, scaling: RopeScaling) -> T
     """Divide frequencies along a ramp over the channels (YaRN, arXiv:2309.00071, eq. 23)."""
 
     def channel(rotations: float) -> float:
-        """Return the pair of channels that rotates this often within the original context."""
+        """Return the pair of channels that turns this often within the original context."""
         turns = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
         return (dim * math.log(turns)) / (2 * math.log(base))
 

@@ -51,8 +51,11 @@ CUDNN_GENERATIONS = (9, 10)
 CUDNN_ANY_LENGTH = 91501
 CUDNN_OF_TORCH_2_8 = 91002
 CUDNN_TILE = 128
-"""The first cuDNN that is trusted at any length, the first that is trusted at multiples of
-`CUDNN_TILE` (torch 2.8's), and the length of a tile of its kernels."""
+"""Lengths and versions of cuDNN that are trusted.
+
+From version `CUDNN_ANY_LENGTH` on, any length is; from `CUDNN_OF_TORCH_2_8` on, multiples of
+`CUDNN_TILE`, the length of a tile of its kernels.
+"""
 
 FLASH_3 = "FA3"
 """torch's name for FlashAttention 3."""

@@ -90,7 +90,10 @@ class BiasedSpecProvider(TorchSpecProvider):
 
 
 def _has_own_bias(transformer_config: TransformerConfig, name: str) -> bool:
-    """Return whether only some parts of each layer have biases."""
+    """Return whether a part of each layer has a bias although the layers in general have none.
+
+    ``name`` is the field that says so, such as ``mlp_bias``.
+    """
     return not transformer_config.add_bias_linear and getattr(transformer_config, name, False)
 
 

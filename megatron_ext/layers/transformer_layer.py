@@ -248,7 +248,7 @@ def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
 
 
 def _after_norm(norm: torch.nn.Module, add: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a bias-dropout-add like ``add`` that first normalizes the branch's output and bias."""
+    """Return a bias-dropout-add like ``add`` that first normalizes the branch's output."""
 
     def bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
         function: Callable[..., Tensor] = add(training, fused)

@@ -177,9 +177,9 @@ def writable(main_grad: Tensor) -> Tensor:
 
 
 def takes_overwrite(weight: Tensor) -> bool:
-    """Return whether ``weight.main_grad`` holds an old gradient, and clear that mark.
+    """Return whether a weight's ``main_grad`` holds an old gradient; clear the mark that says so.
 
-    If so, the caller must overwrite it. Further gradients of the step are added.
+    Only the first caller in a step gets True, and must overwrite the gradient; the others add.
     """
     overwrites: bool = getattr(weight, "overwrite_main_grad", False)
     if overwrites:
@@ -188,7 +188,10 @@ def takes_overwrite(weight: Tensor) -> bool:
 
 
 def add_weight_gradient(weight: Tensor, gradient: Tensor, inputs: Tensor) -> None:
-    """Add the product of `add_product` to ``weight.main_grad``, or overwrite an old gradient."""
+    """Add ``gradient^T inputs`` to ``weight.main_grad``; overwrite it if it holds an old gradient.
+
+    Shapes are as in `add_product`.
+    """
     total = writable(weight.main_grad)  # type: ignore[attr-defined]
     add_product(total, gradient, inputs, overwrite=takes_overwrite(weight))
 
@@ -213,10 +216,10 @@ def gradient_placeholder(weight: Tensor) -> Tensor:
 def expect_additions(weight: Tensor) -> None:
     """Let functions that add gradients of ``weight`` to ``main_grad`` return None to autograd.
 
-    megatron-core's overlapped reduction needs some gradient from autograd. If nothing else gives
-    the weight one in a backward pass, it gets an ``[out, in]`` expansion of a single zero, and the
-    mark that stops the hooks from adding it. The hooks add any other gradient as usual. This is
-    decided just before they run, so a weight may be used in any number of places.
+    megatron-core's overlapped reduction waits for a gradient from autograd. If no other use of the
+    weight gives one in a backward pass, a hook gives zeros ``[out, in]``, which take no memory, and
+    marks them so that they are not added. Any other gradient is added as usual. The hook decides at
+    the end of the pass, so a weight may be used in any number of places.
     """
     if getattr(weight, "expects_additions", False):
         return

@@ -19,7 +19,10 @@ from megatron_ext.layers.auxiliary_loss import MTPTargets
 
 Report = Mapping[str, Tensor]
 LossFunction = Callable[..., tuple[Tensor, Tensor, Report]]
-"""Takes the last stage's output, and ``non_loss_data=True`` if the task collects such data."""
+"""A function from the last stage's output to sum, count and report of the loss.
+
+With ``non_loss_data=True`` it returns data for the task instead, if the task collects such data.
+"""
 
 
 @dataclass(frozen=True)

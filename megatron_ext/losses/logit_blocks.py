@@ -219,12 +219,11 @@ def exponentiate(head: Head, block: Block) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _sums(head: Head, block: Block) -> tuple[Tensor, Tensor]:
-    """Return each token's highest logit ``[C]`` over all ranks, and sums over this rank's logits.
+    """Return each token's highest logit over all ranks, ``[C]``, and sums over this rank's logits.
 
-    The highest logit is subtracted from the logits before the sums ``[2, C]`` are computed: the
-    label's logit (0 if another rank owns it), and the sum of the exponentials, which overwrite the
-    logits. With label smoothing, the sum of all logits is inserted between the two, which makes
-    ``[3, C]``.
+    First the highest logit is subtracted from each logit. The sums, ``[2, C]``, are the label's
+    logit (0 if another rank has it), and the sum of the exponentials, which overwrite the logits.
+    With label smoothing they are ``[3, C]``, with the sum of all logits between the two.
     """
     logits = block.logits
     highest = logits.amax(dim=1, keepdim=True)
@@ -295,7 +294,9 @@ class Gradients:
         self._taken = False
 
     def take(self, scale: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients of hidden states, weight and bias; scale the first and the third.
+        """Return the gradients of hidden states, weight and bias, and forget them.
+
+        Those of hidden states and bias are multiplied by ``scale``; the caller scales the weight's.
 
         Raises:
             RuntimeError: on a second call.

@@ -73,7 +73,10 @@ def deal(shards: Sequence[tuple[Matrix, Shard]], group: ProcessGroup | None) -> 
 
 
 def _queues(dealt: Sequence[Dealt], ranks: int) -> list[list[Dealt]]:
-    """Return the matrices of each rank: the largest comes first, to the least busy rank."""
+    """Return the matrices that each rank orthogonalizes, as one list for each rank.
+
+    The largest matrix comes first; each goes to the rank with the least work so far.
+    """
     queues: list[list[Dealt]] = [[] for _ in range(ranks)]
     work = [(0, rank) for rank in range(ranks)]
     for each in sorted(dealt, key=lambda x: -x.matrix.operations):

@@ -96,9 +96,10 @@ class Direction:
         return [matrix.joined(own) for matrix, own in zip(matrices, parts, strict=True)]
 
     def of_batch(self, momenta: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
-        """Return the directions ``[k, m, n]`` of matrices from this rank's share of their momenta.
+        """Return the directions of k matrices, in the shape ``[k, m, n]`` of their momenta.
 
-        The ranks of ``group`` share the rows (``dim`` 0) or columns (``dim`` 1).
+        With ``group``, each of its ranks holds a share of the rows (``dim`` 0) or columns (``dim``
+        1) of momenta and directions.
         """
         if group is None or self.tp_mode == "blockwise":
             return self._scaled(orthogonalize(momenta, self.coefficients), momenta.shape)
@@ -137,7 +138,7 @@ class Muon(FusedAdam):
         matrices: Mapping[Parameter, Matrix],
         flags: OptimizerConfig,
     ) -> None:
-        """Let Muon update those ``shards`` whose weights are keys of ``matrices``.
+        """Let Muon update the shards whose parameters are keys of ``matrices``.
 
         All ranks that share the optimizer's state call this together.
         """

@@ -69,7 +69,10 @@ def _samples(config: RunConfig, iterations: int, consumed: int = 0) -> int:
 
 
 def samples_of_decay_left(config: RunConfig, iteration: int, consumed: int) -> int:
-    """Return how many samples after step ``iteration`` the decay ends by the flags."""
+    """Return the number of samples from step ``iteration`` to the end of the decay, by the flags.
+
+    ``consumed`` is the number of samples in the steps up to ``iteration``.
+    """
     optimizer = config.optimizer
     training = config.training
     if training.train_samples is not None:
@@ -128,8 +131,9 @@ class Schedule(OptimizerParamScheduler):  # type: ignore[misc]
     def go_on(self, config: RunConfig, iteration: int, consumed: int) -> str | None:
         """Continue from the rate of the loaded state under `--override-opt-param-scheduler`.
 
-        Rate and phase stay, and the decay ends where the flags say. Return a note about it. Return
-        None if the lengths are those of the loaded state, or do not come from the flags.
+        Rate and phase stay, and the decay ends where the flags say. Return a note about it; None if
+        nothing changes, because the loaded lengths are those of the flags, or because the flags do
+        not give any.
 
         Args:
             iteration: number of steps of the run so far.
@@ -178,7 +182,9 @@ class Schedule(OptimizerParamScheduler):  # type: ignore[misc]
 
 
 def continued(style: str, theirs: Place, ours: Place, left: int) -> Place:
-    """Return lengths for which a schedule is as far in its phase as in ``theirs``.
+    """Return the phase lengths and current sample with which a loaded schedule continues.
+
+    The schedule stays at the same point of the same phase.
 
     Args:
         style: ``--lr-decay-style``.

@@ -199,7 +199,7 @@ def _with_parameters(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 def parts_of(optimizer: MegatronOptimizer | None) -> list[Any]:
-    """Return the optimizers inside a chained optimizer, else ``[optimizer]``."""
+    """Return the optimizers inside a chained optimizer; for any other, a list of only itself."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
@@ -224,9 +224,9 @@ def global_grad_norm(optimizer: MegatronOptimizer, sizes: list[Tensor] | None = 
 
 
 def _nothing_if_finite(part: MegatronOptimizer, counted: list[Tensor]) -> Tensor | float:
-    """Return 0 if all of this rank's gradients outside ``counted`` are finite, else NaN.
+    """Return 0 if this rank's gradients outside ``counted`` are finite, else NaN.
 
-    The result is float64 ``[]``; without such gradients it is a plain 0.
+    The result is float64 ``[]``; without such gradients it is the number 0.0.
     """
     ids = {id(grad) for grad in counted}
     gradients = [
@@ -252,10 +252,10 @@ def _over_ranks(
     statistic: Callable[[list[Tensor]], Tensor],
     uncounted: Callable[[MegatronOptimizer, list[Tensor]], Tensor | float] | None = None,
 ) -> Tensor:
-    """Return a statistic of the gradients, summed over all optimizers and ranks, float64 ``[]``.
+    """Return a statistic of all gradients, summed over optimizers and ranks, float64 ``[]``.
 
-    ``uncounted`` takes an optimizer and the gradients that this rank counts. It returns a term
-    for the gradients that another rank counts.
+    ``statistic`` takes the gradients that this rank counts. ``uncounted`` takes an optimizer and
+    these gradients, and returns a term for its other gradients, which another rank counts.
     """
     total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
     for part in parts_of(optimizer):

@@ -159,11 +159,11 @@ class Slot:
         self._memory[self._offset : self._offset + SLOT_BYTES] = bytes(SLOT_BYTES)
 
     def set(self, word: Word, value: int) -> None:
-        """Set one number of the header."""
+        """Set one number of the slot's header; ``word`` is its position."""
         self._words[word] = value
 
     def name(self, number: int, name: str) -> None:
-        """Store the name that events refer to by ``number``."""
+        """Store a name; events refer to it by ``number``."""
         encoded = name.encode()[: _NAME_BYTES - 1].ljust(_NAME_BYTES, b"\0")
         offset = self._offset + _NAMES_AT + number * _NAME_BYTES
         self._memory[offset : offset + _NAME_BYTES] = encoded
@@ -171,7 +171,14 @@ class Slot:
     def write(
         self, now: int, iteration: int, kind_and_name: int, phase: int, detail: tuple[int, int, int]
     ) -> None:
-        """Append an event; ``detail`` is micro-batch, stage and peer, ``now`` is in nanoseconds."""
+        """Append an event to the slot's ring.
+
+        Args:
+            now: time in nanoseconds.
+            kind_and_name: kind of the event and number of its name, packed into one number.
+            phase: number of the phase after the event.
+            detail: micro-batch, stage and peer.
+        """
         count = self._count
         _ENTRY.pack_into(
             self._memory, self._ring + count % RING * 64, now, iteration, kind_and_name, phase,
@@ -222,7 +229,7 @@ class Board:
 
 
 def _record(memory: mmap.mmap, offset: int, num_events: int) -> RankRecord | None:
-    """Return a copy of the slot at byte offset ``at``, None if no rank has opened it."""
+    """Return a copy of the slot that begins at byte ``offset``; None if no rank has opened it."""
     copy = memory[offset : offset + SLOT_BYTES]
     header = struct.unpack_from("12q", copy)
     if not header[Word.PID]:

@@ -160,7 +160,7 @@ class Recorder:
         return number
 
     def _charge(self, now: int) -> None:
-        """Add the time since the last change to the current phase."""
+        """Add the time since the last call to the current phase's seconds."""
         charged = self._charged[-1]
         self._nanoseconds[charged] += now - self._since
         self._since = now
@@ -168,7 +168,10 @@ class Recorder:
             self._slot.seconds[charged] = self._nanoseconds[charged] / 1e9
 
     def _enter(self, phase: int, name: str, about: tuple[int, int, int], detail: Any) -> None:
-        """Begin a phase, and record it under ``name``."""
+        """Begin a phase, and record this as an event under ``name``.
+
+        ``about`` is micro-batch, stage and peer; listeners get ``detail``.
+        """
         now = time.monotonic_ns()
         self._charge(now)
         outer = self._charged[-1]
@@ -181,7 +184,10 @@ class Recorder:
             raise
 
     def _leave(self, name: str, error: type[BaseException] | None) -> None:
-        """End the innermost phase; mark the first ``error`` while its phase is still current."""
+        """End the innermost phase, and record this as an event under ``name``.
+
+        If an ``error`` ends it, a mark with the error's name is recorded before.
+        """
         now = time.monotonic_ns()
         if error is not None:
             self._event(EventKind.MARK, error.__name__, now, _NO_DETAIL, None)

@@ -170,7 +170,10 @@ class Efficiency:
 
 DEFAULT = Efficiency()
 FLASH_3 = replace(DEFAULT, attention_forward=0.76, attention_backward=0.65)
-"""Flash attention 3, for Hopper only: 602 TFLOP/s forward, 559 less 8% backward (same source)."""
+"""Rates of FlashAttention 3 on Hopper: 602 TFLOP/s forward; 8% below 559 TFLOP/s backward.
+
+The source is the same as for the other rates of attention.
+"""
 
 GAP = 5e-6
 """Assumed seconds from the last work of a kernel until the next one runs at full speed; a guess."""
@@ -179,7 +182,10 @@ GRAPH_GAP = 4.6e-6
 
 
 def assumed(gpu: Gpu) -> list[tuple[str, str, str, bool]]:
-    """Return name, value and meaning of each ratio, and whether a measured rate replaces it."""
+    """Return the assumed ratios as rows of a table.
+
+    A row is name, value and meaning of a ratio, and whether a measured rate of the GPU replaces it.
+    """
     replaced = set[str]()
     if gpu.measured is not None:
         replaced = {"products", "copies", *["fp8_products"] * (gpu.measured.fp8 is not None)}

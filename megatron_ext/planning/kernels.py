@@ -81,11 +81,11 @@ class Work:
 def gradient_bytes(
     num_microbatches: int, recipe: str | None = None, *, overwrites: bool = True
 ) -> float:
-    """Return the bytes per weight and micro-batch of summing gradients, beyond the products' own.
+    """Return the bytes moved to sum gradients, per weight and micro-batch.
 
-    The assumed rate of products includes a 16-bit result of 2 bytes. Instead, a product adds to the
-    float32 sum: 4 bytes read and 4 written. The first micro-batch only writes, if it ``overwrites``
-    the sum.
+    Only bytes beyond those of a product with a 16-bit result are counted, since the assumed rate of
+    products includes its 2 bytes. A product adds to the float32 sum: 4 bytes read and 4 written.
+    The first micro-batch only writes, if it ``overwrites`` the sum.
 
     An 8-bit product, by this fp8 ``recipe``, cannot add. It writes a float32 result (in the first
     micro-batch into the sum itself), and another kernel adds the result to the sum. With scales per

@@ -184,7 +184,7 @@ class Network(ABC):
         """Return the bytes of activations of one micro-batch in a stage."""
 
     def deferred(self, stage: Stage) -> int:
-        """Return the bytes per micro-batch that a stage keeps for deferred weight gradients."""
+        """Return the bytes per micro-batch that a stage keeps to compute weight gradients later."""
         return 0
 
     def fp8_weights(self, stage: Stage) -> int:
@@ -222,7 +222,7 @@ class Network(ABC):
         return [*self.products(stage), *self.other_work(stage)]
 
     def products(self, stage: Stage) -> list[Work]:
-        """Return the matrix products of one micro-batch, with the cost of 8 bits and fp32 sums."""
+        """Return the matrix products, casts to 8 bits and gradient sums of one micro-batch."""
         x = self.flops(stage)
         width = self.sizes.width
         count = self.num_microbatches

@@ -49,7 +49,7 @@ class Estimate:
 
     @property
     def matrix_share(self) -> float:
-        """Return the share of a step that its products would take at a large product's rate."""
+        """Return the share of a step that its products would take at a large one's rate."""
         large = self.rates.products(self.network.sizes.width)
         return self.flops / (self.seconds * self.network.config.parallel.world_size * large)
 
@@ -150,7 +150,7 @@ class Clock:
         return self.exchange(sent) + sent.data / self.rates.link(x.tp * x.dp * x.cp)
 
     def replicas(self, volume: Volume) -> float:
-        """Return the time of communication between replicas that does not overlap computation.
+        """Return the seconds of communication between replicas that are not hidden by computation.
 
         The exchange of the gradients of the word embedding is included.
         """

@@ -25,7 +25,7 @@ from megatron_ext.parallel.grid import Placement
 from megatron_ext.schedules.plan import Action, Key, Kind, Plan, Shape, settled_messages
 
 _PENDING = 64
-"""The number of messages of one rank that may be in flight."""
+"""Most messages of one rank that may be in flight at a time."""
 
 
 class Channels:
@@ -218,7 +218,10 @@ class GradientSync:
 
 
 def _list_of(hook: Any, length: int) -> list[Callable[..., Any]]:
-    """Return a megatron-core hook as a list with one function per chunk; empty for None."""
+    """Return a hook of megatron-core, a function or a list, as a list of functions, one per chunk.
+
+    The list is empty if the hook is None.
+    """
     if hook is None:
         return []
     return list(hook) if isinstance(hook, list) else [hook] * length

@@ -109,7 +109,10 @@ def needs(action: Action, placement: Placement) -> Iterator[tuple[Kind, int, int
 
 
 def gives(action: Action) -> tuple[Kind, int, int]:
-    """Return the key ``(kind, microbatch, stage)`` of a result; BACKWARD becomes INPUT."""
+    """Return the key ``(kind, microbatch, stage)`` under which others wait for an action's result.
+
+    The kind of a full backward pass is that of its input gradient, `Kind.INPUT`.
+    """
     kind = Kind.INPUT if action.kind is Kind.BACKWARD else action.kind
     return kind, action.microbatch, action.stage
 
@@ -225,11 +228,11 @@ Key = tuple[Kind, int, int]
 
 @lru_cache(maxsize=64)
 def settled_messages(plan: Plan, rank: int) -> dict[Key, list[Key]]:
-    """Return, for each message that a rank receives, which messages it sent must have been used.
+    """Return which of a rank's sent messages are known to have arrived when it receives a message.
 
-    The keys are those of the receives; the lists hold the keys of the sends. When a message
-    arrives, its sender has run all earlier computations in its list, and these have used their
-    inputs. Each send is in at most one list: that of the first message to arrive after its use.
+    Keys are the received messages, values lists of sent ones; both are (kind, micro-batch, stage).
+    The sender of the received message has used the sent ones by then, in earlier computations. Each
+    sent message is in at most one list: that of the first message that proves its arrival.
     """
     last = plan.placement.num_stages - 1
     settled = {}

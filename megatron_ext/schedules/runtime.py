@@ -110,7 +110,7 @@ class PipelineEngine:
         graphs: CUDA graphs of each chunk's layers; empty to run without graphs.
 
     Attributes:
-        num_targets: targets of the last step that this rank's losses have counted, integer ``[]``.
+        num_targets: number of targets in the last step's losses on this rank, integer ``[]``.
     """
 
     num_targets: Tensor
@@ -169,7 +169,8 @@ class PipelineEngine:
             counts: passed to ``forward_step``.
             masks: see `Masks`; None lets dropout draw from the random generators.
             collect_non_loss_data: call the loss function with ``non_loss_data=True``.
-            force_all_reduce: give every data-parallel rank all reduced gradients.
+            force_all_reduce: whether each data-parallel rank gets the reduced gradients of all
+                parameters, and not only of its shard.
 
         Returns:
             The loss function's report of each micro-batch; empty on ranks without the last stage.

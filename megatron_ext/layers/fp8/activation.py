@@ -62,11 +62,12 @@ class Activation:
 
 @contextmanager
 def joined(first: Any, second: Any, wide: Tensor, name: str, gated: bool) -> Iterator[bool]:
-    """Inside the block, let the layer ``second`` compute the activation; yield whether it can.
+    """Inside the block, let the second layer of an MLP compute the activation, if that is possible.
 
-    If it can, call ``second`` with ``wide``, the output of the layer ``first``; otherwise with the
-    activation of ``wide``. It can if both layers have given scales, and nothing but ``wide`` enters
-    their products: no adapter, no bias of the first layer, no 16-bit gradient.
+    Yield whether it is. If so, call ``second`` with ``wide``, the output of the layer ``first``;
+    otherwise with the activation of ``wide``. It is possible if both layers know their scales in
+    advance, and nothing but ``wide`` enters their products: no adapter, no bias of the first layer,
+    no 16-bit gradient.
     """
     scalings = [getattr(layer, "fp8", None) for layer in (first, second)]
     possible = (

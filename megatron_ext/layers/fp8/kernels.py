@@ -334,7 +334,10 @@ def signatures() -> list[Signature]:
 
 
 def _entry(name: str, types: Types, limit: float, **more: Any) -> Signature:
-    """Return a signature for 14336 columns; an argument of type None is absent."""
+    """Return the signature of kernel ``name`` for a matrix with 14336 columns.
+
+    ``types`` are the types of its arguments; one of type None is absent. ``more`` are constants.
+    """
     kernel, (block_m, block_k) = _KERNELS[name]
     constants = {"K": 14336, "LIMIT": limit, "BLOCK_M": block_m, "BLOCK_K": block_k, **more}
     constants |= {arg: None for arg, kind in types.items() if kind is None}

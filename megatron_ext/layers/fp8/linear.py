@@ -152,10 +152,11 @@ def _weight_gradient(
 
 
 def _given(compute: Callable[..., Tensor], call: LinearCall) -> Tensor | None:
-    """Queue the weight's gradient, add it to ``main_grad``, or return it, as ``call`` requires.
+    """Compute the weight's gradient, and return what autograd gets for it.
 
-    ``compute`` returns the gradient in a given dtype, or writes it to a given matrix. Autograd gets
-    None for a queued gradient and a placeholder for one that was added.
+    If ``call`` has a queue, the computation is queued, and autograd gets None. If the gradient is
+    added to ``main_grad``, autograd gets a placeholder; otherwise it gets the gradient. ``compute``
+    returns the gradient in a given dtype, or writes it to a given matrix.
     """
     weight = call.parameter
     main_grad: Tensor | None = getattr(weight, "main_grad", None) if call.in_place else None
@@ -207,7 +208,11 @@ class KeptWeights:
 
 
 class AmaxHistories:
-    """Histories of largest magnitudes in a rank's 8-bit layers; empty without delayed scaling."""
+    """The histories of the largest magnitudes in a rank's 8-bit layers.
+
+    Only delayed scaling has histories; with another recipe there are none, and the methods do
+    nothing.
+    """
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
         modules = (module for chunk in chunks for module in chunk.modules())
@@ -216,17 +221,20 @@ class AmaxHistories:
         self._pending: tuple[list[DelayedScaling], HostCopy] | None = None
 
     def marks(self) -> tuple[Any, list[bool]]:
-        """Return the part of the state that `advance` keeps on the host; the rest is in buffers."""
+        """Return the state of the histories that is not in buffers of the layers.
+
+        It says which layers have complete histories, and whether the answer for others is awaited.
+        """
         return self._pending, [scaling.has_history for scaling in self.scalings]
 
     def set_marks(self, marks: tuple[Any, list[bool]]) -> None:
-        """Restore the result of `marks` from before a step, to compute the step again."""
+        """Restore a result of `marks` from before a step, to compute the step again."""
         self._pending, has_history = marks
         for scaling, before in zip(self.scalings, has_history, strict=True):
             scaling.has_history = before
 
     def forget(self) -> None:
-        """Drop the pending check of `advance`, since its histories were replaced by loaded ones."""
+        """Drop the check that `advance` has begun: loaded histories replace what it checks."""
         self._pending = None
 
     @torch.no_grad()
@@ -254,7 +262,10 @@ class AmaxHistories:
 
 
 def _advance(scalings: Sequence[DelayedScaling]) -> None:
-    """Append the step's largest magnitudes to the histories of layers that share their ranks."""
+    """Append the step's largest magnitudes to the histories, and update the scales.
+
+    The layers of ``scalings`` are all held by the same ranks, which reduce the magnitudes.
+    """
     amax = torch.stack([scaling.amax for scaling in scalings])
     # Collectives do not define the comparison of NaN, so replace it by infinity.
     amax = torch.where(amax.isfinite(), amax, torch.inf)

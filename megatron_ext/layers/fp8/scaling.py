@@ -84,7 +84,10 @@ class Parts:
         return self._cuts_input != (role is Role.GRADIENT)
 
     def of_step(self) -> tuple[ProcessGroup, ...]:
-        """Return the groups to reduce over, one after another, to cover all ranks of a layer."""
+        """Return the groups over which a step's magnitudes are reduced, one after another.
+
+        Together they cover all ranks that hold parts or copies of the layer.
+        """
         return (self._pgs.tp_dp_cp,)
 
 
@@ -221,9 +224,9 @@ class Scaling(torch.nn.Module):
         return Quantized(turned, scale)
 
     def across(self, x: Tensor, role: Role, rows: Quantized) -> Quantized:
-        """Return ``[m, k]`` in 8 bits, for a transpose in a product that sums over m.
+        """Return ``[m, k]`` in 8 bits such that its transpose fits a product that sums over m.
 
-        ``rows`` is the result of `rows`; with one scale per tensor it is returned unchanged.
+        With one scale for the tensor this is ``rows``, the matrix that `rows` has returned for it.
         """
         return rows
 
@@ -261,7 +264,7 @@ class RowScaling(Scaling):
         return self._along(x, role, 0, "columns")
 
     def across(self, x: Tensor, role: Role, rows: Quantized) -> Quantized:
-        """Return ``[m, k]`` in 8 bits with scales ``[1, k]`` of columns; ``rows`` is unused."""
+        """Return ``[m, k]`` in 8 bits with one scale for each column; ``rows`` is unused."""
         return self._along(x, role, 0, "rows")
 
     def _along(self, x: Tensor, role: Role, along: int, layout: Wanted) -> Quantized:
@@ -333,11 +336,15 @@ class DelayedScaling(Scaling):
 
     @property
     def is_given(self) -> bool:
-        """Whether the scales are known without looking at the tensors."""
+        """Return whether the scales are known without looking at the tensors."""
         return self.has_history and not self.parts.may_idle
 
     def pair_by(self, cast: Callable[..., Layouts], role: Role, *, columns: bool) -> Pair:
-        """Call ``cast`` with this role's scale and the other last arguments of `cast_with`."""
+        """Return a tensor in 8 bits; with ``columns`` also its transpose.
+
+        ``cast`` computes both. It takes the scale, the format, the layout and the magnitude to
+        raise, like `cast_with` after its first argument.
+        """
         layout: Wanted = "both" if columns else "rows"
         layouts = cast(self.scale[role], self.formats[role], layout, self._noted(role))
         return _pair(self.scale[role], self.inverse[role], *layouts)
