@@ -192,7 +192,7 @@ def flops_per_sample(config: RunConfig) -> float:
 
 @dataclass(frozen=True)
 class GptRun(Network):
-    """A GPT in one run: its configuration, its sizes, and numbers that several cost formulas need."""
+    """A GPT in one run: its configuration, its sizes, and numbers that several formulas need."""
 
     config: RunConfig
     sizes: Sizes
