@@ -32,7 +32,7 @@ from megatron_ext.train.task import Task, TaskChoice
 
 
 class GradientRecorder:
-    """Writes the gradients of each step; of equal copies on several ranks, it writes only one."""
+    """Writes the gradients of each step; of equal copies on several ranks, only one is written."""
 
     def __init__(self, folder: Path, run: Run) -> None:
         self.folder = folder

@@ -68,7 +68,7 @@ class Rule:
         return holds(*(lambda c=condition: bool(c(flags)) for condition in self.all_of))
 
     def size(self, flags: Flags) -> str:
-        """Return the sentence about the size of the error."""
+        """Return the rule's sentence about the size of the error with these flags."""
         return self.error if isinstance(self.error, str) else self.error(flags)
 
 
@@ -77,8 +77,8 @@ class Defect:
     """One row of the table in docs/numerics.md.
 
     Attributes:
-        stock: what megatron-core 0.16 does, with measured figures.
-        since: the state on 0.19, measured by `tools/audit.py --reproduce`.
+        stock: what megatron-core 0.16 does, a sentence with measured figures.
+        since: the state on 0.19, as ``tools/audit.py --reproduce`` measures it.
         began: the first release with that state; earlier releases behave like 0.16.
         between: states of releases before 0.19 that differ from both.
         ours: what this package does instead.

@@ -152,7 +152,7 @@ class Flags:
 
 
 def _split(words: Sequence[str]) -> list[str]:
-    """Return the words; split a quoted word that holds a flag and its values."""
+    """Return the words; a quoted word that holds a flag and its values becomes several words."""
     result: list[str] = []
     for word in words:
         split = word.split()

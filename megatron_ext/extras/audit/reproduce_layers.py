@@ -233,10 +233,8 @@ class EndlessError(Exception):
 def _step(context: ParallelContext, **options: Any) -> tuple[float, float, str]:
     """Run one step of megatron-core's GPTModel.
 
-    Returns:
-        The norm of all gradients and the number of forward passes of the last MLP (both NaN after
-        an
-        error), and a clause about the error.
+    Return the norm of all gradients and the number of forward passes of the last MLP (both NaN
+    after an error), and a clause about the error.
     """
     torch.manual_seed(1)  # megatron-core draws the weights on a CPU from this generator
     model = stock_gpt(context, **options)
@@ -294,7 +292,10 @@ def d37() -> Reproduced:
 
 
 def _distributed(context: ParallelContext) -> tuple[float, float, str]:
-    """Return the gradients' norm with recomputed depths, for sharded and for whole inputs."""
+    """Return the gradients' norm with recomputed depths if the saved inputs are sharded over ranks.
+
+    Also return the right norm, with whole inputs, and a clause about an error.
+    """
     depths = {**PIECES, "recompute_num_layers": 1, "mtp_num_layers": 1}
     right, _, _ = _step(context, **depths)
     stock, _, error = _step(context, **depths, distribute_saved_activations=True)

@@ -44,7 +44,10 @@ class _PlainGating(TopKRouter):  # type: ignore[misc]
 
 
 def router_class() -> type[TopKRouter]:
-    """Return megatron-core's router; if it cannot compute logits (D25), ours computes only them."""
+    """Return megatron-core's router, or ours if its own cannot compute logits (defect D25).
+
+    Ours differs from it only in computing the logits.
+    """
     return TopKRouter if hasattr(moe_utils, "te_general_gemm") else _PlainGating
 
 

@@ -74,7 +74,10 @@ def decoupled_rate() -> Reproduced:
 
 
 def _summed_gradient(context: ParallelContext, tied: bool) -> tuple[float, float]:
-    """Return gradient and initial norm of this stage's copy, where stage i adds 2^i."""
+    """Sum the gradients of the embedding's copies, where stage i has the gradient 2^i.
+
+    Return the summed gradient of this stage's copy, and the norm of its initial weights.
+    """
     layout = {"pipeline_model_parallel_layout": "Ett|m|L"}
     model = _wrapped(context, tied=tied, **layout)
     holder = model.module

@@ -17,7 +17,7 @@ def auxiliary(x: Flags) -> bool:
 
 
 def positive(x: Flags, name: str) -> bool:
-    """Return whether a flag has a positive number among its values."""
+    """Return whether one of the values of the flag ``name`` is a positive number."""
     return x.number(name, 0) > 0 or any(word.strip("[],0.") for word in x.text(name).split()[1:])
 
 
@@ -33,7 +33,7 @@ def split_tokens(x: Flags) -> int:
 
 
 def depth_weight(x: Flags) -> str:
-    """Return the error of the weight of the last MTP depth in 0.16."""
+    """Return a sentence on how far 0.16 is off in the weight of the last MTP depth."""
     length = x.size("--seq-length", 0)
     if x.masked or not length:
         return "A depth weighs by the targets it keeps; 12 % off with ragged masks as measured."
@@ -53,7 +53,7 @@ def learned(x: Flags) -> bool:
 
 
 def uneven_pieces(x: Flags) -> bool:
-    """Return whether the layers of a stage are not a multiple of the recomputed groups' size."""
+    """Return whether the size of recomputed groups does not divide the layers of a stage."""
     layers = x.size("--num-layers", 0)
     piece = x.size("--recompute-num-layers", 1)
     chunks = x.pp * (x.size("--num-virtual-stages-per-pipeline-rank"))
@@ -89,7 +89,7 @@ def no_vocabulary_size(x: Flags) -> bool:
 
 
 def whole_query_norm(x: Flags) -> bool:
-    """Return whether tensor-parallel ranks each have a norm over whole compressed queries."""
+    """Return whether each tensor-parallel rank normalizes whole compressed queries."""
     latent = x.has("--multi-latent-attention") and x.has("--q-lora-rank")
     return latent and x.has("--qk-layernorm") and x.tp > 1 and not x.sequence_parallel
 

@@ -102,7 +102,7 @@ class Campaign:
         return int(checkpoint.get("peer_checkpoint_interval") or 1)
 
     def point(self, result: Result) -> Point:
-        """Return the goodput of a long run with faults, and its rate of faults."""
+        """Return a run's goodput and its number of faults per hour."""
         assert result.folder is not None
         save = result.folder / "save"
         account = extras.needed("report", "goodput", "--faults-per-hour").account

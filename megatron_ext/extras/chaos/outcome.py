@@ -41,8 +41,10 @@ TOLD: dict[str, tuple[str, tuple[str, ...]]] = {
     "NaN gradient": ("non_finite", ()),
     "bit flip": ("mismatch", ()),
 }
-"""For each kind of fault, the kind of event that reports it, and words of which its cause has
-one."""
+"""For each kind of fault: the kind of the event that reports it, and words for its cause.
+
+The cause in the event is one of these words.
+"""
 NAMES_NO_RANK = {"full disk", "failed fsync", "lost socket"}
 """Faults without a definite rank: a lost connection has two ends, and a save fails as a whole."""
 RESTARTS = {kind for kind, (event, _) in TOLD.items() if event == "fault"}
@@ -212,7 +214,10 @@ def _outcome(
 
 
 def _slow_for(fault: Fault, row: Row, begun: Sequence[Row]) -> float:
-    """Return for how many seconds a rank was slow."""
+    """Return for how many seconds the rank that a fault slowed down stayed slow.
+
+    ``row`` is the record of the fault; ``begun`` has a row for each step that the rank has begun.
+    """
     end = fault.iteration + fault.steps
     slow = [s["time"] for s in begun if s["time"] >= row["time"] and s["iteration"] <= end]
     return max(slow, default=0.0) - float(row["time"])
@@ -223,10 +228,12 @@ def _any(events: Sequence[Row], kind: str) -> bool:
 
 
 def _steps_lost(row: Row, begun: Sequence[Row], until: float) -> tuple[int | None, float | None]:
-    """Return the complete steps repeated after a fault, and the seconds to the next new step.
+    """Return how many complete steps a fault cost, and the seconds to the next new step.
 
-    A step is complete once a rank has begun the next one. The next new step ends when a step begins
-    that no rank had begun before the fault.
+    ``row`` is the record of the fault, ``begun`` has a row for each step that a rank has begun, and
+    ``until`` is the time of the next fault. A step is complete once a rank has begun the next one.
+    The next new step ends when a step begins that no rank had begun before the fault. Both results
+    are None if no step began after the fault.
     """
     before = [step for step in begun if step["time"] <= row["time"]]
     after = [step for step in begun if row["time"] < step["time"] < until]

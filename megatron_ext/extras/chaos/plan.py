@@ -151,7 +151,7 @@ DEFAULTS = {
 def completed(
     program: Program, words: Sequence[str], case: Case, save: Path, *, bare: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Return the flags of a case's run, and those flags that were added to the user's.
+    """Return the flags for a case's run, and which of them were added to the user's.
 
     With ``bare``, flags that protect the run are not added.
     """
@@ -189,7 +189,7 @@ def check_possible(program: Program, words: Sequence[str], case: Case) -> None:
 
 
 def _obstacles(fault: Fault, values: Mapping[str, Any], case: Case) -> Iterator[str]:
-    """Yield why a fault cannot happen in a run with the flags ``values``, as sentences."""
+    """Yield, as sentences, why a fault cannot happen in a run with the flags ``values``."""
     name = f"The fault `{fault.kind}` at step {fault.iteration}"
     last, flag = _last_step(values, case)
     if fault.iteration > last:

@@ -50,7 +50,8 @@ class Target:
         save: the folder of the run's checkpoints, if any.
         host: the run's folder of memory checkpoints on this machine, if any.
         chunks: the model chunks of this rank.
-        fsync_fails: the byte of `watch_fsync`.
+        fsync_fails: the byte that makes ``os.fsync`` fail once when it is 1, shared with forked
+            processes.
         undo: functions that end the fault's effect; they are called some steps later.
     """
 
@@ -157,7 +158,10 @@ def fail_fsync(target: Target) -> None:
 
 
 def watch_fsync() -> mmap.mmap:
-    """Make ``os.fsync`` raise EIO once when the returned byte is 1; forks share the byte."""
+    """Replace ``os.fsync`` by a function that raises EIO once when the returned byte is set to 1.
+
+    Processes that are forked later share the byte.
+    """
     real = os.fsync
     fails = mmap.mmap(-1, 1)
 

@@ -23,8 +23,8 @@ class Use:
 
     Attributes:
         tokens: tokens in the source's split.
-        counted: number of samples in steps that count in the weights.
-        others: number of samples in other steps, by reason.
+        counted: number of samples in steps whose updates are part of the weights.
+        others: number of samples in other steps, by the reason why they are not.
     """
 
     stage: int
@@ -70,7 +70,7 @@ depend on where the data is stored."""
 Key = tuple[Same, int, bool, Phase]
 """A source, the tokens of a window, whether documents are packed, and a phase.
 
-With equal keys, the same number means the same sample.
+Two runs with the same key have the same samples under the same numbers.
 """
 Samples = dict[Key, list[Range]]
 """Ranges of samples by key; they may overlap."""
@@ -138,8 +138,8 @@ def holes(ranges: Iterable[Range]) -> int:
 def check_of(ledger: Ledger) -> tuple[int, int]:
     """Return how many samples a run used more than once, and how many it skipped.
 
-    Each epoch of a source has its own samples. The check covers steps that count and steps that
-    were left out, but not steps lost by a restart.
+    Each epoch of a source has its own samples. Steps whose work was lost by a restart are not
+    checked.
     """
     steps = [each for each in ledger.history.steps if each.order is not None]
     samples = samples_of(ledger, steps).values()

@@ -118,7 +118,11 @@ def joined(parts: Sequence[Rows]) -> Rows:
 
 
 def parts_of(pieces: Pieces, sample: int, source: int, documents: Documents) -> Rows:
-    """Cut the pieces of one source at document boundaries; ``sample`` is the first row's sample."""
+    """Cut the pieces of a source at the boundaries of its documents.
+
+    ``source`` is the index of the source. ``sample`` is the number in the run of the sample in row
+    0.
+    """
     own = pieces.sources == source
     rows = pieces.rows[own]
     columns = pieces.columns[own]

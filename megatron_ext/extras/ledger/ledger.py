@@ -40,10 +40,10 @@ _KNOWN = {"kind", "seed", "window", "tokens", "stages", "first_tokens", "split",
 
 @dataclass(frozen=True)
 class Read:
-    """A part of a document in a sample: tokens of the document from ``begin`` to ``end`` - 1.
+    """A part of a document that a sample holds: the document's tokens ``begin`` to ``end`` - 1.
 
-    ``reason`` says why the step does not count, or is None if it counts. ``step`` is None if only
-    the sample is known.
+    ``reason`` says why the step's update is not part of the weights; None if it is. ``step`` is
+    None if only the sample is known.
     """
 
     step: int | None
@@ -158,13 +158,16 @@ class Ledger:
         )
 
     def steps(self, *, with_lost: bool) -> list[Steps]:
-        """Return the steps that count; ``with_lost`` adds those that do not, or no longer."""
+        """Return the steps whose updates are part of the weights; ``with_lost`` adds all others."""
         if not with_lost:
             return [each for each in self.history.steps if each.reason is None]
         return [*self.history.steps, *self.history.lost]
 
     def unknown(self, *, with_lost: bool) -> list[Steps]:
-        """Return the steps whose order is unknown."""
+        """Return the steps whose order of samples was not recorded.
+
+        For ``with_lost`` see `steps`.
+        """
         return [each for each in self.steps(with_lost=with_lost) if each.order is None]
 
     def rows(self, order: SampleOrder, first: int, end: int) -> Rows:
@@ -244,7 +247,10 @@ class Ledger:
 
 
 def _moves(orders: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Map each earlier name of a moved source (`plan_run`) to its last name."""
+    """Return, for each earlier name of a source that was moved during the run, its last name.
+
+    ``orders`` are the run's orders of samples. A source has moved if only its folder differs.
+    """
     moves = dict[str, str]()
     before = dict[str, int]()
     for order in orders:

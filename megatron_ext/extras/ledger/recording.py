@@ -104,7 +104,7 @@ class DataLedger(Callback):
             self._look_back()
 
     def _look_back(self) -> None:
-        """Record that the last step had no update, if so; this is known only now."""
+        """Record it if the last step had no update, which only the next step knows."""
         pending, self._pending = self._pending, None
         if pending is not None and not pending[1].update.applied:
             self._leave_out(pending[0], pending[0], NO_UPDATE)

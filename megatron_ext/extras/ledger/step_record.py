@@ -37,7 +37,7 @@ LEDGER_FILE = "data_ledger.jsonl"
 _COUNTS = ', "done": {:15d}, "begun": {:15d}}}\n'
 OTHER_ORDER = {"kind": "other_order"}
 REWOUND, NO_UPDATE, LOST = "rewound", "no update", "lost by a restart"
-"""Reasons why a step does not count: the state went back, no update, or work lost by a restart."""
+"""Reasons why a step is not part of the weights: a rewind, a skipped update, a restart."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Steps:
         end: number of samples up to the last step, if ``batch`` is None.
         order: the order of samples as in the file, with its split and first tokens; None if
             unknown.
-        reason: why the steps do not count; None if they do.
+        reason: why the steps are not part of the weights; None if they are.
     """
 
     iteration: int
@@ -88,7 +88,7 @@ class History:
     """The steps that led to a state of a run, and the steps that were lost.
 
     Attributes:
-        steps: the steps in order; steps that do not count are entries of their own.
+        steps: the steps in order; steps that are not part of the weights are entries of their own.
         lost: steps that had begun or ended, but whose work was lost by restarts.
     """
 
@@ -118,7 +118,9 @@ class History:
         self.steps = kept
 
     def leave_out(self, first: int, last: int, why: str) -> None:
-        """Mark the steps ``first`` to ``last`` as not counting, because of ``why``."""
+        """Mark the steps ``first`` to ``last`` as not part of the weights; ``why`` is the
+        reason.
+        """
         steps = []
         for each in self.steps:
             low = max(first, each.iteration + 1)

@@ -108,7 +108,10 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
 
 def _stages(totals: Sequence[Use]) -> Iterator[list[Use]]:
-    """Yield the uses of each stage; join many stages that differ only in their weights."""
+    """Yield the uses of each stage together.
+
+    If there are many stages, those that differ only in their weights are joined.
+    """
     by_stage: dict[tuple[int, int], list[Use]] = defaultdict(list)
     for use in totals:
         by_stage[use.stage, use.seq_length].append(use)

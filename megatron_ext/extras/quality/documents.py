@@ -80,14 +80,20 @@ class Documents:
         return self.available if self._chosen is None else len(self._chosen)
 
     def _draw(self, count: int, sample: int, purpose: str) -> Ints:
-        """Return ``sample`` different integers below ``count``, in ascending order."""
+        """Return ``sample`` different integers below ``count``, in ascending order.
+
+        They depend on the seed and on ``purpose``, any text.
+        """
         numbers = np.arange(min(sample, count), dtype=np.int64)
         if sample >= count:
             return numbers
         return np.sort(permute(numbers, count, key_of(self._seed, purpose)))
 
     def some(self, positions: Ints, count: int, purpose: str) -> Ints:
-        """Return ``count`` of the positions (or all if there are fewer), in ascending order."""
+        """Return ``count`` of the positions (or all if there are fewer), in ascending order.
+
+        The choice depends on the seed and on ``purpose``, any text.
+        """
         return positions[self._draw(len(positions), count, purpose)]
 
     def place(self, position: int) -> tuple[str, int]:
@@ -141,7 +147,10 @@ class Documents:
             return _read(stream, dtype, begins, stop)
 
     def _extents(self, positions: Ints | None) -> Iterator[tuple[int, int, Ints, Ints]]:
-        """Yield, for ranges of documents: dataset, first position, and first and last tokens."""
+        """Yield the places of documents, range by range of one dataset.
+
+        Each is (index of the dataset, position of the first document, first tokens, end tokens).
+        """
         count = len(self) if positions is None else len(positions)
         for start in range(0, count, _AT_ONCE):
             stop = min(start + _AT_ONCE, count)
@@ -157,7 +166,10 @@ class Documents:
 
 
 def _begins(index: Index, documents: Ints) -> Ints:
-    """Return the first token of each document; for one past the last, the end of the file."""
+    """Return the position of each document's first token in the file.
+
+    A number one above the last document's gives the end of the file.
+    """
     sequences = index.documents[documents]
     if not len(index.offsets):
         return np.zeros(len(documents), np.int64)

@@ -58,9 +58,9 @@ class Digests:
         self._digests[block.first : block.first + len(rows)] = rows
 
     def leaders(self, lengths: Ints) -> Ints:
-        """Return, for each document, the first position with the same tokens, ``[documents]``.
+        """Return the first position with the same tokens as each document, ``[documents]``.
 
-        Empty documents do not count as duplicates.
+        An empty document gets its own position, since it is not a duplicate.
         """
         order = np.lexsort((self._digests[:, 1], self._digests[:, 0]))
         own = self._digests[order]

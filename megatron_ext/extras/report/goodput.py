@@ -49,7 +49,7 @@ CATEGORIES = {
 PRODUCTIVE = ("computing", "reduce", "bubble")
 _OF_PHASES = {"forward": "computing", "backward": "computing", "update": "computing"}
 _OUTSIDE_STEPS = ("start", "save", "restart")
-"""Categories whose time is not counted as lost again when steps are repeated."""
+"""Categories that stay as they are when the steps of a row turn out to be lost."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def _ends(rows: Sequence[Row], launched_at: float) -> Iterator[tuple[float, bool
 
 
 def _kept_iterations(times: Sequence[_TimeRow]) -> list[float]:
-    """Return, for each row, the last iteration that no later row repeats."""
+    """Return, for each row, the iteration after which its steps were repeated by later rows."""
     kept = []
     lowest = math.inf
     for row in reversed(times):
@@ -266,7 +266,10 @@ class _Launch:
         self._steps: _TimeRow | None = None
 
     def intervals(self, rows: Sequence[tuple[_TimeRow, float]]) -> list[Interval]:
-        """Return intervals that cover the launch without overlap; ``rows`` have their `kept`."""
+        """Return intervals that cover the launch without overlap.
+
+        Each of ``rows`` comes with the iteration after which its steps were repeated by later rows.
+        """
         for row, kept in rows:
             if row.start > self._cursor:
                 self._gap(row.start, row)
@@ -276,7 +279,11 @@ class _Launch:
         return self._found
 
     def _add(self, end: float, seconds: Mapping[str, float], iteration: int) -> None:
-        """Add the interval from the cursor to ``end``; scale its seconds to fill it."""
+        """Add an interval from the end of the last one to ``end``.
+
+        ``seconds`` are scaled down if they exceed its length, and filled up by "other" if they are
+        less.
+        """
         end = min(end, self._end)
         length = end - self._cursor
         if length <= 0:
@@ -290,7 +297,7 @@ class _Launch:
         self._cursor = end
 
     def _row(self, row: _TimeRow, kept: float) -> None:
-        """Add a row; the share of its steps that were repeated later becomes lost time."""
+        """Add the interval of a row; steps after iteration ``kept`` were repeated, so are lost."""
         done = row.iteration - row.before
         again = min(1.0, max(0.0, (row.iteration - kept) / done)) if done > 0 else 0.0
         seconds: Seconds = {}

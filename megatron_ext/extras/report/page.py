@@ -108,7 +108,7 @@ def render(folder: RunFolder, goodput: Goodput, *, now: float, beside: Path) -> 
 
 
 def shares(goodput: Goodput) -> list[tuple[str, str, str, str, bool]]:
-    """Return, for each category, its class, words, seconds, share, and whether it is goodput."""
+    """Return, for each category, CSS class, words, seconds, share, and whether it is goodput."""
     wall = goodput.wall or 1.0
     return [
         (name, label, show_seconds(value), f"{value / wall:.1%}", name in PRODUCTIVE)

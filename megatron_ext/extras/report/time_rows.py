@@ -94,7 +94,9 @@ class TimeRows:
         append_row(self._path, row)
 
     def _since_last_row(self) -> dict[str, float]:
-        """Return the seconds of each phase since the last call, averaged over the known ranks."""
+        """Return the seconds of each phase since the last call, a mean over this machine's
+        ranks.
+        """
         before, self._seconds = self._seconds, self._read()
         mean: dict[str, float] = {}
         for rank, seconds in self._seconds.items():

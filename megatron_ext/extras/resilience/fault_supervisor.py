@@ -37,8 +37,7 @@ _SECONDS_BETWEEN_LOOKS = 0.1
 _SECONDS_FOR_EVIDENCE = 0.3
 """Longest time in seconds to wait for the ranks' evidence before they are killed."""
 _PATIENCE_AFTER_A_HANG = 2.0
-"""After a silence that ended by itself, the next reported silence must last this many times as
-long."""
+"""Once a hang has ended by itself, only one that lasts this many times as long is reported."""
 _LASTING = (
     0,
     EXIT_CODE_USER_ERROR,
@@ -148,7 +147,7 @@ class FaultSupervisor(Supervisor):
             self._watcher.tell_slow_ranks(self._save, self._pids)
 
     def _hangs(self, verdict: Verdict) -> None:
-        """React to a hang."""
+        """React to a hang; ``verdict`` says which ranks hang, and for how long."""
         raise NotImplementedError
 
     def _stays_stopped(self, rank: int) -> None:
@@ -171,7 +170,7 @@ class FaultSupervisor(Supervisor):
         super()._failed(rank, status)
 
     def _note(self, verdict: Verdict, cause: str) -> Case | None:
-        """Keep what is known about a fault that was just detected, and write it down."""
+        """Collect what is known about a fault that was just detected, and report it."""
         now = time.monotonic()
         seen_after = now - self._polled if verdict.fault is Kind.DEAD else verdict.silent
         rank = min(verdict.ranks, default=-1)
@@ -310,7 +309,7 @@ class RestartSupervisor(FaultSupervisor):
         self._check_request = check_request
 
     def _hangs(self, verdict: Verdict) -> None:
-        """End a hang."""
+        """Report a hang, and end all ranks."""
         self._code = EXIT_CODE_NO_ANSWER
         self._note(verdict, "hang")
         self._end_all()

@@ -33,7 +33,7 @@ from megatron_ext.train.exit_codes import EXIT_CODE_NO_ANSWER
 
 _SECONDS_BETWEEN_LOOKS = 0.25
 _SECONDS_OF_A_SIGN = 2.0
-"""Seconds without a look after which the thread of a rank counts as unable."""
+"""Seconds after a rank's last look at the board until a higher rank watches in its place."""
 
 
 @contextmanager
@@ -96,9 +96,9 @@ class _Guard:
         return not any(record is not None and record.looked > since for record in lower)
 
     def _tell(self, hang: Verdict) -> bool:
-        """Report the ranks of this machine that stopped first; return whether there are any.
+        """Report a hang if a rank of this machine stopped first; return whether one did.
 
-        Kill them if torchrun will then restart the ranks.
+        The ranks that stopped first are killed if torchrun will then restart all ranks.
         """
         case = self._watcher.investigate(hang)
         culprits = [record for record in case.board if record.rank in case.blame.ranks]

@@ -160,7 +160,7 @@ class MemoryCheckpoints:
         return needed
 
     def _bytes_on_disk(self) -> int:
-        """Return the bytes already reserved by the snapshots of an earlier start."""
+        """Return the bytes that the snapshots of an earlier start occupy in the folder."""
         return sum(path.stat().st_size for path in self._paths())
 
     def take(
@@ -213,7 +213,7 @@ class MemoryCheckpoints:
         return snapshot.iteration <= iteration and snapshot.facts.get("layout") == self._layout
 
     def listed(self, *, with_earlier: bool = False) -> list[tuple[Path, Snapshot]]:
-        """Return the whole snapshots on this machine; ``with_earlier`` adds other runs' ones."""
+        """Return the whole snapshots on this machine; ``with_earlier`` adds earlier runs' ones."""
         paths = self._paths()
         for folder in self._earlier if with_earlier else ():
             paths += _paths_in(folder)
@@ -249,6 +249,10 @@ def _paths_in(folder: Path) -> list[Path]:
 def _content(
     state: dict[str, Any], progress: dict[str, Any], run_config: dict[str, Any]
 ) -> Content:
-    """Return a snapshot's content: values for the same layout, sharded tensors for others."""
+    """Return the content of a snapshot.
+
+    It holds plain values, to resume in the same layout, and sharded tensors, for other layouts;
+    both share their memory.
+    """
     facts = {PROGRESS: progress, RUN_CONFIG: run_config}
     return content_of({VALUES: values_of(state), SHARDED: state, **facts})

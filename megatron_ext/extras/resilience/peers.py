@@ -66,11 +66,11 @@ class CopyOnMachine:
 class CopyOverGroup:
     """Sends this rank's snapshots to its right neighbour, and stores those of its left neighbour.
 
-    All ranks call it equally often.
+    All ranks call it the same number of times.
 
     Args:
         group: all ranks of the run, over host memory; used for nothing else meanwhile.
-        step: distance of the neighbours.
+        step: how many ranks away a neighbour is.
     """
 
     def __init__(self, folder: Path, group: ProcessGroup, step: int) -> None:

@@ -36,7 +36,7 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Layout
 
 _OF_REPLICAS = ("world_size", "context_parallel_size")
-"""Sizes of a layout in which it may differ from the snapshots' layout."""
+"""Fields of a layout that may differ from the layout in which snapshots were taken."""
 _TEMPORARY = "resharded"
 
 
@@ -73,7 +73,7 @@ def choose(
     Args:
         layout: the layout that resumes; its own snapshots are preferred to those of other layouts.
         machines: the machine's name, by rank of ``layout``.
-        newer_than: only later iterations are worth a return.
+        newer_than: only snapshots of later iterations are returned.
     """
     sets: dict[tuple[int, bool, Layout], dict[int, list[HeldSnapshot]]] = {}
     for entry in entries:
@@ -148,7 +148,10 @@ class Recovery:
         return [entry for entry in chosen if reader_of(entry, self._layout, names) == self._rank]
 
     def _damaged(self, chosen: Collection[HeldSnapshot]) -> set[HeldSnapshot]:
-        """Return the damaged snapshots; the ranks that read them report and remove them."""
+        """Return which of the snapshots fail their checksum; all ranks call this together.
+
+        Each snapshot is read by one rank, which reports and removes it if it is damaged.
+        """
         damaged = set()
         for entry in self._mine(chosen):
             snapshot = SnapshotFile(Path(entry.path)).read()

@@ -45,7 +45,7 @@ def digests(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class StepStart:
-    """The state before a step that the passes of the step change.
+    """A copy of the state that a step's forward and backward passes change, from before the step.
 
     Args:
         optimizer: optimizer whose loss scalers change with a step's gradients, even without an

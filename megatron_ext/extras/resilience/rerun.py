@@ -115,7 +115,7 @@ class Rerun(Callback):
         return step, again
 
     def _overflowed(self) -> bool:
-        """Return whether only fp16's loss scale was too large, as it is now and then."""
+        """Return whether the gradients have only overflowed under fp16, which is normal."""
         return self.run.config.precision.fp16 and math.isinf(float(self._least_norm))
 
     def _judge(
@@ -126,9 +126,12 @@ class Rerun(Callback):
         facts: dict[str, Any],
         iteration: int,
     ) -> None:
-        """Announce what the second computation shows about a refused result.
+        """Report what the second computation of a step shows about the first, refused one.
 
-        ``facts`` come from `describe`, for the first computation.
+        Args:
+            differing: how the two computations differ.
+            refused, again: updates of the first and of the second computation.
+            facts: result of `describe` for the first one.
         """
         run = self.run
         finite = math.isfinite(refused.grad_norm) and facts["cause"] == "norm"

@@ -240,7 +240,10 @@ class _Launcher:
             self._generation += 1
 
     def _follow(self, fault: Fault, code: int, postmortem: Path | None) -> int:
-        """Count a fault; return `_GO_ON` if the run continues, else its exit code."""
+        """Count a fault, and decide whether the ranks are restarted.
+
+        Return `_GO_ON` if so, otherwise the exit code of the run.
+        """
         self._drawings.start(postmortem)
         history = self._history
         policy = self._policy
@@ -298,7 +301,7 @@ class _Launcher:
 
 
 _GO_ON = -1
-"""Returned instead of an exit code if the run continues."""
+"""Result of `_Launcher._follow` if the ranks are restarted; no exit code is negative."""
 
 
 def _say(text: str) -> None:

@@ -20,7 +20,7 @@ COMPUTES = frozenset({"forward", "backward", "reduce", "update"})
 """Phases that count towards a rank's own time, without waits. Only some ranks read data or write
 logs."""
 _LEAST_STEPS = 3
-"""More whole steps than this are needed; otherwise all common time is measured."""
+"""Number of whole steps that must be exceeded to measure only whole steps."""
 
 Span = tuple[float, float]
 
@@ -48,10 +48,10 @@ class SlowRank:
 def own_times(
     board: Sequence[RankRecord], flights: Mapping[int, Flight]
 ) -> dict[int, float] | None:
-    """Return the seconds per mean step for which each rank computes; None if one is unknown.
+    """Return the seconds of an average step in which each rank computes, by rank.
 
-    The time is measured over the latest whole steps in the records of all ranks. If there are too
-    few whole steps, it is measured over the time that all records cover.
+    They are measured over the latest whole steps in the records of all ranks. If there are too few,
+    they are measured over the time that all records cover. Return None if a rank has no record.
     """
     step = max((record.mean_step for record in board), default=0.0)
     if not step or any(not r.events or not flights.get(r.rank) for r in board):
@@ -141,7 +141,7 @@ class SlowRanks:
     def _usual(
         self, rank: int, own: Mapping[int, float], places: Mapping[int, int]
     ) -> float | None:
-        """Return the usual time of ``rank`` if the rank is slower by the factor, else None."""
+        """Return the usual time of ``rank``; None if the rank is not slower by the factor."""
         twins = [own[r] for r in own if r != rank and places[r] == places[rank]]
         if twins:
             usual = median(twins)

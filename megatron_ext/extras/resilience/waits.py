@@ -139,7 +139,10 @@ def _collective(
 
 
 def _stands_in_wait(stack: Sequence[Frame]) -> bool:
-    """Return whether the innermost lines of a stack wait for other ranks; True if unknown."""
+    """Return whether a rank's main thread waits for other ranks; True if its stack is unknown.
+
+    ``stack`` begins with the innermost frame.
+    """
     if not stack:
         return True
     code = linecache.getline(stack[0].file, stack[0].line)
@@ -199,7 +202,10 @@ def _deviates(record: RankRecord, flight: Flight) -> bool:
 def _two_steps(
     entries: Sequence[tuple[float, str]], begins: Sequence[float]
 ) -> tuple[list[str], list[str]]:
-    """Return the entries of the previous step and those of this step."""
+    """Return the names of the entries of the previous step, and those of the present step.
+
+    ``entries`` are (time, name); ``begins`` are the times at which the two steps began.
+    """
     spans = pairwise((*begins, float("inf")))
     last, this = ([name for time, name in entries if start <= time < end] for start, end in spans)
     return last, this

@@ -118,7 +118,10 @@ def ask_flights(folder: Path, ranks: Iterable[int], seconds: float = 0.5) -> dic
 
 
 def _ask(folder: Path, rank: int, pid: int) -> bool:
-    """Request stacks and collectives from a rank; return whether the request was sent."""
+    """Request stacks and collectives from process ``pid``, which is ``rank``.
+
+    Return whether the request was sent.
+    """
     if not _request(folder, rank):
         return False
     try:

@@ -73,7 +73,10 @@ class Watcher:
         return [r for r in board if pids is None or pids.get(r.rank) == r.pid]
 
     def _from_the_pause(self, record: RankRecord) -> RankRecord:
-        """Return a record whose silence starts after the last pause of the whole machine."""
+        """Return a rank's record in which no event is older than the machine's last pause.
+
+        So a rank is not taken for silent while all processes of the machine were stopped.
+        """
         if record.last_time >= self._counts_from:
             return record
         events = [replace(event, time=self._counts_from) for event in record.events]

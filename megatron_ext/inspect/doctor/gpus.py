@@ -42,7 +42,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True)
 class Driver:
-    """The result of the driver's check, the names of the GPUs, and the newest CUDA it supports."""
+    """The driver as ``nvidia-smi`` shows it: its state, GPUs, and newest supported CUDA."""
 
     finding: Finding
     cards: list[str] = field(default_factory=list)

@@ -201,7 +201,10 @@ def run_python(here: ThisMachine, code: str, seconds: float = IMPORT_SECONDS) ->
 def ask_python(
     here: ThisMachine, code: str, seconds: float = IMPORT_SECONDS
 ) -> dict[str, Any] | Outcome:
-    """Run Python code; return the JSON of its last output line, or how the code failed."""
+    """Run Python code in a separate process, and return the JSON of its last line of output.
+
+    If the code fails, return how it ended instead.
+    """
     outcome = run_python(here, code, seconds)
     if outcome.code != 0:
         return outcome

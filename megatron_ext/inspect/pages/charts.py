@@ -85,7 +85,7 @@ def show(value: float) -> str:
 
 
 def decimated(curve: Curve) -> Curve:
-    """Return a curve with at most `MAX_POINTS` points that keeps every peak and every gap."""
+    """Return a curve with at most `MAX_POINTS` points; it keeps every peak and every gap."""
     count = len(curve.xs)
     if count <= MAX_POINTS:
         return curve

@@ -177,7 +177,10 @@ class _Replica:
         return plan.num_microbatches(start.iteration - 1)
 
     def step(self, start: _Start) -> tuple[list[Row], Tensor]:
-        """Return a step's rows and the sums ``[2 + K]``: targets, main weights, K MTP weights."""
+        """Return a step's rows, and its sums ``[2 + K]``.
+
+        The sums are the number of targets, their weights, and the weights of each of K MTP depths.
+        """
         batches = []
         reaches = []
         drawn = []

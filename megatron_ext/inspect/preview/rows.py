@@ -51,7 +51,7 @@ class Row:
         weights: weights of the labels in the loss, after the reduction, ``[s]``.
         samples: number of the sample at each position, -1 in padding, ``[s]``; None if the row is
             cut from a stream of documents.
-        reaches: whether a position attends to the previous position, ``[s]``; False at 0.
+        reaches: whether a position attends to the previous position, ``[s]``; False at position 0.
         mtp_labels, mtp_weights: ``[K, s]``.
         documents: number of the packed document at each position, -1 in padding, ``[s]``; None if
             ``samples`` or end-of-document tokens tell documents apart.

@@ -18,7 +18,10 @@ NEAR = 3
 
 @dataclass
 class Share:
-    """Counts of documents and their predicted tokens; each row with a part counts a document."""
+    """Counts of documents and of their predicted tokens, and the sum of the tokens' weights.
+
+    A document that is spread over several rows is counted once in each of them.
+    """
 
     documents: int = 0
     trained: int = 0
