@@ -51,7 +51,7 @@ _FOREIGN = by_flag(
         _idle(ALWAYS_FAST.flags, ALWAYS_FAST.reason),
     ]
 )
-"""Flags of Megatron-LM's tool that this one lacks, by spelling."""
+"""Flags of Megatron-LM's preprocessing tool that this tool lacks, by spelling."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -60,7 +60,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(*, status: bool = False) -> argparse.ArgumentParser:
-    """Return the parser of the tool, or with ``status`` that of `--status`, without inputs."""
+    """Return the parser of the tool's command line.
+
+    With ``status`` return the parser of `--status`, which takes no inputs.
+    """
     parser = _Parser(
         prog="preprocess_data.py",
         description="Turn texts into Megatron's .bin/.idx datasets.",
@@ -88,14 +91,14 @@ def _parser(*, status: bool = False) -> argparse.ArgumentParser:
 def _sft_flags() -> list[Flag]:
     """Return the flags of `SftConfig`, except those about lengths and batches.
 
-    Those matter only to a run: a store holds whole conversations.
+    Lengths and batches matter only to a training run, since a store holds whole conversations.
     """
     of_batches = ("sft_max_length", "sft_truncation", "sft_batching")
     return [flag for flag in flags_of("sft", SftConfig) if flag.field not in of_batches]
 
 
 def parse_options(argv: Sequence[str]) -> tuple[PreprocessOptions, list[str]]:
-    """Parse a command line; return its options, and notes on flags without effect.
+    """Parse a command line; return its options, and sentences on flags without effect.
 
     Raise a ConfigError that names every unknown or unsupported flag.
     """
@@ -135,7 +138,7 @@ def parse_options(argv: Sequence[str]) -> tuple[PreprocessOptions, list[str]]:
 
 
 def _about_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> list[str]:
-    """Return a sentence on each unknown argument, which suggests the most similar flag."""
+    """Return a sentence on each unknown argument, with the most similar flag as a suggestion."""
     options = [option for action in parser._actions for option in action.option_strings]
     wrong = []
     for flag in unknown:
@@ -205,7 +208,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def idle_tokenizer_flags(settings: TokenizerConfig) -> list[str]:
-    """Return a note for each flag that a tokenizer of this type does not read."""
+    """Return a sentence on each given flag that a tokenizer of the given type does not read."""
     idle = by_flag(TOKENIZER_FLAGS, vars(settings))
     return [
         idle[name].sentence(f"`{spelling_of(settings, field)}` ({getattr(settings, field)})")

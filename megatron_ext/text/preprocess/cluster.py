@@ -1,9 +1,9 @@
 """Encodes the parts of a run in tasks on machines that share its file system, by Slurm or Ray.
 
-A task reads its job from the work directory (`task.py`). It writes a marker for each finished part;
-nothing else reports success. If it fails with an error that another attempt would also meet, it
-writes the error to a file, and the run ends. Otherwise, parts that have no marker when all tasks
-have ended are encoded again.
+A task (`task.py`) reads its job from the work directory. It writes a marker file for each finished
+part; nothing else reports success. If a task fails with an error that another attempt would also
+meet, it writes the error to a file, and the run ends. Otherwise, parts that have no marker when all
+tasks have ended are encoded again.
 """
 
 import json
@@ -28,7 +28,7 @@ from megatron_ext.text.preprocess.parts import (
 from megatron_ext.text.tokenizers.fast import InexactEngine
 
 _SECONDS_FOR_FILES = 30.0
-"""The seconds after which a file of another machine must be visible here; NFS may be late."""
+"""The seconds after which a file of another machine must be visible here; NFS may delay files."""
 
 
 class Cluster(Protocol):
@@ -39,14 +39,17 @@ class Cluster(Protocol):
         ...
 
     def running(self, left: Sequence[int]) -> bool:
-        """Wait a moment, and return whether tasks still run; the parts ``left`` have no marker."""
+        """Wait a moment; return whether tasks still run.
+
+        ``left`` are the numbers of the parts that have no marker.
+        """
         ...
 
     def faults(self, left: Sequence[int]) -> tuple[list[str], bool]:
-        """Return a clause on each task that has ended without a marker for one of ``left``.
+        """Return a clause on each task that ended without a marker for one of its parts.
 
-        The second value tells whether one of these tasks may have succeeded, so that the marker is
-        only late.
+        ``left`` are the numbers of the parts that have no marker. The second value tells whether
+        one of these tasks may have succeeded, so that its marker may only be late.
         """
         ...
 
@@ -56,11 +59,11 @@ class Cluster(Protocol):
 
 
 def encode_on(cluster: Cluster, job: Job, todo: Sequence[int], say: Say) -> None:
-    """Encode the parts with the numbers ``todo`` on a cluster, and close it.
+    """Encode the parts with the numbers ``todo`` on a cluster; close the cluster.
 
     Raises:
         DataError: the input cannot be used, or somebody has cancelled the tasks.
-        MachineFault: `ATTEMPTS` attempts have not encoded a part.
+        MachineFault: `ATTEMPTS` attempts have failed to encode a part.
         InexactEngine: the fast engine gives other ids than the tokenizer.
     """
     for path in failure_paths(job.folder):  # An earlier run with the same plan has left them.
@@ -93,7 +96,7 @@ def encode_on(cluster: Cluster, job: Job, todo: Sequence[int], say: Say) -> None
 
 
 class Watch:
-    """Watches tasks by the files in their work directory: markers, and errors that end the run."""
+    """Watches tasks by the files in their work directory: markers of parts, and errors."""
 
     def __init__(self, job: Job, todo: Sequence[int]) -> None:
         self._job = job
@@ -102,7 +105,7 @@ class Watch:
         self.progress = progress_of(job, todo)
 
     def look(self) -> list[int]:
-        """Show the progress; return the unfinished parts, or raise the error of a task."""
+        """Show the progress; return the unfinished parts' numbers, or raise the error of a task."""
         for path in failure_paths(self._job.folder):
             failure = failure_of(path)
             if failure.key != self._job.key:  # A task of an earlier plan was still running.
@@ -121,7 +124,7 @@ class Watch:
 
 
 def save_job(job: Job) -> None:
-    """Write the file in the work directory by which tasks build the same job."""
+    """Write the file in the work directory from which tasks build the same job."""
     about = {"options": asdict(job.options), "key": job.key, "fast": job.fast, "cwd": os.getcwd()}
     about["kind"] = type(job.options).__name__
     replace_file(job.folder / "job.json", json.dumps(about))

@@ -1,4 +1,4 @@
-"""Joins the files of encoded parts to datasets: one dataset, partitions or shards.
+"""Joins the files of encoded parts into datasets: one dataset, partitions or shards.
 
 Files of tokens are copied within the kernel. Cumulative sums of the lengths tell where each
 document is.
@@ -31,7 +31,7 @@ _MOST_SHARDS = 99_999
 class Segment:
     """Documents [start, end) in one output stream of a finished part.
 
-    If both are None, the segment has all documents.
+    If start and end are None, the segment has all documents of the stream.
     """
 
     done: PartMarker
@@ -43,7 +43,7 @@ class Segment:
 def _partitions(
     options: PreprocessOptions, folder: Path, markers: Sequence[PartMarker]
 ) -> list[list[Segment]]:
-    """Return the segments of each partition, in order.
+    """Return the segments of each partition, in the order of partitions and of parts.
 
     Line n of the whole input goes to partition n % partitions. With ``keep_sequential_samples``
     each partition has ceil(lines / partitions) consecutive lines instead.
@@ -69,7 +69,7 @@ def _partitions(
 def _clip(folder: Path, done: PartMarker, first: int, last: int) -> list[Segment]:
     """Return the segment of a part's lines [first, last), in a list; [] if the range is empty.
 
-    The range may begin before the part, and end after it.
+    ``done`` is the marker of the part. The range may begin before the part, and end after it.
     """
     first = max(first, 0)
     last = min(last, done.lines)
@@ -84,7 +84,7 @@ def _clip(folder: Path, done: PartMarker, first: int, last: int) -> list[Segment
 
 
 class Dataset:
-    """A `.bin/.idx` pair that is written under temporary names, from segments of one key.
+    """A `.bin/.idx` pair that is joined from segments of one key, under temporary names.
 
     ``renames`` holds (temporary path, final path) of both files.
     """
@@ -113,7 +113,7 @@ class Dataset:
         return self._folder / f"{segment.done.stem}.k{self._key}.s{segment.stream}.{kind}"
 
     def _span(self, segment: Segment, kind: str) -> tuple[int, int | None]:
-        """Return where a segment starts and ends in its file of a kind: "doc", "len" or "bin".
+        """Return where a segment starts and ends in its file of the kind "doc", "len" or "bin".
 
         The numbers count entries for "doc" and "len", and bytes for "bin". An end of None is the
         end of the file.
@@ -142,10 +142,10 @@ class Dataset:
 def _shards(
     options: PreprocessOptions, folder: Path, markers: Sequence[PartMarker]
 ) -> list[list[Segment]]:
-    """Return the segments of each shard, with the documents in order.
+    """Return the segments of each shard; shards and segments keep the order of documents.
 
-    A shard has at most ``shard_tokens`` tokens of the first key, or a single document that has
-    more. The shards depend on the documents only, not on the parts in which they were encoded.
+    A shard has at most ``shard_tokens`` tokens of the first key, or one document with more tokens.
+    The shards depend on the documents only, not on the parts in which they were encoded.
     """
     limit = options.shard_tokens or 0
     shards: list[list[Segment]] = [[]]
@@ -175,9 +175,9 @@ def _shards(
 
 
 def _token_ends(folder: Path, done: PartMarker) -> npt.NDArray[np.int64]:
-    """Return the number of tokens before each of a part's n documents, then of all, ``[n + 1]``.
+    """Return the tokens before each of a part's n documents, then the tokens of all, ``[n + 1]``.
 
-    Count the tokens of the first key.
+    Only tokens of the first key are counted.
     """
     counted: npt.NDArray[np.int64] | None = None
     for kind in ("len", "doc"):
@@ -191,7 +191,7 @@ def _token_ends(folder: Path, done: PartMarker) -> npt.NDArray[np.int64]:
 def publish_datasets(
     options: PreprocessOptions, folder: Path, markers: Sequence[PartMarker], dtypes: Sequence[Any]
 ) -> list[str]:
-    """Write all datasets, then rename them to their final names.
+    """Write all datasets under temporary names, then give them their final names.
 
     Return the prefixes of the datasets that together hold all lines: the whole datasets, or all
     shards.
@@ -227,7 +227,7 @@ def publish_datasets(
 
 
 def _remove_other_shards(options: PreprocessOptions, count: int) -> None:
-    """Remove the shards of an earlier run whose numbers are at least ``count``."""
+    """Remove shards of an earlier run that the ``count`` shards of this run do not replace."""
     for key in options.json_keys:
         before, after = options.dataset_prefix(key, "*").rsplit("*", 1)
         for kind in ("idx", "bin"):
@@ -240,9 +240,9 @@ def _remove_other_shards(options: PreprocessOptions, count: int) -> None:
 def publish_rejected(
     options: PreprocessOptions, folder: Path, parts: Sequence[Part], markers: Sequence[PartMarker]
 ) -> Path | None:
-    """Write file, line (from 1), reason and text of each refused line to `PREFIX.rejected.jsonl`.
+    """Write each refused line to `PREFIX.rejected.jsonl`: its file, number from 1, reason and text.
 
-    Return its path. If no line was refused, remove an older file and return None.
+    Return the path of that file. If no line was refused, remove an older file and return None.
     """
     path = Path(f"{options.output_prefix}.rejected.jsonl")
     if not any(marker.rejected for marker in markers):

@@ -1,4 +1,4 @@
-"""Encodes lines of JSON as arrays of tokens, block by block; splits texts into sentences.
+"""Encodes lines of JSON as arrays of token ids, block by block; splits texts into sentences.
 
 Sentences are split by rules, without a model. A sentence ends at `. ! ? …` (with closing quotes or
 brackets) before white space. It does not end after an abbreviation of the language, an initial or
@@ -24,7 +24,7 @@ from megatron_ext.text.tokenizers.fast import FastEncoder, InexactEngine
 
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _SHOWN_KEYS = 12
-"""The most keys of a line that an error lists."""
+"""The largest number of a line's keys that an error lists."""
 
 
 class BadLine(Exception):
@@ -32,7 +32,7 @@ class BadLine(Exception):
 
 
 def parse_line(line: bytes, keys: Sequence[str]) -> list[list[str]]:
-    """Return the texts under each key: one for a string, several for a list of strings.
+    """Return a list of texts for each key: one for a string, several for a list of strings.
 
     Raise a BadLine if the line is not a JSON object, or if the value of a key is neither a string
     nor a list of strings.
@@ -41,7 +41,10 @@ def parse_line(line: bytes, keys: Sequence[str]) -> list[list[str]]:
 
 
 def _texts_of(document: dict[str, Any], keys: Sequence[str]) -> list[list[str]]:
-    """Return the texts under each key of a line's object; see `parse_line`."""
+    """Return a list of texts for each key of ``document``, the object of a line.
+
+    Raise a BadLine if the value of a key is neither a string nor a list of strings.
+    """
     texts: list[list[str]] = []
     for key in keys:
         value = document.get(key)
@@ -68,8 +71,8 @@ def _keys_of(document: Mapping[str, Any]) -> str:
 def read_object(line: bytes, keys: Sequence[str] = ()) -> dict[str, Any]:
     """Return the JSON object of a line.
 
-    Raise a BadLine if it is not a JSON object, or if a text under ``keys`` has half a surrogate
-    pair.
+    Raise a BadLine if the line is not a JSON object, or if a text under ``keys`` has half a
+    surrogate pair.
     """
     try:
         document = orjson.loads(line)
@@ -83,9 +86,9 @@ def read_object(line: bytes, keys: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _has_twice(line: bytes, key: str) -> bool:
-    """Tell whether a line's object has a key twice, of which parsers keep only the last value.
+    """Tell whether a line's object has ``key`` twice; parsers keep only the last value.
 
-    The keys of inner objects do not count.
+    The keys of inner objects are not looked at.
     """
     # A quick test that rules out most lines. Within texts the quotes are escaped, so do not match.
     if line.count(f'"{key}"'.encode()) < 2:
@@ -100,10 +103,10 @@ def _has_twice(line: bytes, key: str) -> bool:
 
 
 def read_exactly(line: bytes) -> tuple[dict[str, Any], str | None]:
-    """Return the object of a line, and a key that occurs twice in an object at any depth, or None.
+    """Return the object of a line, and a key that occurs twice in an object at any depth.
 
-    Call this only for a line that `read_object` accepts. `read_object` reads integers of more than
-    64 bits as floats; here they keep all their digits.
+    The key is None if there is none. Call this only for a line that `read_object` accepts.
+    `read_object` reads integers of more than 64 bits as floats; here they keep all their digits.
     """
     repeated: list[str] = []
 
@@ -118,7 +121,7 @@ def read_exactly(line: bytes) -> tuple[dict[str, Any], str | None]:
 
 
 def _read_leniently(line: bytes, keys: Sequence[str], complaint: str) -> Any:
-    """Parse a line that orjson has refused, with Python's parser, which accepts NaN.
+    """Parse a line that orjson has refused by Python's parser, which accepts NaN.
 
     Ignore a byte-order mark, which can begin any line of a concatenated file. Raise a BadLine for
     half a surrogate pair or invalid JSON; ``complaint`` is orjson's message.
@@ -139,20 +142,22 @@ def _read_leniently(line: bytes, keys: Sequence[str], complaint: str) -> Any:
 
 
 UNREAD = "unread key "
-"""The kind under which keys of lines that nothing reads are counted."""
+"""The kind of counts for keys of lines that nothing reads."""
 TWICE = "twice the key "
-"""The kind under which keys that a line has more than once are counted."""
+"""The kind of counts for keys that a line has more than once."""
 EMPTY = "empty text under "
-"""The kind under which empty texts are counted, by their key."""
+"""The kind of counts for empty texts, by their key."""
 ENDS_WITHIN = "end of document within a text"
-"""The kind under which end-of-document tokens that are spelled out in texts are counted."""
+"""The kind of counts for end-of-document tokens that are spelled out within texts."""
 _CHECKED_CHARACTERS = 16_384
-"""The engines are not compared on longer texts during the run, since that would take too long."""
+"""The longest text, in characters, on which the fast engine is checked during the run.
+
+Checks of longer texts would take too long."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Encoded documents, in the arrays of a dataset.
+    """Encoded documents, as arrays like those of an indexed dataset.
 
     Attributes:
         tokens: the ids of all documents, one after another.
@@ -168,10 +173,10 @@ class Encoded:
 def choose_engine(
     tokenizer: Tokenizer, samples: Sequence[str], engine: str
 ) -> tuple[FastEncoder | None, str]:
-    """Return the fast engine, and a sentence on the choice.
+    """Return the fast engine, gigatoken, if it shall be used; and a sentence on the choice.
 
-    The engine is None if ``engine`` is "native", or if it gives other ids than the tokenizer on
-    ``samples``.
+    The fast engine is None if ``engine`` is "native", or if gigatoken gives other ids than the
+    tokenizer on ``samples``.
     """
     if engine == "native":
         return None, f"Tokenizing with {tokenizer.kind}'s own library, as asked."
@@ -187,9 +192,11 @@ def choose_engine(
 
 
 Refuse = Callable[[int, str], None]
-"""A callback ``(line, reason)`` for a bad line; ``line`` is its number in the part, from 0."""
+"""A callback ``(line, reason)`` for a bad line; ``line`` is the line's number in the part, from 0.
+"""
 Write = Callable[[int, int, Encoded], None]
-"""A callback ``(key, stream, encoded)`` that writes documents; key and stream are indices."""
+"""A callback ``(key, stream, encoded)`` that writes documents; key and stream are indices, from 0.
+"""
 Tally = Callable[[Mapping[str, Mapping[str, int]]], None]
 """A callback that adds counts, by kind and name, to those of the report."""
 
@@ -202,7 +209,7 @@ class BlockEncoder(Protocol):
     def encode(
         self, lines: Sequence[bytes], first: int, refuse: Refuse, write: Write, tally: Tally
     ) -> int:
-        """Encode lines of an input part; return the number of lines that are not refused.
+        """Encode lines of an input part; return the number of lines that were not refused.
 
         The first line has the number ``first`` in the part. Documents go to ``write``, bad lines to
         ``refuse``, and counts for the report to ``tally``.
@@ -214,9 +221,10 @@ class BlockEncoder(Protocol):
 class TextEncoder:
     """A `BlockEncoder` of the texts under ``keys`` in each line.
 
-    Line i of an input part goes to output stream ``i % streams``. Each document that is not empty
-    ends with the id ``eod``, unless that is None. If ``fast`` is given, it encodes instead of the
-    tokenizer, and the tokenizer checks one text of each batch.
+    Line i of an input part goes to output stream ``i % streams``. The id ``eod``, unless it is
+    None, is appended to each document that is not empty. If ``fast`` is given, it encodes in place
+    of the tokenizer, and the tokenizer checks one text of each batch. ``splitter`` splits texts
+    into sentences.
     """
 
     tokenizer: Tokenizer
@@ -280,7 +288,10 @@ class TextEncoder:
     def _encode_streams(
         self, texts: list[list[list[str]]], numbers: list[int], write: Write
     ) -> dict[str, int]:
-        """Encode all texts, then write them, so that nothing is written if a text is refused.
+        """Encode the texts of lines with the given ``numbers``; write them once all are encoded.
+
+        ``texts`` has, for each line and key, a list of sequences. If a text is refused, nothing is
+        written.
 
         Return the number of end-of-document tokens that are spelled out in texts, by key.
         """
@@ -300,7 +311,8 @@ class TextEncoder:
     def _encode(self, documents: Sequence[list[str]]) -> Encoded:
         """Encode documents, each a list of sequences.
 
-        Raise an InexactEngine if the fast engine and the tokenizer differ on the text checked.
+        Raise an InexactEngine if the fast engine and the tokenizer differ on the text that is
+        checked.
         """
         texts = [text for document in documents for text in document]
         ids = (self.tokenizer if self.fast is None else self.fast).encode_batch(texts)
@@ -381,7 +393,11 @@ def sentence_splitter(lang: str, *, keep_newlines: bool) -> Splitter:
 def _ends_here(
     text: str, match: re.Match[str], abbreviations: frozenset[str], ordinals: bool
 ) -> bool:
-    """Tell whether a sentence ends at a match of `_END`; an empty line always ends one."""
+    """Tell whether a sentence of ``text`` ends at ``match``, a possible end.
+
+    ``abbreviations`` are those of the language; ``ordinals`` tells whether a full stop after a
+    number makes it an ordinal. An empty line always ends a sentence.
+    """
     if match["next"].islower() and "\n\n" not in match["space"]:
         return False
     if match["mark"] != "." or "\n\n" in match["space"] or match["close"]:

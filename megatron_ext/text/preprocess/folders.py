@@ -1,6 +1,6 @@
 """Reads folders as inputs: folders of texts, and Hugging Face datasets that were saved to disk.
 
-In a folder of texts each file is a document. It takes all files below the folder, in the order of
+In a folder of texts each file is a document. All files below the folder are read in the order of
 their paths, except hidden files, hidden folders and links to folders. The paths are written to a
 list in the work directory, and the list is cut into parts.
 """
@@ -21,13 +21,13 @@ from megatron_ext.text.preprocess.packed import BLOCK_BYTES, MAX_LINE_BYTES
 _NO_TEXTS = frozenset(
     ".arrow .bz2 .feather .gz .jsonl .parquet .tar .tgz .warc .xz .zip .zst".split()
 )
-"""Suffixes of files that hold many documents, or none, and so cannot be texts of a folder."""
+"""Suffixes of files that are no single text, and so cannot be in a folder of texts."""
 
 
 def files_of(folder: str) -> list[str]:
     """Return the input files of a folder.
 
-    These are the Arrow files of a dataset that `save_to_disk` wrote, or the folder itself if it
+    They are the Arrow files of a dataset that `save_to_disk` wrote, or the folder itself if it
     holds texts. Raise a DataError for any other folder.
     """
     if os.path.isfile(os.path.join(folder, "dataset_dict.json")):
@@ -72,7 +72,7 @@ def _saved_files(folder: str, state: str) -> list[str]:
 
 
 def texts_below(folder: str) -> Iterator[tuple[str, int]]:
-    """Yield (path, size) of each file below a folder, sorted, without hidden ones.
+    """Yield (path, bytes) of each file below a folder, sorted; hidden files are left out.
 
     Raise a DataError for a folder that cannot be read.
     """
@@ -92,7 +92,7 @@ def texts_below(folder: str) -> Iterator[tuple[str, int]]:
 
 
 def identity_of_texts(folder: str) -> str:
-    """Return a digest of the names, sizes and times of all files below a folder."""
+    """Return a digest of the names, sizes and modification times of all files below a folder."""
     digest = hashlib.sha256()
     for path, size in texts_below(folder):
         about = os.stat(path)
@@ -102,7 +102,7 @@ def identity_of_texts(folder: str) -> str:
 
 
 def write_list(folder: str, target: Path) -> None:
-    """Write ``[path, size]`` of each text of a folder to ``target``, one JSON list per line."""
+    """Write ``[path, bytes]`` of each text of a folder to ``target``, one JSON list per line."""
     temporary = target.with_suffix(".listing")
     with open_new(temporary, "wb") as out:
         for path, size in texts_below(folder):
@@ -111,9 +111,9 @@ def write_list(folder: str, target: Path) -> None:
 
 
 def list_spans(path: str, part_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Cut a list of texts at line ends; yield (start, end, bytes of its texts) of each piece.
+    """Cut a list of texts at line ends; yield (start, end, bytes of texts) of each piece.
 
-    Start and end count bytes of the list. A piece has about ``part_bytes`` bytes of texts.
+    Start and end are bytes of the list's file. A piece has about ``part_bytes`` bytes of texts.
     """
     start = end = size = 0
     with open(path, "rb") as stream:
@@ -129,17 +129,17 @@ def list_spans(path: str, part_bytes: int) -> Iterator[tuple[int, int, int]]:
 
 
 def paths_in_list(path: str, start: int, end: int) -> list[str]:
-    """Return the paths of the texts in bytes [start, end) of a list."""
+    """Return the paths of the texts that the bytes [start, end) of a list name."""
     with open(path, "rb") as stream:
         stream.seek(start)
         return [json.loads(line)[0] for line in stream.read(end - start).splitlines()]
 
 
 def text_lines(paths: Sequence[str], key: str) -> Iterator[tuple[bytes, int]]:
-    """Yield (lines of JSON, size of their files); a line holds the text of a file under ``key``.
+    """Yield (lines of JSON, size of the files that they hold) for the texts at ``paths``.
 
-    A file that is not UTF-8 becomes a line with its bytes, without line ends, so that the line is
-    refused with its name.
+    A line holds the text of a file under ``key``. For a file that is not UTF-8, the line has its
+    bytes without line ends, so that it is refused later with the file's name.
     """
     lines = list[bytes]()
     size = 0
@@ -165,7 +165,10 @@ def text_lines(paths: Sequence[str], key: str) -> Iterator[tuple[bytes, int]]:
 
 
 def key_of_texts(folder: str, keys: Sequence[str] | None) -> str:
-    """Return the key for a folder's texts; raise a ConfigError unless ``keys`` has just one."""
+    """Return the only key in ``keys``, under which a folder's texts are read.
+
+    Raise a ConfigError if there is not just one key.
+    """
     if keys is None or len(keys) != 1:
         given = "`--sft`" if keys is None else f"`--json-keys` ({' '.join(keys)})"
         raise ConfigError(

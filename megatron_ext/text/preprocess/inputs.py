@@ -43,14 +43,15 @@ class Part:
     """A piece of one input, which one worker encodes into one set of part files.
 
     Attributes:
-        path: the file to read. It may be made from the input: the copy of a stream, the list of a
-            folder's texts, or the items of a JSON array, one per line.
+        path: the file to read. It may be a file made from the input: the copy of a stream, the list
+            of a folder's texts, or the items of a JSON array, one per line.
         source: the input as the user named it.
-        start, end: the range of the file, in bytes at line ends (plain file, list of texts), in
-            groups (table), or the whole size (packed file).
+        start, end: the range of the file. It is in bytes, at line ends, for a plain file or a list
+            of texts; in groups for a table; 0 and the size for a packed file.
         packing: the kind of the file, as `packing_of` returns it, or "array" for JSON array items.
         num_bytes: the part's share of the input's bytes, to show progress.
-        columns: the columns of a table that are read, or the key for texts; None reads all.
+        columns: the columns of a table that are read, or the key for the texts of a folder; None
+            reads all columns.
     """
 
     path: str
@@ -62,12 +63,12 @@ class Part:
     columns: Sequence[str] | None = None
 
     def __str__(self) -> str:
-        """Return the input and the range of this part, for messages."""
+        """Return the input and the range of this part as text for messages."""
         unit = _UNITS.get(self.packing, "groups" if is_table(self.packing) else "bytes")
         return f"{self.source}, {unit} {self.start} to {self.end}"
 
     def is_there(self) -> bool:
-        """Tell whether the file still exists, and is long enough if the range counts its bytes."""
+        """Tell whether the file still exists, and is long enough if the range is in bytes."""
         if self.packing in _UNITS:
             return os.path.getsize(self.path) >= self.end
         return os.path.exists(self.path)
@@ -75,7 +76,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Source:
-    """An input to cut into parts; ``shown`` is its name in messages."""
+    """An input to cut into parts: its path, its name in messages, and the kind of its file."""
 
     path: str
     shown: str
@@ -83,7 +84,7 @@ class Source:
 
 
 def expand(patterns: Sequence[str]) -> list[str]:
-    """Return the files and folders that match the patterns, sorted for each pattern.
+    """Return the files and folders that match the patterns; those of one pattern are sorted.
 
     A glob matches folders only if it ends in a slash. Raise a DataError for a pattern without
     matches, for an unreadable file, and for a stream that is named twice.
@@ -117,11 +118,11 @@ def expand(patterns: Sequence[str]) -> list[str]:
 
 
 def identity_of(path: str) -> list[Any]:
-    """Return values that change whenever the input changes; a stream's values are always new.
+    """Return values that change whenever the content of an input changes.
 
-    Size and modification time can stay the same through a change (`rsync -t`, `touch -r`). The
-    values therefore include the inode, the change time (ctime) and a digest of the first and the
-    last bytes.
+    Size and modification time can stay the same through a change (`rsync -t`, `touch -r`). So the
+    values include the inode, the change time (ctime) and a digest of the first and last bytes. For
+    a stream, each call returns other values.
     """
     if is_stream(path):
         return [os.path.abspath(path), os.getpid(), time.time_ns()]
@@ -137,9 +138,9 @@ def identity_of(path: str) -> list[Any]:
 
 
 def needs_spool(files: Sequence[str], workers: int) -> list[str]:
-    """Return the inputs to copy or unpack before they are cut.
+    """Return the inputs that must be copied or unpacked before they are cut.
 
-    These are all streams. If there are more workers than files, also the packed files and the
+    These are all streams. If there are more workers than files, they are also packed files and
     tables of one group, which could not be cut otherwise.
     """
     streams = [path for path in files if is_stream(path)]
@@ -169,7 +170,7 @@ def spool(source: str, target: Path, columns: Sequence[str] | None) -> None:
 
 
 def _whole(path: str, columns: Sequence[str] | None) -> Part:
-    """Return a whole file as one part."""
+    """Return one part that has the whole file at ``path``."""
     size = os.path.getsize(path)
     packing = packing_of(path)
     end = len(group_sizes(path, packing, columns)) if is_table(packing) else size
@@ -185,8 +186,8 @@ def cut(
 ) -> list[Part]:
     """Cut inputs into parts: files and lists of texts at line ends, tables between groups.
 
-    Packed files stay whole. Without ``part_megabytes``, each worker gets about four parts, of at
-    least ``smallest`` bytes.
+    Packed files stay whole. A part has about ``part_megabytes``; without it, parts have at least
+    ``smallest`` bytes, and each worker gets about four of them.
     """
     total = sum(map(_size, sources))
     if part_megabytes is None:
@@ -210,7 +211,10 @@ def _size(source: Source) -> int:
 def _spans(
     source: Source, part_bytes: int, columns: Sequence[str] | None
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield ``start``, ``end`` and ``num_bytes`` of each part; see `Part`."""
+    """Yield (start, end, bytes of input) of each part of a source.
+
+    Start and end are those of `Part`.
+    """
     if source.packing == "texts":
         yield from folders.list_spans(source.path, part_bytes)
     elif source.packing in _LINES:
@@ -231,7 +235,10 @@ def _spans(
 
 
 def _line_edges(path: str, size: int, part_bytes: int) -> list[int]:
-    """Return where the parts of a file begin and end: 0, line ends, and the size of the file."""
+    """Return the bytes at which the parts of a file begin and end.
+
+    They are 0, ends of lines about ``part_bytes`` apart, and the size of the file.
+    """
     edges = [0]
     with open(path, "rb") as stream:
         while edges[-1] + part_bytes < size:
@@ -248,7 +255,7 @@ def _line_edges(path: str, size: int, part_bytes: int) -> list[int]:
 
 
 def blocks(part: Part) -> Iterator[tuple[bytes, int]]:
-    """Yield (whole lines of about 4 MB, input bytes read).
+    """Yield (whole lines of about 4 MB, number of input bytes read for them) of a part.
 
     Raises:
         DataError: the file is damaged, or a line is longer than `MAX_LINE_BYTES` unpacked.
@@ -280,7 +287,7 @@ def blocks(part: Part) -> Iterator[tuple[bytes, int]]:
 def _too_long(part: Part, number: int) -> DataError:
     """Return the error on a line that is too long.
 
-    ``number`` is the index of the piece in which the line has become too long, from 0.
+    ``number`` is the index of the piece of the part in which the line has become too long, from 0.
     """
     line = sum(piece.count(b"\n") for piece, _ in islice(_pieces(part), number))
     path, line = place_of(part, line)
@@ -303,7 +310,7 @@ def is_end_of_input(part: Part) -> bool:
 
 
 def _pieces(part: Part) -> Iterator[tuple[bytes, int]]:
-    """Yield (unpacked bytes, input bytes read for them) of each piece of a part.
+    """Yield (unpacked bytes, number of input bytes read for them) for each piece of a part.
 
     A piece may end within a line.
     """
@@ -326,8 +333,8 @@ def _pieces(part: Part) -> Iterator[tuple[bytes, int]]:
 def place_of(part: Part, line: int, before: int | None = None) -> tuple[str, int]:
     """Return the file of a line, and the line's number in that file, counted from 1.
 
-    ``line`` is its index in the part, from 0. ``before`` is the number of lines in the earlier
-    parts of the same input; if it is None, count them.
+    ``line`` is the index of the line in the part, from 0. ``before`` is the number of lines in the
+    earlier parts of the same input; if it is None, count them.
     """
     if part.packing == "texts":
         return folders.paths_in_list(part.path, part.start, part.end)[line], 1

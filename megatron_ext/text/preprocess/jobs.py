@@ -23,27 +23,27 @@ Say = Callable[[str], None]
 
 
 class Encoding(Protocol):
-    """Turns lines into documents; it is built from the options only."""
+    """Turns lines into documents; an object is built from the options of preprocessing alone."""
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return everything that determines the tokens of a line, as JSON values."""
+        """Return everything that determines the tokens of a line, as a mapping of JSON values."""
         ...
 
     @property
     def dtypes(self) -> Sequence[Any]:
-        """Return the dtype of the dataset of each key."""
+        """Return the dtypes of the token ids, one for each key."""
         ...
 
     def choose_engine(self, parts: Sequence[Part], say: Say) -> bool:
-        """Return whether to use the fast engine, and report the choice by ``say``.
+        """Return whether the encoder shall use the fast engine; report the choice by ``say``.
 
-        The fast engine is used if it is exact on samples of the parts.
+        The fast engine is used if it gives the tokenizer's ids on samples of the parts.
         """
         ...
 
     def encoder(self, *, fast: bool) -> BlockEncoder:
-        """Return the encoder of lines.
+        """Return the encoder of lines; ``fast`` chooses the fast engine.
 
         Raise an InexactEngine if ``fast`` is True and the fast engine cannot be used.
         """
@@ -55,11 +55,12 @@ Build = Callable[[PreprocessOptions], Encoding]
 
 @dataclass(frozen=True)
 class Job:
-    """The objects that all workers share.
+    """The job of a run, which all workers share.
 
     Attributes:
         folder: the work directory.
-        key: the key of the plan in ``folder``.
+        key: the key of the plan in ``folder``, which distinguishes it from earlier plans.
+        parts: the parts of the input; a part is named by its index.
         fast: whether the encoder uses the fast engine.
     """
 
@@ -73,12 +74,12 @@ class Job:
 
 
 def unfinished(job: Job, numbers: Iterable[int]) -> list[int]:
-    """Return those of ``numbers`` whose parts have no marker."""
+    """Return those of ``numbers`` whose parts have no marker, and so are not encoded."""
     return [number for number in numbers if read_marker(job.folder, job.key, number) is None]
 
 
 def progress_of(job: Job, todo: Sequence[int]) -> Progress:
-    """Return the progress of a run that encodes the parts with the numbers ``todo``."""
+    """Return the progress display of a run that encodes the parts with the numbers ``todo``."""
     total = sum(part.num_bytes for part in job.parts)
     earlier = total - sum(job.parts[number].num_bytes for number in todo)
     interval = job.options.log_interval
@@ -86,11 +87,11 @@ def progress_of(job: Job, todo: Sequence[int]) -> Progress:
 
 
 def encode_part(job: Job, number: int, advance: Advance) -> None:
-    """Encode one part and write its marker.
+    """Encode the part ``number`` and write its marker.
 
-    ``advance`` is called with the input bytes and the documents of each block. Blank lines at the
-    end of an input are skipped; any other blank line is bad. Raise a DataError for a bad line,
-    unless ``--on-bad-line`` sets it aside.
+    ``advance`` is called with the numbers of input bytes and documents of each block. Blank lines
+    at the end of an input are skipped; any other blank line is bad. Raise a DataError for a bad
+    line, unless ``--on-bad-line quarantine`` sets the line aside.
     """
     streams = job.options.streams
     dtypes = job.encoding.dtypes
@@ -126,7 +127,10 @@ def encode_part(job: Job, number: int, advance: Advance) -> None:
 def _encode_lines(
     job: Job, part: Part, writer: PartWriter, lines: Sequence[bytes], first: int
 ) -> int:
-    """Encode lines of a part, whose first has the number ``first``; return how many documents."""
+    """Encode lines of a part and write them; return the number of documents.
+
+    ``first`` is the number of the first line in the part.
+    """
 
     def refuse(line: int, reason: str) -> None:
         if job.options.on_bad_line != "quarantine":
@@ -139,7 +143,10 @@ def _encode_lines(
 
 
 def _bad_line(part: Part, number: int, reason: str) -> DataError:
-    """Return the error that tells the user which line ended the run."""
+    """Return the error that tells which line ended the run, and why.
+
+    ``number`` is the number of the line in the part.
+    """
     file, line = place_of(part, number)
     unit = "item" if part.packing == "array" else "line"
     place = file if part.packing == "texts" else f"{file} {unit} {line}"

@@ -1,4 +1,4 @@
-"""The options of a preprocessing run, from which its flags are derived, and tokenizer flags."""
+"""The options of a preprocessing run, from which its flags are derived, and its tokenizer flags."""
 
 import argparse
 import os
@@ -196,12 +196,18 @@ class PreprocessOptions:
 
     @property
     def streams(self) -> int:
-        """Return the number of output streams of a part: ``partitions``, or 1 if contiguous."""
+        """Return the number of output streams of a part.
+
+        It is ``partitions``, or 1 if each partition gets consecutive lines.
+        """
         return 1 if self.keep_sequential_samples else self.partitions
 
     @property
     def columns(self) -> Sequence[str] | None:
-        """Return the columns to read from tables; for a folder of texts, the key of the text."""
+        """Return the columns of tables to read; None for all.
+
+        For a folder of texts, this is the key of the text.
+        """
         return self.json_keys
 
     @property
@@ -210,9 +216,9 @@ class PreprocessOptions:
         return self.workers * self.slurm_tasks
 
     def dataset_prefix(self, key: str, piece: str | None = None) -> str:
-        """Return the prefix of the dataset of a key.
+        """Return the prefix of the dataset with the texts under ``key``.
 
-        ``piece`` is the number of a partition or shard; None is the dataset of all lines.
+        ``piece`` is the number of a partition or shard; None means the dataset of all lines.
         """
         part = "" if piece is None else f"_{piece}"
         return f"{self.output_prefix}{part}_{key}_{self.level}"
@@ -226,7 +232,10 @@ TOKENIZER_FLAGS = tuple(
 
 
 def add_flags(parser: argparse.ArgumentParser, title: str, flags: Iterable[Flag]) -> None:
-    """Add flags to a parser as a group; the parser does not check that values are in range."""
+    """Add flags to a parser as a group with a title.
+
+    The parser does not check that values are in range.
+    """
     group = parser.add_argument_group(title)
     for each in flags:
         if each.type is bool:
@@ -250,7 +259,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def tokenizer_config(values: dict[str, Any]) -> TokenizerConfig:
-    """Return the `TokenizerConfig` of parsed arguments; raise a ConfigError for bad numbers."""
+    """Return the tokenizer's flags among parsed arguments; raise a ConfigError for bad numbers."""
     section = TokenizerConfig(**{each.field: values[each.field] for each in TOKENIZER_FLAGS})
     check_ranges(section)
     return section

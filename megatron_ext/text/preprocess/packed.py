@@ -15,7 +15,9 @@ from megatron_ext.errors import ConfigError, DataError
 
 BLOCK_BYTES = 4 << 20
 MAX_LINE_BYTES = 128 << 20
-"""The most bytes of a line, or of a file of a folder of texts; gzip may unpack to gigabytes."""
+"""The largest size of a line, or of a file in a folder of texts, in unpacked bytes.
+
+A small gzip file may unpack to gigabytes."""
 _MAGIC = {
     b"\x1f\x8b": "gzip",
     b"\x28\xb5\x2f\xfd": "zstd",
@@ -29,7 +31,7 @@ _ZSTD_BYTES = 1 << 11
 
 
 def packing_of(path: str) -> str:
-    """Return the kind of a file: gzip, zstd, parquet, "arrow file", "arrow stream" or plain.
+    """Return the kind of an input: gzip, zstd, parquet, "arrow file", "arrow stream" or plain.
 
     The kind of a folder is "texts". Raise a DataError for bzip2, xz and zip.
     """
@@ -55,9 +57,9 @@ def is_stream(path: str) -> bool:
 
 
 def copy_stream(source: str, out: BinaryIO) -> None:
-    """Copy a stream to its end.
+    """Copy the stream at ``source`` to ``out`` until it ends.
 
-    Read standard input by its descriptor 0, since it may be a socket, which has no path to open.
+    Standard input is read by its descriptor 0, since it may be a socket, which has no path to open.
     """
     standard = source == "-"
     with suppress(OSError):
@@ -80,7 +82,7 @@ def copy_stream(source: str, out: BinaryIO) -> None:
 
 
 def _await_writer(source: str, descriptor: int) -> bytes:
-    """Wait until a program opens a FIFO for writing; return the 0 or 1 bytes read meanwhile.
+    """Wait until a program opens a FIFO for writing; return the 0 or 1 bytes read while waiting.
 
     Raise a DataError if no program opens it within `_SECONDS_FOR_A_WRITER`.
     """
@@ -102,7 +104,7 @@ def _await_writer(source: str, descriptor: int) -> bytes:
 def unpacked(
     path: str, packing: str, piece_bytes: int = BLOCK_BYTES
 ) -> Iterator[tuple[bytes, int]]:
-    """Yield (unpacked bytes, number of packed bytes read for them) of a gzip or zstd file.
+    """Unpack a gzip or zstd file; yield (unpacked bytes, number of packed bytes read for them).
 
     Each piece has about ``piece_bytes`` unpacked bytes. Raise a DataError for a damaged file.
     """

@@ -2,11 +2,11 @@
 
 The files `<stem>.k<key>.s<stream>.bin`, `.len` and `.doc` hold a part's tokens, tokens per sequence
 and sequences per document; `<stem>.rejected` holds refused lines. The marker `<part>.<plan>.json`
-is renamed into place last: if it exists, the files are complete.
+appears last, by a rename: if it exists, the files are complete.
 
-A worker can outlive its killed run, on this machine or another one. It must not write into the
-files of the next run. Therefore the stem has a random number, and the marker's name has the key of
-the plan.
+A worker can outlive its killed run, on this machine or another one. Such a worker must not write
+into the files of the next run. Therefore the stem has a random number, and the marker's name has
+the key of the plan.
 """
 
 import json
@@ -41,9 +41,9 @@ from megatron_ext.text.preprocess.packed import MAX_LINE_BYTES
 
 _FORMAT = 3
 REFUSED = "refused "
-"""The kind under which refused lines are counted, by their reason without its details."""
+"""The kind of counts for refused lines, by the reason without its details."""
 SLURM_JOB = "slurm_job"
-"""The name of the file with the number of the job array that is encoding parts."""
+"""The name of the file that has the number of the Slurm job array encoding the parts."""
 _MAX_REJECTED_BYTES = 1 << 40
 _SECONDS_FOR_DYING_WORKERS = 1.0
 
@@ -55,12 +55,14 @@ class PartMarker:
     Attributes:
         stem: the beginning of the names of the part's files.
         key: the key of the plan to which the part belongs.
-        lines, documents, tokens, rejected: number of lines read, documents, tokens, refused lines.
-        skipped: number of blank lines at the end of an input, which are not refused.
+        lines: number of lines that were read.
+        documents, tokens: number of documents and tokens that were written.
+        rejected: number of refused lines.
+        skipped: number of blank lines at the end of the input, which are not refused.
         sizes: bytes of each file, to detect later damage.
         host: the machine that encoded the part.
-        seconds: how long the encoding took.
-        ended: the Unix time at which it ended.
+        seconds: duration of the encoding.
+        ended: the Unix time at which the encoding ended.
         tally: counts for the report, by kind and name.
     """
 
@@ -78,7 +80,7 @@ class PartMarker:
     tally: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def is_sound(self) -> bool:
-        """Tell whether all values have the right types; the file may come from anybody."""
+        """Tell whether all values have the right types; anybody may have written the file."""
         counts = [self.lines, self.documents, self.tokens, self.rejected, self.skipped]
         texts = self.stem, self.key, self.host
         seconds = self.seconds, self.ended
@@ -93,7 +95,7 @@ class PartMarker:
 class PartWriter:
     """Writes the files of one part; `finish` writes its marker.
 
-    ``key`` is the key of the plan; ``dtypes`` has the dtype of the dataset of each key.
+    ``key`` is the key of the plan; ``dtypes`` has the dtype of the token ids for each key of lines.
     """
 
     def __init__(
@@ -132,7 +134,7 @@ class PartWriter:
         self.tally({REFUSED: {reason.partition(" (")[0]: 1}})
 
     def skip(self, line: int) -> None:
-        """Record a blank line, which is skipped, by its number within the part."""
+        """Record a blank line that is skipped; ``line`` is its number within the part, from 0."""
         self._rejected.write(json.dumps({"line": line}).encode() + b"\n")
         self._counts["skipped"] += 1
 
@@ -141,7 +143,7 @@ class PartWriter:
         self._counts["documents"] += documents
 
     def tally(self, counts: Mapping[str, Mapping[str, int]]) -> None:
-        """Add counts for the report, by kind and name."""
+        """Add counts for the report, given by kind and name."""
         for kind, named in counts.items():
             total = self._tally.setdefault(kind, {})
             for name, count in named.items():
@@ -180,8 +182,8 @@ def marker_path(folder: Path, key: str, number: int) -> Path:
 def read_marker(folder: Path, key: str, number: int) -> PartMarker | None:
     """Return the marker of part ``number`` of the plan ``key``.
 
-    Return None if there is no valid marker, or if a file of the part is missing or has another
-    size.
+    Return None if there is no valid marker, or if a file of the part is missing or has another size
+    than the marker says.
     """
     try:
         done = PartMarker(**read_json_object(marker_path(folder, key, number)))
@@ -194,7 +196,7 @@ def read_marker(folder: Path, key: str, number: int) -> PartMarker | None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a small file atomically: a reader sees the old content or the new one."""
+    """Write a small file atomically: a reader sees the old content or the new content."""
     temporary = path.with_suffix(f".{secrets.token_hex(6)}")
     write_text(temporary, text)
     os.replace(temporary, path)
@@ -202,7 +204,7 @@ def replace_file(path: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class Failure:
-    """The error of a task, whose plan has the key ``key``, that another attempt would meet too.
+    """The error of a task that another attempt would meet too; ``key`` is the key of its plan.
 
     ``kind`` is "inexact" for an InexactEngine, else "refused".
     """
@@ -217,12 +219,15 @@ def write_failure(folder: Path, failure: Failure) -> None:
 
 
 def failure_paths(folder: Path) -> list[Path]:
-    """Return the files of the failures in a work directory."""
+    """Return the files in a work directory that hold the errors of tasks."""
     return sorted(folder.glob("failed.*.json"))
 
 
 def failure_of(path: Path) -> Failure:
-    """Read the error that a failed task has written; raise an UnreadableFile if it is damaged."""
+    """Return the error in a file that a failed task has written.
+
+    Raise an UnreadableFile if the file is damaged.
+    """
     content = read_json_object(path)
     kind, key, messages = (content.get(name) for name in ("kind", "key", "messages"))
     if not isinstance(messages, list) or not messages:
@@ -231,7 +236,7 @@ def failure_of(path: Path) -> Failure:
 
 
 def read_rejected(folder: Path, done: PartMarker) -> Iterator[dict[str, Any]]:
-    """Yield the records of a part's refused and blank lines, numbered from 0 within the part.
+    """Yield the records of a part's refused and blank lines; lines are numbered from 0 in the part.
 
     The record of a blank line holds only its number.
     """
@@ -249,7 +254,7 @@ def read_rejected(folder: Path, done: PartMarker) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Plan:
-    """The parts of a run, and the fingerprint of its input and settings.
+    """The parts of a run, and the fingerprint of the run's input and settings.
 
     The random ``key`` distinguishes markers of this plan from those of an earlier plan, whose
     workers may still be running on other machines.
@@ -263,8 +268,8 @@ class Plan:
 class WorkDirectory:
     """The folder `<prefix>.parts/`, which one run at a time locks.
 
-    It is kept after a failure if a later run can read the same input again (``resumable``). Set
-    ``keep`` to keep it in any case, for processes that continue the work.
+    After a failure, the folder is kept if a later run can read the same input again
+    (``resumable``). Set ``keep`` to keep it in any case, for processes that continue the work.
 
     Raises:
         ConfigError: the folder cannot be made, or holds files that no run has written.
@@ -306,7 +311,7 @@ class WorkDirectory:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, _trace: object
     ) -> None:
-        """Unlock the folder; remove it after success, and if there is nothing to resume."""
+        """Unlock the folder; remove it after success, or if no later run could resume from it."""
         begun = any(any(self.folder.glob(names)) for names in ("p[0-9]*.json", "*.log"))
         keep = self.keep or (kind is not None and self.resumable and begun)
         if not keep:
@@ -320,9 +325,9 @@ class WorkDirectory:
             ) from value
 
     def resumed_parts(self, fingerprint: dict[str, Any]) -> list[Part] | None:
-        """Adopt the plan of an earlier run with the same fingerprint, and return its parts.
+        """Adopt the plan of an earlier run with the same fingerprint; return the plan's parts.
 
-        Return None if there is none, or if its input files are gone.
+        Return None if there is no such plan, or if its input files are gone.
         """
         try:
             plan = read_plan(self.folder)
@@ -336,7 +341,7 @@ class WorkDirectory:
 
     @property
     def key(self) -> str:
-        """Return the key of the plan."""
+        """Return the key of the present plan."""
         return self._plan.key
 
     def begin(self, fingerprint: dict[str, Any], parts: list[Part]) -> None:
@@ -345,24 +350,24 @@ class WorkDirectory:
         replace_file(self.folder / "plan.json", json.dumps(asdict(self._plan)))
 
     def restart(self) -> None:
-        """Remove all encoded parts, and begin the plan again under a new key.
+        """Remove all encoded parts, and give the same plan a new key.
 
-        Parts that workers elsewhere still finish have the old key, and are ignored.
+        Parts that other workers still finish have the old key, and are ignored.
         """
         for path in self.folder.glob("p[0-9]*.*"):
             path.unlink()
         self.begin(self._plan.fingerprint, self._plan.parts)
 
     def clear(self) -> None:
-        """Remove the files of an earlier run, except the lock and the number of its Slurm job."""
+        """Remove the files of an earlier run, except the lock and the file with its Slurm job."""
         for path in self.folder.iterdir():
             if path.name not in ("lock", SLURM_JOB):
                 path.unlink()
 
     def finished(self, count: int) -> dict[int, PartMarker]:
-        """Return the markers of finished parts by number; remove the files of unfinished parts.
+        """Return the markers of finished parts, by number of the part.
 
-        ``count`` is the number of parts.
+        The files of unfinished parts are removed. ``count`` is the number of all parts.
         """
         done = {
             i: marker for i in range(count) if (marker := read_marker(self.folder, self.key, i))
@@ -375,9 +380,9 @@ class WorkDirectory:
 
 
 def read_plan(folder: Path) -> Plan:
-    """Return the plan of the run in a work directory.
+    """Read the plan of the run in a work directory.
 
-    Raise an UnreadableFile if it is missing or damaged.
+    Raise an UnreadableFile if the plan's file is missing or damaged.
     """
     path = folder / "plan.json"
     content = read_json_object(path)
@@ -395,5 +400,8 @@ def read_plan(folder: Path) -> Plan:
 
 
 def _plain(fingerprint: dict[str, Any]) -> Any:
-    """Add the format version to a fingerprint, and convert it as JSON does, to compare it."""
+    """Return a fingerprint with the format version, as it is after writing and reading JSON.
+
+    Such fingerprints can be compared with stored ones.
+    """
     return json.loads(json.dumps({"format": _FORMAT, **fingerprint}))

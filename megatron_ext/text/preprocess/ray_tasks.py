@@ -1,6 +1,6 @@
-"""Encodes the parts of a run in tasks of Ray, one part in each and `--workers` at a time.
+"""Encodes the parts of a run in tasks of Ray: one part per task, `--workers` tasks at a time.
 
-A process of Ray loads the tokenizer once, for all tasks of a run that it gets.
+A process of Ray loads the tokenizer once, for all tasks of the run that it gets.
 """
 
 import os
@@ -24,14 +24,16 @@ _SECONDS_TO_CONNECT = 10.0
 _LENGTH_OF_REASON = 200
 _ROOT = str(Path(__file__).resolve().parents[3])
 _PATIENCE = "RAY_gcs_server_port_wait_time_s"
-"""The variable that sets how often Ray tries to reach a cluster, 40 seconds each; 20 by default."""
+"""The environment variable for the number of times that Ray tries to reach a cluster.
+
+Each try takes 40 seconds; the default is 20."""
 
 
 class RayTasks:
     """Tasks of Ray, on the cluster that `RAY_ADDRESS` names or that runs on this machine.
 
-    If there is none, start Ray on this machine for the time of the run. Raise a ConfigError if Ray
-    is not installed, or its cluster is not found.
+    If there is no cluster, start Ray on this machine for the time of the run. Raise a ConfigError
+    if Ray is not installed, or if the cluster of `RAY_ADDRESS` is not found.
     """
 
     def __init__(self, job: Job, _todo: Sequence[int], say: Say) -> None:
@@ -81,11 +83,11 @@ class RayTasks:
 
 
 def _task_of(root: str) -> Callable[..., str]:
-    """Return the function that a task runs; it imports this package from the folder ``root``.
+    """Return the function that a task runs, which imports this package from the folder ``root``.
 
     Ray's processes may lack this process's import paths, so the function must be sent as code, not
-    by its name: hence the nested function. It names `task` as text, because that module runs whole
-    runs too, and so imports this one.
+    by its name: hence the nested function. The function names the module `task` as text, because
+    that module runs whole runs too, and so imports this module.
     """
 
     def encode(folder: str, key: str, number: int) -> str:
@@ -102,9 +104,9 @@ def _task_of(root: str) -> Callable[..., str]:
 
 
 def _connect(workers: int, say: Say) -> tuple[Any, bool]:
-    """Connect to a cluster, or start Ray here; return the module ray, and whether it was connected.
+    """Connect to a cluster, or start Ray here; return the module ray, and whether this was done.
 
-    It was not if it had been connected before.
+    The second value is False if this process had been connected before.
     """
     try:
         import ray
@@ -130,9 +132,10 @@ def _connect(workers: int, say: Say) -> tuple[Any, bool]:
 
 
 def _joined(ray: Any, address: str, quiet: dict[str, Any]) -> bool:
-    """Connect to a running cluster; return False if ``address`` is "" and none runs here.
+    """Connect to a running cluster; return whether there is one.
 
-    Raise a ConfigError if the cluster that `RAY_ADDRESS` names cannot be used.
+    ``address`` is the value of `RAY_ADDRESS`, "" for a cluster that runs on this machine. Raise a
+    ConfigError if the cluster at an address cannot be used.
     """
     bounded = _PATIENCE not in os.environ
     try:
@@ -157,9 +160,9 @@ def _joined(ray: Any, address: str, quiet: dict[str, Any]) -> bool:
 
 
 def _knock(ray: Any, address: str) -> None:
-    """Raise an OSError if nobody listens at an address of the form host:port.
+    """Raise an OSError if no program listens at an address of the form host:port.
 
-    Ray itself would wait for minutes. Do not check other forms of an address, such as "auto".
+    Ray itself would wait for minutes. Other forms of an address, such as "auto", are not checked.
     """
     match = re.fullmatch(r"(ray://)?\[?([^/\[\]]+)\]?:(\d+)", address)
     if match:
@@ -170,9 +173,9 @@ def _knock(ray: Any, address: str) -> None:
 
 
 def _fault(ray: Any, reference: Any, part: Part) -> str:
-    """Return "", or why the process of a task has died or could not encode its part, as a clause.
+    """Return why a task could not encode its part, as a clause; "" if it has encoded it.
 
-    Raise an error that another attempt would not mend.
+    Raise an error that another attempt would meet too.
     """
     try:
         reason = ray.get(reference)

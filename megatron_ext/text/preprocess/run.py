@@ -33,20 +33,21 @@ from megatron_ext.text.preprocess.workers import encode_parts
 from megatron_ext.text.tokenizers.fast import InexactEngine
 
 _MOST_REMARKS = 40
-"""The most reasons or keys that one sentence of the report names."""
+"""The largest number of reasons or keys that one sentence of the report names."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of a run.
+    """The outcome of a preprocessing run.
 
     Attributes:
         prefixes: the datasets that together hold all lines; empty if there is no token.
-        shown: the same, with numbered shards in bash's short form.
+        shown: the same datasets; numbered shards are shortened to one pattern of bash.
         tokens: number of tokens of all keys together.
         rejected_path: the file of refused lines; None if there are none.
         remarks: sentences on parts of the input that were not used, or used in a surprising way.
         resumed_parts: number of parts that an earlier run had finished.
+        seconds: duration of the run.
     """
 
     prefixes: Sequence[str]
@@ -66,7 +67,7 @@ def preprocess(options: PreprocessOptions, say: Say = say_to_stderr) -> Report:
 
     Raises:
         ConfigError, DataError, MachineFault: options or input are bad, or workers die. Finished
-            parts are kept for the next run.
+            parts are kept for the next run of the same command.
     """
     start = time.monotonic()
     with encoded(options, TextEncoding, say) as (job, done, resumed):
@@ -87,7 +88,7 @@ def preprocess(options: PreprocessOptions, say: Say = say_to_stderr) -> Report:
 def encoded(
     options: PreprocessOptions, build: Build, say: Say, encoding: Encoding | None = None
 ) -> Iterator[tuple[Job, dict[int, PartMarker], int]]:
-    """Encode all parts of the input; yield the job, the markers, and how many parts were resumed.
+    """Encode all parts of the input; yield (job, markers by part, number of resumed parts).
 
     The work directory exists within the `with` block and is removed after it. ``encoding`` is the
     result of ``build(options)`` if the caller already has it.
@@ -138,7 +139,10 @@ def _job(
 
 
 def plan_for_slurm(options: PreprocessOptions, build: Build, say: Say = say_to_stderr) -> None:
-    """Cut the input, and write the script of a job array that encodes it, without submitting it."""
+    """Cut the input into parts, and write the script of a Slurm job array that encodes them.
+
+    The script is not submitted.
+    """
     from megatron_ext.text.preprocess.slurm import write_script
 
     encoding = build(options)
@@ -164,10 +168,10 @@ def plan_for_slurm(options: PreprocessOptions, build: Build, say: Say = say_to_s
 def planned(
     options: PreprocessOptions, identity: dict[str, Any], say: Say
 ) -> Iterator[tuple[WorkDirectory, list[Part], dict[int, PartMarker]]]:
-    """Lock the work directory; yield it, the parts of the input, and markers of finished parts.
+    """Lock the work directory; yield (the directory, parts of the input, markers by part).
 
-    Resume an interrupted run with the same input and settings (``identity``); else cut the input
-    into new parts.
+    Markers are those of finished parts. An interrupted run with the same input and settings
+    (``identity``) is resumed; else the input is cut into new parts.
     """
     files = inputs.expand(options.inputs)
     resumable = not any(map(is_stream, files))
@@ -195,9 +199,10 @@ def planned(
 def _sources(
     options: PreprocessOptions, files: Sequence[str], folder: Path, say: Say
 ) -> list[Source]:
-    """Return the sources to cut: files, copies of streams and packed files, and lists of texts.
+    """Return the sources to cut: files, copies of streams and packed files, lists of texts.
 
-    Their paths are absolute, so that a run that is resumed in another folder reads the same files.
+    The paths of sources are absolute, so that a run resumed from another current folder reads the
+    same files. Copies and lists are written to ``folder``.
     """
     workers = options.all_workers
     copied = inputs.needs_spool(files, workers)
@@ -234,7 +239,7 @@ def _sources(
 
 
 def run_parts(job: Job, done: dict[int, PartMarker], say: Say) -> None:
-    """Encode the unfinished parts by the executor of the options; add their markers to ``done``."""
+    """Encode the unfinished parts by local workers, Slurm or Ray; add their markers to ``done``."""
     todo = [i for i in range(len(job.parts)) if i not in done]
     if todo:
         encode = encode_parts if job.options.executor == "local" else _encode_elsewhere
@@ -265,10 +270,11 @@ def publish_job(
     *,
     may_be_empty: bool = False,
 ) -> Report:
-    """Publish datasets and refused lines of a job; return a report.
+    """Publish the datasets and the refused lines of a job; return a report.
 
-    ``start`` is the monotonic time at which the run started. Datasets without a token are
-    published only if they ``may_be_empty``.
+    ``done`` has the markers by part, ``resumed`` is the number of resumed parts, and ``start`` the
+    monotonic time at which the run started. Datasets without a token are published only if they
+    ``may_be_empty``.
     """
     markers = [done[i] for i in range(len(job.parts))]
     prefixes = []
@@ -289,9 +295,9 @@ def publish_job(
 
 
 def _remarks(markers: Sequence[PartMarker], path: Path) -> list[str]:
-    """Return sentences on blank lines and on everything that the encoders have counted.
+    """Return sentences on blank lines and on what the encoders have counted.
 
-    If there are too many names for a sentence, write all of them to the file ``path``.
+    If a sentence would have too many names, all names are written to the file ``path``.
     """
     skipped = sum(marker.skipped for marker in markers)
     within = sum(sum(marker.tally.get(ENDS_WITHIN, {}).values()) for marker in markers)
@@ -320,7 +326,7 @@ def _remarks(markers: Sequence[PartMarker], path: Path) -> list[str]:
 
 
 def _counted(markers: Sequence[PartMarker], kind: str) -> dict[str, int]:
-    """Sum the counts of one kind over all parts, by name, with the most frequent name first."""
+    """Sum the counts of one kind over all parts; return them by name, largest first."""
     counts: Counter[str] = Counter()
     for marker in markers:
         counts.update(marker.tally.get(kind, {}))
@@ -329,7 +335,7 @@ def _counted(markers: Sequence[PartMarker], kind: str) -> dict[str, int]:
 
 
 def _named(counts: Mapping[str, int]) -> str:
-    """Return the first names as text, each with its number of lines."""
+    """Return the first names as one text, each with its number of lines."""
     shown = [f"{name} ({count})" for name, count in list(counts.items())[:_MOST_REMARKS]]
     more = len(counts) - len(shown)
     return ", ".join([*shown, *([f"and {more} more"] if more else [])])
@@ -350,7 +356,7 @@ def _short(options: PreprocessOptions, prefixes: Sequence[str]) -> Sequence[str]
 
 
 def run_or_explain(run: Callable[[], Report | None], say: Say = say_to_stderr) -> int:
-    """Call ``run``, print its report or its errors, one per line, and return the exit code."""
+    """Call ``run``; print its report, or its errors one per line; return the exit code."""
     try:
         report = run()
     except MegatronExtError as error:

@@ -1,6 +1,6 @@
 """Encodes the parts of a run in job arrays of Slurm.
 
-The script of an array lists the parts of each task. A task encodes its parts in processes of its
+The script of an array lists the parts of each task. A task encodes its parts in processes on one
 machine.
 """
 
@@ -23,7 +23,7 @@ from megatron_ext.text.preprocess.parts import SLURM_JOB, replace_file
 _LONGEST_PAUSE = 15.0
 _TASKS_OF_ONE_PART = 100
 _UNKNOWN = "unknown: "
-"""The prefix of a task's state if squeue answers with an error."""
+"""The prefix of a task's state if squeue answers with an error; the error follows."""
 _SCRIPT = """#!/usr/bin/env bash
 #SBATCH --job-name=preprocess
 #SBATCH --ntasks=1
@@ -54,7 +54,10 @@ exec "${{TASK[@]}}"
 
 
 def write_script(job: Job, todo: Sequence[int], path: Path, say: Say) -> None:
-    """Write the job script to ``path``, and the options of its tasks to the work directory."""
+    """Write the job script to ``path``, and what its tasks need into the work directory.
+
+    ``todo`` are the numbers of the parts to encode.
+    """
     options = job.options
     folder = Path(os.path.abspath(job.folder))
     save_job(job)
@@ -78,7 +81,7 @@ def write_script(job: Job, todo: Sequence[int], path: Path, say: Say) -> None:
 
 
 def _dealt(numbers: Sequence[int], count: int) -> list[Sequence[int]]:
-    """Divide numbers into ``count`` consecutive pieces; fewer if some would be empty."""
+    """Divide numbers into at most ``count`` consecutive pieces, of which none is empty."""
     count = min(count, len(numbers))
     return [
         numbers[i * len(numbers) // count : (i + 1) * len(numbers) // count] for i in range(count)
@@ -141,7 +144,7 @@ class SlurmArrays:
         return True
 
     def _queued(self) -> Counter[str] | None:
-        """Return the number of queued or running tasks by state; None if no task is left."""
+        """Return the number of queued or running tasks in each state; None if no task is left."""
         done = _call(
             "squeue", "--noheader", "--array", "--jobs", self._number, "--format", "%T (%r)"
         )
@@ -152,9 +155,10 @@ class SlurmArrays:
         return Counter(filter(None, lines)) or None
 
     def faults(self, left: Sequence[int]) -> tuple[list[str], bool]:
-        """Return a clause on each task that has left parts unfinished, as `Cluster.faults` does.
+        """Return a clause on each task that ended without a marker for one of its parts.
 
-        Raise a DataError if one of these tasks was cancelled.
+        ``left`` are the numbers of the parts without a marker. The second value tells whether one
+        of these tasks may have succeeded. Raise a DataError if one of these tasks was cancelled.
         """
         tasks = [i for i, numbers in enumerate(self._tasks) if not set(left).isdisjoint(numbers)]
         states = self._states() if tasks else {}
@@ -171,7 +175,7 @@ class SlurmArrays:
         return clauses, any(states.get(i, "COMPLETED") == "COMPLETED" for i in tasks)
 
     def _states(self) -> dict[int, str]:
-        """Return the last state of each task, by its index; empty if Slurm does no accounting."""
+        """Return the last state of each task, by its index; {} if Slurm keeps no accounts."""
         if shutil.which("sacct") is None:
             return {}
         words = "--noheader --parsable2 --allocations --array --format JobID,State".split()

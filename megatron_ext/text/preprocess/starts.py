@@ -31,8 +31,9 @@ _OTHER_ENCODINGS = {
 _ARRAY = re.compile(rb"\s*\[\s*(\{|\]|$)")
 _SPACE = re.compile(r"[ \t\r\n]*")
 _CUT_WITHIN = 16
-"""If an item's error is at most so many characters before the end of the text read so far, the item
-may be cut off there, rather than wrong."""
+"""An item may be cut off if its error is at most so many characters before the end.
+
+The end is that of the text read so far; an error farther before it means a wrong item."""
 
 
 def is_blank(line: bytes) -> bool:
@@ -51,7 +52,10 @@ def check_encoding(source: str, piece: bytes) -> None:
 
 
 def is_array(path: str, packing: str) -> bool:
-    """Tell whether a file, plain or packed, is a JSON array that is empty or holds objects."""
+    """Tell whether a file, plain or packed, is a JSON array that is empty or holds objects.
+
+    Only the beginning of the file is read.
+    """
     if packing not in ("plain", "gzip", "zstd"):
         return False
     head, _ = next(_pieces(path, packing, _HEAD_BYTES), (b"", 0))
@@ -59,7 +63,10 @@ def is_array(path: str, packing: str) -> bool:
 
 
 def write_items(path: str, packing: str, source: str, out: BinaryIO) -> None:
-    """Write each item of a JSON array as a line; raise a DataError for a damaged array."""
+    """Write each item of a JSON array as a line to ``out``.
+
+    Raise a DataError for a damaged array. ``source`` is the name of the file in errors.
+    """
     for item in _items(path, packing, source):
         # In JSON, line ends can only be white space between values; texts have them escaped.
         out.write(item.replace("\r", " ").replace("\n", " ").encode("utf-8") + b"\n")
@@ -77,8 +84,8 @@ def _pieces(path: str, packing: str, size: int) -> Iterator[tuple[bytes, int]]:
 def _items(path: str, packing: str, source: str) -> Iterator[str]:
     """Yield the text of each item of a JSON array.
 
-    ``text`` holds the part of the file that is being parsed, from ``position`` on. If an item is
-    cut off at its end, read at least as much again: reading a long item then takes linear time.
+    If an item is cut off at the end of the text read so far, at least as much text is read again;
+    reading a long item then takes linear time.
     """
     decoder = json.JSONDecoder()
     texts = _texts(path, packing, source)
@@ -167,7 +174,7 @@ def _texts(path: str, packing: str, source: str) -> Iterator[str]:
 def unpack_array(path: str, packing: str, source: str, target: Path) -> None:
     """Write the items of a JSON array to ``target``, one per line.
 
-    The file gets its name only when it is whole.
+    The file gets the name ``target`` only when it is complete.
     """
     temporary = target.with_suffix(".unpacking")
     with open_new(temporary, "wb") as out:

@@ -30,11 +30,11 @@ from megatron_ext.text.preprocess.parts import (
 
 _MOST_ROWS = 20
 _SECONDS_OF_SILENCE = 60.0
-"""A part counts as being encoded only if its files have changed within this time."""
+"""A part is shown as being encoded if its files have changed within so many seconds."""
 
 
 def show_status(prefix: str, console: Console | None = None) -> None:
-    """Print the progress of the run with an output prefix, or its datasets if it is finished.
+    """Print the progress of the run with the output prefix ``prefix``; its datasets if finished.
 
     Raises:
         ConfigError: there is neither a run nor a dataset.
@@ -64,7 +64,10 @@ def show_status(prefix: str, console: Console | None = None) -> None:
 
 @dataclass(frozen=True)
 class _Row:
-    """The parts and markers behind a row of the table: one input, or several."""
+    """One row of the table of progress: the parts and markers of one input, or of several.
+
+    A marker is None if its part is not finished.
+    """
 
     name: str
     parts: Sequence[Part]
@@ -92,9 +95,9 @@ class _Row:
 
 
 def _table(prefix: str, parts: Sequence[Part], markers: Sequence[PartMarker | None]) -> Table:
-    """Return a table with a row for each input.
+    """Return a table of progress with a row for each input.
 
-    If there are too many, show unfinished inputs first and sum up the rest in one row.
+    If there are too many inputs, unfinished ones come first, and one row sums up the rest.
     """
     pairs = list(zip(parts, markers, strict=True))
     rows = [
@@ -125,7 +128,10 @@ def _table(prefix: str, parts: Sequence[Part], markers: Sequence[PartMarker | No
 def _lines(
     folder: Path, parts: Sequence[Part], markers: Sequence[PartMarker | None]
 ) -> Iterable[str]:
-    """Yield sentences on whether the run is running, its speed and remaining time, and failures."""
+    """Yield sentences on the state of a run.
+
+    They tell whether it is running, its speed and remaining time, and failures of tasks.
+    """
     now = time.time()
     started = _started(folder)
     recent = {i: m for i, m in enumerate(markers) if m and m.ended >= started}
@@ -164,7 +170,10 @@ def _started(folder: Path) -> float:
 
 
 def _begun(folder: Path, markers: Sequence[PartMarker | None], now: float) -> int:
-    """Return the number of unfinished parts whose files were written to recently."""
+    """Return the number of unfinished parts whose files have changed recently.
+
+    ``now`` is the present Unix time.
+    """
     names = set()
     for path in folder.glob("p*.k0.s0.bin"):
         with suppress(FileNotFoundError):  # the run may end meanwhile
@@ -175,7 +184,7 @@ def _begun(folder: Path, markers: Sequence[PartMarker | None], now: float) -> in
 
 
 def _is_locked(folder: Path) -> bool:
-    """Tell whether a process holds the lock of the work directory; do not write there."""
+    """Tell whether a process holds the lock of the work directory, without writing there."""
     try:
         with open_regular(folder / "lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,11 +1,12 @@
 """Reads parquet and Arrow files as lines of JSON, one for each row.
 
 A parquet file is read by row groups, an Arrow file by record batches; here both are called groups.
-Only the wanted columns are read. Arrow files, as `pyarrow.ipc` and Hugging Face's `save_to_disk`
-write them, may be in the file format or the stream format, and are memory-mapped.
+Only the columns that are needed are read. Arrow files, as `pyarrow.ipc` and Hugging Face's
+`save_to_disk` write them, may be in the file format or the stream format, and are memory-mapped.
 
-A row becomes what a line of jsonl would hold. Maps become objects. Texts in columns of Arrow's type
-json become their values; the datasets library writes such columns for objects with different keys.
+A row becomes what a line of jsonl would hold. Maps become objects. A text in a column of Arrow's
+type json becomes the value that it spells; the datasets library writes such columns for objects
+with different keys.
 """
 
 import os
@@ -25,13 +26,16 @@ _LENGTH_OF_REASON = 160
 
 
 def is_table(packing: str) -> bool:
-    """Tell whether ``packing`` is the kind of a file that this module reads."""
+    """Tell whether a file of the kind ``packing`` is a table, which this module reads."""
     return packing == "parquet" or packing.startswith("arrow")
 
 
 @contextmanager
 def _readable(path: str, packing: str) -> Iterator[None]:
-    """Turn errors of pyarrow into a DataError, and its absence into a ConfigError."""
+    """Turn errors of pyarrow within a ``with`` block into a DataError.
+
+    If pyarrow is not installed, raise a ConfigError.
+    """
     kind = packing.split()[0].replace("arrow", "Arrow")
     try:
         import pyarrow
@@ -48,7 +52,7 @@ def _readable(path: str, packing: str) -> Iterator[None]:
 
 
 def group_sizes(path: str, packing: str, columns: Sequence[str] | None) -> list[int]:
-    """Return the bytes of each group of a table; they add up to about the size of the file.
+    """Return the bytes of each group of a table; their sum is about the size of the file.
 
     Raise a ConfigError unless the table has all ``columns``, and a DataError if it has one of them
     twice.
@@ -75,7 +79,7 @@ def group_sizes(path: str, packing: str, columns: Sequence[str] | None) -> list[
 
 
 def unread_columns(path: str, packing: str, columns: Sequence[str] | None) -> list[str]:
-    """Return the columns of a table that are not among ``columns``; [] for other files."""
+    """Return a table's columns that are not among ``columns``; [] for files of other kinds."""
     if columns is None or not is_table(packing):
         return []
     with _readable(path, packing):
@@ -123,7 +127,7 @@ def _batches(path: str, packing: str) -> Iterator[tuple[Sequence[str], Iterator[
 def rows_of(
     path: str, packing: str, start: int, end: int, columns: Sequence[str] | None
 ) -> Iterator[tuple[bytes, float]]:
-    """Yield (lines of JSON, share of the range read so far) of the groups [start, end) of a table.
+    """Yield (lines of JSON, share of the range read so far) for the groups [start, end) of a table.
 
     If ``columns`` is None, the lines have all columns.
     """
@@ -154,7 +158,7 @@ def _parquet_rows(
 
 
 def _lines(batch: Any) -> bytes:
-    """Return rows as lines of JSON.
+    """Return the rows of a record batch as lines of JSON.
 
     A row whose text is not UTF-8 becomes a line that is not UTF-8. That line is refused later, with
     its number, like a line of a text file.
@@ -177,8 +181,9 @@ def _lines(batch: Any) -> bytes:
 def _line(row: dict[str, Any]) -> bytes:
     """Return a row as a line of JSON.
 
-    Null fields of structs are left out: in parquet every struct has the keys of all rows, and
-    missing ones are null. JSON has no bytes, so a value of n bytes becomes ``{"bytes": n}``.
+    Null fields of structs are left out: in parquet every struct has the keys of all rows, and a key
+    that a row lacks is null there. JSON has no bytes, so a value of n bytes becomes
+    ``{"bytes": n}``.
     """
     plain = {column: _without_nulls(value) for column, value in row.items()}
     return orjson.dumps(plain, default=_otherwise, option=_OPTIONS)
@@ -201,13 +206,19 @@ Convert = Callable[[Any], Any]
 
 
 def _converters(schema: Any) -> dict[str, Convert]:
-    """Return a function that converts values, for each column whose values need it, by name."""
+    """Return conversion functions for values of columns, by name of the column.
+
+    Columns whose values need no conversion are left out.
+    """
     converters = {field.name: _converter(field) for field in schema}
     return {name: convert for name, convert in converters.items() if convert is not None}
 
 
 def _converter(field: Any) -> Convert | None:
-    """Return a function that converts the values of an Arrow field; None if they need none."""
+    """Return a function that converts the values of an Arrow field.
+
+    Return None if they need no conversion.
+    """
     import pyarrow
 
     kind = field.type

@@ -1,4 +1,4 @@
-"""Encodes parts of a run in a task of Slurm, as this program does, or in a task of Ray.
+"""Encodes parts of a run in a task of Slurm, which runs this program, or in a task of Ray.
 
     python -m megatron_ext.text.preprocess.task FOLDER [PARTS]
 
@@ -40,7 +40,10 @@ from megatron_ext.text.tokenizers.fast import InexactEngine
 
 
 def options_of(saved: dict[str, Any]) -> PreprocessOptions:
-    """Return the options that the coordinating process has saved, changed for a single machine."""
+    """Return the options that the coordinating process saved, changed to run on one machine.
+
+    ``saved`` is the content of the job's file.
+    """
     values = {**saved["options"], "tokenizer": TokenizerConfig(**saved["options"]["tokenizer"])}
     if saved["kind"] == SftPreprocessOptions.__name__:
         values["sft"] = SftConfig(**values["sft"])
@@ -61,9 +64,9 @@ def finish(options: PreprocessOptions) -> int:
 
 
 def job_of(folder: Path, saved: dict[str, Any]) -> Job:
-    """Build the job that the coordinating process has saved.
+    """Build the job that the coordinating process saved; ``saved`` is the content of its file.
 
-    Raise a DataError if the plan in the folder is not the one for which the job was ``saved``.
+    Raise a DataError if the folder has another plan than the one for which the job was saved.
     """
     plan = read_plan(folder)
     if plan.key != saved["key"]:
@@ -81,7 +84,7 @@ def job_of(folder: Path, saved: dict[str, Any]) -> Job:
 
 
 def encode(folder: Path, saved: dict[str, Any], numbers: list[int]) -> None:
-    """Encode the parts with these numbers, except those that are finished.
+    """Encode the parts with these numbers, except finished parts.
 
     Raise a DataError if there are no such parts.
     """
@@ -95,9 +98,10 @@ def encode(folder: Path, saved: dict[str, Any], numbers: list[int]) -> None:
 
 
 def attempt(folder: Path, key: str, work: Callable[[], None]) -> Sequence[str]:
-    """Call ``work``; return the messages of the error that ended it, or none.
+    """Call ``work``; return the messages of the error that ended it, [] if none did.
 
-    If another attempt would fail in the same way, write the error for the coordinating process.
+    If another attempt would fail in the same way, also write the error to a file for the
+    coordinating process.
     """
     try:
         work()
@@ -113,7 +117,10 @@ def attempt(folder: Path, key: str, work: Callable[[], None]) -> Sequence[str]:
 
 
 def encode_by_ray(folder: str, key: str, number: int) -> str:
-    """Encode one part in a process of Ray; return "", or why it could not write or read."""
+    """Encode one part in a process of Ray; return "", or the reason of an error of the disk.
+
+    Another error that a further attempt would meet is written to a file.
+    """
 
     def work() -> None:
         encode_part(_job_by_ray(folder, key), number, lambda _read, _documents: None)
@@ -127,7 +134,7 @@ def encode_by_ray(folder: str, key: str, number: int) -> str:
 
 @lru_cache(maxsize=1)
 def _job_by_ray(folder: str, key: str) -> Job:
-    """Build the job of the plan with this key once, for all tasks that this process gets."""
+    """Build the job of the plan ``key``, once for all tasks that this process gets."""
     saved = read_json_object(Path(folder) / "job.json")
     os.chdir(saved["cwd"])
     return job_of(Path(folder), {**saved, "key": key})
@@ -136,7 +143,7 @@ def _job_by_ray(folder: str, key: str) -> Job:
 def main(argv: list[str]) -> int:
     """Run one task, and return the exit code: 0, 1 after an error, or 2 for bad arguments.
 
-    The coordinating process reads the error in the work directory.
+    The error itself is in the work directory, where the coordinating process reads it.
     """
     if not 1 <= len(argv) <= 2:
         say_to_stderr(__doc__ or "")

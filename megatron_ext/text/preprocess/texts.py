@@ -1,4 +1,4 @@
-"""Encodes texts by a tokenizer, or by a fast engine that is exact on samples of the input."""
+"""Encodes texts by a tokenizer, or by gigatoken if it is exact on samples of the input."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +25,7 @@ _SAMPLE_BYTES = 8192
 
 
 class TextEncoding:
-    """The `Encoding` that makes one document of each text of a line.
+    """The `Encoding` that makes one document of each text in a line.
 
     Raise a ConfigError if documents should end with a token that the tokenizer lacks.
     """
@@ -80,7 +80,7 @@ class TextEncoding:
 
 
 def _end_of_document(options: PreprocessOptions, tokenizer: Tokenizer) -> int | None:
-    """Return the id that is appended to documents; None without ``--append-eod``."""
+    """Return the id of the token that ends documents; None without ``--append-eod``."""
     if not options.append_eod:
         return None
     if options.eod_token is None:
@@ -117,7 +117,7 @@ def _samples(parts: Sequence[Part], keys: Sequence[str]) -> list[str]:
 
 
 def _lines_at(part: Part, place: int) -> list[bytes]:
-    """Return whole lines from within a part, or from its beginning if it is packed.
+    """Return a few whole lines from within a part, or from its beginning if it is packed.
 
     ``place`` chooses one of `_SAMPLE_PLACES` places in the part.
     """

@@ -12,7 +12,7 @@ from megatron_ext.text.tokenizers.fast import InexactEngine
 
 
 def encode_parts(job: Job, todo: Sequence[int], say: Say) -> None:
-    """Encode the parts with the numbers ``todo`` in worker processes; see `PartPool.run`.
+    """Encode the parts with the numbers ``todo`` in worker processes.
 
     Raises:
         DataError: a bad line, or a damaged file.

@@ -1,7 +1,7 @@
-"""Everything that determines a conversation's tokens: tokenizer, chat template, columns of a row.
+"""Everything that determines a conversation's tokens: tokenizer, chat template, options.
 
-To make the loss mask we must know where the first n messages end in a conversation's text.
-Applying the template to the first n messages for every n takes quadratic time. But most templates
+To make the loss mask we must know where the first n messages end in a conversation's text. It would
+take quadratic time to apply the template to the first n messages for every n. But most templates
 write messages one after another, independently of later messages. If the syntax tree of a template
 shows this, we apply the template only once, with a mark before each message, and the positions of
 the marks are the ends that we need.
@@ -71,7 +71,7 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
 
 
 class Template:
-    """The chat template, ready to be applied to the first messages of one conversation.
+    """The chat template together with one conversation to whose messages it is applied.
 
     `enable_thinking` in a row overrides the value in ``--sft-template-kwargs``.
     """
@@ -89,12 +89,12 @@ class Template:
             self._kwargs["tools"] = list(conversation.tools)
 
     def of(self, conversation: Conversation) -> "Template":
-        """Return this template for another conversation, with the tools of that conversation."""
+        """Return this template for another conversation, and with its tools."""
         return Template(self.tokenizer, conversation, self._given)
 
     @cached_property
     def whole(self) -> str:
-        """Return the text of all messages."""
+        """Return the text that the template writes for all messages of the conversation."""
         return self.text(len(self.conversation.messages))
 
     def apply(self, count: int, **kwargs: Any) -> Any:
@@ -108,7 +108,7 @@ class Template:
             raise RefusedByTemplate(self, count, _reason(error)) from error
 
     def ids(self, count: int, *, prompt: bool = False) -> list[int]:
-        """Return the token ids of the first ``count`` messages.
+        """Return the token ids of the text for the first ``count`` messages.
 
         ``prompt`` adds the generation prompt.
         """
@@ -116,7 +116,7 @@ class Template:
         return list(self.apply(count, **options)["input_ids"])
 
     def text(self, count: int, *, prompt: bool = False, **kwargs: Any) -> str:
-        """Return the text of the first ``count`` messages.
+        """Return the text that the template writes for the first ``count`` messages.
 
         ``prompt`` adds the generation prompt.
         """
@@ -130,8 +130,8 @@ class Template:
     def encode(self, text: str) -> Any:
         """Tokenize a text that the template has written.
 
-        Return `input_ids` and `offset_mapping`, whose offsets count characters. Raise a DataError
-        if the tokenizer refuses the text.
+        Return a mapping of `input_ids` and `offset_mapping`, the (start, end) of each token in
+        characters. Raise a DataError if the tokenizer refuses the text.
         """
         try:
             with refused_panic(getattr(self.tokenizer, "name_or_path", "")):
@@ -149,7 +149,10 @@ class Template:
             ) from error
 
     def _half_pairs(self) -> Iterator[str]:
-        """Yield the name of each text of the conversation that has half a surrogate pair."""
+        """Yield the name of each text in the conversation that has half a surrogate pair.
+
+        Such a half is no character.
+        """
         conversation = self.conversation
         values = {
             conversation.name(index, key): value
@@ -164,7 +167,7 @@ class Template:
 
 
 class RefusedByTemplate(DataError):
-    """Raised where a template refuses the first ``count`` messages of its conversation."""
+    """Raised if a template refuses the first ``count`` messages of its conversation."""
 
     def __init__(self, template: Template, count: int, reason: str) -> None:
         self._template = template
@@ -176,8 +179,8 @@ class RefusedByTemplate(DataError):
     def with_part(self) -> DataError:
         """Return an error that names the message or the tools that the template refuses.
 
-        To find them, apply the template again to fewer messages. This takes time, and many
-        refusals are caught and never shown, so call this only to show the error.
+        The part is found by applying the template again to fewer messages. This takes time, and
+        many refusals are never shown, so call this only to show the error.
         """
         template = self._template
         conversation = template.conversation
@@ -204,7 +207,7 @@ class RefusedByTemplate(DataError):
 
 
 def _refusal(template: Template, count: int) -> str | None:
-    """Return why a template refuses the first ``count`` messages; None if it takes them."""
+    """Return why a template refuses the first ``count`` messages; None if it does not."""
     try:
         template.text(count)
     except RefusedByTemplate as error:
@@ -213,7 +216,7 @@ def _refusal(template: Template, count: int) -> str | None:
 
 
 def _described(message: Message) -> str:
-    """Return the role of a message, its keys and the keys it lacks, to show in an error."""
+    """Return the role of a message, its keys and its missing keys, as text for an error."""
     names = [name for key in message for name in _names_below(message[key], key) if key != "role"]
     needed = ["content", *(["tool_call_id"] if message["role"] == "tool" else [])]
     lacking = [key for key in needed if key not in message]
@@ -231,7 +234,7 @@ def _described(message: Message) -> str:
 
 
 def _texts_below(value: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of each text at any depth in a value; ``name`` names the value itself."""
+    """Yield (name, text) of each text at any depth in a value; ``name`` is that of the value."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _texts_below(item, f"{name}.{key}")
@@ -243,9 +246,9 @@ def _texts_below(value: Any, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _names_below(value: Any, name: str) -> Iterator[str]:
-    """Yield the name of each value at any depth in a value, with `[]` for each index of a list.
+    """Yield the name of each value at any depth in ``value``; `[]` stands for every index.
 
-    Do not enter the arguments of tool calls.
+    ``name`` is the name of ``value`` itself. The arguments of tool calls are not entered.
     """
     if isinstance(value, dict) and value and not name.endswith("arguments"):
         for key, item in value.items():
@@ -262,7 +265,7 @@ def _reason(error: Exception) -> str:
 
 
 CONTENT_VERSION = 1
-"""Increase this whenever the same rows give other tokens or masks than before."""
+"""The version of tokens and masks, to be raised whenever the same rows give other ones."""
 
 
 @dataclass(frozen=True)
@@ -271,7 +274,8 @@ class Chat:
 
     Attributes:
         sft: the options; ``sft_date`` is set if the template writes a date.
-        identity: everything that determines tokens; a store with another identity is not reused.
+        identity: JSON values of everything that determines tokens; a store of tokens with another
+            identity is not reused.
         date_is_given: whether the user gave the date that the template writes.
         unread: keywords of ``--sft-template-kwargs`` that the template does not read.
     """
@@ -292,7 +296,7 @@ class Chat:
 
 
 def build_chat(tokenizer: Tokenizer, settings: TokenizerConfig, sft: SftConfig) -> Chat:
-    """Return the `Chat` of a run, whose token ids are those of ``tokenizer``.
+    """Return the `Chat` of a run; its token ids are those of ``tokenizer``.
 
     Raise a ConfigError without a chat template, a DataError if a file cannot be read.
     """
@@ -355,7 +359,7 @@ def _sources(tokenizer: ChatTokenizer, kwargs: Mapping[str, Any]) -> list[str]:
 
 
 def dated(chat: Chat, date: str) -> Chat:
-    """Return ``chat`` with templates that write ``date`` in place of the current time."""
+    """Return a copy of ``chat`` whose templates write ``date`` instead of the current time."""
     tokenizer = dated_tokenizer(chat.tokenizer, date)
     sft = dataclasses.replace(chat.sft, sft_date=date)
     identity = {**chat.identity, "date": date}
@@ -363,18 +367,18 @@ def dated(chat: Chat, date: str) -> Chat:
 
 
 def writes_date(tokenizer: ChatTokenizer) -> bool:
-    """Tell whether the tokenizer's chat template asks for the time."""
+    """Tell whether the tokenizer's chat template asks for the current time."""
     return any("strftime_now" in source for source in _sources(tokenizer, {}))
 
 
 def with_known_date(
     tokenizer: ChatTokenizer, trained: str | None
 ) -> tuple[ChatTokenizer, str | None]:
-    """Fix the date that the tokenizer's chat template writes.
+    """Fix the date that a tokenizer's chat template writes.
 
-    The date is ``trained``, which the model was trained with, or today's if that is None. Return
-    the tokenizer and a sentence that names the date; the sentence is None if the template writes
-    no date.
+    The date is ``trained``, that of the model's training data, or today if that is None. Return a
+    tokenizer and a sentence that names the date. The sentence is None if the template writes no
+    date.
     """
     if not writes_date(tokenizer):
         return tokenizer, None
@@ -401,10 +405,11 @@ _AFTER_DATE = " }}{%- endmacro %}\n"
 
 
 def with_date(source: str, day: datetime.date) -> str:
-    """Return a template whose `strftime_now` gives ``day``, even if it already had a fixed day.
+    """Return the template ``source`` changed to write ``day`` as the current day.
 
-    A macro replaces transformers' function `strftime_now`. transformers' environment removes one
-    newline after a block, so the newline after the macro does not show in the text.
+    A day that was fixed before is replaced. A macro replaces transformers' function `strftime_now`.
+    transformers' environment removes one newline after a block, so the newline after the macro is
+    not in the text.
     """
     if source.startswith(_BEFORE_DATE):
         source = source[source.index(_AFTER_DATE) + len(_AFTER_DATE) :]
@@ -418,11 +423,14 @@ def with_date(source: str, day: datetime.date) -> str:
 
 
 _DIRECTIVES = (*(f"-{letter}" for letter in "dmyjHIMS"), *"aAbBcdDeFGhHIjmMpSTuUVwWxXyYZz")
-"""The directives of `strftime` that the macro replaces; the time of the day is midnight."""
+"""The directives of `strftime` that the macro knows; for the time of the day it gives midnight."""
 
 
 def read_template(flag: str | None, path: str) -> str:
-    """Return the chat template in the file that ``flag`` names; a DataError if it is unreadable."""
+    """Return the content of ``path``, a file of a chat template that ``flag`` gives.
+
+    Raise a DataError if it is unreadable.
+    """
     try:
         return read_text(path)
     except UnreadableFile as error:
@@ -442,12 +450,13 @@ def load_chat_tokenizer(
     flag: str = "--sft",
     template_flag: str | None = "--sft-chat-template",
 ) -> Any:
-    """Load the same tokenizer by transformers, together with a chat template.
+    """Return a tokenizer of transformers with the same ids as ``tokenizer``, and a chat template.
 
     Args:
         template: a Jinja file that replaces the tokenizer's own template; None keeps its own.
         flag: the flag that needs a template, for errors.
-        template_flag: the flag that names a template file, for errors; None if there is none.
+        template_flag: the flag that names a template file, for errors; None if there is no such
+            flag.
 
     Raises:
         ConfigError: there is no chat template.
@@ -492,7 +501,7 @@ def _digest(value: Any) -> str:
 
 @lru_cache(maxsize=64)
 def reads_variable(source: str, name: str) -> bool:
-    """Tell whether a template reads the variable ``name``; True if it cannot be parsed."""
+    """Tell whether the template ``source`` reads a variable; True if it cannot be parsed."""
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     try:
         tree = environment.parse(_GENERATION.sub("", source))
@@ -502,7 +511,7 @@ def reads_variable(source: str, name: str) -> bool:
 
 
 def key_of(*values: Any) -> str:
-    """Return 20 hex digits of a digest of JSON values, for the name of a file."""
+    """Return a digest of JSON values, 20 hexadecimal digits, for the name of a file."""
     return _digest(values)[:20]
 
 
@@ -518,9 +527,10 @@ _BACKWARD_ATTRIBUTES = ("first", "index", "index0", "previtem", "cycle", "change
 
 
 def end_finder(template: Template, count: int, whole: str) -> FindEnd:
-    """Return a function that finds where the first n messages end in ``whole``, the full text.
+    """Return a function that finds where the first n messages end in the text ``whole``.
 
-    It applies the template for every n only if the template cannot be marked (`_marked_ends`).
+    ``whole`` is the text of all ``count`` messages. The template is applied once for every n only
+    if no marks can be put into it (`marked_source`).
     """
 
     def templated(messages: int, prompt: bool) -> int | None:
@@ -546,9 +556,10 @@ def end_finder(template: Template, count: int, whole: str) -> FindEnd:
 
 
 def _marked_ends(template: Template, count: int, whole: str) -> dict[int, int] | None:
-    """Return the length in characters of the first n messages in ``whole``, keyed by n.
+    """Return, for each n, the length in characters of the first n messages in ``whole``.
 
-    Return None if the template cannot be marked, or if the marks change its text.
+    The template is applied once, with a mark before each message. Return None if it cannot be
+    marked, or if the marks change its text.
     """
     source = marked_source(template.source())
     if source is None or count < 2 or _MARK in whole:
@@ -601,9 +612,9 @@ def _over(loop: nodes.For, names: set[str]) -> bool:
 
 
 def _aliased(node: nodes.Assign, names: set[str]) -> nodes.Name | None:
-    """Return the variable of ``names`` that an assignment copies, whole or without its first item.
+    """Return the variable that an assignment copies, if it is one of ``names``.
 
-    Return None for any other assignment.
+    The copy is whole or without the first item. Return None for any other assignment.
     """
     value = node.node
     if isinstance(value, nodes.Getitem) and isinstance(value.arg, nodes.Slice):
@@ -615,7 +626,7 @@ def _aliased(node: nodes.Assign, names: set[str]) -> nodes.Name | None:
 
 
 def _looks_ahead(tree: nodes.Template, loop: nodes.For, names: set[str]) -> bool:
-    """Tell whether the loop over messages may read a later message than its own.
+    """Tell whether an iteration of the loop over messages may read a later message.
 
     It can do so through a variable of ``names``, which hold messages, or through Jinja's `loop`.
     """
@@ -634,7 +645,10 @@ def _looks_ahead(tree: nodes.Template, loop: nodes.For, names: set[str]) -> bool
 
 
 def _reads_ahead_by_loop(node: nodes.Node) -> bool:
-    """Tell whether a node may read later items through `loop`; skip the bodies of inner loops."""
+    """Tell whether a node may read later items through Jinja's `loop`.
+
+    The bodies of inner loops are skipped.
+    """
     if isinstance(node, nodes.Getattr) and _is_loop(node.node):
         return node.attr not in _BACKWARD_ATTRIBUTES
     inner = [node.iter] if isinstance(node, nodes.For) else node.iter_child_nodes()
@@ -646,9 +660,9 @@ def _is_loop(node: nodes.Node) -> bool:
 
 
 def _is_constant(tail: list[nodes.Node], tree: nodes.Template) -> bool:
-    """Tell whether ``tail``, the nodes after the loop, writes the same text for any messages.
+    """Tell whether the nodes ``tail`` after the loop write the same text for any messages.
 
-    It does if it calls nothing and reads no variable that the template sets.
+    They do if they call nothing and read no variable that the template sets.
     """
     stored = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
     output = nodes.Output(tail)

@@ -42,7 +42,7 @@ SHAREGPT_ROLES: Mapping[str, str] = {
 }
 
 MASKS = ("loss_mask", "weight", "train", "loss", "training", "trainable")
-"""Keys of a message that say whether it is trained; other programs use other keys than ours."""
+"""Keys of a message that tell whether it is trained; programs use different keys."""
 
 _LAYOUTS = (
     ({"conversations"}, "sharegpt"),
@@ -50,14 +50,14 @@ _LAYOUTS = (
     ({"instruction", "output"}, "alpaca"),
     ({"question", "answer"}, "prompt-response"),
 )
-"""The columns that identify a layout, so that an error can recommend its `--sft-row-format`."""
+"""The columns that identify a layout of rows, each with its `--sft-row-format` for an error."""
 
 
 _NUMBER = re.compile(r"\[\d+\]")
 
 
 class Place(NamedTuple):
-    """The file of a row, and the row's number in that file, from 1."""
+    """The place of a row: its file, and the number of the row in this file, from 1."""
 
     file: str
     row: int
@@ -68,12 +68,14 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversation:
-    """One checked conversation; its messages no longer hold masks or null values.
+    """One checked conversation; masks and null values have been removed from its messages.
 
     Attributes:
-        trained: for each message, whether its tokens are trained. Only messages of the assistant
-            can be.
+        trained: for each message, whether its tokens are trained; this is True only for messages of
+            the assistant.
+        tools: the tool schemas; None if the row has none.
         enable_thinking: the value in the row; None leaves it to ``--sft-template-kwargs``.
+        place: the file of the row, and its number there.
         intake: counts of what was read from the row.
         names: for each message, where the message and its content are in the row, such as
             (`messages[1]`, `messages[1].content`).
@@ -90,7 +92,10 @@ class Conversation:
     tools_name: str = field(default="tools", compare=False)
 
     def name(self, index: int, *path: str | int) -> str:
-        """Return where a message, or the value at ``path`` in it, is in the row, for errors."""
+        """Return the name of a message in its row, or of the value at ``path`` in the message.
+
+        The name is for errors, such as `messages[1].content`; ``index`` is that of the message.
+        """
         name, content = self.names[index]
         if path[:1] == ("content",):
             return content + steps(path[1:])
@@ -110,9 +115,9 @@ def read_conversation(
 
 
 def plain(value: Any) -> Any:
-    """Convert numpy arrays at any depth to lists, and numpy scalars to Python's.
+    """Convert numpy arrays at any depth to lists, and numpy scalars to Python's scalars.
 
-    Parquet readers return them.
+    Readers of parquet return numpy values.
     """
     if isinstance(value, np.ndarray):
         return [plain(item) for item in value.tolist()]
@@ -126,7 +131,7 @@ def plain(value: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a JSON value without the keys whose value is null; nulls in lists stay."""
+    """Return a JSON value without its keys of value null, at any depth; nulls in lists stay."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -135,7 +140,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def _is_nothing(value: Any) -> bool:
-    """Tell whether a value is one of those with which tables fill a column that a row lacks."""
+    """Tell whether a value is empty: tables fill columns that a row lacks with such values."""
     return value is None or value in ("", [], {})
 
 
@@ -206,7 +211,10 @@ class _Row:
         raise DataError(f"{self.place}: `{name}` {rule}.")
 
     def _take(self, name: str) -> Any:
-        """Return a column without nulls, and record it as used; None if the row lacks it."""
+        """Return the value of a column, without nulls, and record the column as used.
+
+        Return None if the row lacks the column.
+        """
         self.used.add(name)
         return without_nulls(plain(self.columns.get(name)))
 
@@ -226,7 +234,7 @@ class _Row:
         return self._take(name)
 
     def _json(self, value: Any, name: str) -> Any:
-        """Parse a value if it is a JSON text of a list or an object; return others unchanged."""
+        """Parse a text that looks like a JSON list or object; return any other value unchanged."""
         if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
             return value
         try:
@@ -249,7 +257,10 @@ class _Row:
         return items
 
     def _messages(self) -> tuple[list[tuple[str, Message]], list[bool]]:
-        """Return (name, message) of each message, and whether each is trained if it has no mask."""
+        """Return (name, message) of each message, and whether messages without a mask are trained.
+
+        The second list has a value for each message.
+        """
         layout = self.sft.sft_row_format
         if layout == "sharegpt":
             listed = self._from_sharegpt()
@@ -291,7 +302,10 @@ class _Row:
         return _numbered(column, messages)
 
     def _system_column(self, listed: Sequence[tuple[str, Message]]) -> list[tuple[str, Message]]:
-        """Return the system message of a row with a system column, else an empty list."""
+        """Return (name, message) of the system message in a system column, in a list.
+
+        The list is empty if the row has no such column.
+        """
         name = self.sft.sft_system_key
         text = self._take(name)
         if text is None or text == "":
@@ -306,7 +320,7 @@ class _Row:
         return [(name, {"role": "system", "content": text})]
 
     def _calls(self, text: str, name: str) -> Message:
-        """Return the fields of a message with tool calls.
+        """Return the fields of a message that consists of tool calls.
 
         ``text`` is the JSON of one call or of a list of calls.
         """
@@ -338,7 +352,10 @@ class _Row:
         ]
 
     def _from_prompt_completion(self) -> tuple[list[tuple[str, Message]], list[bool]]:
-        """Return (name, message) of prompt and completion; only the completion is trained."""
+        """Return (name, message) of each message of prompt and completion, and whether to train it.
+
+        Only messages of the completion are trained.
+        """
         listed: list[tuple[str, Message]] = []
         trains: list[bool] = []
         columns = {"user": self.sft.prompt_column, ASSISTANT: self.sft.response_column}
@@ -355,7 +372,7 @@ class _Row:
         return [*system, *listed], [*(True for _ in system), *trains]
 
     def _from_alpaca(self) -> list[tuple[str, Message]]:
-        """Return the turns of `history`, then the instruction and the output.
+        """Return (name, message) of the turns of `history`, of the instruction and of the output.
 
         The turns of `history` are trained too. The input follows the instruction on a new line.
         """
@@ -385,9 +402,9 @@ class _Row:
         return listed
 
     def _checked(self, message: Message, name: str) -> tuple[Message, bool | None]:
-        """Check a message. Return it without its mask, and whether it is trained by the mask.
+        """Check a message; return it without its mask, and whether its mask trains it.
 
-        That is None if the message has no mask.
+        The second value is None if the message has no mask.
         """
         role = message.get("role")
         if role is None and "from" in message and self.sft.sft_row_format == "messages":
@@ -408,7 +425,7 @@ class _Row:
         return kept, self._mask(message, name, role)
 
     def _mask(self, message: Message, name: str, role: str) -> bool | None:
-        """Return whether a message is trained by its mask; None if it has no mask."""
+        """Return whether the mask of a message trains it; None if it has no mask."""
         masks = {key: message[key] for key in MASKS if message.get(key) is not None}
         for key, mask in masks.items():
             if mask not in (0, 1):
@@ -451,7 +468,7 @@ class _Row:
         ]
 
     def _call(self, call: Any, name: str) -> Any:
-        """Return a checked tool call; the call and its function are objects.
+        """Check a tool call and its function, which must be objects; return the call.
 
         The arguments may stay JSON text.
         """
@@ -476,8 +493,8 @@ class _Row:
     def _tools(self) -> tuple[Any, ...] | None:
         """Return the tool schemas of the row; None if it has none.
 
-        The column, a tool, its function and its parameters may each be JSON text: writers of
-        parquet use it because parquet gives every object the keys of all objects.
+        The column, a tool, its function and its parameters may each be JSON text: parquet gives
+        every object the keys of all objects, which JSON text avoids.
         """
         name = self.sft.sft_tools_key
         tools = self._take(name)
@@ -497,7 +514,7 @@ class _Row:
         return tuple(self._schema(tool, f"{name}[{i}]") for i, tool in enumerate(read)) or None
 
     def _schema(self, tool: Message, name: str) -> Message:
-        """Return a tool; parse its function and its parameters if they are JSON text."""
+        """Return a tool, with its function and its parameters parsed if they are JSON text."""
         read = dict(tool)
         for key in ("function", "parameters"):
             if key in read:
@@ -511,7 +528,7 @@ class _Row:
 
 
 def _holds_messages(text: str) -> bool:
-    """Tell whether a text is JSON of a list of objects."""
+    """Tell whether a text is a JSON list of objects."""
     try:
         value = parse_json(text, "messages") if text.lstrip().startswith("[") else None
     except UnreadableFile:
@@ -520,7 +537,7 @@ def _holds_messages(text: str) -> bool:
 
 
 def not_json(error: UnreadableFile) -> str:
-    """Return the reason of an error without its words "it is no valid JSON"."""
+    """Return why a text is not JSON: the reason of an error without "it is no valid JSON"."""
     return error.reason.removeprefix("it is no valid JSON: ")
 
 
@@ -529,5 +546,8 @@ def _numbered(column: str, messages: Sequence[Message]) -> list[tuple[str, Messa
 
 
 def generic(name: str) -> str:
-    """Return the name of a value with `[]` for each index, to count rows under one name."""
+    """Return the name of a value with `[]` in place of each index.
+
+    Values of all rows can then be counted under one name.
+    """
     return _NUMBER.sub("[]", name)

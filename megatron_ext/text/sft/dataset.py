@@ -1,4 +1,4 @@
-"""The three splits of a fine-tuning run: rows of conversations as tensors, and their steps.
+"""The three splits of a fine-tuning run: rows of conversations, and which rows make a step.
 
 A conversation of n tokens takes n - 1 positions of a row, since position t reads token t and
 predicts token t + 1. ``--sft-max-length`` counts tokens; ``--seq-length`` counts positions. The
@@ -40,20 +40,24 @@ Truncation = Literal["error", "left", "right"]
 
 
 def kept_tokens(max_length: int, truncation: Truncation) -> slice:
-    """Return the slice of tokens to keep: the last ``max_length`` for "left", else the first."""
+    """Return the slice of a conversation's tokens that truncation keeps.
+
+    It has the last ``max_length`` tokens for "left", else the first.
+    """
     return slice(-max_length, None) if truncation == "left" else slice(max_length)
 
 
 def lay_out(
     conversations: Mapping[int, tuple[ArrayLike, ArrayLike]], length: int, pad_id: int
 ) -> dict[str, NDArray[Any]]:
-    """Put conversations one after another into a row, with labels shifted by one, and pad it.
+    """Put conversations one after another into a row; shift labels by one; pad the row.
 
     Position t reads ``ids[t]`` and predicts ``ids[t + 1]`` with the loss weight ``mask[t + 1]``.
     The first token is never a label.
 
     Args:
-        conversations: ids and mask of each conversation (at least 2 tokens), by its number.
+        conversations: (ids, mask) of each conversation, at least 2 tokens, by the conversation's
+            number.
         length: the number of positions s of the row.
 
     Raises:
@@ -126,9 +130,9 @@ class TruncationCounts:
 class SftDataset(StepDataset):
     """The conversations of one split; an item is a row, indexed by the tuple of its conversations.
 
-    ``members`` are the indices of the split's conversations, counted through all stores. The n
-    conversations that have a trained token after truncation are kept. With the truncation "error",
-    raise a DataError if a conversation is longer than ``max_length`` tokens.
+    ``members`` are the indices of the split's conversations; conversations are numbered through all
+    stores. The n conversations that still have a trained token after truncation are kept. With the
+    truncation "error", raise a DataError if a conversation is longer than ``max_length`` tokens.
 
     Attributes:
         lengths: number of positions that each conversation takes, ``[n]``.
@@ -180,11 +184,11 @@ class SftDataset(StepDataset):
         self.lengths: Ints = np.minimum(tokens, max_length) - 1
 
     def _trains(self, long: Ints) -> NDArray[np.bool_]:
-        """Return for each conversation whether truncation leaves it a trained token, ``[n]``.
+        """Return, for each conversation, whether a trained token is left after truncation, ``[n]``.
 
         A store holds only conversations with a trained token, so only the conversations ``long``,
-        which are cut, need to be read. Stores of earlier versions hold others too, so read all of
-        theirs.
+        which are cut, need to be read. Stores of earlier versions also hold conversations without
+        one, so all of their conversations are read.
         """
         trains = np.ones(len(self._members), np.bool_)
         checked = {int(number) for number in long}
@@ -205,7 +209,7 @@ class SftDataset(StepDataset):
     def __getitem__(self, row: tuple[int, ...]) -> dict[str, Tensor]:
         """Return the row of the conversations in ``row``; ``()`` gives a row of padding.
 
-        `lay_out` describes its columns.
+        The row is padded; `lay_out` describes its tensors.
         """
         conversations = {}
         for sample in row:
@@ -223,12 +227,12 @@ class SftDataset(StepDataset):
 
 
 def cost_model(config: RunConfig) -> CostModel:
-    """Return the compute of a forward pass as a function of the document length L, up to a factor.
+    """Return the cost of a forward pass as a function of a document's length L, up to a factor.
 
     A layer of width h with an MLP of width ``4 h`` costs ``12 h**2 L + h L**2``. Attention scores
     therefore cost as much as everything else at ``L = 12 h``. Narayanan et al. 2021
-    (arXiv:2104.04473) count full attention in their ``1 + s / (6 h) + ...``; this counts its causal
-    half.
+    (arXiv:2104.04473) count full attention in their ``1 + s / (6 h) + ...``; the formula here
+    counts the causal half of it.
     """
     model = config.model
     products = token_products(config, gated=model.swiglu)
@@ -241,7 +245,7 @@ def cost_model(config: RunConfig) -> CostModel:
 
 
 def _plan_steps(config: RunConfig, lengths: Ints, seed: int | None) -> StepPlan:
-    """Plan which conversations share a row, and which rows make up a step.
+    """Plan which conversations share a row, and which rows make a step.
 
     ``lengths`` holds the number of positions of each conversation. ``seed`` shuffles each epoch
     differently; without a seed all epochs are equal.
@@ -271,10 +275,10 @@ def _plan_steps(config: RunConfig, lengths: Ints, seed: int | None) -> StepPlan:
 
 @dataclass(frozen=True)
 class Splits:
-    """The conversations of a run before their steps are planned.
+    """The conversations of a run, before rows and steps are planned.
 
-    ``datasets`` holds train, valid and test; a split without conversations is None. ``cuts`` holds
-    what truncation removed from each split, by the name of the split.
+    ``datasets`` holds train, valid and test in this order; a split without conversations is None.
+    ``cuts`` holds what truncation removed from each split, by the name of the split.
     """
 
     chat: Chat
@@ -287,9 +291,10 @@ _NAMES = ("train", "valid", "test")
 
 
 def names_by_flag(data: DataConfig) -> dict[str, list[str] | None]:
-    """Return the names of files of conversations, keyed by the flag that gives them.
+    """Return the names of the files of conversations, by the flag that gives them.
 
-    The flag is ``--data-path`` for all splits together, or one flag for each split.
+    The flag is ``--data-path`` for all splits together, or one flag for each split. The value is
+    None for a flag that is not given.
     """
     if data.data_path is not None:
         return {"--data-path": data.data_path}
@@ -359,7 +364,7 @@ def build_splits(config: RunConfig, tokenizer: Tokenizer, *_: Any) -> Datasets:
 def planned(config: RunConfig, splits: Splits) -> Datasets:
     """Plan the steps of each dataset of ``splits``, and return the datasets.
 
-    Raise the errors of `build_splits` if the train split has no conversation.
+    Raise a ConfigError or a DataError if the train split has no conversation.
     """
     seeds = (config.training.seed, None, None)
     for dataset, seed in zip(splits.datasets, seeds, strict=True):
@@ -416,7 +421,10 @@ class ConversationReport:
 
 
 def report_conversations(config: RunConfig, tokenizer: Tokenizer) -> ConversationReport:
-    """Return what a run reads of its conversations; raise the errors of `open_splits`."""
+    """Return a report on the conversations that a run reads.
+
+    Raise a ConfigError if data or chat template are not given, a DataError for unusable data.
+    """
     splits = open_splits(config, tokenizer)
     counted = [store.intake for store in splits.stores if store.intake is not None]
     intake = Intake.total(counted) if counted else None
@@ -429,7 +437,7 @@ def report_conversations(config: RunConfig, tokenizer: Tokenizer) -> Conversatio
 
 
 def _empty_splits(config: RunConfig, splits: Splits) -> Iterator[str]:
-    """Yield a sentence if the valid split is empty although data or a share was given for it."""
+    """Yield a sentence if the validation split is empty although the flags gave it data."""
     data = config.section(DataConfig)
     if splits.datasets[1] is not None or config.training.eval_iters == 0:
         return

@@ -1,9 +1,9 @@
-"""Brings a conversation into the form that its chat template takes.
+"""Converts a conversation to the form that its chat template takes.
 
 Templates and data sets differ in three things: whether arguments of tool calls are objects or JSON
 texts, whether a message's content may be a list of parts, and whether the role developer exists. To
-find out what a template takes, we apply it to the row with a mark in the place in question, and
-look at how the text shows the mark.
+find out what a template takes, we apply it to the conversation with a mark in the place in
+question, and look at how the mark is written in the text.
 """
 
 import json
@@ -22,15 +22,16 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 _CACHE_SIZE = 64
 
 _forms: dict[str, str] = {}
-"""The result of `_argument_form`, keyed by the source of the template."""
+"""Results of `_argument_form`, the form of tool arguments, by the source of the template."""
 _takes_parts: dict[str, bool] = {}
-"""The result of `_takes_lists`, keyed by the source of the template."""
+"""Results of `_takes_lists`, whether lists of parts are taken, by the source of the template."""
 
 
 def fitted(template: Template, sft: SftConfig) -> Template:
     """Return the template with its conversation converted to the form that the template takes.
 
-    Raise a DataError for arguments that are not JSON, and for parts that are not text.
+    Raise a DataError for a tool call's arguments that are not JSON, and for parts of a message that
+    are not text.
     """
     template = _with_arguments(template, sft.sft_tool_arguments)
     template = _with_parts(template)
@@ -38,10 +39,7 @@ def fitted(template: Template, sft: SftConfig) -> Template:
 
 
 def _changed(template: Template, change: Callable[[int, Message], Message]) -> Template:
-    """Return the template with each message i of its conversation replaced.
-
-    ``change(i, message)`` is the new message.
-    """
+    """Return the template with new messages: ``change(i, message)`` in place of each message i."""
     messages = template.conversation.messages
     changed = tuple(change(index, message) for index, message in enumerate(messages))
     return template.of(replace(template.conversation, messages=changed))
@@ -58,7 +56,7 @@ def _remember(cache: dict[str, Any], source: str, value: Any) -> None:
 
 
 def _with_arguments(template: Template, form: str) -> Template:
-    """Convert all arguments of tool calls to objects or to JSON texts.
+    """Return the template with all arguments of tool calls as objects or as JSON texts.
 
     ``form`` is "object", "string" or "auto", which takes the form that suits the template.
     """
@@ -95,7 +93,7 @@ def _with_arguments(template: Template, form: str) -> Template:
 
 
 def _function(call: Message) -> Message:
-    """Return the object within a tool call that holds `name` and `arguments`."""
+    """Return the object within a tool call that holds the keys `name` and `arguments`."""
     function = call.get("function")
     return function if isinstance(function, dict) else call
 
@@ -138,10 +136,10 @@ def _parsed(template: Template, text: str, name: str) -> Any:
 
 
 def _argument_form(template: Template) -> str:
-    """Return the form in which the template takes arguments: "object", "string" or "either".
+    """Return the form of tool arguments that a template takes: "object", "string" or "either".
 
-    Try both forms. A template that writes an object in Python's notation needs a text. A template
-    that writes a text in quotes, or adds braces to it, needs an object.
+    Both forms are tried. A template that writes an object in Python's notation needs a text. A
+    template that writes a text in quotes, or adds braces to it, needs an object.
     """
     source = template.source()
     if source in _forms:
@@ -164,7 +162,7 @@ def _argument_form(template: Template) -> str:
 
 
 def _attempt(template: Template) -> str:
-    """Return the text of all messages, or "" if the template refuses them."""
+    """Return the text that the template writes for all messages, or "" if it refuses them."""
     try:
         return template.whole
     except DataError:
@@ -172,7 +170,10 @@ def _attempt(template: Template) -> str:
 
 
 def _with_parts(template: Template) -> Template:
-    """Join each message's list of text parts into one text, unless the template takes lists."""
+    """Return the template with each message's list of text parts joined into one text.
+
+    Nothing is changed if the template takes lists.
+    """
     lists = {
         index: _read_parts(
             template, message["content"], template.conversation.name(index, "content")
@@ -210,9 +211,9 @@ def _read_parts(template: Template, content: list[Any], name: str) -> list[Messa
 
 
 def _takes_lists(template: Template, lists: dict[int, list[Message]]) -> bool:
-    """Tell whether the template writes the texts of a list of parts.
+    """Tell whether a template takes lists of parts, and writes their texts.
 
-    Other templates refuse the list, or write it in the notation of Python or JSON. ``lists`` holds
+    Other templates refuse a list, or write it in the notation of Python or JSON. ``lists`` holds
     the lists of parts by the index of their message.
     """
     source = template.source()
@@ -227,7 +228,10 @@ def _takes_lists(template: Template, lists: dict[int, list[Message]]) -> bool:
 
 
 def _with_known_roles(template: Template) -> Template:
-    """Rename the role developer to system, if the template knows only system."""
+    """Return the template with the role developer renamed to system.
+
+    Nothing is changed if the template knows the role developer, or does not know system.
+    """
     developers = {
         index
         for index, message in enumerate(template.conversation.messages)

@@ -1,8 +1,8 @@
-"""Counts of what was read from conversations, what was changed, and what was not used.
+"""Counts of what was read from rows of conversations, what was changed, and what was not used.
 
-Every part of a row is used, or counted here under its name, or the row is refused. The counts are
-stored with the tokens, so that every run that reads a store reports the same as the run that made
-it.
+Every part of a row is used or is counted here under its name; otherwise the row is refused. The
+counts are stored with the tokens, so that every run that reads a store reports the same as the run
+that made it.
 """
 
 from collections import Counter
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 _SHOWN = 40
-"""The most names that a sentence lists; the JSON file of the store has all names."""
+"""The largest number of names that a sentence lists; the JSON file of a store has all names."""
 
 _TITLES = {
     "changed": "read in another form",
@@ -22,13 +22,14 @@ _TITLES = {
 
 @dataclass
 class Intake:
-    """The counts of one or more rows.
+    """The counts of what was read from one or more rows.
 
     Attributes:
         counts: number of rows, conversations, turns and so on, by name.
         changed: number of values that were converted to another form, by conversion.
         ignored: number of values that nothing uses, by the name of their column or key.
-        unrendered: number of values that the chat template leaves out of the text, by name.
+        unrendered: number of values that the chat template leaves out of the text, by the name of
+            what is lost.
         dropped: number of conversations that are not used, by reason.
     """
 
@@ -39,7 +40,7 @@ class Intake:
     dropped: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: "Intake") -> None:
-        """Add the counts of other rows."""
+        """Add the counts of other rows to these."""
         for name in self.__dataclass_fields__:
             getattr(self, name).update(getattr(other, name))
 
@@ -54,14 +55,14 @@ class Intake:
 
     @classmethod
     def total(cls, parts: Iterable["Intake"]) -> "Intake":
-        """Return the sum of several counts."""
+        """Return the sum of the counts in ``parts``."""
         whole = cls()
         for part in parts:
             whole.add(part)
         return whole
 
     def summary(self) -> str:
-        """Return the counts of what was read, in one line."""
+        """Return the counts of what was read, as one line of text."""
         return ", ".join(f"{count:,} {name}" for name, count in self.counts.items() if count)
 
     def notes(self) -> list[str]:

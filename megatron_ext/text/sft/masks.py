@@ -2,8 +2,9 @@
 
 A template with ``{% generation %}`` marks the trained text itself. With any other template, we find
 an assistant turn by applying the template twice: to the messages before the turn, with the
-generation prompt, and to the messages up to and including the turn. The tokens between the two
-ends belong to the turn: its words, its end-of-turn token and all that the template writes after it.
+generation prompt, and to the messages up to and including the turn. The tokens between the ends of
+the two texts belong to the turn: its words, its end-of-turn token and all that the template writes
+after it.
 
 Both results must be prefixes of the whole conversation. We compare texts first, because this needs
 only one tokenization. If a turn begins or ends inside a token of the whole conversation, we
@@ -48,7 +49,7 @@ def tokenize_conversation(
     """Return the token ids and the mask of a whole conversation, without splitting it into turns.
 
     Raise a ConfigError if there is no chat template. Raise a DataError if ids or mask cannot be
-    found, or if the template leaves something out.
+    found, or if the template leaves out a part of the conversation.
     """
     sft = replace(sft or SftConfig(), sft_split_turns=False)
     return tokenize_samples(tokenizer, conversation, sft)[0]
@@ -60,8 +61,8 @@ def tokenize_samples(
     """Return the token ids and the masks of the samples of a conversation.
 
     A conversation is one sample; with ``--sft-split-turns`` each trained turn is a sample. The
-    conversation's `Intake` counts what was converted for the template, and what the template leaves
-    out. Raise the errors of `tokenize_conversation`.
+    counts in ``conversation.intake`` get what was converted for the template, and what the template
+    leaves out. Raise the errors of `tokenize_conversation`.
     """
     kwargs = sft.template_kwargs
     if kwargs.get("chat_template") is None and not tokenizer.chat_template:
@@ -91,7 +92,10 @@ def _tokenized_samples(template: Template, sft: SftConfig) -> list[TokenizedConv
 
 
 def _split(template: Template) -> list[Template]:
-    """Return a template for each trained turn: of the messages up to it, with only it trained."""
+    """Return one template per trained turn, with the messages up to it; only this turn is trained.
+
+    If no turn is trained, return the given template.
+    """
     conversation = template.conversation
     turns = [index for index, trained in enumerate(conversation.trained) if trained]
     if not turns:
@@ -122,10 +126,11 @@ def _tokenized(template: Template, *, realign: bool) -> TokenizedConversation:
 
 
 def _by_generation_marks(template: Template, *, realign: bool) -> TokenizedConversation:
-    """Return ids and mask by the template's generation marks, without turns whose mask is 0.
+    """Return ids and mask by the template's generation marks; turns of mask 0 are not trained.
 
     transformers marks wrongly where a turn's first or last character has no token: it drops all
-    later turns, or it marks all later text. To detect this, count the runs of marked tokens.
+    later turns, or it marks all later text. To detect this, count the runs of marked tokens; unless
+    ``realign``, there must be one per turn.
     """
     conversation = template.conversation
     encoded = template.apply(
@@ -169,7 +174,8 @@ def _by_text(template: Template) -> TokenizedConversation | None:
     """Return ids and mask by the positions in the text where turns begin and end.
 
     Return None unless all these positions are token boundaries. In a byte-pair encoding no merge
-    crosses a token boundary, so the text before it has the same tokens when it is encoded alone.
+    crosses a token boundary, so the text before a boundary has the same tokens when it is encoded
+    alone.
     """
     conversation = template.conversation
     count = len(conversation.messages)
@@ -193,19 +199,21 @@ def _by_text(template: Template) -> TokenizedConversation | None:
 
 
 def _token_at(offsets: Sequence[tuple[int, int]], character: int) -> int | None:
-    """Return the index of the token that begins at ``character``; None if none begins there.
+    """Return the index of the token that begins at the index ``character`` of the text.
 
-    ``offsets`` holds (start, end) in characters of each token.
+    Return None if no token begins there. ``offsets`` holds (start, end) in characters of each
+    token.
     """
     token = bisect_left(offsets, character, key=lambda offset: offset[0])
     return token if token and offsets[token - 1][1] == character else None
 
 
 def _by_prefixes(template: Template, *, realign: bool) -> TokenizedConversation:
-    """Return ids and mask by tokenizing the messages before each trained turn, and up to it.
+    """Return ids and mask by tokenizing the messages before each trained turn, and with it.
 
-    Both prefixes end at an assistant turn, never within a group of tool messages. A template that
-    merges a group of tool messages therefore writes it as in the whole conversation.
+    Both prefixes end at an assistant turn, never within a group of tool messages. So a template
+    that merges a group of tool messages writes it as in the whole conversation. ``realign``
+    searches for turns whose tokens differ there.
     """
     conversation = template.conversation
     whole = template.ids(len(conversation.messages))
@@ -222,7 +230,9 @@ def _by_prefixes(template: Template, *, realign: bool) -> TokenizedConversation:
 
 
 def _exact_span(template: Template, whole: list[int], turn: int) -> tuple[int, int]:
-    """Return (start, end) of an assistant turn's tokens in ``whole``, after the generation prompt.
+    """Return (start, end) of an assistant turn's tokens in ``whole``, all tokens.
+
+    The start is after the generation prompt.
 
     Raise a DataError if the messages before the turn, or up to it, are not a prefix of ``whole``.
     """
@@ -247,7 +257,7 @@ _MISMATCH = (
 
 
 def _end_of_prefix(template: Template, whole: list[int], count: int) -> int | None:
-    """Return the number of tokens of the first ``count`` messages in ``whole``.
+    """Return the number of tokens that the first ``count`` messages have in ``whole``, all tokens.
 
     Return None if ``whole`` does not begin with their tokens.
     """
@@ -268,8 +278,8 @@ def _end_of_prefix(template: Template, whole: list[int], count: int) -> int | No
 def _before_generation_prompt(template: Template, count: int) -> list[int] | None:
     """Return the ids of the first ``count`` messages as the template writes them before an answer.
 
-    Those are the ids with the generation prompt, less the prompt. The messages before the last one
-    show what the prompt is; return None if they do not.
+    They are the ids with the generation prompt, less the ids of the prompt. The text with one
+    message less shows what the prompt is; return None if it does not.
     """
     if count < 2:
         return None
@@ -301,8 +311,8 @@ def _refuse(template: Template, turn: int, rule: str) -> NoReturn:
 def _realigned_span(template: Template, whole: list[int], turn: int) -> tuple[int, int]:
     """Return (start, end) of a turn's tokens in ``whole``, the ids of the whole conversation.
 
-    If the messages before the turn have other tokens alone than in ``whole``, search for their end.
-    A token that joins generation prompt and turn belongs to the turn.
+    If the messages before the turn have other tokens alone than in ``whole``, search for their end
+    in ``whole``. A token that joins generation prompt and turn belongs to the turn.
     """
     messages = template.conversation.messages
     prompt_start = _end_of_messages(template, whole, turn)
@@ -324,7 +334,7 @@ def _realigned_span(template: Template, whole: list[int], turn: int) -> tuple[in
 
 
 def _end_of_messages(template: Template, whole: list[int], count: int) -> int:
-    """Return the token index in ``whole`` at which the first ``count`` messages end.
+    """Return the index in the tokens ``whole`` at which the first ``count`` messages end.
 
     Raise a DataError if it cannot be found.
     """
@@ -337,9 +347,9 @@ def _end_of_messages(template: Template, whole: list[int], count: int) -> int:
 
 
 def _end_of_longest_suffix(whole: list[int], part: list[int], low: int, high: int) -> int | None:
-    """Find the longest suffix of ``part`` that occurs in ``whole``, and return where it ends.
+    """Find the longest suffix of ``part`` that occurs in ``whole``; return where it ends there.
 
-    The end must be in (low, high]. Return None if not even the last token occurs there.
+    The end must be in (low, high]. Return None if not even the last token of ``part`` occurs.
     """
     best, length = None, 0
     for end in range(low + 1, high + 1):

@@ -19,29 +19,34 @@ from megatron_ext.data.samplers import Ints, Row, shuffled
 from megatron_ext.errors import ConfigError, DataError
 
 EVEN_ENOUGH = 1000
-"""Rows are no longer swapped once the busiest rank is at most 1/1000 above the mean."""
+"""Rows are no longer swapped once the cost of the busiest rank is at most 1/1000 above the mean."""
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """The cost of a document of L tokens: ``linear * L + quadratic * L**2``, in integers."""
+    """The cost of a document of L tokens: ``linear * L + quadratic * L**2``, an integer."""
 
     linear: int
     quadratic: int
 
     def of_documents(self, lengths: ArrayLike) -> Ints:
-        """Return the cost of each document, given its number of tokens."""
+        """Return the cost of each document ``[n]``, given the numbers of tokens ``[n]``."""
         sizes = np.asarray(lengths, dtype=np.int64)
         return sizes * (self.linear + self.quadratic * sizes)
 
 
 def cost(lengths_in_row: ArrayLike, model: CostModel) -> int:
-    """Return the cost of a packed row, whose documents do not attend to each other."""
+    """Return the cost of a packed row, whose documents do not attend to each other.
+
+    ``lengths_in_row`` are the numbers of tokens of the documents.
+    """
     return int(model.of_documents(lengths_in_row).sum())
 
 
 def pack(lengths: ArrayLike, capacity: int) -> list[Row]:
     """Put each sample, longest first, into the first row that has room (first-fit decreasing).
+
+    Return the rows, each a list of indices in ``lengths``; a row has room for ``capacity`` tokens.
 
     The number of rows is at most 11/9 of the optimum plus 6/9 (Dósa 2007). A heap holds the indices
     of the rows with room for the current length. Since lengths only decrease, a row re-enters the
@@ -81,7 +86,10 @@ def pack(lengths: ArrayLike, capacity: int) -> list[Row]:
 
 
 def fitting_lengths(lengths: ArrayLike, capacity: int) -> Ints:
-    """Return the lengths ``[n]``; raise a DataError if a sample is empty or longer than a row."""
+    """Return ``lengths`` as an array ``[n]``.
+
+    Raise a DataError if a sample is empty or longer than ``capacity``.
+    """
     sizes = np.asarray(lengths, dtype=np.int64)
     if sizes.size and sizes.max() > capacity:
         raise DataError(
@@ -97,15 +105,15 @@ def fitting_lengths(lengths: ArrayLike, capacity: int) -> Ints:
 
 
 def balance(costs: ArrayLike, num_ranks: int) -> list[list[int]]:
-    """Assign the rows of one step to ranks: equally many to each rank, at about the same cost.
+    """Assign the rows of one step to ranks: equally many per rank, at about the same cost.
 
     Each row, costliest first, goes to the cheapest rank that has room (Graham 1969). Then the
     busiest rank swaps rows with others until its cost is near the mean, or no swap helps. All ranks
-    order their rows by `small_ends`, since expert parallelism synchronizes ranks in every
-    micro-batch.
+    put their cheap rows first and last (`small_ends`), since expert parallelism synchronizes ranks
+    in every micro-batch.
 
-    Return for each rank the indices of its rows in ``costs [rows]``, in the order of micro-batches.
-    Raise a ConfigError if the number of rows is not a multiple of ``num_ranks``.
+    Return, for each rank, the indices of its rows in ``costs [rows]``, in the order of
+    micro-batches. Raise a ConfigError if the number of rows is not a multiple of ``num_ranks``.
     """
     weights = np.asarray(costs, dtype=np.int64)
     if weights.size % num_ranks or not weights.size:
@@ -119,9 +127,9 @@ def balance(costs: ArrayLike, num_ranks: int) -> list[list[int]]:
 
 
 def _deal(weights: Ints, num_groups: int, most: int) -> list[list[int]]:
-    """Assign indices to groups: each, costliest first, to the cheapest group that has room.
+    """Assign indices to groups; each index, costliest first, goes to the cheapest group with room.
 
-    A group has room for ``most`` indices.
+    ``weights`` are the costs of the indices; a group has room for ``most`` indices.
     """
     groups: list[list[int]] = [[] for _ in range(num_groups)]
     loads = [(0, group) for group in range(num_groups)]
@@ -134,9 +142,10 @@ def _deal(weights: Ints, num_groups: int, most: int) -> list[list[int]]:
 
 
 def _swap_rows(ranks: Ints, weights: Ints) -> None:
-    """Swap rows between ranks until the busiest rank is near the mean, or no swap helps.
+    """Swap rows between ranks until the busiest rank is near the mean cost, or no swap helps.
 
-    ``ranks [ranks, rows]`` holds the row indices of each rank, and is changed in place.
+    ``ranks [ranks, rows]`` holds the row indices of each rank, and is changed in place. ``weights``
+    are the costs of the rows.
     """
     loads = weights[ranks].sum(axis=1)
     mean = int(loads.sum()) // len(loads)
@@ -159,7 +168,10 @@ def _swap_rows(ranks: Ints, weights: Ints) -> None:
 
 
 def small_ends(members: Sequence[int], weights: Ints) -> list[int]:
-    """Order micro-batches so that the cheap ones are first and last, when pipeline stages idle."""
+    """Return ``members``, micro-batches, in an order whose first and last ones are cheap.
+
+    Pipeline stages idle at the ends. ``weights`` are the costs by micro-batch.
+    """
     rising = sorted(members, key=lambda member: (int(weights[member]), member))
     return rising[::2] + rising[1::2][::-1]
 
@@ -170,8 +182,8 @@ def token_budget(
     """Assign the samples of one step to ranks, and to micro-batches of at most ``budget`` tokens.
 
     Samples are assigned to ranks by cost. All ranks get as many micro-batches as the rank that
-    needs the most, and spread their samples over them; some may stay empty. Return the
-    micro-batches of each rank, each a list of indices in ``lengths``.
+    needs the most, and spread their samples over these; some micro-batches may stay empty. Return
+    the micro-batches of each rank, each a list of indices in ``lengths``.
     """
     sizes = fitting_lengths(lengths, budget)
     costs = model.of_documents(sizes)
@@ -190,7 +202,7 @@ def token_budget(
 
 
 def named(rows: list[Row], members: Sequence[int]) -> list[Row]:
-    """Return the rows with ``members[i]`` in place of each index i."""
+    """Return the rows with each index i replaced by ``members[i]``."""
     return [[members[position] for position in row] for row in rows]
 
 
@@ -204,7 +216,7 @@ def _filled(rows: list[Row], count: int) -> list[Row]:
 
 @dataclass
 class PackedEpochs:
-    """Rows of ``capacity`` tokens that several conversations share.
+    """Steps of ``rows_per_step`` rows of ``capacity`` tokens, each shared by several conversations.
 
     ``seed`` shuffles each epoch differently: samples of equal length change places, then the rows
     are shuffled. The number of rows stays the same, and the row that packing opened last, which may
@@ -243,9 +255,10 @@ class PackedEpochs:
 
 @dataclass
 class PaddedEpochs:
-    """Rows of one conversation each; ranks take ``micro_batch_size`` rows of a step in turn.
+    """Steps of ``rows_per_step`` rows with one conversation each.
 
-    ``seed`` shuffles the conversations differently in each epoch; without it they keep their order.
+    The ranks take ``micro_batch_size`` rows of a step in turn. ``seed`` shuffles the conversations
+    differently in each epoch; without it they keep their order.
     """
 
     num_samples: int

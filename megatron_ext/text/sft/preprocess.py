@@ -63,7 +63,7 @@ _WITHOUT_MEANING = {
 
 
 KEYS = ("document", "mask")
-"""The two datasets of a store: token ids, and the mask with 1 for each trained token."""
+"""The two datasets of a store: token ids, and masks with 1 for each trained token."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,10 @@ class ConversationEncoder:
         return len(kept)
 
     def tokenize(self, line: bytes, number: int) -> tuple[list[TokenizedConversation], Intake]:
-        """Return ids and masks of the samples of a line's conversation, and what was read.
+        """Return ids and masks of the samples of a conversation, and counts of what was read.
 
-        Raise a BadLine if the line is not usable.
+        ``line`` is the row of the conversation, ``number`` its number, for errors. Raise a BadLine
+        if the line is not usable.
         """
         place = Place("", number)
         try:
@@ -151,7 +152,7 @@ class SftPreprocessOptions(PreprocessOptions):
 
     @property
     def columns(self) -> None:
-        """Return None, which reads all columns: rows may have different ones."""
+        """Return None: all columns of a table are read, since rows may have different ones."""
         return None
 
     def dataset_prefix(self, key: str, piece: str | None = None) -> str:
@@ -171,7 +172,7 @@ class ConversationEncoding:
         self.dtypes = (optimal_dtype(chat.vocab_size), np.dtype(np.uint8))
 
     def choose_engine(self, parts: Sequence[Part], say: Say) -> bool:
-        """Return False, for no fast engine: chat templates and special tokens need transformers."""
+        """Return False: no fast engine, since templates and special tokens need transformers."""
         return False
 
     def encoder(self, *, fast: bool) -> ConversationEncoder:
@@ -185,9 +186,9 @@ def conversation_encoding(options: PreprocessOptions) -> ConversationEncoding:
 
 
 def preprocess_sft(options: SftPreprocessOptions, say: Say = say_to_stderr) -> Report:
-    """Tokenize the conversations of the input files into a store, and return a report.
+    """Tokenize the conversations of the input files into a store; return a report.
 
-    Call ``say`` with each sentence on what was read.
+    Call ``say`` with sentences on what was read.
     """
     tokenizer = build_tokenizer(options.tokenizer)
     for sentence in tokenizer.notes():
@@ -200,22 +201,25 @@ def preprocess_sft(options: SftPreprocessOptions, say: Say = say_to_stderr) -> R
 
 
 def chat_of(options: SftPreprocessOptions) -> Chat:
-    """Return the tokenizer, template and options of conversations that the options describe."""
+    """Return the tokenizer, chat template and options that the options of preprocessing give."""
     return build_chat(build_tokenizer(options.tokenizer), options.tokenizer, options.sft)
 
 
 def with_fixed_date(options: SftPreprocessOptions) -> SftPreprocessOptions:
-    """Fix the date that the template writes, so that workers on all machines write the same."""
+    """Return the options with the date that the template writes fixed.
+
+    Workers on all machines, and on later days, then write the same date.
+    """
     return dataclasses.replace(options, sft=chat_of(options).sft)
 
 
 def write_store(
     options: SftPreprocessOptions, chat: Chat, say: Say, *, may_be_empty: bool = False
 ) -> tuple[Report, Intake]:
-    """Tokenize conversations into a store; return a report, and the counts of what was read.
+    """Tokenize conversations into a store; return a report and the counts of what was read.
 
-    Raise a DataError if there is no conversation. Raise one also if no conversation has a trained
-    token, unless the store ``may_be_empty`` because it is one of several.
+    Raise a DataError if there is no conversation. Raise one too if no conversation has a trained
+    token, unless ``may_be_empty``: the store is one of several.
     """
     start = time.monotonic()
     options = dataclasses.replace(options, sft=chat.sft)
@@ -271,7 +275,7 @@ def chat_notes(chat: Chat) -> list[str]:
 def _conversations_of(
     parts: Sequence[Part], done: Mapping[int, PartMarker]
 ) -> list[tuple[str, int]]:
-    """Return (absolute path, number of conversations) of each input file, in order.
+    """Return (absolute path, number of conversations) of each input file, in input order.
 
     ``done`` holds the markers of the parts, by the number of the part.
     """
@@ -295,7 +299,7 @@ def open_stores(
     vocab_size: int,
     say: Say = say_to_stderr,
 ) -> list[SftStore]:
-    """Open one store for each name; tokenize a file of conversations first.
+    """Return a store for each name; a file of conversations is tokenized first.
 
     Args:
         flag: the flag that gives the names, for errors.
@@ -303,7 +307,7 @@ def open_stores(
         cache: folder for tokenized files; None takes the folder ``cache`` beside each file.
 
     Raises:
-        ConfigError: a name is a number (a weight), or the cache cannot be written.
+        ConfigError: a name is a number, which would be a weight, or the cache cannot be written.
         DataError: a file is missing or holds a bad row, or a store does not fit the run.
     """
     stores = []
@@ -319,7 +323,7 @@ def open_stores(
 
 
 def check_name(flag: str, name: str) -> None:
-    """Raise an error if ``name``, given by ``flag``, is not a file or store of conversations."""
+    """Raise an error unless ``name``, given by ``flag``, is a file or a store of conversations."""
     if is_number(name) and not os.path.exists(name):
         raise ConfigError(
             f"`{flag}` ({name}) is a weight, but `--sft` uses every conversation of its files "
@@ -333,12 +337,12 @@ def check_name(flag: str, name: str) -> None:
 
 
 def cache_of(name: str, cache: str | None) -> Path:
-    """Return the folder of the cached store of a file: ``cache``, or "cache" beside the file."""
+    """Return the folder for the tokenized copy of a file: ``cache``, or "cache" beside the file."""
     return Path(cache or Path(name).parent / "cache")
 
 
 def cached_prefix(name: str, folder: Path, identity: Mapping[str, Any]) -> Path:
-    """Return the prefix of the cached store of a file.
+    """Return the prefix under which the cache ``folder`` has the store of the file ``name``.
 
     It depends on the file's content and on ``identity``, everything else that determines tokens.
     """
@@ -348,7 +352,8 @@ def cached_prefix(name: str, folder: Path, identity: Mapping[str, Any]) -> Path:
 def with_date_of_stores(chat: Chat, names: Sequence[str], cache: str | None) -> Chat:
     """Return ``chat`` with the date of existing stores, so that a run reuses them on later days.
 
-    A date that the user gave is kept. If the stores have several dates, take the latest.
+    The stores are those of ``names``. A date that the user gave is kept. If the stores have several
+    dates, the latest is taken.
     """
     if chat.date is None or chat.date_is_given:
         return chat
@@ -368,7 +373,10 @@ def with_date_of_stores(chat: Chat, names: Sequence[str], cache: str | None) -> 
 
 
 def _tokenized(name: str, folder: Path, chat: Chat, say: Say) -> str:
-    """Return the prefix of the store of one file; write the store if the cache lacks it."""
+    """Return the prefix of the store of one file; write the store if the cache lacks it.
+
+    ``folder`` is the cache.
+    """
     prefix = cached_prefix(name, folder, chat.identity)
     if has_intake(prefix):
         return str(prefix)

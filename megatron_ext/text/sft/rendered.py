@@ -18,10 +18,10 @@ from megatron_ext.text.sft.conversation import ASSISTANT, Conversation, generic,
 from megatron_ext.text.sft.intake import Intake
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a message that hold an assistant's reasoning; data sets use one or another."""
+"""Keys of a message that hold an assistant's reasoning; each data set uses one of them."""
 
 _SHORTEST_CODE = 7
-"""The least length of an identifier that a mark replaces, padded to the identifier's length."""
+"""The least length of an identifier that a mark replaces; the mark is padded to that length."""
 
 Path = tuple[str | int, ...]
 
@@ -42,17 +42,20 @@ class Leaf:
 
 @dataclass
 class Unrendered:
-    """The values that a template leaves out of a text (``absent``) or cuts (``partly``)."""
+    """The values that a template leaves out of a text (``absent``) or writes in part (``partly``).
+
+    Both are keyed by the path of the value.
+    """
 
     absent: dict[Path, Leaf]
     partly: dict[Path, Leaf]
 
 
 def find_left_out(samples: Sequence[Template]) -> Unrendered:
-    """Return the values of a conversation that no sample writes.
+    """Return the values of a conversation that the template writes in no sample.
 
-    A later message is in some samples only. A value counts as left out if every sample that has its
-    message leaves it out, and as cut if every one leaves it out or cuts it.
+    A later message is only in some samples. A value is left out if every sample that contains its
+    message leaves it out, and cut if every such sample leaves it out or cuts it.
     """
     parts = [find_unrendered(sample) for sample in samples]
     lengths = [len(sample.conversation.messages) for sample in samples]
@@ -74,7 +77,7 @@ def find_left_out(samples: Sequence[Template]) -> Unrendered:
 
 
 def find_unrendered(template: Template) -> Unrendered:
-    """Find the values of the conversation that the template does not write, or not in full."""
+    """Return the values of the conversation that the template leaves out or writes in part."""
     whole = template.whole
     leaves = list(_leaves(template.conversation, whole))
     nonce = _nonce(whole)
@@ -98,7 +101,7 @@ def find_unrendered(template: Template) -> Unrendered:
 
 
 def _nonce(whole: str) -> str:
-    """Return letters that a text does not contain."""
+    """Return a string of letters that ``whole`` does not contain."""
     nonce = "zq"
     while nonce in whole:
         nonce += "q"
@@ -110,7 +113,10 @@ def _is_code(value: str, mark: str) -> bool:
 
 
 def _other(value: Any, first: str, last: str) -> Any:
-    """Return a changed value with the marks, of the same type if possible."""
+    """Return a value changed to contain the marks ``first`` and ``last``.
+
+    It is of the same type if possible.
+    """
     if isinstance(value, str):
         # Some templates check the length of identifiers.
         return first.ljust(len(value), "z") if _is_code(value, first) else first + value + last
@@ -124,7 +130,10 @@ def _other(value: Any, first: str, last: str) -> Any:
 
 
 def _marks_in(value: Any, first: str, last: str) -> tuple[str, ...]:
-    """Return the texts that show that the changed value of `_other` was written."""
+    """Return the texts that show that a value changed by `_other` was written.
+
+    ``first`` and ``last`` are the marks that `_other` has put into ``value``.
+    """
     if isinstance(value, str):
         return (first,) if _is_code(value, first) else (first, last)
     if isinstance(value, bool):
@@ -137,7 +146,7 @@ def _marks_in(value: Any, first: str, last: str) -> tuple[str, ...]:
 def _leaves(conversation: Conversation, whole: str) -> Iterator[Leaf]:
     """Yield each value that a template may write, except roles, empty texts and constants.
 
-    Leave out tools that ``whole`` holds as JSON: all their values are written.
+    Tools that the text ``whole`` contains as JSON are left out, since all their values are written.
     """
     for index, message in enumerate(conversation.messages):
         for key, value in message.items():
@@ -149,7 +158,7 @@ def _leaves(conversation: Conversation, whole: str) -> Iterator[Leaf]:
 
 
 def _is_written_whole(tool: dict[str, Any], whole: str) -> bool:
-    """Tell whether the text ``whole`` holds a tool, or its function, as JSON."""
+    """Tell whether the text ``whole`` contains a tool, or its function, as JSON."""
     values = [tool]
     if set(tool) <= {"type", "function"} and tool.get("type", "function") == "function":
         values.append(tool.get("function", tool))
@@ -172,7 +181,7 @@ def _below(value: Any, path: Path) -> Iterator[Leaf]:
 
 
 def _is_constant(value: Any, path: Path) -> bool:
-    """Tell whether a value is a `type` that is always the same: "function" or "text"."""
+    """Tell whether a value is a `type` that never changes: "function" or "text"."""
     is_call = len(path) == 5 and path[2] == "tool_calls"
     is_tool = len(path) == 3 and path[0] == "tools"
     is_part = len(path) == 5 and path[2] == "content"
@@ -184,7 +193,10 @@ def _is_constant(value: Any, path: Path) -> bool:
 def _text_with(
     template: Template, leaves: Sequence[Leaf], other: Callable[[Leaf], Any]
 ) -> str | None:
-    """Return the text with ``other(leaf)`` in place of each leaf; None if the template refuses."""
+    """Return the text with ``other(leaf)`` in place of each leaf's value.
+
+    Return None if the template refuses the changed conversation.
+    """
     changed = {leaf.path: leaf for leaf in leaves}
 
     def rebuilt(value: Any, path: Path) -> Any:
@@ -211,7 +223,8 @@ def _confirmed(
 ) -> list[Leaf]:
     """Return the leaves whose values can be changed without changing the text.
 
-    Change all of them together; if the text changes, search each half.
+    All values are changed together by `_other`, with their marks; if the text is then not
+    ``whole``, each half is searched.
     """
     if not leaves:
         return []
@@ -228,7 +241,7 @@ def _confirmed(
 
 
 def _lines_are_in(value: Any, whole: str) -> bool:
-    """Tell whether each line of a text occurs in the whole text, as it is or as JSON."""
+    """Tell whether each line of the text ``value`` occurs in ``whole``, as it is or as JSON."""
     lines = [line.strip() for line in str(value).splitlines()]
     return all(
         line in whole or json.dumps(line, ensure_ascii=False)[1:-1] in whole for line in lines
@@ -238,7 +251,7 @@ def _lines_are_in(value: Any, whole: str) -> bool:
 def report_unrendered(
     conversation: Conversation, unrendered: Unrendered, sft: SftConfig, intake: Intake
 ) -> None:
-    """Count the values that the template leaves out, in ``intake``; refuse the important ones.
+    """Count the values that the template leaves out in ``intake``; refuse the row if it matters.
 
     Raise a DataError for the first message, tool, tool call or reasoning of a trained turn that is
     left out. ``--sft-on-unrendered note`` counts them instead.
@@ -272,7 +285,10 @@ def report_unrendered(
 
 
 def _tool_is_written(conversation: Conversation, index: int, unrendered: Unrendered) -> bool:
-    """Tell whether a template writes at least one value of a tool, and its name if it has one."""
+    """Tell whether a template writes a tool: at least one of its values, and its name if any.
+
+    ``index`` is the index of the tool in the conversation.
+    """
     tool = (conversation.tools or ())[index]
     paths = [leaf.path for leaf in _below(tool, ("tools", index))]
     names = [path for path in paths if path[2:] in (("name",), ("function", "name"))]
@@ -284,7 +300,11 @@ def _tool_is_written(conversation: Conversation, index: int, unrendered: Unrende
 def _meaning(
     conversation: Conversation, leaf: Leaf, tools: set[int], *, realigned: bool
 ) -> str | None:
-    """Name the part of the conversation that is lost with a value; None if it does not matter."""
+    """Name the part of the conversation that is lost with a value; None if the loss is harmless.
+
+    ``tools`` are the indices of the tools that are not written; ``realigned`` tells whether turns
+    are trained as the template writes them.
+    """
     path = leaf.path
     if path[0] == "tools":
         return "a tool" if path[1] in tools else None
@@ -302,7 +322,7 @@ def _meaning(
 
 
 def _is_last_turn(conversation: Conversation, leaf: Leaf) -> bool:
-    """Tell whether a value belongs to the last message of the assistant, or to a later message."""
+    """Tell whether a value belongs to the assistant's last message, or to a later message."""
     later = conversation.messages[int(leaf.path[1]) + 1 :]
     return not any(message["role"] == ASSISTANT for message in later)
 

@@ -37,7 +37,7 @@ def about_path(prefix: str | os.PathLike[str]) -> Path:
 def has_intake(prefix: str | os.PathLike[str]) -> bool:
     """Tell whether a store exists and holds the counts of what was read.
 
-    Stores of earlier versions hold none, and may lack parts of their conversations.
+    Stores of earlier versions have no counts, and may lack parts of their conversations.
     """
     try:
         return _INTAKE in read_json_object(about_path(prefix))
@@ -46,12 +46,12 @@ def has_intake(prefix: str | os.PathLike[str]) -> bool:
 
 
 def prefix_of(name: str) -> str:
-    """Return the prefix of a store, given that prefix or the prefix of its document dataset."""
+    """Return the prefix of a store, given that prefix or the one of its dataset of ids."""
     return name.removesuffix(_SUFFIX)
 
 
 def is_part_of_store(prefix: str) -> bool:
-    """Tell whether a dataset is the ids or the mask of a store."""
+    """Tell whether a dataset holds the ids or the masks of a store."""
     return any(
         prefix.endswith(suffix) and about_path(prefix.removesuffix(suffix)).exists()
         for suffix in (_SUFFIX, "_sft_mask")
@@ -67,7 +67,7 @@ def write_about(
     """Write the JSON file that completes a store.
 
     Args:
-        identity: everything that determines the tokens; see `Chat.identity`.
+        identity: JSON values of everything that determines the tokens.
         files: (input file, number of its conversations), in order.
         intake: the counts of what was read from the files.
     """
@@ -84,7 +84,7 @@ def write_about(
 
 
 def store_prefixes(datasets: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """Return the prefixes of the stores whose datasets are both among ``datasets``, in order.
+    """Return the prefixes of the stores of which both datasets are among ``datasets``, in order.
 
     A store has a dataset of token ids and one of masks.
     """
@@ -94,9 +94,9 @@ def store_prefixes(datasets: Sequence[str | os.PathLike[str]]) -> list[str]:
 
 
 def merge_stores(prefixes: Sequence[str], output: str) -> int:
-    """Join stores, in order, to one store with the prefix ``output``.
+    """Join stores, in the given order, into one store with the prefix ``output``.
 
-    Return the number of its conversations. Raise a DataError if a store is damaged, or if the
+    Return the number of conversations in it. Raise a DataError if a store is damaged, or if the
     stores differ in tokenizer, template or options.
     """
     stores = [SftStore(prefix) for prefix in prefixes]
@@ -125,8 +125,8 @@ def merge_stores(prefixes: Sequence[str], output: str) -> int:
 
 
 Arrays = tuple[NDArray[np.int64], NDArray[Any], NDArray[np.uint8]]
-"""The arrays of a store of n conversations and t tokens: the index of each conversation's first
-token, then t, ``[n + 1]``; token ids ``[t]``; mask ``[t]``."""
+"""The arrays of a store of n conversations with t tokens in all, in this order: the index of each
+conversation's first token, then t, ``[n + 1]``; token ids ``[t]``; masks ``[t]``."""
 
 
 class SftStore:
@@ -166,7 +166,10 @@ class SftStore:
         return np.memmap(bin_path(prefix), dtype=dtype, mode="r")
 
     def conversation(self, number: int) -> tuple[NDArray[Any], NDArray[np.uint8]]:
-        """Return token ids and mask ``[s]`` of a conversation; raise a DataError for bad ids."""
+        """Return token ids ``[s]`` and mask ``[s]`` of a conversation.
+
+        Raise a DataError for ids outside of the vocabulary.
+        """
         if self._arrays is None:
             begins = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
             self._arrays = begins, self._map("document"), self._map("mask")
@@ -177,14 +180,14 @@ class SftStore:
         return ids[kept], mask[kept]
 
     def has_trained_token(self, number: int, kept: slice) -> bool:
-        """Tell whether the tokens ``kept`` of a conversation have a trained label.
+        """Tell whether the slice ``kept`` of a conversation has a label that is trained.
 
-        The first of them is never a label.
+        The first token of the slice is never a label.
         """
         return bool(self.conversation(number)[1][kept][1:].any())
 
     def source_of(self, number: int) -> tuple[str, int]:
-        """Return the input file of a conversation, and its number in that file, from 1."""
+        """Return the input file of a conversation, and the conversation's number there, from 1."""
         for path, count in self.about["files"]:
             if number < count:
                 return str(path), number + 1

@@ -1,4 +1,4 @@
-"""Checks and prepares fine-tuning on conversations before a run; see `text.task.SFT`."""
+"""Checks and prepares the conversations of a fine-tuning run before it starts."""
 
 import dataclasses
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from megatron_ext.train.callbacks.evaluation import check_validation
 
 
 def conversation_inputs(config: RunConfig) -> list[Callable[[], Any]]:
-    """Return checks of tokenizer, chat template and conversations; see `Task.inputs`."""
+    """Return functions that check tokenizer, chat template and conversations of a run."""
     checks = tokenizer_inputs(config)
     template = config.section(SftConfig).sft_chat_template
     if template is not None:
@@ -37,7 +37,7 @@ def conversation_inputs(config: RunConfig) -> list[Callable[[], Any]]:
 
 
 def prepare_sft(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Tokenize and check the conversations; return the completed configuration and the tokenizer.
+    """Tokenize and check the conversations; return the completed configuration and tokenizer.
 
     ``--train-epochs`` is converted to steps. Each validation reads its whole split;
     ``--eval-iters 0`` switches validation off.
@@ -61,6 +61,6 @@ def prepare_sft(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
 
 
 def conversation_lines(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
-    """Return lines on what a run reads from its conversations, and what it does not use."""
+    """Return lines on what a run reads from its conversations and what it does not use."""
     report = report_conversations(config, tokenizer)
     return [*tokenizer.notes(), *report.notes, *report.warnings]

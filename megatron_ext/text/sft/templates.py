@@ -1,6 +1,6 @@
-"""Applies chat templates, untrusted programs that come with a tokenizer, within bounds.
+"""Applies chat templates, which are untrusted programs, within bounds.
 
-transformers renders them in jinja2's sandbox, which denies them Python's objects, but does not
+transformers renders templates in jinja2's sandbox, which denies them Python's objects, but does not
 bound their work. `apply_template` gives the same result and bounds it: it counts each iteration of
 a loop and each call of a macro, checks the size of each number and text that an operator makes, and
 limits the memory that the process may map during a rendering. It cannot bound the time of a single
@@ -26,17 +26,19 @@ from megatron_ext.errors import DataError
 from megatron_ext.text.tokenizers.huggingface import refused_panic
 
 MAX_SOURCE = 1 << 18
-"""The most characters of a template's source."""
+"""The largest number of characters in a template's source."""
 MAX_STEPS = 500_000
-"""The most loop iterations and macro calls in one rendering; a usual one takes thousands."""
+"""The largest number of loop iterations and macro calls in one rendering; thousands are usual."""
 MAX_SECONDS = 30.0
-"""The most CPU seconds of one rendering, in its thread."""
+"""The largest CPU time of one rendering, in seconds of its thread."""
 MAX_TEXT = 1 << 26
-"""The most characters of a rendered text, and of a text (or items of a list) from an operator."""
+"""The largest number of characters in a rendered text or in the result of an operator.
+
+It also bounds the number of items in a list that an operator makes."""
 MAX_BITS = 1 << 14
-"""The most bits of a number."""
+"""The largest number of bits in a number that an operator makes."""
 MAX_MEMORY = 1 << 29
-"""The most bytes that the process may map in addition, during a rendering."""
+"""The largest number of bytes that the process may map in addition during a rendering."""
 MAX_CACHED = 64
 _STATM = Path("/proc/self/statm")
 
@@ -50,7 +52,7 @@ class _Excess(Exception):
 
 
 class _Budget:
-    """The steps and the time that one rendering has left, and the operators that check values."""
+    """The steps and the time that are left to one rendering; its operators check their results."""
 
     def __init__(self) -> None:
         self.start()
@@ -69,7 +71,7 @@ class _Budget:
     def timed(self, value: Any = None) -> Any:
         """Return ``value`` if time is left, else raise an _Excess.
 
-        Each filter and each call in a template passes its argument through this.
+        Each filter and each call in a template passes its argument through this method.
         """
         if time.thread_time() > self._end:
             raise _Excess(f"{MAX_SECONDS:.0f} seconds of computing")
@@ -93,7 +95,7 @@ class _Budget:
         return left**right
 
     def joined(self, *parts: Any) -> str:
-        """Apply the operator ``~``, which joins texts; raise an _Excess if the text is too long."""
+        """Join texts, as the operator ``~`` does; raise an _Excess if the result is too long."""
         texts = [str(part) for part in parts]
         _check_length(sum(map(len, texts)))
         return "".join(texts)
@@ -114,7 +116,7 @@ def _call(name: str, *arguments: nodes.Expr) -> nodes.Call:
 
 
 class _Counting(NodeTransformer):
-    """Inserts the calls of `_Budget` into a template.
+    """Inserts calls of the methods of `_Budget` into the syntax tree of a template.
 
     Loops and macros count a step, filters and calls check the time, and ``~`` checks its result.
     """
@@ -131,7 +133,7 @@ class _Counting(NodeTransformer):
 def _check_constants(tree: nodes.Template) -> None:
     """Raise an _Excess for large powers of constants.
 
-    jinja2 computes them while it compiles the template, where `_Budget` cannot stop them.
+    jinja2 computes such powers while it compiles the template, where `_Budget` cannot stop it.
     """
     for power in tree.find_all(nodes.Pow):
         sides = (power.left, power.right)
@@ -147,7 +149,10 @@ _bounded = set[str]()
 
 @contextmanager
 def _limited_memory() -> Iterator[None]:
-    """Limit the additional memory that the process may map; beyond it Python raises MemoryError."""
+    """Limit the memory that the process may map in addition within a ``with`` block.
+
+    Beyond the limit Python raises MemoryError.
+    """
     if not _STATM.is_file():
         yield
         return
@@ -172,7 +177,7 @@ def apply_template(tokenizer: Any, messages: Any, **kwargs: Any) -> Any:
 
     Raises:
         TooCostly: the template exceeds a bound.
-        DataError: a regular expression of the tokenizer does not end (`refused_panic`).
+        DataError: the search of a regular expression of the tokenizer does not end.
         Exception: the template raises an error, which may be of any class.
     """
     try:
@@ -188,7 +193,7 @@ def apply_template(tokenizer: Any, messages: Any, **kwargs: Any) -> Any:
 
 
 def _bound(source: str) -> None:
-    """Replace the compiled template that transformers caches for ``source`` by a bounded one.
+    """Replace the compiled template of ``source`` in transformers' cache by a bounded one.
 
     The cache is small and may have dropped the bounded one, so call this before each rendering.
     """
