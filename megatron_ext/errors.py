@@ -39,7 +39,7 @@ STOP_SIGNALS = (
 )
 """Signals with which people and schedulers stop a program; `--exit-signal` names one of them."""
 SECONDS_OF_ONE_INTERRUPTION = 1.0
-"""Seconds after a Ctrl-C in which further ones count as the same."""
+"""Seconds after a Ctrl-C in which further ones are taken for the same interruption."""
 
 
 _FLAG_IN_CODE = re.compile(r"`(--[\w-]+)")

@@ -38,11 +38,13 @@ from megatron_ext.parallel.collectives import gather_or_raise
 from megatron_ext.parallel.context import ParallelContext
 
 ATTEMPTS = 3
-"""Number of helpers that try a job before it counts as failed."""
+"""Number of helpers that try a job before it is given up."""
 _SECONDS_BETWEEN_LOOKS = 0.005
 KNOWN, BUSY, UNKNOWN, BROKEN = range(4)
-"""How far a rank is when a save begins: it can copy its state; it must wait for free memory; it
-needs a new plan of what to write; it cannot save.
+"""What a rank finds when a save begins, from best to worst.
+
+KNOWN: it can copy its state. BUSY: it must wait for free memory. UNKNOWN: it needs a new plan of
+what to write. BROKEN: it cannot save.
 """
 
 
@@ -156,7 +158,7 @@ class _Running:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a save, known to rank 0 only. ``reason`` says why a failed save failed."""
+    """The result of a save, known to rank 0 only; ``reason`` is empty if the save worked."""
 
     iteration: int
     seconds: float
@@ -270,7 +272,7 @@ class BackgroundSaves:
         return slot, ""
 
     def _free_slot(self, num_bytes: int) -> SnapshotFile | None:
-        """Return a slot of ``num_bytes`` if ``--async-save-buffer`` has room for it now."""
+        """Return a slot of ``num_bytes``; None if ``--async-save-buffer`` is in use now."""
         if self._free:
             return self._free.pop()
         buffer = self._config.async_save_buffer
@@ -415,9 +417,9 @@ class BackgroundSaves:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
 
     def look_at_newest(self) -> tuple[bool, bool]:
-        """Return whether a save is running and, if none is, whether the newest save failed.
+        """Return whether a save is running, and whether the newest save failed.
 
-        All ranks call this together.
+        The second value is False while a save is running. All ranks call this together.
         """
         is_running = bool(self._worst(int(bool(self._running))))
         return is_running, self.last_has_failed and not is_running

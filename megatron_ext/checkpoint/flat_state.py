@@ -142,19 +142,19 @@ def optimizer_state(optimizer: MegatronOptimizer, model: list[Any], place: Place
 
 
 def _steps(part: Any, group: dict[str, Any]) -> float | None:
-    """Return torch's update count of a group's parameters; None if this rank has none of them."""
+    """Return torch's update count of a parameter group; None if this rank updates none of it."""
     states = (_inner(part).state.get(parameter, {}) for parameter in group["params"])
     return next((float(state["step"]) for state in states if "step" in state), None)
 
 
 def is_flat(state: dict[Any, Any]) -> bool:
-    """Return whether an optimizer's state is in this format."""
+    """Return whether an optimizer's state is in the format of this module."""
     return RECORDS in state
 
 
 @torch.no_grad()
 def load_optimizer(optimizer: MegatronOptimizer, model: list[Any], state: dict[str, Any]) -> None:
-    """Copy the values of `optimizer_state` into an optimizer whose state exists already."""
+    """Copy the values of a state made by `optimizer_state` into an optimizer that has a state."""
     for name, _, own in _shards(optimizer, model):
         for kind, tensor in own.items():
             tensor.copy_(state[name][kind].view(tensor.shape))
@@ -187,7 +187,7 @@ def averages(ema: ShardedEMA, model: list[Any], place: Place, prefix: str) -> di
 
 @torch.no_grad()
 def load_averages(ema: ShardedEMA, model: list[Any], state: dict[str, Tensor]) -> None:
-    """Copy the values of `averages` into this rank's parts."""
+    """Copy the values of a state made by `averages` into this rank's parts of the averages."""
     names = names_of(model)
     for part in ema.parts:
         if part.average.numel():

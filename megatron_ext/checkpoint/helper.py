@@ -87,12 +87,19 @@ class Report:
 
 
 WRITTEN, PUBLISHED, TIDIED, FAILED = "written", "published", "tidied", "failed"
-"""Stages of a job: the rank's files are written; the checkpoint is published and can no longer
-fail; old checkpoints are removed; the checkpoint could not be written."""
+"""Stages of a job.
+
+WRITTEN: the rank's files are written. PUBLISHED: the checkpoint has its final name, and the save
+can no longer fail. TIDIED: old checkpoints are removed. FAILED: the checkpoint could not be
+written.
+"""
 
 
 def serve(connection: Connection, rank_process: int) -> None:
-    """Do the jobs that arrive on a connection, until the rank closes it or dies."""
+    """Do the jobs that arrive on a connection, until the rank closes it or dies.
+
+    ``rank_process`` is the process id of the rank.
+    """
     leave_signals_to(rank_process)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     tell_bus_errors()
@@ -204,7 +211,10 @@ def _write_common(
     metadata: Metadata,
     results: list[tuple[Any, Files]],
 ) -> Files:
-    """Write the files that belong to no single rank; return size and checksum of all files."""
+    """Write the files that belong to no single rank; return size and checksum of all files.
+
+    ``counters`` are the run's counters and configuration. ``results`` are those of `_results`.
+    """
     # torch would save a view of the copied memory together with all memory around it.
     storage.save_common(tree_map_only(Tensor, Tensor.clone, common), job.folder)
     writer = storage.file_writer(job.folder)
@@ -240,7 +250,9 @@ def tell_failure(folder: Path, rank: int, reason: str) -> None:
 
 
 def _results(job: Job) -> list[tuple[Any, Files]]:
-    """Wait for the results of all ranks, and return them by rank.
+    """Wait for the results of all ranks, and return them in the order of ranks.
+
+    A result is torch's record of what a rank has written, and its files.
 
     Raises:
         CheckpointError: a rank has failed, or has left no result within the time limit.
@@ -272,14 +284,14 @@ def _results(job: Job) -> list[tuple[Any, Files]]:
 
 
 def written_bytes(folder: Path) -> int:
-    """Return the size of all files in a folder; 0 if there is none."""
+    """Return the size of all files in a folder; 0 if there is no folder."""
     with suppress(OSError):
         return sum(path.stat().st_size for path in folder.iterdir())
     return 0
 
 
 def _listed(folder: Path) -> Files | None:
-    """Return the manifest that an earlier helper wrote before it died; None if incomplete.
+    """Return the manifest that an earlier helper wrote before it died; None without a whole one.
 
     Once the manifest is written, the results of the other ranks may be gone.
     """

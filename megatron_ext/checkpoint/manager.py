@@ -219,7 +219,10 @@ class CheckpointManager:
         *,
         flat: bool = False,
     ) -> dict[str, Any]:
-        """Return all state to save, except counters and configuration."""
+        """Return all state to save, except counters and configuration.
+
+        With ``flat``, optimizer state and averages have the format of `flat_state`.
+        """
         config = self._config
         kept = None if config.no_save_optim else optimizer
         reshardable = config.dist_ckpt_optim_fully_reshardable

@@ -92,7 +92,9 @@ def sharded_optimizer_state(
 def _shards_by_kind(
     part: DistributedOptimizer, entries: dict[int, Any]
 ) -> Iterator[dict[str, list[ShardedTensor]]]:
-    """Yield, for each parameter with elements on this rank, its sharded state by kind of state.
+    """Yield, for each parameter with elements on this rank, its sharded optimizer state.
+
+    The state is by kind, such as "exp_avg".
 
     Args:
         entries: the model's sharded tensors and factories, by the ids of their parameters.

@@ -51,7 +51,7 @@ def has_main_weights(optimizer: MegatronOptimizer | None) -> bool:
 
 
 def prime(optimizer: MegatronOptimizer) -> None:
-    """Create the state of an optimizer that has made no update yet, which is all zeros."""
+    """Create the all-zero state of an optimizer that has made no update yet."""
     for part in parts_of(optimizer):
         inner = getattr(part, "optimizer", None)
         if isinstance(inner, (*ADAMS, torch.optim.SGD)):
@@ -76,7 +76,7 @@ def step_count(optimizer: MegatronOptimizer) -> float | None:
 
 @contextmanager
 def counted(optimizer: MegatronOptimizer, count: float | None) -> Iterator[None]:
-    """Within the context, give optimizers without parameters the step ``count``.
+    """Within the context, give the step count ``count`` to optimizers without parameters.
 
     One rank saves the step count for all ranks, and its optimizer may have no parameters.
     """
@@ -233,7 +233,9 @@ def _numbered(state: dict[Any, Any]) -> list[dict[str, Any]]:
 
 
 def _regrouped(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """Return one state per distributed optimizer, from a checkpoint with more or fewer."""
+    """Return a state for each distributed optimizer, from a checkpoint with more or fewer of
+    them.
+    """
     # The tensors need no regrouping: the checkpoint stores them under their parameters' names.
     alone = {key: value for key, value in state.items() if not isinstance(key, int)}
     numbered = _numbered(state)
@@ -248,7 +250,7 @@ def _regrouped(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
 
 
 def _regrouped_whole(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """Return one state per unsharded optimizer, from a checkpoint with more or fewer."""
+    """Return a state for each unsharded optimizer, from a checkpoint with more or fewer of them."""
     # The state lies under "optimizer" if there are fp32 weights beside it, else at the top level.
     alone = {key: value for key, value in state.items() if not isinstance(key, int)}
     numbered = _numbered(state)

@@ -283,7 +283,11 @@ class Machine:
                 raise Refused(f"it has an instruction ({code:#04x}) that no checkpoint has")
 
     def _size(self, code: int, shorter: tuple[int, int], position: int) -> tuple[int, int]:
-        """Return the size of a text or of bytes, given in 1, 4 or 8 bytes, and its offset."""
+        """Return the length of the text or bytes at ``position``, and where they begin.
+
+        ``code`` is the instruction: the first of ``shorter`` gives the length in 1 byte, the second
+        in 4 bytes, any other in 8 bytes.
+        """
         if code == shorter[0]:
             return self._content[position], position + 1
         width = 4 if code == shorter[1] else 8

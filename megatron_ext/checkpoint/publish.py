@@ -54,7 +54,7 @@ def prepare(root: Path, iteration: int, in_flight: Collection[int] = ()) -> None
 
 
 def temporary_folder_of(root: Path, iteration: int) -> Path:
-    """Return the folder where an iteration is written before it is published."""
+    """Return the folder where the checkpoint of an iteration is written before it is published."""
     final = folder_of(root, iteration)
     return final.with_name(final.name + files.TEMPORARY_SUFFIX)
 

@@ -68,7 +68,10 @@ class SnapshotRecovery(Protocol):
         """Return in a word where the chosen snapshots come from."""
 
     def state_of(self, chosen: Any) -> tuple[Any, Any, Any, Path]:
-        """Return this rank's values, counters, configuration and folder of the chosen snapshots."""
+        """Return the state to resume from: this rank's values, counters, configuration, and folder.
+
+        The folder is the one of the snapshots.
+        """
 
     def publish(self, chosen: Any, save: str | None) -> CheckpointRef:
         """Write snapshots of another layout as a temporary checkpoint, which loads in any."""
@@ -136,7 +139,10 @@ class Resume:
     def _newest_snapshots(
         self, recoveries: Sequence[SnapshotRecovery], checkpoint: CheckpointRef | None
     ) -> tuple[SnapshotRecovery, Any] | None:
-        """Return the newest snapshots of all ranks that are at least as new as ``checkpoint``."""
+        """Return the newest snapshots that all ranks have, after the recovery that has found them.
+
+        Return None if none are at least as new as ``checkpoint``.
+        """
         best = None
         newer_than = -1
         if checkpoint is not None and not checkpoint.weights_only:

@@ -266,10 +266,13 @@ class SnapshotFile:
         return Snapshot(self.path, mapping, header)
 
     def write_raw(self, size: int, pieces: Iterable[tuple[int, Tensor]]) -> Snapshot | None:
-        """Write a copy of a snapshot from its `Snapshot.raw` bytes, and its first bytes last.
+        """Write a copy of another snapshot from pieces of its ``Snapshot.raw``.
+
+        The first 8 bytes, which mark the copy as whole, are written last. Return the snapshot that
+        is then in the file; None if it is not whole.
 
         Args:
-            size: number of bytes of the raw snapshot.
+            size: number of bytes of the other snapshot.
             pieces: offset and bytes of each piece, uint8 ``[n]``.
         """
         memory = self.reserve(size - _HEADER_BYTES).bytes

@@ -262,7 +262,7 @@ def check_index(folder: Path, files: Files) -> None:
 
 
 def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
-    """Return the lowest rank that failed in a collective read or write, and its error."""
+    """Return the lowest of the ranks that failed in a collective read or write, and its error."""
     if not error.failures:
         return 0, error
     rank = min(error.failures)

@@ -239,10 +239,11 @@ def fault_of(folder: Path) -> str | None:
 
 
 def choose(root: Path, step: int | None, damaged: Damaged | None = None) -> int | None:
-    """Return ``step``, or the latest iteration if it is None; None if there is no checkpoint.
+    """Return the iteration to load: ``step``, or the latest if ``step`` is None.
 
-    If that iteration is missing or damaged, raise a CheckpointError that names the newest whole
-    one. With ``damaged``, return the next older whole one instead if there is one (see `find`).
+    Return None if there is no checkpoint. If the checkpoint is missing or damaged, raise a
+    CheckpointError that names the newest whole one. With ``damaged``, return the next older whole
+    one instead if there is one (see `find`).
     """
     iteration = step
     if iteration is None:

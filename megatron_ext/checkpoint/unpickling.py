@@ -189,7 +189,7 @@ def _safe_names() -> list[Any]:
 
 
 def _plain_value(value: object) -> object:
-    """Return a value in place of an enumeration's member that this megatron-core lacks."""
+    """Return ``value`` unchanged, in place of a member of an enumeration that is missing here."""
     return value
 
 

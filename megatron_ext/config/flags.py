@@ -215,7 +215,7 @@ class Flag:
 
     @property
     def shown(self) -> str:
-        """Return the spelling for messages; of a flag that is on by default, the one that sets
+        """Return the spelling for messages; if the flag is on by default, the one that sets
         False.
         """
         return (self.negative if self.default is True else self.positive)[0]

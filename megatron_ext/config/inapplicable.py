@@ -116,9 +116,9 @@ def of_program(name: str, kinds: Iterable[type]) -> Inapplicable:
 def by_flag(
     entries: Iterable[Inapplicable], values: Values | None = None
 ) -> dict[str, Inapplicable]:
-    """Return the entry that counts for each flag, by its spelling.
+    """Return, for each flag's spelling, the first entry that holds.
 
-    Without the ``values`` of a run, only entries that always hold count.
+    Without the ``values`` of a run, only entries that always hold are considered.
     """
     found: dict[str, Inapplicable] = {}
     for entry in entries:

@@ -149,9 +149,7 @@ class CheckpointConfig(UsersOwn):
     starts_elsewhere: bool = False
     """Whether the task gives the run's model initial weights that are not a checkpoint."""
     passes_over_damaged: bool = False
-    """Whether a damaged checkpoint is reported and the next older one loaded, as after a
-    restart.
-    """
+    """Whether to report a damaged checkpoint and load the next older one, as after a restart."""
 
     addresses: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """For each flag whose value was an address of object storage: that address.

@@ -247,7 +247,7 @@ class TaskFlags:
     described_model: Callable[[RunConfig], Mapping[str, Mapping[str, Any]]] = lambda given: {}
 
     def answers(self) -> tuple[Inapplicable, ...]:
-        """Return the flags that do not apply, of the task and of the engine."""
+        """Return the entries of flags that do not apply: the task's, then the engine's."""
         return (*self.inapplicable, *ENGINE)
 
 

@@ -113,7 +113,7 @@ class TrainingConfig(Changeable):
     )
     num_workers: int = flag(2, "processes that load data", Range(0, 256), "processes")
     micro_batch_range: tuple[int, int] | None = derived()
-    """Smallest and largest micro-batch, if the data decides its size; else None."""
+    """Smallest and largest micro-batch if the data decides their size; None if a flag decides."""
 
     @property
     def evaluates(self) -> bool:

@@ -262,9 +262,7 @@ class Sample(dict[str, Any]):
 
 @dataclass
 class MappingLoader:
-    """A loader like `StepLoader` whose micro-batches are dicts with the dataset's keys
-    (`Sample`).
-    """
+    """A loader like `StepLoader` that returns micro-batches as dicts, with the dataset's keys."""
 
     samples: Iterator[dict[str, Any]] | None
     context: ParallelContext

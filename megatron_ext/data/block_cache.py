@@ -34,17 +34,18 @@ from megatron_ext.errors import DataError
 PAGE = 1 << 16
 """Bytes of a page: a multiple of the size of every token dtype."""
 COUNTS = ("requests", "bytes", "failed", "given_up", "short", "waited_us", "not_kept")
-"""Counters that all processes of a machine share: requests to the storage and their bytes; requests
-that failed, took too long or returned too few bytes; microseconds of waiting; and pages for which
-the disk had no space."""
+"""Counters that all processes of a machine share.
+
+requests and bytes: requests to the storage, and the bytes of their answers. failed, given_up and
+short: requests that failed, took too long, or returned too few bytes. waited_us: microseconds of
+waiting. not_kept: pages for which the disk had no space.
+"""
 _WAYS = 16
 """Slots of a set, in any of which a page may lie (a 16-way set-associative cache)."""
 _HEADER = 16
 """Words of the table's header: what the file is, and the counters."""
 _RECORD = 3
-"""Words of a slot's record: key of the object, number of the page plus 1 (0: empty), time of
-use.
-"""
+"""Words of a slot's record: the object's key, the page's number plus 1 (0: empty), time of use."""
 _BYTES_PER_SLOT = PAGE + 8 * _RECORD
 
 
@@ -77,7 +78,10 @@ class BlockCache:
             ) from error
 
     def _open(self, folder: Path, limit: int) -> None:
-        """Open the files; create them anew if their size, machine or boot is another."""
+        """Open the files; create them anew if they do not fit.
+
+        They must have this size, and must have been made on this machine since its last start.
+        """
         table = folder / "table"
         pages = folder / "pages"
         size = 8 * (_HEADER + _RECORD * self.slots)

@@ -277,7 +277,7 @@ def _check_documents(prefix: str | os.PathLike[str], index: Index) -> None:
 
 
 def _why_no_array(path: Path) -> str | None:
-    """Return a clause that says why a ``.npy`` file is not a whole array of numbers, or None.
+    """Return why a ``.npy`` file is not a whole array of numbers, as a clause; None if it is.
 
     A killed run leaves an empty file; megatron-core cannot unpickle it.
     """

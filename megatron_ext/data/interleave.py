@@ -137,7 +137,11 @@ class Interleave:
         return self._schedule(counts, start, place)[1]
 
     def _schedule(self, counts: list[int], start: int, stop: int) -> tuple[list[int], list[int]]:
-        """Schedule places ``start`` to ``stop`` - 1; return their sources and the new counts."""
+        """Schedule places ``start`` to ``stop`` - 1; return the source of each, and the new counts.
+
+        ``counts`` are the number of samples of each source before ``start``, the new counts before
+        ``stop``.
+        """
         period = self.period
         shares = self._shares
         counts = list(counts)

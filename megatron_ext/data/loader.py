@@ -65,8 +65,9 @@ class StepDataset(Dataset[Any]):
 
     @property
     def expect(self) -> Callable[[Sequence[int]], None] | None:
-        """Return a function that begins to fetch the samples with given indices, if any is
-        needed.
+        """Return a function that begins to fetch the samples whose indices it is given.
+
+        None means that samples need not be fetched.
         """
         return None
 

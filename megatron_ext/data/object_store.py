@@ -171,7 +171,7 @@ class ObjectStore:
             self._request(source, missing)
 
     def fetch(self, source: StoredObject, pages: Ints) -> dict[int, bytes]:
-        """Fetch pages from the storage, by number; also store them in the cache.
+        """Fetch pages from the storage into the cache, and return their content by number.
 
         Raises:
             DataError: a page cannot be read, or the object has changed.

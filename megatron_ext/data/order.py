@@ -166,9 +166,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class _Placed:
-    """A stage, each source's phase in it, and the number of that phase's samples before the
-    stage.
-    """
+    """A stage with each source's phase, and the number of that phase's samples before the stage."""
 
     stage: Stage
     interleave: Interleave

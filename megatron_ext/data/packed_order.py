@@ -158,8 +158,9 @@ class PackedOrder(SampleOrder):
     def _groups(
         self, counts: Ints | int, keys: Words, epochs: Ints, groups: Ints
     ) -> tuple[Ints, Words]:
-        """Return the number of samples in groups of `BLOCKS` blocks, and the keys that permute
-        them.
+        """Return the number of samples in each group of `BLOCKS` blocks, and its key.
+
+        The key permutes the group's samples.
 
         Args:
             counts: number of samples in an epoch of each source.

@@ -76,7 +76,7 @@ def remember_size(path: str | os.PathLike[str], size: int) -> None:
 
 
 def cut_file(number: int | None = None) -> DataError | None:
-    """Return an error for a mapped file of this process that is shorter than it was, or None.
+    """Return an error for a mapped file of this process that has been truncated; None if all fit.
 
     Up to the end of its last page, a truncated file reads as zeros, without a signal. A file that
     has been replaced by another stays whole in memory.
@@ -188,7 +188,10 @@ def _on_bus_error(_number: int, information: int, _context: int) -> None:
 
 
 def _put_zeros(address: int, mapped: _Mapped) -> bool:
-    """Map zeros over a mapped file, from an address to the end of the mapping."""
+    """Map zeros over a mapped file, from an address to the end of the mapping.
+
+    Return whether that worked.
+    """
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]

@@ -180,7 +180,10 @@ def exit_codes_left(folder: Path) -> list[int]:
 
 
 def _make(name: str | None, save: str | None) -> tuple[Path | None, int]:
-    """Create or open the folder ``name`` (by default a new one); return it with its lock."""
+    """Create or open the folder ``name``; return it and the descriptor of its lock.
+
+    Without a name, create a new folder. Return None if no folder can be created.
+    """
     fault: OSError | None = None
     for root in (Path("/dev/shm"), Path(tempfile.gettempdir())):
         try:

@@ -232,7 +232,10 @@ def why_not_writable(folder: Path) -> str | None:
 
 
 def write_error(flag: str, given: str, *, is_file: bool = False) -> str | None:
-    """Return a sentence if the folder or file given by a flag cannot be written, else None."""
+    """Return why the folder or file given by ``flag`` cannot be written; None if it can.
+
+    The answer is a sentence for an error.
+    """
     reason = why_not_writable(Path(given).parent if is_file else Path(given))
     if reason is None:
         return None

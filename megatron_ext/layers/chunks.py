@@ -216,7 +216,10 @@ def wrap_chunks(
 def named_parameters(
     chunks: Sequence[DistributedDataParallel],
 ) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return trainable parameters by name; several chunks add a prefix such as "chunk 0: "."""
+    """Return pairs of name and trainable parameter.
+
+    If there are several chunks, a name begins with its chunk, such as "chunk 0: ".
+    """
     several = len(chunks) > 1
     return [
         (f"chunk {index}: {name}" if several else name, parameter)

@@ -160,7 +160,10 @@ class _ParallelLinear:
         return getattr(self.config, "adds_in_place", False)
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Return the output, adapter included, and None or a bias that the caller must add."""
+        """Return the output, with the adapter's added, and a bias that the caller must add.
+
+        The bias is None if the layer has none or has added it.
+        """
         output, bias = super().forward(input_, *args, **kwargs)  # type: ignore[misc]
         return (output if self.lora is None else output + self.lora(input_)), bias
 

@@ -129,7 +129,10 @@ def torch_layer_spec(transformer_config: TransformerConfig, *, moe: bool) -> Mod
 
 
 def _attention(transformer_config: TransformerConfig) -> tuple[ModuleSpec, dict[str, str]]:
-    """Return the spec of a layer's attention, and the names of its norms in checkpoints."""
+    """Return the spec of a layer's attention, and the names in checkpoints of the norms in it.
+
+    The second maps the beginnings of parameters' names to those in checkpoints.
+    """
     causal = {"attn_mask_type": AttnMaskType.causal}
     qk_norm: Any = Norm if transformer_config.qk_layernorm else IdentityOp
     biased = _has_own_bias(transformer_config, "proj_bias")

@@ -333,7 +333,7 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
     def forward(
         self, hidden_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Return output ``[s, b, h]`` and context like megatron-core, fused where possible."""
+        """Return output ``[s, b, h]`` and context like megatron-core's layer, but fused."""
         if args or not self._fuses(hidden_states, kwargs):
             given: tuple[Tensor, Tensor | None] = super().forward(hidden_states, *args, **kwargs)
             return given

@@ -119,7 +119,8 @@ def weighted_linear_cross_entropy(
 def check_labels(labels: Tensor, weights: Tensor, ignore_index: int, vocab_size: int) -> None:
     """Raise a DataError for a label outside a head with ``vocab_size`` rows.
 
-    Labels of tokens that do not count may have any value. Labels on a GPU are not checked.
+    Labels of tokens without a weight, and ``ignore_index``, are not checked; neither are labels on
+    a GPU.
     """
     if labels.device.type != "cpu":
         return

@@ -92,7 +92,7 @@ class Entry:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Return the dtypes and the alignment, which all parameters of a launch must share."""
+        """Return dtypes and alignment, which must be equal for all parameters of a launch."""
         return (*[tensor.dtype for tensor in self.tensors], self.aligned)
 
 

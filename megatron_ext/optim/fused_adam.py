@@ -141,7 +141,7 @@ _Launch = tuple[dict[str, Any], Tensor, Tensor]
 
 
 def _launches(entries: Sequence[Entry]) -> list[_Launch]:
-    """Return the launches that update all of these parameters."""
+    """Return the launches of the kernel that together update all of ``entries``."""
     kinds: dict[tuple[Any, ...], list[Entry]] = {}
     for entry in entries:
         assert all(tensor.is_contiguous() for tensor in entry.tensors)

@@ -96,7 +96,7 @@ def matrices_of(
 
 
 def _fused(chunk: Module, *, split_qkv: bool) -> Iterator[tuple[Any, tuple[int, ...]]]:
-    """Yield each weight that fuses several matrices, with the rows of each matrix."""
+    """Yield each weight that fuses several matrices, with the number of rows of each matrix."""
     for module in chunk.modules():
         config = getattr(module, "config", None)
         layers = dict(module.named_children())

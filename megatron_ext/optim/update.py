@@ -271,14 +271,17 @@ def _over_ranks(
 
 
 def _sizes(grads: list[Tensor]) -> Tensor:
-    """Return each gradient's sum of squares, float64 ``[n]``; on a GPU its norm, float32."""
+    """Return a measure of each gradient's size, ``[n]``.
+
+    On a CPU it is the sum of squares in float64, on a GPU the norm in float32.
+    """
     if grads[0].is_cuda:
         return torch.stack(torch._foreach_norm(grads))
     return torch.stack([_square(grad) for grad in grads])
 
 
 def _sum_of_squares(sizes: Tensor) -> Tensor:
-    """Return the sum of squares of all gradients, float64; a GPU sums in single precision."""
+    """Return the sum of squares of all gradients, float64 ``[]``, from the result of `_sizes`."""
     if sizes.is_cuda:
         total: Tensor = torch.linalg.vector_norm(sizes)
         return total.double().square()

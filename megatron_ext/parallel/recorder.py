@@ -89,7 +89,7 @@ class Recorder:
         return {names[i]: ns / 1e9 for i, ns in enumerate(self._nanoseconds) if ns}
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Return a context whose time counts towards phase ``name``; phases may be nested."""
+        """Return a context whose time is recorded as phase ``name``; phases may be nested."""
         phase = self._phases.get(name)
         if phase is None:
             phase = self._phases[name] = _Phase(self, name, self._id(name))

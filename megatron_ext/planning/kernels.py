@@ -36,7 +36,7 @@ CASTS = {"delayed": (4, 1), "tensorwise": (6, 3), "rowwise": (8, 4)}
 
 
 def cast_of(recipe: str) -> tuple[int, int]:
-    """Return the entry of `CASTS`; Transformer Engine's own recipes count as tensorwise."""
+    """Return the entry of `CASTS` for a recipe; Transformer Engine's recipes have tensorwise's."""
     return CASTS.get(recipe, CASTS["tensorwise"])
 
 

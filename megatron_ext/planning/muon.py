@@ -1,7 +1,7 @@
 """Counts the operations of Muon's update, and the bytes of matrices that a rank sends for it.
 
-Fused matrices count as one, so the operations are an upper bound. Ranks that share the optimizer's
-state divide the work; otherwise each replica orthogonalizes all of its matrices.
+Fused matrices are counted as one matrix, so the operations are an upper bound. Ranks that share the
+optimizer's state divide the work; otherwise each replica orthogonalizes all of its matrices.
 """
 
 from __future__ import annotations

@@ -282,7 +282,10 @@ def _filled(laid: Sequence[Bucket], *, overlap: bool) -> int:
 
 
 def _share(bucket: Bucket, replica: int, replicas: int) -> tuple[int, int, int]:
-    """Return how many elements, parameters, and elements of matrices a replica updates."""
+    """Return how many elements of a bucket a replica updates, and two parts of that.
+
+    These are the number of parameters that the elements belong to, and the elements in matrices.
+    """
     share = (bucket.end - bucket.start) // replicas
     low = bucket.start + (replica if replicas > 1 else 0) * share
     parts = [min(end, low + share) - max(start, low) for start, end in bucket.spans]

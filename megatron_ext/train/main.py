@@ -371,7 +371,7 @@ def pretrain(
 
 
 def _injector(recorder: Recorder, config: RunConfig) -> Any:
-    """Return an object that injects faults into this rank for tests and tools/chaos.py, or None."""
+    """Return an object that injects faults into this rank for tests; None if none are asked for."""
     if INJECTED not in os.environ:
         return None
     chaos = extras.needed("chaos", "inject", INJECTED)

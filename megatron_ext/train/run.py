@@ -73,7 +73,7 @@ class StopRequests:
         self._ended_by_torchrun = True
 
     def check(self, device: torch.device, *, late: bool | None = None) -> str | None:
-        """Return why all ranks should stop now ("signal", "resize" or "duration"), or None.
+        """Return why all ranks should stop now: "signal", "resize" or "duration"; None to go on.
 
         All ranks call this together. It costs one small all-reduce, or nothing if no flag sets a
         condition. With ``late``, the default on a GPU, return the previous call's result without

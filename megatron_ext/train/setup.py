@@ -174,7 +174,7 @@ def _peak_flops(device: torch.device) -> float | None:
 def _background(
     config: RunConfig, context: ParallelContext, device: torch.device, helper: Helper | None
 ) -> BackgroundSaves | None:
-    """Return the background saves of a run, if ``--async-save`` has started a helper, or None."""
+    """Return the background saves of a run; None without a helper, as without ``--async-save``."""
     if helper is None:
         return None
     from megatron_ext.checkpoint.background import BackgroundSaves

@@ -194,7 +194,7 @@ class TaskChoice:
 
     @property
     def inapplicable(self) -> tuple[Inapplicable, ...]:
-        """Return the entries that all tasks share."""
+        """Return the entries of inapplicable flags that all tasks share."""
         first, *others = (task.inapplicable for task in self.tasks)
         return tuple(entry for entry in first if all(entry in other for other in others))
 

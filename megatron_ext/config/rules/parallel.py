@@ -49,7 +49,7 @@ def stages_of(layout: str) -> list[str]:
 
 
 def mtp_stage(parallel: ParallelConfig) -> int:
-    """Return the index of the stage with multi-token prediction; virtual chunks count as stages."""
+    """Return the index, among all virtual chunks, of the stage with multi-token prediction."""
     if parallel.pipeline_model_parallel_layout is not None:
         stages = stages_of(parallel.pipeline_model_parallel_layout)
         return next(index for index, stage in enumerate(stages) if "m" in stage)

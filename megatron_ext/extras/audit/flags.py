@@ -38,7 +38,7 @@ class Flags:
                 self.values[current] = (*self.values[current], word)
 
     def has(self, *names: str) -> bool:
-        """Return whether one of the flags is given, and remember it as used."""
+        """Return whether any of the flags is given; the flags that are given are noted as used."""
         given = [name for name in names if name in self.values]
         self.used += given
         return bool(given)

@@ -50,7 +50,7 @@ class Finding:
 
     Attributes:
         flags: the flags that decided.
-        depends: a condition that no flag shows; empty for a finding that counts.
+        depends: a further condition, which no flag shows; empty if there is none.
     """
 
     number: str
@@ -72,7 +72,7 @@ class Audit:
 
     @property
     def certain(self) -> list[Finding]:
-        """The findings that count: those that depend only on flags."""
+        """The findings that depend only on flags, and not on a further condition."""
         return [finding for finding in self.findings if not finding.depends]
 
 

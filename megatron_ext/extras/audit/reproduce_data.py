@@ -167,7 +167,10 @@ def d31() -> Reproduced:
 
 
 def _modes(folder: Path) -> tuple[float, list[str]]:
-    """Write two sequences with default modes, then with explicit ones; read the modes back."""
+    """Write a dataset of two sequences with default modes, and one with explicit modes.
+
+    Return the number of modes that are read back, NaN after an error, and clauses about errors.
+    """
     modes = math.nan
     raised = []
     for name, given in (("default", {}), ("given", {"modes": [0, 0]})):

@@ -217,7 +217,7 @@ def _query_norm(context: ParallelContext) -> tuple[float, float]:
 
 
 def d42() -> Reproduced:
-    """Return the gradient of the norm of compressed queries on two tensor-parallel ranks."""
+    """Measure the gradient of the norm layer of compressed queries on two tensor-parallel ranks."""
     stock, right = on_ranks(_query_norm, tp=2)[0]
     what = (
         "norm of the gradient of q_layernorm of multi-latent attention with --q-lora-rank "

@@ -80,12 +80,12 @@ def train_step(loss: Loss, *, per_token: bool) -> tuple[float, list[Any]]:
 
 
 def weighted_loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return a sum over targets whose weights sum to 2.5."""
+    """Return a sum over targets, the sum of their weights (2.5), and an empty log."""
     return output.sum(), torch.tensor(2.5), {}
 
 
 def mean_loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return a mean in the form of two values, which does not count targets."""
+    """Return a mean and an empty log: the form of a loss that does not count its targets."""
     return output.mean(), {}
 
 
@@ -194,7 +194,7 @@ def logit_gradients(loss: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, T
 
 
 def farthest(mine: Tensor, right: Tensor) -> tuple[float, float]:
-    """Return the entry of ``mine`` that differs most from ``right``, and the right entry."""
+    """Return the entry of ``mine`` that differs most from ``right``, and the entry of ``right``."""
     worst = int((mine - right).abs().argmax())
     return float(mine.flatten()[worst]), float(right.flatten()[worst])
 

@@ -142,7 +142,7 @@ def resumed_rate(*, shard: bool, decoupled: bool, lr: float = LR, override: bool
 
 
 def _rate_or_error(context: ParallelContext, **resume: Any) -> tuple[float, str]:
-    """Return the result of `resumed_rate`, or NaN and its error."""
+    """Return the result of `resumed_rate` and "", or NaN and a clause about its error."""
     try:
         return resumed_rate(**resume), ""
     except (ValueError, KeyError) as error:

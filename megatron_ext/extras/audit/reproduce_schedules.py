@@ -125,7 +125,7 @@ def deallocated_outputs() -> Reproduced:
 
 
 def neither() -> Reproduced:
-    """Measure the same chain with only overlapped messages, which is right."""
+    """Measure the gradients, which are right, without the options of defects D15 and D16."""
     return _worst(
         "Worst gradient of a chain of four virtual chunks on two stages with overlapped messages",
         steps=STEPS,

@@ -1,4 +1,4 @@
-"""The share of time that a run spends on steps that count, as a function of the fault rate.
+"""The share of time that a run spends on steps that are kept, as a function of the fault rate.
 
 `expected` is the formula of J. T. Daly ("A higher order estimate of the optimum checkpoint interval
 for restart dumps", Future Generation Computer Systems 22, 2006). `best_interval` is the formula of
@@ -36,7 +36,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Point:
-    """A measured goodput: ``faults_per_hour``, and the share of time on steps that count."""
+    """A measured goodput: faults per hour, and the share of time on steps that were kept."""
 
     faults_per_hour: float
     goodput: float

@@ -245,7 +245,7 @@ def cut_connection(target: Target) -> None:
 
 
 def _connections() -> Iterator[tuple[int, int]]:
-    """Yield the number of bytes and the descriptor of each TCP connection of this process."""
+    """Yield the bytes carried by each TCP connection of this process, and its descriptor."""
     for entry in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):

@@ -1,4 +1,4 @@
-"""The documents of a source, and the parts of them in samples."""
+"""Reads the documents of a source, and finds the parts of documents that samples hold."""
 
 from __future__ import annotations
 

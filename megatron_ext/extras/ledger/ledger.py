@@ -201,7 +201,10 @@ class Ledger:
         )
 
     def steps_with(self, iteration: int, sample: int) -> Steps | None:
-        """Return the last recorded `Steps` in which a step began at ``sample``, or None."""
+        """Return the last recorded `Steps` in which step ``iteration`` begins at ``sample``.
+
+        Return None if no step was recorded there.
+        """
         for each in reversed(self.steps(with_lost=True)):
             if each.batch is None or not each.iteration < iteration <= each.done:
                 continue

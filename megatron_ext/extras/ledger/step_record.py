@@ -118,9 +118,7 @@ class History:
         self.steps = kept
 
     def leave_out(self, first: int, last: int, why: str) -> None:
-        """Mark the steps ``first`` to ``last`` as not part of the weights; ``why`` is the
-        reason.
-        """
+        """Mark the steps ``first`` to ``last`` as not part of the weights, because of ``why``."""
         steps = []
         for each in self.steps:
             low = max(first, each.iteration + 1)

@@ -45,7 +45,7 @@ class Block:
     first: int
 
     def __iter__(self) -> Iterator[tuple[int, Array]]:
-        """Yield the position and the tokens of each document."""
+        """Yield each document's position among the selected ones, and its tokens."""
         edges = self.edges.tolist()
         for i in range(len(edges) - 1):
             yield self.first + i, self.tokens[edges[i] : edges[i + 1]]
@@ -179,7 +179,10 @@ def _begins(index: Index, documents: Ints) -> Ints:
 
 
 def _cuts(lengths: Ints, max_tokens: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of documents with at most ``max_tokens`` tokens; a longer one is alone."""
+    """Yield ranges of documents, as first and end, with at most ``max_tokens`` tokens together.
+
+    A longer document is a range of its own.
+    """
     ends = np.cumsum(lengths)
     low, done = 0, 0
     while low < len(lengths):

@@ -205,7 +205,7 @@ def _checked(rows: Sequence[Row]) -> Iterator[_TimeRow]:
 
 
 def _ends(rows: Sequence[Row], launched_at: float) -> Iterator[tuple[float, bool]]:
-    """Yield the recorded ends of one launch, and whether the launch failed."""
+    """Yield, for each recorded end of a launch, its time and whether the launch failed."""
     for row in rows:
         if row.get("kind") == ENDED and is_launch(row, launched_at):
             try:

@@ -203,7 +203,7 @@ def _post_mortems(root: Path) -> Iterable[PostMortem]:
 
 
 def _plain_bytes(path: Path, limit: int) -> bytes | None:
-    """Return the content of a regular file, not a link, of at most ``limit`` bytes, or None."""
+    """Return the content of a file; None if it is a link, not regular, or larger than ``limit``."""
     try:
         return None if path.is_symlink() else read_bytes(path, limit)
     except (OSError, UnreadableFile):

@@ -177,7 +177,7 @@ def is_finite(value: object) -> bool:
 def tiles(
     folder: RunFolder, goodput: Goodput, stories: Sequence[FaultStory]
 ) -> list[tuple[str, str]]:
-    """Return the figures at the top of the page, each with its name."""
+    """Return the figures at the top of the page, as pairs of name and figure."""
     train = folder.of_kind("train")
     figures = []
     if train:

@@ -204,7 +204,7 @@ def checkpoint_table(folder: RunFolder) -> Table:
 
 
 def newest_whole(folder: RunFolder) -> int | None:
-    """Return the iteration of the newest checkpoint with complete files, or None."""
+    """Return the iteration of the newest checkpoint with complete files; None if there is none."""
     return max((c.iteration for c in folder.checkpoints if c.fault is None), default=None)
 
 

@@ -94,9 +94,7 @@ class TimeRows:
         append_row(self._path, row)
 
     def _since_last_row(self) -> dict[str, float]:
-        """Return the seconds of each phase since the last call, a mean over this machine's
-        ranks.
-        """
+        """Return the seconds of each phase since the last call, a mean over the machine's ranks."""
         before, self._seconds = self._seconds, self._read()
         mean: dict[str, float] = {}
         for rank, seconds in self._seconds.items():

@@ -197,7 +197,7 @@ class FaultSupervisor(Supervisor):
         return case
 
     def _write(self, case: Case) -> Path | None:
-        """Write the post-mortem of a fault; return its folder, or None."""
+        """Write the post-mortem of a fault; return its folder, or None if it cannot be written."""
         return write_postmortem(case, self._save)
 
     def _end_all(self, grace: float = GRACE_SECONDS) -> None:
@@ -326,7 +326,10 @@ class RestartSupervisor(FaultSupervisor):
         super()._failed(rank, status)
 
     def _end_ranks(self, grace: float) -> None:
-        """Kill all ranks at once if they will be restarted, otherwise end them as usual."""
+        """Kill all ranks at once if they will be restarted; otherwise end them as usual.
+
+        As usual means by a signal, and after `GRACE_SECONDS` by SIGKILL.
+        """
         if self.fault is None:
             super()._end_ranks(GRACE_SECONDS)
             return

@@ -32,7 +32,7 @@ def own_files(folder: Path, rank: int) -> SnapshotPair:
 
 
 def copy_files(folder: Path, rank: int) -> SnapshotPair:
-    """Return the files of the copies of a rank's snapshots at its neighbour."""
+    """Return the files in which a rank's neighbour keeps the copies of the rank's snapshots."""
     return SnapshotPair(folder, f"held_{rank:05d}")
 
 

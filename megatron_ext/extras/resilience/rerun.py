@@ -194,7 +194,10 @@ class Rerun(Callback):
         return step
 
     def _decided(self, first: Outcome, second: Outcome, third: Outcome) -> tuple[str, str]:
-        """Return which of two different computations was wrong, as a keyword and as a clause."""
+        """Return which of two different computations was wrong, as a keyword and as a clause.
+
+        ``third`` is a third computation of the same step, which decides.
+        """
         if not self._differing(second, third):
             return "first", "a third computation equals the second, so the first was wrong"
         if not self._differing(first, third):

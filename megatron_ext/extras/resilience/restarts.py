@@ -82,10 +82,10 @@ class RestartPolicy:
         return len(self.world_sizes) > 1
 
     def requested_size(self) -> tuple[int, int] | None:
-        """Return the number of ranks that an operator requests, and the time, or None.
+        """Return the number of ranks that an operator requests, and the time of the request.
 
         The number is the largest that fits into the requested nodes, or else the smallest allowed
-        one.
+        one. Return None without a request.
         """
         request = requested_nodes(self.save) if self.is_elastic and self.save else None
         if request is None:

@@ -98,7 +98,7 @@ def resting_tensors(run: Run) -> list[tuple[str, Tensor]]:
 
 
 def _kept(part: object, main: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameter shard ``main`` and its tensors in the optimizer's state, by name."""
+    """Yield, with names, the parameter shard ``main`` and the tensors of its optimizer state."""
     yield "the optimizer's copy", main.detach()
     state = part.optimizer.state.get(main, {})  # type: ignore[attr-defined]
     for name, value in state.items():
@@ -107,5 +107,8 @@ def _kept(part: object, main: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _place(tensor: Tensor) -> tuple[int, int, int]:
-    """Return the location of a tensor in memory, so that each is checked only once."""
+    """Return a key for the memory of a tensor: its address and size.
+
+    Two names of one tensor have the same key, so that it is checked only once.
+    """
     return tensor.data_ptr(), tensor.numel(), id(tensor) if tensor.numel() == 0 else 0

@@ -17,8 +17,9 @@ from megatron_ext.extras.resilience.flight import Flight
 from megatron_ext.parallel.board import EventKind, RankRecord
 
 COMPUTES = frozenset({"forward", "backward", "reduce", "update"})
-"""Phases that count towards a rank's own time, without waits. Only some ranks read data or write
-logs."""
+"""Phases in which a rank works itself. Reading data and writing logs are not among them, since only
+some ranks do that.
+"""
 _LEAST_STEPS = 3
 """Number of whole steps that must be exceeded to measure only whole steps."""
 

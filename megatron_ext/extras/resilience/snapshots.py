@@ -122,7 +122,7 @@ class Snapshots(Callback):
             store.close()
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """Return the present state, counters and configuration for a snapshot."""
+        """Return what a snapshot holds: the present state, the counters, and the configuration."""
         run = self.run
         assert run.optimizer is not None and run.checkpoints is not None
         with run.parameter_gather.paused():

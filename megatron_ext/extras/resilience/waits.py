@@ -117,7 +117,10 @@ def _message(record: RankRecord, records: Mapping[int, RankRecord]) -> Wait | No
 
 
 def _messages(record: RankRecord, iteration: int) -> set[tuple[EventKind, str, int, int]]:
-    """Return the actions of a step that a rank has completed."""
+    """Return the messages of a step that a rank has sent or received.
+
+    Each is (kind of event, name, micro-batch, stage).
+    """
     begun = [e for e in record.events if e.iteration == iteration and e.microbatch >= 0]
     return {(EventKind.END, e.name, e.microbatch, e.stage) for e in begun if e is not record.last}
 
@@ -161,7 +164,10 @@ def _first(
     waits: Sequence[Wait],
     flights: Mapping[int, Flight],
 ) -> tuple[tuple[int, ...], str]:
-    """Return the ranks that stopped first, and the most reliable reason that applies."""
+    """Return the ranks that stopped first, and the reason why they are named.
+
+    Of several reasons that apply, it is the most reliable one.
+    """
     of = {record.rank: states.get(record.pid, ProcessState()) for record in records.values()}
     if dead := [rank for rank in records if of[rank] == GONE]:
         return _earliest(dead, records), "has ended"

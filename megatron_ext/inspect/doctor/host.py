@@ -74,7 +74,7 @@ class Gpu:
 
     @property
     def fp8_recipes(self) -> dict[str, tuple[str, ...]]:
-        """Return the ``--fp8-recipe`` values that the GPU supports, by ``--transformer-impl``."""
+        """Return the GPU's ``--fp8-recipe`` values for each ``--transformer-impl``."""
         torch = ("delayed", "tensorwise", "rowwise") if self.has_fp8 else ()
         return {"torch": torch, "transformer_engine": engine_recipes(self.capability)}
 

@@ -49,7 +49,7 @@ class EarlyStopping(Callback):
 
     @property
     def exhausted(self) -> str | None:
-        """Return why to stop if the validation loss has not fallen for too long, else None."""
+        """Return why to stop, if the validation loss has not fallen for too long; else None."""
         patience = self.run.config.training.early_stop_patience
         progress = self.run.progress
         if patience is None or progress.stale_evaluations < patience:
@@ -195,7 +195,10 @@ def evaluate_split(run: Run, name: str, *, final: bool = False) -> list[dict[str
 def _evaluate_sources(
     run: Run, name: str, sources: list[BatchSource], *, final: bool, mark: str = ""
 ) -> list[dict[str, float]]:
-    """Evaluate and report each set of a split, with ``mark`` after its name; return the losses."""
+    """Evaluate and report each set of the split ``name``; return the losses of each set by name.
+
+    ``mark`` is a suffix of the reported name of the split, such as `AVERAGED`.
+    """
     all_losses = []
     process = run.task.process_non_loss_data
     # All ranks run the collective calls, although only one rank passes the result on.
