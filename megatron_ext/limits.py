@@ -51,7 +51,7 @@ _KINDS = {
     errno.EFBIG: "file size",
 }
 _SHORT_WRITE = re.compile(r"inline_container\.cc|\d+ requested and \d+ written")
-"""Messages of torch's and numpy's writers about a file that was written only in part."""
+"""Matches messages of torch's and numpy's writers about a file that was written only in part."""
 _FULL = 1 << 20
 """Free bytes below which a disk is taken for full after a failed write."""
 _PLENTY = 1 << 30

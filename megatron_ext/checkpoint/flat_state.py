@@ -174,7 +174,10 @@ def load_optimizer(optimizer: MegatronOptimizer, model: list[Any], state: dict[s
 
 
 def averages(ema: ShardedEMA, model: list[Any], place: Place, prefix: str) -> dict[str, Any]:
-    """Return this rank's parts of the averages, whose names begin with ``prefix``."""
+    """Return this rank's parts of the averages as sharded tensors.
+
+    Their names in the checkpoint are ``prefix`` followed by the name of the weight.
+    """
     names = names_of(model)
     return {
         names[part.parameter]: place.sharded(

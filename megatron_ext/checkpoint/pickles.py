@@ -57,7 +57,7 @@ class Name:
 
 _SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
 _WITHOUT_EQUALS = frozenset({int, bool, bytes, type(None)})
-"""Few values of these classes share a hash: integers are small, bytes are hashed with a secret."""
+"""Classes whose values rarely share a hash: integers are small, bytes are hashed with a secret."""
 _LARGEST_KEY = 1 << 63
 
 

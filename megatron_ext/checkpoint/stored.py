@@ -66,7 +66,7 @@ Damaged = dict[Path, str]
 
 
 def cause_of(error: CheckpointError) -> str:
-    """Return why a checkpoint is skipped, without advice."""
+    """Return the text of an error that says why a checkpoint is skipped, without advice."""
     return error.fault if isinstance(error, DamagedFile) else str(error).rstrip(".")
 
 

@@ -50,7 +50,10 @@ class Inapplicable:
     source: str = ""
 
     def sentence(self, named: str) -> str:
-        """Return the note about one of the flags, or its `FlagError`; ``named`` is code."""
+        """Return the sentence about one of the flags: a note, or an error if the flag is refused.
+
+        ``named`` is the flag as it appears in the sentence, in backticks.
+        """
         if self.instead:
             return f"{named} is spelled `{self.instead}` now."
         says = f"{self.says}: {self.reason}" if self.reason else self.says

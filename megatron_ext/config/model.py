@@ -32,7 +32,10 @@ ACTIVATIONS = {
 
 
 def padded_size(vocab_size: int, divisible_by: int, ranks: int) -> int:
-    """Return the entries of a vocabulary with padding: a multiple of ``divisible_by * ranks``."""
+    """Return the number of entries of a vocabulary after padding.
+
+    It is the next multiple of ``divisible_by * ranks``.
+    """
     multiple = divisible_by * ranks
     return -(-vocab_size // multiple) * multiple
 

@@ -88,7 +88,7 @@ class RunConfig:
         return [section for section in self.sections if isinstance(section, LayerSection)]
 
     def attention_sides(self) -> Sequence[Side] | None:
-        """Return the sizes of attention's projections if a section of the task decides them."""
+        """Return the sizes of attention's projections; None if no section decides them."""
         sides = (section.attention_sides(self) for section in self.layer_sections)
         return next((own for own in sides if own is not None), None)
 
@@ -206,7 +206,7 @@ class LayerSection(Changeable):
         return []
 
     def attention_sides(self, config: RunConfig) -> Sequence[Side] | None:
-        """Return the sizes of attention's projections if this section decides them."""
+        """Return the sizes of attention's projections; None if others decide them."""
         return None
 
     def unused_fields(self) -> frozenset[str]:

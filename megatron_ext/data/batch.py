@@ -215,7 +215,11 @@ class StepLoader:
         return batches
 
     def _receive(self, num_microbatches: int, seq_length: int) -> tuple[Tensor, Tensor]:
-        """Receive m micro-batches: ids of k keys ``[m, k, b, s]`` and loss masks ``[m, b, s]``."""
+        """Receive m micro-batches from the rank that reads them.
+
+        Return the integer tensors of all k keys, ``[m, k, b, s]``, and the loss masks ``[m, b,
+        s]``.
+        """
         if self.samples is not None:
             parts = list[Tensor]()
             own = list[Tensor]()

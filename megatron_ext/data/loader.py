@@ -104,7 +104,7 @@ class BatchSource:
     """The micro-batches of one split on this rank, grouped by step.
 
     Args:
-        loader: None on stages that read no data.
+        loader: reads the micro-batches; None on stages that read no data.
         num_samples: length of the split; None on ranks that do not open it.
         plan: which samples form the micro-batches of each step; None if the dataset has no plan.
         first_step: index in the plan of the next step.

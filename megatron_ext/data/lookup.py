@@ -19,12 +19,12 @@ from megatron_ext.data.windows import group_keys, groups
 
 
 def samples_with(order: SampleOrder, source: int, begin: int, end: int, stop: int) -> list[int]:
-    """Return the samples before sample ``stop`` that hold any of some tokens, in ascending order.
+    """Return the samples that hold any token of a range of tokens, in ascending order.
 
     Args:
-        source: index of the source that the tokens belong to.
+        source: index of the source of the tokens.
         begin, end: range of the tokens in the circle of the source.
-        stop: number of samples in which to search.
+        stop: number of samples, from the start of the run, among which to search.
     """
     samples = []
     for taken in order.taken(0, stop):

@@ -191,10 +191,11 @@ class Requests:
     async def _tried(
         self, address: str, ask: Callable[[], Awaitable[Any]], length: int | None = None
     ) -> Any:
-        """Call ``ask`` until its answer has ``length`` bytes, or any number; return the answer.
+        """Call ``ask`` until it succeeds, and return its answer.
 
-        Raise a DataError if the last attempt fails. An error that another attempt cannot change is
-        raised at once.
+        An answer that has not ``length`` bytes is a failure; None accepts any length. Raise a
+        DataError if the last attempt fails. An error that another attempt cannot change is raised
+        at once.
         """
         for attempt, pause in enumerate((*PAUSES, None)):
             limit = max(SHORTEST, _PATIENCE * self._usual) * 2.0**attempt

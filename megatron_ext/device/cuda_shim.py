@@ -276,7 +276,7 @@ _saved: list[tuple[Any, str, Any]] = []
 
 
 def _filter(record: logging.LogRecord) -> bool:
-    """Drop the warning that the CPU's random state changed."""
+    """Return False, which drops a record, for the warning that the CPU's random state changed."""
     return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
 
 

@@ -208,10 +208,11 @@ def _make(name: str | None, save: str | None) -> tuple[Path | None, int]:
 
 
 def _take_over(folder: Path | None, save: str | None) -> None:
-    """Move the snapshots of killed runs with the same save folder here, and remove their folders.
+    """Move the snapshots of killed runs with the same save folder to ``folder``.
 
-    The newest come first. Later, `checkpoint.resume` finds out which of them are whole. The first
-    rank of a machine does this, before the ranks synchronize.
+    The newest snapshots are moved first, and the folders of the killed runs are removed. Later,
+    `checkpoint.resume` finds out which snapshots are whole. The first rank of a machine does this,
+    before the ranks synchronize.
     """
     if folder is None or save is None or os.environ.get("LOCAL_RANK", "0") != "0":
         return

@@ -207,7 +207,10 @@ class LatentAttention(Attention):  # type: ignore[misc]
     def _heads(
         self, query_input: Tensor, latent: Tensor, shared: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values of this rank's heads, from `_small_vectors`."""
+        """Return queries and keys ``[s, b, n, dk]`` and values ``[s, b, n, dv]`` of n heads.
+
+        These are this rank's heads. The arguments are the results of `_small_vectors`.
+        """
         config = self.config
         projection = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
         query, _ = projection(query_input)

@@ -253,7 +253,7 @@ class IntervalMetrics:
         self._count_last()
 
     def _count_last(self) -> None:
-        """If the last step was skipped, announce it and count it, also as NaN if its loss was."""
+        """If the last step was skipped, announce and count it; count a non-finite loss as well."""
         unsettled, self._unsettled = self._unsettled, None
         if unsettled is None or unsettled[1].update.applied:
             return
@@ -272,7 +272,7 @@ class IntervalMetrics:
     def _loss_is_not_finite(self, result: StepResult) -> bool:
         """Return whether a loss of a skipped step is not finite; all ranks call this together.
 
-        Only the last pipeline stage has losses, but rank 0 writes the count into checkpoints.
+        Only the last pipeline stage has losses, but rank 0 counts such steps in checkpoints.
         """
         here = any(not math.isfinite(float(loss)) for loss in result.losses.values())
         anywhere = torch.tensor(here, dtype=torch.int32, device=self._run.device)

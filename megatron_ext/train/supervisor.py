@@ -136,8 +136,8 @@ class Supervisor:
     def wait(self) -> int:
         """Wait for all ranks; return the exit code of the first that failed, or 0.
 
-        A rank that failed by itself counts before ranks that failed only because another did not
-        answer.
+        Ranks that failed only because another did not answer are passed over if a rank failed by
+        itself.
         """
         while self._children:
             if not self._reap():

@@ -89,7 +89,10 @@ def dataset_config(
 
 
 def build_train_split(config: GPTDatasetConfig, *samples: int) -> GPTDataset:
-    """Build datasets as Megatron-LM does; return the training split's."""
+    """Build datasets as Megatron-LM does; return the training split's.
+
+    ``samples`` are the numbers of samples of the training, validation and test split.
+    """
     train, *_ = BlendedMegatronDatasetBuilder(GPTDataset, samples, lambda: True, config).build()
     return train
 

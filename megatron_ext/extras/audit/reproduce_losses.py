@@ -90,7 +90,7 @@ def mean_loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def logging_loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return a sum over three targets, and the same sum for the log."""
+    """Return a sum over three targets, their number, and a log that holds the same sum."""
     total = output.sum()
     return total, torch.tensor(3), {"lm loss": total.detach()}
 
@@ -128,7 +128,7 @@ def _uncounted(_context: ParallelContext) -> float:
 
 
 def d19() -> Reproduced:
-    """Return the gradient of a per-token loss with two values on two context-parallel ranks."""
+    """Measure the gradient of a per-token loss that returns two values, on two CP ranks."""
     stock = on_ranks(_uncounted, cp=2)[0]
     replicated = on_ranks(_uncounted, dp=2)[0]
     what = (

@@ -151,7 +151,10 @@ def _rate_or_error(context: ParallelContext, **resume: Any) -> tuple[float, str]
 
 
 def both_rates(**resume: Any) -> tuple[float, str]:
-    """Return the rate of a resumed run with sharded state, and a clause about both kinds."""
+    """Return the rate of a resumed run with sharded optimizer state, and a clause.
+
+    The clause compares it with the rate of a run whose optimizer state is not sharded.
+    """
     results = {
         shard: on_ranks(partial(_rate_or_error, shard=shard, **resume))[0]
         for shard in (True, False)

@@ -29,7 +29,7 @@ HIDDEN, EXPERTS, TOPK = 16, 4, 2
 LENGTH, SEQUENCES = 8, 8
 COEFFICIENT = 0.01
 TOKENS, MICROBATCHES = 24, 400
-"""The size of the step in which 16-bit counters count tokens."""
+"""Tokens of a micro-batch, and micro-batches of the step in which D43 is measured."""
 BIAS: dict[str, Any] = {
     "moe_router_enable_expert_bias": True,
     "moe_router_score_function": "sigmoid",

@@ -316,7 +316,9 @@ def _show_comparison(first: Ledger, second: Ledger, console: Console) -> None:
 
 
 def export(ledger: Ledger, path: Path, *, with_lost: bool) -> str:
-    """Write each part of a document in each sample as a row of a parquet file; return a sentence.
+    """Write each part of a document in each sample as a row of a parquet file.
+
+    Return a sentence on what was written.
 
     Raises:
         ConfigError: pyarrow is missing, or the file cannot be written.

@@ -113,8 +113,8 @@ class Documents:
         """Yield documents in blocks of about ``max_tokens`` tokens, with a progress bar ``what``.
 
         Args:
-            positions: the documents to read, in ascending order; None for all. If given, blocks
-                count positions in this array.
+            positions: the documents to read, in ascending order; None for all. If given,
+                `Block.first` is an index in this array.
         """
         total = sum(
             int((ends - begins).sum()) * self._indices[dataset].dtype.itemsize

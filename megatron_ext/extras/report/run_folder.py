@@ -95,7 +95,10 @@ class RunFolder:
 
     @property
     def start_facts(self) -> Row:
-        """Return the ranks' facts at their last start; a restart records only changes."""
+        """Return what the ranks recorded about their settings and machine at their last start.
+
+        A restart records only what has changed, which is added to the earlier facts.
+        """
         facts: Row = {}
         for row in self.of_kind(LAUNCHED):
             facts = row if "host" in row else facts | row

@@ -66,7 +66,7 @@ class FaultStory:
 
     @property
     def target(self) -> str:
-        """Return the id of this fault's row."""
+        """Return the HTML id of the fault's row in the table of faults."""
         return f"fault-{self.number}"
 
     @property

@@ -267,7 +267,7 @@ class TellingSupervisor(FaultSupervisor):
         super()._failed(rank, status)
 
     def _tell_end(self, fault: Fault, code: int) -> None:
-        """Print a line about the fault that ended the run, if there is more to say."""
+        """Print whether memory ran out, and where the post-mortem is, as far as that applies."""
         parts = []
         if (fault.cause, code) == ("memory", code_of(-signal.SIGKILL)):
             parts.append(f"the kernel has killed rank {fault.rank} for want of memory")

@@ -83,8 +83,7 @@ def write_flight(path: Path) -> None:
     """Write the latest collectives of this process to a file, atomically.
 
     The file has a line with clock and groups, followed by torch's own dump, so that a rank does as
-    little work as possible. If torch does not record collectives, there is no dump, and the list is
-    empty.
+    little work as possible. If torch does not record collectives, there is no dump.
     """
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
     about: dict[str, Any] = {"behind": time.time() - time.monotonic(), "groups": {}}

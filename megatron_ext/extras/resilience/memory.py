@@ -172,8 +172,8 @@ class MemoryCheckpoints:
     ) -> Snapshot:
         """Take a snapshot of ``state``, whose tensors may change as soon as this returns.
 
-        The copy for the neighbour is made in the background. This waits only if the copy of the
-        snapshot before the previous one is not complete.
+        The copy for the neighbour is made in the background. The call waits only if the copy of the
+        last snapshot but one is not complete.
         """
         if self._neighbours and self._thread is None:
             self._thread = CopyThread(self._copy())

@@ -80,7 +80,7 @@ class MemoryKills:
         return counts
 
     def _paths(self) -> list[Path]:
-        """Return the files that may hold a counter; the machine's comes last."""
+        """Return the files that may hold a counter of such kills; the machine's comes last."""
         groups = self._root / "sys/fs/cgroup"
         paths = [groups / "memory.events", groups / "memory/memory.oom_control"]
         with suppress(OSError):

@@ -116,5 +116,5 @@ class Outcome:
 
 
 def digest_of_reports(reports: Sequence[Report]) -> Tensor:
-    """Return the digests of the losses reported by a step's micro-batches."""
+    """Return the digests of the losses that a step's micro-batches report, int64 ``[m]``."""
     return digests([report[name] for report in reports for name in report])

@@ -29,7 +29,7 @@ _SAME_NORM = 1e-6
 """Relative difference of gradient norms up to which replicas agree."""
 
 Differences = dict[int, list[str]]
-"""Names of the differences between two computations, by rank."""
+"""By rank, the names of the losses and gradients that differ between two computations."""
 
 
 class Rerun(Callback):

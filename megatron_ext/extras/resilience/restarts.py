@@ -178,7 +178,7 @@ def supervise(
 
 
 class _Launcher:
-    """Forks the generations of a run one after the other."""
+    """Forks the ranks of a run, and forks them again after faults."""
 
     def __init__(
         self,

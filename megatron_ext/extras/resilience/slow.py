@@ -17,7 +17,7 @@ from megatron_ext.extras.resilience.flight import Flight
 from megatron_ext.parallel.board import EventKind, RankRecord
 
 COMPUTES = frozenset({"forward", "backward", "reduce", "update"})
-"""Phases in which a rank works itself. Reading data and writing logs are not among them, since only
+"""Phases that make up a rank's own time. Reading data and writing logs are left out, since only
 some ranks do that.
 """
 _LEAST_STEPS = 3

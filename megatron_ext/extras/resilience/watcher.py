@@ -1,7 +1,7 @@
 """Watches the ranks of a machine: looks at their board repeatedly, and gathers evidence.
 
-The supervisor of forked ranks has a watcher. Under torchrun, whose agent is not ours, each rank has
-one in a thread, and the lowest rank whose thread is able to look acts.
+The supervisor of forked ranks has a watcher. torchrun's agent, which is not ours, has none. So each
+of its ranks has one in a thread, and acts only if no lower rank does.
 """
 
 from __future__ import annotations
@@ -145,10 +145,12 @@ class Watcher:
         pids: Mapping[int, int] | None = None,
         seconds: float = 0.5,
     ) -> Case:
-        """Gather the evidence of this machine's ranks about a fault, and name its rank.
+        """Gather the evidence of this machine's ranks about a fault, and find its cause.
 
         Args:
+            verdict: the fault.
             cause: what is known about the cause, such as the signal that killed a rank.
+            pids: the processes to ask, by rank; see `look`.
             seconds: the longest time to wait for the ranks' answers.
         """
         board = self._records(RING, pids)

@@ -145,7 +145,10 @@ def _activation_kernel(  # type: ignore[no-untyped-def]
     wide, given, noted, rows, columns, m, K: tl.constexpr, LIMIT: tl.constexpr,
     NAME: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Cast ``[m, K]``, the activation of ``wide`` (if ``GATED``, gate first)."""
+    """Cast the activation of ``wide`` to 8 bits, ``[m, K]``.
+
+    ``wide`` is ``[m, K]``, or if ``GATED`` ``[m, 2 K]`` with the gate's half first.
+    """
     tiles: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     stride: tl.constexpr = 2 * K if GATED else K
     first_m = tl.program_id(0) // tiles * BLOCK_M
@@ -161,7 +164,10 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     gradient, wide, given, noted, rows, columns, m, K: tl.constexpr, LIMIT: tl.constexpr,
     NAME: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Cast the gradient of ``wide``; ``gradient`` ``[m, K]`` is the activation's gradient."""
+    """Cast the gradient of ``wide`` to 8 bits, given the activation's ``gradient`` ``[m, K]``.
+
+    For ``wide`` see `_activation_kernel`; its gradient has its shape.
+    """
     tiles: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     stride: tl.constexpr = 2 * K if GATED else K
     first_m = tl.program_id(0) // tiles * BLOCK_M

@@ -363,7 +363,10 @@ class DelayedScaling(Scaling):
         return Pass(scale, inverse, *casting.cast_with(x, scale, dtype, layout, noted))
 
     def _noted(self, role: Role) -> Tensor | None:
-        """Return this step's largest magnitude ``[]``, for a cast to raise; None in evaluation."""
+        """Return the number ``[]`` that a cast raises to the largest magnitude of this step.
+
+        Return None in evaluation, where magnitudes are not recorded.
+        """
         return self.amax[role] if self.training else None
 
     def scale_of(self, histories: Tensor) -> Tensor:
