@@ -56,7 +56,7 @@ class FlagError(str):
         subject: the flag at fault in backticks.
         value: its value as it is shown; None if none is shown.
         rule: the broken rule, with every flag that it depends on in backticks.
-        remedy: what to do; may be empty.
+        remedy: what to do, which may also be a question; "" for none.
         flags: the flags that the error is about: of the subject, the rule and the remedy.
     """
 
@@ -75,7 +75,8 @@ class FlagError(str):
         subject = f"`{flag}`" if flag.startswith("--") else flag
         shown = "" if value is None else f" ({value})"
         advice = f"; {remedy}" if remedy else ""
-        error = super().__new__(cls, f"{subject}{shown} {rule}{advice}.")
+        sentence = f"{subject}{shown} {rule}{advice}"
+        error = super().__new__(cls, sentence if sentence.endswith("?") else f"{sentence}.")
         error.subject = subject
         error.value = None if value is None else str(value)
         error.rule = rule
@@ -91,6 +92,13 @@ class FlagError(str):
         if self.remedy:
             return FlagError(self.subject, self.value, self.rule, f"{self.remedy} ({note})")
         return FlagError(self.subject, self.value, f"{self.rule} ({note})")
+
+    def renamed(self, flag: str, new: str) -> FlagError:
+        """Return the error with the flag ``new`` in the place of ``flag``."""
+        subject, rule, remedy = (
+            text.replace(f"`{flag}`", f"`{new}`") for text in (self.subject, self.rule, self.remedy)
+        )
+        return FlagError(subject, self.value, rule, remedy)
 
 
 def exclusive(*given: str | tuple[str, object], remedy: str = "give one") -> FlagError:

@@ -17,7 +17,7 @@ from megatron_ext.checkpoint.unpickling import holds_common_state
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.disk.host_folder import generation
 from megatron_ext.disk.reading import UnreadableFile, is_count, kind_of, read_json_object, shortened
-from megatron_ext.errors import CheckpointError
+from megatron_ext.errors import CheckpointError, FlagError
 
 RUN_CONFIG = "run_config.json"
 PROGRESS = "progress.json"
@@ -195,8 +195,15 @@ def check_weights(flag: str, folder: str | None) -> None:
     try:
         find(CheckpointConfig(pretrained_checkpoint=folder))
     except CheckpointError as error:
-        messages = [text.replace("--pretrained-checkpoint", flag) for text in error.messages]
-        raise CheckpointError(messages) from error
+        name = "--pretrained-checkpoint"
+        raise CheckpointError(
+            [
+                text.renamed(name, flag)
+                if isinstance(text, FlagError)
+                else text.replace(name, flag)
+                for text in error.messages
+            ]
+        ) from error
 
 
 def check_start(config: CheckpointConfig, *, initializes: bool) -> None:

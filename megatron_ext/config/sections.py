@@ -11,9 +11,10 @@ files and checkpoints beside the engine's::
 
 ``config.section(MyFlags).hidden_cap`` reads a value. A number outside of its `bounds` is refused,
 and so are NaN and infinity. A section may have a method ``errors(config) -> list[str]``, which
-returns a sentence for each value that cannot be run. One that derives from `LayerSection` may also
-decide what the layers compute, by values for fields of TransformerConfig. `section_of` makes a
-section from argparse's arguments, for Megatron-LM's ``extra_args_provider``.
+returns a sentence for each value that cannot be run: plain text, or a `FlagError`, which is left
+out where a flag that it depends on is refused itself. A section that derives from `LayerSection`
+may also decide what the layers compute, by values for fields of TransformerConfig. `section_of`
+makes a section from argparse's arguments, for Megatron-LM's ``extra_args_provider``.
 """
 
 from __future__ import annotations

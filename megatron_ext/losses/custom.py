@@ -113,8 +113,9 @@ def load_loss(spec: str, arguments: tuple[str, ...] = ()) -> TokenLoss[Any]:
         name, equals, text = argument.partition("=")
         if not equals or name not in names:
             near = difflib.get_close_matches(name, names, n=1)
-            advice = f"did you mean {near[0]}?" if near else f"it has {', '.join(names) or 'none'}."
-            raise ConfigError(f"`--loss-args` ({argument}) must be FIELD=VALUE of {spec}; {advice}")
+            advice = f"did you mean {near[0]}?" if near else f"it has {', '.join(names) or 'none'}"
+            rule = f"must be FIELD=VALUE of {spec}"
+            raise ConfigError.about("--loss-args", argument, rule, advice)
         values[name] = _value(kind, name, argument, text)
     reported = [kind.loss_class.name, *kind.loss_class.extra_names]
     for name in reported:

@@ -7,11 +7,12 @@ and their sources. Rates measured by ``tools/doctor.py --json`` replace its firs
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 from megatron_ext.device.gpus import GB, GPUS, Gpu, Measured
 from megatron_ext.disk.reading import UnreadableFile, read_json
-from megatron_ext.errors import ConfigError, FlagError
+from megatron_ext.errors import ConfigError
 from megatron_ext.planning.kernels import Phase, Work
 from megatron_ext.planning.stages import Ranks
 
@@ -44,29 +45,33 @@ def gpu_named(name: str) -> Gpu:
                 "--json` wrote",
             )
         return listed
-    given = f"`--dry-run-gpu` ({name})"
-    rated = [gpu for gpu in _read_gpus(name, given) if isinstance(gpu.get("rates"), dict)]
+    rated = [gpu for gpu in _read_gpus(name) if isinstance(gpu.get("rates"), dict)]
     if not rated:
-        raise ConfigError(
-            f"{given} holds no measured rates; let `tools/doctor.py --json` measure, without "
-            "`--no-measure`."
+        raise ConfigError.about(
+            "--dry-run-gpu",
+            name,
+            "holds no measured rates",
+            "let `tools/doctor.py --json` measure, without `--no-measure`",
         )
     try:
         return _measured_gpu(min(rated, key=lambda gpu: float(gpu["rates"]["bf16"])), name)
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{given} {_RULE}, but its rates cannot be read.") from error
+        rule = f"{_RULE}, but its rates cannot be read"
+        raise ConfigError.about("--dry-run-gpu", name, rule) from error
 
 
-def _read_gpus(path: str, given: str) -> list[dict[str, Any]]:
+def _read_gpus(path: str) -> list[dict[str, Any]]:
+    refused = partial(ConfigError.about, "--dry-run-gpu", path)
+    remedy = f"it {_RULE}"
     try:
         content = read_json(path)
     except UnreadableFile as error:
-        raise ConfigError(f"{given} cannot be read ({error.reason}); it {_RULE}.") from error
+        raise refused(f"cannot be read ({error.reason})", remedy) from error
     gpus = content.get("gpus") if isinstance(content, dict) else None
     if not isinstance(gpus, list) or not all(isinstance(gpu, dict) for gpu in gpus):
-        raise ConfigError(f"{given} has no list of GPUs; it {_RULE}.")
+        raise refused("has no list of GPUs", remedy)
     if not gpus:
-        raise ConfigError(f"{given} was written where torch found no GPU; it {_RULE}.")
+        raise refused("was written where torch found no GPU", remedy)
     return gpus
 
 
@@ -160,7 +165,7 @@ class Efficiency:
 
     def __post_init__(self) -> None:
         errors = [
-            FlagError(name, value, "must be above 0 and at most 1", "use 0.7")
+            f"`{name}` ({value}) must be above 0 and at most 1; use 0.7."
             for name, value in vars(self).items()
             if not (0 <= value <= 1) or (value == 0 and name != "hidden")
         ]

@@ -317,11 +317,9 @@ def _begun(value: T | None, name: str) -> T:
     ``name`` is the function that was called too early.
     """
     if value is None:
-        raise ConfigError.about(
-            name,
-            None,
-            "was called before the run has begun",
-            "call it in a provider or in the forward step",
+        raise ConfigError(
+            f"`{name}` was called before the run has begun; call it in a provider or in the "
+            "forward step."
         )
     return value
 
@@ -383,7 +381,7 @@ class _NotHere:
     ADVICE = ""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        raise ConfigError.about(type(self).__name__, None, "is not here", f"{self.ADVICE}")
+        raise ConfigError(f"`{type(self).__name__}` is not here; {self.ADVICE}.")
 
 
 class SFTDataset(_NotHere):

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_ext.config.flags import flag
+from megatron_ext.config.flags import Range, flag
 from megatron_ext.config.rules.transformer_engine import needs_torch_layers
 from megatron_ext.config.run import LayerSection, RunConfig
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, FlagError
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.train.main import main
@@ -34,6 +34,29 @@ class CapFlags:
 def parsed(*words: str, **options: Any) -> RunConfig:
     program = TEXT.with_sections(*options.pop("sections", (CapFlags,)))
     return config_of([*RUN, *words], program, **options)
+
+
+@dataclass(frozen=True)
+class TileFlags:
+    tile_width: int = flag(4, "columns of a tile", bounds=Range(1, 8))
+    tile_height: int = flag(4, "rows of a tile", bounds=Range(1, 8))
+
+    def errors(self, config: RunConfig) -> list[str]:
+        return [
+            FlagError("--tile-height", self.tile_height, "must be below `--tile-width`"),
+            FlagError("--save", "`--tile-width`", "is an odd name"),
+            "`--tile-width` is never right.",
+        ]
+
+
+def test_errors_that_depend_on_a_refused_number_are_left_out_by_their_flags() -> None:
+    program = TEXT.with_sections(TileFlags)
+    rest = ["`--save` (`--tile-width`) is an odd name.", "`--tile-width` is never right."]
+    consequence = "`--tile-height` (4) must be below `--tile-width`."
+    assert [*errors_of(RUN, program)] == [consequence, *rest]
+    refused, *others = errors_of([*RUN, "--tile-width", "9"], program)
+    assert refused.startswith("`--tile-width` (9) must be at least 1 and at most 8")
+    assert others == rest
 
 
 def test_own_flags_are_read_from_the_command_line() -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron.core.datasets.utils import get_blend_from_list
@@ -137,7 +138,7 @@ def given_lengths(data: DataConfig, spec: BlendSpec) -> dict[str, list[int]] | N
     path = data.per_dataset_sequences_path
     if path is None:
         return None
-    flag = f"`--per-dataset-sequences-path` ({path})"
+    refused = partial(DataError.about, "--per-dataset-sequences-path", path)
     try:
         lengths: dict[str, list[int]] = read_json(path)
         missing = [
@@ -146,16 +147,14 @@ def given_lengths(data: DataConfig, spec: BlendSpec) -> dict[str, list[int]] | N
             if len(lengths[prefix]) != 2 or not all(map(is_count, lengths[prefix]))
         ]
     except UnreadableFile as error:
-        raise DataError(f"{flag} cannot be read ({error.reason}); give a JSON file.") from error
+        raise refused(f"cannot be read ({error.reason})", "give a JSON file") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{flag} must be a JSON object from each prefix to [sequences, document boundaries]; "
-            f"reading it failed with: {error!r}."
+        raise refused(
+            "must be a JSON object from each prefix to [sequences, document boundaries]",
+            f"reading it failed with: {error!r}",
         ) from error
     if missing:
-        raise DataError(
-            f"{flag} must give two counts, [sequences, document boundaries], for {missing[0]}."
-        )
+        raise refused(f"must give two counts, [sequences, document boundaries], for {missing[0]}")
     return lengths
 
 

@@ -184,8 +184,8 @@ def _known_type(settings: TokenizerConfig) -> str:
         )
     if kind not in TOKENIZER_TYPES:
         near = difflib.get_close_matches(kind, TOKENIZER_TYPES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"give one of {names}."
-        raise ConfigError(f"`--tokenizer-type` ({kind}) is unknown; {hint}")
+        hint = f"did you mean {near[0]}?" if near else f"give one of {names}"
+        raise ConfigError.about("--tokenizer-type", kind, "is unknown", hint)
     if settings.vocab_extra_ids:
         raise ConfigError.about(
             "--vocab-extra-ids",
