@@ -122,7 +122,7 @@ def numbered_after_the_decoder(
 
 
 def kinds_by_layer(kinds: list[str], config: TransformerConfig) -> list[str]:
-    """Return a list of the layers' kinds of context parallelism in which megatron-core can look up.
+    """Return the layers' kinds of context parallelism as a list for megatron-core's lookups.
 
     ``kinds`` has one kind for each layer of the decoder. Layers are numbered from 1, but older
     releases use the number as an index from 0. Layers of multi-token prediction follow the
@@ -175,9 +175,9 @@ def log_auxiliary_loss(router: Router, name: str, loss: Tensor) -> None:
 
 
 def take_auxiliary_losses() -> dict[str, Tensor]:
-    """Return the auxiliary losses that this rank has logged, and empty the log.
+    """Return the auxiliary losses that this rank has logged, by name, and empty the log.
 
-    They are by name, ``[layers]`` each; layers of other ranks are 0.
+    Each is ``[layers]``; the entries of other ranks' layers are 0.
     """
     if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker"):
         entries = moe_utils.get_moe_layer_wise_logging_tracker()

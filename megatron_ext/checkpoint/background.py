@@ -283,10 +283,10 @@ class BackgroundSaves:
         return nameless_file()
 
     def _worst(self, verdict: int) -> int:
-        """Return the largest verdict of all ranks, from `KNOWN` to `BROKEN`; all call this
-        together.
+        """Return the largest verdict of all ranks, which call this together.
 
-        The same reduction tells all ranks how many saves have failed, which only rank 0 knows.
+        Verdicts are `KNOWN` to `BROKEN`. The same reduction tells all ranks how many saves have
+        failed, which only rank 0 knows.
         """
         # What other ranks know about the newest save may be the result of the save before it.
         own = [verdict, self.num_failed, int(self.last_has_failed and self._context.rank == 0)]
@@ -392,9 +392,7 @@ class BackgroundSaves:
 
     @staticmethod
     def _is_published(entry: _Running) -> bool:
-        """Return whether rank 0's helper has published a checkpoint, so that the save cannot
-        fail.
-        """
+        """Return whether rank 0's helper has published a checkpoint; then the save has worked."""
         is_first = entry.job.rank == 0
         return is_first and (PUBLISHED in entry.stages or helper.is_published(entry.job))
 

@@ -165,8 +165,7 @@ class CheckpointManager:
         ema: ShardedEMA | None,
         extra_state: ExtraState | None,
     ) -> dict[str, Any]:
-        """Return all state of this rank in the format of `flat_state`, for snapshots in host
-        memory.
+        """Return all state of this rank in the format of `flat_state`, for a snapshot.
 
         The tensors are the live ones, not copies. All ranks call this together: random states that
         differ between replicas, and the state that a task adds, may need communication.

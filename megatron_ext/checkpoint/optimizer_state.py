@@ -233,9 +233,7 @@ def _numbered(state: dict[Any, Any]) -> list[dict[str, Any]]:
 
 
 def _regrouped(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """Return a state for each distributed optimizer, from a checkpoint with more or fewer of
-    them.
-    """
+    """Return a state for each distributed optimizer; the checkpoint may have more or fewer."""
     # The tensors need no regrouping: the checkpoint stores them under their parameters' names.
     alone = {key: value for key, value in state.items() if not isinstance(key, int)}
     numbered = _numbered(state)
@@ -250,7 +248,7 @@ def _regrouped(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
 
 
 def _regrouped_whole(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """Return a state for each unsharded optimizer, from a checkpoint with more or fewer of them."""
+    """Return a state for each unsharded optimizer; the checkpoint may have more or fewer."""
     # The state lies under "optimizer" if there are fp32 weights beside it, else at the top level.
     alone = {key: value for key, value in state.items() if not isinstance(key, int)}
     numbered = _numbered(state)

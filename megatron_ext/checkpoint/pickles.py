@@ -87,9 +87,7 @@ class Machine:
         self._same_hash = 0
 
     def name(self, module: str, name: str) -> Any:
-        """Return what takes the place of a class or function; raise ForeignName if it is not
-        allowed.
-        """
+        """Return what stands for a class or function here; raise ForeignName if none may."""
         raise ForeignName(f"{module}.{name}")
 
     def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:

@@ -73,8 +73,7 @@ class SavePreparer:
         self._plan = b""
 
     def prepare_alike(self, state: dict[str, Any]) -> PreparedSave | None:
-        """Return this rank's part of a checkpoint, planned like the last one, without
-        communication.
+        """Return this rank's part of a checkpoint with the last plan, without communication.
 
         Return None if the structure of ``state`` has changed since then, so that it needs a new
         plan. The factories in ``state`` are replaced by the tensors that they make.

@@ -58,10 +58,10 @@ class SnapshotRecovery(Protocol):
         """Return the store of the snapshots."""
 
     def newest(self, newer_than: int, *, with_earlier: bool = False) -> Any:
-        """Return the newest snapshots of all ranks; None if none is of a later step than
-        ``newer_than``.
+        """Return the newest snapshots that all ranks have, if they are newer than a step.
 
-        With ``with_earlier``, snapshots of earlier runs are searched, too.
+        Return None if they are not of a later step than ``newer_than``. With ``with_earlier``,
+        snapshots of earlier runs are searched, too.
         """
 
     def source(self, chosen: Any) -> str:

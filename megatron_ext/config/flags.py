@@ -215,9 +215,7 @@ class Flag:
 
     @property
     def shown(self) -> str:
-        """Return the spelling for messages; if the flag is on by default, the one that sets
-        False.
-        """
+        """Return the spelling for messages; for a flag that is on by default, the negative one."""
         return (self.negative if self.default is True else self.positive)[0]
 
 

@@ -265,8 +265,8 @@ def canonical(name: str) -> str:
 def value_of_words(flag: Flag, named: str, words: Sequence[str]) -> Any:
     """Convert the words after a flag to its value, or raise a ConfigError.
 
-    The error shows the flag as ``named``, which is code in backticks.
-    A list of numbers may be several words, or one as Python and Megatron-LM write it: "(127,0)".
+    The error shows the flag as ``named``, which is code in backticks. A list of numbers may be
+    several words, or one as Python and Megatron-LM write it: "(127,0)".
     """
     numeric = flag.type in (int, float)
     if numeric and flag.nargs is not None:

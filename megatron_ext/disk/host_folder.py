@@ -31,8 +31,7 @@ _SAVE = "save_folder"
 SNAPSHOTS = ("snapshots", "non_persistent")
 """Subfolders of a host folder that hold snapshots of the ranks' state."""
 RESIZE = "resize"
-"""Name of the file that asks the ranks to save and exit, so that another number of them can
-start."""
+"""Name of the file that asks the ranks to save and exit, so that a new number of them can start."""
 TAKEN_OVER = "taken_over"
 """Name of the file in a host folder that says that its snapshots come from an earlier run."""
 _SECONDS_FOR_DYING_RANKS = 2.0

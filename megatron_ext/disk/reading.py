@@ -33,12 +33,10 @@ MAX_DEPTH = 64
 MAX_JSON_VALUES = 5_000_000
 """Limit of values in a JSON file; a large vocabulary with its rules has 2 million."""
 MAX_NODES = 2_000_000
-"""Limit of values in a YAML file. Each use of an alias counts as all the values that it stands
-for."""
+"""Limit of values in a YAML file; an alias stands for all values of its anchor."""
 _MAX_DIGITS = 1_000
 _MAX_INTEGER = 1 << 128
-"""Limit of integers. It is above 1e30, which transformers writes for a model without a maximum
-length."""
+"""Limit of integers, above 1e30, which transformers writes for a model without maximum length."""
 _MAX_KEY = 1 << 63
 """Limit of integer keys. Many larger integers could share a hash, which makes a mapping slow."""
 _PLAIN_TAGS = ("map", "seq", "str", "int", "float", "bool", "null")
@@ -415,8 +413,6 @@ def rows_of(path: StrPath, is_row: Callable[[dict[str, Any]], bool]) -> Iterator
     """Yield the JSON objects in a file of lines that satisfy ``is_row``.
 
     Other lines are left out. If there is no file, yield nothing.
-
-    Other lines are left out.
 
     Raises:
         UnreadableFile: the file cannot be read.

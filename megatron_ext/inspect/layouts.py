@@ -143,7 +143,7 @@ def _places(config: RunConfig) -> tuple[object, ...]:
 
 
 def _drawn(config: RunConfig) -> dict[str, float]:
-    """Return, by flag, the probabilities that the forward passes draw separately on each rank."""
+    """Return the probabilities of dropout and noise that each rank draws separately, by flag."""
     drawn = {
         "--hidden-dropout": config.model.hidden_dropout,
         "--attention-dropout": config.model.attention_dropout,

@@ -29,8 +29,7 @@ T = TypeVar("T")
 Lengths = tuple[int, int]
 TILE = 128
 FILLS_UP_HEADS = torch.__version__ >= "2.13"
-"""Whether FlexAttention accepts head sizes that are not powers of 2 (torch can compare
-versions)."""
+"""Whether FlexAttention accepts head sizes that are not powers of 2."""
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,7 @@ WithBias = tuple[Tensor, Tensor | None]
 Table = tuple[Tensor, Tensor]
 
 _tables: Any = WeakIdKeyDictionary()
-"""Cosines and sines by tensor of angles, then by dtype; all layers and steps use the same
-tensor."""
+"""Cosines and sines, by tensor of angles and then by dtype; all layers and steps share them."""
 
 
 def table_of(

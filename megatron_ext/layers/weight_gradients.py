@@ -112,9 +112,9 @@ class StepGradients:
 
     @functools.cached_property
     def _weights(self) -> list[Tensor]:
-        """Return the weights of layers with `overwrites`; add a hook for other gradients to each.
+        """Return the weights whose old gradient the first product of a step overwrites.
 
-        The hook runs before megatron-core's, which adds a gradient from autograd. Weights that
+        Each gets a hook that zeroes the old gradient before autograd adds another one. Weights that
         another module shares, such as an embedding, are left out.
         """
         modules = [module for chunk in self._chunks for module in chunk.modules()]

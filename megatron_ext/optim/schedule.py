@@ -23,8 +23,7 @@ from megatron_ext.config.rules.optimizer import has_usual_warmup
 from megatron_ext.config.run import RunConfig
 
 WSD = "wsd_decay_steps"
-"""Key of the length of WSD's last phase (``--lr-decay-style WSD``), which megatron-core does not
-save."""
+"""Key of the length of the last phase of ``--lr-decay-style WSD``, which megatron-core lacks."""
 
 
 def schedule_lengths(config: RunConfig) -> dict[str, Any]:

@@ -29,8 +29,7 @@ MULTIPLY_AND_ADD = 2
 """Floating-point operations of one multiply-add."""
 
 FORWARD_AND_BACKWARD = 3
-"""Matrix products in training for each forward product: itself and the gradients of its two
-factors."""
+"""Matrix products in training for each forward product: its own and its two factors' gradients."""
 
 ATTENTION_BACKWARD = 2.5
 """Matrix products in attention's backward pass per forward product: five for two."""

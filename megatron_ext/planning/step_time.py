@@ -49,7 +49,7 @@ class Estimate:
 
     @property
     def matrix_share(self) -> float:
-        """Return the share of a step that its products would take at a large one's rate."""
+        """Return the share of a step that its products take if all are as fast as large ones."""
         large = self.rates.products(self.network.sizes.width)
         return self.flops / (self.seconds * self.network.config.parallel.world_size * large)
 

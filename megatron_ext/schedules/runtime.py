@@ -85,8 +85,10 @@ def step_graphs(
 
 
 ForwardStep = Callable[[Any, torch.nn.Module, "StepCounts | None"], tuple[Tensor, LossFunction]]
-"""Runs a chunk on a micro-batch: takes ``(batch, chunk, counts)``, returns output and loss
-function."""
+"""A function that runs a chunk on a micro-batch.
+
+It takes ``(batch, chunk, counts)``, and returns the output and the loss function.
+"""
 
 Masks = Callable[[int], AbstractContextManager[None]]
 """Takes a micro-batch's index, and returns the context in which it draws its dropout masks."""

@@ -68,7 +68,11 @@ def mtp_step(
     micro_batch: int = 1,
     per_token: bool = True,
 ) -> Step:
-    """Run a step of megatron-core's model and schedule, without the division by all targets."""
+    """Run a step of megatron-core's model and schedule.
+
+    The gradients are not divided by the number of targets. ``targets`` are the numbers of targets
+    of the sequences; all other targets are masked.
+    """
     model = stock_gpt(context, mtp_num_layers=1, calculate_per_token_loss=per_token)
     tokens, labels, positions = sequences(len(targets))
     mask = _mask(targets)

@@ -153,7 +153,10 @@ def share_of(
     targets: int = LENGTH * SEQUENCES,
     **sizes: Any,
 ) -> float:
-    """Return `auxiliary_share` of megatron-core's router on ranks of ``sizes``."""
+    """Return an auxiliary loss's gradient on ranks of ``sizes``, as a multiple of the right one.
+
+    See `auxiliary_share` for the other arguments.
+    """
     measure = partial(_stock_share, kind=kind, micro_batch=micro_batch, targets=targets)
     return on_ranks(measure, **sizes)[0]
 

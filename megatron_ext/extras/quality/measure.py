@@ -221,7 +221,11 @@ def measure(
 def _near(
     documents: Documents, leaders: Ints, alone: Ints, lengths: Ints, options: QualityOptions
 ) -> Ints:
-    """Return the leaders of documents when near duplicates are put into one group as well."""
+    """Return the leader of each document's group if near duplicates are grouped as well.
+
+    ``leaders`` are those of the groups of exact duplicates. ``alone`` are the positions of
+    documents that are the first or only one of their group.
+    """
     assert options.near_duplicates is not None
     candidates = alone[lengths[alone] >= SHINGLE]
     places = near_leaders(documents, candidates, options.near_duplicates, options.seed)

@@ -87,7 +87,7 @@ def append_fault(
 
 
 class FaultSupervisor(Supervisor):
-    """Waits for the ranks of one generation; reports faults as post-mortems and as events.
+    """Waits for the ranks of one start of a run; reports faults as post-mortems and as events.
 
     Attributes:
         fault: why the ranks ended or hang; None if they ended on purpose, or in a way that would
@@ -285,7 +285,7 @@ class TellingSupervisor(FaultSupervisor):
 
 
 class RestartSupervisor(FaultSupervisor):
-    """Waits for the ranks of a generation that can be restarted; kills all at once after a fault.
+    """Waits for ranks that can be restarted; kills all at once after a fault.
 
     Args:
         check_request: called now and then, to check whether another number of ranks is requested.

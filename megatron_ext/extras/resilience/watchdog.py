@@ -23,8 +23,7 @@ from megatron_ext.disk.writing import open_new, open_to_append
 from megatron_ext.extras.resilience.flight import Flight, read_flight, write_flight
 
 STACK_SIGNAL = signal.SIGXFSZ
-"""The signal that requests stacks. The kernel sends it only at a limit of file sizes; Python
-ignores it."""
+"""The signal that requests stacks; the kernel sends it only at a limit of file sizes."""
 _ASK, _END = b"?", b"."
 
 

@@ -26,8 +26,7 @@ SECONDS_BETWEEN_MEASUREMENTS = 15.0
 """Seconds between two measurements of the ranks' own times."""
 _SECONDS_BETWEEN_STATES = 1.0
 _SECONDS_OF_A_PAUSE = 2.0
-"""Seconds between two looks above which the watcher itself must have been stopped, and the ranks
-too."""
+"""Seconds between two looks above which all processes must have been stopped, ranks included."""
 
 
 class Watcher:
