@@ -41,7 +41,7 @@ ATTEMPTS = 3
 """Number of helpers that try a job before it is given up."""
 _SECONDS_BETWEEN_LOOKS = 0.005
 KNOWN, BUSY, UNKNOWN, BROKEN = range(4)
-"""What a rank finds when a save begins, from best to worst.
+"""How ready a rank is when a save begins, from best to worst.
 
 KNOWN: it can copy its state. BUSY: it must wait for free memory. UNKNOWN: it needs a new plan of
 what to write. BROKEN: it cannot save.

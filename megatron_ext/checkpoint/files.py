@@ -141,7 +141,9 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> Files | None:
-    """Read the manifest of a folder; return None if it has none, as Megatron-LM's checkpoints."""
+    """Read the manifest of a folder; return None if it has none, as in Megatron-LM's
+    checkpoints.
+    """
     path = folder / MANIFEST
     try:
         return manifest_of(read_json_object(path), path)

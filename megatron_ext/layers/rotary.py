@@ -65,7 +65,7 @@ def _wavelengths(dim: int, base: float) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Divide low frequencies, keep high ones, and blend in between, as Llama 3.1 does."""
+    """Return Llama 3.1's frequencies: low ones divided, high ones kept, a blend in between."""
     original = scaling.original_max_position_embeddings
     low = scaling.low_freq_factor
     high = scaling.high_freq_factor
@@ -78,7 +78,9 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(wavelengths: Tensor, dim: int, base: float, scaling: RopeScaling) -> Tensor:
-    """Divide frequencies along a ramp over the channels (YaRN, arXiv:2309.00071, eq. 23)."""
+    """Return YaRN's frequencies, divided along a ramp over the channels (arXiv:2309.00071, eq.
+    23).
+    """
 
     def channel(rotations: float) -> float:
         """Return the pair of channels that turns this often within the original context."""

@@ -67,7 +67,7 @@ def weighted_linear_cross_entropy(
         hidden: ``[s, b, h]``, or ``[s/tp, b, h]`` under sequence parallelism.
         weight, bias: this rank's part of the head, ``[v/tp, h]`` and ``[v/tp]``, of one dtype. Its
             first row belongs to the token id ``rank * v/tp``.
-        labels: ``[b, s]`` int64 in ``[0, v)``. A token that does not count needs the label
+        labels: ``[b, s]`` int64 in ``[0, v)``. A token without a target needs the label
             ``ignore_index`` or a weight of 0.
         token_weights: ``[b, s]``, such as loss mask / tokens of the global batch.
         tp_group: the ranks that share the head; None means that this rank holds the whole head.

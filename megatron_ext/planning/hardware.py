@@ -175,9 +175,10 @@ class Efficiency:
 
 DEFAULT = Efficiency()
 FLASH_3 = replace(DEFAULT, attention_forward=0.76, attention_backward=0.65)
-"""Rates of FlashAttention 3 on Hopper: 602 TFLOP/s forward; 8% below 559 TFLOP/s backward.
+"""Efficiency with FlashAttention 3, on Hopper only.
 
-The source is the same as for the other rates of attention.
+602 TFLOP/s forward, and 8% less than 559 TFLOP/s backward, from the same source as the other rates
+of attention.
 """
 
 GAP = 5e-6
