@@ -230,15 +230,15 @@ def rotary_errors(positions: PositionConfig, size: int, *, windowed: bool) -> It
             "give both",
         )
     others = ("use_rope_scaling", "rotary_seq_len_interpolation_factor")
-    given = [f"`--{x.replace('_', '-')}`" for x in others if getattr(positions, x)]
+    given = [f"--{x.replace('_', '-')}" for x in others if getattr(positions, x)]
     if positions.rope_scaling is None:
         return
     if given:
-        yield FlagError("--rope-scaling", None, f"and {given[0]} exclude each other", "give one")
+        yield exclusive("--rope-scaling", given[0])
     try:
         scaling = positions.scaling()
     except ValueError as error:
-        yield FlagError("--rope-scaling", positions.rope_scaling, f"{error}")
+        yield FlagError("--rope-scaling", positions.rope_scaling, str(error))
         return
     pairs = -(-int(size * positions.rotary_percent) // 2)
     for name in ("short_factor", "long_factor"):
