@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 HAS_HYBRID_MODEL = importlib.util.find_spec("megatron.core.models.hybrid") is not None
-"""Whether there is a HybridModel of attention, MLP and other layers, in any order."""
+"""Whether megatron-core has a HybridModel, of attention, MLP and other layers in any order."""
 
 
 @functools.cache
@@ -140,8 +140,9 @@ RECOMPUTES_DEPTHS = any(
     takes(MultiTokenPredictionLayer._checkpointed_forward, name)
     for name in ("padding_mask", "kwargs")
 )
-"""Whether multi-token-prediction modules can be fully recomputed in this release, which in some
-fails on arguments that megatron-core itself passes.
+"""Whether multi-token-prediction modules can be fully recomputed in this release.
+
+In some releases the recomputation fails on arguments that megatron-core itself passes.
 """
 
 
@@ -155,7 +156,7 @@ def moe_submodules(mlp: Any) -> Any:
 def experts_builder(module: type, submodules: MLPSubmodules) -> Any:
     """Return a class of experts with its submodules, in the form in which a spec takes them.
 
-    Newer releases take a function that builds the experts, older ones the pair of both.
+    Newer releases take a function that builds the experts, older ones a pair: class, submodules.
     """
     if takes(TransformerLayer.__init__, "is_mtp_layer"):
         return functools.partial(module, submodules=submodules)

@@ -102,7 +102,7 @@ class FlagError(str):
 
 
 def exclusive(*given: str | tuple[str, object], remedy: str = "give one") -> FlagError:
-    """Return the error of flags that exclude each other; of a pair, the value is shown too."""
+    """Return the error of flags that exclude each other; a pair is a flag and its value."""
     shown = [f"`{x}`" if isinstance(x, str) else f"`{x[0]}` ({x[1]})" for x in given]
     return FlagError(" and ".join(shown), None, "exclude each other", remedy)
 

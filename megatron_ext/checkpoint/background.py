@@ -285,8 +285,8 @@ class BackgroundSaves:
     def _worst(self, verdict: int) -> int:
         """Return the largest verdict of all ranks, which call this together.
 
-        Verdicts are `KNOWN` to `BROKEN`. The same reduction tells all ranks how many saves have
-        failed, which only rank 0 knows.
+        Verdicts are the constants from `KNOWN` (0) to `BROKEN` (3). The same reduction tells all
+        ranks how many saves have failed, which only rank 0 knows.
         """
         # What other ranks know about the newest save may be the result of the save before it.
         own = [verdict, self.num_failed, int(self.last_has_failed and self._context.rank == 0)]

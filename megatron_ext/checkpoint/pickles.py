@@ -27,7 +27,7 @@ MAX_BYTES = 1 << 32
 MAX_NESTING = 100
 """Limit of nesting; far beyond it Python's own functions would overflow the stack."""
 MAX_KEY = 64
-"""Limit of elements of a tuple that is a key, and of dimensions of a size."""
+"""Limit of elements of a tuple that is a key, and of dimensions of a ``torch.Size``."""
 MAX_IN_TUPLE = 10_000
 """Limit of elements of a tuple, counted with those of each tuple inside it."""
 MAX_SAME_HASH = 1_000

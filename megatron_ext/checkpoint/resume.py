@@ -74,7 +74,7 @@ class SnapshotRecovery(Protocol):
         """
 
     def publish(self, chosen: Any, save: str | None) -> CheckpointRef:
-        """Write snapshots of another layout as a temporary checkpoint, which loads in any."""
+        """Write snapshots of another layout as a temporary checkpoint for any layout."""
 
     def remove_temporary(self, checkpoint: CheckpointRef) -> None:
         """Remove the checkpoint that `publish` has written."""
@@ -139,9 +139,10 @@ class Resume:
     def _newest_snapshots(
         self, recoveries: Sequence[SnapshotRecovery], checkpoint: CheckpointRef | None
     ) -> tuple[SnapshotRecovery, Any] | None:
-        """Return the newest snapshots that all ranks have, after the recovery that has found them.
+        """Return the newest snapshots that all ranks have.
 
-        Return None if none are at least as new as ``checkpoint``.
+        They are the second of a pair, after the recovery that has found them. Return None if none
+        are at least as new as ``checkpoint``.
         """
         best = None
         newer_than = -1

@@ -320,7 +320,7 @@ def if_changed(section: type) -> dict[str, IfChanged]:
 
 
 def from_checkpoint(section: type) -> dict[str, bool]:
-    """Return, by field, whether a checkpoint's configuration may give it (`flag`)."""
+    """Return, by field, whether a checkpoint's configuration may give its value; see `flag`."""
     usual: bool = getattr(section, "FROM_CHECKPOINT", True)
     by_field = {}
     for field in dataclasses.fields(section):

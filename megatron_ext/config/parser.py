@@ -273,7 +273,7 @@ class Reading:
                 yield value
 
     def read_flag(self, word: str, name: str, values: list[str]) -> None:
-        """Store a flag's values, or note or report why not; ``name`` is its canonical spelling."""
+        """Store a flag's values, or add a note or an error; ``name`` is its canonical form."""
         if name == "--print-config":
             self.print_config = True
         elif name == "--config":

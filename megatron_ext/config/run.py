@@ -165,7 +165,7 @@ def in_present_sections(stored: Mapping[str, Any], sections: Sequence[type]) -> 
     """Return stored values with each field in the section that declares it now.
 
     No two sections have a field of the same name, so the name of a field tells where a value of an
-    earlier version belongs. If it is there already, that value counts.
+    earlier version belongs. If that section already has a value, the latter is kept.
 
     Args:
         stored: values by section and field, such as `RunConfig.to_dict` returns.

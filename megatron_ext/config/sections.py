@@ -45,7 +45,7 @@ OWN_FLAGS = ("--help", "-h", "--config", "--print-config", "--no-position-embedd
 
 
 def check_sections(sections: Sequence[type], engine: Mapping[str, type]) -> None:
-    """Raise a ConfigError unless sections are frozen dataclasses of flags whose names are free."""
+    """Raise a ConfigError unless sections are frozen dataclasses of flags, with unused names."""
     errors: list[str] = []
     renamed = [name for name, entry in megatron_flags().items() if entry.instead]
     taken = dict.fromkeys([*OWN_FLAGS, *renamed], "the parser")

@@ -187,7 +187,7 @@ class BlockCache:
             self._words[1 + COUNTS.index("not_kept")] += np.uint64(1)
 
     def _sets(self, key: int, pages: Ints) -> Ints:
-        """Return the set of slots where each page may lie."""
+        """Return the number of the set of slots in which each page may lie."""
         spread = derived(np.full(len(pages), key, dtype=np.uint64), pages)
         sets: Ints = (spread % np.uint64(len(self._table))).astype(np.int64)
         return sets

@@ -251,7 +251,7 @@ class SampleOrder:
         return self.stages[self.stage_at(number)].seq_length
 
     def counts(self, number: int) -> list[list[int]]:
-        """Return the number of samples of each source among the first ``number``, by stage."""
+        """Return the number of samples among the first ``number``, by ``[stage][source]``."""
         counts = []
         for index, placed in enumerate(self._placed):
             stop = self._starts[index + 1] if index + 1 < len(self._starts) else number

@@ -186,7 +186,7 @@ class PackedOrder(SampleOrder):
         return packed, first
 
     def _range(self, source: int, epoch: int, block: int) -> tuple[int, int]:
-        """Return the first token of a block in its source's circle, and the token after it."""
+        """Return a block's first token in its source's circle, and the token after the block."""
         tokens = self.sources[source].tokens
         windows = self.sources[source].windows
         shift = int(self.first_tokens(source, np.array([epoch]))[0])

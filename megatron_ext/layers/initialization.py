@@ -115,7 +115,7 @@ class Marks:
         self._held: list[Any] = []
 
     def settle(self) -> None:
-        """Register all parameters under their present storage: a router's weight has moved."""
+        """Register all parameters again, because a router's weight has a new storage."""
         waiting = self._waiting.values()
         self._waiting = {_memory(parameter): (parameter, method) for parameter, method in waiting}
 

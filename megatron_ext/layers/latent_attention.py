@@ -259,7 +259,7 @@ def rotary_embedding(config: MLATransformerConfig, cp_group: ProcessGroup) -> Ro
 
 
 def _shared_out(gradient: Tensor, count: int) -> Tensor:
-    """Return an equal share of a gradient that ``count`` ranks hold, so that their sum is right."""
+    """Divide a gradient that ``count`` ranks hold, so that the sum over the ranks is right."""
     return gradient / count
 
 

@@ -36,7 +36,7 @@ OPTIONAL = {
 
 
 FACTOR_OF_LENGTHS = ("yarn", "longrope")
-"""Kinds of scaling whose missing factor is the number of positions over the original one."""
+"""Kinds of scaling whose ``factor`` is by default the new maximum length over the original one."""
 LISTS = ("short_factor", "long_factor")
 """Entries that hold a number for each pair of channels."""
 
@@ -126,7 +126,8 @@ def yarn_scaling(
 ) -> RopeScaling:
     """Return YaRN's scaling with megatron-core's factor of cosines and sines.
 
-    That is a ratio if both weights are given. transformers takes the ratio only if both are not 0.
+    If ``mscale`` and ``mscale_all_dim`` are given, the factor is the ratio of their magnitudes
+    (`yarn_magnitude`). transformers takes this ratio only if neither is 0.
     """
     magnitude = None
     if mscale is not None and mscale_all_dim is not None:

@@ -282,9 +282,9 @@ def _filled(laid: Sequence[Bucket], *, overlap: bool) -> int:
 
 
 def _share(bucket: Bucket, replica: int, replicas: int) -> tuple[int, int, int]:
-    """Return how many elements of a bucket a replica updates, and two parts of that.
+    """Return three counts of a bucket's part that one replica updates.
 
-    These are the number of parameters that the elements belong to, and the elements in matrices.
+    They are its elements, the parameters that these belong to, and its elements in matrices.
     """
     share = (bucket.end - bucket.start) // replicas
     low = bucket.start + (replica if replicas > 1 else 0) * share

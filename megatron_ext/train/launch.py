@@ -72,7 +72,7 @@ _WITHOUT_MEMORY = (
 
 Main = Callable[[], "int | None"]
 Tell = Callable[[int], None]
-"""Called once in a run with its exit code, when the run has ended or is about to."""
+"""A function that a run calls once with its exit code, when it has ended or is about to."""
 
 
 def _tell_nothing(_code: int) -> None:

@@ -191,7 +191,7 @@ class Run:
             self.progress.best_checkpoints = before
 
     def save_now(self, superseded: Collection[int] = (), *, waits: bool) -> None:
-        """Save a checkpoint or raise a CheckpointError; ``waits`` waits for its files."""
+        """Save a checkpoint or raise a CheckpointError; with ``waits``, wait for its files."""
         assert self.optimizer is not None and self.checkpoints is not None
         with self.context.recorder.phase("save"), self.parameter_gather.paused():
             self.checkpoints.save(

@@ -36,7 +36,7 @@ FLAGS = {
 """The flags of the add-on: fields by section; None means all fields of the section."""
 
 Configure = Callable[[int], RunConfig]
-"""Takes a number of ranks, and returns the configuration of the run for it."""
+"""A function that takes a number of ranks, and returns the configuration of a run on them."""
 
 
 class Supervision:

@@ -148,7 +148,7 @@ class Task(TaskFlags):
         return self
 
     def answers(self) -> tuple[Inapplicable, ...]:
-        """Return the flags that do not apply, also those that no part of the task implements."""
+        """Return entries for the flags that do not apply or that no part implements."""
         parts = [part for part in (self.forward_step, self.model_chunk) if part is not None]
         own = {name for part in parts for name in self.implements.get(part, "").split()}
         names = " ".join([STEP_FLAGS, *self.implements.values()]).split()

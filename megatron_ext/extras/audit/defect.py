@@ -50,7 +50,8 @@ class Rule:
         error: the size of the error with these flags.
         advice: what to do.
         only: the releases with the defect in this form, separated by spaces; empty for all.
-        depends: a further condition that no flag shows; such a defect does not count as a finding.
+        depends: a further condition that no flag shows; a defect with one is not reported as a
+            finding.
     """
 
     all_of: tuple[Condition, ...]

@@ -25,7 +25,7 @@ from megatron_ext.parallel.context import ParallelContext
 SEQUENCE_LENGTH = 8
 DOCUMENT_LENGTH = 5
 PATIENCE = 2.0
-"""Seconds after which the building of a dataset counts as endless; it takes 1 ms."""
+"""Seconds after which the building of a dataset is taken for endless; it normally takes 1 ms."""
 
 
 class EndlessError(Exception):
@@ -53,7 +53,7 @@ def at_most(seconds: float) -> Iterator[None]:
 
 
 def write_documents(prefix: Path, documents: int, dtype: type = np.uint16) -> None:
-    """Write documents of five tokens each: ``0 1 2 3 4``, ``5 6 7 8 9`` and so on up to 79."""
+    """Write documents of five tokens each: ``0 1 2 3 4``, ``5 6 7 8 9`` and so on, modulo 80."""
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     for document in (torch.arange(documents * DOCUMENT_LENGTH) % 80).view(documents, -1):
         builder.add_document(document, [DOCUMENT_LENGTH])

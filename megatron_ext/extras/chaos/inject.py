@@ -65,7 +65,7 @@ class Fault:
 
 
 def as_variable(faults: Sequence[Fault], folder: Path | None = None) -> dict[str, str]:
-    """Return an environment variable that injects these faults into the ranks of a run."""
+    """Return name and value of the environment variable that injects faults into a run's ranks."""
     listed = [dataclasses.asdict(fault) for fault in faults]
     given = listed if folder is None else {"folder": str(folder), "faults": listed}
     return {VARIABLE: json.dumps(given)}

@@ -297,7 +297,7 @@ class _Launch:
         self._cursor = end
 
     def _row(self, row: _TimeRow, kept: float) -> None:
-        """Add the interval of a row; steps after iteration ``kept`` were repeated, so are lost."""
+        """Add a row's interval; its steps after iteration ``kept`` are lost, being repeated."""
         done = row.iteration - row.before
         again = min(1.0, max(0.0, (row.iteration - kept) / done)) if done > 0 else 0.0
         seconds: Seconds = {}

@@ -131,7 +131,10 @@ class TimeRows:
         append_row(self._path, row)
 
     def finish(self, reason: str) -> None:
-        """Write the last row and why the run ended without a fault, and perhaps the report."""
+        """Write the last row, and that the run ended without a fault and why.
+
+        Write the goodput report, too, unless the launcher does so.
+        """
         self.write(self._recorder.iteration or self._iteration)
         reports = not self.launch.ends_itself
         ended = _ended_row(self._iteration, self.launch, reason=reason, reported=reports)

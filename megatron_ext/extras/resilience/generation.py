@@ -14,7 +14,7 @@ from megatron_ext.train.run import Run
 FAULT_TIME_VARIABLE = "MEGATRON_EXT_FAULT_TIME"
 """Environment variable with the time at which the fault before this restart was detected."""
 FAULT_STEP_VARIABLE = "MEGATRON_EXT_FAULT_STEP"
-"""Environment variable with the step in which that fault occurred."""
+"""Environment variable with the step in which the fault before this restart occurred."""
 
 
 def follow_earlier_process() -> None:

@@ -85,7 +85,10 @@ class Rerun(Callback):
         return self.run.runner.compute_gradients(inputs)
 
     def _step(self, inputs: StepInputs) -> tuple[StepLosses, UpdateResult]:
-        """Run one step as `StepRunner.step_guard`. On a GPU this waits for the update's result."""
+        """Run one step; compute it again if its results must be compared or are not finite.
+
+        This is a `StepRunner.step_guard`. On a GPU it waits for the result of the update.
+        """
         run = self.run
         runner = run.runner
         iteration = self.run.progress.iteration + 1

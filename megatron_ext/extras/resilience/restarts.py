@@ -203,7 +203,10 @@ class _Launcher:
         self._environment = {RUN_VARIABLE: f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"}
 
     def run(self) -> int:
-        """Run generations until one ends on purpose, or another makes no sense; return its code."""
+        """Start the ranks again until they end on purpose, or another start makes no sense.
+
+        Return the last exit code.
+        """
         try:
             return self._run()
         finally:

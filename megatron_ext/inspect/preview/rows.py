@@ -131,7 +131,7 @@ class Document:
 
     @cached_property
     def columns(self) -> Ints:
-        """Return each token's column, ``[n]``; a last token that is only predicted gets ``end``."""
+        """Return each token's column, ``[n]``; a last, only predicted token has column ``end``."""
         return np.arange(self.start, self.end + self.is_last)
 
     @cached_property

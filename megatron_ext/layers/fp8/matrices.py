@@ -138,7 +138,7 @@ Wanted = Literal["rows", "columns", "both"]
 
 
 Layouts = tuple[Tensor | None, Tensor | None]
-"""An 8-bit matrix and its transpose, padded as by `turned`; None for one that was not requested."""
+"""An 8-bit matrix and its transpose, as `turned` returns it; None for one not requested."""
 
 
 class Pass(NamedTuple):

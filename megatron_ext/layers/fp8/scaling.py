@@ -342,8 +342,8 @@ class DelayedScaling(Scaling):
     def pair_by(self, cast: Callable[..., Layouts], role: Role, *, columns: bool) -> Pair:
         """Return a tensor in 8 bits; with ``columns`` also its transpose.
 
-        ``cast`` computes both. It takes the scale, the format, the layout and the magnitude to
-        raise, like `cast_with` after its first argument.
+        ``cast`` computes both. Its arguments are the scale, the 8-bit format, the layout ("both" or
+        "rows"), and a tensor that it raises to the largest magnitude.
         """
         layout: Wanted = "both" if columns else "rows"
         layouts = cast(self.scale[role], self.formats[role], layout, self._noted(role))
