@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Names the known defects of megatron-core that affect Megatron-LM with given flags.
+"""Lists the known defects of megatron-core that affect a run of Megatron-LM with given flags.
 
     python tools/audit.py [--core 0.16.1] [--json] -- <flags of a Megatron-LM script>
     python tools/audit.py model_config.yaml
@@ -8,9 +8,9 @@
 
 Launch scripts are not read. To audit one, replace its training program by this package's
 pretrain_gpt.py, add --audit to the flags, and run it. Recipes of Megatron-LM's functional tests
-(model_config.yaml) are read. The name of the training program may precede the flags; D7 depends on
-it. docs/numerics.md describes every defect.
-Exit code 0: clean; 1: findings; 2: errors.
+(model_config.yaml) are read. The name of the training program may precede the flags; defect D7
+depends on that name. docs/numerics.md describes every defect. Exit code 0: clean; 1: findings; 2:
+errors.
 """
 
 from __future__ import annotations

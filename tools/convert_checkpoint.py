@@ -139,15 +139,15 @@ _VIDEO = "entry network naming".split()
 
 
 def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """Return the options that were given on the command line."""
+    """Return those of the options ``names`` that were given on the command line, with values."""
     values = {name: getattr(args, name, None) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _refuse(args: argparse.Namespace, names: Sequence[str], kind: str) -> None:
-    """Raise a CheckpointError that names the first given option without effect.
+    """Raise a CheckpointError if an option without effect was given; it names the first one.
 
-    ``names`` are the options without effect on a model of ``kind``.
+    ``names`` are the options that have no effect on a model of the kind ``kind``.
     """
     for name in _given(args, names):
         raise CheckpointError(

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Reports what this machine has for training, what is missing and with what effect, and the remedy.
+"""Reports what this machine has for training; for what is missing, the effect and the remedy.
 
     python tools/doctor.py [--json] [--out doctor.json] [--no-measure]
 

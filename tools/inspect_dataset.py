@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Check .bin/.idx datasets and show counts, lengths and decoded samples; measure their quality.
 
-Folders of encoded clips are checked too: buckets, rates, captions, repeated and bad samples.
+Folders of encoded clips are checked too: their buckets, frame rates and captions, and repeated or
+bad samples.
 
 Exit code 0: nothing is damaged (there may be warnings); 1: something is; 2: bad flags.
 """
@@ -191,7 +192,7 @@ def _add_quality_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _quality_options(args: argparse.Namespace) -> Any:
-    """Return the options of measuring quality, or None without any of its flags.
+    """Return the options for measuring quality; None if no flag of quality is given.
 
     Raise a ConfigError for a wrong flag.
     """
@@ -211,7 +212,7 @@ def _quality_options(args: argparse.Namespace) -> Any:
 
 
 def _quality(module: str) -> Any:
-    """Import a module of the add-on that measures quality."""
+    """Import and return a module of the add-on that measures quality."""
     return extras.needed("quality", module, "--quality")
 
 
@@ -221,7 +222,7 @@ def _print_quality(
     options: Any,
     args: argparse.Namespace,
 ) -> None:
-    """Measure and print the quality of datasets, and write the files of `_quality_options`."""
+    """Measure and print the quality of datasets, and write the files that the flags ask for."""
     results = _quality("results")
     quality, documents = _quality("measure").measure(prefixes, tokenizer, options)
     print("\n".join(results.lines(quality)))

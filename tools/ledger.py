@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Lists the documents on which a run was trained, when and how often, from its save folder.
+"""Lists the documents on which a run was trained, with when and how often, from its save folder.
 
     python tools/ledger.py out/run                              # tokens and epochs by source
     python tools/ledger.py out/run --document data/web 1234     # where a document was read
@@ -8,7 +8,7 @@
     python tools/ledger.py out/run --compare out/continued      # samples read again, or missed
     python tools/ledger.py out/run --export read.parquet        # all of it
 
-It reads `data_ledger.jsonl`, the record that runs with --data-order direct keep. Exit code 0:
+The tool reads `data_ledger.jsonl`, the record that runs with --data-order direct keep. Exit code 0:
 answered; 2: bad flags, or a question that the record cannot answer.
 """
 

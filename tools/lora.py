@@ -128,7 +128,7 @@ def _export(args: argparse.Namespace) -> None:
 
 
 def _saved_run(args: argparse.Namespace) -> tuple[RunConfig, bool]:
-    """Return the configuration of the saved run, and whether it is a streaming run."""
+    """Return the configuration of the saved run; and whether that run is a streaming run."""
     stored = read_run_config(args.load, args.ckpt_step)
     streams = is_streaming(stored)
     if args.network is not None and not streams:

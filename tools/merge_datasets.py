@@ -78,7 +78,7 @@ def stores_among(prefixes: Sequence[Path], folder: Path, output_prefix: Path) ->
     """Return the prefixes of the stores of conversations among datasets; [] if there are none.
 
     Raises:
-        DataError: there are other datasets too, or the output would overwrite a store.
+        DataError: there are both stores and other datasets, or the output would overwrite a store.
     """
     stores = store_prefixes(prefixes)
     if stores and len(prefixes) != 2 * len(stores):

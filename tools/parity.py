@@ -13,9 +13,9 @@ such as pp2[--bf16].
 
     python tools/parity.py --cores 0.16.1,0.19.2 --layouts tp2,pp2 -- <flags of pretrain_gpt.py>
 
-also trains with each of these releases of megatron-core, and compares all of them with one rank on
-the first. It looks for the releases in the running Python, in .venv, and in .venv-core-*, which
-`CORE=0.19 bash tests/run.sh` creates.
+also trains with each of these releases of megatron-core, and compares all runs with the run on one
+rank of the first release. It looks for the releases in the running Python, in .venv, and in
+.venv-core-*, which `CORE=0.19 bash tests/run.sh` creates.
 
 Exit code 0: all pass; 1: one fails; 2: bad flags, or dropout that depends on the layout.
 """
@@ -107,8 +107,8 @@ def train(
 ) -> Generator[Recording]:
     """Train the reference layout ``against``, then the others, and yield their recordings.
 
-    With several cores do this for each core, one after another. On every core but the first, the
-    reference layout is compared like any other layout.
+    With several ``cores``, releases of megatron-core, do this for each of them in turn. On every
+    release but the first, the reference layout is compared like any other layout.
     """
     if not cores:
         for index, layout in enumerate([against, *layouts]):
@@ -123,7 +123,7 @@ def train(
 def prove(
     recordings: Generator[Recording], layouts: Sequence[NamedLayout], tolerances: Tolerances
 ) -> int:
-    """Compare each recording with the first, print the table, and return the exit code."""
+    """Compare each recording with the first one, print the table, and return the exit code."""
     console = Console(width=None if sys.stdout.isatty() else 170)
     results: list[Parity] = []
     with closing(recordings):

@@ -87,10 +87,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read(words: Sequence[str], world_size: int, gpu: str) -> tuple[RunConfig, TaskCost | None]:
-    """Return the configuration and the cost of the text run that flags describe.
+    """Return the configuration of the text run that flags describe, and its cost model.
 
     Raises:
-        ConfigError: the flags have errors; it has a sentence for each.
+        ConfigError: the flags have errors; the exception has a sentence for each.
     """
     arguments = parsed(words, TEXT, world_size, gpu)
     config: RunConfig = arguments.config
@@ -102,10 +102,10 @@ def read(words: Sequence[str], world_size: int, gpu: str) -> tuple[RunConfig, Ta
 def read_video(
     words: Sequence[str], world_size: int, gpu: str
 ) -> tuple[RunConfig, TaskCost | None]:
-    """Open the data of a video run; return the configuration and the cost of the run.
+    """Open the data of a video run; return the configuration and the cost model of the run.
 
     Raises:
-        ConfigError, DataError: flags or data have errors; it has a sentence for each.
+        ConfigError, DataError: flags or data have errors; the exception has a sentence for each.
     """
     arguments = parsed(words, VIDEO, world_size, gpu)
     config, _ = preflight(arguments.config, arguments.task.preflight)
@@ -113,7 +113,7 @@ def read_video(
 
 
 def parsed(words: Sequence[str], program: TaskChoice, world_size: int, gpu: str) -> ParsedArgs:
-    """Parse flags for a dry run, which does not need the GPUs of the run; print notes on them."""
+    """Parse flags for a dry run, and print notes on them; the GPUs of the run are not needed."""
     planned = {"dry_run": True, "dry_run_gpu": gpu}
     arguments = parse_args(words, program, world_size=world_size, device="cuda", defaults=planned)
     for note in arguments.notes:
@@ -122,7 +122,7 @@ def parsed(words: Sequence[str], program: TaskChoice, world_size: int, gpu: str)
 
 
 def refuse_for_video(args: argparse.Namespace) -> None:
-    """Raise a ConfigError with a sentence on each given flag that is only for text models."""
+    """Raise a ConfigError with a sentence on each given option that is only for text models."""
     given = {"search": args.search, "png": args.png is not None}
     errors = [
         f"`--{name}` is there for text models alone; leave it out with `--video`."
@@ -134,7 +134,7 @@ def refuse_for_video(args: argparse.Namespace) -> None:
 
 
 def plan(config: RunConfig, gpu: Gpu, cost: TaskCost | None, png: Path | None) -> int:
-    """Print the plan, draw the pictures if ``png`` is given, and return the exit code."""
+    """Print the plan, draw its pictures into ``png`` if given, and return the exit code."""
     check_core(config)
     fits = show(config, gpu, cost)
     if png is not None and cost is not None:
@@ -144,7 +144,10 @@ def plan(config: RunConfig, gpu: Gpu, cost: TaskCost | None, png: Path | None) -
 
 
 def propose(config: RunConfig, world_size: int, gpu: Gpu, cost: TaskCost | None, count: int) -> int:
-    """Print a table of the fastest layouts that fit; return the exit code, 1 if none fits."""
+    """Print a table of the ``count`` fastest layouts that fit.
+
+    Return the exit code: 1 if no layout fits, else 0.
+    """
     assert cost is not None
     result = search(config, TEXT.choose(config), world_size, gpu, cost, count=count)
     console().print(search_table(result))

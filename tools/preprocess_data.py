@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Turn jsonl into Megatron's .bin/.idx datasets, with Megatron-LM's flags; see `--help`."""
+"""Turns jsonl into Megatron's .bin/.idx datasets, with Megatron-LM's flags; see `--help`."""
 
 from __future__ import annotations
 

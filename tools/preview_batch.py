@@ -36,7 +36,8 @@ from megatron_ext.inspect.preview.main import Options, preview
 from megatron_ext.text.task import TEXT
 
 _VIDEO_FLAG = "--video-data-path"
-"""The flag that shows that the flags are those of pretrain_video.py, which needs it."""
+"""The flag that tells the flags of pretrain_video.py, which needs it, from those of
+pretrain_gpt.py."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -71,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Separate the tool's own flags from those of the run; without ``--`` all belong to the run."""
+    """Return the tool's own options, and the flags of the run; without ``--`` all are the run's."""
     own, words = [], list(argv)
     if "--" in words:
         own, words = words[: words.index("--")], words[words.index("--") + 1 :]

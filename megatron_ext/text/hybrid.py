@@ -1,4 +1,4 @@
-"""``--hybrid-layer-pattern``: a GPT spelled as megatron-core's HybridModel spells its layers.
+"""``--hybrid-layer-pattern``: a GPT described by a pattern of megatron-core's HybridModel.
 
 A pattern has a letter for each layer: ``*`` attention, ``-`` an MLP, ``E`` experts; ``|`` ends a
 pipeline stage, and each ``/`` begins a depth of multi-token prediction. In ``*-*E|*-*E/*E`` every
@@ -30,7 +30,7 @@ NO_PATH = {
     "D": "sparse attention of DeepSeek has kernels for GPUs only",
     "+": "multi-latent attention is not among the layers of a pattern",
 }
-"""Layers of megatron-core that are refused, by their letters, each with the reason."""
+"""Letters of megatron-core's layers that are refused, each with the reason."""
 
 _FLAG = "--hybrid-layer-pattern"
 _CUTS = (
@@ -38,14 +38,15 @@ _CUTS = (
     "decoder_last_pipeline_num_layers",
     "num_layers_per_virtual_pipeline_stage",
 )
-"""Fields of flags that count layers of a stage, which would be letters or pairs."""
+"""Names of fields that count the layers of a stage; a pattern has two letters per layer, so they
+are unclear."""
 _CUTS_WITHOUT_STAGES = (
     "num_virtual_stages_per_pipeline_rank",
     "pipeline_model_parallel_layout",
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
-"""Fields of flags that cut a pattern into stages unless it has ``|``."""
+"""Names of fields that cut the layers into stages; a pattern with ``|`` does so itself."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,9 @@ class Pattern:
     """The layers that a pattern names.
 
     Attributes:
-        stages: the pairs of each pipeline stage; one stage if the pattern has no ``|``.
-        depths: the letters of each depth of multi-token prediction.
+        stages: for each pipeline stage, its pairs, such as ``*-``; one stage if the pattern has no
+            ``|``.
+        depths: for each depth of multi-token prediction, its letters.
     """
 
     stages: tuple[tuple[str, ...], ...]
@@ -75,11 +77,14 @@ class Pattern:
 
     @property
     def pairs(self) -> list[str]:
-        """Return the pairs of all stages, which are the layers of the GPT."""
+        """Return the pairs of letters of all stages; each pair is one layer of the GPT."""
         return [pair for stage in self.stages for pair in stage]
 
     def layout(self) -> str | None:
-        """Return the stages as ``--pipeline-model-parallel-layout``; None without ``|``."""
+        """Return the value of ``--pipeline-model-parallel-layout`` with the same stages.
+
+        Return None if the pattern has no ``|``.
+        """
         if len(self.stages) == 1:
             return None
         stages = ["t" * len(stage) for stage in self.stages]
@@ -87,13 +92,16 @@ class Pattern:
         return "|".join(stages)
 
     def moe_layer_freq(self) -> str | None:
-        """Return ``--moe-layer-freq`` of the same layers; None if all are of one kind."""
+        """Return the value of ``--moe-layer-freq`` for the layers; None if all are of one kind."""
         experts = [int(pair == "*E") for pair in self.pairs]
         return None if len(set(experts)) < 2 else str(experts).replace(" ", "")
 
 
 def read_pattern(text: str) -> Pattern:
-    """Return the layers that a pattern names; raise a ValueError of a rule and a remedy."""
+    """Parse a pattern; return the layers that it names.
+
+    Raise a ValueError, whose two arguments are the broken rule and a remedy.
+    """
     main, *depths = text.split("/")
     letters = "".join(PAIRS) + "|"
     for letter in text.replace("/", ""):
@@ -118,7 +126,7 @@ def read_pattern(text: str) -> Pattern:
 
 
 def resolve_hybrid(config: RunConfig) -> RunConfig:
-    """Return the configuration with the flags of the GPT that ``--hybrid-layer-pattern`` spells."""
+    """Return the configuration with the flags that describe the GPT of the pattern."""
     text = config.section(HybridConfig).hybrid_layer_pattern
     if text is None:
         return config
@@ -153,7 +161,7 @@ def resolve_hybrid(config: RunConfig) -> RunConfig:
 
 
 def hybrid_errors(given: RunConfig, run: RunConfig) -> Iterator[FlagError]:
-    """Yield a sentence for each fault of ``--hybrid-layer-pattern`` and for what contradicts it."""
+    """Yield an error for each fault of the pattern and for each flag that contradicts it."""
     text = given.section(HybridConfig).hybrid_layer_pattern
     if text is None:
         return
@@ -202,11 +210,11 @@ def hybrid_errors(given: RunConfig, run: RunConfig) -> Iterator[FlagError]:
 
 
 Refused = Callable[[str, str], FlagError]
-"""Makes the error of a pattern from a rule and a remedy."""
+"""A function that makes the error of a pattern from a rule and a remedy."""
 
 
 def _size_errors(refused: Refused, pattern: Pattern, given: RunConfig) -> Iterator[FlagError]:
-    """Yield an error for each flag that says other layers than the pattern does."""
+    """Yield an error for each flag that gives other layers than the pattern."""
     pairs = pattern.pairs
     model = given.model
     moe = given.section(MoEConfig)

@@ -1,4 +1,4 @@
-"""The forward step of GPT pretraining and fine-tuning, its loss, and its operation count."""
+"""The forward step of GPT pretraining and fine-tuning, its loss, and its number of operations."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ if TYPE_CHECKING:
 def mtp_targets(
     batch: Batch, counts: StepCounts | None, factor: float, *, per_token: bool
 ) -> MTPTargets | None:
-    """Return the targets of the MTP depths; None in evaluation, and for a batch without them.
+    """Return the targets of the MTP depths; None in evaluation and for a batch without targets.
 
-    The losses of all depths together have the weight ``factor``. With ``per_token``, losses are
-    divided by the tokens of the step, otherwise by the tokens of each micro-batch.
+    ``counts`` is None in evaluation. The losses of all depths together have the weight ``factor``.
+    With ``per_token``, losses are divided by the tokens of the step, otherwise by the tokens of
+    each micro-batch.
     """
     if not batch.mtp_labels or counts is None:
         return None
@@ -66,7 +67,10 @@ def custom_loss(config: LossConfig) -> TokenLoss[Any] | None:
 def prepare_batches(
     config: RunConfig, batches: Sequence[Batch], context: ParallelContext
 ) -> Sequence[Batch]:
-    """Return a step's micro-batches; a custom loss adds inputs computed from all of them."""
+    """Return a step's micro-batches, with the inputs that a custom loss computes from all of them.
+
+    Without a custom loss, return them unchanged.
+    """
     loss = custom_loss(config.loss)
     if loss is None:
         return batches
@@ -78,7 +82,10 @@ def prepare_batches(
 
 
 def output_head(model: torch.nn.Module) -> OutputHead:
-    """Return the output head of a (wrapped) model chunk; raise a ConfigError if it has none."""
+    """Return the output head of a model chunk, wrapped or not.
+
+    Raise a ConfigError if the chunk's model has no method for it.
+    """
     bare: Any = unwrap_model(model)
     if not hasattr(bare, "output_head"):
         raise ConfigError(
@@ -92,7 +99,10 @@ def output_head(model: torch.nn.Module) -> OutputHead:
 def gpt_forward_step(
     config: RunConfig, batch: Batch, model: torch.nn.Module, counts: StepCounts | None
 ) -> tuple[Tensor, LossFunction]:
-    """Run one model chunk on one micro-batch; return its output and the loss function."""
+    """Run one model chunk on one micro-batch; return its output and the loss function.
+
+    The loss function takes the output of the last stage. ``counts`` is None in evaluation.
+    """
     per_token = config.training.calculate_per_token_loss
     factor = config.model.mtp_loss_scaling_factor
     targets = mtp_targets(batch, counts, factor, per_token=per_token)
@@ -135,7 +145,11 @@ def gpt_forward_step(
 
 
 def text_step_stats(run: Run, num_microbatches: int) -> StepStats:
-    """Return a step's samples (the global batch size), and the tokens and FLOPs of its rows."""
+    """Return the samples, tokens and FLOPs of a step.
+
+    Samples are the global batch size; tokens and FLOPs are those of the rows of
+    ``num_microbatches`` micro-batches per replica.
+    """
     rows = num_microbatches * run.batch_size.samples_per_microbatch
     length = run.seq_length
     if length not in run.flops_of_samples:

@@ -47,19 +47,27 @@ from megatron_ext.train.run import Run
 from megatron_ext.train.task import STEP_FLAGS, Datasets, Task, TaskChoice, later
 
 DIRECT = "megatron_ext.text.data.splits"
-"""The module of the direct order of samples, which is imported by runs in that order alone."""
+"""The module of the direct order of samples; only runs in that order import it."""
 INDEXED = "megatron_ext.text.data.checked"
-"""The module of megatron-core's order over files, which runs on made-up data do not import."""
+"""The module of megatron-core's order of samples in files; runs on made-up data do not import it.
+"""
 
 
 def training_rules(given: RunConfig, run: RunConfig) -> list[str]:
-    """Return the errors of the text tenant's flags in training."""
+    """Return the errors of the text tenant's flags in training.
+
+    ``given`` has the user's flags, ``run`` those with derived values.
+    """
     own = [*run.section(TaskEvaluationConfig).training_errors(), *folder_errors(run)]
     return [*text_rules(given, run), *own]
 
 
 def gpt_rules(given: RunConfig, run: RunConfig) -> list[str]:
-    """Return the errors of pretraining flags, including one for ``--sft``, which has no effect."""
+    """Return the errors of the flags of a pretraining run.
+
+    ``--sft`` is an error here, since it has no effect. ``given`` has the user's flags, ``run``
+    those with derived values.
+    """
     errors = training_rules(given, run)
     if run.section(SftConfig).sft:
         errors.append(
@@ -74,9 +82,9 @@ def gpt_rules(given: RunConfig, run: RunConfig) -> list[str]:
 
 
 def tokenizer_inputs(config: RunConfig) -> list[Callable[[], Any]]:
-    """Return checks of the folder of ``--load-hf`` and of the tokenizer's files.
+    """Return functions that check the folder of ``--load-hf`` and the tokenizer's files.
 
-    A tokenizer that the folder may give is checked if its type is a flag.
+    If that folder is given, the tokenizer is checked only if its type is given as a flag.
     """
     checks: list[Callable[[], Any]] = []
     folder = config.section(HuggingFaceConfig).load_hf
@@ -90,13 +98,16 @@ def tokenizer_inputs(config: RunConfig) -> list[Callable[[], Any]]:
 
 
 def gpt_inputs(config: RunConfig) -> list[Callable[[], Any]]:
-    """Return checks of the tokenizer's files and of each indexed dataset; see `Task.inputs`."""
+    """Return functions that check the tokenizer's files and each indexed dataset."""
     dataset_checks = later("megatron_ext.text.data.plan:dataset_checks")
     return [*tokenizer_inputs(config), *dataset_checks(config)]
 
 
 def with_tokenizer(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Return the configuration with the padded vocabulary size, and the tokenizer of its flags."""
+    """Build the tokenizer of the flags; return (configuration, tokenizer).
+
+    The configuration is completed by the padded vocabulary size.
+    """
     tokenizer = build_tokenizer(config.section(TokenizerConfig))
     check_vocabulary(config, tokenizer.vocab_size)
     model = padded_to_ranks(config.model, config.parallel, tokenizer.vocab_size)
@@ -107,7 +118,10 @@ def with_tokenizer(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
 
 
 def prepare_gpt(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Check a run's data; return the completed configuration and the tokenizer."""
+    """Check a run's data; return the completed configuration and the tokenizer.
+
+    The configuration is completed by the padded vocabulary size.
+    """
     config, tokenizer = with_tokenizer(config)
     if is_direct(config):
         config = later(f"{DIRECT}:prepare_direct")(config, tokenizer)
@@ -125,7 +139,7 @@ def is_direct(config: RunConfig) -> bool:
 
 
 def separator_warnings(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
-    """Return sentences on ends of documents that a pretraining run does not see, or not train."""
+    """Return warnings about ends of documents that a pretraining run misreads or has no loss on."""
     module = DIRECT if is_direct(config) else INDEXED
     warnings: list[str] = later(f"{module}:separator_warnings")(config, tokenizer)
     return warnings
@@ -137,7 +151,10 @@ def build_datasets(
     sizes: Sequence[int | None],
     is_built_on_rank: Callable[[], bool],
 ) -> Datasets:
-    """Build the splits in the order that ``--data-order`` names; see `Task.datasets`."""
+    """Build the train, valid and test split in the order of samples that ``--data-order`` names.
+
+    ``sizes`` has the number of samples of each split; None means one epoch.
+    """
     if is_direct(config):
         datasets: Datasets = later(f"{DIRECT}:build_direct")(config, tokenizer)
         return datasets
@@ -151,7 +168,7 @@ def build_datasets(
 def text_source(
     run: Run, dataset: Any, assets: Tokenizer, consumed_samples: int, full_epoch: bool
 ) -> BatchSource:
-    """Return the batches of one split, grouped by step; see `Task.source`."""
+    """Return the source of one split's batches, grouped by step."""
     if is_direct(run.config):
         dataset = later(f"{DIRECT}:continued_split")(run, dataset)
     parts = run.config, run.context, run.device
@@ -160,7 +177,10 @@ def text_source(
 
 
 def storage_notes(run: Run) -> Callback | None:
-    """Return what tells of requests to object storage, from which the direct order alone reads."""
+    """Return the callback that reports requests to object storage.
+
+    Return None unless samples are in the direct order, the only one that reads from there.
+    """
     if not is_direct(run.config):
         return None
     built: Callback | None = later("megatron_ext.text.data.storage:storage_notes")(run)
@@ -168,7 +188,7 @@ def storage_notes(run: Run) -> Callback | None:
 
 
 def padded_to_ranks(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> ModelConfig:
-    """Return ``model`` with a padded vocabulary that divides equally among tensor-parallel ranks.
+    """Return ``model`` with a vocabulary padded so that tensor-parallel ranks share it equally.
 
     A given ``--padded-vocab-size`` stays; raise a ConfigError if it is less than ``vocab_size``.
     """
@@ -189,9 +209,10 @@ def padded_to_ranks(model: ModelConfig, parallel: ParallelConfig, vocab_size: in
 
 
 def padding_note(given: ModelConfig, padded: ModelConfig, ranks: int) -> str | None:
-    """Return a note if the vocabulary is padded to more entries than it would be on one rank.
+    """Return a note if the vocabulary has more padding than it would have on one rank, else None.
 
-    Losses count padded entries, here as in Megatron-LM, and so depend on their number.
+    Here as in Megatron-LM, the softmax of the loss includes padded entries, so losses depend on
+    their number. ``ranks`` is the tensor-parallel size.
     """
     if given.padded_vocab_size or not padded.unpadded_vocab_size:
         return None
@@ -209,15 +230,15 @@ def padding_note(given: ModelConfig, padded: ModelConfig, ranks: int) -> str | N
 def tokenizer_lines(config: RunConfig, assets: Any) -> list[str]:
     """Return lines on entries of the tokenizer's files that have no effect here.
 
-    A task that is made from this one may have other assets than a tokenizer.
+    Return [] if ``assets`` is no tokenizer: a task derived from this one may have other assets.
     """
     return assets.notes() if isinstance(assets, Tokenizer) else []
 
 
 def data_ledger(run: Run) -> Callback | None:
-    """Return what records which samples a run in the direct order reads: the add-on ``ledger``.
+    """Return the callback that records which samples a run in the direct order reads.
 
-    It is None on ranks that write no record.
+    It is part of the add-on ``ledger``. Return None on ranks that write no record.
     """
     writes = run.context.rank == 0 and run.config.checkpoint.save is not None
     if not writes or not run.progress.data_order:
@@ -262,7 +283,7 @@ SFT = dataclasses.replace(
     datasets=later("megatron_ext.text.sft.dataset:build_splits"),
     data_lines=later("megatron_ext.text.sft.task:conversation_lines"),
 )
-"""The fine-tuning task, whose code is imported when it runs."""
+"""The fine-tuning task; its code is imported when it runs."""
 
 
 def task_of(config: RunConfig) -> Task:

@@ -1,4 +1,4 @@
-"""Public weights of video networks: finds the conversion that reads them."""
+"""Finds the conversion that reads given public weights of a video network."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megatron_ext.video.networks.lookup import conversions
 from megatron_ext.video.networks.network import Conversion
 
 CLASS = "_class_name"
-"""Entry of a video network's config.json that names its class; language models have none."""
+"""The entry that names the class in a video network's config.json; language models have none."""
 
 STORED_ROLES = {"generator": "", "critic": "critic."}
-"""Networks in a checkpoint of a streaming run, with the prefix of their parameters' names."""
+"""Networks in a checkpoint of a streaming run, with the prefixes of their parameters' names."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -52,5 +52,5 @@ def reader_of(source: Path) -> Conversion | None:
 
 
 def is_streaming(stored: Mapping[str, Any]) -> bool:
-    """Return whether a configuration was stored by a streaming run or with imported weights."""
+    """Return whether a stored configuration is that of a streaming run or of imported weights."""
     return (stored.get("video") or {}).get("task") == "streaming"

@@ -2,8 +2,8 @@
 
 The method is rectified flow (arXiv:2209.03003, arXiv:2210.02747) with the logit-normal timesteps
 and the shift of arXiv:2403.03206. The shift grows with the size and the length of a clip, as in
-Open-Sora 2.0 (arXiv:2503.09642). For data x0 and noise x1, x_t is x1 at t = 1, and
-x0 + sigma_min * x1 at t = 0:
+Open-Sora 2.0 (arXiv:2503.09642). x_t lies between data x0 and noise x1: it is x1 at t = 1, and x0 +
+sigma_min * x1 at t = 0:
 
     x_t = (1 - t) * x0 + (t + sigma_min * (1 - t)) * x1
     v   = d x_t / d t = (1 - sigma_min) * x1 - x0
@@ -30,14 +30,15 @@ from megatron_ext.video.model.tokens import LatentShape, tokens_per_frame
 _REDUCTIONS = {"per_token": "token", "per_sample": "sample"}
 
 QUARTERS = ("t_q1", "t_q2", "t_q3", "t_q4")
-"""Names in the log of the quarters of [0, 1]; clips of all sizes share them, whatever the shift."""
+"""Names in the log of the quarters of times [0, 1], the same for clips of all sizes."""
 
 
 def shift_factor(config: FlowConfig, shape: LatentShape, patch_size: int) -> float:
-    """Return the factor a of `shift` for clips of latent ``shape``, in training and in sampling.
+    """Return the factor of `shift` for clips of latent ``shape``, in training and in sampling.
 
-    `--flow-shift` fixes it. Otherwise it is linear in the number of tokens of a latent frame. With
-    ``shift_by_length`` it is multiplied by the square root of the number of latent frames.
+    `--flow-shift` gives the factor. Without it, the factor is linear in the number of tokens of a
+    latent frame. With ``shift_by_length`` it is multiplied by the square root of the number of
+    latent frames.
 
     Raises:
         DataError: the patch size does not divide the latent frame.
@@ -53,7 +54,10 @@ def shift_factor(config: FlowConfig, shape: LatentShape, patch_size: int) -> flo
 
 
 def shift(times: Tensor, factor: float) -> Tensor:
-    """Map times s to ``a * s / (1 + (a - 1) * s)``; a factor a > 1 moves them towards noise."""
+    """Map times s to ``a * s / (1 + (a - 1) * s)`` with a = ``factor``.
+
+    A factor above 1 moves times towards noise.
+    """
     return factor * times / (1 + (factor - 1) * times)
 
 
@@ -81,9 +85,9 @@ def noised(x0: Tensor, x1: Tensor, times: Tensor, sigma_min: float) -> tuple[Ten
 def token_weights(mask: Tensor, normalization: str) -> Tensor:
     """Return the weight of each token in the loss, ``[b, n]`` float32.
 
-    ``mask`` ``[b, n]`` is 1 for tokens that count, else 0, and covers all tokens of each clip. With
-    "per_token" the weights are the mask. With "per_sample" the weights of each clip sum to 1, or
-    to 0 if none of its tokens counts.
+    ``mask`` ``[b, n]`` is 1 for tokens with a loss, else 0, and covers all tokens of each clip.
+    With "per_token" the weights are the mask. With "per_sample" the weights of each clip sum to 1,
+    or to 0 if no token of the clip has a loss.
     """
     return reduced_weights(mask, None, _REDUCTIONS[normalization])
 
@@ -121,8 +125,8 @@ class FlowTargets:
         times: t, ``[b]`` for each clip or ``[b, n]`` for each token.
         modes: indices into `MODES`, ``[b]``.
         usual_weight: sum of ``weights``, averaged over the context-parallel ranks. The ranks hold
-            unequal numbers of image tokens, so `losses.contract.share_of_step` takes this average
-            in place of the rank's own sum. None takes the rank's own sum.
+            unequal numbers of image tokens, so the rank's share of the step is computed from this
+            average. None means the rank's own sum.
     """
 
     velocity: Tensor
@@ -139,11 +143,11 @@ def flow_matching_loss(
     share: Tensor | float = 1.0,
     reported_modes: Sequence[str] = ("t2v",),
 ) -> tuple[Tensor, Tensor, Report]:
-    """Return the weighted sum of the tokens' losses, the number of counted tokens, and what to log.
+    """Return (weighted sum of the tokens' losses, number of tokens with a loss, what to log).
 
     Args:
         prediction: predicted velocity of the n image tokens, ``[b, n, d]``.
-        share: factor on the returned sum, as `losses.contract.share_of_step` computes it.
+        share: factor on the returned sum: the micro-batch's share of the step.
         reported_modes: condition modes that get an entry in the log; the same on all ranks.
     """
     weights = targets.weights
@@ -157,7 +161,7 @@ def flow_matching_loss(
         quarter = quarter.flatten()
 
     def among(sums: Tensor, groups: Tensor, number: int) -> Tensor:
-        """Return the sum, ``[2]``, of the rows of ``sums`` where ``groups`` equals ``number``."""
+        """Return the sum of the rows ``[2]`` of ``sums`` at which ``groups`` equals ``number``."""
         return torch.where((groups.to(sums.device) == number)[:, None], sums, 0.0).sum(dim=0)
 
     report = {"loss": pair(total, weights.sum())}

@@ -1,4 +1,4 @@
-"""Micro-batches of flow matching from clips, as all video networks take them."""
+"""Micro-batches of flow matching, built from clips in the form that all video networks take."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class FlowMicrobatch:
     """One micro-batch as a pipeline stage sees it.
 
     Attributes:
-        inputs: keyword arguments of the model's ``forward`` that the stage needs. The first
-            argument has a row for each clip.
+        inputs: keyword arguments of the model's ``forward`` that the stage needs. The first of them
+            has a row for each clip.
         num_text, num_image: numbers of text and image tokens in the whole sequence.
         targets: targets of the image tokens in this rank's output; None before the last stage.
     """
@@ -69,7 +69,7 @@ class FlowMicrobatch:
 
 
 class FlowBatchBuilder(ABC):
-    """Builds a run's micro-batches: draws noise and times, and noises the clips.
+    """Builds a run's micro-batches: draws noise and times, and adds noise to the clips.
 
     Every random draw depends only on the seed and the sample's number. All ranks that hold parts of
     one sequence therefore draw the same values, and so does a run with another parallel layout.
@@ -96,7 +96,7 @@ class FlowBatchBuilder(ABC):
     ) -> FlowMicrobatch:
         """Return one micro-batch of clips; ``samples`` are the clips' numbers in the run.
 
-        Only the first ``counted`` clips have a weight in the loss; by default all have one.
+        Only the first ``counted`` clips have a loss; by default all have one.
         """
         flow = self._config.section(FlowConfig)
         dropout = self._config.section(TextDropoutConfig)
@@ -127,28 +127,31 @@ class FlowBatchBuilder(ABC):
         return self.microbatch(inputs, num_text, num_image, targets)
 
     def _normals(self, randomness: Randomness, samples: Sequence[int], num_frames: int) -> Tensor:
-        """Return normal draws that become times, ``[b]``, or ``[b, t]`` for a time per frame."""
+        """Return standard normal draws from which times are computed.
+
+        They are ``[b]``, one per clip, or ``[b, t]``, one per frame.
+        """
         return randomness.normals
 
     @abstractmethod
     def _own(self, whole: FlowTargets, num_text: int) -> FlowTargets:
-        """Return the targets of this rank, given those of the whole sequence."""
+        """Return the part of the whole sequence's targets that belongs to this rank."""
 
     @abstractmethod
     def _inputs(
         self, batch: VideoBatch, randomness: Randomness, x_t: Tensor, times: Tensor, masks: Tensor
     ) -> dict[str, Tensor | None]:
-        """Return the keyword arguments of ``forward``; ``masks`` are true at reference frames."""
+        """Return the keyword arguments of ``forward``; ``masks`` are True at reference frames."""
 
     def text_of(self, batch: VideoBatch, randomness: Randomness) -> Text:
-        """Return the captions' embeddings, replaced by the empty caption's for dropped captions."""
+        """Return the captions' embeddings, with those of the empty caption for dropped captions."""
         drops = randomness.drop_text, randomness.drop_pooled
         text, pooled = (to_device(drop, batch.text.device) for drop in drops)
         return drop_text(Text(batch.text, batch.pooled), self._null, text, pooled)
 
 
 def sharing_ranks(parallel: ParallelConfig) -> int:
-    """Return the number of ranks over which the tokens of a clip are split."""
+    """Return the number of ranks among which the tokens of a clip are divided."""
     shared = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     return parallel.context_parallel_size * shared
 

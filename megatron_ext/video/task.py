@@ -43,7 +43,7 @@ from megatron_ext.video.streaming.task import STREAMING
 
 
 def cases(config: RunConfig) -> Sequence[Case]:
-    """Open the training data; return a cost model's `Case` for each bucket that some step uses."""
+    """Open the training data; return the cost model's `Case` of each bucket that some step uses."""
     return [
         Case(
             network=network_of(config).planned(clip),
@@ -66,9 +66,9 @@ def build_chunk(
     vp_stage: int | None = None,
     **stage: bool,
 ) -> VideoChunk:
-    """Build one pipeline chunk of the run's network, for virtual stage ``vp_stage``.
+    """Build one pipeline chunk of the run's network, that of the virtual stage ``vp_stage``.
 
-    ``stage`` is unused, since ``context`` holds the pipeline stage.
+    ``stage`` is unused, since ``context`` has the pipeline stage.
     """
     network = network_of(config)
     return network.chunk.build(
@@ -84,7 +84,7 @@ def forward_step(
 
 
 def boundary_shape(batch: FlowMicrobatch, chunk: torch.nn.Module) -> list[int]:
-    """Return the shape of the tensor that stages send each other for a micro-batch."""
+    """Return the shape of the tensor that pipeline stages send each other for a micro-batch."""
     shape: list[int] = get_attr_wrapped_model(chunk, "boundary_shape")(**batch.boundary_inputs)
     return shape
 
@@ -115,7 +115,7 @@ FLOW = Task(
 
 
 def task_of(config: RunConfig) -> Task:
-    """Return the streaming task, or flow matching with the defaults of `--video-model`."""
+    """Return the task of ``--task``: streaming, or flow matching with the network's defaults."""
     if config.section(VideoConfig).streams:
         return STREAMING
     return _flow_with_defaults(chosen(config))

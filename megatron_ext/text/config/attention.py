@@ -1,4 +1,4 @@
-"""Flags of a GPT's attention: windows, its softmax, and multi-latent attention; their rules."""
+"""Flags of a GPT's attention (windows, softmax, multi-latent attention), and their rules."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ REPLACED = {
     "no_rope_freq": "all its layers rotate a part of each head",
     "softmax_scale": "its factor follows from the channels of a key and `--mscale-all-dim`",
 }
-"""Fields of flags that multi-latent attention does not use, each with the reason."""
+"""Names of fields that multi-latent attention does not use, each with the reason."""
 
 
 @dataclass(frozen=True)
 class AttentionConfig(LayerSection):
-    """Windows of attention, and what becomes of its scores; names are Megatron-LM's."""
+    """The flags of attention's windows, scores and softmax; names are Megatron-LM's."""
 
     SECTION: ClassVar[str] = "attention"
 
@@ -68,18 +68,18 @@ class AttentionConfig(LayerSection):
 
     @property
     def changes_scores(self) -> bool:
-        """Return whether attention has sinks or a soft cap, which plain kernels do not compute."""
+        """Return whether attention has sinks or a soft cap, which plain kernels do not have."""
         return self.softmax_type != "vanilla" or self.attn_logit_softcapping is not None
 
     def windowed_layers(self, model: ModelConfig) -> list[bool]:
-        """Return for each layer of the decoder whether a window limits its attention."""
+        """Return, for each decoder layer, whether a window limits its attention."""
         num_layers = model.num_layers or 0
         if self.window_size is None:
             return [False] * num_layers
         return windowed_layers(self.window_attn_skip_freq, num_layers)
 
     def transformer_fields(self, config: RunConfig) -> Mapping[str, object]:
-        """Return the fields of `StepTransformerConfig` about windows and scores of attention."""
+        """Return the fields of `StepTransformerConfig` for windows and scores, with values."""
         pattern = None
         if self.window_attn_skip_freq is not None and self.window_size is not None:
             layers = [int(has) for has in self.windowed_layers(config.model)]
@@ -88,16 +88,19 @@ class AttentionConfig(LayerSection):
         return {**dataclasses.asdict(self), "window_attn_skip_freq": pattern}
 
     def torch_only(self) -> list[str]:
-        """Return the flags given that only the torch layers follow."""
+        """Return those of the given flags that only the torch layers follow."""
         capped = self.attn_logit_softcapping is not None
         return ["--attn-logit-softcapping"] if capped else []
 
     def te_versions(self, config: RunConfig) -> Mapping[str, str]:
-        """Return the first Transformer Engine that has the kind of softmax."""
+        """Return the first release of Transformer Engine that has the given softmax.
+
+        The key is the flag; {} for the plain softmax, which all releases have.
+        """
         return {} if self.softmax_type == "vanilla" else {"--softmax-type": "2.8.0"}
 
     def errors(self, config: RunConfig) -> Iterator[FlagError]:
-        """Yield a sentence for each window or kind of score that the layers do not compute."""
+        """Yield an error for each given window or kind of score that the layers cannot compute."""
         model = config.model
         parallel = config.parallel
         if model.num_layers:
@@ -129,7 +132,7 @@ class AttentionConfig(LayerSection):
 
 @dataclass(frozen=True)
 class LatentAttentionConfig(LayerSection):
-    """Multi-latent attention (DeepSeek-V2, arXiv:2405.04434); names are Megatron-LM's."""
+    """Flags of multi-latent attention (DeepSeek-V2, arXiv:2405.04434); names are Megatron-LM's."""
 
     SECTION: ClassVar[str] = "latent_attention"
 
@@ -162,7 +165,10 @@ class LatentAttentionConfig(LayerSection):
     )
 
     def transformer_fields(self, config: RunConfig) -> Mapping[str, object]:
-        """Return the fields of megatron-core's MLATransformerConfig; none for other attention."""
+        """Return the fields of megatron-core's MLATransformerConfig, with their values.
+
+        Return {} if attention is not multi-latent.
+        """
         if not self.multi_latent_attention:
             return {}
         positions = config.section(PositionConfig)
@@ -174,7 +180,10 @@ class LatentAttentionConfig(LayerSection):
         }
 
     def resolved_model(self, model: ModelConfig) -> ModelConfig:
-        """Return the section ``model`` of a network whose heads are those of latent attention."""
+        """Return the section ``model`` with the sizes of heads that latent attention gives it.
+
+        Return it unchanged if attention is not multi-latent.
+        """
         if not self.multi_latent_attention:
             return model
         return dataclasses.replace(
@@ -182,7 +191,10 @@ class LatentAttentionConfig(LayerSection):
         )
 
     def attention_sides(self, config: RunConfig) -> Sequence[Side] | None:
-        """Return the widths of the projections; None for other attention."""
+        """Return the inputs and outputs of attention's projections, to check what ranks can shard.
+
+        Return None if attention is not multi-latent.
+        """
         if not self.multi_latent_attention:
             return None
         tp = config.parallel.tensor_model_parallel_size
@@ -200,12 +212,12 @@ class LatentAttentionConfig(LayerSection):
         ]
 
     def unused_fields(self) -> frozenset[str]:
-        """Return all other fields where there is no latent attention."""
+        """Return the names of this section's other fields if attention is not multi-latent."""
         names = frozenset(field.name for field in dataclasses.fields(self))
         return frozenset() if self.multi_latent_attention else names - {"multi_latent_attention"}
 
     def errors(self, config: RunConfig) -> Iterator[FlagError]:
-        """Yield a sentence for a part of latent attention to recompute where there is none."""
+        """Yield an error if a part of latent attention shall be recomputed but there is none."""
         model = config.model
         modules = model.recompute_modules or ()
         selective = model.recompute_granularity == "selective"
@@ -219,9 +231,9 @@ class LatentAttentionConfig(LayerSection):
 
 
 def latent_attention_errors(given: RunConfig) -> Iterator[FlagError]:
-    """Yield a sentence for each fault in the flags of ``--multi-latent-attention``.
+    """Yield an error for each fault in the flags of ``--multi-latent-attention``.
 
-    ``given`` are the flags before anything was derived from them.
+    ``given`` has the flags as the user gave them, before values were derived from others.
     """
     name = "`--multi-latent-attention`"
     model = given.model
@@ -272,7 +284,7 @@ def latent_attention_errors(given: RunConfig) -> Iterator[FlagError]:
 
 
 def _yarn_errors(latent: LatentAttentionConfig, positions: PositionConfig) -> Iterator[FlagError]:
-    """Yield a sentence for each fault in the flags of YaRN (Peng et al., arXiv:2309.00071)."""
+    """Yield an error for each fault in the flags of YaRN (Peng et al., arXiv:2309.00071)."""
     if latent.rope_type != "yarn":
         return
     share = positions.rotary_percent
@@ -298,10 +310,10 @@ def _yarn_errors(latent: LatentAttentionConfig, positions: PositionConfig) -> It
 
 
 def softmax_scale(latent: LatentAttentionConfig) -> float:
-    """Return the factor of attention's scores, ``m**2 / sqrt(d)``, d channels of a key.
+    """Return the factor of attention's scores, ``m**2 / sqrt(d)`` for keys of d channels.
 
     m is 1, or ``0.1 * mscale_all_dim * ln(factor) + 1`` if YaRN scales lengths by a factor above 1
-    (arXiv:2309.00071, section 3.4, where it multiplies queries and keys).
+    (arXiv:2309.00071, section 3.4, where m multiplies queries and keys).
     """
     growth = 0.1 * latent.mscale_all_dim * math.log(latent.rotary_scaling_factor) + 1.0
     return growth**2 / math.sqrt(latent.qk_head_dim + latent.qk_pos_emb_head_dim)

@@ -1,4 +1,4 @@
-"""Flags of text runs that do not apply in some of them, or in all."""
+"""Flags of text runs that have no effect in some of these runs, or in all."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOKENIZER_FLAGS = (
         "tokenizer-model",
     ),
 )
-"""Flags of tokenizers that a type of tokenizer does not read."""
+"""Flags of tokenizers that certain types of tokenizers do not read."""
 
 WITHOUT_SFT = Inapplicable(
     names_of(SftConfig),

@@ -30,7 +30,7 @@ from megatron_ext.errors import FlagError
 from megatron_ext.text.config.attention import LatentAttentionConfig
 
 FUSIONS = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
-"""Fields of flags for kernels that megatron-core runs in Transformer Engine's layers only."""
+"""Names of the fields for kernels that megatron-core runs only in Transformer Engine's layers."""
 CAPACITY_BALANCING = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
 TENSOR = "--tensor-model-parallel-size"
 PADDING = "--moe-router-padding-for-quantization"
@@ -38,7 +38,7 @@ PADDING = "--moe-router-padding-for-quantization"
 
 @dataclass(frozen=True)
 class MoEConfig(LayerSection):
-    """Experts and their router; names and defaults are Megatron-LM's."""
+    """The flags of experts and their router; names and defaults are Megatron-LM's."""
 
     SECTION: ClassVar[str] = "moe"
 
@@ -126,17 +126,22 @@ class MoEConfig(LayerSection):
     moe_apply_probs_on_input: bool = resumed_flag(False, "weight an expert's input, not its output")
 
     def layer_pattern(self) -> int | list[int]:
-        """Return --moe-layer-freq as a number or a list; raise a ValueError if it is neither."""
+        """Return ``--moe-layer-freq`` as a number or a list.
+
+        Raise a ValueError if it is neither.
+        """
         return read_pattern(self.moe_layer_freq)
 
     def expert_layers(self, num_layers: int) -> list[bool]:
-        """Return for each layer of the decoder whether it holds experts."""
+        """Return, for each decoder layer, whether it has experts."""
         if self.num_experts is None:
             return [False] * num_layers
         return layers_with_experts(self.layer_pattern(), num_layers)
 
     def transformer_fields(self, config: RunConfig) -> Mapping[str, object]:
-        """Return the fields of `StepTransformerConfig` about experts; none for a dense model.
+        """Return the fields of `StepTransformerConfig` for experts, with their values.
+
+        Return {} for a dense model.
 
         Raises:
             ValueError: ``--moe-layer-freq`` is neither a number nor a list.
@@ -162,12 +167,15 @@ class MoEConfig(LayerSection):
         return fields
 
     def te_versions(self, config: RunConfig) -> Mapping[str, str]:
-        """Return the first Transformer Engine that routes tokens in one kernel, if it shall."""
+        """Return the first release of Transformer Engine that routes tokens in one kernel.
+
+        The key is the flag that asks for this kernel; {} if the flag is not given.
+        """
         fuses = bool(self.num_experts and self.moe_router_fusion) and _uses_te(config)
         return {"--moe-router-fusion": "2.7.0"} if fuses else {}
 
     def errors(self, config: RunConfig) -> Iterator[FlagError]:
-        """Yield a sentence for each fault in these flags, and each flag that experts exclude."""
+        """Yield an error for each fault in these flags, and for each flag that experts exclude."""
         if self.num_experts is None:
             yield from _errors_without_experts(config)
             return
@@ -222,14 +230,14 @@ def _errors_without_experts(config: RunConfig) -> Iterator[FlagError]:
 
 
 def _pads(config: RunConfig) -> bool:
-    """Return whether tokens are routed for products in 8 bits, by Transformer Engine's layers."""
+    """Return whether Transformer Engine's layers pad the tokens of experts for 8-bit products."""
     fp8 = config.fp8
     asked = fp8.fp8_format is not None and fp8.moe_router_padding_for_quantization
     return asked and _uses_te(config)
 
 
 def _fp8_errors(moe: MoEConfig, config: RunConfig) -> Iterator[FlagError]:
-    """Yield a sentence for each fault of experts whose products are in 8 bits."""
+    """Yield an error for each fault of experts whose matrix products are in 8 bits."""
     if config.fp8.fp8_format is None:
         return
     dispatcher = moe.moe_token_dispatcher_type
@@ -251,7 +259,7 @@ def _fp8_errors(moe: MoEConfig, config: RunConfig) -> Iterator[FlagError]:
 
 
 def _adapter_errors(moe: MoEConfig, config: RunConfig) -> Iterator[FlagError]:
-    """Yield a sentence if adapters shall lie on experts."""
+    """Yield an error if LoRA adapters are asked for on experts."""
     lora = config.lora
     if lora.lora_rank is None:
         return
@@ -271,7 +279,7 @@ def _adapter_errors(moe: MoEConfig, config: RunConfig) -> Iterator[FlagError]:
 def _expert_errors(
     moe: MoEConfig, model: ModelConfig, parallel: ParallelConfig
 ) -> Iterator[FlagError]:
-    """Yield a sentence for each fault in the sizes of experts, or in which layers have them."""
+    """Yield an error for each fault in the sizes of experts or in the choice of their layers."""
     tp = max(1, parallel.tensor_model_parallel_size)
     etp = parallel.expert_tensor_parallel_size or tp
     width = moe.moe_ffn_hidden_size
@@ -391,7 +399,7 @@ def _router_errors(moe: MoEConfig) -> Iterator[FlagError]:
 def _dispatch_errors(
     moe: MoEConfig, parallel: ParallelConfig, training: TrainingConfig, model: ModelConfig
 ) -> Iterator[FlagError]:
-    """Yield a sentence for each fault in how tokens are sent to experts."""
+    """Yield an error for each fault in how tokens are sent to experts."""
     tp = parallel.tensor_model_parallel_size
     if tp > 1 and not parallel.sequence_parallel and not training.skip_train:
         yield FlagError(

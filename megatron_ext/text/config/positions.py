@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PositionConfig(LayerSection):
-    """How a GPT knows the positions of tokens; names and defaults are Megatron-LM's."""
+    """The flags of the positions of a GPT's tokens; names and defaults are Megatron-LM's."""
 
     SECTION: ClassVar[str] = "positions"
 
@@ -86,9 +86,10 @@ class PositionConfig(LayerSection):
     )
 
     def resolved(self) -> PositionConfig:
-        """Return a copy in which ``--rope-scaling`` says what the flags of YaRN say.
+        """Return a copy in which ``--rope-scaling`` has the scaling that the flags of YaRN give.
 
-        If these lack something or contradict it, they stay as they are, to be refused.
+        If the flags of YaRN are incomplete or contradict ``--rope-scaling``, nothing is changed,
+        and `errors` refuses them.
         """
         factor = self.yarn_rotary_scaling_factor
         original = self.yarn_original_max_position_embeddings
@@ -115,7 +116,10 @@ class PositionConfig(LayerSection):
         )
 
     def scaling(self) -> RopeScaling | None:
-        """Return the scaling of ``--rope-scaling``; raise a ValueError with the rule it breaks."""
+        """Return the scaling that ``--rope-scaling`` gives; None without the flag.
+
+        Raise a ValueError with the rule that the flag breaks.
+        """
         if self.rope_scaling is None:
             return None
         from megatron_ext.layers.rope_scaling import read_scaling
@@ -123,7 +127,11 @@ class PositionConfig(LayerSection):
         return read_scaling(self.rope_scaling, self.max_position_embeddings or 0)
 
     def own_rotary(self) -> RotarySettings | None:
-        """Return the rotary angles; None if there are none, or megatron-core gives the same."""
+        """Return the settings of rotary angles for our own embedding.
+
+        Return None if there are no rotary positions, or if megatron-core's embedding gives the same
+        angles.
+        """
         if self.position_embedding_type != "rope":
             return None
         scaling = self.scaling()
@@ -141,7 +149,7 @@ class PositionConfig(LayerSection):
         )
 
     def transformer_fields(self, config: RunConfig) -> Mapping[str, object]:
-        """Return the fields of `StepTransformerConfig` about rotary positions."""
+        """Return the fields of `StepTransformerConfig` for rotary positions, with their values."""
         scaling = self.scaling()
         lacking = None
         if self.no_rope_freq is not None:
@@ -155,7 +163,7 @@ class PositionConfig(LayerSection):
         }
 
     def torch_only(self) -> list[str]:
-        """Return the flags given that only the torch layers follow."""
+        """Return those of the given flags that only the torch layers follow."""
         magnitude = 1.0
         try:
             scaling = self.resolved().scaling()
@@ -169,12 +177,12 @@ class PositionConfig(LayerSection):
         return [name for name, has in given.items() if has]
 
     def unused_fields(self) -> frozenset[str]:
-        """Return the fields of rotary positions for a model that has none."""
+        """Return the names of the fields of rotary positions if the model has none."""
         names = frozenset(f.name for f in dataclasses.fields(self) if f.name.startswith("rotary"))
         return names if self.position_embedding_type != "rope" else frozenset()
 
     def errors(self, config: RunConfig) -> Iterator[FlagError]:
-        """Yield a sentence for each fault in these flags."""
+        """Yield an error for each fault in the flags of positions."""
         model = config.model
         longest = self.max_position_embeddings
         if longest is None:
@@ -206,7 +214,10 @@ class PositionConfig(LayerSection):
 
 
 def rotary_errors(positions: PositionConfig, size: int, *, windowed: bool) -> Iterator[FlagError]:
-    """Yield a sentence for each fault of rotary positions in heads of ``size`` channels."""
+    """Yield an error for each fault of rotary positions in heads of ``size`` channels.
+
+    ``windowed`` tells whether layers have a window of attention.
+    """
     if positions.rotary_percent == 1 and size % 2:
         yield FlagError(
             "--kv-channels",
@@ -254,7 +265,7 @@ def rotary_errors(positions: PositionConfig, size: int, *, windowed: bool) -> It
 
 
 def _yarn_errors(positions: PositionConfig) -> Iterator[FlagError]:
-    """Yield a sentence for flags of YaRN that `PositionConfig.resolved` could not settle."""
+    """Yield an error for flags of YaRN that are incomplete or contradict ``--rope-scaling``."""
     given = [name for name in changed_fields(positions) if name.startswith("yarn_")]
     if positions.position_embedding_type != "yarn":
         if given:

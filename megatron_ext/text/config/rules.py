@@ -1,4 +1,4 @@
-"""The sections of a text run, and the values and errors that follow from several of them."""
+"""The configuration sections of a text run, and values and errors that follow from several."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ SECTIONS = (
     HybridConfig,
     TaskEvaluationConfig,
 )
-"""The sections that pretrain_gpt.py adds to the engine's flags."""
+"""The configuration sections that pretrain_gpt.py adds to those of the engine."""
 
 
 def resolve_text(config: RunConfig) -> RunConfig:
-    """Return the configuration with the values that the text tenant derives from others."""
+    """Return the configuration with the values of the text tenant that follow from other values."""
     config = resolve_hybrid(config)
     data = config.section(DataConfig)
     sft = config.section(SftConfig)
@@ -58,7 +58,7 @@ def resolve_text(config: RunConfig) -> RunConfig:
 
 
 def _targets(config: RunConfig) -> Sequence[str]:
-    """Return the names of the linear layers of a GPT's blocks that may have adapters."""
+    """Return the names of the linear layers in a GPT's blocks that may have LoRA adapters."""
     latent = config.section(LatentAttentionConfig).multi_latent_attention
     return LATENT_TARGETS if latent else TARGETS
 
@@ -80,7 +80,7 @@ def text_rules(given: RunConfig, run: RunConfig) -> list[FlagError]:
 
 
 def _rotary_errors(run: RunConfig) -> Iterator[FlagError]:
-    """Yield an error for each fault of rotary positions, unless latent attention has its own."""
+    """Yield an error for each fault of rotary positions, unless attention is multi-latent."""
     model = run.model
     section = run.section(PositionConfig)
     latent = run.section(LatentAttentionConfig).multi_latent_attention
@@ -92,7 +92,10 @@ def _rotary_errors(run: RunConfig) -> Iterator[FlagError]:
 
 
 def _mask_errors(data: DataConfig, sft: SftConfig, transformer_impl: str) -> list[FlagError]:
-    """Return an error for each flag whose mask Transformer Engine's causal attention ignores."""
+    """Return an error for each given flag that needs another mask than the causal one.
+
+    Transformer Engine's attention has the causal mask only.
+    """
     if transformer_impl != "transformer_engine":
         return []
     errors = []
@@ -118,7 +121,7 @@ def _mask_errors(data: DataConfig, sft: SftConfig, transformer_impl: str) -> lis
 
 
 def stored_text_model(stored: Mapping[str, Any], given: RunConfig) -> dict[str, Any]:
-    """Return the sections of a checkpoint's configuration that describe the weights of its GPT.
+    """Return the sections of a checkpoint's configuration that describe its GPT's weights.
 
     Raise a ConfigError if the checkpoint is of another kind of model.
     """
@@ -141,7 +144,7 @@ SHAPE_SECTIONS = {
     "attention": AttentionConfig,
     "latent_attention": LatentAttentionConfig,
 }
-"""The sections with the fields of `SHAPE`, by name."""
+"""The classes of the sections that have the fields of `SHAPE`, by name."""
 SHAPE = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups "
     "group_query_attention max_position_embeddings position_embedding_type rotary_base "
@@ -156,4 +159,6 @@ SHAPE = (
     "qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor "
     "original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim"
 )
-"""Stored fields that are restored, since the weights depend on them, besides those of experts."""
+"""Names of stored fields that determine the weights of a GPT, without those of experts.
+
+They are restored from a checkpoint."""

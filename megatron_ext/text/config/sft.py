@@ -14,7 +14,7 @@ from megatron_ext.errors import FlagError
 
 _ROW_FORMATS = ("messages", "prompt-response", "prompt-completion", "sharegpt", "alpaca")
 _PROMPT_COLUMNS = {"prompt-completion": ("prompt", "completion")}
-"""By row format, the columns of prompt and answer that are not `question` and `answer`."""
+"""The default columns of prompt and answer in row formats other than `question`, `answer`."""
 _BATCHING = ("packed", "padded", "token-budget")
 _ARGUMENT_FORMS = ("auto", "object", "string")
 
@@ -23,8 +23,8 @@ _ARGUMENT_FORMS = ("auto", "object", "string")
 class SftConfig:
     """The flags of supervised fine-tuning on conversations.
 
-    A conversation of n tokens takes n - 1 positions of a batch row, since its labels are its tokens
-    shifted by one. ``sft_max_length`` counts tokens; ``--seq-length`` counts positions.
+    A conversation of n tokens takes n - 1 positions of a batch row, since its labels are the same
+    tokens shifted by one. ``sft_max_length`` counts tokens; ``--seq-length`` counts positions.
     """
 
     sft: bool = flag(False, "fine-tune on conversations: jsonl, parquet or preprocessed")
@@ -101,7 +101,10 @@ class SftConfig:
     )
 
     def resolved(self, seq_length: int | None) -> SftConfig:
-        """Return these flags; under ``--sft``, ``sft_max_length`` defaults to ``seq_length``."""
+        """Return these flags with defaults filled in.
+
+        Under ``--sft``, ``seq_length`` is the default of ``sft_max_length``.
+        """
         if self.sft_max_length is not None or not self.sft:
             return self
         return dataclasses.replace(self, sft_max_length=seq_length)
@@ -122,7 +125,7 @@ class SftConfig:
         return dict(parse_json(self.sft_template_kwargs or "{}", "--sft-template-kwargs"))
 
     def row_errors(self) -> list[FlagError]:
-        """Return an error for each flag about rows and templates that has a bad value."""
+        """Return an error for each bad value of a flag about rows or templates."""
         errors = []
         if self.sft_row_format not in _ROW_FORMATS:
             errors.append(
@@ -163,7 +166,7 @@ def is_date(text: str) -> bool:
 
 
 def sft_errors(sft: SftConfig, run: RunConfig) -> list[FlagError]:
-    """Return an error for each value that a run with ``--sft`` cannot have."""
+    """Return an error for each value of a flag that a run with ``--sft`` cannot have."""
     training = run.training
     seq_length = run.model.seq_length
     if not sft.sft:

@@ -15,14 +15,14 @@ HASHED = "hashed"
 T5_CLIP = "t5-clip"
 UMT5 = "umt5"
 FOLDERS = {HASHED: (), T5_CLIP: ("t5_path", "clip_path"), UMT5: ("t5_path",)}
-"""Text encoders, and the options of the folders that each needs."""
+"""The options that give the folders of each text encoder, by name of the encoder."""
 
 HASHED_WIDTH = 64
 
 
 @dataclass(frozen=True)
 class CodecConfig:
-    """The choice of a codec, and the sizes of the built-in patch codec.
+    """The flags that choose a codec, and the sizes of the built-in patch codec.
 
     ConfigError is raised for a value out of range, for more channels than a patch has numbers, and
     for sizes of the patch codec that are given with a VAE.
@@ -70,7 +70,7 @@ class CodecConfig:
 
 @dataclass(frozen=True)
 class TextEncoderConfig:
-    """The choice of a text encoder, its folders and its sizes.
+    """The flags that choose a text encoder, its folders and its sizes.
 
     ConfigError is raised for an unknown name, a missing folder, a folder that the encoder does not
     use, a size below 1, and a width that is given although the encoder's models decide it.
@@ -114,9 +114,9 @@ class TextEncoderConfig:
 
 WINDOWS = ("first", "uniform", "all", "scenes")
 UNIFORM_WINDOWS = 4
-"""Windows of a clip without --video-window-count."""
+"""The number of windows of a clip without --video-window-count."""
 SCENE_THRESHOLD = 0.3
-"""Change of scene without --video-scene-threshold."""
+"""The change between frames that begins a scene, without --video-scene-threshold."""
 
 WHITE = "white"
 _COLOURS = {WHITE: (255, 255, 255), "black": (0, 0, 0), "grey": (128, 128, 128)}
@@ -124,7 +124,7 @@ _HEX = re.compile(r"#([0-9a-fA-F]{2})([0-9a-fA-F]{2})([0-9a-fA-F]{2})")
 
 
 def colour_of(text: str) -> tuple[int, int, int]:
-    """Return red, green and blue of a colour, ``white``, ``black``, ``grey`` or ``#RRGGBB``.
+    """Return (red, green, blue) of a colour: ``white``, ``black``, ``grey`` or ``#RRGGBB``.
 
     Another text raises ConfigError.
     """
@@ -144,7 +144,7 @@ def colour_of(text: str) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class EncodeConfig:
-    """Flags of how clips are cut into samples; a value out of range raises ConfigError."""
+    """The flags of how clips are cut into samples; a value out of range raises ConfigError."""
 
     fps_cap: int = flag(
         24,
@@ -281,9 +281,9 @@ class EncodeConfig:
 
 
 def encode_of(manifest: Mapping[str, Any]) -> EncodeConfig:
-    """Return the flags with which a dataset was encoded; what an older one lacks is the default.
+    """Return the flags with which a dataset was encoded; defaults for those that it lacks.
 
-    Flags of another kind raise DataError.
+    Values of a wrong type raise DataError.
     """
     stored = manifest.get("encode", {})
     names = {field.name for field in fields(EncodeConfig)}

@@ -1,7 +1,7 @@
 """Rules of video runs: defaults, engine flags of no use to a video model, and flags in conflict.
 
-A flag that a run would ignore is refused by name. Rules take a configuration twice: ``config`` as
-it was given, and ``resolved`` with the values that the engine and the task fill in.
+A flag that a run would ignore is refused by name. Rules take the configuration twice: ``config``
+has the flags as given, ``resolved`` also the values that the engine and the task fill in.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SECTIONS: tuple[type, ...] = (
     VideoConfig, *_OWN, FlowConfig, ConditionConfig, TextDropoutConfig, CodecConfig,
     TextEncoderConfig, EncodeConfig, SampleConfig, StreamingConfig, StreamingSampleConfig,
 )  # fmt: skip
-"""The sections that pretrain_video.py adds to the engine's flags."""
+"""The configuration sections that pretrain_video.py adds to those of the engine."""
 
 VIDEO_DEFAULTS: Mapping[str, Any] = {
     "lr": 1e-4,
@@ -59,8 +59,9 @@ VIDEO_DEFAULTS: Mapping[str, Any] = {
     "log_interval": 10,
     "usual_save_interval": 1000,
 }
-"""Defaults of pretrain_video.py that differ from Megatron-LM's: linear warm-up to a constant rate,
-and a very small epsilon, which is stable with normed queries and keys (arXiv:2403.03206)."""
+"""Defaults of pretrain_video.py that differ from Megatron-LM's: a learning rate with linear warm-up
+that then is constant, and a very small epsilon of Adam, which is stable with normed queries and
+keys (arXiv:2403.03206)."""
 
 STREAMING_DEFAULTS: Mapping[str, Any] = {
     **VIDEO_DEFAULTS,
@@ -103,7 +104,7 @@ UNUSED = (
         "blocks are dealt to stages by their cost",
     ),
 )
-"""Flags of the engine that are of no use to any video run."""
+"""Flags of the engine that no video run uses."""
 
 UNUSED_IN_FLOW = (*UNUSED, _unused(names_of(LoraConfig), "its layers take no adapters"))
 
@@ -123,16 +124,16 @@ UNUSED_IN_STREAMING = (
 _SHIFTS = "shift_base_tokens shift_base shift_max_tokens shift_max shift_by_length".split()
 
 SHAPE_FLAGS = ("hidden_size", "num_attention_heads")
-"""Flags of the engine that networks without flags of their own for these sizes refuse."""
+"""Flags of the engine that are refused for networks whose named size decides these sizes."""
 QK_NORMS = "the norms of its queries and keys never decay"
-"""Why ``--apply-wd-to-qk-layernorm`` is refused."""
+"""The reason why ``--apply-wd-to-qk-layernorm`` is refused, for messages."""
 
 STREAMING_START = 200
-"""Default of ``--ema-start`` in streaming, as in LongLive: the first step that is averaged."""
+"""The default of ``--ema-start``, the first step that is averaged, in streaming; as in LongLive."""
 
 
 def resolve_flow(config: RunConfig) -> RunConfig:
-    """Return the configuration with its model section filled in from the flags of its network.
+    """Return the configuration with the section ``model`` filled in from the network's flags.
 
     Sizes that do not fit together raise ConfigError.
     """
@@ -166,7 +167,7 @@ def resolve_streaming(config: RunConfig) -> RunConfig:
 
 
 def _shared_errors(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
-    """Return a sentence for each fault in flags that flow matching and streaming share."""
+    """Return an error for each fault in flags that flow matching and streaming share."""
     errors = resolved.section(SampleConfig).own_errors(resolved.checkpoint.save)
     schedule = config.parallel.pipeline_schedule or ""
     if schedule.startswith("core-"):
@@ -208,7 +209,7 @@ def _samples(sample: SampleConfig, training: TrainingConfig) -> bool:
 
 
 def streaming_rules(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
-    """Return a sentence for each fault in the flags of a streaming run."""
+    """Return an error for each fault in the flags of a streaming run."""
     streaming = config.section(StreamingConfig)
     sample = config.section(SampleConfig)
     errors = [
@@ -233,7 +234,7 @@ def streaming_rules(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
 
 
 def _left_out_of_streaming(config: RunConfig) -> list[FlagError]:
-    """Return a sentence for each flag that streaming would ignore or does not support."""
+    """Return an error for each flag that streaming would ignore or does not support."""
     sections = config.by_name()
     described = config.section(StreamingConfig).described(config.model)
     errors = [
@@ -293,7 +294,7 @@ def _left_out_of_streaming(config: RunConfig) -> list[FlagError]:
 
 
 def flow_rules(config: RunConfig, resolved: RunConfig) -> list[str]:
-    """Return a sentence for each fault in the flags of flow matching."""
+    """Return an error for each fault in the flags of flow matching."""
     return [
         *_unknown_to_network(config),
         *chosen(config).rules(config, resolved),
@@ -302,7 +303,7 @@ def flow_rules(config: RunConfig, resolved: RunConfig) -> list[str]:
 
 
 def _unknown_to_network(config: RunConfig) -> list[FlagError]:
-    """Return a sentence for each flag that the network of a run of flow matching ignores."""
+    """Return an error for each given flag that the network of a flow matching run ignores."""
     network = chosen(config)
     sections = config.by_name()
     name = config.section(VideoConfig).video_model
@@ -364,7 +365,10 @@ def _unknown_to_network(config: RunConfig) -> list[FlagError]:
 
 
 def _streaming_or(field: str) -> str:
-    """Return, for a message, the task and the networks that take a flag of streaming."""
+    """Return words for a message: the task and the networks that take a flag of streaming.
+
+    ``field`` is the name of the flag's field.
+    """
     names = [
         name for name in NETWORKS if field in network_named(name).streaming_flags.get(name, ())
     ]
@@ -373,7 +377,7 @@ def _streaming_or(field: str) -> str:
 
 
 def _flow_errors(config: RunConfig, resolved: RunConfig) -> list[str]:
-    """Return a sentence for each fault in the flags of flow matching, whatever the network."""
+    """Return an error for each fault in flags of flow matching that no network decides."""
     sections = config.by_name()
     video = config.section(VideoConfig)
     modes = set(config.section(ConditionConfig).modes)
@@ -408,7 +412,7 @@ def _flow_errors(config: RunConfig, resolved: RunConfig) -> list[str]:
 
 
 def _shape_errors(config: RunConfig, video: VideoConfig) -> list[str]:
-    """Return a sentence for each fault in the flags beside ``--dry-run-shape``."""
+    """Return an error for each fault in the flags given together with ``--dry-run-shape``."""
     errors: list[str] = []
     given = f"`--dry-run-shape` ({video.dry_run_shape})"
     if not config.planning.dry_run:

@@ -104,7 +104,7 @@ class VideoConfig:
         return height, width, frames
 
     def own_errors(self) -> list[FlagError]:
-        """Return a sentence on the first missing flag, or ``[]`` if no needed flag is missing."""
+        """Return an error on the first missing flag, in a list; [] if no flag is missing."""
         if self.dry_run_shape is not None:
             return []
         if self.video_data_path is None:
@@ -140,7 +140,7 @@ class VideoConfig:
 
 @dataclass(frozen=True)
 class SampleConfig(UsersOwn):
-    """Flags of sampling clips from captions, during training and by tools/sample_video.py."""
+    """The flags of sampling clips from captions, during training and by tools/sample_video.py."""
 
     sample_interval: int | None = flag(
         None, "sample clips after each multiple of this many steps", COUNT, "steps"
@@ -199,7 +199,10 @@ class SampleConfig(UsersOwn):
     sample_ema: bool = flag(True, "sample with the averaged weights, where they are kept")
 
     def own_errors(self, save: str | None) -> list[FlagError]:
-        """Return a sentence for each fault in the sampling flags; ``save`` is the flag `--save`."""
+        """Return an error for each fault in the sampling flags.
+
+        ``save`` is the value of ``--save``.
+        """
         errors = []
         if self.sample_prompts is not None and self.sample_texts is not None:
             errors.append(
@@ -269,10 +272,10 @@ REFERENCE_LOSSES = ("masked", "all", "trimmed")
 
 @dataclass(frozen=True)
 class ConditionConfig:
-    """Flags of how often each condition mode is drawn, and how reference frames enter the loss.
+    """The flags of how often each condition mode is drawn, and of the loss on reference frames.
 
-    A condition mode says which frames of a clip the model is given: none (t2v), one frame at an end
-    or at both (i2v), or several at one end (v2v). The default lengths of v2v, 9 and 17 latent
+    A condition mode says which frames of a clip the model is given: none (t2v), one frame at one or
+    both ends (i2v), or several frames at one end (v2v). The default lengths of v2v, 9 and 17 latent
     frames, are 33 and 65 frames of a VAE with temporal stride 4. ConfigError is raised for a value
     out of range, for weights that are all 0, and for an unknown ``reference_loss``.
     """
@@ -349,10 +352,10 @@ class ConditionConfig:
 
 @dataclass(frozen=True)
 class TextDropoutConfig:
-    """Probabilities of replacing a clip's text by the empty caption in training.
+    """The flags of how often a clip's text is replaced by the empty caption in training.
 
-    Token embeddings and pooled embedding are replaced independently. By default a tenth of the
-    clips lose both. A value outside [0, 1] raises ConfigError.
+    Token embeddings and pooled embedding are replaced independently. By default both are replaced
+    for a tenth of the clips. A value outside [0, 1] raises ConfigError.
     """
 
     text_dropout: float = flag(
@@ -375,7 +378,7 @@ NORMALIZATIONS = ("per_token", "per_sample")
 
 @dataclass(frozen=True)
 class FlowConfig:
-    """Flags of rectified flow with times ``shift(sigmoid(mean + std * u))``, u standard normal.
+    """The flags of rectified flow; times are ``shift(sigmoid(mean + std * u))``, u standard normal.
 
     The shift is a linear function of the number of tokens of a latent frame, without bounds. It is
     ``shift_base`` at ``shift_base_tokens`` and ``shift_max`` at ``shift_max_tokens``. With

@@ -1,4 +1,4 @@
-"""The sizes that all video networks have, and the fields of the model section that they decide."""
+"""The sizes that all video networks have, and the fields of the section ``model`` from them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from megatron_ext.config.model import ModelConfig
 
 TIMESTEP_WIDTH = 256
-"""Features of the sinusoidal timestep embedding, half cosines and half sines."""
+"""The number of features of the sinusoidal timestep embedding, half cosines and half sines."""
 
 EPSILON = 1e-6
-"""Epsilon of every norm."""
+"""The epsilon of every norm."""
 
 
 class Sizes:
@@ -46,7 +46,7 @@ class Sizes:
         return self.channels * self.patch_size**2
 
     def fields_of(self, num_blocks: int, ffn_size: int) -> dict[str, Any]:
-        """Return the fields of megatron-core's TransformerConfig that follow from the sizes."""
+        """Return the fields of megatron-core's TransformerConfig that the sizes determine."""
         return {
             "num_layers": num_blocks,
             "hidden_size": self.hidden_size,
@@ -67,14 +67,14 @@ class StreamedSizes(Sizes):
     text_width: int
 
     def transformer_fields(self) -> dict[str, Any]:
-        """Return the fields of megatron-core's TransformerConfig that follow from the sizes."""
+        """Return the fields of megatron-core's TransformerConfig that the sizes determine."""
         return self.fields_of(self.num_blocks, self.ffn_size)
 
 
 def model_of(fields: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
-    """Return the section ``model`` with the values of a network's ``transformer_fields``.
+    """Return the section ``model`` with the values ``fields``, which a network's sizes determine.
 
-    The sequence length stays unset until the data is open; then the longest clip decides it.
+    The sequence length stays unset until the data is opened; then the longest clip decides it.
     """
     own: dict[str, Any] = {**fields, "norm_epsilon": fields["layernorm_epsilon"]}
     del own["layernorm_epsilon"]

@@ -14,7 +14,8 @@ from megatron_ext.video.networks.lookup import network_named, streamed
 from megatron_ext.video.networks.network import STREAMING, Sections, VideoNetwork
 
 _SIZES = ("generator_size", "critic_size", "teacher_size", "latent_channels")
-"""Flags of streaming that decide its networks, besides window, codec, encoder and adapters."""
+"""Flags of streaming that decide its networks, besides those of window, codec, encoder and
+adapters."""
 
 
 def stored_video_model(stored: Mapping[str, Any], config: RunConfig) -> Sections:
@@ -45,9 +46,10 @@ def stored_video_model(stored: Mapping[str, Any], config: RunConfig) -> Sections
 
 
 def _kind(video: Mapping[str, Any]) -> str | None:
-    """Return what a run with the flags ``video`` built: `STREAMING`, or its ``--video-model``.
+    """Return the kind of model that a run with the flags ``video`` built.
 
-    None stands for a model that this program does not train.
+    It is `STREAMING` or the value of ``--video-model``; None for a model that this program does not
+    train.
     """
     if not video.get("video"):
         return None
@@ -70,7 +72,7 @@ def _title(kind: str | None) -> str:
 
 
 def stored_network(stored: Mapping[str, Any]) -> Sections:
-    """Return the flags, by section, that describe the networks of a video checkpoint."""
+    """Return the flags, by section, that describe the networks in a video checkpoint."""
     kind = _kind(stored["video"])
     assert kind is not None
     if kind != STREAMING:

@@ -11,11 +11,14 @@ from megatron_ext.config.flags import NATURAL, SIZE, flag
 from megatron_ext.errors import DataError
 
 WINDOW = ("frame_block", "independent_first_frame", "window_frames", "sink_frames")
-"""Flags of `WindowConfig` that say which frames a causal model attends to."""
+"""Names of fields of `WindowConfig` that decide which frames a causal model attends to."""
 
 
 def stored_window(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's flags of a causal window; earlier versions did not have all of them."""
+    """Return a checkpoint's flags of a causal window, by field.
+
+    Flags that a checkpoint of an earlier version lacks are left out.
+    """
     flags = stored["streaming"]
     return {name: flags[name] for name in WINDOW if name in flags}
 
@@ -24,7 +27,7 @@ def stored_window(stored: Mapping[str, Any]) -> dict[str, Any]:
 class FrameBlocks:
     """The blocks of latent frames that are denoised together: where each begins and ends.
 
-    Nothing else knows where blocks begin.
+    No other code computes where blocks begin.
 
     Attributes:
         block: number of frames in a block, B.
@@ -37,7 +40,7 @@ class FrameBlocks:
 
     @property
     def first(self) -> int:
-        """Return the number of frames in the first block."""
+        """Return the number of frames in the first block of a video."""
         return 1 if self.first_alone else self.block
 
     def size_of(self, start: int) -> int:
@@ -45,7 +48,7 @@ class FrameBlocks:
         return self.block if start else self.first
 
     def begins(self, frame: int) -> bool:
-        """Return whether a block begins at a frame; the frames before it are whole blocks then."""
+        """Return whether a block begins at a frame; the frames before it are then whole blocks."""
         return self.at_or_before(frame) == frame
 
     def at_or_before(self, frame: int) -> int:
@@ -53,7 +56,7 @@ class FrameBlocks:
         return 0 if frame < self.first else frame - (frame - self.first) % self.block
 
     def at_or_after(self, frame: int) -> int:
-        """Return the first start of a block from a frame on."""
+        """Return the first start of a block that is not before a frame."""
         if frame <= 0:
             return 0
         return self.first + max(0, -((self.first - frame) // self.block)) * self.block
@@ -80,12 +83,12 @@ class FrameBlocks:
         return itertools.chain(range(first_frame, min(end, 1)), later)
 
     def count(self, num_frames: int) -> int:
-        """Return how many blocks the first ``num_frames`` frames of a video are."""
+        """Return the number of blocks in the first ``num_frames`` frames of a video."""
         return len([*self.blocks(0, num_frames)])
 
     @property
     def rule(self) -> str:
-        """Return words for what the length of a video must be, to put after "must be"."""
+        """Return words that complete "the length of a video must be" in a message."""
         if self.first_alone:
             return f"1 + a multiple of `--frame-block` ({self.block})"
         return f"a positive multiple of `--frame-block` ({self.block})"
@@ -96,7 +99,7 @@ _FRAMES = "latent frames"
 
 @dataclass(frozen=True)
 class WindowConfig:
-    """Flags of networks that streaming trains, which flow matching also takes for such a network.
+    """Flags of networks that streaming can train; flow matching takes them for these networks too.
 
     `StreamingConfig` inherits them.
     """
@@ -118,5 +121,5 @@ class WindowConfig:
 
     @property
     def blocks(self) -> FrameBlocks:
-        """Return where blocks begin; also for flags of the window that do not fit together."""
+        """Return the blocks of frames, even if other flags of the window do not fit together."""
         return FrameBlocks(max(1, self.frame_block), first_alone=self.independent_first_frame)

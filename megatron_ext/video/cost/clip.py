@@ -1,4 +1,4 @@
-"""Cost formulas that all video networks share, for the clips of one shape (a bucket)."""
+"""Cost formulas that all video networks share, for the clips of one bucket, all of one shape."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Clip:
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """Bytes of the tensors of a transformer block on one rank.
+    """Sizes in bytes of the tensors of a transformer block on one rank.
 
     Attributes:
         h: hidden size.
@@ -54,27 +54,34 @@ class BlockBytes:
 
     @property
     def stream(self) -> int:
-        """Return the bytes of the residual stream ``[s, b, h]``, split by sequence parallelism."""
+        """Return the bytes of the residual stream ``[s, b, h]`` on one rank.
+
+        Sequence parallelism splits its tokens over ranks.
+        """
         return self.rows // self.ranks.sequence_size * self.h * self.ranks.width
 
     @property
     def whole(self) -> int:
-        """Return the bytes of the residual stream before sequence parallelism splits its tokens."""
+        """Return the bytes of the residual stream ``[s, b, h]`` without sequence parallelism."""
         return self.rows * self.h * self.ranks.width
 
     def cut(self, width: int) -> int:
-        """Return the bytes of ``width`` features per token, split over tensor-parallel ranks."""
+        """Return the bytes of ``width`` features per token that tensor-parallel ranks share."""
         return self.rows * width // self.ranks.tp * self.ranks.width
 
     def matrix(self, rows: int, columns: int) -> int:
-        """Return a rank's bytes of a weight gradient that is split over tensor-parallel ranks."""
+        """Return a rank's bytes of the gradient of a ``rows`` x ``columns`` weight.
+
+        The weight is split over the tensor-parallel ranks.
+        """
         return rows * columns // self.ranks.tp * self.ranks.width
 
     def gradients(self, width: int) -> int:
-        """Return the peak gradient bytes in the backward of attention and its input projection.
+        """Return the peak bytes of gradients in the backward pass of attention and its projection.
 
-        The projection makes ``width`` features per token. The peak holds two gradients of these
-        features, or the gradients of the projection's weight and input, whichever is more.
+        The projection before attention makes ``width`` features per token. At the peak there are
+        two gradients of these features, or the gradients of the projection's weight and input,
+        whichever is more.
         """
         return max(self.matrix(width, self.h) + self.whole, 2 * self.cut(width))
 
@@ -108,7 +115,7 @@ class ClipNetwork(Network):
     @property
     @abstractmethod
     def block_bytes(self) -> BlockBytes:
-        """Return the byte counts of a block's tensors."""
+        """Return the sizes of a block's tensors in bytes."""
 
     @abstractmethod
     def sample_flops(self) -> float:
@@ -126,7 +133,7 @@ class ClipNetwork(Network):
 
     @abstractmethod
     def blocks_of_stages(self, num_stages: int) -> Sequence[range]:
-        """Return the indices of each pipeline stage's blocks; virtual stages are stages too."""
+        """Return the range of block indices of each pipeline stage, virtual stages included."""
 
     def stages(self) -> list[Stage]:
         """Return all pipeline stages of the network, first to last."""
@@ -169,11 +176,12 @@ class ClipNetwork(Network):
     def kept_in_8_bits(self, block: LayerBytes, *, alone: int, shared: int) -> LayerBytes:
         """Return the memory of ``block`` if its linear layers keep their inputs in 8 bits.
 
-        They do so in an fp8 run with ``--fp8-wgrad``; otherwise ``block`` is returned unchanged.
+        Linear layers keep them so in an fp8 run with ``--fp8-wgrad``; else ``block`` is returned
+        unchanged.
 
         Args:
             alone: bytes of inputs that only one linear layer keeps.
-            shared: bytes of inputs that another operation keeps too, so their 8-bit copy is extra.
+            shared: bytes of inputs that another operation keeps too; their 8-bit copies are extra.
         """
         fp8 = self.config.fp8
         width = self.sizes.width
@@ -185,7 +193,7 @@ class ClipNetwork(Network):
     def in_8_bits(self, block: Flops) -> Flops:
         """Return ``block`` with its linear layers' operations counted as 8-bit in an fp8 run.
 
-        The products for gradients of weights count as 8-bit only with ``--fp8-wgrad``.
+        The products for gradients of weights are in 8 bits only with ``--fp8-wgrad``.
         """
         fp8 = self.config.fp8
         if fp8.fp8_format is None:
@@ -198,7 +206,8 @@ class ClipNetwork(Network):
     def velocity_loss(self, rows: int) -> LayerBytes:
         """Return the memory of the loss on the velocities of ``rows`` image tokens.
 
-        The loss keeps an fp32 tensor of the velocities' shape and, in 16-bit runs, a 16-bit one.
+        The loss keeps an fp32 tensor in the shape of the velocities and, in 16-bit runs, also a
+        16-bit tensor.
         """
         error = rows * self.model.token_width * FP32
         half = rows * self.model.token_width * self.sizes.width if self.sizes.half else 0
@@ -211,4 +220,4 @@ class StreamedCost(ClipNetwork):
 
     @abstractmethod
     def without_gradient(self) -> int:
-        """Return the most bytes of activations that a pass without gradient holds at a time."""
+        """Return the peak bytes of activations in a pass without gradient."""

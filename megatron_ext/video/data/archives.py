@@ -25,15 +25,15 @@ CLIP_SUFFIXES = IMAGE_SUFFIXES | {
 }  # fmt: skip
 """The suffixes of members that are clips."""
 _MOST_LINKS = 8
-"""The longest chain of links to a file; a longer one counts as a cycle."""
+"""The longest chain of links to a file; a longer chain is taken for a cycle."""
 
 
 def samples_in(archive: Path) -> Iterator[tuple[Member | None, dict[str, Any], list[str]]]:
-    """Yield (clip, row, suffixes of unused members) of each sample.
+    """Yield (clip, row, suffixes of unused members) for each sample in a tar file.
 
-    The row has the values of the `.json`, and as `text` the content of the `.txt`. The clip is None
-    if the sample has none. The members of a sample may be anywhere in the archive, since `tar`
-    writes the files of a folder in no particular order.
+    The row has the values of the sample's `.json`, and as `text` the content of its `.txt`. The
+    clip is None if the sample has none. The members of a sample may be anywhere in the archive,
+    since `tar` writes the files of a folder in no particular order.
 
     Raises:
         UnreadableFile: ``archive`` is not a tar file or is packed, or a `.json` holds no object.
@@ -57,7 +57,10 @@ def samples_in(archive: Path) -> Iterator[tuple[Member | None, dict[str, Any], l
 def _file_of(
     member: tarfile.TarInfo, members: Mapping[str, tarfile.TarInfo]
 ) -> tarfile.TarInfo | None:
-    """Follow links to a file of the archive; return None for a folder or a link to the outside."""
+    """Return the file that a member is or links to.
+
+    Return None for a folder, and for a link to something outside of the archive.
+    """
     for _ in range(_MOST_LINKS):
         if member.isfile():
             return member
@@ -79,7 +82,10 @@ def _stem(name: str) -> str:
 def _sample(
     tar: tarfile.TarFile, archive: Path, members: list[tuple[str, tarfile.TarInfo]]
 ) -> tuple[Member | None, dict[str, Any], list[str]]:
-    """Return what `samples_in` yields for one sample; ``members`` are its names and files."""
+    """Return (clip, row, suffixes of unused members) of one sample.
+
+    ``members`` are its (name, file); a name may link to the file.
+    """
     clip: Member | None = None
     row: dict[str, Any] = {}
     text = ""

@@ -25,7 +25,7 @@ class Clip:
         path: a video (anything that FFmpeg reads: mp4, webm, gif, ...), an image, or a folder of
             images. The images of a folder are its frames, sorted by name with numbers by value (10
             after 9).
-        caption: the text of the row, without the suffix that `with_suffix` adds; may be empty.
+        caption: the text of the row, which may be empty; `with_suffix` adds frame rate and motion.
         fps: the frame rate of the row; None takes the frame rate of the file, or
             `frames.FOLDER_FPS` for a folder of images.
         motion: the motion score of the row, or None; `with_suffix` adds it to the caption.
@@ -68,7 +68,7 @@ def read_list(
     *,
     flag: str = "--input",
 ) -> list[Clip]:
-    """Read a list of clips, a folder of clips with a ``.txt`` caption beside each, or a tar file.
+    """Read the clips in a list, a folder (with a ``.txt`` caption beside each) or a tar file.
 
     A list is csv (with commas, semicolons, tabs or bars), tsv, a JSON list, jsonl or parquet. Each
     row has a path relative to the list (``path``, ``file_name`` or ``video``), a caption (``text``,
@@ -79,10 +79,10 @@ def read_list(
     If a folder has ``metadata.csv``, ``.jsonl`` or ``.parquet``, that list is read. Otherwise all
     clips in the folder are read, including those in its folders and tar files. A folder is a single
     clip, whose frames are its images, if it has a caption beside it, or if it holds images and no
-    captions. A tar file has samples in WebDataset's layout; see `archives.samples_in`.
+    captions. A tar file has samples in WebDataset's layout: members of one sample share their name.
 
-    An unreadable list or row, or an empty list, raises DataError, which names the ``flag`` that
-    gives the path.
+    DataError is raised for an unreadable list or row, and for an empty list; it names ``flag``,
+    which gives the path.
     """
     source = Path(path)
     unused: Counter[str] = Counter()
@@ -123,7 +123,7 @@ _METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 
 
 def _metadata_in(folder: Path) -> Path | None:
-    """Return the metadata list in a folder, or None."""
+    """Return the list of clips in a folder, with a name of `_METADATA`; None if there is none."""
     return next((folder / name for name in _METADATA if (folder / name).is_file()), None)
 
 
@@ -144,8 +144,8 @@ def _unused(row: dict[str, Any]) -> Iterator[str]:
 def _clips_in(folder: Path, read: set[Path], unused: Counter[str]) -> Iterator[Clip]:
     """Yield the clips in a folder and in the folders within it.
 
-    ``read`` holds the folders that have been read, so that links cannot make one be read twice.
-    ``unused`` counts columns that are not used. Both are updated.
+    ``read`` holds the folders that have been read, so that no folder is read twice because of
+    links. ``unused`` counts columns that are not used, by name. Both are updated.
     """
     read.add(folder.resolve())
     for path in sorted(folder.iterdir()):
@@ -160,7 +160,10 @@ def _clips_in(folder: Path, read: set[Path], unused: Counter[str]) -> Iterator[C
 
 
 def _holds_frames(folder: Path) -> bool:
-    """Tell whether the images of a folder are the frames of one clip; see `read_list`."""
+    """Tell whether the images of a folder are the frames of one clip.
+
+    They are if a caption is beside the folder, or if the folder has no captions.
+    """
     if _text_of(folder, folder.name) is not None:
         return True
     names = [path for path in folder.iterdir() if not path.name.startswith(".")]
@@ -216,7 +219,10 @@ def _clip(row: Any, source: Path, place: str, member: Member | None = None) -> C
 
 
 def _first(row: dict[str, Any], names: Sequence[str]) -> tuple[str, Any]:
-    """Return the first of the columns ``names`` that has a value, and its value; "" if none has."""
+    """Return (name, value) of the first of the columns ``names`` that has a value in the row.
+
+    If none has, the value is "".
+    """
     return next(((x, row[x]) for x in names if row.get(x) not in (None, "")), (names[0], ""))
 
 

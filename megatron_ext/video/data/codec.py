@@ -29,8 +29,8 @@ class VideoCodec(ABC):
 
     Attributes:
         channels: number of latent channels, c.
-        spatial: side in pixels of the square that a latent pixel encodes.
-        temporal: number of frames that a latent frame encodes; the first one encodes only one.
+        spatial: side of the square that a latent pixel encodes, in pixels.
+        temporal: number of frames that a latent frame encodes; the first latent frame encodes one.
         identity: settings that determine the latents; a dataset stores them for comparison.
     """
 
@@ -41,7 +41,7 @@ class VideoCodec(ABC):
 
     @abstractmethod
     def encode(self, pixels: Tensor, *, number: int = 0, piece: str = "clip") -> Tensor:
-        """Encode ``[b, 3, f, H, W]`` in [-1, 1] as ``[b, c, t, h, w]`` float32.
+        """Encode pixels ``[b, 3, f, H, W]`` in [-1, 1] as latents ``[b, c, t, h, w]`` float32.
 
         Random latents, such as posterior samples of a VAE, depend only on the codec's seed, the
         clip's ``number`` in the list of clips, and ``piece``. The piece is ``"clip"`` for a whole
@@ -50,7 +50,10 @@ class VideoCodec(ABC):
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode ``[b, c, t, h, w]`` to ``[b, 3, f, H, W]`` float32; a wrong c raises DataError."""
+        """Decode latents ``[b, c, t, h, w]`` to pixels ``[b, 3, f, H, W]`` float32.
+
+        DataError is raised if c is not the codec's number of channels.
+        """
 
     def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """Return the shape ``(c, t, h, w)`` of a clip's latents.
@@ -82,13 +85,13 @@ class VideoCodec(ABC):
 
 
 def public(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a config.json, without private ones, the version and the dtype."""
+    """Return a config.json's entries without private ones, the version and the dtype."""
     incidental = ("transformers_version", "torch_dtype", "dtype")
     return {k: v for k, v in settings.items() if k[:1] != "_" and k not in incidental}
 
 
 def compared(earlier: Mapping[str, Any], current: Mapping[str, Any]) -> str:
-    """Return a clause on the first setting in which two mappings differ; empty if they agree."""
+    """Return a clause on the first setting in which two mappings differ; "" if they agree."""
     for name in sorted({*earlier, *current}):
         before = earlier.get(name)
         now = current.get(name)
@@ -111,8 +114,8 @@ class PatchCodec(VideoCodec):
     A latent pixel encodes a patch of p = ``temporal`` frames of q x q pixels, q = ``spatial``. For
     the first latent frame, the first frame is repeated p times. A patch is flattened in the order
     colour, frame, row, column to ``3 * p * q * q`` values. The transform is a cosine basis followed
-    by a rotation, so it is orthogonal: with all channels it loses nothing, with fewer it keeps the
-    lowest frequencies. The codec is meant for tests, small experiments and data without a VAE.
+    by a rotation, so it is orthogonal: with all channels nothing is lost, with fewer the lowest
+    frequencies are kept. The codec is meant for tests, small experiments and data without a VAE.
     """
 
     def __init__(self, config: CodecConfig) -> None:
@@ -157,10 +160,10 @@ def _cosines(n: int) -> Tensor:
 
 
 def cosine_basis(temporal: int, spatial: int, kept: Tensor | None = None) -> Tensor:
-    """Return an orthonormal basis of patches as rows ``[3pqq, 3pqq]``, p = temporal, q = spatial.
+    """Return an orthonormal basis of patches as rows ``[3pqq, 3pqq]``.
 
-    The result is float64. ``kept`` holds the indices of the rows to return; None returns all, which
-    can take gigabytes.
+    A patch has p = ``temporal`` frames of q x q pixels, q = ``spatial``. The result is float64.
+    ``kept`` holds the indices of the rows to return; None returns all, which can take gigabytes.
     """
     colours = torch.tensor(_COLOURS, dtype=torch.float64)
     colours /= colours.norm(dim=1, keepdim=True)
@@ -173,7 +176,7 @@ def cosine_basis(temporal: int, spatial: int, kept: Tensor | None = None) -> Ten
 
 
 def band_order(temporal: int, spatial: int) -> Tensor:
-    """Return the row indices of `cosine_basis`, sorted from low to high frequency, ``[3pqq]``."""
+    """Return the row indices of `cosine_basis` from low to high frequency, ``[3pqq]``."""
     t, y, x = (torch.arange(n).double() / n for n in (temporal, spatial, spatial))
     radius = t[:, None, None] ** 2 + y[:, None] ** 2 + x**2
     return radius.expand(3, -1, -1, -1).reshape(-1).argsort(stable=True)
@@ -197,11 +200,11 @@ class DiffusersCodec(VideoCodec):
     """A video VAE of diffusers (AutoencoderKLHunyuanVideo, AutoencoderKLWan, ...) from a folder.
 
     The latents are a posterior sample z, normalized as in diffusers' pipelines. If the VAE's
-    configuration has a mean and a std, they are ``scaling_factor * (z - mean) / std`` for each
-    channel, otherwise ``scaling_factor * (z - shift_factor)``.
+    configuration has a mean and a std, the latents are ``scaling_factor * (z - mean) / std`` for
+    each channel, otherwise ``scaling_factor * (z - shift_factor)``.
 
     Args:
-        folder: holds ``config.json`` and the weights; nothing is downloaded.
+        folder: the folder of ``config.json`` and the weights; nothing is downloaded.
         seed: seed of the posterior samples.
 
     Raises:
@@ -224,7 +227,8 @@ class DiffusersCodec(VideoCodec):
     def _number(self, *names: str) -> int:
         """Return the value of the first of ``names`` that the VAE has; raise ConfigError if none.
 
-        Entries that an old config.json lacks may be attributes of the VAE's class.
+        The value may be an entry of config.json or, for an old config.json, an attribute of the
+        VAE's class.
         """
         for name in names:
             value = self.vae.config.get(name) or getattr(self.vae, name, None)
@@ -274,7 +278,7 @@ class DiffusersCodec(VideoCodec):
         return decoded.float()
 
     def raw(self, latents: Tensor) -> Tensor:
-        """Undo the normalization of latents ``[b, c, t, h, w]``, and move them to the VAE's device.
+        """Return latents ``[b, c, t, h, w]`` without their normalization, on the VAE's device.
 
         The result has the VAE's dtype.
         """

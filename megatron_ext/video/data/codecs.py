@@ -1,10 +1,11 @@
-"""Builds codecs by name or from a manifest, and decoders of long videos in parts.
+"""Builds codecs by name or from a manifest, and decoders that decode long videos in parts.
 
 Codecs are causal: pixels depend only on the latent frames up to their own. Decoding in parts is
 exact if each part gets all earlier latent frames on which its pixels depend.
 
 - The patch codec decodes each latent frame independently, which is exact.
-- Wan's VAE caches two earlier frames for each convolution. This is exact and decodes nothing twice.
+- Wan's VAE caches two earlier frames for each convolution. This is exact, and no frame is decoded
+twice.
 - Any other VAE decodes the `OVERLAP` latent frames before a part again. This is approximate for
   HunyuanVideo's VAE, which depends on frames farther back and normalizes over all frames of a call.
 """
@@ -52,8 +53,8 @@ def codec_from_manifest(
 ) -> VideoCodec:
     """Build the codec that made the latents of a dataset, to decode samples or encode references.
 
-    The patch codec needs only the manifest; a VAE needs its ``codec_folder``. ``seed`` is the seed
-    of a VAE's posterior samples.
+    The patch codec needs only the manifest of the dataset; a VAE needs its ``codec_folder``.
+    ``seed`` is the seed of a VAE's posterior samples.
 
     Raises:
         ConfigError: a VAE lacks its folder, the patch codec has one, or the VAE in the folder
@@ -96,7 +97,7 @@ def codec_from_manifest(
 
 
 OVERLAP = 9
-"""The number of latent frames before a part that are decoded again, for VAEs without a cache."""
+"""The number of latent frames that are decoded again before a part, by VAEs without a cache."""
 
 BlockDecoder = Callable[[Tensor], Tensor]
 """A function from the next latents ``[b, c, t, h, w]`` of b videos to pixels ``[b, 3, f, H, W]``.
@@ -109,7 +110,7 @@ with another number of channels than the codec's raise DataError.
 def block_decoder(codec: VideoCodec) -> BlockDecoder:
     """Return a new `BlockDecoder`, which decodes videos part by part from their first frames on.
 
-    The docstring of this module says which decoders are exact.
+    Decoders of the patch codec and of Wan's VAE are exact, others are approximate.
     """
     if isinstance(codec, PatchCodec):
         # The codec decodes the first frame of a call to a single frame. One frame of overlap
@@ -121,7 +122,7 @@ def block_decoder(codec: VideoCodec) -> BlockDecoder:
 
 
 class OverlapDecoder:
-    """Decodes each part of a video together with ``overlap`` (at least 1) latent frames before it.
+    """Decodes each part of a video together with ``overlap``, at least 1, latent frames before it.
 
     The pixels of these earlier frames are dropped.
     """

@@ -1,4 +1,4 @@
-"""Chooses the conditions of clips, reference frames and captions, and masks the loss.
+"""Chooses the conditions of clips (reference frames and captions), and masks the loss.
 
 A mode is drawn for each clip (Open-Sora 2.0, ``condition_config``): the model is given no frame
 (t2v), the first, the last or both frames (i2v), or a longer piece at one end (v2v). References are
@@ -30,7 +30,7 @@ class Section:
 
 
 def _min_frames(mode: str, config: ConditionConfig) -> int:
-    """Return the fewest latent frames that a clip may have in the condition mode ``mode``."""
+    """Return the least number of latent frames of a clip in the condition mode ``mode``."""
     if mode == "t2v":
         return 1
     if mode.startswith("i2v"):
@@ -41,8 +41,8 @@ def _min_frames(mode: str, config: ConditionConfig) -> int:
 def sections(mode: str, num_frames: int, config: ConditionConfig) -> tuple[Section, ...]:
     """Return the sections of reference frames in a clip of ``num_frames`` latent frames.
 
-    ``mode`` is one of `MODES`; t2v has no sections. Each section is encoded by itself. An unknown
-    mode, or too few latent frames for the mode, raises DataError.
+    ``mode`` is one of `MODES`; t2v has no sections. The VAE encodes each section by itself. An
+    unknown mode, or too few latent frames for the mode, raises DataError.
     """
     if mode not in MODES:
         raise DataError(
@@ -85,7 +85,10 @@ def draw_modes(config: ConditionConfig, num_frames: int, uniforms: Tensor) -> Te
 
 
 def frame_masks(modes: Tensor, num_frames: int, config: ConditionConfig) -> Tensor:
-    """Return masks ``[b, t]`` bool that are True at the reference frames of ``modes`` ``[b]``."""
+    """Return masks ``[b, t]`` bool, True at the reference frames of each clip.
+
+    ``modes`` ``[b]`` are the clips' condition modes, as indices into `MODES`.
+    """
     masks = torch.zeros(len(modes), num_frames, dtype=torch.bool)
     for mask, mode in zip(masks, modes.tolist(), strict=True):
         for section in sections(MODES[mode], num_frames, config):
@@ -101,8 +104,8 @@ def place_references(
 ) -> Tensor:
     """Return latents of ``shape`` ``[c, t, h, w]`` with the references in place, zero elsewhere.
 
-    ``pieces`` are sections of k frames and their latents ``[c, k, h, w]``. Latents that do not fit
-    their section raise DataError.
+    ``pieces`` are (section of k frames, latents ``[c, k, h, w]`` of these frames). Latents that do
+    not fit their section raise DataError.
     """
     placed = torch.zeros(*shape, dtype=dtype, device=device)
     for section, latents in pieces:
@@ -129,11 +132,11 @@ def condition(references: Tensor, masks: Tensor) -> Tensor:
 
 
 def loss_mask(masks: Tensor, tokens_per_frame: int, reference_loss: str) -> Tensor:
-    """Return 1 for tokens that count in the loss, else 0, ``[b, t * tokens_per_frame]`` float32.
+    """Return 1 for tokens with a loss, else 0, ``[b, t * tokens_per_frame]`` float32.
 
     ``masks`` ``[b, t]`` are True at reference frames. If ``reference_loss`` is "masked", no
-    reference frame counts; if "all", every one does. If "trimmed", the reference frames of a clip
-    count only if one of them is neither the first nor the last frame of the clip.
+    reference frame has a loss; if "all", every one has. If "trimmed", the reference frames of a
+    clip have a loss only if one of them is neither the first nor the last frame of the clip.
     """
     left_out = masks
     if reference_loss == "all":
@@ -145,7 +148,7 @@ def loss_mask(masks: Tensor, tokens_per_frame: int, reference_loss: str) -> Tens
 
 @dataclass(frozen=True)
 class Text:
-    """Encoded captions: token embeddings ``[b, l, d]``, and pooled embeddings ``[b, e]``."""
+    """Encoded captions: ``sequence``, token embeddings ``[b, l, d]``; ``pooled``, ``[b, e]``."""
 
     sequence: Tensor
     pooled: Tensor
@@ -155,7 +158,7 @@ def null_like(null: Text, text: Text) -> Text:
     """Return the empty caption ``null`` in the shape and dtype of the captions ``text``.
 
     ``null`` is ``[1, k, d]`` and ``[1, e]``, or has b rows like ``text``, which is ``[b, l, d]``
-    and ``[b, e]``. The last of its k tokens is repeated until there are l; k > l raises DataError.
+    and ``[b, e]``. The last of the k tokens is repeated until there are l; k > l raises DataError.
     """
     length = text.sequence.size(1)
     null_length = null.sequence.size(1)

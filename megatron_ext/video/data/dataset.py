@@ -51,11 +51,11 @@ class VideoClips(Dataset[VideoSample], ABC):
     """The clips of a training run, read from shards or encoded on access.
 
     Attributes:
-        manifest: how latents and embeddings were made; see `manifest.make_manifest`.
-        plan: the bucket plan with the micro-batch sizes of this run; None takes the sizes in the
-            manifest.
+        manifest: the mapping that describes how latents and embeddings were made.
+        plan: the bucket plan with the micro-batch sizes of this run; None takes the micro-batch
+            sizes in the manifest.
         null_text: the encoded empty caption: token embeddings ``[l, d]`` and pooled ``[e]``.
-        of_buckets: the numbers of the clips of each bucket, for buckets with clips.
+        of_buckets: the numbers of the clips in each bucket; buckets without clips are left out.
     """
 
     manifest: dict[str, Any]
@@ -73,7 +73,7 @@ class VideoClips(Dataset[VideoSample], ABC):
 
     @abstractmethod
     def _sample(self, number: int) -> VideoSample:
-        """Return clip ``number``, which is in range."""
+        """Return the clip of this number, which must be in range."""
 
     @abstractmethod
     def latent_shape(self, number: int) -> tuple[int, int, int, int]:
@@ -89,7 +89,8 @@ class VideoClips(Dataset[VideoSample], ABC):
         """Return the clips and the micro-batch size of each bucket.
 
         A bucket without a micro-batch size takes ``default_micro_batch_size``. DataError is raised
-        if there are clips of a bucket that the plan lacks; it calls the data ``name``.
+        if there are clips of a bucket that the plan lacks; ``name`` is the name of the data in its
+        message.
         """
         return {
             bucket: Members(clips, self._micro_batch_size(bucket, name) or default_micro_batch_size)
@@ -136,7 +137,7 @@ class ShardedVideos(VideoClips):
         return int(self._begins[-1])
 
     def _place(self, number: int) -> tuple[Shard, int]:
-        """Return the shard that holds the clip ``number``, and the clip's row in it."""
+        """Return the shard that has the clip ``number``, and the clip's row in this shard."""
         shard = int(np.searchsorted(self._begins, number, side="right")) - 1
         return self.shards[shard], number - int(self._begins[shard])
 
@@ -154,7 +155,7 @@ class ShardedVideos(VideoClips):
 
     @cached_property
     def _files(self) -> dict[int, str]:
-        """Return the paths of the source files, by the numbers of their rows in the list."""
+        """Return the paths of the source files, by the number of the clip in its list."""
         register = read_register(self._folder)
         return {entry.number: entry.path for entry in register.entries} if register else {}
 
@@ -218,10 +219,10 @@ class VideoBatch:
 
     Attributes:
         latents: ``[b, c, t, h, w]``.
-        text: token embeddings ``[b, l, d]``, including the rows that `pad_text` adds.
+        text: token embeddings ``[b, l, d]``, including padding rows.
         pooled: pooled text embeddings ``[b, e]``.
-        references: latents ``[b, c, k, h, w]`` of the first or last k latent frames, by names of
-            `encode.reference_name`.
+        references: latents ``[b, c, k, h, w]`` of the first or last k latent frames, by names such
+            as ``head1`` and ``tail1``.
     """
 
     latents: Tensor
@@ -241,7 +242,7 @@ class VideoBatch:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> VideoBatch:
-        """Build a batch from tensors by name, as `tensors` returns them."""
+        """Build a batch from tensors with the names that `tensors` gives them."""
         prefix = "references/"
         references = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
         own: dict[str, Any] = {k: t for k, t in tensors.items() if not k.startswith(prefix)}
@@ -249,7 +250,7 @@ class VideoBatch:
 
 
 def pad_text(text: Tensor, image_tokens: int, multiple: int) -> Tensor:
-    """Repeat the last row of text ``[..., l, d]`` until ``multiple`` divides l + image_tokens."""
+    """Repeat the last row of a text ``[..., l, d]`` until ``multiple`` divides l + image_tokens."""
     missing = -(text.size(-2) + image_tokens) % multiple
     last = text[..., -1:, :]
     return torch.cat([text, last.expand(*last.shape[:-2], missing, last.size(-1))], dim=-2)
@@ -263,7 +264,8 @@ def collate(samples: Sequence[VideoSample], *, patch: int, multiple: int = 1) ->
 
     Args:
         patch: side of the square patch of a token, in latent pixels.
-        multiple: divisor of the number of text and image tokens together; `pad_text` pads the text.
+        multiple: a divisor that the number of text and image tokens together must have; the text is
+            padded to reach it.
     """
     shapes = {tuple(sample.latents.shape) for sample in samples}
     if len(shapes) != 1:
@@ -303,7 +305,7 @@ def collate(samples: Sequence[VideoSample], *, patch: int, multiple: int = 1) ->
 
 
 def open_online(options: VideoPreprocessOptions, *, flag: str, tell: bool) -> OnlineVideos:
-    """Open a list of clips that are encoded on access, with the same buckets as in preprocessing.
+    """Open a list of clips to be encoded on access, with the same buckets as in preprocessing.
 
     Read the header of every clip, and write nothing. ``flag`` is the flag that gives the list, for
     errors. With ``tell`` print how many clips are left out, and why.

@@ -1,7 +1,7 @@
-"""Plans and encodes clips, in the same way in preprocessing and in the data loader.
+"""Plans and encodes clips, alike in preprocessing and in the data loader.
 
-`plan_clips` reads the header of every clip before anything is encoded, and assigns a bucket or the
-reason why there is none. `ClipEncoder` then turns each planned clip into a sample.
+`plan_clips` reads the header of every clip before anything is encoded, and assigns to each clip a
+bucket, or the reason why it has none. `ClipEncoder` then turns each planned clip into a sample.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class PlannedClip:
 
     Attributes:
         number: number of the clip in its list.
+        clip: the row of the list.
         shape: shape of the clip's file.
         bucket: bucket of the sample.
         window: (number of the window, its first frame at the rate of samples). None if the position
@@ -70,12 +71,13 @@ class VideoSample:
 
     Attributes:
         latents: ``[c, t, h, w]``.
-        text, pooled: embeddings of the caption, of its tokens ``[l, d]`` and of the whole ``[e]``.
+        text: embeddings of the caption's tokens, ``[l, d]``.
+        pooled: embedding of the whole caption, ``[e]``.
         references: latents ``[c, k, h, w]`` of the first or last k < t latent frames, which are
-            encoded without the rest of the clip, by names of `reference_name`.
+            encoded without the rest of the clip, by names such as ``head1``.
         fps: frames per second of the sample, rounded to a whole number; 0 for an image.
         number: number of the clip in its list.
-        caption: the caption that the text encoder got, suffix included.
+        caption: the caption that the text encoder got, with frame rate and motion.
     """
 
     latents: Tensor
@@ -88,7 +90,10 @@ class VideoSample:
 
 
 def reference_name(side: str, num_frames: int) -> str:
-    """Return the name of the first ("head") or last ("tail") latent frames, such as ``head1``."""
+    """Return the name of the first ("head") or last ("tail") latent frames of a clip.
+
+    It has their number, such as ``head1``.
+    """
     return f"{side}{num_frames}"
 
 
@@ -137,9 +142,10 @@ class ClipEncoder:
     def _references(
         self, pixels: Tensor, num_latent_frames: int, number: int, place: str
     ) -> dict[str, Tensor]:
-        """Return the latents of the first and last frames, each encoded without the rest, by name.
+        """Return the latents of the first and last frames of a clip, by name such as ``head1``.
 
-        ``place`` distinguishes the windows of one clip.
+        Each piece is encoded without the rest of the clip. ``place`` distinguishes the windows of
+        one clip.
         """
         references = {}
         for length in self.config.reference_lengths:
@@ -156,9 +162,9 @@ class ClipEncoder:
 def caption_for(
     caption: str, fps: float | None, motion: float | None, text_encoder: TextEncoder
 ) -> str:
-    """Return the caption with its suffix (`with_suffix`).
+    """Return the caption with its suffix of frame rate and motion.
 
-    If the text encoder would cut the suffix off, put its words before the caption instead.
+    If the text encoder would cut the suffix off, its words come before the caption instead.
     """
     ended = with_suffix(caption, fps, motion)
     if ended != caption and text_encoder.cuts(ended):
@@ -167,13 +173,16 @@ def caption_for(
 
 
 def reference_names(lengths: Sequence[int]) -> tuple[str, ...]:
-    """Return the names of the references at both ends of a clip; lengths count latent frames."""
+    """Return the names of the references at both ends of a clip.
+
+    ``lengths`` are the numbers of latent frames of a reference.
+    """
     return tuple(reference_name(side, n) for n in lengths for side in ("head", "tail"))
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """A clip that is left out; ``detail`` is the error message for a file that cannot be read."""
+    """A clip that is left out; for a file that cannot be read, ``detail`` is the error message."""
 
     number: int
     path: str
@@ -184,8 +193,8 @@ class Dropped:
 def check_codec(plan: BucketPlan, codec: VideoCodec, reference_lengths: Sequence[int] = ()) -> None:
     """Check that the codec can encode every bucket of a plan, and that references fit a bucket.
 
-    ConfigError is raised if the codec cannot encode a number of frames, a height or a width, and if
-    references of more than one latent frame are not shorter than the longest bucket.
+    ConfigError is raised if the codec cannot encode a number of frames, a height or a width. It is
+    also raised if references of more than one latent frame are not shorter than the longest bucket.
     """
     longest = 1
     for resolution, lengths in plan.rules.items():
@@ -214,8 +223,8 @@ def plan_clips(
     """Assign each clip to a bucket by its header; return the samples and the dropped clips.
 
     ``workers`` processes read headers. ``tick`` is called with the number of clips read so far.
-    ``numbers`` are the numbers of the clips; None counts from 0. If no clip has a bucket, a
-    DataError gives the reasons, unless the plan ``may_be_empty``.
+    ``numbers`` are the numbers of the clips in their list; None numbers them from 0. If no clip has
+    a bucket, a DataError gives the reasons, unless the plan ``may_be_empty``.
     """
     planned: list[PlannedClip] = []
     dropped: list[Dropped] = []
@@ -250,7 +259,7 @@ def plan_clips(
 
 
 def _scenes(seen: _Probed, config: EncodeConfig) -> list[range]:
-    """Return the scenes of a clip as ranges of frames, at the frame rate of samples."""
+    """Return the scenes of a clip as ranges of frames, counted at the frame rate of samples."""
     interval = subsampling(seen.shape.fps, config.fps_cap, config.video_fps)[0]
     begins = [math.ceil(place / interval - 1e-6) for place in seen.scenes or ()]
     end = available_frames(seen.shape, config.fps_cap, config.video_fps)
@@ -258,7 +267,7 @@ def _scenes(seen: _Probed, config: EncodeConfig) -> list[range]:
 
 
 def _most_frames(config: EncodeConfig, scenes: Sequence[range] | None) -> int | None:
-    """Return the largest number of frames of a sample; None if there is no limit."""
+    """Return the largest number of frames that a sample may have; None if there is no limit."""
     limits = [] if config.video_window_frames is None else [config.video_window_frames]
     if scenes and scenes[-1].stop > 1:
         # At least 2, so that a video whose scenes have one frame each does not become an image.
@@ -301,13 +310,13 @@ class _Probed:
 
 
 _CLIPS_AT_A_TIME = 16
-"""The number of clips that a process reads before it reports them."""
+"""The number of clips that a worker process reads before it reports their properties."""
 
 
 def _probe_all(
     clips: Sequence[Clip], config: EncodeConfig, workers: int
 ) -> Iterator[_Probed | Dropped]:
-    """Read what the plan needs from each clip, in order.
+    """Read the properties that planning needs from each clip, in the order of clips.
 
     Workers are processes, not threads: most of the work is Python code, which holds the GIL.
     """
@@ -329,7 +338,10 @@ def _probe_all(
 
 
 def _probe(config: EncodeConfig, clip: Clip) -> _Probed | Dropped:
-    """Read what the plan needs from a clip; if it is dropped, its number is set later."""
+    """Read the properties that planning needs from a clip.
+
+    If the clip is dropped, its number is set later.
+    """
     if not clip.caption:
         return Dropped(0, clip.path, Drop.NO_CAPTION)
     try:
@@ -344,7 +356,7 @@ def _probe(config: EncodeConfig, clip: Clip) -> _Probed | Dropped:
 
 
 def report(dropped: Sequence[Dropped], total: int) -> list[str]:
-    """Return a line for each reason, with the number of dropped clips and an example."""
+    """Return a line for each reason, with the number of clips dropped for it and an example."""
     first = {d.reason: d.detail or d.path for d in reversed(dropped)}
     return [
         f"{count} of {total} clips dropped: the clip {why.value}. First: {first[why].rstrip('.')}."
@@ -360,7 +372,7 @@ def sample_rate(planned: PlannedClip, config: EncodeConfig) -> float:
 
 
 def rate_report(planned: Sequence[PlannedClip], config: EncodeConfig) -> list[str]:
-    """Return lines about clips that repeat frames, or whose rate differs from their files'."""
+    """Return lines about clips that repeat frames or run at another rate than their files."""
     lines = []
     moving = [p for p in planned if p.bucket.num_frames > 1]
     changed = [p for p in moving if abs(p.shape.speed - 1) > _SAME_SPEED]
@@ -383,6 +395,6 @@ def rate_report(planned: Sequence[PlannedClip], config: EncodeConfig) -> list[st
 
 
 _SAME_SPEED = 0.01
-"""The relative difference up to which the rates of a row and its file count as equal.
+"""The relative difference up to which the rates of a row and of its file are taken as equal.
 
 A row often says 30 for a file of 29.97."""

@@ -56,10 +56,11 @@ def probe(clip: Clip) -> ClipShape:
 
 
 def scene_starts(clip: Clip, shape: ClipShape, threshold: float) -> list[float]:
-    """Return where the scenes of a clip begin, in frames of its rate; the first begins at 0.
+    """Return the frames at which the scenes of a clip begin, at its frame rate; the first is 0.
 
-    A picture, or a folder of pictures, is one scene. `video_files.scene_times` explains the
-    threshold, `decode` the errors.
+    A picture, or a folder of pictures, is one scene. A scene begins where a frame changes by more
+    than ``threshold``, between 0 and 1. A file that cannot be read raises DataError; a missing
+    package raises ConfigError.
     """
     path = clip.source
     is_folder = isinstance(path, Path) and path.is_dir()
@@ -90,10 +91,10 @@ def decode(
 
     Args:
         first, interval: the frames are those shown at the times ``first``, ``first + interval`` and
-            so on, in frames of the clip's rate. A time may be between two frames (`frames_at`).
-        shape: the result of `probe` for the clip; None calls it.
+            so on, in frames of the clip's rate. Between two frames, the nearest is taken.
+        shape: shape of the clip; None reads it from the file.
         blend: whether to mix the frames before and after a time.
-        background: colour under transparent parts; see `colour_of`.
+        background: name of the colour under transparent parts.
     """
     shape = shape or probe(clip)
     path = clip.source
@@ -146,7 +147,7 @@ class _Frame(Protocol):
 
 @dataclass(frozen=True)
 class _Still:
-    """A frame that is a picture file, of a folder of pictures."""
+    """A frame that is a picture file in a folder of pictures."""
 
     path: ClipFile
     background: Colour
@@ -168,7 +169,7 @@ class _Pixels:
 def _frames(
     path: ClipFile, shape: ClipShape, places: list[float], background: Colour
 ) -> Iterator[tuple[float, float, _Frame]]:
-    """Yield (time, duration, frame) of each frame, in frames of the clip's rate."""
+    """Yield (time, duration, frame) of each frame; times are in frames of the clip's rate."""
     if isinstance(path, Path) and path.is_dir():
         for number, image in enumerate(_images_of(path)):
             yield number, 1.0, _Still(image, background)
@@ -188,7 +189,7 @@ def _frames(
 
 
 def _timing(lengths: list[float]) -> tuple[int, float]:
-    """Return the number of frames and the frame rate; ``lengths`` are the frames' seconds."""
+    """Return (number of frames, frame rate) of frames that last ``lengths`` seconds."""
     begins = np.concatenate([[0.0], np.cumsum(lengths)[:-1]])
     fps, constant = frame_rate(begins, ())
     last = 1 if constant else max(1, round(lengths[-1] * fps))
@@ -214,7 +215,7 @@ def _images_of(folder: Path) -> list[Path]:
 
 @contextmanager
 def _reading(path: ClipFile) -> Iterator[None]:
-    """Turn an exception from reading ``path`` into a DataError that names the file.
+    """Turn an exception within a ``with`` block that reads ``path`` into a DataError.
 
     MemoryError passes unchanged. ConfigError is raised if the package av or pillow is missing.
     """

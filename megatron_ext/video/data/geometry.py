@@ -31,7 +31,7 @@ _NAME = re.compile(r"(\d+)(px|p)")
 def pixel_budget(resolution: str) -> int:
     """Return the number of pixels of a frame: 256² for ``256px``, 1280 × 720 for ``720p``.
 
-    A name of another form, or a number below 16, raises ConfigError.
+    A name of another form, or a side below 16 pixels, raises ConfigError.
     """
     match = _NAME.fullmatch(resolution)
     side = int(match[1]) if match else 0
@@ -68,7 +68,10 @@ def _size(budget: int, ratio: float) -> tuple[int, int]:
 
 
 def nearest_size(resolution: str, height: int, width: int) -> tuple[int, int]:
-    """Return the (height, width) of a resolution with the log aspect ratio nearest to a frame's."""
+    """Return the size (height, width) of a resolution that is nearest to a frame in aspect ratio.
+
+    Ratios are compared by their logarithms; ``height`` and ``width`` are those of the frame.
+    """
     log_ratio = math.log(height / width)
     return min(sizes(resolution), key=lambda size: abs(math.log(size[0] / size[1]) - log_ratio))
 
@@ -198,7 +201,7 @@ SMALLEST_SHARE = 0.8
 
 
 class Drop(str, Enum):
-    """The reason why a clip is left out; the value is the text that reports show."""
+    """The reasons why a clip may be left out; the value is the text that reports show."""
 
     UNREADABLE = "cannot be read"
     NO_CAPTION = "has no caption"
@@ -213,10 +216,10 @@ class ClipShape:
 
     Attributes:
         num_frames: number of frames at the rate ``fps``. If the rate varies, a frame that is shown
-            longer counts several times.
+            longer is counted several times.
         height, width: size of the upright picture, in square pixels.
         fps: usual frame rate.
-        speed: the frame rate in the clip's row over the frame rate in its file.
+        speed: the frame rate in the clip's row divided by the frame rate in its file.
     """
 
     num_frames: int
@@ -227,13 +230,13 @@ class ClipShape:
 
 
 _SAME_RATE = 1.01
-"""A clip's rate may exceed the cap by this factor: a header often says 24.02 for 24."""
+"""The factor by which a clip's rate may exceed the cap, as a header often says 24.02 for 24."""
 
 
 def subsampling(
     fps: float, fps_cap: float, video_fps: float | None = None
 ) -> tuple[int | float, int | float]:
-    """Return the distance of the frames to keep, in frames of the clip, and their frame rate.
+    """Return (distance of the kept frames, in frames of the clip; frame rate of the kept frames).
 
     Without ``video_fps`` the rule is Open-Sora's: keep every n-th frame, where n is
     ``ceil(fps / fps_cap)``; the rate is ``floor(fps / n)``. With ``video_fps`` the rate is
@@ -269,7 +272,7 @@ def assign(
     longest bucket for which it has enough frames; an image fits the bucket of one frame. The clip
     enters this bucket with the bucket's probability; otherwise try the next resolution. The random
     choices depend on ``seed`` and ``number``, the clip's number in its list. At most
-    ``most_frames`` frames of the clip count.
+    ``most_frames`` frames of the clip are taken into account.
     """
     draws = np.random.Generator(np.random.PCG64((seed, 0, number)))
     frames = available_frames(clip, fps_cap, video_fps)
@@ -303,7 +306,8 @@ def first_frame(
 ) -> int | float:
     """Return the random start of a temporal crop, in frames of the clip.
 
-    It depends on ``seed`` and ``number``, the clip's number in its list.
+    The crop has ``num_frames`` frames. The start depends on ``seed`` and ``number``, the clip's
+    number in its list.
     """
     interval = subsampling(clip.fps, fps_cap, video_fps)[0]
     spare = available_frames(clip, fps_cap, video_fps) - num_frames
@@ -317,12 +321,12 @@ def window_starts(
     """Return where the windows of a clip begin, in frames at the rate of samples.
 
     Args:
-        available: number of frames of the clip at this rate, at least ``length``.
+        available: number of frames of the clip at the rate of samples, at least ``length``.
         length: number of frames of a window.
         windows: "first"; "uniform" for ``count`` windows spread from beginning to end, but no more
             than fit without overlap; or "all" for a window at each multiple of ``stride``.
         stride: distance of windows; None for windows side by side.
-        count: the most windows; None for no limit.
+        count: the largest number of windows; None for no limit.
     """
     if windows == "first":
         return [0]

@@ -1,4 +1,4 @@
-"""Inspects a dataset of encoded clips: its buckets, rates, captions, repeated and bad samples."""
+"""Inspects a dataset of encoded clips: buckets, frame rates, captions, repeated and bad samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_ext.video.data.shards import MANIFEST
 from megatron_ext.video.data.similar import NearDuplicates
 
 _NAMED = 5
-"""The most samples that a warning names."""
+"""The largest number of samples that a warning names."""
 
 
 def is_video_set(path: Path) -> bool:
@@ -29,7 +29,7 @@ def is_video_set(path: Path) -> bool:
 
 @dataclass
 class Inspected:
-    """The lines of a report, and its warnings."""
+    """The report on a dataset: lines to print, and warnings."""
 
     lines: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -73,7 +73,10 @@ def _buckets(
     global_batch_size: int | None,
     warnings: list[str],
 ) -> Iterator[str]:
-    """Yield a line for each bucket; add a warning for each with too few clips for a step."""
+    """Yield a line for each bucket of a dataset.
+
+    Add to ``warnings`` a sentence for each bucket with too few clips for a step.
+    """
     yield "buckets"
     for bucket, members in sorted(videos.members(micro_batch_size).items()):
         count = len(members.clips)
@@ -93,7 +96,7 @@ def _buckets(
 
 
 def _scan(videos: ShardedVideos, size: int, report: Inspected) -> None:
-    """Read all samples; report rates and captions, and warn of duplicates and bad values.
+    """Read all samples; add lines on rates and captions, and warnings of duplicates and bad values.
 
     ``size`` is the number of bytes of the dataset.
     """

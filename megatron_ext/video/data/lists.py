@@ -21,7 +21,7 @@ from megatron_ext.errors import ConfigError, DataError
 PATHS = ("path", "file_name", "video")
 CAPTIONS = ("text", "caption", "prompt")
 SCORES = ("motion", "motion_score")
-"""The accepted names of a column; if a row has several, the first with a value is taken."""
+"""The names that the column of motion scores may have; the first with a value in a row is taken."""
 KNOWN = (
     f"{', '.join(PATHS[:-1])} or {PATHS[-1]}, with {', '.join(CAPTIONS[:-1])} or {CAPTIONS[-1]}, "
     f"and, if wanted, fps and {' or '.join(SCORES)}"
@@ -29,11 +29,11 @@ KNOWN = (
 _TABLES = {".csv": ",;\t|", ".tsv": "\t"}
 """Suffixes of text tables, and the delimiters that they may have."""
 _MARK = b"\xef\xbb\xbf"
-"""The byte-order mark, which spreadsheets write."""
+"""The byte-order mark of UTF-8, which spreadsheets write."""
 
 
 def rows_of(source: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (place, row) of each row of a list; the place is text such as "line 3".
+    """Yield (place, row) for each row of a list; the place is text such as "line 3" for errors.
 
     Raises:
         UnreadableFile: the list cannot be read.
@@ -53,12 +53,15 @@ def rows_of(source: Path) -> Iterator[tuple[str, Any]]:
 
 
 def bad_row(source: Path, place: str, what: str) -> DataError:
-    """Return the error about a row that cannot be used."""
+    """Return the error about the row at ``place`` that cannot be used; ``what`` is the reason."""
     return DataError(f"{source} {place} {what}; mend the row or take it out.")
 
 
 def check_columns(source: Path, columns: Sequence[str], where: str = "") -> None:
-    """Raise DataError if a table lacks a column of paths or captions, or has a column twice."""
+    """Raise DataError if a table lacks a column of paths or captions, or has a column twice.
+
+    ``where`` is the place of the column names, for the error.
+    """
     for name in {*PATHS, *CAPTIONS, *SCORES, "fps"}:
         if list(columns).count(name) > 1:
             raise DataError(
@@ -117,7 +120,7 @@ def _table_rows(source: Path, delimiters: str) -> Iterator[tuple[str, Any]]:
 
 
 def _delimiter(source: Path, first: str, delimiters: str) -> str:
-    """Return the delimiter that splits the header into the most known column names."""
+    """Return the one of ``delimiters`` that splits the header into the most known column names."""
     headings = {*PATHS, *CAPTIONS, *SCORES, "fps"}
 
     def columns(delimiter: str) -> tuple[int, int]:

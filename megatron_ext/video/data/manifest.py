@@ -1,4 +1,4 @@
-"""The options of preprocessing, and the manifest of a dataset."""
+"""The options of preprocessing clips, and the manifest of a dataset, which records them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from megatron_ext.video.data.text_encoders import TextEncoder
 
 @dataclass(frozen=True)
 class VideoPreprocessOptions:
-    """The options of one run of tools/preprocess_video.py; see its ``--help``.
+    """The options of one run of tools/preprocess_video.py; its ``--help`` explains them.
 
     A value out of range raises ConfigError.
     """
@@ -69,7 +69,7 @@ class VideoPreprocessOptions:
 def sample_options(
     options: VideoPreprocessOptions, codec: VideoCodec, text_encoder: TextEncoder
 ) -> dict[str, Any]:
-    """Return all settings that determine how clips become samples, as the manifest stores them."""
+    """Return the settings that determine how clips become samples, as the manifest stores them."""
     return {
         "format": shards.FORMAT,
         "codec": codec.identity,
@@ -86,7 +86,7 @@ def sample_options(
 
 
 def weights_stamp(options: VideoPreprocessOptions) -> str:
-    """Return a hash of the sizes and modification times of the files of codec and text encoder."""
+    """Return a hash of size and modification time of each file of codec and text encoder."""
     models = [options.codec.codec, options.text_encoder.t5_path, options.text_encoder.clip_path]
     files = [sorted(Path(model).rglob("*")) for model in models if model]
     weights = [stamp(path) for model in files for path in model if path.is_file()]
@@ -105,9 +105,9 @@ def make_manifest(
     The fingerprint is a hash of the other entries and of ``clips``.
 
     Args:
-        about: the result of `sample_options`.
+        about: the settings that determine how clips become samples.
         buckets: the buckets in the order of their numbers.
-        rates: frame rate of each sample; 0 for pictures.
+        rates: frame rate of each sample, 0 for pictures, in order.
         clips: the key of each sample, in order.
     """
     rules = plan.rules
@@ -129,7 +129,7 @@ def make_manifest(
 
 
 def buckets_of(manifest: Mapping[str, Any]) -> list[Bucket]:
-    """Return the buckets of a manifest; the number of a bucket is its index."""
+    """Return the buckets that a manifest lists; a bucket's number is its index."""
     return [Bucket(**entry["shape"]) for entry in manifest["buckets"]]
 
 
@@ -163,7 +163,10 @@ _ENTRIES = {
     "fps": ("a number above 0", lambda x: _NUMBER[1](x) and x > 0),
     "fingerprint": _TEXT,
 }
-"""The required entries of a manifest: a dict, a list with one item, or (description, check)."""
+"""The required entries of a manifest, and of what they hold.
+
+A value is described by a dict, by a list with one item for all its items, or by (description,
+check)."""
 _SIZES = {
     ("text_encoder", HASHED): {"width": _SIZE, "pooled_width": _SIZE},
     ("codec", PATCH): {
@@ -171,7 +174,7 @@ _SIZES = {
         **dict.fromkeys(("codec_shift", "codec_scale"), _NUMBER),
     },
 }
-"""Further required entries of a codec or text encoder that has no model folder with its sizes."""
+"""Required entries of a codec or text encoder that has no model folder with its sizes."""
 
 
 def _faults(value: Any, expected: Any, name: str) -> Iterator[tuple[str, str | None]]:

@@ -38,7 +38,10 @@ class Member:
 
 
 class _MemberFile(io.RawIOBase):
-    """A file object of a member; it opens the archive for each read, so none stays open."""
+    """A file object of a member of an archive.
+
+    It opens the archive for each read, so that no file stays open.
+    """
 
     def __init__(self, member: Member) -> None:
         self._member = member
@@ -69,9 +72,9 @@ class _MemberFile(io.RawIOBase):
 
 
 ClipFile = Path | Member
-"""The file of a clip: a file, a folder, or a file in a tar file."""
+"""The place of a clip: a file, a folder, or a file in a tar file."""
 
 
 def readable(file: ClipFile) -> Path | io.RawIOBase:
-    """Return a path or a file object, from which libraries can read the file."""
+    """Return a path or a file object from which libraries can read the file of a clip."""
     return file.opened() if isinstance(file, Member) else file

@@ -26,7 +26,9 @@ IMAGE_SUFFIXES = frozenset(
     (".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".bmp", ".tif", ".tiff")
 )
 _VIDEO_SUFFIXES = (".mjpeg", ".mjpg")
-"""Suffixes of videos that are plain sequences of JPEG pictures, and so begin like a picture."""
+"""Suffixes of videos that are plain sequences of JPEG pictures.
+
+Their first bytes are those of a picture."""
 _ANIMATED = ("PNG", "WEBP", "AVIF")
 """Formats in which several pictures are an animation. In a JPEG or a TIFF, further pictures are
 other sizes or other pages."""
@@ -58,7 +60,7 @@ def is_picture(path: ClipFile) -> bool:
 
 
 def picture_size(path: ClipFile) -> tuple[int, int]:
-    """Return the height and width of the upright picture, from its header if possible."""
+    """Return (height, width) of the upright picture, from the file's header if possible."""
     with Image.open(readable(path)) as image:
         if image.format == "TIFF":
             # Some versions of Pillow rotate a TIFF when they open it, others when they load it.
@@ -84,7 +86,7 @@ def is_animated(path: ClipFile) -> bool:
 
 
 def durations(path: ClipFile) -> list[float]:
-    """Return the duration of each frame of an animated picture, in seconds."""
+    """Return the durations of the frames of an animated picture, in seconds."""
     seconds = []
     with Image.open(readable(path)) as image:
         for number in _numbers(image):
@@ -106,16 +108,16 @@ def read_animation(path: ClipFile, last: int, background: Colour) -> list[Pictur
 
 
 def _numbers(image: Any) -> range:
-    """Return the numbers of the frames of the animation.
+    """Return the numbers of the frames that belong to an animation.
 
-    A PNG may begin with a default picture that is not part of it.
+    A PNG may begin with a default picture that is not part of its animation.
     """
     count = getattr(image, "n_frames", 1) if image.format in _ANIMATED else 1
     return range(1 if count > 1 and image.info.get("default_image") else 0, count)
 
 
 def composited(pixels: Picture, background: Colour) -> Picture:
-    """Compose pixels with alpha, ``[H, W, 4]`` uint8, over a background; return ``[H, W, 3]``."""
+    """Put pixels with alpha, ``[H, W, 4]`` uint8, over a background; return ``[H, W, 3]`` uint8."""
     alpha = pixels[..., 3:].astype(np.uint32)
     below = np.asarray(background, np.uint32)
     mixed = (pixels[..., :3] * alpha + below * (255 - alpha) + 127) // 255
@@ -144,9 +146,9 @@ def _as_rgb(image: Any, background: Colour) -> Picture:
 
 
 def _in_srgb(image: Any, mode: str) -> Any:
-    """Convert a picture to RGB or RGBA (``mode``) in the sRGB colour space.
+    """Convert a picture to the sRGB colour space; ``mode`` is RGB or RGBA.
 
-    Phones and cameras write other colour spaces, and a colour profile. A profile that does not fit
+    Phones and cameras write other colour spaces, with a colour profile. A profile that does not fit
     the picture is ignored, as viewers do.
     """
     profile = image.info.get("icc_profile")

@@ -1,7 +1,7 @@
 """Encodes clips and captions into a dataset of shards, in one or more processes.
 
-Encoded clips are kept if a run is killed, and the same command continues it. A later run whose list
-has more rows also keeps them, and encodes only the new rows.
+If a run is killed, encoded clips are kept, and the same command continues the run. A later run
+whose list has more rows also keeps them, and encodes only the new rows.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _PARTS = "parts"
 """The folder in a dataset that holds parts: encoded clips whose shard is not finished."""
 _MOST_CLIPS_OF_A_PART = 16
 _PARTS_OF_A_WORKER = 4
-"""The least number of parts per worker, so that workers do not wait long for the last one."""
+"""The least number of parts per worker; with few parts, workers would wait long for the last."""
 
 
 def preprocess(options: VideoPreprocessOptions, say: Say = say_to_stderr) -> None:
@@ -139,7 +139,7 @@ def _preprocess(options: VideoPreprocessOptions, say: Say) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Create and lock the folder of a dataset; remove it if it is empty after an error."""
+    """Create and lock the folder of a dataset; after an error, remove it if it is empty."""
     lock = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -167,10 +167,10 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute with one thread, like worker processes.
+    """Compute with one thread within a ``with`` block, like worker processes.
 
-    With several threads sums would have another order, and the result other bytes. Also, OpenMP
-    would hang in forked processes if several threads had run in this one.
+    With several threads sums would be taken in another order, and samples would have other bytes.
+    Also, OpenMP would hang in forked processes if several threads had run in this one.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -181,7 +181,10 @@ def _one_thread() -> Iterator[None]:
 
 
 def _register_of(folder: Path, options: Mapping[str, Any]) -> Register:
-    """Return the register of a dataset, or a new one; DataError if other options made it."""
+    """Return the register of a dataset, or a new one.
+
+    DataError is raised if the register was made with other options.
+    """
     register = read_register(folder)
     if register is not None:
         before = {**register.options}
@@ -202,7 +205,7 @@ class _Samples:
     """The samples on disk, in finished shards and parts, by their keys.
 
     Attributes:
-        markers: content of the ``.json`` of each finished shard, by the name of the shard.
+        markers: content of the ``.json`` file that marks a shard as finished, by name of the shard.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any], fingerprint: str) -> None:
@@ -217,7 +220,7 @@ class _Samples:
         return key in self._places or key in self._damaged
 
     def add_shard(self, folder: Path, name: str, *, check: bool = False) -> None:
-        """Add the samples of a shard or part, unless it is unfinished, damaged or of other data.
+        """Add the samples of a shard or part, if it is finished, undamaged and of this dataset.
 
         With ``check`` compare the bytes of a part with its digest.
         """
@@ -241,7 +244,10 @@ class _Samples:
             self.markers[name] = marker
 
     def has_shard(self, name: str, entries: Sequence[Entry]) -> bool:
-        """Tell whether a shard is finished and has exactly these samples, except damaged clips."""
+        """Tell whether a shard is finished and has exactly the samples of ``entries``.
+
+        Damaged clips, which have no sample, are left out of account.
+        """
         marker = self.markers.get(name)
         whole = [entry.key for entry in entries if entry.key not in self._damaged]
         damaged = {entry.key for entry in entries} - set(whole)
@@ -252,7 +258,7 @@ class _Samples:
         )
 
     def join(self, name: str, entries: Sequence[Entry], options: VideoPreprocessOptions) -> None:
-        """Write a shard from samples that are all on disk."""
+        """Write a shard with the samples of ``entries``, which are all on disk."""
         names = reference_names(options.encode.reference_lengths)
         keys = [entry.key for entry in entries if entry.key not in self._damaged]
         with shards.ShardWriter(self._folder, name, names, options.storage) as writer:
@@ -266,7 +272,7 @@ class _Samples:
         self.add_shard(self._folder, name)
 
     def remove_unknown(self, folder: Path) -> None:
-        """Remove the files of unfinished parts."""
+        """Remove the files of unfinished parts from a folder."""
         parts = folder / _PARTS
         finished = {shard.name for shard, _ in self._places.values()}
         for path in parts.glob("*") if parts.is_dir() else ():
@@ -311,9 +317,10 @@ def _plan(
     samples: _Samples,
     say: Say,
 ) -> tuple[dict[str, PlannedClip], list[Dropped]]:
-    """Update the register to the list; return the clips to encode, by key, and the dropped clips.
+    """Update the register to the list; return the clips to encode by key, and the dropped clips.
 
-    Rows that are in the register keep their numbers and shards. New rows get the next ones.
+    Rows that are in the register keep their numbers and shards. New rows get the next numbers and
+    new shards.
     """
     keys = row_keys(clips, list_folder(options.input))
     _remove_missing_rows(options, dict(zip(keys, clips, strict=True)), register, samples, say)
@@ -376,7 +383,7 @@ def _remove_missing_rows(
 ) -> None:
     """Remove rows from the register that are no longer in the list and have no sample.
 
-    With ``--drop-missing`` remove also those that have a sample; the other samples of their shards
+    With ``--drop-missing`` remove also those that have a sample; other samples of the same shards
     get new shards. Without it, raise DataError if the list has none of the register's rows.
     """
     gone = [entry for entry in register.entries if entry.row not in listed]
@@ -409,7 +416,7 @@ def _remove_missing_rows(
 
 
 def _new_names(register: Register, on_disk: Iterable[str]) -> Iterator[str]:
-    """Yield names for new shards, in order."""
+    """Yield names for new shards, in order; no name of a shard in use is among them."""
     names = {*on_disk, *register.shards()}
     first = max((shards.number_of(name) for name in names), default=-1) + 1
     return map(shards.shard_name, count(first))
@@ -421,7 +428,7 @@ def _assign_shards(
     planned: Mapping[str, PlannedClip],
     on_disk: Iterable[str],
 ) -> None:
-    """Assign planned clips that have no shard to new shards."""
+    """Assign each planned clip that has no shard to a new shard."""
     names = _new_names(register, on_disk)
     without = [x.key for x in register.entries if x.shard is None and x.key in planned]
     size = options.clips_per_shard
@@ -438,9 +445,10 @@ class _Part:
     """Clips of one shard that a worker encodes together.
 
     Attributes:
-        name: the beginning of the names of its files, which no earlier part has.
+        name: the beginning of the names of the part's files, different from that of earlier parts.
+        shard: name of the shard.
         buckets: the number of each clip's bucket in the manifest.
-        keys: the key of each sample.
+        keys: the key of each clip's sample.
     """
 
     name: str
@@ -457,7 +465,7 @@ Encode = Callable[["_Todo", Progress], None]
 
 
 class _Todo:
-    """The unfinished shards, and the parts of them that are still to be encoded."""
+    """The unfinished shards, and those parts of them that are still to be encoded."""
 
     def __init__(
         self,
@@ -513,7 +521,7 @@ class _Todo:
         return self._missing
 
     def finish(self, number: int) -> None:
-        """Add the samples of an encoded part; write its shard if this was its last part."""
+        """Add the samples of an encoded part; write its shard if all its parts are encoded."""
         part = self.parts[number]
         self._samples.add_shard(self.folder, part.name)
         lost = [key for key in part.keys if key not in self._samples]
@@ -539,7 +547,7 @@ class _Todo:
 
 
 def _encode_here(work: Work, todo: _Todo, progress: Progress) -> None:
-    """Encode the parts in this process."""
+    """Encode the parts of ``todo`` in this process."""
     done = 0
 
     def advance(clips: int, _: int) -> None:
@@ -555,7 +563,7 @@ def _encode_here(work: Work, todo: _Todo, progress: Progress) -> None:
 def _encode_in_workers(
     options: VideoPreprocessOptions, say: Say, todo: _Todo, progress: Progress
 ) -> None:
-    """Encode the parts in worker processes."""
+    """Encode the parts of ``todo`` in worker processes."""
     if options.device == "cuda":
         torch.cuda.empty_cache()
     pool = PartPool(
@@ -571,10 +579,10 @@ def _encode_in_workers(
 
 
 def _method(options: VideoPreprocessOptions) -> Literal["fork", "spawn"]:
-    """Return how worker processes are started.
+    """Return how worker processes are started: "fork" or "spawn".
 
-    Forking is fast. But a forked process cannot use a GPU that its parent has used, nor libraries
-    that have started threads in the parent, as those of models do.
+    Forking is fast. But a forked process can use neither a GPU that its parent has used nor
+    libraries that have started threads in the parent, as those of models do.
     """
     plain = options.codec.codec == PATCH and options.text_encoder.text_encoder == HASHED
     return "fork" if plain and options.device == "cpu" else "spawn"
@@ -599,10 +607,10 @@ def _encode_part(
     part: _Part,
     advance: Advance,
 ) -> None:
-    """Encode and publish one part; its ``.json`` lists the clips that cannot be decoded.
+    """Encode one part and write its files; its ``.json`` lists the clips that cannot be decoded.
 
-    Parts are temporary, so do not wait for the disk. The digest of a part shows whether a power
-    failure has damaged it.
+    Parts are temporary, so their files are not waited for to be on the disk. The digest of a part
+    shows whether a power failure has damaged it.
     """
     folder = Path(options.output) / _PARTS
     names = reference_names(options.encode.reference_lengths)
@@ -630,7 +638,7 @@ def _publish(
     samples: _Samples,
     dropped: list[Dropped],
 ) -> int:
-    """Write ``manifest.json``, and ``dropped.jsonl`` with all clips that the dataset lacks.
+    """Write ``manifest.json``, and ``dropped.jsonl`` with the clips that are left out.
 
     Remove shards that no longer belong to the dataset. Return the number of samples. DataError is
     raised if no clip could be decoded.

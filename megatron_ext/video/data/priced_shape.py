@@ -23,7 +23,7 @@ from megatron_ext.video.networks.lookup import network_of, with_widths
 
 
 def prepare_shape(config: RunConfig) -> RunConfig:
-    """Return the configuration with the settings that follow from the shape and the encoders.
+    """Return the configuration with the settings that the clips' shape and the encoders determine.
 
     ConfigError is raised if the codec or the network cannot take clips of this shape.
     """
@@ -44,7 +44,10 @@ def prepare_shape(config: RunConfig) -> RunConfig:
 
 
 def clip_of_shape(config: RunConfig) -> Clip:
-    """Return the shape as a `Clip` of the cost model; raise the errors of `prepare_shape`."""
+    """Return the clips' shape as a `Clip` of the cost model.
+
+    ConfigError is raised if the codec or the network cannot take clips of this shape.
+    """
     video = config.section(VideoConfig)
     network = network_of(config)
     assert video.dry_run_shape is not None

@@ -28,8 +28,8 @@ class Randomness:
     """The random numbers and choices for the b samples of a micro-batch, on the CPU.
 
     Attributes:
-        noise: x1, the noise of each clip, ``[b, c, t, h, w]`` float32, standard normal.
-        normals: u, from which timesteps are computed, ``[b]`` float32, standard normal.
+        noise: noise of each clip, ``[b, c, t, h, w]`` float32, standard normal.
+        normals: numbers from which timesteps are computed, ``[b]`` float32, standard normal.
         modes: condition modes as indices into `MODES`, ``[b]`` int64.
         drop_text: whether to use the token embeddings of the empty caption, ``[b]`` bool.
         drop_pooled: whether to use the pooled embedding of the empty caption, ``[b]`` bool.
@@ -83,7 +83,7 @@ def draw_noise(
 
 
 def draw_uniforms(seed: int, samples: Sequence[int], purpose: str) -> Tensor:
-    """Return one number in [0, 1) for each sample, ``[b]`` float64."""
+    """Return a uniform random number in [0, 1) for each sample, ``[b]`` float64."""
     drawn = [generator(seed, sample, purpose).random() for sample in samples]
     return torch.tensor(drawn, dtype=torch.float64)
 

@@ -1,7 +1,7 @@
-"""Records the clips of a dataset in `clips.jsonl`: for each, its row in the list, number and shard.
+"""Records the clips of a dataset in `clips.jsonl`: row in the list, number and shard of each.
 
-The file is written before clips are encoded. A later run whose list has more rows therefore gives
-old rows the same numbers, on which random choices depend, and leaves them in their shards.
+The file is written before clips are encoded. Therefore a later run whose list has more rows gives
+old rows the same numbers, on which random choices depend, and leaves their samples in their shards.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ class Entry:
     """One sample of a dataset.
 
     Attributes:
-        key: key of its row (`row_keys`), followed by the number of the window if the clip has
-            several.
-        number: number of its row, on which random choices depend.
+        key: key of the sample's row, followed by the number of the window if the clip has several.
+        number: number of the row, on which random choices depend.
         path: path of the clip, for messages.
-        shard: name of its shard; None if the clip was dropped before encoding.
+        shard: name of the sample's shard; None if the clip was dropped before encoding.
         fps: frame rate of the sample; 0 for a picture.
     """
 
@@ -56,7 +55,7 @@ class Register:
     """All entries of a dataset, in the order of its samples.
 
     Attributes:
-        options: everything that determines the bytes of a sample, except its clip and number.
+        options: the settings that, with clip and number, determine the bytes of a sample.
         buckets: the buckets; their indices are the bucket numbers that samples store.
     """
 
@@ -87,8 +86,8 @@ class Register:
 def row_keys(clips: Sequence[Clip], folder: str) -> list[str]:
     """Return a unique key for each row of a list in ``folder``.
 
-    It is a hash of the row, of the path relative to the folder, and of the file's size and
-    modification time. Repeated rows get different keys.
+    A key is a hash of the row, of the clip's path relative to the folder, and of the file's size
+    and modification time. Repeated rows get different keys.
     """
     base = os.path.join(os.path.abspath(folder), "")
     counts: Counter[str] = Counter()
@@ -167,7 +166,7 @@ def _entries(rows: Iterable[dict[str, Any] | None], path: Path) -> Iterable[Entr
 
 
 def refuse_other_options(folder: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    """Raise DataError if the options of an existing dataset (``old``) differ from the new ones."""
+    """Raise DataError if the options of an existing dataset, ``old``, differ from ``new``."""
     before = _flat(old)
     now = _flat(new)
     differing = [
@@ -183,7 +182,7 @@ def refuse_other_options(folder: Path, old: Mapping[str, Any], new: Mapping[str,
 
 
 def _flat(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested options: return their values by names such as ``encode.clip_seed``."""
+    """Return the values of nested options by names such as ``encode.clip_seed``."""
     flat: dict[str, Any] = {}
     for name, value in json.loads(json.dumps(options)).items():
         inner = isinstance(value, dict)

@@ -24,9 +24,10 @@ class Members:
     """The numbers of the clips of one bucket, and its micro-batch size on one rank.
 
     Attributes:
-        clips: the clips of the first epoch.
-        shares: (clips of a set, number of them in an epoch) of each set. The number may exceed that
-            of the set's clips. Empty if each epoch has all clips once.
+        clips: numbers of the clips of the first epoch.
+        shares: for each set of clips, (numbers of its clips, how many of them an epoch has). An
+            epoch may have more than the set, which then repeats. Empty if each epoch has all clips
+            once.
     """
 
     clips: Sequence[int]
@@ -37,12 +38,12 @@ class Members:
     def of_shares(
         cls, shares: Sequence[tuple[Sequence[int], int]], micro_batch_size: int
     ) -> Members:
-        """Return members whose epochs take the given number of clips from each set."""
+        """Return members whose epochs take a given number of clips from each set of clips."""
         clips = cls((), micro_batch_size, shares).of_epoch(0)
         return cls(clips.tolist(), micro_batch_size, shares)
 
     def of_epoch(self, epoch: int) -> NDArray[np.int64]:
-        """Return the clips of an epoch; their number is the same in all epochs.
+        """Return the numbers of the clips of an epoch; all epochs have equally many.
 
         If the number of clips from a set is not a multiple of its size, each epoch continues in the
         set where the last one stopped.
@@ -71,14 +72,14 @@ class BucketSteps:
     """The micro-batches of each rank in each step.
 
     Each epoch shuffles the clips of every bucket, cuts them into units, and shuffles the units. A
-    unit has the clips of a whole step. With ``mixed`` it has those of one micro-batch, and ranks
-    take units in turn, so that shapes differ within a step. The last clips of a bucket, which do
-    not fill a unit, are left out; they are different ones in each epoch. With a seed of None clips
-    keep the order of the data.
+    unit has the clips of a whole step. With ``mixed`` a unit has the clips of one micro-batch, and
+    ranks take units in turn, so that shapes differ within a step. The last clips of a bucket, which
+    do not fill a unit, are left out; they are different ones in each epoch. With a seed of None
+    clips keep the order of the data.
 
     With ``whole`` no clip is left out: the last unit of a bucket has fewer clips, and with
     ``mixed`` the last step is completed by micro-batches without clips. `filled` returns the clips
-    that are computed in their place.
+    that are computed in place of missing ones.
 
     Attributes:
         name: name of the data, for errors.
@@ -116,7 +117,7 @@ class BucketSteps:
         return members.micro_batch_size * (1 if self.mixed else self._per_step)
 
     def _share(self, count: int, size: int) -> int:
-        """Return the number of groups of ``size`` in ``count``; with ``whole`` round it up."""
+        """Return how many groups of ``size`` are in ``count``; with ``whole``, round up."""
         return -(-count // size) if self.whole else count // size
 
     def _num_units(self, members: Members) -> int:
@@ -124,24 +125,24 @@ class BucketSteps:
 
     @property
     def left_out(self) -> dict[Bucket, int]:
-        """Return the number of clips of each bucket that an epoch leaves out."""
+        """Return the number of clips that an epoch leaves out, by bucket."""
         if self.whole:
             return dict.fromkeys(self.buckets, 0)
         return {b: len(m.clips) % self._unit(m) for b, m in self.buckets.items()}
 
     @property
     def never_taken(self) -> dict[Bucket, int]:
-        """Return the buckets with too few clips for a unit, each with the size of its unit."""
+        """Return the buckets that do not fill a unit, each with the number that a unit needs."""
         return {b: self._unit(m) for b, m in self.buckets.items() if not self._num_units(m)}
 
     def filled(self, bucket: Bucket, clips: Sequence[int]) -> list[int]:
-        """Fill up the clips of a micro-batch with copies of the first clip of its bucket."""
+        """Return a micro-batch's clips, filled up with copies of the first clip of its bucket."""
         members = self.buckets[bucket]
         missing = members.micro_batch_size - len(clips)
         return [*clips, *[members.clips[0]] * missing]
 
     def microbatches(self, step: int, rank: int) -> list[tuple[Bucket, list[int]]]:
-        """Return the bucket and the clip numbers of each micro-batch of a data-parallel rank.
+        """Return (bucket, numbers of clips) of each micro-batch of a data-parallel rank in a step.
 
         ``step`` counts from the beginning of the first epoch.
         """
@@ -206,7 +207,7 @@ class VideoPlan:
     """The micro-batches of each step, counted from the beginning of the run.
 
     Args:
-        geometries: the size of the sequences of each bucket.
+        geometries: the size of the token sequences, by bucket.
         identity: hash of everything that determines the clips of a step. It does not include the
             parallel layout.
     """
@@ -220,7 +221,10 @@ class VideoPlan:
         self.steps_per_epoch = steps.steps_per_epoch
 
     def num_microbatches(self, step: int) -> int:
-        """Return the number of micro-batches of each data-parallel rank, the same in all steps."""
+        """Return the number of micro-batches per step of each data-parallel rank.
+
+        It is the same in all steps.
+        """
         return self.steps.num_microbatches
 
     def microbatches(

@@ -39,7 +39,7 @@ class Blend:
 
     Attributes:
         weights: the share of samples from each set; None without weights.
-        repeats: the number of times that each set was given.
+        repeats: the number of times that the flag named each set.
     """
 
     paths: tuple[str, ...]
@@ -54,7 +54,7 @@ class Blend:
     def passes(self, sizes: Sequence[int]) -> list[Fraction]:
         """Return how often an epoch reads each set, given the numbers of clips of the sets.
 
-        With weights, the set that is read least often is read once.
+        With weights, the set that is read least often is read exactly once.
         """
         if self.weights is None:
             return [Fraction(count) for count in self.repeats]
@@ -64,7 +64,7 @@ class Blend:
 
 
 def blend_of(words: Sequence[str], flag: str = "--video-data-path") -> Blend:
-    """Parse paths, or alternating weights and paths as in Megatron-LM; paths may be repeated.
+    """Parse paths, or weights and paths in turn as in Megatron-LM; paths may be repeated.
 
     Bad weights, or a mix of both forms, raise ConfigError.
     """
@@ -106,7 +106,7 @@ def _number(word: str) -> float | None:
 def joined_manifest(
     blend: Blend, manifests: Sequence[dict[str, Any]], flag: str = "--video-data-path"
 ) -> dict[str, Any]:
-    """Return a manifest for all sets: the manifest of the first set, with the buckets of all.
+    """Return a manifest for all sets: that of the first set, with the buckets of all sets.
 
     ConfigError is raised if sets were encoded by different models, or differ in the micro-batch
     size of a bucket.
@@ -203,7 +203,8 @@ class JoinedVideos(VideoClips):
     ) -> dict[Bucket, Members]:
         """Return the clips and the micro-batch size of each bucket, with the shares of the sets.
 
-        See `VideoClips.members`.
+        A bucket without a micro-batch size takes ``default_micro_batch_size``. DataError is raised
+        if there are clips of a bucket that the plan lacks.
         """
         members = {}
         for bucket, alone in super().members(default_micro_batch_size, name).items():
@@ -216,7 +217,7 @@ class JoinedVideos(VideoClips):
         return members
 
     def table(self) -> str:
-        """Return a text with a line for each set: its clips, and how often an epoch reads them."""
+        """Return a text with a line for each set: its clips, and how often an epoch reads it."""
         whole = sum(p * len(one) for p, one in zip(self.passes, self._sets, strict=True))
         lines = ["> sets of clips:"]
         for path, passes, one in zip(self.blend.paths, self.passes, self._sets, strict=True):
@@ -240,7 +241,7 @@ def _without_sizes(manifest: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def check_not_empty(blend: Blend, sets: Sequence[VideoClips], flag: str) -> None:
-    """Raise DataError for a set without clips, which cannot contribute its share."""
+    """Raise DataError for a set without clips, which cannot give its share of samples."""
     for path, one in zip(blend.paths, sets, strict=True):
         if not len(one):
             raise DataError(f"{path} holds no clips; leave it out of `{flag}`.")

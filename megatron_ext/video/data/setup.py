@@ -66,7 +66,7 @@ from megatron_ext.video.step import FlowMicrobatch
 
 
 def open_videos(config: RunConfig, paths: Sequence[str]) -> VideoClips:
-    """Open the clips of preprocessed folders, or of lists with ``--online-encoding``.
+    """Open the clips of folders of shards or, with ``--online-encoding``, of lists.
 
     ``paths`` is the value of ``--video-data-path`` or of ``--video-valid-path``.
     """
@@ -88,7 +88,7 @@ def _opened(
 ) -> VideoClips:
     """Open the clips of a blend; a second call with the same arguments returns the same object.
 
-    Processes that are forked later share it. ``encoding`` is None for folders of shards.
+    Processes that are forked later share the object. ``encoding`` is None for folders of shards.
     """
     plan = None if buckets is None else parse_plan(buckets)
     sets = [_opened_set(flag, path, plan, encoding) for path in blend.paths]
@@ -145,9 +145,9 @@ def null_text_of(config: RunConfig, manifest: dict[str, Any]) -> tuple[Tensor, T
 
 @dataclass(frozen=True)
 class VideoSplit:
-    """The clips of one split of the data, at ``path``, and the plan of their steps.
+    """The clips of one split of the data, and the plan of the steps that read them.
 
-    ``kind`` is "training" or "validation".
+    ``kind`` is "training" or "validation"; ``path`` is the value of the flag.
     """
 
     kind: str
@@ -211,7 +211,10 @@ def build_video_datasets(
     sizes: Sequence[int | None],
     is_built_on_rank: Callable[[], bool],
 ) -> Datasets:
-    """Return the training and validation splits; every rank needs them, to plan its steps."""
+    """Return the training and validation splits.
+
+    Every rank needs both, to plan its steps.
+    """
     train = open_split(config)
     valid = None
     if config.section(VideoConfig).video_valid_path is not None:
@@ -220,10 +223,10 @@ def build_video_datasets(
 
 
 def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
-    """Open and check the data; return the configuration with the settings that follow from it.
+    """Open and check the data; return the configuration with settings from the data, and None.
 
-    The second result is None, where other tasks return for example a tokenizer. Data that is
-    damaged or does not fit the flags raises ConfigError or DataError.
+    Other tasks return for example a tokenizer in place of None. Data that is damaged or does not
+    fit the flags raises ConfigError or DataError.
     """
     video = config.section(VideoConfig)
     if video.dry_run_shape is not None:
@@ -267,7 +270,7 @@ def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
 
 
 def video_inputs(config: RunConfig) -> list[Callable[[], Any]]:
-    """Return checks of the lists and folders of clips, and of encoders' folders; see `Task.inputs`.
+    """Return functions that check the lists and folders of clips, and the folders of encoders.
 
     Encoders are checked only if clips are encoded during training.
     """
@@ -306,7 +309,7 @@ def _with_warmup(given: OptimizerConfig, training: TrainingConfig) -> OptimizerC
 
 
 def _check_references(conditions: ConditionConfig, split: VideoSplit) -> None:
-    """Raise ConfigError if the data lacks encoded reference frames that a condition mode needs."""
+    """Raise ConfigError if the data lack reference frames that a condition mode needs."""
     lengths = {geometry.shape[1] for geometry in split.plan.geometries.values()}
     references = split.clips.manifest["references"]
     for mode in conditions.modes:
@@ -353,7 +356,10 @@ def planned_clips(config: RunConfig) -> list[Clip]:
 
 
 def bucket_table(split: VideoSplit) -> str:
-    """Return a text with a line for each bucket: its clips, those left out, its sequence length."""
+    """Return a text with a line for each bucket.
+
+    A line has the number of clips, of clips left out, and of tokens in a sequence.
+    """
     steps = split.plan.steps
     lines = [
         f"  {bucket!s:28} {len(members.clips):8d} clips, micro-batches of "
@@ -366,7 +372,7 @@ def bucket_table(split: VideoSplit) -> str:
 
 
 def starved_buckets(split: VideoSplit) -> list[str]:
-    """Return a warning for each bucket with so few clips that they are never trained."""
+    """Return a warning for each bucket that has too few clips ever to be trained."""
     steps = split.plan.steps
     if steps.mixed:
         unit = "a micro-batch"
@@ -382,7 +388,10 @@ def starved_buckets(split: VideoSplit) -> list[str]:
 
 
 def _clips_of_steps(steps: BucketSteps, dp_rank: int, first_step: int) -> Iterator[list[int]]:
-    """Yield the clip numbers of each micro-batch of a rank, from ``first_step`` on, forever."""
+    """Yield the numbers of the clips of each micro-batch of a rank, without end.
+
+    The first micro-batch is that of ``first_step``.
+    """
     for step in itertools.count(first_step):
         for bucket, clips in steps.microbatches(step, dp_rank):
             yield steps.filled(bucket, clips)
@@ -407,11 +416,11 @@ def _on_all_ranks(batch: VideoBatch | None, device: torch.device, group: Any) ->
 
 
 EVALUATION_SEED = 1 << 32
-"""Added to the seed, so that validation clips never share their noise with training clips."""
+"""A number added to the seed for validation, so that its clips never share noise with training."""
 
 
 class VideoSource(BatchSource):
-    """The batches of one split on this rank, grouped by step; see `Task.source`.
+    """The batches of one split on this rank, grouped by step.
 
     Training starts at the step of the run. Its random numbers depend on the number of the sample in
     the run, so they are new in each epoch. Validation (``full_epoch``) starts at the first step.
@@ -482,7 +491,7 @@ class VideoSource(BatchSource):
 
 
 def video_step_stats(run: Run, num_microbatches: int) -> StepStats:
-    """Return the clips, tokens and FLOPs of the next step on all ranks; see `Task.step_stats`."""
+    """Return the numbers of clips, tokens and FLOPs of the next step on all ranks."""
     source = run.train_source
     assert isinstance(source, VideoSource)
     network = network_of(run.config)

@@ -45,7 +45,7 @@ def shard_name(number: int) -> str:
 
 
 def number_of(name: str) -> int:
-    """Return the number of a shard from its name; the inverse of `shard_name`."""
+    """Return the number in the name of a shard, such as 3 for ``shard_00003``."""
     return int(name.removeprefix("shard_"))
 
 
@@ -56,9 +56,9 @@ def names_in(folder: Path) -> list[str]:
 
 
 def write_json(path: Path, content: Any, *, durable: bool = True) -> None:
-    """Write a JSON file atomically: under a temporary name, which is then changed.
+    """Write a JSON file atomically: under a temporary name, then renamed.
 
-    With ``durable`` wait until it is on the disk, so that it survives a power failure.
+    With ``durable`` wait until the file is on the disk, so that it survives a power failure.
     """
     temporary = path.with_name(f"{path.name}.writing.{os.getpid()}")
     with open_new(temporary) as stream:
@@ -109,8 +109,8 @@ class ShardWriter:
     """Writes the fields of one shard, clip by clip.
 
     Files get their final names at the end of the `with` block, but not after an exception.
-    ``references`` are the names of all reference frames that clips may have, such as ``head1``. See
-    `IndexedWriter` for ``durable``.
+    ``references`` are the names of all reference frames that clips may have, such as ``head1``.
+    With ``durable``, wait until files are on the disk.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class Shard:
         return numbers
 
     def number_of(self, row: int) -> int:
-        """Return the number of a clip in the list of clips."""
+        """Return the number that the clip in a row has in the list of clips."""
         return int(self.fields["geometry"][row][-1])
 
     def latent_shape(self, row: int) -> tuple[int, int, int, int]:
@@ -279,7 +279,10 @@ class Shard:
         return self._manifest["latent_channels"], t, h, w
 
     def sample(self, row: int) -> VideoSample:
-        """Read one clip; raise DataError if a file has changed or does not fit the others."""
+        """Read the clip in a row.
+
+        DataError is raised if a file has changed or does not fit the others.
+        """
         manifest = self._manifest
         storage = self._manifest["storage"]
         fields = self.fields
@@ -303,7 +306,7 @@ class Shard:
 
 
 def write_null(folder: Path, text: Tensor, pooled: Tensor, storage: str) -> None:
-    """Write and publish the encoded empty caption, ``[l, d]`` and ``[e]``."""
+    """Write the encoded empty caption, ``[l, d]`` and pooled ``[e]``, into a dataset's folder."""
     for field, tensor in (("text", text), ("pooled", pooled)):
         values = to_storage(tensor.cpu(), storage)
         with IndexedWriter(folder / f"null_{field}", dtype_of(field, storage)) as writer:
@@ -311,7 +314,10 @@ def write_null(folder: Path, text: Tensor, pooled: Tensor, storage: str) -> None
 
 
 def read_null(folder: Path, manifest: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Read the encoded empty caption, ``[l, d]`` and ``[e]``; raise DataError if it is damaged."""
+    """Read the encoded empty caption: token embeddings ``[l, d]`` and pooled ``[e]``.
+
+    DataError is raised if it is damaged.
+    """
     storage = manifest["storage"]
 
     def read(name: str, *sizes: str) -> Tensor:

@@ -1,8 +1,8 @@
 """Finds near-duplicate clips, such as copies that were encoded again, scaled or cropped.
 
 A clip is described by small grey pictures of its first, middle and last frame. Two clips are near
-duplicates if these pictures correlate by at least `ALIKE`, and their mean colours are close.
-Random projections find candidate pairs without comparing all (SimHash, Charikar 2002,
+duplicates if their pictures correlate by at least `ALIKE` and their mean colours are close. Random
+projections find candidate pairs without comparing all (SimHash, Charikar 2002,
 doi:10.1145/509907.509965).
 """
 
@@ -16,14 +16,15 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
 ALIKE = 0.99
-"""The least correlation of near duplicates."""
+"""The least correlation between the pictures of near duplicates."""
 _SIDE = 8
 _BANDS = 24
 _BITS_OF_BAND = 16
 _CLOSE = 0.05
-"""The largest distance of mean colours, as a share of their range over all clips."""
+"""The largest distance between mean colours of near duplicates, as a share of their range over all
+clips."""
 _FLAT = 1e-3
-"""A clip is flat if its standard deviation is below this share of that of all clips."""
+"""The largest standard deviation of a flat clip, as a share of that of all clips."""
 
 
 class NearDuplicates:
@@ -44,10 +45,11 @@ class NearDuplicates:
         self._means.append(shown.mean(dim=(1, 2, 3)).numpy())
 
     def pairs(self) -> Iterator[tuple[int, int]]:
-        """Yield (first clip, duplicate) of each near duplicate.
+        """Yield (number of the first clip, number of the duplicate) for each near duplicate.
 
-        The first clip is that of a group in which each clip is a near duplicate of another one.
-        Flat clips are left out, since they differ only in their colour.
+        Near duplicates form groups, in which each clip is a near duplicate of another clip; the
+        first clip is that of the group. Flat clips are left out, since they differ only in their
+        colour.
         """
         if len(self._numbers) < 2:
             return
@@ -71,7 +73,10 @@ class NearDuplicates:
     def _alike(
         self, pictures: NDArray[np.float32], rows: NDArray[np.int64]
     ) -> Iterator[tuple[int, int]]:
-        """Yield pairs of rows that correlate, among those whose hashes agree in some band."""
+        """Yield pairs of rows whose pictures correlate; only rows with equal hashes are compared.
+
+        Two rows are compared if their hashes are equal in at least one of several bands.
+        """
         random = np.random.default_rng(0)
         powers = 1 << np.arange(_BITS_OF_BAND)
         for _ in range(_BANDS):

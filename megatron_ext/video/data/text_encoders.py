@@ -1,4 +1,4 @@
-"""Builds text encoders from a configuration or a manifest: hashed words, or models of transformers.
+"""Builds text encoders, which hash words or are models of transformers.
 
 MMDiT networks use T5 and CLIP, Wan networks use UMT5.
 """
@@ -55,8 +55,8 @@ class HashedWords:
     """A text encoder without weights: each word has a fixed random vector.
 
     Row i holds the vector of word i; rows after the last word are zero. The pooled vector is the
-    sum of another vector of each word, divided by the square root of the number of words. The empty
-    caption is all zeros. Case and punctuation are ignored: "a cat." and "a Cat" are the same.
+    sum of a second vector of each word, divided by the square root of the number of words. The
+    empty caption is all zeros. Case and punctuation are ignored: "a cat." and "a Cat" are the same.
     """
 
     def __init__(self, config: TextEncoderConfig) -> None:
@@ -104,7 +104,7 @@ def load_model(
     """Load a model of transformers and its tokenizer from local folders.
 
     ConfigError is raised if transformers is missing, the model's type is not one of ``types``,
-    weights are missing, or a folder cannot be loaded. Its message names ``text_encoder``, the
+    weights are missing, or a folder cannot be loaded. The message names ``text_encoder``, the
     chosen encoder, and ``name``, the option that gives ``path``.
     """
     try:
@@ -157,7 +157,10 @@ def is_cut(tokenizer: Any, caption: str, length: int) -> bool:
 
 
 def read_settings(name: str, path: str) -> dict[str, Any]:
-    """Return the config.json of a folder; raise a ConfigError, which names the option ``name``."""
+    """Return the config.json in the folder ``path``.
+
+    ConfigError is raised if it cannot be read; it names ``name``, the option that gives the folder.
+    """
     try:
         return read_json_object(Path(path) / "config.json", not_finite=True)
     except UnreadableFile as error:
@@ -175,7 +178,7 @@ def read_settings(name: str, path: str) -> dict[str, Any]:
 class T5AndClip:
     """A text encoder that gives T5's last hidden states and CLIP's pooled text vector.
 
-    As in Open-Sora 2.0, T5 gets no attention mask. So pad tokens take part in attention, here and
+    As in Open-Sora 2.0, T5 gets no attention mask. So pad tokens take part in attention, in T5 and
     in the denoiser.
     """
 
@@ -266,13 +269,13 @@ def build_text_encoder(
 
 
 def encoder_checks(config: TextEncoderConfig) -> list[Callable[[], Any]]:
-    """Return a check of the config.json in each folder of the text encoder."""
+    """Return a function for each folder of the text encoder that checks its config.json."""
     paths = {name: getattr(config, name) for name in FOLDERS[config.text_encoder]}
     return [partial(read_settings, name, path) for name, path in paths.items() if path is not None]
 
 
 def width_of(config: TextEncoderConfig) -> int:
-    """Return the number of features of a row of the embeddings, without loading a model.
+    """Return the number of features d of the embeddings of tokens, without loading a model.
 
     ConfigError is raised for a folder without the config.json of a T5 or UMT5.
     """

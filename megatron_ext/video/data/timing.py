@@ -20,17 +20,18 @@ _ROUNDING = 1.1e-3
 """The largest rounding error of a timestamp, in seconds: Matroska counts milliseconds, and so do
 files that were converted from it."""
 _SNAP = 0.02
-"""If a clip's rate varies and is nearer to a usual rate than this share, it is taken as that."""
+"""The relative distance below which the rate of a clip with a varying rate is taken as a usual
+rate."""
 _ON_GRID = 0.1
-"""A frame that is nearer than this to a whole frame number counts as exact, up to rounding."""
+"""The distance from a whole frame number, in frames, below which a time is taken as exact."""
 
 
 def frame_rate(times: NDArray[np.float64], given: Sequence[Fraction | None]) -> tuple[float, bool]:
-    """Return the frame rate of timestamps, and whether it is constant.
+    """Return the frame rate that timestamps have, and whether it is constant.
 
-    Headers are not trusted, since remuxed and cut files have wrong averages. A rate, whether of a
-    header or a usual one, is accepted if all timestamps lie on its grid, up to rounding. If none
-    is accepted, the rate is one over the usual interval between two frames.
+    Headers are not trusted, since remuxed and cut files have wrong averages. A rate from a header,
+    or a usual rate, is accepted if all timestamps are multiples of its interval, up to rounding. If
+    no rate is accepted, the result is one over the usual interval between two frames.
 
     Args:
         times: at least two increasing timestamps in seconds.
@@ -59,9 +60,9 @@ def frames_at(
     step: float,
     blend: bool = False,
 ) -> Iterator[list[tuple[Frame, float]]]:
-    """Yield the frame at each of the given times, as [(frame, weight)].
+    """Yield the frame at each of the given times, as a list [(frame, weight)].
 
-    This is the frame nearest in time, or the later one of two equally near frames. If frames are
+    It is the frame nearest in time, or the later one of two equally near frames. If frames are
     farther apart than ``step``, the later one is taken from half a ``step`` before its time, as in
     ffmpeg's filter fps. The iterator ends early if the frames do.
 
@@ -104,7 +105,7 @@ _EPSILON = 1e-6
 def _mixed(
     before: tuple[float, float, Frame] | None, after: Frame, share: float
 ) -> list[tuple[Frame, float]]:
-    """Return the later frame with weight ``share``, and the earlier one with the rest.
+    """Return [(earlier frame, 1 - share), (later frame, share)]; ``before`` is the earlier frame.
 
     A frame whose weight is almost 0 is left out.
     """

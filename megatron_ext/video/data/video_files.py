@@ -31,13 +31,13 @@ except ImportError:
     av = None
 
 _PICTURES = ("attached_pic", "timed_thumbnails")
-"""Dispositions of streams that are not the video, such as the cover of an album."""
+"""Kinds of streams that are not the video but pictures, such as the cover of an album."""
 _ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
-"""The decoders that read transparency, which FFmpeg's own decoders of these codecs ignore."""
+"""Decoders that read transparency, by codec; FFmpeg's own decoders of these codecs ignore it."""
 _STILLS = ("heic", "heix", "heim", "heis", "mif1", "avif")
 """The brands of files that hold a still picture, not a video."""
 _HDR = {16: "PQ", 18: "HLG"}
-"""The transfer functions of HDR, by their number in ITU-T H.273."""
+"""The names of HDR's transfer functions, by their number in ITU-T H.273."""
 _HDR_FILTER = "scale"
 _OF_THREAD = threading.local()
 _TO_SCREEN = "out_transfer=bt709:out_primaries=bt709:out_color_matrix=bt709"
@@ -48,7 +48,7 @@ class VideoFacts:
     """The shape of a video file.
 
     Attributes:
-        num_frames: number of frames at the rate ``fps``; a frame that is shown longer counts
+        num_frames: number of frames at the rate ``fps``; a frame that is shown longer is counted
             several times.
         height, width: size of the upright picture, in square pixels.
         fps: usual frame rate; 0 if there is only one frame.
@@ -136,10 +136,11 @@ def video_frames(
 
 
 def scene_times(path: ClipFile, threshold: float) -> list[float]:
-    """Return when each scene begins, in seconds from the first frame that can be decoded.
+    """Return the seconds at which scenes begin, from the first frame that can be decoded.
 
     A scene begins where FFmpeg's filter select finds a change of more than ``threshold``, a number
-    between 0 and 1. The whole file is decoded. Raise the errors of `video_facts`.
+    between 0 and 1. The whole file is decoded. ValueError is raised for a file without video, an
+    error of FFmpeg for a file it cannot read.
     """
     times = [0.0]
     filters: _Filters | None = None
@@ -164,19 +165,22 @@ def scene_times(path: ClipFile, threshold: float) -> list[float]:
 
 _SCENE_WIDTH = 320
 _SEEK_AFTER = 4.0
-"""Seek in a video if its first wanted frame is after this many seconds; else decode from the start.
-"""
+"""The seconds before the first wanted frame of a video from which on seeking is used.
+
+An earlier frame is reached by decoding from the start."""
 _SEEK_BEFORE = (1.0, 8.0)
-"""How many seconds before a wanted frame to seek; the second is tried if the first does not arrive
-before the frame. Seeking in recorded broadcasts is imprecise."""
+"""The seconds before a wanted frame to which to seek.
+
+The second number is tried if the first leads to a frame after the wanted one. Seeking in recorded
+broadcasts is imprecise."""
 _LATEST = Fraction(1, 2)
 """The seconds by which decoding times may decrease: cheap recorders write them out of order."""
 _FILTERED_BEFORE = 0.25
-"""Decode at least so many seconds before a wanted frame, since filters use earlier frames."""
+"""The least number of seconds to decode before a wanted frame, since filters use earlier frames."""
 
 
 def _near(container: Any, stream: Any, seconds: float) -> Iterator[Any] | None:
-    """Return the first frame of a stream, then the frames from a key frame before a time on.
+    """Return the first frame of a stream, then its frames from a key frame before a time on.
 
     ``seconds`` is the time after the first frame. Return None if seeking in the file fails.
     """
@@ -216,9 +220,9 @@ class LazyFrame:
 
 @contextmanager
 def _opened(path: ClipFile) -> Iterator[tuple[Any, Any]]:
-    """Open a file; yield it and its video stream.
+    """Open a file; yield (its container, its video stream).
 
-    That is the default stream, or else the largest one, but not a cover picture.
+    The video stream is the default stream, or else the largest one, but not a cover picture.
     """
     # Without "file:" FFmpeg would take "12:" in "12:30:00.mp4" for the name of a protocol.
     file = readable(path) if isinstance(path, Member) else f"file:{path}"
@@ -269,7 +273,7 @@ def _packets(container: Any, stream: Any) -> Iterator[Any]:
     """Yield the packets of a stream, and an empty packet at the end.
 
     ValueError is raised for files that were joined without new timestamps. A player would show the
-    second file after the first, but by their timestamps they are shown at the same time.
+    second file after the first, but their timestamps overlap.
     """
     last = None
     for packet in container.demux(stream):
@@ -286,8 +290,8 @@ def _packets(container: Any, stream: Any) -> Iterator[Any]:
 def _decoded_by(decode: Callable[[Any], Sequence[Any]], packets: Iterator[Any]) -> Iterator[Any]:
     """Decode packets and yield their frames; ignore errors before the first frame.
 
-    A recorded broadcast can begin within a group of pictures. Players show it from the first frame
-    that can be decoded.
+    A recorded broadcast can begin within a group of pictures. Players show the broadcast from the
+    first frame that can be decoded.
     """
     begun = False
     first_error: Exception | None = None
@@ -309,15 +313,15 @@ def _decoded_by(decode: Callable[[Any], Sequence[Any]], packets: Iterator[Any]) 
 
 
 def _lacks_times(container: Any) -> bool:
-    """Tell whether a format, such as AVI, stores no times of frames.
+    """Tell whether the format of a file, such as AVI, stores no times of frames.
 
-    FFmpeg then guesses the times. It guesses wrongly if frames are not stored in display order.
+    FFmpeg then guesses the times, and wrongly if frames are not stored in display order.
     """
     return bool(container.format.name == "avi")
 
 
 def _in_order(frames: Iterator[Any]) -> Iterator[Any]:
-    """Yield frames with the times of the packets after which they were decoded."""
+    """Yield frames, each with the time of the packet after which it was decoded."""
     last: int | None = None
     for frame in frames:
         if frame.dts is not None and (last is None or frame.dts > last):
@@ -329,10 +333,10 @@ def _in_order(frames: Iterator[Any]) -> Iterator[Any]:
 
 
 def _behind(timed: list[tuple[int, int]], start: int) -> list[tuple[int, int]]:
-    """Return (time, duration) of frames as `_in_order` times them, given those of their packets.
+    """Return (time, duration) of frames that have the times of the packets after them.
 
-    ``start`` is the time of the first frame. The packets before it show by how many frames decoding
-    lags behind; as many frames follow the last packet.
+    ``timed`` are those of the packets, ``start`` is the time of the first frame. Packets before it
+    show by how many frames decoding lags behind; as many frames follow the last packet.
     """
     late = sum(time < start for time, _ in timed)
     last, duration = timed[-1]
@@ -361,7 +365,7 @@ class _Filters:
         self._graph.configure()
 
     def push(self, frame: Any | None) -> Iterator[Any]:
-        """Filter a frame, or None for the end, and yield the resulting frames."""
+        """Pass a frame, or None for the end, through the filters; yield the resulting frames."""
         self._graph.vpush(frame)
         while True:
             try:
@@ -411,7 +415,7 @@ class _Renderer:
             ) from error
 
     def _shared(self, frame: Any) -> _Filters:
-        """Return the filters for frames like this one, from the cache of this thread.
+        """Return the filters for frames of this size and format, from the cache of this thread.
 
         They are cached because FFmpeg takes seconds to compute the table that maps HDR colours.
         """
@@ -450,14 +454,15 @@ def _size(stream: Any, frame: Any) -> tuple[int, int]:
 _UNIT = 1 << 16
 """One, in the fixed-point numbers of a display matrix."""
 _LEVEL = math.radians(1)
-"""An angle that is this near to a multiple of a right angle counts as that multiple."""
+"""The angle by which a rotation may differ from a multiple of a right angle to be taken as that."""
 _TRANSPOSED = {
     (True, True): "cclock_flip",
     (True, False): "clock",
     (False, True): "cclock",
     (False, False): "clock_flip",
 }
-"""The direction of the filter transpose, by the signs of b and c in a display matrix."""
+"""The direction of FFmpeg's filter transpose, by whether b and c in a display matrix are positive.
+"""
 
 
 def _upright(frame: Any) -> list[Step]:

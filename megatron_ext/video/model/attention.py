@@ -1,9 +1,10 @@
 """Joint bidirectional attention of [text; image], and rotary positions over three axes.
 
-Rotary positions (RoFormer, arXiv:2104.09864) go over latent frame, row and column. Adjacent
-features (2j, 2j + 1) of a head form the pair that frequency j of an axis rotates, as in FLUX and in
-Wan. Other implementations rotate the pairs (j, d / 2 + j). Their weights fit after output channels
-j and d / 2 + j of each head become 2j and 2j + 1 in the query and key projections.
+Rotary positions (RoFormer, arXiv:2104.09864) have three axes: latent frame, row and column.
+Adjacent features (2j, 2j + 1) of a head form the pair that frequency j of an axis rotates, as in
+FLUX and in Wan. Other implementations rotate the pairs (j, d / 2 + j). Their weights can be used
+after output channels j and d / 2 + j of each head are moved to 2j and 2j + 1 in the query and key
+projections.
 
 Context-parallel ranks hold equal contiguous slices of the sequence. No query is masked, so these
 slices cost the same, and the zig-zag order of causal attention is not needed.
@@ -26,7 +27,7 @@ from megatron_ext.video.config.sizes import EPSILON
 from megatron_ext.video.model.chunk import Blueprint, Part
 
 Table = tuple[Tensor, Tensor]
-"""Cosines and sines of the angles by which `rotate` rotates pairs of features."""
+"""Cosines and sines of the angles by which pairs of features are rotated."""
 
 
 def rotary_table(ids: Tensor, axes_dim: Sequence[int], head_dim: int, theta: float) -> Table:
@@ -52,10 +53,10 @@ def rotary_table(ids: Tensor, axes_dim: Sequence[int], head_dim: int, theta: flo
 def frame_rotary_table(
     positions: Tensor, axes_dim: Sequence[int], theta: float, dtype: torch.dtype
 ) -> Table:
-    """Return cosines and sines ``[t, m, 1, 1, d / 2]`` for positions ``[t, m, 3]``, m per frame.
+    """Return cosines and sines ``[t, m, 1, 1, d / 2]`` for m tokens in each of t frames.
 
-    Angles are computed in float64, so that frame 1000 is as exact as frame 0. The result has
-    ``dtype``, but at least float32.
+    ``positions`` are frame, row and column, ``[t, m, 3]``. Angles are computed in float64, so that
+    frame 1000 is as exact as frame 0. The result has ``dtype``, but at least float32.
     """
     angle = _angles(positions, axes_dim, theta, torch.float64)[:, :, None, None]
     exact = torch.promote_types(dtype, torch.float32)
@@ -101,12 +102,12 @@ class QKNorm(Part):
 
     @property
     def weights(self) -> tuple[Tensor, Tensor]:
-        """Return the scales of queries and keys, ``[d]`` each, for `pointwise.heads`."""
+        """Return the scales of queries and of keys, each ``[d]``."""
         return weights_of(self.q_layernorm)[0], weights_of(self.k_layernorm)[0]
 
     @property
     def spec(self) -> Norm:
-        """Return the settings of both norms: kind, epsilon, whether scales are stored minus 1."""
+        """Return the settings of both norms: (kind, epsilon, whether scales are stored minus 1)."""
         return spec_of(self.q_layernorm)
 
 
@@ -128,7 +129,9 @@ def trades_heads(plan: Blueprint) -> bool:
 
 
 class JointAttention:
-    """Attention of this rank's tokens to all tokens; ranks gather keys and values, or trade heads.
+    """Attention of this rank's tokens to all tokens of the sequence.
+
+    Context-parallel ranks gather keys and values, or trade heads for tokens.
 
     Raises:
         ConfigError: the heads cannot be split equally among the ranks.

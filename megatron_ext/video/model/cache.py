@@ -1,8 +1,8 @@
 """A cache of the keys and values of earlier frames and of the text, for later passes.
 
-The cache records which absolute frame each slot holds. A full cache shifts no slots, no frame is
-confused with another, and a slot that was never written is never read. The cached tensors never
-belong to an autograd graph.
+The cache records which absolute frame each slot holds. So a full cache need not shift slots, no
+frame is confused with another, and a slot that was never written is never read. The cached tensors
+never belong to an autograd graph.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class CacheShape:
 class KVCache:
     """Cached keys and values of a batch's frames on one rank.
 
-    A causal network's `new_cache` builds it.
+    The method `new_cache` of a causal network builds it.
 
-    A full cache drops its oldest frames, except for the sinks (`FrameWindow.sink`). Another pass
-    over a cached frame overwrites that frame in place.
+    A full cache drops its oldest frames, except for the sinks, the first frames of the video.
+    Another pass over a cached frame overwrites that frame in place.
 
     Attributes:
         keys, values: a tensor for each block, ``[slots, tokens, b, heads, d]``; keys are rotated.
-        end: number of the frame after the newest one written, or the frame given to `skip_to`.
+        end: number of the frame after the newest written frame, or the frame given to `skip_to`.
         memo: keys and values of the text.
 
     Raises:
@@ -122,7 +122,9 @@ class KVCache:
         return sum(x.nbytes for x in (*self.keys, *self.values))
 
     def past_of(self, first_frame: int, num_frames: int) -> tuple[int, ...]:
-        """Return the cached frames to which the new frames attend, ascending.
+        """Return the cached frames to which new frames attend, ascending.
+
+        The new frames are ``num_frames`` frames from ``first_frame`` on.
 
         Raises:
             DataError: the new frames are not whole blocks, or the frames before them were not run.
@@ -172,11 +174,14 @@ class KVCache:
         return [(keys[s : s + 1], values[s : s + 1]) for s in slots]
 
     def stamps_of(self, frames: Iterable[int]) -> list[tuple[int, int] | None]:
-        """Return each frame's slot and the number of its last write; None if it is not cached."""
+        """Return (slot, number of the last write) of each given frame; None if it is not cached."""
         return [self._held.get(f) for f in frames]
 
     def write(self, first_frame: int, new: Mapping[int, KeyValue]) -> None:
-        """Store each block's keys and values ``[t, tokens, b, heads, d]`` of consecutive frames."""
+        """Store keys and values ``[t, tokens, b, heads, d]`` of t consecutive frames.
+
+        ``new`` has them by block.
+        """
         frames = range(first_frame, first_frame + new[0][0].size(0))
         frames_by_age = sorted({*self._held, *frames})
         sinks = [f for f in frames_by_age if f < self.window.sink]
@@ -228,7 +233,7 @@ class KVCache:
 
 
 class CachePass:
-    """One forward pass over a cache; with ``updates``, `finish` writes the new frames to it.
+    """One forward pass that reads a cache; with ``updates``, `finish` writes the new frames to it.
 
     A block that is recomputed in the backward pass reads the same frames and writes nothing.
     """
@@ -242,7 +247,7 @@ class CachePass:
         self._new: dict[int, KeyValue] = {}
 
     def past_key_values(self, block: int) -> list[KeyValue]:
-        """Return a block's cached keys and values of each past frame that the new frames see.
+        """Return a block's cached keys and values of each past frame to which new frames attend.
 
         Raises:
             ConfigError: a frame was overwritten or dropped before the backward pass read it again.
@@ -281,11 +286,11 @@ def _ranges(frames: Sequence[int]) -> str:
 
 
 class TextMemo:
-    """A store of every block's keys and values of one text; another text clears it.
+    """A store of all blocks' keys and values of one text; a different text clears the store.
 
     Attributes:
         text: a copy of the text, ``[b, l, text_width]``; None at first.
-        key_values: by block number, keys and values of the text, ``[l, b, n, d]`` each.
+        key_values: keys and values of the text, ``[l, b, n, d]`` each, by block number.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -304,9 +309,9 @@ class TextMemo:
         self._source: tuple[weakref.ref[Tensor], int] | None = None
 
     def begin(self, text: Tensor) -> bool:
-        """Return whether every block's keys and values of this text are stored.
+        """Return whether all blocks' keys and values of a text are stored.
 
-        If not, clear the memo and begin to fill it for the text ``[b, l, text_width]``.
+        If not, clear the memo, to be filled for the text ``[b, l, text_width]``.
         """
         if self.is_filled and self._is_of(text):
             return True
@@ -316,7 +321,10 @@ class TextMemo:
         return False
 
     def _is_of(self, text: Tensor) -> bool:
-        """Return whether ``text`` is the tensor that was copied, unchanged, or has equal values."""
+        """Return whether ``text`` equals the stored text.
+
+        It does if it is the tensor that was copied, unchanged, or if the values are equal.
+        """
         if self._source is not None:
             source, version = self._source
             if source() is text and version == _version(text) >= 0:
@@ -326,7 +334,10 @@ class TextMemo:
         return copy.shape == text.shape and torch.equal(copy, text.to(copy))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the text and its keys and values, which later weights might not reproduce."""
+        """Return the text and its keys and values as they are.
+
+        They are saved, since later weights might not reproduce them.
+        """
         return {"text": self.text, "key_values": dict(self.key_values)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -353,7 +364,9 @@ def recache(
     sink_latents: Tensor | None = None,
     keep_sink: bool = False,
 ) -> None:
-    """Rebuild the cache under a new prompt, block by block, each block attending only to its past.
+    """Compute the cached keys and values again under a new prompt, block by block.
+
+    Each block attends only to earlier frames.
 
     Frames before ``first_frame`` are dropped, except for the sinks, which are rebuilt from
     ``sink_latents`` or kept. Generation resumes at the frame after the last of ``latents``.
@@ -363,8 +376,8 @@ def recache(
         latents: clean frames from ``first_frame`` up to the newest, ``[b, t, c, h, w]``.
         timestep: timestep given to the model for these clean frames (the context noise).
         text: the new prompt, ``[b, l, text_width]``.
-        sink_latents: clean frames from frame 0 on. They must include every block that holds a
-            sink before ``first_frame``.
+        sink_latents: clean frames from frame 0 on. They must include every block that holds a sink
+            before ``first_frame``.
         keep_sink: keep the sinks' keys and values from the old prompt, as LongLive's sampling does;
             ``first_frame`` must then come after the sinks.
 
@@ -392,7 +405,7 @@ def recache(
 def _checked_sinks(
     cache: KVCache, first_frame: int, sink_latents: Tensor | None, keep_sink: bool
 ) -> int:
-    """Check `recache`'s arguments; return how many frames ``sink_latents`` needs to have."""
+    """Check the arguments of `recache`; return the number of frames that ``sink_latents`` needs."""
     window = cache.window
     num_sinks = min(cache.window.sink, first_frame)
     if keep_sink and first_frame < window.sink:

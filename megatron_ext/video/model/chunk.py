@@ -18,7 +18,7 @@ from megatron_ext.parallel.context import ParallelContext
 
 
 class Blueprint(NamedTuple):
-    """The description from which every module of a network is built.
+    """The configuration, sizes, options and groups from which every module of a network is built.
 
     Attributes:
         config: megatron-core's configuration, with the values of ``sizes.transformer_fields()``.
@@ -41,7 +41,7 @@ class Part(MegatronModule):  # type: ignore[misc]
 
 
 class Blocks(torch.nn.ModuleDict):
-    """A pipeline chunk's blocks; parameter names hold a block's index in the whole model."""
+    """The blocks of a pipeline chunk; parameter names have a block's index in the whole model."""
 
     def sharded_state_dict(
         self, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any] | None
@@ -103,12 +103,12 @@ class VideoChunk(Part):
         return cls(plan, placement.stage_of(context.pp_rank, vp_stage or 0), placement.num_stages)
 
     def set_input_tensor(self, tensors: Tensor | Sequence[Tensor | None] | None) -> None:
-        """Store the hidden tensor sent by the previous stage; `boundary_shape` gives its shape."""
+        """Store the hidden tensor that the previous pipeline stage has sent."""
         self.entering = tensors if tensors is None or isinstance(tensors, Tensor) else tensors[0]
 
 
 def stage_blocks(num_blocks: int, num_stages: int) -> list[range]:
-    """Return the indices of each stage's blocks; stages differ by at most one block.
+    """Return the range of block indices of each stage; stages differ by at most one block.
 
     Raises:
         ConfigError: there are fewer blocks than stages.

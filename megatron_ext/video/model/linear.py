@@ -1,14 +1,15 @@
 """Layers of all video networks: linear layers, embedders and modulation by the timestep.
 
 Some blocks run two streams (text and image), or two branches (attention and MLP), on one joint
-sequence. One collective brings both into the tensor-parallel region, and one takes both out.
-The layers `ColumnPiece` and `RowPiece` do not communicate. If each layer did, as in megatron-core,
-the block would communicate two to four times as often, and under sequence parallelism the ranks
-would have to split each stream's tokens equally. The cost is memory: under sequence
-parallelism the gathered input is kept for the backward pass; megatron-core gathers it again.
+sequence. One collective brings the tokens of both into the tensor-parallel region, and one takes
+them out. The layers `ColumnPiece` and `RowPiece` do not communicate. If each layer did, as in
+megatron-core, the block would communicate two to four times as often, and under sequence
+parallelism the ranks would have to split each stream's tokens equally. The cost is memory: under
+sequence parallelism the gathered input is kept for the backward pass; megatron-core gathers it
+again.
 
-Where each attention and the feed-forward layers enter the region once in any case, the layers
-(`column`, `row`) communicate themselves and support adapters (`layers.lora`).
+In networks whose attention and feed-forward layers each enter the region once in any case, the
+layers (`column`, `row`) communicate themselves and support adapters (`layers.lora`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from megatron_ext.video.model.chunk import Blueprint
 def uniform(config: TransformerConfig, bound: float) -> Initialize:
     """Return an initializer that draws uniformly from [-``bound``, ``bound``].
 
-    If ``config.init_method`` only marks parameters for a later draw (`Marked`), so does the result.
+    If ``config.init_method`` only marks parameters to be drawn later, the result does so too.
     """
     method = partial(torch.nn.init.uniform_, a=-bound, b=bound)
     usual = config.init_method
@@ -74,7 +75,7 @@ class ColumnPiece(ColumnParallelLinear):
             method(self.bias)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return ``[s, b, out / tp]`` without bias, and the bias, which the caller must add."""
+        """Return (output ``[s, b, out / tp]`` without bias, bias); the caller must add the bias."""
         _refuse_adapter(self)
         return super().forward(input_)
 
@@ -82,9 +83,9 @@ class ColumnPiece(ColumnParallelLinear):
 class RowPiece(RowParallelLinear):
     """A linear layer from this rank's ``[s, b, in / tp]`` to a partial sum ``[s, b, out]``.
 
-    The caller sums over the ranks (`leave`), then adds the bias. Where several layers add to a sum,
-    only one of them has a bias, and ``fan_in`` is the total number of their inputs. Weight and bias
-    start as in a torch.nn.Linear with ``fan_in`` inputs.
+    The caller sums over the ranks, then adds the bias. If several layers add to one sum, only one
+    of them has a bias, and ``fan_in`` is the total number of their inputs. Weight and bias start as
+    in a torch.nn.Linear with ``fan_in`` inputs.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class RowPiece(RowParallelLinear):
             method(self.bias)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Any]:
-        """Return this rank's partial sum ``[s, b, out]`` for ``[s, b, in / tp]``, and the bias."""
+        """Return (this rank's partial sum ``[s, b, out]``, bias), given ``[s, b, in / tp]``."""
         _refuse_adapter(self)
         output = self._forward_impl(
             input=input_, weight=self.weight, bias=None,
@@ -157,7 +158,9 @@ def row(plan: Blueprint, inputs: int, outputs: int) -> RowParallelLinear:
 
 
 def heads_of(x: Tensor, num_projections: int, head_dim: int) -> tuple[Tensor, ...]:
-    """Split a fused projection ``[s, b, n * p * d]`` into p tensors ``[s, b, n, d]``.
+    """Split a fused projection ``[s, b, n * p * d]`` into p = ``num_projections`` tensors.
+
+    Each is ``[s, b, n, d]``.
 
     The p projections of a head are adjacent, so that tensor parallelism can split the weight's rows
     contiguously between heads.
@@ -183,7 +186,7 @@ class VectorEmbedder(torch.nn.Module):
 
 
 class Modulation(torch.nn.Linear):
-    """The layer ``Linear(SiLU(vec))``, which gives shift, scale, gate, shift ..., each of width h.
+    """The layer ``Linear(SiLU(vec))``, which gives shift, scale, gate, shift ..., each h wide.
 
     With ``zero`` the layer starts at zero (adaLN-Zero, DiT, arXiv:2212.09748).
     """
@@ -201,20 +204,23 @@ class Modulation(torch.nn.Linear):
 
 
 def start_at_zero(linear: torch.nn.Linear) -> None:
-    """Set weight and bias to zero, which a later `initialize_by_name` leaves unchanged."""
+    """Set weight and bias to zero, which the initialization by name leaves unchanged."""
     torch.nn.init.zeros_(linear.weight)
     if linear.bias is not None:
         torch.nn.init.zeros_(linear.bias)
 
 
 def mark_new_branch(module: torch.nn.Module) -> None:
-    """Let ``--finetune`` load a checkpoint that lacks the parameters of this new module."""
+    """Let ``--finetune`` load a checkpoint that lacks the parameters of ``module``, a new one."""
     for parameter in module.parameters():
         parameter.new_branch = True  # type: ignore[attr-defined]
 
 
 def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Return ``(1 + scale) * LN(x) + shift`` for ``[s, b, h]``; the LayerNorm has no parameters."""
+    """Return ``(1 + scale) * LN(x) + shift`` for x ``[s, b, h]``.
+
+    LN is LayerNorm without parameters.
+    """
     return (1 + scale) * F.layer_norm(x, x.shape[-1:], eps=EPSILON) + shift
 
 

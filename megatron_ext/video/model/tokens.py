@@ -5,8 +5,8 @@ Tokens are ordered by frame, then row, then column. Feature c * p * p + row * p 
 is channel c of the latent pixel at that row and column of its patch.
 
 A network on the joint sequence [text; image] splits it into contiguous parts (`TokenRange`). A
-network with a modulation for each frame splits every frame (`FrameTokens`), so that it broadcasts
-over the rank's tokens of that frame.
+network with a modulation for each frame splits every frame (`FrameTokens`), so that a frame's
+modulation broadcasts over the rank's tokens of that frame.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from torch import Tensor
 from megatron_ext.errors import DataError
 
 LatentShape = tuple[int, int, int]
-"""Frames t, height h and width w of a latent video."""
+"""The size of a latent video: frames t, height h and width w."""
 
 
 def grid(shape: LatentShape, patch_size: int) -> LatentShape:
-    """Return frames, token rows and token columns; raise DataError if patches do not fit."""
+    """Return the numbers of frames, token rows and token columns of a latent video.
+
+    DataError is raised if patches do not divide its height and width.
+    """
     frames, height, width = shape
     if patch_size < 1 or height % patch_size or width % patch_size:
         raise DataError(
@@ -40,7 +43,7 @@ def tokens_per_frame(shape: LatentShape, patch_size: int) -> int:
 
 
 def pack(latents: Tensor, patch_size: int) -> Tensor:
-    """Return latents ``[b, c, t, h, w]`` as N tokens of p x p patches, ``[b, N, c*p*p]``."""
+    """Return latents ``[b, c, t, h, w]`` as N tokens ``[b, N, c*p*p]``, p = ``patch_size``."""
     b, c, t, h, w = latents.shape
     _, rows, columns = grid((t, h, w), patch_size)
     patches = latents.reshape(b, c, t, rows, patch_size, columns, patch_size)
@@ -85,7 +88,10 @@ class TokenRange:
         return cls(num_text, num_image, 0, num_text + num_image)
 
     def part(self, index: int, size: int) -> TokenRange:
-        """Return part ``index`` of ``size`` equal contiguous parts; raise DataError if uneven."""
+        """Return part ``index`` of the range cut into ``size`` equal contiguous parts.
+
+        DataError is raised if the range cannot be cut equally.
+        """
         length = len(self)
         if length % size:
             raise DataError(
@@ -102,12 +108,12 @@ class TokenRange:
 
     @property
     def text(self) -> slice:
-        """Return the text tokens of the range, as a slice of all text tokens."""
+        """Return the range's text tokens as a slice of the sequence's text tokens."""
         return slice(min(self.start, self.num_text), min(self.end, self.num_text))
 
     @property
     def image(self) -> slice:
-        """Return the image tokens of the range, as a slice of all image tokens."""
+        """Return the range's image tokens as a slice of the sequence's image tokens."""
         return slice(max(self.start - self.num_text, 0), max(self.end - self.num_text, 0))
 
     @property
@@ -120,8 +126,9 @@ class TokenRange:
 class LocalTokens:
     """The two ranges of tokens that a rank works on.
 
-    Attention and MLPs process ``cp_slice``, the tokens of the context-parallel rank. Between them
-    the rank keeps ``part``: under sequence parallelism a part of ``cp_slice``, else all of it.
+    Attention and MLPs process ``cp_slice``, the tokens of the context-parallel rank. Between
+    attention and MLPs the rank keeps ``part``: under sequence parallelism a part of ``cp_slice``,
+    else all of it.
     """
 
     cp_slice: TokenRange
@@ -133,11 +140,11 @@ class FrameTokens:
     """The tokens of consecutive frames, and this rank's part of each frame.
 
     Each context-parallel rank holds an equal part of every frame; under sequence parallelism the
-    tensor-parallel ranks split that part again. Every token of a frame block attends to the same
-    keys, so contiguous parts cost all ranks the same.
+    tensor-parallel ranks split that part again. All tokens of a frame block attend to the same
+    keys, so contiguous parts are equal work for all ranks.
 
     Attributes:
-        first_frame: number of the first frame in the whole video.
+        first_frame: number of the first of these frames in the whole video.
         tp_rank, tp_size: tensor-parallel rank and size under sequence parallelism, else 0 and 1.
 
     Raises:
@@ -184,7 +191,8 @@ class FrameTokens:
 def frames_first(x: Tensor, num_parts: int, num_frames: int) -> Tensor:
     """Regroup tokens by frame, from ``[parts * t * m, ...]`` to ``[t, parts * m, ...]``.
 
-    Each of ``parts`` ranks gave m tokens of each of t frames. A frame's tokens keep the rank order.
+    Each of ``num_parts`` ranks gave m tokens of each of t frames. The tokens of a frame stay in the
+    order of ranks.
     """
     parts = x.reshape(num_parts, num_frames, -1, *x.shape[1:])
     return parts.transpose(0, 1).flatten(1, 2)
@@ -197,7 +205,10 @@ def parts_first(x: Tensor, num_parts: int) -> Tensor:
 
 
 def positions(tokens: FrameTokens, device: torch.device) -> Tensor:
-    """Return ``[t, m, 3]``: absolute frame, row, column of a frame's m tokens in ``cp_slice``."""
+    """Return positions ``[t, m, 3]``: absolute frame, row and column of each token.
+
+    The tokens are the m tokens of each frame in ``cp_slice``.
+    """
     ids = position_ids((tokens.num_frames, tokens.rows, tokens.columns), 1, device)
     ids[:, 0] += tokens.first_frame
     return ids.view(tokens.num_frames, tokens.per_frame, 3)[:, tokens.cp_slice]

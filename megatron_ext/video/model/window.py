@@ -10,7 +10,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.window import FrameBlocks, WindowConfig
 
 KeyValue = tuple[Tensor, Tensor]
-"""Keys and values of some tokens."""
+"""Keys and values of the same tokens."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class FrameWindow(FrameBlocks):
             )
 
     def visible(self, start: int) -> tuple[range, range]:
-        """Return the sinks, and the other frames, seen by the block that begins at ``start``."""
+        """Return (sinks, other frames) seen by the block that begins at frame ``start``."""
         end = start + self.size_of(start)
         local_start = max(self.sink, end - (self.window - self.sink))
         return range(min(self.sink, end)), range(local_start, max(end, local_start))
 
     def capacity_for(self, chunk_frames: int) -> int:
-        """Return how many frames a cache must hold for the newest ``chunk_frames`` to run again.
+        """Return how many frames a cache must hold to run the newest ``chunk_frames`` again.
 
         The first block of the chunk sees ``window - block`` frames before the chunk.
         """
@@ -58,7 +58,10 @@ class FrameWindow(FrameBlocks):
 
 
 def window_of(flags: WindowConfig) -> FrameWindow:
-    """Return a causal network's `FrameWindow`; raise ConfigError if it is too small."""
+    """Return the `FrameWindow` that the flags of a causal network give.
+
+    ConfigError is raised if the window is too small.
+    """
     block = flags.frame_block
     sink = flags.sink_frames
     if flags.window_frames - sink < block:

@@ -1,4 +1,4 @@
-"""Finds networks in the table, and imports the parts of a network that a run needs."""
+"""Finds video networks in their table, and imports the parts of a network that a run needs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from megatron_ext.video.networks.network import (
 
 
 def network_named(name: str) -> VideoNetwork:
-    """Return the network of a value of ``--video-model``."""
+    """Return the network that ``name``, a value of ``--video-model``, stands for."""
     network: VideoNetwork = import_module(NETWORKS[name]).NETWORK
     return network
 
 
 def all_networks() -> list[VideoNetwork]:
-    """Return each network of the table once."""
+    """Return all networks of the table; one with several names is listed once."""
     return [*dict.fromkeys(map(network_named, NETWORKS))]
 
 
@@ -35,24 +35,24 @@ def chosen(config: RunConfig) -> VideoNetwork:
 
 
 def network_of(config: RunConfig) -> FlowNetwork:
-    """Return the network that ``--video-model`` names, as flow matching trains it."""
+    """Return the network that ``--video-model`` names, in the form that flow matching uses."""
     network: FlowNetwork = _part(chosen(config).flow)(config)
     return network
 
 
 def _part(place: str) -> Any:
-    """Import and return the object at a place, ``module:name``."""
+    """Import and return the object at a place of the form ``module:name``."""
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)
 
 
 def streamed() -> VideoNetwork:
-    """Return the network that streaming trains: the first of the table that it can train."""
+    """Return the network that streaming trains, the first of the table that it can train."""
     return next(network for network in all_networks() if network.streamed is not None)
 
 
 def streamed_network() -> StreamedNetwork:
-    """Return the network that streaming trains, as streaming uses it."""
+    """Return the network that streaming trains, in the form that streaming uses."""
     place = streamed().streamed
     assert place is not None
     network: StreamedNetwork = _part(place)
@@ -60,12 +60,12 @@ def streamed_network() -> StreamedNetwork:
 
 
 def conversions() -> list[Conversion]:
-    """Return the conversions of public weights that the networks have."""
+    """Return the conversions of public weights of all networks that have one."""
     return [_part(x.conversion) for x in all_networks() if x.conversion is not None]
 
 
 def streamed_conversion() -> Conversion:
-    """Return the conversion of the networks of a streaming run."""
+    """Return the conversion of public weights for the networks of a streaming run."""
     place = streamed().conversion
     assert place is not None
     conversion: Conversion = _part(place)
@@ -73,17 +73,17 @@ def streamed_conversion() -> Conversion:
 
 
 def named_by(names: Iterable[str]) -> str:
-    """Return, for a message, the flag ``--video-model`` with one of some values."""
+    """Return words for a message: the flag ``--video-model`` with one of the values ``names``."""
     return f"`--video-model {' or '.join(names)}`"
 
 
 def without_pooled() -> str:
-    """Return, for a message, ``--video-model`` with the networks that need no pooled vectors."""
+    """Return words for a message: ``--video-model`` with the networks that need no pooled text."""
     return named_by(name for name in NETWORKS if not network_named(name).takes_pooled)
 
 
 def with_widths(config: RunConfig, manifest: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration with the widths of a dataset's latents and text embeddings.
+    """Return the configuration with the widths of latents and text embeddings of a dataset.
 
     Raises:
         ConfigError: the network needs pooled vectors of the text, which the dataset lacks.

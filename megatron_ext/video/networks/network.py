@@ -1,9 +1,10 @@
-"""The protocol of a video network, by which its folder serves the rest of the package.
+"""The protocol of a video network, by which the rest of the package uses its folder.
 
-The package of a folder holds ``NETWORK``, a `VideoNetwork`. It is imported with the flags of the
-program and imports little itself: it names its other parts by place, which are imported when a run
-needs them. These are a `FlowNetwork`; for a causal network that streaming can train also a
-`StreamedNetwork`; and a `Conversion` if its public weights can be read and written.
+The package of a folder holds ``NETWORK``, a `VideoNetwork`. It is imported together with the
+program's flags, so it imports little: its other parts are named by place, ``module:name``, and are
+imported when a run needs them. These parts are a `FlowNetwork`; for a causal network that streaming
+can train also a `StreamedNetwork`; and a `Conversion` if its public weights can be read and
+written.
 """
 
 from __future__ import annotations
@@ -39,15 +40,16 @@ from megatron_ext.video.sampling.velocity import ParallelVelocity
 from megatron_ext.video.step import FlowBatchBuilder, FlowMicrobatch
 
 STREAMING = "streaming"
-"""Name of the networks of ``--task streaming``, where others have a value of ``--video-model``."""
+"""The name for the networks of ``--task streaming``; other networks have a value of
+``--video-model``."""
 
 Sections = Mapping[str, Mapping[str, Any]]
-"""Values of flags, by the name of their section and by field."""
+"""Values of flags, by name of the section and then by field."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class VideoNetwork:
-    """A folder's network, under one or several values of ``--video-model``.
+    """The network of a folder, which has one or several values of ``--video-model``.
 
     A place is written ``module:name``.
 
@@ -55,19 +57,18 @@ class VideoNetwork:
         titles: words for the network in messages, with an article, by value of ``--video-model``.
         sections: frozen dataclasses whose fields are the network's flags.
         flow: place of the `FlowNetwork`, a class.
-        resolve: fills in the section ``model`` from the network's flags.
-        rules: takes ``(given, resolved)`` and returns a sentence for each fault in flags that only
-            this network knows; `config.rules.flow_rules` has the rules of all networks.
-        stored_model: takes ``(stored, name)``, a checkpoint's configuration and the value of
-            ``--video-model`` that it was trained with, and returns the flags that describe its
+        resolve: a function that fills in the section ``model`` from the network's flags.
+        rules: a function of ``(given, resolved)`` that returns an error for each fault in flags
+            that only this network has.
+        stored_model: a function of ``(stored, name)``, a checkpoint's configuration and the value
+            of ``--video-model`` of its run; it returns the flags that describe the checkpoint's
             weights.
-        restated: takes ``(stored, kind, builds)`` and returns the flags from which a run that
-            builds the network under the name ``builds`` starts from a checkpoint of ``kind``.
-            Both are values of ``--video-model`` of this network, or `STREAMING`. None if the names
-            share no weights.
-        defaults: values that replace the usual defaults of flow matching, by field; a network
-            without reference frames needs none for their modes.
-        streaming_flags: by value of ``--video-model``, fields of the flags of streaming that flow
+        restated: a function of ``(stored, kind, builds)`` that returns the flags with which a run
+            of ``builds`` can start from a checkpoint of ``kind``. Both are values of
+            ``--video-model`` of this network, or `STREAMING`. None if they share no weights.
+        defaults: values that replace the usual defaults of flow matching, by field; the modes of
+            reference frames need none if the network takes no reference frames.
+        streaming_flags: by value of ``--video-model``, the fields of streaming's flags that flow
             matching takes too.
         takes_pooled: whether the network is given a pooled vector of the text.
         takes_references: whether the network is given reference frames.
@@ -103,8 +104,8 @@ class FlowNetwork(ABC):
     """The network of a run, as flow matching trains and samples it.
 
     Attributes:
-        builder: builds the network's micro-batches.
-        chunk: the network's pipeline chunk.
+        builder: the class that builds the network's micro-batches.
+        chunk: the class of the network's pipeline chunks.
     """
 
     builder: type[FlowBatchBuilder]
@@ -121,7 +122,7 @@ class FlowNetwork(ABC):
     @property
     @abstractmethod
     def options(self) -> Any:
-        """Return the options of the model's chunks; raise ConfigError for flags out of range."""
+        """Return the options of the model's chunks; raise ConfigError for a flag out of range."""
 
     @property
     def patch_size(self) -> int:
@@ -130,11 +131,14 @@ class FlowNetwork(ABC):
 
     @abstractmethod
     def with_widths(self, manifest: Mapping[str, Any]) -> RunConfig:
-        """Return the configuration with the widths of a dataset's latents and text embeddings."""
+        """Return the configuration with the widths of latents and text embeddings of a dataset.
+
+        ``manifest`` is that of the dataset.
+        """
 
     @abstractmethod
     def checked(self) -> RunConfig:
-        """Return the configuration with the network's derived settings filled in.
+        """Return the configuration with the settings that the network derives from others.
 
         Raises:
             ConfigError: there are too many stages, or the ranks cannot share the heads equally.
@@ -153,11 +157,11 @@ class FlowNetwork(ABC):
 
     @property
     def sequence_multiple(self) -> int:
-        """Return a number that must divide the count of text and image tokens together."""
+        """Return a number that must divide the number of text and image tokens together."""
         return 1
 
     def padded_text(self, num_text: int, num_image: int) -> int:
-        """Return the number of text tokens of a clip with those that `dataset.pad_text` adds."""
+        """Return the number of a clip's text tokens, including padding."""
         return num_text + -(num_text + num_image) % self.sequence_multiple
 
     @abstractmethod
@@ -170,25 +174,25 @@ class FlowNetwork(ABC):
 
     @abstractmethod
     def recomputing(self, mode: str) -> RunConfig:
-        """Return a configuration that recomputes all blocks if ``mode`` is "full", else none."""
+        """Return the configuration with all blocks recomputed if ``mode`` is "full", else none."""
 
     @abstractmethod
     def sampled(
         self, engine: PipelineEngine, chunks: Sequence[torch.nn.Module], context: ParallelContext
     ) -> ParallelVelocity:
-        """Return a predictor of velocities with the model ``chunks``, for a sampler."""
+        """Return a predictor of velocities for a sampler; ``chunks`` are the model on this rank."""
 
     def velocity(self, output: Tensor) -> Tensor:
-        """Return the predicted velocity of the targets' tokens from the last stage's output."""
+        """Return the predicted velocity of tokens with targets, from the last stage's output."""
         return output
 
     def forward_step(
         self, batch: FlowMicrobatch, model: torch.nn.Module, counts: StepCounts | None
     ) -> tuple[Tensor, LossFunction]:
-        """Run one chunk on one micro-batch; return its output and the loss as a function of it.
+        """Run one chunk on one micro-batch; return its output and a loss function of that output.
 
-        ``counts`` are the target counts of the whole step; None in evaluation and before the last
-        stage.
+        ``counts`` are the numbers of targets in the whole step; None in evaluation and before the
+        last stage.
         """
         output: Tensor = model(**batch.inputs)
         return output, partial(self._loss, batch=batch, counts=counts)
@@ -212,11 +216,11 @@ class FlowNetwork(ABC):
 
 
 class StreamedNetwork(ABC):
-    """A causal network as streaming uses it; generator, critic and teacher are of its kind.
+    """A causal network in the form that streaming uses, for generator, critic and teacher.
 
     Attributes:
-        chunk: the network's pipeline chunk, whose ``new_cache`` builds a `KVCache`, and whose
-            ``forward`` takes ``x``, ``timesteps`` and ``text``, with a cache also ``cache``,
+        chunk: the class of the network's pipeline chunks. Its ``new_cache`` builds a `KVCache`; its
+            ``forward`` takes ``x``, ``timesteps`` and ``text``, and with a cache also ``cache``,
             ``first_frame`` and ``update_cache``.
     """
 
@@ -224,7 +228,10 @@ class StreamedNetwork(ABC):
 
     @abstractmethod
     def options(self, flags: WindowConfig, parallel: ParallelConfig, *, causal: bool) -> Any:
-        """Return the options of the chunks; raise ConfigError for flags out of range."""
+        """Return the options of the chunks; raise ConfigError for a flag out of range.
+
+        ``causal`` chooses attention with a window.
+        """
 
     @abstractmethod
     def check_inputs(self, sizes: Any, x: Tensor, timesteps: Tensor, text: Tensor) -> None:
@@ -232,33 +239,36 @@ class StreamedNetwork(ABC):
 
     @abstractmethod
     def weights(self, lora: LoraConfig, sizes: Any, tp: int, stage: Stage) -> list[Weight]:
-        """Return a stage's parameters on one of ``tp`` ranks, in the order of its module."""
+        """Return a stage's parameters on one of ``tp`` ranks, in the order of its module's."""
 
     @abstractmethod
     def on_clip(self, config: RunConfig, ranks: Ranks, sizes: Any, clip: Clip) -> StreamedCost:
-        """Return the cost formulas of a pass in which all frames of a clip see each other."""
+        """Return the cost formulas of a pass over a clip in which all frames see each other."""
 
     @abstractmethod
     def on_block(
         self, config: RunConfig, ranks: Ranks, sizes: Any, clip: Clip, window: FrameWindow
     ) -> StreamedCost:
-        """Return the cost formulas of a frame block ``clip`` whose window is full of the past."""
+        """Return the cost formulas of a pass over a frame block with a full window of the past.
+
+        ``clip`` has the size of the block.
+        """
 
     @abstractmethod
     def pass_flops(self, model: Any, **inputs: Any) -> float:
-        """Return the operations of a forward pass without gradient, over model-parallel ranks.
+        """Return the operations of a pass without gradient, summed over model-parallel ranks.
 
         ``model`` may be the chunk of any rank; ``inputs`` are the arguments of its ``forward``.
         """
 
 
 class Conversion(ABC):
-    """Public weights of a network, in and out.
+    """Reads and writes public weights of a network.
 
     Attributes:
-        title: whose weights they are, such as "Wan".
-        namings: names of the codes whose tensor names can be written; the first is usual.
-        classes: values of ``_class_name`` in the config.json of folders that it reads.
+        title: the name of the public network, such as "Wan".
+        namings: the codes whose names of tensors can be written; the first is the default.
+        classes: values of ``_class_name`` in the config.json of folders that can be read.
     """
 
     title: str
@@ -267,16 +277,16 @@ class Conversion(ABC):
 
     @abstractmethod
     def reads_file(self, source: Path) -> bool:
-        """Return whether a file of torch.save may hold weights of this network."""
+        """Return whether a file of torch.save may hold weights of the network."""
 
     @abstractmethod
     def import_weights(
         self, source: Path, save: Path, dtype: str | None, entry: str | None
     ) -> tuple[str, str]:
-        """Write weights as a checkpoint of iteration 0; return the named size and the dtype.
+        """Write public weights as a checkpoint of iteration 0; return (name of the size, dtype).
 
         Args:
-            dtype: dtype of the checkpoint; None keeps the source's.
+            dtype: dtype of the checkpoint; None keeps that of the source.
             entry: key in a torch.save file; None takes the file's only dictionary of tensors.
 
         Raises:
@@ -299,10 +309,10 @@ class Conversion(ABC):
         """Write one network of a streaming run's checkpoint as public weights.
 
         Args:
-            step: iteration; None takes the latest.
-            dtype: dtype to write; None keeps the run's.
+            step: iteration of the checkpoint; None takes the latest.
+            dtype: dtype to write; None keeps that of the run.
             max_shard_size: largest size of one file, in bytes or as text like ``"5GB"``.
-            ema: write the averaged weights in place of the last ones.
+            ema: whether to write the averaged weights in place of the last ones.
             network: the network to write, ``"generator"`` or ``"critic"``.
             naming: one of `namings`; None takes the first.
 
@@ -312,4 +322,4 @@ class Conversion(ABC):
 
     @abstractmethod
     def adapters(self, sizes: Any) -> PeftLayers:
-        """Return what peft calls the layers of the network of these sizes."""
+        """Return the map from our adapters to peft's layers, for a network of these sizes."""

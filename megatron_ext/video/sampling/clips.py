@@ -24,12 +24,14 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.sampling.requests import ClipRequest
 
 _CONSTANT_QUALITY = {"crf": "17"}
-"""Options of x264 for a quality with hardly visible losses."""
+"""Options of x264 for a quality whose losses are hardly visible."""
 _FRAGMENTED = {"movflags": "frag_keyframe+empty_moov+default_base_moof", "flush_packets": "1"}
-"""Options that let a file be played while it is written, and avoid an index in memory."""
+"""Options by which a file can be played while it is written, without an index in memory."""
 _FRAGMENT = 2  # seconds
 _HD = (1280, 720)
-"""Players assume BT.709 for untagged video of at least this width or height, else BT.601."""
+"""The least width and height, one of which suffices, of video that players show in BT.709.
+
+They assume BT.601 for smaller video without a tag."""
 _BT709, _BT601, _LIMITED = 1, 6, 1
 """The numbers of the two matrices in ITU-T H.273, and FFmpeg's number for the range 16 to 235."""
 
@@ -37,9 +39,9 @@ _BT709, _BT601, _LIMITED = 1, 6, 1
 class Mp4Writer:
     """An H.264 file of one clip, written frame by frame.
 
-    With ``growing`` it can be played while it is written. The format needs even sizes, so an odd
-    height or width is padded. Colours are tagged, so that all players show them alike: the matrix
-    is BT.709 in HD and BT.601 below, with the primaries and transfer of BT.709.
+    With ``growing`` the file can be played while it is written. The format needs even sizes, so an
+    odd height or width is padded. Colours are tagged, so that all players show them alike: the
+    matrix is BT.709 in HD and BT.601 below, with the primaries and transfer of BT.709.
 
     Raises:
         ConfigError: PyAV is not installed.
@@ -97,14 +99,17 @@ class Mp4Writer:
 
 
 def as_bytes(pixels: Tensor) -> NDArray[np.uint8]:
-    """Return pixels ``[P, 3, f, H, W]``, clamped to [-1, 1], as bytes ``[P, f, H, W, 3]``."""
+    """Return pixels ``[P, 3, f, H, W]`` as bytes ``[P, f, H, W, 3]``, clamped to [-1, 1] before."""
     scaled = ((pixels.detach().float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
     frames: NDArray[np.uint8] = scaled.cpu().permute(0, 2, 3, 4, 1).contiguous().numpy()
     return frames
 
 
 def _imported(package: str, *modules: str) -> list[Any]:
-    """Import modules of a package, or raise ConfigError if it is not installed."""
+    """Import and return modules of a package.
+
+    ConfigError is raised if the package is not installed.
+    """
     try:
         return [importlib.import_module(name) for name in modules]
     except ImportError:
@@ -117,11 +122,11 @@ def _imported(package: str, *modules: str) -> list[Any]:
 CONTACT_SHEET = "contact_sheet.png"
 LIST = "samples.jsonl"
 SHEET_FRAMES = 8
-"""The most frames of a clip in the contact sheet; they are spread from the first to the last."""
+"""The largest number of frames of a clip in the contact sheet, spread from first to last."""
 SHEET_SIDE = 256
 """The largest length of a frame's longer side in the contact sheet, in pixels."""
 TITLE = 20
-"""Height of a title in the contact sheet, in pixels."""
+"""The height of a title in the contact sheet, in pixels."""
 GAP = 4
 
 _CLIP = re.compile(r"sample_\d{3,}\.mp4")
@@ -148,6 +153,7 @@ def write_clips(
 
     Args:
         pixels: P clips ``[3, f, H, W]``, all finite; they are clamped to [-1, 1].
+        requests: the request of each clip, in the order of the clips.
         seed: seed of the noise of requests that have no seed.
         facts: additional fields of each clip's row in `LIST`, such as the iteration of the model.
 
@@ -230,7 +236,7 @@ def describe(
 
 
 def shown_frames(num_frames: int) -> NDArray[np.int_]:
-    """Return which of ``num_frames`` frames a contact sheet shows, as indices."""
+    """Return the indices of those of ``num_frames`` frames that a contact sheet shows."""
     shown = np.linspace(0, num_frames - 1, min(num_frames, SHEET_FRAMES))
     numbers: NDArray[np.int_] = shown.round().astype(int)
     return numbers
@@ -260,20 +266,23 @@ def contact_sheet(
 
 
 def _sheet_size(height: int, width: int) -> tuple[int, int]:
-    """Return the width and the height of a frame in the contact sheet."""
+    """Return (width, height) of a frame in the contact sheet, in pixels."""
     scale = min(1.0, SHEET_SIDE / max(height, width))
     return max(1, round(width * scale)), max(1, round(height * scale))
 
 
 def _shortened(title: str, fits: Callable[[str], bool]) -> str:
-    """Return the title in one line; if it does not fit, shorten it and append "..."."""
+    """Return the title in one line; if it is too long, cut it and append "...".
+
+    ``fits`` tells whether a text is short enough.
+    """
     line = " ".join(title.split())
     ends = [line, *(f"{line[:end]}..." for end in range(len(line), 0, -1))]
     return next(filter(fits, ends), "...")
 
 
 def _is_ours(target: Path) -> bool:
-    """Tell whether ``target`` is a folder that holds only files with names of samples."""
+    """Tell whether ``target`` is a folder in which all files have names of samples."""
     if not target.is_dir() or target.is_symlink():
         return False
     names = {path.name for path in target.iterdir()}

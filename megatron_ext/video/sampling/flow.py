@@ -22,7 +22,7 @@ from megatron_ext.video.loss import shift, shift_factor
 from megatron_ext.video.model.tokens import LatentShape, pack, tokens_per_frame, unpack
 
 OSCILLATION_START = 10
-"""The step, counted from 0, from which odd steps have scales of 1 (``--sample-oscillation``)."""
+"""The step, from 0, from which on odd steps have scales of 1 with ``--sample-oscillation``."""
 
 
 def _has_unit_scales(sampling: SampleConfig, step: int) -> bool:
@@ -52,9 +52,10 @@ def image_scale(sampling: SampleConfig, step: int, num_frames: int) -> Tensor:
 def guided(c: Tensor, u: Tensor, u2: Tensor, text: float, image: Tensor | float) -> Tensor:
     """Return the velocity v of the module's formula, guided by caption and references.
 
-    ``c`` is the prediction with both, ``u`` without caption, and ``u2`` with neither, ``[b, n, d]``
-    for n tokens. ``text`` is the scale of the caption; ``image``, a number or ``[n, 1]``, is the
-    scale of the references. If both scales are 1, the result is exactly ``c``.
+    The predictions are ``[b, n, d]`` for n tokens: ``c`` with caption and references, ``u`` with
+    references only, ``u2`` with neither. ``text`` is the scale of the caption; ``image``, a number
+    or ``[n, 1]``, is the scale of the references. If both scales are 1, the result is exactly
+    ``c``.
     """
     return c + (text - 1) * (c - u) + (image - 1) * (u - u2)
 
@@ -62,9 +63,8 @@ def guided(c: Tensor, u: Tensor, u2: Tensor, text: float, image: Tensor | float)
 Velocity = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """``velocity(x, t, text, pooled, cond)`` returns the velocity of tokens ``x``, in their shape.
 
-The arguments are ``[b, n, c*p*p]`` float32, times ``[b]`` float32, ``[b, l, d]``, ``[b, e]`` and
-``[b, n, (1+c)*p*p]``.
-"""
+The arguments are in this order: noised tokens ``[b, n, c*p*p]`` float32, times ``[b]`` float32,
+text ``[b, l, d]``, pooled text ``[b, e]`` and conditions ``[b, n, (1+c)*p*p]``."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class References:
 
     Attributes:
         latents: ``[b, c, t, h, w]``; values of frames without a reference are ignored.
-        masks: True at reference frames, ``[b, t]`` bool; see `video.data.conditions.frame_masks`.
+        masks: True at reference frames, ``[b, t]`` bool.
     """
 
     latents: Tensor
@@ -97,11 +97,11 @@ def sample(
     sampling: SampleConfig,
     references: References | None = None,
 ) -> Tensor:
-    """Sample clips; return latents ``[b, c, t, h, w]`` float32, with the reference frames as given.
+    """Sample clips; return latents ``[b, c, t, h, w]`` float32; reference frames are as given.
 
     Args:
-        velocity: the model. It is called once per step for the guidance, with 3 * b samples if
-            there are references, else with 2 * b.
+        velocity: the model, which is called once per step. For the guidance it gets 3 * b samples
+            if there are references, else 2 * b.
         text: encoded captions: tokens ``[b, l, d]`` and pooled vectors ``[b, e]``.
         null: the encoded empty caption, ``[1, k, d]`` and ``[1, e]`` with k <= l, or the encoded
             negative prompt of each clip, ``[b, l, d]`` and ``[b, e]``.
@@ -125,7 +125,10 @@ def sample(
     condition_tokens = torch.cat(conditions)
 
     def guide(x: Tensor, now: float, step: int) -> Tensor:
-        """Return the guided velocity of tokens ``[b, n, d]`` at time ``now``, float32."""
+        """Return the guided velocity of tokens ``x``, ``[b, n, d]``, at time ``now``, in float32.
+
+        ``step`` counts from 0.
+        """
         x = x.repeat(len(texts), 1, 1)
         predicted = velocity(x, x.new_full((x.size(0),), now), sequence, pooled, condition_tokens)
         parts = predicted.float().chunk(len(texts))

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 def requests_of(sample: SampleConfig) -> list[ClipRequest]:
     """Return the requests in the file ``--sample-prompts``, or those of ``--sample-texts``.
 
-    A request without a negative prompt gets that of the flag.
+    A request without a negative prompt gets the negative prompt of the flag.
     """
     if sample.sample_texts is None:
         assert sample.sample_prompts is not None
@@ -87,7 +87,7 @@ def groups_of(
 ) -> list[RequestGroup]:
     """Group the requests that can be sampled together.
 
-    Values that a request lacks are those of the flags. A request with its own seed gets the noise
+    Values that a request lacks are taken from the flags. A request with its own seed gets the noise
     of number 0, so that its clip does not depend on its position in the file.
     """
     groups = dict[tuple[Any, int], RequestGroup]()
@@ -105,7 +105,7 @@ def groups_of(
 
 
 def shape_of(sample: SampleConfig, manifest: Mapping[str, Any]) -> SampleShape:
-    """Return the size of clips from the flags; the default is the largest bucket of the dataset."""
+    """Return the size of clips from the flags; by default that of the dataset's largest bucket."""
     buckets = [Bucket(**entry["shape"]) for entry in manifest["buckets"]]
     largest = max(buckets, key=lambda b: (b.height * b.width, b.num_frames, b))
     height, width = sample.sample_size or (largest.height, largest.width)
@@ -117,16 +117,16 @@ def shape_of(sample: SampleConfig, manifest: Mapping[str, Any]) -> SampleShape:
 def build_codec_of(
     codec: CodecConfig, manifest: Mapping[str, Any], device: torch.device | None = None
 ) -> VideoCodec:
-    """Build the codec that a dataset's manifest names; for a VAE, ``--codec`` is its folder."""
+    """Build the codec that a dataset's manifest names; for a VAE, ``codec`` gives the folder."""
     return codec_from_manifest(manifest, None if codec.codec == PATCH else codec.codec, device)
 
 
 def check_sampling(config: RunConfig, manifest: Mapping[str, Any]) -> None:
-    """Check before a run starts that its flags allow sampling clips.
+    """Check that clips can be sampled with the flags of a run, before it starts.
 
     Raises:
-        ConfigError, DataError: prompts or references cannot be read, the size does not fit codec
-            or model, or encoders cannot be built.
+        ConfigError, DataError: prompts or references cannot be read, the size does not fit codec or
+            model, or encoders cannot be built.
     """
     sample = config.section(SampleConfig)
     text = config.section(TextEncoderConfig)
@@ -165,7 +165,7 @@ def encode_on_reporting_rank(
     null: Text | None = None,
     conditions: ConditionConfig | None = None,
 ) -> EncodedRequests:
-    """Encode requests by `encode_requests` on the reporting rank; return the result on all ranks.
+    """Encode requests for clips on the reporting rank; return them encoded on all ranks.
 
     All ranks call this together. Only the reporting rank needs codec and text encoder.
 

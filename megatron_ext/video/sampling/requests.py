@@ -40,7 +40,7 @@ class SampleShape:
     """The size of sampled clips in frames and pixels; a clip of one frame is an image.
 
     Attributes:
-        fps: frames per second, which are added to the caption of a clip.
+        fps: frames per second; the number is added to the caption of a clip.
         encode: flags with which the training data was encoded; references and captions are encoded
             in the same way.
     """
@@ -61,12 +61,12 @@ class ClipRequest:
         reference: image, video or folder of images whose first frames (head modes), last frames
             (tail modes) or both (i2v_loop) are given to the model; None for mode t2v.
         mode: one of `MODES`.
-        motion: motion score in the caption; None leaves it out.
-        negative_prompt: caption from which guidance leads away; None takes that of the flag.
-        seed: seed of the noise, which then does not depend on the number of the request. None takes
-            the seed of the flag and the number of the request.
-        steps: number of steps of Euler's method; None takes that of the flag.
-        size: height and width in pixels; None takes that of the flag.
+        motion: motion score to add to the caption; None adds none.
+        negative_prompt: caption from which guidance leads away; None takes the flag's.
+        seed: seed of the noise, which then does not depend on the request's number. None takes the
+            flag's seed, and the noise depends on the request's number too.
+        steps: number of steps of Euler's method; None takes the flag's.
+        size: height and width in pixels; None takes the flag's.
 
     Raises:
         ConfigError: the mode is unknown, or the reference does not fit it.
@@ -96,7 +96,7 @@ class ClipRequest:
 
     @property
     def title(self) -> str:
-        """Return the caption."""
+        """Return the caption, the clip's title in a contact sheet."""
         return self.text
 
 
@@ -122,11 +122,12 @@ class EncodedRequests:
 
 
 def read_requests(path: str | os.PathLike[str]) -> list[ClipRequest]:
-    """Read requests for clips from a text file of captions, or from a jsonl; see `read_prompts`.
+    """Read requests for clips from a text file with one caption per line, or from a jsonl.
 
     A row of a jsonl has ``text``. It may have a reference, which is one of ``image``, ``video`` and
     ``reference``, a path relative to the file. It may have ``mode``; the default is t2v without a
     reference, v2v_head with a video, else i2v_head. It may have the other fields of `ClipRequest`.
+    DataError is raised for an invalid file or row.
     """
     names = [*(x.name for x in fields(ClipRequest)), "image", "video"]
     texts = ("reference", "image", "video", "mode", "negative_prompt")
@@ -233,7 +234,8 @@ def _request(row: dict[str, Any], source: Path) -> ClipRequest:
 def given_starts(sample: SampleConfig) -> tuple[str | None, list[str | None]]:
     """Return the kind of the references in the flags, and the reference of each sample text.
 
-    The kind is "image", "video" or None. A single reference is used for all texts.
+    The kind is "image", "video" or None; a reference is a path or None. A single reference is used
+    for all texts.
     """
     count = len(sample.sample_texts or [])
     name = "video" if sample.sample_video else "image" if sample.sample_image else None
@@ -243,14 +245,20 @@ def given_starts(sample: SampleConfig) -> tuple[str | None, list[str | None]]:
 
 
 def default_mode(name: str | None) -> str:
-    """Return the default mode for a reference given as "image", "video" or "reference", or None."""
+    """Return the default condition mode for a reference.
+
+    ``name`` is the field that gives it: "image", "video" or "reference"; None without a reference.
+    """
     if name is None:
         return "t2v"
     return "v2v_head" if name == "video" else "i2v_head"
 
 
 def start_of(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
-    """Return which of ``names`` has a value in a row, or None; raise ValueError for several."""
+    """Return the one of ``names`` that has a value in a row; None if none has.
+
+    ValueError is raised if several have one.
+    """
     given = [name for name in names if row.get(name)]
     if len(given) > 1:
         raise ValueError(f"it has `{given[0]}` and `{given[1]}`, which exclude each other")
@@ -258,7 +266,10 @@ def start_of(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
 
 
 def whole_number(row: Mapping[str, Any], name: str, *, at_least: int) -> int | None:
-    """Return the whole number under ``name``, or None; raise ValueError for any other value."""
+    """Return the whole number under ``name`` in a row; None if it has no value.
+
+    ValueError is raised for any other value, and for a number below ``at_least``.
+    """
     value = row.get(name)
     if value is None:
         return None
@@ -335,6 +346,7 @@ class ReferencePart:
     """The frames of a reference that fill one section of a clip.
 
     Attributes:
+        section: the section of latent frames.
         shape: shape of the reference.
         first, interval: the first frame and the distance of frames, in frames of the reference.
         count: number of frames.
@@ -353,7 +365,7 @@ def reference_parts(
     codec: VideoCodec,
     conditions: ConditionConfig,
 ) -> list[ReferencePart]:
-    """Read the header of a request's reference; return the frames that the request's mode needs.
+    """Read the header of a request's reference; return which of its frames the mode needs.
 
     Raises:
         DataError: the reference cannot be read, or it or the clip is too short for the mode.
@@ -386,7 +398,7 @@ def _placed(
     codec: VideoCodec,
     conditions: ConditionConfig,
 ) -> Tensor:
-    """Return ``[c, t, h, w]`` latents with a request's reference frames at their positions."""
+    """Return latents ``[c, t, h, w]``: a request's reference frames in place, zero elsewhere."""
     placed = []
     if request.reference is not None:
         clip = Clip(request.reference, request.text)

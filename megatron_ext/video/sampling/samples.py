@@ -41,14 +41,17 @@ def velocity_of(run: Run) -> ParallelVelocity:
 
 
 def report_average_start(run: Run) -> None:
-    """Report how much of the averaged weights still comes from their initial values, if any."""
+    """Report how much of the averaged weights, if any, still comes from their initial values."""
     note = run.progress.average_note
     if note is not None:
         run.reporters.say(f"{note}; `--no-sample-ema` samples with the last weights")
 
 
 def facts_of_weights(run: Run, *, averaged: bool) -> dict[str, Any]:
-    """Return fields of ``samples.jsonl`` that describe the weights that made the samples."""
+    """Return the fields of ``samples.jsonl`` that describe the weights used for sampling.
+
+    ``averaged`` tells whether they are averaged weights.
+    """
     facts = {"iteration": run.progress.iteration, "averaged_weights": averaged}
     return {**facts, "share_of_start": run.progress.average_start} if averaged else facts
 
@@ -56,7 +59,7 @@ def facts_of_weights(run: Run, *, averaged: bool) -> dict[str, Any]:
 class ClipSampler:
     """Samples the clips of a run's prompts with its model; all ranks build and call it together.
 
-    The prompts are encoded once for all calls, after which the text encoder is freed.
+    The prompts are encoded once for all calls; then the text encoder is freed.
 
     Raises:
         ConfigError, DataError: prompts, references or encoders are unusable (raised on all ranks).
@@ -145,14 +148,14 @@ class ClipSampler:
 class SampleWhileTraining(Callback):
     """A callback that samples clips every ``--sample-interval`` steps.
 
-    ``build(run)`` returns a function that samples into a folder.
+    ``build(run)`` returns a function that samples clips into a given folder.
     """
 
     @classmethod
     def of_run(
         cls, run: Run, build: Callable[[Run], Callable[[Path], None]]
     ) -> SampleWhileTraining | None:
-        """Return the callback of a run; None without an interval."""
+        """Return the callback for a run; None without ``--sample-interval``."""
         interval = run.config.section(SampleConfig).sample_interval
         return None if interval is None else cls(run, build)
 

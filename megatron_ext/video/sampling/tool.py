@@ -27,16 +27,20 @@ if TYPE_CHECKING:
     from megatron_ext.train.run import Run
 
 DefaultsOf = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
-"""Maps (configuration stored in a checkpoint, checkpoint flags given on the command line) to
-defaults of flags; may raise MegatronExtError."""
+"""A function that returns defaults of flags, by name, that a checkpoint determines.
+
+Its arguments are the configuration stored in the checkpoint, and the checkpoint flags of the
+command line. It may raise MegatronExtError."""
 
 _STORED = ("flow", "conditions", *ENCODING)
-"""Sections of the checkpoint's configuration that determine sampling."""
+"""Sections of a checkpoint's configuration that determine how clips are sampled."""
 _DATA = ("video_model", "video_data_path", "video_buckets", "online_encoding")
 
 
 def defaults_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of flags, by name, that a checkpoint determines; see `DefaultsOf`.
+    """Return the defaults of flags, by name, that a checkpoint determines.
+
+    ``stored`` is its configuration, ``given`` has the checkpoint flags of the command line.
 
     Raises:
         ConfigError: the checkpoint is of ``--task streaming``.
@@ -56,7 +60,10 @@ def defaults_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
 
 
 def prepare_sampling(config: RunConfig) -> tuple[RunConfig, None]:
-    """Check prompts and clip size; return the completed configuration and None (no assets)."""
+    """Check prompts and clip size; return the configuration and None (there are no assets).
+
+    The configuration is completed by the settings of the data.
+    """
     manifest = manifest_of(config)
     check_sampling(config, manifest)
     return with_widths(config, manifest), None
@@ -86,8 +93,8 @@ def run_sampling(
     Args:
         program: task that builds the model.
         argv: command-line arguments after the program's name, which override all defaults.
-        defaults_of: returns the defaults that a checkpoint determines; see `DefaultsOf`.
-        sample: called on all ranks instead of training.
+        defaults_of: a function that returns the defaults that a checkpoint determines.
+        sample: a function that is called on all ranks in place of training.
     """
     try:
         defaults = {} if {"-h", "--help"} & {*argv} else _defaults(argv, defaults_of)
@@ -97,7 +104,7 @@ def run_sampling(
 
 
 def _defaults(argv: Sequence[str], defaults_of: DefaultsOf) -> dict[str, Any]:
-    """Return the defaults of flags, by name, that follow from the checkpoint in ``--load``.
+    """Return the defaults of flags, by name, that the checkpoint in ``--load`` determines.
 
     Raises:
         ConfigError: ``--load``, captions or ``--sample-dir`` are missing, or the checkpoint is not

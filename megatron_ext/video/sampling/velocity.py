@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 def from_last_stage(x: Tensor, context: ParallelContext) -> Tensor:
-    """Broadcast ``x`` from the last stage; other stages pass a buffer of its shape and dtype."""
+    """Broadcast ``x`` from the last pipeline stage, and return it on all stages.
+
+    Other stages pass a buffer of its shape and dtype.
+    """
     x = x.contiguous()
     torch.distributed.broadcast(x, group=context.pgs.pp, group_src=context.last_stage_pp_rank)
     return x
@@ -31,7 +34,7 @@ def from_last_stage(x: Tensor, context: ParallelContext) -> Tensor:
 class ParallelVelocity:
     """Predicts velocities through the pipeline; all ranks of a replica call it together.
 
-    A model is any module with
+    The model is any module with
 
     - ``forward`` with the keywords ``img``, ``img_ids``, ``txt``, ``txt_ids``, ``timesteps`` and
       ``y_vec``; ``guidance`` and ``cond`` are passed only to models that take them,
@@ -39,9 +42,9 @@ class ParallelVelocity:
     - ``boundary_shape(num_text, num_image, micro_batch_size)``: shape of the tensor that is passed
       between stages,
     - ``image_tokens(num_text, num_image)``: slice of the image tokens in the output of this rank;
-      needed with context parallelism,
-    - ``guidance_embed`` and ``cond_embed``, on the module or on its ``sizes``: whether it takes
-      ``guidance`` and ``cond``; without these attributes it takes neither.
+      it is needed with context parallelism,
+    - ``guidance_embed`` and ``cond_embed``, on the module or on its ``sizes``: whether the model
+    takes ``guidance`` and ``cond``; without these attributes it takes neither.
 
     All stages get all inputs. Parameters must be gathered: with ``--overlap-param-gather`` call it
     within ``ParameterGather.paused()``, as evaluation does.
@@ -94,7 +97,7 @@ class ParallelVelocity:
         return bool(getattr(getattr(model, "sizes", model), "cond_embed", False))
 
     def of_shape(self, shape: LatentShape) -> Velocity:
-        """Return a `Velocity` for latents of shape (t, h, w).
+        """Return a function that predicts the velocity of latents of shape (t, h, w).
 
         Raises DataError if patches do not divide the shape.
         """
@@ -104,7 +107,7 @@ class ParallelVelocity:
     def predict(
         self, ids: Tensor, x: Tensor, t: Tensor, text: Tensor, pooled: Tensor, cond: Tensor
     ) -> Tensor:
-        """Return the velocity in evaluation mode, without gradients.
+        """Predict the velocity of tokens, in evaluation mode and without gradients.
 
         Inputs and result are the same on all ranks of the replica. As in training, the text is
         padded with copies of its last row, so that the ranks can divide the sequence equally.
@@ -142,15 +145,19 @@ class ParallelVelocity:
         return
 
     def _run(self, inputs: Mapping[str, Tensor], shape: Sequence[int]) -> Sequence[Tensor]:
-        """Run a micro-batch in evaluation mode; return [its output] on the last stage, else []."""
+        """Run a micro-batch in evaluation mode; return a list with its output.
+
+        The list is empty before the last stage. ``shape`` is that of the tensor between stages.
+        """
         with evaluating(self.chunks):
             return collect_outputs(self.engine, [inputs], shape)
 
     def _on_all_ranks(self, outputs: Sequence[Tensor], x: Tensor, num_text: int) -> Tensor:
-        """Join the outputs of the context-parallel ranks of the last stage; return it on all ranks.
+        """Join the outputs of the last stage's context-parallel ranks; return it on all ranks.
 
-        They are joined by an exact sum, since each token is nonzero on only one rank. The result
-        has the shape of the input tokens ``x``. Raises DataError if an output does not fit it.
+        The outputs are joined by an exact sum, since each token is nonzero on only one rank. The
+        result has the shape of the input tokens ``x``. Raises DataError if an output does not fit
+        it.
         """
         groups = self.context.pgs
         context = self.context

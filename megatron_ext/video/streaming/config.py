@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megatron_ext.config.model import ModelConfig
 
 Role = Literal["generator", "critic", "teacher"]
-"""One of the three networks of a streaming run."""
+"""The name of one of the three networks of a streaming run."""
 
 _frames = partial(flag, unit="latent frames", bounds=SIZE)
 _SIZES = streamed().streamed_sizes
@@ -37,7 +37,7 @@ _named_size = partial(flag, choices=tuple(_SIZES), if_changed="allow")
 class StreamingConfig(WindowConfig):
     """The three networks of ``--task streaming``, and the data and losses that train them.
 
-    `video.streaming.rules` checks that the values fit together.
+    `video.streaming.rules` checks that the values of these flags fit together.
 
     Attributes:
         text_features: width of the text encoder's output, and so the text width of all networks.
@@ -197,7 +197,7 @@ class StreamingConfig(WindowConfig):
         return self.critic_checkpoint is not None or self.teacher_checkpoint is not None
 
     def sizes(self, role: Role = "generator") -> StreamedSizes:
-        """Return the sizes of a network; without a size flag it has those of the generator."""
+        """Return the sizes of a network; without a size flag of its own it has the generator's."""
         named = _SIZES[getattr(self, f"{role}_size") or self.generator_size]
         channels = self.latent_channels or _SIZES[self.generator_size].channels
         width = self.text_features or named.text_width
@@ -205,7 +205,7 @@ class StreamingConfig(WindowConfig):
         return sizes
 
     def described(self, model: ModelConfig, role: Role = "generator") -> ModelConfig:
-        """Return ``model`` changed to the sizes of the network ``role``."""
+        """Return the section ``model`` with the sizes of the network ``role``."""
         return model_of(self.sizes(role).transformer_fields(), model)
 
 
@@ -215,7 +215,7 @@ DEFAULT_FPS = 16
 
 @dataclass(frozen=True)
 class StreamingSampleConfig(UsersOwn):
-    """Length and prompt switches of sampled videos, with ``--task streaming``.
+    """The flags of length and prompt switches of sampled videos, with ``--task streaming``.
 
     Attributes:
         only_samples: whether this is a run of tools/sample_video.py, which does not train.
@@ -236,7 +236,10 @@ class StreamingSampleConfig(UsersOwn):
     only_samples: bool = derived(False)
 
     def num_frames(self, streaming: StreamingConfig) -> int:
-        """Return the latent frames of each video; default: the longest sequence in whole blocks."""
+        """Return the number of latent frames of each video.
+
+        By default it is that of the longest sequence in training, in whole blocks.
+        """
         blocks = streaming.blocks
         longest = max(streaming.sequence_lengths, default=blocks.block)
         return self.sample_latent_frames or blocks.at_or_before(longest)

@@ -1,4 +1,4 @@
-"""Plans the memory of ``--task streaming``: three networks, the cache, the passes of a step.
+"""Estimates the memory of ``--task streaming``: three networks, the cache, the passes of a step.
 
 `STREAMING_COST` replaces the usual report of a plan by `report`.
 """
@@ -31,6 +31,7 @@ class NetworkMemory:
     """The memory of a network on the rank that needs the most.
 
     Attributes:
+        name: name of the network.
         weights: parameters of the network on the rank.
         state: bytes that the rank keeps for the network between steps.
         parameters: number of parameters of the whole network.
@@ -47,7 +48,7 @@ class StreamingMemory:
     """The memory of a rank, in bytes.
 
     Attributes:
-        networks: generator, critic, teacher.
+        networks: the memory of generator, critic and teacher, in this order.
         cache: bytes of the generator's cache: keys and values of frames and text.
         passes: largest number of bytes that each kind of pass holds besides state and cache, keyed
             by a description of the pass; passes run one at a time.
@@ -64,7 +65,7 @@ class StreamingMemory:
 
     @property
     def largest(self) -> tuple[str, int]:
-        """Return the name and the bytes of the pass that needs the most."""
+        """Return (description, bytes) of the pass that needs the most memory."""
         return max(self.passes.items(), key=lambda entry: entry[1])
 
     @property
@@ -74,7 +75,10 @@ class StreamingMemory:
 
 
 def streaming_memory(config: RunConfig) -> StreamingMemory:
-    """Return the memory of a rank; the configuration must be a result of `prepare.sized`."""
+    """Return the memory of a rank.
+
+    The configuration must have its text width and sequence length set, as `prepare.sized` does.
+    """
     formulas = _Formulas(config)
     networks = (formulas.trained("generator"), formulas.trained("critic"), formulas.teacher())
     return StreamingMemory(networks, formulas.cache(), formulas.passes())
@@ -101,7 +105,7 @@ class _Formulas:
         return NetworkMemory(name, weights, state, distinct([weights]))
 
     def teacher(self) -> NetworkMemory:
-        """Return the memory of the teacher: frozen, without adapters, maybe in another layout."""
+        """Return the memory of the frozen teacher, which may have a layout of its own."""
         layout = teacher_sizes(self._streaming, self._config.parallel)
         own = layout or TeacherSizes(self._ranks.tp, 1)
         sizes = self._streaming.sizes("teacher")
@@ -129,7 +133,10 @@ class _Formulas:
         return both * x.width + frame.num_text * x.b * sizes.text_width * FP32
 
     def passes(self) -> dict[str, int]:
-        """Return each pass's bytes, by description, in a step that trains generator and critic."""
+        """Return the bytes of each pass in a step that trains generator and critic.
+
+        The keys are descriptions of the passes.
+        """
         streaming = self._streaming
         stage = self._whole("generator")
         critic = self._on_clip(self._config, "critic")
@@ -163,7 +170,10 @@ class _Formulas:
         return Stage.of_layers(range(self._streaming.sizes(role).num_blocks), 0, 1)
 
     def _clip(self, frames: int, *, samples: int = 1) -> Clip:
-        """Return a `Clip` of ``frames`` latent frames; ``samples`` multiplies the micro-batch."""
+        """Return the clips of a micro-batch with ``frames`` latent frames each.
+
+        ``samples`` multiplies the micro-batch size.
+        """
         height, width = self._streaming.latent_size
         patch = self._streaming.sizes().patch_size
         length = self._config.section(TextEncoderConfig).text_length
@@ -171,19 +181,19 @@ class _Formulas:
         return Clip("", frames, height // patch, width // patch, length, micro)
 
     def _on_clip(self, config: RunConfig, role: Role, *, samples: int = 1) -> StreamedCost:
-        """Return the cost formulas of critic or teacher on a clip with bidirectional attention."""
+        """Return the cost formulas of critic or teacher for a clip; attention is bidirectional."""
         clip = self._clip(self._streaming.chunk_frames, samples=samples)
         return self._network.on_clip(config, self._ranks, self._streaming.sizes(role), clip)
 
     def _on_block(self) -> StreamedCost:
-        """Return the cost formulas of the generator on a block with a full attention window."""
+        """Return the cost formulas of the generator for a block, with a full attention window."""
         clip = self._clip(self._streaming.frame_block)
         sizes = self._streaming.sizes()
         return self._network.on_block(self._config, self._ranks, sizes, clip, self._window)
 
 
 def not_estimated(config: RunConfig) -> list[str]:
-    """Return a sentence on each part of streaming whose memory is not in the plan."""
+    """Return a sentence on each part of streaming whose memory the estimate leaves out."""
     streaming = config.section(StreamingConfig)
     encoder = config.section(TextEncoderConfig)
     notes = [
@@ -205,7 +215,10 @@ def not_estimated(config: RunConfig) -> list[str]:
 
 
 def report(config: RunConfig, gpu: Gpu | None) -> Report:
-    """Return the plan of a run as tables and text, and whether it fits; True if ``gpu`` is None."""
+    """Return the plan of a run: tables, text, and whether the run fits into the GPU's memory.
+
+    Without a GPU it always fits.
+    """
     ranks = Ranks.of(config)
     memory = streaming_memory(config)
     networks = Table(

@@ -1,9 +1,10 @@
 """Decides how streaming sequences grow, when prompts switch, and which network each step trains.
 
 Every random choice is a function of the seed and of the number of a sequence, clip or sample.
-Control flow (lengths, growth, switches, exit steps) depends on the numbers of sequence and clip. It
-must be the same on all ranks, or their collectives would not match. Noise depends on the numbers of
-the samples in the run. It differs between replicas, but does not depend on the layout.
+Control flow (lengths, growth, switches, exit steps) depends on the numbers of sequence and clip.
+Control flow must be the same on all ranks, or their collectives would not match. Noise depends on
+the numbers of the samples in the run. Noise differs between replicas, but does not depend on the
+layout.
 
 A clip is the input of critic and teacher: the newest ``--chunk-frames`` latent frames of a
 sequence. Each pass of a step gets the next clip.
@@ -26,21 +27,24 @@ Pass = Literal["generator", "critic"]
 
 
 def can_grow(streaming: StreamingConfig, current: int, length: int) -> bool:
-    """Tell whether a sequence of ``current`` frames can get another clip within ``length``."""
+    """Tell whether a sequence of ``current`` frames can get another clip.
+
+    It may not become longer than ``length`` frames.
+    """
     return current + streaming.min_new_frames <= length
 
 
 def num_clips(streaming: StreamingConfig, length: int) -> int:
-    """Return the number of clips of a sequence in which each clip adds the fewest frames."""
+    """Return the number of clips of a sequence of ``length`` frames if each adds the fewest."""
     return 1 + (length - streaming.chunk_frames) // streaming.min_new_frames
 
 
 def switch_candidates(streaming: StreamingConfig, length: int) -> tuple[int, ...]:
     """Return the frames at which a sequence may switch its prompt.
 
-    Without ``--switch-frames`` these are the starts of all clips except the first and the last, if
-    every clip adds ``min_new_frames``. The result is empty if the sequence is too short or the run
-    has no second prompts.
+    ``--switch-frames`` gives them. By default they are the starts of all clips except the first and
+    the last, if every clip adds ``min_new_frames``. The result is empty if the sequence is too
+    short or the run has no second prompts.
     """
     if not streaming.switches:
         return ()
@@ -62,7 +66,7 @@ def passes(streaming: StreamingConfig, step: int, accumulation: int = 1) -> tupl
 
 
 def clips_seen(streaming: StreamingConfig, trained_clips: int, accumulation: int = 1) -> set[int]:
-    """Return the indices of the clips of a sequence that ever train the generator.
+    """Return the indices of a sequence's clips that train the generator in some sequence.
 
     Each sequence has ``trained_clips`` clips that train a network; the indices count only these.
     """
@@ -86,7 +90,7 @@ def num_trained_clips(streaming: StreamingConfig) -> int | None:
 def aliasing(streaming: StreamingConfig, accumulation: int = 1) -> str | None:
     """Return a warning if the generator misses the same clips in every sequence, else None.
 
-    The result is also None if the length or growth of sequences is random.
+    The result is None too if the length or the growth of sequences is random.
     """
     clips = num_trained_clips(streaming)
     if clips is None:
@@ -110,7 +114,7 @@ def warn_of_aliasing(streaming: StreamingConfig, accumulation: int = 1) -> None:
 
 
 def sequence_length(streaming: StreamingConfig, seed: int, sequence: int) -> int:
-    """Return the number of frames that a sequence may not exceed."""
+    """Return the number of frames that sequence ``sequence`` of the run may not exceed."""
     return _choice(streaming.sequence_lengths, seed, sequence, "streaming length")
 
 
@@ -163,14 +167,19 @@ def noise(
 
 
 def uniforms(seed: int, samples: Sequence[int], purpose: str) -> Tensor:
-    """Draw a number in [0, 1) for each sample, ``[b]`` float64; arguments as in `noise`."""
+    """Draw a uniform number in [0, 1) for each sample, ``[b]`` float64.
+
+    ``samples`` are the numbers of the b samples in the run; ``purpose`` names the use.
+    """
     return draw_uniforms(seed, samples, f"streaming {purpose}")
 
 
 def block_noise(
     seed: int, samples: Sequence[int], shape: Sequence[int], frame: int, step: int, *, like: Tensor
 ) -> Tensor:
-    """Draw the noise of the block that begins at ``frame``, ``[b, *shape]``; see `noise`.
+    """Draw the noise of the block that begins at ``frame``, ``[b, *shape]``.
+
+    ``samples`` are the numbers of the b samples in the run.
 
     Step 0 is the noise from which the block is denoised. Steps 1 and later are the noise that is
     added before later denoising steps. Step -1 is the noise that is added before the block is

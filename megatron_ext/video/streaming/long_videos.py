@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from megatron_ext.video.data.codec import VideoCodec
 
 Encode = Callable[[Sequence[str]], Tensor]
-"""Maps n captions to embeddings ``[n, l, d]``; all ranks call it together."""
+"""A function from n captions to their embeddings ``[n, l, d]``; all ranks call it together."""
 
 
 class NotFiniteError(DataError):
@@ -62,10 +62,10 @@ class NotFiniteError(DataError):
 
 @dataclass(frozen=True)
 class WrittenVideo:
-    """A written video.
+    """A video that has been written to a file.
 
     Attributes:
-        number: number of its prompt.
+        number: number of the video's prompt.
         shown: still frames for the contact sheet, ``[k, H, W, 3]``.
     """
 
@@ -79,8 +79,8 @@ class LongVideoWriter:
 
     Args:
         numbers: numbers of the prompts, which are part of the files' names.
-        decoder: decodes the latents ``[b, c, t, h, w]`` of each call, in order from the beginning
-            of the videos, to pixels ``[b, 3, f, H, W]``; see `video.data.codecs`.
+        decoder: a function that decodes the next latents ``[b, c, t, h, w]`` of the videos to
+            pixels ``[b, 3, f, H, W]``.
         num_frames: number of decoded frames of each whole video.
 
     Attributes:
@@ -169,9 +169,9 @@ class LongVideoSampler:
     The run's random states do not change: networks have no dropout, and noise has its own seed.
 
     Args:
-        encode: encodes all captions; it is called once.
-        build_codec: builds the codec; it is called on the first rank of each replica, which decodes
-            and writes.
+        encode: a function that encodes all captions; it is called once.
+        build_codec: a function that builds the codec; it is called on the first rank of each
+            replica, which decodes and writes.
 
     Attributes:
         num_frames: number of latent frames of each video.
@@ -281,7 +281,10 @@ class LongVideoSampler:
         return Throughput(sum(made), sum(blocks), sum(frames), max(seconds), max(first))
 
     def _batches(self) -> Iterator[list[int]]:
-        """Yield this replica's prompt numbers in batches of prompts that begin and switch alike."""
+        """Yield batches of the numbers of this replica's prompts.
+
+        The prompts of a batch begin and switch alike.
+        """
         context = self._run.context
         size = self._sample.sample_batch_size
         own = range(context.dp_rank, len(self._prompts), context.layout.data_parallel_size)
@@ -327,7 +330,10 @@ class LongVideoSampler:
         return videos
 
     def _blocks(self, numbers: Sequence[int]) -> Iterator[Tensor]:
-        """Generate a batch with a new cache; yield its blocks, ``[b, t, c, h, w]`` float32."""
+        """Generate the videos of a batch with a new cache; yield their blocks.
+
+        A block is ``[b, t, c, h, w]`` float32.
+        """
         run = self._run
         streaming = self._streaming
         height, width = streaming.latent_size
@@ -366,7 +372,7 @@ class _Timer:
         self.throughput = Throughput()
 
     def count(self, videos: int, frames: int) -> None:
-        """Count one block of ``frames`` decoded frames for each of ``videos`` videos."""
+        """Count one block of each of ``videos`` videos; ``frames`` are its decoded frames."""
         seen = self.throughput
         seen.blocks += videos
         seen.frames += videos * frames

@@ -14,11 +14,12 @@ also goes through critic and teacher:
 
     L_S = mean over M of (r - f) * (r - X - alpha * (r - f)) / mean|X - r|
 
-M are the frames that count: those that are new in the clip. With guidance the teacher predicts
-``r = u + w * (c - u)``, where c and u are its predictions under the prompt and the negative prompt;
-w = 1 is no guidance. LongLive adds ``3 * (c - u)`` to c, which is w = 4 here. D and dL_S / dX are
-computed from whole clips. With D or dL_S / dX given, a loss is a sum over frames, so that blocks
-of frames can be micro-batches. Model-parallel ranks of a replica hold equal, whole latents and D.
+M are the frames on which the loss is taken: those that are new in the clip. With guidance the
+teacher predicts ``r = u + w * (c - u)``, where c and u are its predictions under the prompt and the
+negative prompt; w = 1 is no guidance. LongLive adds ``3 * (c - u)`` to c, which is w = 4 here. D
+and dL_S / dX are computed from whole clips. With D or dL_S / dX given, a loss is a sum over frames,
+so that blocks of frames can be micro-batches. Model-parallel ranks of a replica hold equal, whole
+latents and D.
 
 A generator step generates a clip and calls `noised_clip`, `generator_direction` or `sid_direction`,
 and then `generator_losses`. A critic step calls `critic_clip_loss` after `noised_clip`.
@@ -41,7 +42,7 @@ from megatron_ext.video.streaming.noise_schedule import NoiseSchedule, mixed
 from megatron_ext.video.streaming.rollout import Generator, Network, StreamClip
 
 Loss = tuple[Tensor, Tensor, Report]
-"""Sum, count and report, as in `losses.contract`."""
+"""A loss as (sum, count, report): the loss is sum / count, and the report is logged."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,10 @@ class Scores:
 
     Attributes:
         critic: network that models the flow of generated videos.
-        teacher: network that models the flow of real videos. With guidance it gets both prompts
-            in one batch of 2 * b.
-        negative_text: embeddings of the negative prompt, ``[b or 1, l, d]``, with the l of the
-            clip's prompts; unused without guidance.
+        teacher: network that models the flow of real videos. With guidance it gets both prompts in
+            one batch of 2 * b.
+        negative_text: embeddings of the negative prompt, ``[b or 1, l, d]``, as long as those of
+            the clip's prompts; unused without guidance.
         guidance_scale: w of the guidance; 1 is no guidance.
         sid_alpha: alpha of score identity distillation.
     """
@@ -103,7 +104,8 @@ class Scores:
     ) -> dict[str, Tensor]:
         """Return the clean latents that critic and teacher predict from noised ones.
 
-        The keys are ``fake``, ``conditional`` and ``unconditional``; see `dmd_direction`.
+        The keys are ``fake`` for the critic, and ``conditional`` and ``unconditional`` for the
+        teacher under the prompt and the negative prompt.
 
         Args:
             x: noised latents.
@@ -144,7 +146,8 @@ def sid_direction(
 
     The gradient with respect to the latents, ``[b, t, c, h, w]`` float64, is multiplied by the
     number of elements of a frame. The weights of critic and teacher get no gradients. If ranks
-    divide the tokens, ``whole_gradient`` combines the ranks' gradients of the input.
+    divide the tokens, ``whole_gradient`` makes the whole gradient of the input from the ranks'
+    gradients.
     """
     latents = clip.latents.detach().requires_grad_()
     with torch.enable_grad(), _frozen(scores.critic, scores.teacher):
@@ -198,7 +201,10 @@ def generator_losses(
 def critic_clip_loss(
     clip: StreamClip, noised: NoisedClip, critic: Network, kind: str = "flow"
 ) -> Loss:
-    """Return sum, count and report of the critic's loss on a clip; only the critic is trained."""
+    """Return (sum, count, report) of the critic's loss on a clip; only the critic gets gradients.
+
+    ``kind`` is the quantity whose squared error is the loss: ``flow``, ``x0``, ``noise`` or ``v``.
+    """
     flow = critic(x=noised.x, timesteps=noised.timesteps, text=clip.text)
     given = {"latents": clip.latents, "noise": noised.noise, "mask": clip.mask}
     return critic_loss(flow, **given, kind=kind, sigma=noised.sigma)
@@ -216,7 +222,7 @@ def dmd_direction(
 
     Args:
         latents: X, whole clips ``[b, t, c, h, w]``; the normaliser is a mean over all frames,
-            including those that do not count.
+            including those without a loss.
         fake: f, in the shape of X.
         conditional, unconditional: predictions of the teacher under the prompt and under the
             negative prompt, which are combined to r.
@@ -272,7 +278,7 @@ def dmd_loss(
     Args:
         latents: generated latents X with gradient, ``[b, t, c, h, w]``.
         direction: D of `dmd_direction` for these frames, in the shape of ``latents``.
-        mask: frames that count, bool ``[b, t]``.
+        mask: True at frames with a loss, ``[b, t]`` bool.
         losses: loss of each frame, ``[b, t]``, if the loss is not L_G. Then ``losses`` is its
             value, and ``direction`` its gradient times the number of elements of a frame.
     """
@@ -303,14 +309,15 @@ def critic_loss(
     """Return sum, count and report of the critic's denoising loss on generated clips.
 
     ``kind`` is the quantity whose squared error is the loss. Its error is the error of the ``flow``
-    times sigma for the clean latents ``x0``, times 1 - sigma for the ``noise``, and times
-    sqrt((1 - sigma)² + sigma²) for ``v`` of the variance-preserving path with the same
-    signal-to-noise ratio. The float64 sum adds up the means over the elements of each frame.
+    times sigma for the clean latents ``x0``, times 1 - sigma for the ``noise``, and times sqrt((1 -
+    sigma)² + sigma²) for ``v`` of the variance-preserving path with the same signal-to-noise ratio.
+    The float64 sum adds up the means over the elements of each frame.
 
     Args:
         flow: prediction of the critic for the noised clip, ``[b, t, c, h, w]``.
         latents, noise: generated latents, and the noise added to them; they get no gradient.
-        mask: frames that count, bool ``[b, t]``; in LongLive's first stage all frames count.
+        mask: True at frames with a loss, ``[b, t]`` bool; in LongLive's first stage these are all
+            frames.
         sigma: noise level of the clip, ``[b]``; unused for ``flow``.
     """
     error = flow.double() - (noise.double() - latents.detach().double())
@@ -325,5 +332,5 @@ def critic_loss(
 
 
 def _by_frame(x: Tensor) -> Tensor:
-    """Return the mean over the elements of each frame, ``[b, t]`` from ``[b, t, c, h, w]``."""
+    """Return the mean over the elements of each frame: ``[b, t]``, given ``[b, t, c, h, w]``."""
     return x.flatten(2).mean(dim=2)

@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from megatron_ext.parallel.context import ParallelContext
 
 CRITIC_LR = 1 / 5
-"""The default ratio of the learning rates of critic and generator, 2e-6 / 1e-5
+"""The default learning rate of the critic, divided by that of the generator: 2e-6 / 1e-5
 (arXiv:2509.22622)."""
 
 
 @dataclass(frozen=True)
 class TrainedNetwork:
-    """A network with its gradients and its optimizer.
+    """A trained network with its gradients, optimizer and learning rate schedule.
 
     Attributes:
         chunks: a list with one item: the network, wrapped for data parallelism.
@@ -67,14 +67,14 @@ class TrainedNetwork:
         """Sum or average the gradients over the replicas; all ranks call this together.
 
         Args:
-            num_frames: number of this rank's frames that count in the loss. Gradients are divided
-                by the total of all replicas. None averages gradients, for losses that are means.
+            num_frames: number of this rank's frames with a loss. Gradients are divided by the total
+                of all replicas. None averages gradients, for losses that are means.
             everywhere: whether every rank gets whole gradients, even with a distributed optimizer.
         """
         finalize_model_grads(self.chunks, num_frames, force_all_reduce=everywhere)
 
     def update(self) -> UpdateResult:
-        """Clip and apply the reduced gradients; all ranks call this together."""
+        """Clip the reduced gradients and update the weights; all ranks call this together."""
         return update_parameters(self.optimizer, self.clip_grad)
 
 
@@ -89,7 +89,7 @@ def build_network(
 ) -> VideoChunk:
     """Build generator, critic or teacher; only the generator has causal attention.
 
-    ``stage`` is ignored: the model takes its stage from ``context``. See `Task.model_chunk`.
+    ``stage`` is ignored: the model takes its pipeline stage from ``context``.
     """
     streaming = config.section(StreamingConfig)
     network = streamed_network()
@@ -101,7 +101,7 @@ def build_network(
 def build_critic(
     config: RunConfig, context: ParallelContext, device: torch.device
 ) -> TrainedNetwork:
-    """Build the critic, with its own optimizer and its own learning rate schedule."""
+    """Build the critic with an optimizer and a learning rate schedule of its own."""
     streaming = config.section(StreamingConfig)
     lr = config.optimizer.lr
     assert lr is not None
@@ -126,7 +126,7 @@ def build_critic(
 
 
 def of_role(config: RunConfig, role: Role) -> RunConfig:
-    """Return the configuration of a run whose model is generator, critic or teacher."""
+    """Return the configuration of a run that has the network ``role`` as its model."""
     model = config.section(StreamingConfig).described(config.model, role)
     return dataclasses.replace(config, model=model)
 

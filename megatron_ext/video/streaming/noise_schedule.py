@@ -1,8 +1,8 @@
 """Defines the noise levels of distribution matching on videos.
 
 The path is ``x_t = (1 - sigma) * x0 + sigma * noise``. Networks predict the flow ``v = noise - x0``
-and take the timestep ``t``, 0 to 1000, as an input. A table, shifted towards the noise, maps a
-timestep to its sigma (Wan 2.1, arXiv:2503.20314; LongLive, arXiv:2509.22622).
+and take the timestep ``t``, 0 to 1000, as an input. A table, shifted towards the noise, gives the
+sigma of each timestep (Wan 2.1, arXiv:2503.20314; LongLive, arXiv:2509.22622).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class NoiseSchedule:
     """A table of noise levels, and the levels that a streaming run uses for each purpose.
 
     Args:
-        streaming: ``timestep_shift`` is a in sigma = a * s / (1 + (a - 1) * s), where s is the
-            level before the shift. With ``warp_denoising_steps``, ``denoising_steps`` are 1000 * s
-            and are shifted like the table; otherwise they are already timesteps.
+        streaming: the flags. ``timestep_shift`` is a in sigma = a * s / (1 + (a - 1) * s), where s
+            is the level before the shift. With ``warp_denoising_steps``, ``denoising_steps`` are
+            1000 * s and are shifted like the table; otherwise they are already timesteps.
 
     Attributes:
         sigmas: the table, decreasing from 1, ``[1000]`` float64 on the CPU.
@@ -42,7 +42,7 @@ class NoiseSchedule:
         self.denoising_timesteps: tuple[float, ...] = tuple(steps.tolist())
 
     def sigma(self, timesteps: Tensor) -> Tensor:
-        """Return the sigma of the table entry that is nearest to each timestep, float64.
+        """Return the sigma of the table entry nearest to each timestep, in float64.
 
         It is never 0, since all entries of the table are above 0.
         """
@@ -56,8 +56,8 @@ class NoiseSchedule:
     def context_sigma(self, *, recached: bool = False) -> float:
         """Return the noise level of the past frames to which the generator attends.
 
-        With ``context_noise_from_table`` it comes from the table, which at timestep 0 gives 0.5%
-        with the default shift. Frames ``recached`` at a prompt switch then have level 0, as in
+        With ``context_noise_from_table`` the level comes from the table, which at timestep 0 gives
+        0.5% with the default shift. Frames ``recached`` at a prompt switch then have level 0, as in
         LongLive. Without the flag all past frames have the same level, which is 0 at timestep 0.
         """
         noise = self.streaming.context_noise
@@ -76,7 +76,8 @@ class NoiseSchedule:
             uniforms: random numbers in [0, 1), ``[b]``; each selects one of the 1000 steps before
                 the shift.
             exit_step: denoising step, counted from 0, at which all blocks of the clip end. None if
-                blocks may end at different steps; then there are no such bounds.
+                blocks may end at different steps; then ``ts_schedule`` and ``ts_schedule_max`` have
+                no effect.
         """
         streaming = self.streaming
         exits = self.denoising_timesteps
@@ -92,11 +93,14 @@ class NoiseSchedule:
         return timesteps.clamp(streaming.min_timestep, streaming.max_timestep).float()
 
     def _step(self, timestep: float) -> int:
-        """Return the index, 1 to 1000, of the shifted timestep that is nearest to ``timestep``."""
+        """Return the index in the table, 1 to 1000, of the timestep nearest to ``timestep``."""
         return 1 + int((self._timesteps - timestep).abs().argmin())
 
     def add_noise(self, x0: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
-        """Return the noised latents x_t; ``timesteps`` is ``[b]``, or ``[b, t]`` for each frame."""
+        """Return the noised latents x_t.
+
+        ``timesteps`` are ``[b]``, or ``[b, t]`` with one for each frame.
+        """
         return mixed(x0, noise, self.sigma(timesteps))
 
 

@@ -1,4 +1,4 @@
-"""Checks a streaming run before any rank starts, and sets the options that follow from its data."""
+"""Checks a streaming run before any rank starts, and sets the options that its data determines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 
 def prepare_streaming(config: RunConfig) -> tuple[RunConfig, None]:
-    """Check prompts and lengths; return the completed configuration and None (no assets)."""
+    """Check prompts and lengths; return the configuration and None (there are no assets).
+
+    The configuration is completed by the settings of the data.
+    """
     streaming = config.section(StreamingConfig)
     sample = config.section(SampleConfig)
     check_weights("--critic-checkpoint", streaming.critic_checkpoint)
@@ -56,7 +59,7 @@ def prepare_streaming(config: RunConfig) -> tuple[RunConfig, None]:
 
 
 def streaming_inputs(config: RunConfig) -> list[Callable[[], Any]]:
-    """Return checks of weights, prompts and encoders of a streaming run; see `Task.inputs`."""
+    """Return functions that check weights, prompts and encoders of a streaming run."""
     streaming = config.section(StreamingConfig)
     encoder = config.section(TextEncoderConfig)
     return [
@@ -69,7 +72,7 @@ def streaming_inputs(config: RunConfig) -> list[Callable[[], Any]]:
 
 
 def sized(config: RunConfig) -> RunConfig:
-    """Check codec and layout; return the configuration with text width and sequence length set."""
+    """Check codec and layout; return the configuration with text width and sequence length."""
     streaming = dataclasses.replace(
         config.section(StreamingConfig), text_features=width_of(config.section(TextEncoderConfig))
     )
@@ -86,7 +89,7 @@ def sized(config: RunConfig) -> RunConfig:
 
 
 def coverage(streaming: StreamingConfig, accumulation: int) -> str:
-    """Return a clause for the log on how many clips of a sequence train the generator."""
+    """Return a clause for the log on how many of a sequence's clips train the generator."""
     start = f"the generator is trained in one of {streaming.generator_interval} steps"
     trained = num_trained_clips(streaming)
     if trained is None:
@@ -96,7 +99,7 @@ def coverage(streaming: StreamingConfig, accumulation: int) -> str:
 
 
 def clip_tokens(streaming: StreamingConfig) -> int:
-    """Return the number of tokens of one clip in a batch of 1."""
+    """Return the number of tokens of one clip."""
     return streaming.chunk_frames * _frame_tokens(streaming)
 
 
@@ -106,7 +109,7 @@ def _frame_tokens(streaming: StreamingConfig) -> int:
 
 
 def _check_sequences(streaming: StreamingConfig) -> None:
-    """Raise ConfigError if switches do not fit the prompts, or given frames fill a clip."""
+    """Raise ConfigError if prompt switches do not fit the prompts, or given frames fill a clip."""
     errors = []
     blocks = streaming.blocks
     switches = [
@@ -155,7 +158,7 @@ def _words(numbers: Sequence[int]) -> str:
 
 
 def _check_latents(streaming: StreamingConfig, codec: CodecConfig, *, samples: bool) -> None:
-    """Raise ConfigError if patches or codec do not fit the latents, or an unused codec is set."""
+    """Raise ConfigError if patches or codec do not fit the latents, or a codec is not used."""
     sizes = streaming.sizes()
     if any(x % sizes.patch_size for x in streaming.latent_size):
         raise ConfigError.about(
@@ -187,8 +190,8 @@ def _check_latents(streaming: StreamingConfig, codec: CodecConfig, *, samples: b
 def _check_layout(streaming: StreamingConfig, parallel: ParallelConfig) -> None:
     """Raise ConfigError if ranks cannot divide heads, feed-forward layers or tokens of a frame.
 
-    `teacher_errors` checks the teacher, with one exception. The heads that ``--cp-comm-type a2a``
-    exchanges are checked here if the teacher has the layout of the run.
+    `teacher_errors` checks the teacher's layout, except for the heads that ``--cp-comm-type a2a``
+    exchanges. They are checked here if the teacher has the layout of the run.
     """
     errors = list[str]()
     tp = parallel.tensor_model_parallel_size

@@ -46,7 +46,7 @@ class PromptRow:
 
     Attributes:
         second_text: prompt to which the sequence switches; None for no switch.
-        start: path of an image, video or folder of images with the first frames, or None.
+        start: path of an image, video or folder of images that gives the first frames, or None.
     """
 
     text: str
@@ -58,8 +58,8 @@ def read_training_prompts(config: StreamingConfig) -> Sequence[PromptRow]:
     """Read the prompts of a training run from ``--prompts-path`` and ``--second-prompts-path``.
 
     A row of a jsonl has ``text``. It may have ``second_text``, and ``image`` or ``video``, a path
-    relative to the file. Sequences switch and begin in the same way on all replicas: so either all
-    rows or none have a second text, and either all or none have an image or video.
+    relative to the file. Sequences begin and switch alike on all replicas. So either all rows or
+    none have a second text, and either all or none have an image or video.
 
     Raises:
         DataError: a file cannot be read or is empty, a row is invalid, or the two files do not fit
@@ -96,7 +96,7 @@ def read_training_prompts(config: StreamingConfig) -> Sequence[PromptRow]:
 
 
 def prompt_checks(config: StreamingConfig) -> list[Callable[[], Any]]:
-    """Return a check of each file of prompts that a training run reads."""
+    """Return functions that check the files of prompts that a training run reads, one each."""
     paths = {
         "--prompts-path": config.prompts_path,
         "--second-prompts-path": config.second_prompts_path,
@@ -105,7 +105,10 @@ def prompt_checks(config: StreamingConfig) -> list[Callable[[], Any]]:
 
 
 def _rows(flag: str, path: str) -> list[PromptRow]:
-    """Return a row for each line of a text file or jsonl; skip blank lines."""
+    """Return a row for each line of a text file or jsonl that is not blank.
+
+    ``flag`` gives the path, for errors.
+    """
     source = Path(path)
     lines = read_lines(source, f"`{flag}` ({path})")
     if source.suffix != ".jsonl":
@@ -143,9 +146,9 @@ class VideoPrompt:
     """The first caption of a long video, and its switches to other captions.
 
     Attributes:
-        seed: seed of the noise, which then does not depend on the number of the prompt. None takes
-            the seed of the flag and the number of the prompt.
-        start: path of an image, video or folder of images with the first block, or None.
+        seed: seed of the noise, which then does not depend on the prompt's number. None takes the
+            flag's seed, and the noise depends on the prompt's number too.
+        start: path of an image, video or folder of images that gives the first block, or None.
 
     Raises:
         ConfigError: the frames of the switches are not above 0 and increasing.
@@ -176,10 +179,11 @@ class VideoPrompt:
 
 
 def read_video_prompts(path: str | os.PathLike[str]) -> list[VideoPrompt]:
-    """Read prompts of long videos from a text file of captions or a jsonl; see `read_prompts`.
+    """Read prompts of long videos from a text file with one caption per line, or from a jsonl.
 
-    A row of a jsonl has ``text``. It may have ``switches``, a list of ``{"frame": latent frame,
-    "text": caption}``; ``seed``; and ``image`` or ``video``, a path relative to the file.
+    A row of a jsonl has ``text``. It may have ``switches``, a list of
+    ``{"frame": latent frame, "text": caption}``; ``seed``; and ``image`` or ``video``, a path
+    relative to the file.
     """
     names = ("text", "switches", "seed", "image", "video")
     return read_prompts(path, VideoPrompt, _prompt, names=names, texts=("image", "video"))
@@ -214,7 +218,7 @@ def at_block_starts(
     """Return the prompts with each switch inside a block moved to the start of the next block.
 
     Raises:
-        DataError: a switch is after the start of the last block, or two switches then coincide.
+        DataError: a switch is after the start of the last block, or two switches would coincide.
     """
     moved = []
     for prompt in prompts:
@@ -241,7 +245,7 @@ def at_block_starts(
 def video_prompts(
     sample: SampleConfig, own: StreamingSampleConfig, streaming: StreamingConfig
 ) -> list[VideoPrompt]:
-    """Return the prompts of the sampling flags, with switches moved to starts of blocks."""
+    """Return the prompts that the sampling flags give, with switches moved to starts of blocks."""
     if sample.sample_texts is None:
         assert sample.sample_prompts is not None
         prompts = read_video_prompts(sample.sample_prompts)
@@ -276,7 +280,8 @@ def encode_captions(
     All ranks call this together.
 
     Args:
-        encoder: returns the encoder; it is called only on the first rank of each replica.
+        encoder: a function that returns the encoder; it is called only on the first rank of each
+            replica.
         shape: (l, d), length and width of an embedding.
 
     Raises:
@@ -318,7 +323,7 @@ def given_block(
 
 
 class FilePrompts:
-    """A source of encoded prompts from the run's files, which each epoch shuffles differently.
+    """A source of encoded prompts from the run's files; each epoch shuffles them differently.
 
     Only the first rank of each replica has the encoders. They encode text and given frames when a
     sequence begins. All ranks of the run call each method together.
@@ -350,7 +355,7 @@ class FilePrompts:
             self.codec = on_first_of_replica(codec, "Loading the codec", context)
 
     def __call__(self, samples: Sequence[int]) -> Prompts:
-        """Return the encoded prompts of samples; ``samples`` are their numbers in the run.
+        """Return the encoded prompts of samples, given the samples' numbers in the run.
 
         Raises DataError on all ranks if given frames cannot be read.
         """
@@ -368,7 +373,7 @@ class FilePrompts:
         return Prompts(text[: len(rows)], after, start)
 
     def encode(self, captions: Sequence[str]) -> Tensor:
-        """Encode n captions with the run's text encoder, ``[n, l, d]`` float32 on all ranks."""
+        """Encode n captions with the run's text encoder: ``[n, l, d]`` float32 on all ranks."""
 
         def encoder() -> TextEncoder:
             assert self._encoder is not None
@@ -377,7 +382,10 @@ class FilePrompts:
         return encode_captions(captions, encoder, self._text, self._context, self._device)
 
     def first_frame(self, latents: Tensor) -> Tensor:
-        """Encode the last frame of latents as an image, to begin a clip; ``[b, 1, c, h, w]``."""
+        """Encode the last frame of ``latents`` as an image, with which a clip can begin.
+
+        Returns ``[b, 1, c, h, w]``.
+        """
 
         def image() -> Tensor:
             assert self.codec is not None

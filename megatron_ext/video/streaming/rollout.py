@@ -3,8 +3,8 @@
 A block is denoised from noise up to its exit step. The clean latents that this step predicts are
 the block (arXiv:2506.08009); they are written into the cache for later blocks. Only the exit step
 is trained; past frames are constants. Therefore the gradient of a loss on the latents can be
-computed before any backward pass: generate all blocks without gradient, compute it, then run each
-exit step again from its recorded input. Peak memory is that of one block, and blocks are
+computed before any backward pass: generate all blocks without gradient, compute the gradient, then
+run each exit step again from its recorded input. Peak memory is that of one block, and blocks are
 independent micro-batches.
 
 Sampling generates videos of any length in the same way, with all denoising steps. When the prompt
@@ -26,15 +26,16 @@ from megatron_ext.video.model.window import FrameWindow
 from megatron_ext.video.streaming.noise_schedule import NoiseSchedule, mixed
 
 Network = Callable[..., Tensor]
-"""Predicts the flow, noise - x0, by keywords of a `StreamedNetwork`: ``x``, ``timesteps`` and
-``text``; a generator also takes ``cache``, ``first_frame`` and ``update_cache``."""
+"""A network that predicts the flow, noise - x0, from the keywords ``x``, ``timesteps`` and
+``text``.
+
+A generator also takes ``cache``, ``first_frame`` and ``update_cache``."""
 
 BlockNoise = Callable[[int, int], Tensor]
-"""Maps (first frame of a block, step) to the block's noise ``[b, t, c, h, w]``; see
-`decisions.block_noise`."""
+"""A function from (first frame of a block, step) to the block's noise ``[b, t, c, h, w]``."""
 
 WRITE_BACK = -1
-"""The ``step`` argument of `BlockNoise` for writing a block into the cache."""
+"""The step for which `BlockNoise` returns the noise for writing a block into the cache."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ class History:
     Attributes:
         newest: the last frames, ``[b, t, c, h, w]``.
         length: number of frames so far, including ``newest``.
-        sinks: the first frames, to which all later frames attend: at least `num_sinks`, or all
-            frames of a shorter video.
+        sinks: the first frames, to which all later frames attend: at least as many as there are
+            sinks, or all frames of a shorter video.
     """
 
     newest: Tensor
@@ -74,7 +75,7 @@ class Generator:
     """The generator network with its cache and its noise schedule.
 
     Attributes:
-        recache: refills the cache; see `video.model.cache.recache`.
+        recache: a function that computes the cache again under another prompt.
     """
 
     network: Network
@@ -98,7 +99,9 @@ class Generator:
     def generate(
         self, first_frame: int, text: Tensor, noise: BlockNoise, *, exit_step: int, graph: bool
     ) -> tuple[Tensor, ExitStep]:
-        """Generate a block in ``exit_step + 2`` forward passes, and write it into the cache.
+        """Generate the block that begins at ``first_frame``, and write it into the cache.
+
+        This takes ``exit_step + 2`` forward passes.
 
         Args:
             exit_step: denoising step, counted from 0, whose clean latents are the block.
@@ -139,8 +142,8 @@ class Generator:
             history: has at least the last ``frames`` frames, or all frames of a shorter video.
             text: embeddings of the prompt, ``[b, l, d]``.
             noise: the noise with which the frames were first written into the cache.
-            frames: the most frames, from the newest back, to encode.
-            keep_sink: whether to keep the cached sinks (see `History`) and not encode them.
+            frames: the largest number of frames to encode, counted back from the newest.
+            keep_sink: whether to keep the cached sinks, the first frames, and not encode them.
         """
         sinks = num_sinks(self.cache.window)
         if keep_sink and history.length <= sinks:
@@ -162,7 +165,7 @@ class Generator:
         )
 
     def _as_context(self, latents: Tensor, first_frame: int, noise: BlockNoise) -> Tensor:
-        """Add the noise to past frames that they get when they are encoded again."""
+        """Return past frames with the noise that they get when they are encoded again."""
         sigma = self.schedule.context_sigma(recached=True)
         if not sigma:
             return latents
@@ -187,14 +190,14 @@ class StreamClip:
 
     Attributes:
         latents: X, ``[b, t, c, h, w]``; with gradient only for the generator without ``two_phase``.
-        mask: True for frames that count in the losses, ``[b, t]``: new frames made under ``text``.
+        mask: True at frames with a loss, ``[b, t]``: new frames generated under ``text``.
         text: embeddings of the current prompt, ``[b, l, d]``; the losses use it for all frames.
         blocks: exit steps to run again with gradient; empty for the critic or without
             ``two_phase``.
         samples: numbers of the clip's samples in the run.
         sequence: number of the clip's sequence in the run.
         number: number of the clip in the sequence, from 0.
-        first_new: number of the first new frame in the sequence.
+        first_new: number in the sequence of the first new frame.
         end: number in the sequence of the frame after the newest.
         exit_step: denoising step, from 0, at which all new blocks end; None if blocks may differ.
     """
@@ -211,7 +214,7 @@ class StreamClip:
     exit_step: int | None = None
 
     def frames_of(self, step: ExitStep) -> slice:
-        """Return the slice of the clip's frames that are the block of an exit step."""
+        """Return the slice of the clip's frames that belong to the block of an exit step."""
         place = step.first_frame - (self.end - self.latents.size(1))
         return slice(place, place + step.x.size(1))
 

@@ -18,7 +18,7 @@ TENSOR, PIPELINE = "--teacher-tensor-model-parallel-size", "--teacher-pipeline-m
 
 
 def streaming_errors(streaming: StreamingConfig) -> list[FlagError]:
-    """Return a sentence on each error in the flags of streaming."""
+    """Return a sentence on each error in the flags of streaming; [] if there is none."""
     errors = []
     tensor = streaming.teacher_tensor_model_parallel_size
     own_layout = tensor is not None or streaming.teacher_pipeline_model_parallel_size > 1
@@ -64,7 +64,7 @@ def streaming_errors(streaming: StreamingConfig) -> list[FlagError]:
 
 
 def check_options(streaming: StreamingConfig) -> None:
-    """Check that lengths, window and noise levels fit together; each is in its range already.
+    """Check that lengths, window and noise levels fit together; ranges have been checked before.
 
     Raises:
         ConfigError: a rule is broken; the error names only the first broken rule.
@@ -168,7 +168,10 @@ def sample_errors(
 
 @dataclass(frozen=True)
 class TeacherSizes:
-    """Tensor- and pipeline-parallel sizes of a copy of the teacher, without context parallelism."""
+    """The tensor- and pipeline-parallel size of a copy of the teacher.
+
+    It has no context parallelism.
+    """
 
     tensor: int
     pipeline: int
@@ -179,7 +182,7 @@ class TeacherSizes:
 
 
 def teacher_sizes(streaming: StreamingConfig, parallel: ParallelConfig) -> TeacherSizes | None:
-    """Return the teacher's own layout, or None if it has the layout of the other networks."""
+    """Return the teacher's own layout; None if it has the layout of the other networks."""
     tensor = streaming.teacher_tensor_model_parallel_size
     stages = streaming.teacher_pipeline_model_parallel_size
     run = parallel.tensor_model_parallel_size, parallel.context_parallel_size
@@ -189,7 +192,7 @@ def teacher_sizes(streaming: StreamingConfig, parallel: ParallelConfig) -> Teach
 
 
 def teacher_errors(streaming: StreamingConfig, parallel: ParallelConfig) -> list[FlagError]:
-    """Return a sentence on each reason why the teacher cannot have its layout."""
+    """Return a sentence on each reason why the teacher cannot have the layout of its flags."""
     tensor = parallel.tensor_model_parallel_size
     context = parallel.context_parallel_size
     if min(tensor, context) < 1 or parallel.world_size % (tensor * context):
@@ -231,7 +234,10 @@ def teacher_errors(streaming: StreamingConfig, parallel: ParallelConfig) -> list
 
 
 def _rank_errors(own: TeacherSizes, parallel: ParallelConfig) -> list[FlagError]:
-    """Return an error, in a list, if copies of the teacher do not fit ranks or replicas."""
+    """Return an error, in a list, if copies of the teacher do not fit ranks or replicas.
+
+    Return [] if they fit.
+    """
     world = parallel.world_size
     tensor = parallel.tensor_model_parallel_size
     context = parallel.context_parallel_size
@@ -253,6 +259,6 @@ def _rank_errors(own: TeacherSizes, parallel: ParallelConfig) -> list[FlagError]
 
 
 def _any_of(sizes: list[int]) -> str:
-    """Return the sizes as words, such as "1, 2 or 4"."""
+    """Return sizes as text, such as "1, 2 or 4"."""
     *before, last = map(str, sizes)
     return f"{', '.join(before)} or {last}" if before else last

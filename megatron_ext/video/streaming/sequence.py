@@ -31,8 +31,8 @@ class Prompts:
 
     Attributes:
         text, text_after: embeddings of the prompts before and after the switch, ``[b, l, d]``.
-        start: clean latents of the given first frames, ``[b, t, c, h, w]``, in whole blocks; they
-            are fewer than the frames of a clip.
+        start: clean latents of the given first frames, ``[b, t, c, h, w]``: whole blocks, but fewer
+            frames than a clip has. None if no frames are given.
     """
 
     text: Tensor
@@ -41,8 +41,9 @@ class Prompts:
 
 
 PromptSource = Callable[[Sequence[int]], Prompts]
-"""A function from the numbers of samples in the run to their prompts, which depend on nothing else.
-"""
+"""A function from the numbers of samples in the run to the prompts of these samples.
+
+The prompts depend on nothing else."""
 
 FirstFrame = Callable[[Tensor], Tensor]
 """A function that encodes the last frame of latents ``[b, t, c, h, w]`` as an image,
@@ -51,12 +52,12 @@ FirstFrame = Callable[[Tensor], Tensor]
 
 @dataclass
 class SequenceState:
-    """The state of a replica's sequence; random choices follow from its numbers, not random states.
+    """The state of a replica's sequence; random choices follow from its numbers.
 
     Attributes:
         sequence: number of the sequence in the run.
         consumed_samples: number in the run of the sequence's first sample on replica 0.
-        chunk: number of clips generated so far; checkpoints call clips chunks.
+        chunk: number of clips generated so far (checkpoints call a clip a chunk).
         current_length: number of frames so far, including given ones.
         max_length: number of frames that the sequence may not exceed.
         switch_frame: first frame under the second prompt, at the start of a block, or `NEVER`.
@@ -80,7 +81,7 @@ class SequenceState:
     text_after: Tensor
 
     def switches_before(self, frame: int) -> bool:
-        """Tell whether the sequence still has a switch of its prompt before ``frame``."""
+        """Tell whether the sequence is still to switch its prompt before ``frame``."""
         return not self.has_switched and NEVER < self.switch_frame < frame
 
     def first_frames(self, recent: Tensor, length: int, sinks: int) -> Tensor:
@@ -108,14 +109,16 @@ class StreamingSequence:
     Sequences begin and end together on all replicas.
 
     Args:
-        generator: its cache must fit ``streaming``.
+        generator: the generator; its cache must fit ``streaming``.
         like: empty tensor ``[0, 0, c, h, w]`` with the sizes, dtype and device of latents.
-        first_frame: encodes the first frame of a clip as an image; None leaves it as generated.
+        first_frame: a function that encodes the first frame of a clip as an image; None leaves the
+            frame as generated.
 
     Attributes:
         state: the state; None before the first sequence.
-        first: the numbers in the run of the next sequence and of its first sample, which count if
-            ``state`` is None. A resumed run that cannot load the old sequence begins after it.
+        first: the numbers in the run of the next sequence and of its first sample, used while
+            ``state`` is None. A resumed run that cannot load the old sequence begins after that
+            one.
     """
 
     def __init__(
@@ -149,7 +152,7 @@ class StreamingSequence:
 
     @property
     def can_generate_more(self) -> bool:
-        """Tell whether there is a current sequence that can get another clip."""
+        """Tell whether there is a sequence that can get another clip."""
         s = self.state
         if s is None:
             return False
@@ -259,7 +262,7 @@ class StreamingSequence:
         )
 
     def _with_first_frame(self, recent: Tensor) -> tuple[Tensor, bool]:
-        """Return the last clip of ``recent``, and whether its first frame was encoded again.
+        """Return (the last clip of ``recent``, whether its first frame was encoded again).
 
         Teacher and critic expect clips whose first latent frame encodes an image. Therefore, if
         frames precede the clip, its first frame is encoded again as an image, without gradient.
@@ -277,10 +280,9 @@ class StreamingSequence:
     def _roll_out(
         self, start: int, end: int, first_trained: int
     ) -> tuple[Tensor, tuple[ExitStep, ...], tuple[int, ...]]:
-        """Generate frames ``start`` to ``end``; train those from ``first_trained`` on.
+        """Generate the frames ``start`` to ``end``; those from ``first_trained`` on are trained.
 
-        Returns the latents, the exit steps to run again with gradient, and the last denoising step
-        of each block.
+        Returns (latents, exit steps to run again with gradient, last denoising step of each block).
         """
         streaming = self.streaming
         frames = [*streaming.blocks.blocks(start, end - start)]
@@ -335,15 +337,15 @@ class StreamingSequence:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the sequence with its cache; empty before the first sequence."""
+        """Return the state of the sequence and its cache; {} before the first sequence."""
         if self.state is None:
             return {}
         return {**vars(self.state), "cache": self.generator.cache.state_dict()}
 
     def load_state_dict(self, stored: Mapping[str, Any]) -> None:
-        """Restore the sequence from the `state_dict` of a run with the same sizes.
+        """Restore the sequence from ``stored``, the `state_dict` of a run with the same sizes.
 
-        If ``stored`` has no ``cache``, `rebuild_cache` refills it from past frames.
+        If ``stored`` has no ``cache``, `rebuild_cache` must compute it from past frames.
         """
         if not stored:
             self.state = None

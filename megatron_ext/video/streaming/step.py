@@ -49,8 +49,8 @@ class WorkCounter:
     """Counts the floating-point operations of some networks, pass by pass.
 
     The count cannot be computed in advance, since the number of passes is random. To include the
-    backward pass, a forward pass counts three times if weights get gradients, and twice if only its
-    input gets one. Recomputation to save memory does not count.
+    backward pass, the operations of a forward pass are counted three times if weights get
+    gradients, and twice if only its input gets one. Recomputation to save memory is not counted.
     """
 
     def __init__(self, networks: Iterable[torch.nn.Module]) -> None:
@@ -87,7 +87,7 @@ class WorkCounter:
 class StreamingRunner(StepRunner):
     """Trains the generator in some steps and the critic in all, on one long sequence.
 
-    The generator is the model of the run. The runner holds the critic, the teacher and the sequence
+    The generator is the model of the run. The runner has the critic, the teacher and the sequence
     of this replica. Critic and sequence are saved in checkpoints as ``extra_state``.
     """
 
@@ -116,21 +116,21 @@ class StreamingRunner(StepRunner):
 
     @property
     def trained_chunks(self) -> list[DistributedDataParallel]:
-        """Return the chunks of generator and critic; see `StepRunner.trained_chunks`."""
+        """Return the model chunks of generator and critic, which are trained."""
         return [*self.generator.chunks, *self.critic.chunks]
 
     @property
     def schedules(self) -> list[Schedule]:
-        """Return the schedules of generator and critic; see `StepRunner.schedules`."""
+        """Return the learning rate schedules of generator and critic, in this order."""
         return [*super().schedules, self.critic.scheduler]
 
     @property
     def _networks(self) -> dict[Pass, TrainedNetwork]:
-        """Return critic and generator, keyed by their names."""
+        """Return critic and generator by the names of the passes that train them."""
         return {"critic": self.critic, "generator": self.generator}
 
     def model_steps(self, steps: int) -> int:
-        """Return the number of the first ``steps`` steps that train the generator."""
+        """Return how many of the first ``steps`` steps of the run train the generator."""
         return -(-steps // self.streaming.generator_interval)
 
     def _sequence(self, prompts: FilePrompts) -> StreamingSequence:
@@ -199,9 +199,11 @@ class StreamingRunner(StepRunner):
             self.sequence.generator.cache.memo.clear()
 
     def _pass(self, kind: Pass, accumulation: int) -> tuple[list[Report], Tensor]:
-        """Accumulate a network's gradients on a clip; return reports and the number of frames.
+        """Accumulate the gradients of a network on a clip; return reports and the number of frames.
 
-        Only frames that count in the loss are counted.
+        ``kind`` names the network.
+
+        Only frames with a loss are counted.
         """
         clip = self.sequence.next_clip(trains_generator=kind == "generator")
         noised = noised_clip(clip, self.schedule, self.config.training.seed, kind)
@@ -230,7 +232,7 @@ class StreamingRunner(StepRunner):
             yield dmd_loss(clip.latents, direction=direction, mask=clip.mask, losses=losses)
 
     def _whole_gradient(self, gradient: Tensor) -> Tensor:
-        """Combine the gradients of a network's input on all ranks into the gradient of the loss."""
+        """Return the loss's gradient for a network's input, from the gradients of all ranks."""
         groups = self.context.pgs
         whole = gradient.contiguous().clone()
         if self.transformer_config.sequence_parallel:

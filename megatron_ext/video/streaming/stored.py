@@ -31,7 +31,7 @@ _FIRST_ALONE = "--independent-first-frame"
 
 
 def _settings(config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the flags on which a stored sequence depends, and those on which its cache depends."""
+    """Return (flags on which a stored sequence depends, flags on which its cache depends)."""
     streaming = config.section(StreamingConfig)
     sequence = {
         "--micro-batch-size": config.training.batch_sizes[0],
@@ -50,7 +50,7 @@ def _settings(config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 class StreamingState:
-    """The state of a streaming run except its generator; a `checkpoint.state.ExtraState`.
+    """The state of a streaming run that is saved besides its generator.
 
     The names of the critic's state in the checkpoint begin with ``critic.``. The teacher does not
     change and is not saved. Each data-parallel replica has its own sequence, whose cache is sharded
@@ -77,7 +77,7 @@ class StreamingState:
         self.steps = 0
 
     def state_to_save(self, metadata: dict[str, Any], *, with_optimizer: bool) -> dict[str, Any]:
-        """Return critic, sequence, cache and progress for a checkpoint; see `ExtraState`."""
+        """Return the sharded state of critic, sequence, cache and progress for a checkpoint."""
         state = self._critic_state(metadata, with_optimizer=with_optimizer, is_loading=False)
         # Copy to the CPU: later passes change the originals, and the load may be on other devices.
         stands: dict[str, Any] = tree_map_only(
@@ -94,7 +94,7 @@ class StreamingState:
     def state_to_load(
         self, path: Path, metadata: dict[str, Any], *, with_optimizer: bool
     ) -> dict[str, Any]:
-        """Check that a checkpoint fits; return the state to load, without objects that it lacks."""
+        """Check that a checkpoint fits; return the state to load, without what it does not have."""
 
         def names() -> set[str]:
             entries = set(stored_entries(path))
@@ -123,7 +123,10 @@ class StreamingState:
         return {**state, **{k: v for k, v in objects.items() if v.unique_key in stored}}
 
     def load(self, loaded: dict[str, Any], *, with_optimizer: bool, notes: list[str]) -> None:
-        """Restore critic, sequence and progress; append to ``notes`` what is not loaded."""
+        """Restore critic, sequence and progress.
+
+        Sentences on what is not loaded are appended to ``notes``.
+        """
         critic = self._critic
         progress = loaded[PROGRESS]
         notes += self._left_out
@@ -172,7 +175,7 @@ class StreamingState:
         """Return sharded objects of the sequence's state, and of this rank's cache.
 
         The first rank of each replica writes the sequence, and every rank writes its own cache.
-        Both arguments are None for a load.
+        ``stands`` is the state of the sequence. Both arguments are None for a load.
         """
         groups = self._context.pgs
         sizes = groups.dp.size(), groups.cp.size(), groups.tp.size()

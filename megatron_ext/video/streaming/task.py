@@ -57,14 +57,14 @@ def sampler_of(run: Run) -> Callable[[Path], None]:
 def no_batches(
     run: Run, dataset: Any, assets: None, consumed_samples: int, full_epoch: bool
 ) -> BatchSource:
-    """Return a source without batches: the sequence has the prompts."""
+    """Return a source without batches: a streaming run takes prompts from its sequence."""
     return BatchSource(None, None)
 
 
 def streaming_step_stats(run: Run, num_microbatches: int) -> StepStats:
     """Return the numbers of samples and tokens of the next step.
 
-    The floating-point operations are 0 here, since the runner counts them.
+    The number of floating-point operations is 0 here, since the runner counts them.
     """
     runner = run.runner
     assert isinstance(runner, StreamingRunner)

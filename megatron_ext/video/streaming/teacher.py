@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 def build_teacher(
     config: RunConfig, context: ParallelContext, device: torch.device
 ) -> torch.nn.Module:
-    """Build this rank's stage of the teacher, a `video.streaming.rollout.Network`.
+    """Build this rank's stage of the teacher, which predicts the flow.
 
-    The teacher is frozen, without gradient buffers and optimizer. All ranks call this together.
-    The random state of the run does not change. Without a checkpoint the teacher's random weights
-    are the same in any layout, and their seed differs from that of generator and critic.
+    The teacher is frozen, without gradient buffers and optimizer. All ranks call this together. The
+    random state of the run does not change. Without a checkpoint the teacher's random weights are
+    the same in any layout, and their seed differs from that of generator and critic.
 
     Raises:
         CheckpointError: ``--teacher-checkpoint`` does not exist, or holds another model.
@@ -70,7 +70,7 @@ def build_teacher(
 
 
 def _config_of(config: RunConfig, sizes: TeacherSizes | None) -> RunConfig:
-    """Return the configuration of a run whose model is the teacher, with the layout ``sizes``.
+    """Return the configuration of a run whose model is the teacher in the layout ``sizes``.
 
     None as ``sizes`` keeps the layout of the run.
     """
@@ -106,15 +106,15 @@ def _network(
 
 
 class ParallelTeacher(torch.nn.Module):
-    """A teacher with its own parallel layout; a `video.streaming.rollout.Network`.
+    """A teacher with a parallel layout of its own; it predicts the flow.
 
     Ranks that hold one copy of the teacher are a teacher group.
 
     Args:
         network: this rank's stage.
         context: parallel groups of the teacher; each teacher group is a data-parallel replica.
-        peers: the ranks with this rank's position in each replica that its teacher group covers.
-            If a replica has several teacher groups, the ranks with this rank's position in each.
+        peers: the ranks with this rank's position in each replica that its teacher group covers. If
+            a replica has several teacher groups, the ranks with this rank's position in each.
         num_replicas: number of replicas of the run that a teacher group covers; 1 if the group is
             within a replica.
     """
@@ -142,7 +142,7 @@ class ParallelTeacher(torch.nn.Module):
 
     @torch.no_grad()
     def forward(self, *, x: Tensor, timesteps: Tensor, text: Tensor) -> Tensor:
-        """Return the teacher's prediction of the flow for noised latents, in their shape, float32.
+        """Return the flow that the teacher predicts for noised latents ``x``, in float32.
 
         All ranks of the run call this together, with the same number of samples. All ranks of a
         replica have the same samples.
@@ -166,7 +166,10 @@ class ParallelTeacher(torch.nn.Module):
         return _gathered(flow, self._peers)[: x.size(0)]
 
     def _predicted(self, rows: tuple[Tensor, ...], num_microbatches: int) -> Tensor:
-        """Return the flow for rows, which are (latents, timesteps, texts), each ``[n, ...]``."""
+        """Return the flow for n samples in micro-batches.
+
+        ``rows`` are (latents, timesteps, texts), each ``[n, ...]``.
+        """
         x = rows[0]
         staged = self._context.layout.pipeline_model_parallel_size > 1
         # With pipeline stages, each sample is a micro-batch, to keep all stages busy.

@@ -31,14 +31,16 @@ if TYPE_CHECKING:
     from megatron_ext.train.run import Run
 
 _STORED = ("streaming", "lora", "codec", "text_encoder")
-"""Sections of the checkpoint's configuration that determine the model and its sampling."""
+"""Sections of a checkpoint's configuration that determine the model and how it is sampled."""
 
 PROGRESS_INTERVAL = 5.0
-"""The least seconds between two progress lines of the first replica."""
+"""The least number of seconds between two progress lines of the first replica."""
 
 
 def defaults_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of flags, by name, that a checkpoint determines; see `DefaultsOf`.
+    """Return the defaults of flags, by name, that a checkpoint determines.
+
+    ``stored`` is its configuration, ``given`` has the checkpoint flags of the command line.
 
     Raises:
         ConfigError: the checkpoint is of another task.
@@ -58,9 +60,9 @@ def defaults_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
 
 
 def _base_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags with which a run gets the frozen weights under a checkpoint's adapters.
+    """Return the flags by which a run gets the frozen weights under a checkpoint's adapters.
 
-    The flags name another checkpoint, or the seed of random weights. There are none for a
+    The flags name another checkpoint, or the seed of random weights. The result is {} for a
     checkpoint without adapters.
 
     Raises:
@@ -89,7 +91,10 @@ def _base_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
 
 
 def prepare_sampling(config: RunConfig) -> tuple[RunConfig, None]:
-    """Check options and prompts; return the completed configuration and None (no assets)."""
+    """Check options and prompts; return the configuration and None (there are no assets).
+
+    The configuration is completed by the settings of the data.
+    """
     streaming = config.section(StreamingConfig)
     check_options(streaming)
     video_prompts(config.section(SampleConfig), config.section(StreamingSampleConfig), streaming)
@@ -130,7 +135,10 @@ def sample_at_once(run: Run) -> None:
 
 
 def summary(seen: Throughput, latent_frames: int) -> str:
-    """Return a line that describes a throughput; ``latent_frames`` counts those of all videos."""
+    """Return a line that describes a throughput.
+
+    ``latent_frames`` is the number of latent frames of all videos.
+    """
     return (
         f"made {seen.videos} videos of {seen.blocks} frame blocks ({latent_frames} latent "
         f"frames, {seen.frames} frames) in {seen.seconds:.1f} s: "
@@ -141,7 +149,10 @@ def summary(seen: Throughput, latent_frames: int) -> str:
 
 
 def sample_streaming(argv: Sequence[str]) -> int:
-    """Sample videos; return the exit code. The caller removes ``--streaming`` from ``argv``."""
+    """Sample long videos with command-line arguments; return the exit code.
+
+    ``argv`` must not have ``--streaming``.
+    """
     task = dataclasses.replace(
         STREAMING, preflight=prepare_sampling, inputs=Task.inputs, callbacks=(), step_runner=None
     )

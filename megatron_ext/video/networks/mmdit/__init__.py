@@ -1,4 +1,4 @@
-"""The MMDiT, the network of Open-Sora 2.0 (arXiv:2503.09642): all that only this network has."""
+"""The MMDiT, the network of Open-Sora 2.0 (arXiv:2503.09642); this package is all its code."""
 
 from megatron_ext.train.task import later
 from megatron_ext.video.networks.mmdit.config import MMDiTConfig

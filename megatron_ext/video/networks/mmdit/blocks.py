@@ -48,7 +48,7 @@ class MMDiTOptions:
 
     Attributes:
         adaln_zero: modulations and the last layer start at zero (DiT, arXiv:2212.09748), so that
-            the model predicts zero. Training from scratch wants this; Open-Sora starts from the
+            the model predicts zero. This suits training from scratch; Open-Sora starts from the
             weights of FLUX instead.
         recompute_double_blocks, recompute_single_blocks: how many blocks of each kind, from the
             first on, save only their inputs and are recomputed in the backward pass.
@@ -86,7 +86,9 @@ class MMDiTOptions:
 
 
 def stage_blocks(sizes: MMDiTSizes, num_stages: int, double_block_cost: float) -> list[range]:
-    """Return the indices of each pipeline stage's blocks, double blocks first, balanced by cost.
+    """Return the range of block indices of each pipeline stage; stages have about equal cost.
+
+    Double blocks come first; one of them costs ``double_block_cost`` single blocks.
 
     Raises:
         ConfigError: there are fewer blocks than stages.
@@ -103,7 +105,7 @@ def stage_blocks(sizes: MMDiTSizes, num_stages: int, double_block_cost: float) -
 
 @lru_cache(maxsize=16)
 def _deal(costs: tuple[float, ...], num_stages: int) -> tuple[range, ...]:
-    """Split the blocks into contiguous, nonempty stages whose largest cost is minimal.
+    """Split blocks of the given costs into contiguous, nonempty stages of minimal largest cost.
 
     Ties are broken by the smallest sum of squared costs. The method is dynamic programming, where
     ``best[i]`` is the best split of the first i blocks: (largest cost, sum of squares, ends).
@@ -141,7 +143,7 @@ class Stream(Part):
         self.linear_fc2 = RowPiece(plan, m, h)
 
     def mlp(self, x: Tensor) -> tuple[Tensor, Any]:
-        """Return this rank's partial sum of the MLP's output ``[s, b, h]``, and the bias to add."""
+        """Return (this rank's partial sum of the MLP's output ``[s, b, h]``, bias to add)."""
         narrow = activated(*self.linear_fc1(x), None, "gelu_tanh", False)
         out: tuple[Tensor, Any] = self.linear_fc2(narrow)
         return out
@@ -183,7 +185,10 @@ class DoubleBlock(Part):
         return zip((self.txt, self.img), streams, strict=True)
 
     def _enter(self, streams: Sequence[Tensor], tokens: LocalTokens) -> Sequence[Tensor]:
-        """Return all tokens of both streams on every tensor-parallel rank, by one collective."""
+        """Return the tokens of both streams, text first, whole on every tensor-parallel rank.
+
+        One collective gathers both.
+        """
         if self.tp_group.size() == 1:
             return streams
         joint = enter(torch.cat(tuple(streams)), self.tp_group, self.config.sequence_parallel)
@@ -192,7 +197,7 @@ class DoubleBlock(Part):
     def _leave(
         self, partial_sums: Sequence[tuple[Tensor, Any]], tokens: LocalTokens
     ) -> tuple[Tensor, ...]:
-        """Sum text and image outputs over TP ranks; return both sums, then both biases."""
+        """Sum text and image outputs over TP ranks; return the two sums, then the two biases."""
         (txt, txt_bias), (img, img_bias) = partial_sums
         if self.tp_group.size() > 1:
             total = leave(torch.cat((txt, img)), self.tp_group, self.config.sequence_parallel)
@@ -201,7 +206,7 @@ class DoubleBlock(Part):
 
 
 def _split(joint: Tensor, part: TokenRange) -> Sequence[Tensor]:
-    """Split ``[s, b, h]`` into text and image, either of which may be empty."""
+    """Split the tokens ``[s, b, h]`` of ``part`` into text and image; one of them may be empty."""
     return torch.split(joint, [part.local_text, joint.size(0) - part.local_text])
 
 
@@ -209,9 +214,9 @@ class SingleBlock(Part):
     """A block ``x + gate * W2 [attention; gelu(mlp)]`` on the joint sequence of text and image.
 
     W1 projects the modulated norm of x to queries, keys, values and the MLP's m features. Tensor
-    parallelism splits the attention by heads and the MLP by width. FLUX's W1 ``[3h + m, h]`` and W2
-    ``[h, h + m]`` are therefore stored as two layers each: W1 as ``linear_qkv`` and ``linear_fc1``,
-    W2 as ``linear_proj`` (with the bias) and ``linear_fc2``.
+    parallelism splits the attention by heads and the MLP by width. Therefore FLUX's W1
+    ``[3h + m, h]`` and W2 ``[h, h + m]`` are stored as two layers each: W1 as ``linear_qkv`` and
+    ``linear_fc1``, W2 as ``linear_proj`` (with the bias) and ``linear_fc2``.
     """
 
     def __init__(self, plan: Blueprint) -> None:
@@ -228,7 +233,10 @@ class SingleBlock(Part):
         self.attention = JointAttention(plan)
 
     def forward(self, hidden: Tensor, vec: Tensor, table: Table, tokens: LocalTokens) -> Tensor:
-        """Return the output ``[s, b, h]``; the arguments are those of `DoubleBlock.forward`."""
+        """Return the block's output for this rank's tokens of [text; image], ``[s, b, h]``.
+
+        ``vec`` is the conditioning ``[b, h]``, ``table`` the rotary table of ``tokens.cp_slice``.
+        """
         shift, scale, gate = self.modulation.parts(vec)
         hidden, normed = residual_and_modulated(hidden, shift, scale)
         joint = enter(normed, self.tp_group, self.config.sequence_parallel)

@@ -31,9 +31,10 @@ class MMDiTSizes(Sizes):
         pooled_width: features of the pooled text vector (768 for CLIP-L).
         mlp_ratio: width of the MLPs divided by h.
         rope_theta: base of the rotary frequencies.
-        qkv_bias: the projections to queries, keys and values have biases.
-        guidance_embed: the model takes a guidance strength as input, as distilled models do.
-        cond_embed: the model takes condition latents (image to video).
+        qkv_bias: whether the projections to queries, keys and values have biases.
+        guidance_embed: whether the model takes a guidance strength as input, as distilled models
+            do.
+        cond_embed: whether the model takes condition latents (image to video).
     """
 
     hidden_size: int
@@ -80,11 +81,14 @@ class MMDiTSizes(Sizes):
 
     @property
     def cond_width(self) -> int:
-        """Return the number of features of a condition token: a patch of latents and of a mask."""
+        """Return the number of features of a condition token.
+
+        It is a patch of latents together with a patch of their mask.
+        """
         return (self.channels + 1) * self.patch_size**2
 
     def transformer_fields(self) -> dict[str, Any]:
-        """Return the fields of megatron-core's TransformerConfig that follow from the sizes.
+        """Return the fields of megatron-core's TransformerConfig that the sizes determine.
 
         ``qk_layernorm`` makes megatron-core sum the gradients of parameters named ``q_layernorm``
         and ``k_layernorm`` over the tensor-parallel ranks, each of which has only its own heads.
@@ -100,8 +104,9 @@ SIZES = {
     "3b": MMDiTSizes(2048, 16, (16, 56, 56), 12, 24),
     "11b": MMDiTSizes(3072, 24, (16, 56, 56), 19, 38),
 }
-"""Named sizes; ``11b`` is Open-Sora 2.0 for text to video. Its image-to-video stages add
-``cond_embed``."""
+"""Sizes of the MMDiT by name; ``11b`` is Open-Sora 2.0 for text to video.
+
+Open-Sora's image-to-video stages add ``cond_embed``."""
 
 
 _OF_SIZES = (
@@ -114,9 +119,9 @@ class MMDiTConfig(Changeable):
     """The flags of the MMDiT: a named size, changes to it, and how the network is computed.
 
     Attributes:
-        channels, caption_width, pooled_caption_width: latent channels and text features of the
-            data.
-        cond_embed: the model takes reference frames; True if a condition mode gives any.
+        channels: latent channels of the data.
+        caption_width, pooled_caption_width: features of the data's text tokens and pooled text.
+        cond_embed: whether the model takes reference frames; True if a condition mode gives any.
     """
 
     SECTION: ClassVar[str] = "mmdit"
@@ -165,7 +170,7 @@ class MMDiTConfig(Changeable):
     cond_embed: bool = derived(False)
 
     def sizes(self, model: ModelConfig) -> MMDiTSizes:
-        """Return the named size, changed by the flags and by the widths of the data."""
+        """Return the named size, with the changes of the flags and the widths of the data."""
         given = {
             **{name: getattr(self, name) for name in _OF_SIZES},
             "text_width": self.caption_width,

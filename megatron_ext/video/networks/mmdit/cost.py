@@ -1,4 +1,4 @@
-"""Formulas of the MMDiT (`video.networks.mmdit`): parameters, activations, operations, messages."""
+"""The cost formulas of the MMDiT: parameters, activations, operations and messages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megatron_ext.video.networks.mmdit.config import MMDiTConfig, MMDiTSizes
 
 
 def flops_of_clip(sizes: MMDiTSizes, num_text: int, num_image: int) -> float:
-    """Return the operations of an MMDiT on one clip, forward and backward."""
+    """Return the operations of an MMDiT on one clip, in the forward and backward pass."""
     h = sizes.hidden_size
     m = sizes.mlp_size
     tokens = num_text + num_image
@@ -61,18 +61,18 @@ class MMDiTNetwork(ClipNetwork):
 
     @classmethod
     def of(cls, config: RunConfig, clip: Clip) -> MMDiTNetwork:
-        """Return the formulas for one bucket's clips and a resolved configuration's MMDiT."""
+        """Return the formulas for a resolved configuration's MMDiT on the clips of one bucket."""
         ranks = replace(Ranks.of(config), b=clip.micro_batch_size)
         return cls(config, ranks, config.section(MMDiTConfig).sizes(config.model), clip)
 
     def blocks_of_stages(self, num_stages: int) -> Sequence[range]:
-        """Return the indices of each stage's blocks, double blocks first, balanced by cost."""
+        """Return the range of block indices of each stage; stages have about equal cost."""
         cost = self.config.section(MMDiTConfig).double_block_cost
         return stage_blocks(self.model, num_stages, cost)
 
     @cached_property
     def block_bytes(self) -> BlockBytes:
-        """Return the byte counts of a block's tensors, with a row for each text and image token."""
+        """Return the sizes of a block's tensors in bytes, for all text and image tokens."""
         x = self.sizes
         return BlockBytes(x, self.model.hidden_size, self.tokens // x.cp * x.b)
 
@@ -125,7 +125,10 @@ class MMDiTNetwork(ClipNetwork):
         return weights
 
     def _layers(self, name: str, *, double: bool) -> list[Weight]:
-        """Return the parameters of one stream of a double block, or of a single block."""
+        """Return the parameters of a single block, or of one stream of a ``double`` block.
+
+        ``name`` is the beginning of their names.
+        """
         x = self.model
         tp = self.sizes.tp
         lora = self.config.lora
@@ -156,12 +159,12 @@ class MMDiTNetwork(ClipNetwork):
         return in_order(*parts)
 
     def layer(self) -> LayerBytes:
-        """Return the memory of a double or single block, whichever kind the model has more of."""
+        """Return the memory of a double or a single block, of which the model has more."""
         singles = self.model.num_single_blocks > self.model.num_double_blocks
         return self._single_block() if singles else self._double()
 
     def _recomputed(self, stage: Stage) -> tuple[int, int]:
-        """Return how many double and single blocks of a stage the backward pass runs again."""
+        """Return (double, single) blocks of a stage that the backward pass computes again."""
         flags = self.config.section(MMDiTConfig)
         first = min(stage.layers)
         doubles = sum(map(self._is_double, stage.layers))
@@ -177,7 +180,7 @@ class MMDiTNetwork(ClipNetwork):
         )
 
     def _entering(self) -> LayerBytes:
-        """Return the memory of the embedders, which keep copies of their inputs in 16-bit runs."""
+        """Return the memory of the embedders; in 16-bit runs they keep copies of their inputs."""
         x = self.sizes
         model = self.model
         share = x.cp * x.sequence_size
@@ -194,7 +197,10 @@ class MMDiTNetwork(ClipNetwork):
         return LayerBytes((1 + parts + scales) * self._vector, weight + self.block_bytes.stream)
 
     def _attended(self, *, joins: bool) -> int:
-        """Return the bytes that attention keeps; ``joins`` adds a joint copy of text and image."""
+        """Return the bytes that attention keeps.
+
+        ``joins`` adds a joint copy of text and image.
+        """
         width = self.block_bytes
         h = self.model.hidden_size
         rows = width.rows * self.model.num_heads // self.sizes.tp
@@ -237,7 +243,7 @@ class MMDiTNetwork(ClipNetwork):
         return LayerBytes(3 * width.stream + width.statistics + output, 2 * width.stream + weight)
 
     def _block_flops(self) -> Flops:
-        """Return a block's operations without modulation, the same for double and single blocks."""
+        """Return the operations of a block without its modulation; all blocks have equally many."""
         h = self.model.hidden_size
         m = self.model.mlp_size
         rows = MULTIPLY_AND_ADD * self.block_bytes.rows / self.sizes.tp

@@ -40,7 +40,7 @@ from megatron_ext.video.step import (
 
 
 class MMDiTBatchBuilder(FlowBatchBuilder):
-    """A builder of an MMDiT's micro-batches, which consist of packed tokens."""
+    """Builds the micro-batches of an MMDiT, which consist of packed tokens."""
 
     def _own(self, whole: FlowTargets, num_text: int) -> FlowTargets:
         """Return the targets of the image tokens that this context-parallel rank holds."""
@@ -93,7 +93,7 @@ def _references(batch: VideoBatch, modes: Sequence[int], config: ConditionConfig
 
 
 class MMDiTVelocity(ParallelVelocity):
-    """A velocity predictor with an `MMDiT`, whose inputs are checked on every rank."""
+    """Predicts velocities with an `MMDiT`; its inputs are checked on every rank."""
 
     def check_inputs(self, inputs: Mapping[str, Tensor]) -> None:
         sizes = self._models[0].sizes
@@ -101,7 +101,10 @@ class MMDiTVelocity(ParallelVelocity):
 
 
 class MMDiTFlow(FlowNetwork):
-    """A run's MMDiT, which predicts the velocity of the rank's image tokens."""
+    """The MMDiT of a run in the form that flow matching uses.
+
+    It predicts the velocity of the rank's image tokens.
+    """
 
     builder = MMDiTBatchBuilder
     chunk = MMDiT
@@ -112,7 +115,7 @@ class MMDiTFlow(FlowNetwork):
 
     @property
     def sequence_multiple(self) -> int:
-        """Return the number of ranks over which the tokens of [text; image] are split equally."""
+        """Return the number of ranks that share the tokens of [text; image] equally."""
         return sharing_ranks(self.config.parallel)
 
     def with_widths(self, manifest: Mapping[str, Any]) -> RunConfig:
@@ -125,7 +128,7 @@ class MMDiTFlow(FlowNetwork):
         return self.config.with_section(mmdit)
 
     def checked(self) -> RunConfig:
-        """Return the configuration, with ``cond_embed`` True unless text-to-video is the only mode.
+        """Return the configuration with ``cond_embed`` set: True unless t2v is the only mode.
 
         Raises:
             ConfigError: there are too many stages, or ``a2a`` cannot split the heads equally.
@@ -160,7 +163,10 @@ class MMDiTFlow(FlowNetwork):
 
     @property
     def options(self) -> MMDiTOptions:
-        """Return the options that the flags set; a recomputation flag of None means all blocks."""
+        """Return the options that the flags set.
+
+        A number of blocks to recompute that is not given means all blocks.
+        """
         mmdit = self.config.section(MMDiTConfig)
         sizes = self.sizes
         double = mmdit.recompute_double_blocks

@@ -37,7 +37,7 @@ from megatron_ext.video.networks.mmdit.blocks import (
 from megatron_ext.video.networks.mmdit.config import MMDiTSizes
 
 SWITCHES = {"guidance": "guidance_embed", "cond": "cond_embed"}
-"""Optional inputs, each with the field of the sizes that enables it."""
+"""Optional inputs, each with the field of `MMDiTSizes` that enables it."""
 
 
 def check_inputs(
@@ -108,10 +108,10 @@ TIME_FACTOR = 1000.0
 
 
 def timestep_sinusoid(u: Tensor) -> Tensor:
-    """Return the sinusoid of ``1000 u`` in float32: 128 cosines, then the sines of the same angles.
+    """Return 128 cosines of multiples of ``1000 u``, then the sines of the same angles, in float32.
 
-    The frequencies are ``exp(-ln(10000) j / 128)``, j from 0 to 127. ``u`` holds timesteps from 0
-    to 1 or guidance strengths, ``[b]``; the result is ``[b, 256]``.
+    The factors of ``1000 u`` are ``exp(-ln(10000) j / 128)``, j from 0 to 127. ``u`` holds
+    timesteps from 0 to 1 or guidance strengths, ``[b]``; the result is ``[b, 256]``.
     """
     half = TIMESTEP_WIDTH // 2
     steps = torch.arange(half, dtype=torch.float32, device=u.device)
@@ -143,7 +143,7 @@ class Embedding(Part):
         mark_replicated(self, plan.config)
 
     def forward(self, given: Mapping[str, Any], part: TokenRange) -> tuple[Tensor, Tensor]:
-        """Return tokens ``[s, b, h]``, and vec ``[b, h]`` of timestep, pooled text and guidance."""
+        """Return (tokens ``[s, b, h]``, embedded timestep, pooled text and guidance ``[b, h]``)."""
         dtype = self.img_in.weight.dtype
         image = self.img_in(given["img"][:, part.image].to(dtype))
         if self.cond_in is not None:
@@ -174,7 +174,10 @@ class MMDiT(VideoChunk):
         self.final_layer = FinalLayer(plan) if self.post_process else None
 
     def local_tokens(self, num_text: int, num_image: int) -> LocalTokens:
-        """Return this rank's tokens; raise DataError if ranks cannot hold equal numbers of them."""
+        """Return the tokens of this rank.
+
+        DataError is raised if the ranks cannot hold equal numbers of tokens.
+        """
         whole = TokenRange.whole(num_text, num_image)
         cp_slice = whole.part(self.cp_group.rank(), self.cp_group.size())
         if not self.config.sequence_parallel:
@@ -182,7 +185,7 @@ class MMDiT(VideoChunk):
         return LocalTokens(cp_slice, cp_slice.part(self.tp_group.rank(), self.tp_group.size()))
 
     def image_tokens(self, num_text: int, num_image: int) -> slice:
-        """Return the slice of image tokens whose velocity `forward` returns on this rank.
+        """Return the image tokens of which `forward` returns the velocity on this rank, as a slice.
 
         Ranks may hold unequal numbers of image tokens, or none.
         """
@@ -207,8 +210,8 @@ class MMDiT(VideoChunk):
     ) -> Tensor:
         """Run this chunk; all ranks of a replica get the same, whole inputs.
 
-        The arguments are keywords, which the wrapper for 16-bit precision does not cast, so that
-        timesteps stay float32. Stages after the first use only the ids.
+        The arguments are keywords, since the wrapper for 16-bit precision does not cast these;
+        timesteps thus stay float32. Stages after the first use only the ids.
 
         Args:
             img_ids: latent frame, row and column of each of N image tokens, ``[b, N, 3]``.

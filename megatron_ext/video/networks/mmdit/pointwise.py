@@ -1,7 +1,7 @@
-"""The pointwise parts of the MMDiT's blocks as pure functions; see `layers.compiled`.
+"""The pointwise parts of the MMDiT's blocks as pure functions, which are compiled.
 
-A function that splits a joint tensor into text and image, or joins them, handles both streams. This
-saves copies of the streams.
+A function that splits a joint tensor into text and image, or joins them, computes on both streams,
+which saves copies.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from megatron_ext.video.model.attention import rotate
 from megatron_ext.video.model.linear import modulated
 
 Pair = tuple[Tensor, Tensor]
-"""The text's tensor and the image's tensor."""
+"""A tensor of the text, and one of the image."""
 
 _MODULATED: Norm = ("LayerNorm", EPSILON, True)
-"""`modulated` as a norm, whose weight is each sample's scale, and whose bias is its shift."""
+"""The kind of norm that modulation is: its weight is a sample's scale, its bias the shift."""
 
 
 def _modulated(x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor]:
@@ -34,7 +34,10 @@ def _modulated_and_statistics(x: Tensor, shift: Tensor, scale: Tensor) -> tuple[
 def _gradients(
     beside: Tensor, of_y: Tensor, x: Tensor, shift: Tensor, scale: Tensor, *statistics: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of x, shift and scale; that of x is added to ``beside``."""
+    """Return the gradients of x, shift and scale of a modulated norm, given that of its output.
+
+    ``beside``, the gradient of x as a residual, is added to that of x.
+    """
     plan = 1, (0, 1, 2)
     of_x, of_scale, of_shift = norm_gradients(
         beside, plan, of_y, x, scale, shift, _MODULATED, *statistics
@@ -52,7 +55,7 @@ def _modulated_gradients(
 residual_and_modulated = FusedResidual(
     _modulated, saving=_modulated_and_statistics, gradients=_modulated_gradients, num_outputs=1
 )
-"""Return x ``[s, b, h]``, and the result of `modulated` for it."""
+"""A function that returns x ``[s, b, h]``, and x modulated by shift and scale."""
 
 
 def _modulated_streams(
@@ -68,7 +71,7 @@ def _modulated_streams(
 
 
 def _streams_and_statistics(hidden: Tensor, num_text: int, *vectors: Tensor) -> tuple[Tensor, ...]:
-    """Return both streams normed and modulated, then the text's statistics and the image's."""
+    """Return text and image normed and modulated, then the statistics of both norms."""
     txt, img = torch.split(hidden, [num_text, hidden.size(0) - num_text])
     of_txt = _modulated_and_statistics(txt, *vectors[:2])
     of_img = _modulated_and_statistics(img, *vectors[2:])
@@ -84,7 +87,10 @@ def _streams_gradients(
     num_text: int,
     *rest: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients in ``plan``; ``rest`` are 4 shifts and scales, then 4 statistics."""
+    """Return the gradients of the inputs that ``plan`` asks for.
+
+    ``rest`` are 4 shifts and scales, then 4 statistics, text first.
+    """
     sizes = [num_text, hidden.size(0) - num_text]
     (txt, img), (txt_beside, img_beside) = (torch.split(x, sizes) for x in (hidden, of_hidden))
     txt_x, *txt_vectors = _gradients(txt_beside, of_txt, txt, *rest[:2], *rest[4:6])
@@ -100,14 +106,14 @@ residual_and_modulated_streams = FusedResidual(
     gradients=_streams_gradients,
     num_outputs=2,
 )
-"""Return hidden ``[s, b, h]``, then the results of `modulated` for its text and its image."""
+"""A function that returns hidden ``[s, b, h]``, then its text and its image modulated."""
 
 
 @compiled
 def add_gated(
     x: Tensor, output: Tensor, other: Tensor | None, bias: Tensor, gate: Tensor
 ) -> Tensor:
-    """Return ``x + gate * (output + other + bias)``: x ``[s, b, h]``, gate ``[b, h]``."""
+    """Return ``x + gate * (output + other + bias)`` for x ``[s, b, h]`` and gate ``[b, h]``."""
     total = output if other is None else output + other
     return x + gate * (total + bias)
 
@@ -127,18 +133,20 @@ def _added(
 
 @compiled
 def add_streams(hidden: Tensor, *added: Tensor) -> Tensor:
-    """Return text and image, each ``x + gate * (output + bias)``, as one joint tensor.
+    """Return ``x + gate * (output + bias)`` of text and of image, as one joint tensor.
 
-    ``hidden`` holds both tensors x; ``added`` holds the outputs, biases and gates, text first.
+    ``hidden`` is the joint tensor x; ``added`` holds two outputs, two biases and two gates, text
+    first.
     """
     return torch.cat(_added(hidden, *added))
 
 
 @compiled
 def add_and_modulate_streams(hidden: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sum that `add_streams` returns, and its text and image normed and modulated.
+    """Return the result of `add_streams`, then its text and its image normed and modulated.
 
-    ``parts`` are the arguments of `add_streams`, then text shift and scale, image shift and scale.
+    ``parts`` are the arguments of `add_streams` after the first, then text shift and scale, image
+    shift and scale.
     """
     *added, txt_shift, txt_scale, img_shift, img_scale = parts
     txt, img = _added(hidden, *added)
@@ -199,7 +207,11 @@ def joint_heads(
     sin: Tensor,
     spec: Norm,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values of [text; image]; each stream has its own norms and bias."""
+    """Return queries, keys and values of [text; image], ``[s, b, n, d]`` each.
+
+    Queries and keys are normed and rotated. Text and image have norms and biases of their own; the
+    arguments are those of `heads` for each.
+    """
     txt = _split(txt_qkv, txt_bias, txt_q_weight, txt_k_weight, spec)
     img = _split(img_qkv, img_bias, img_q_weight, img_k_weight, spec)
     query, key, value = (torch.cat(pair) for pair in zip(txt, img, strict=True))

@@ -1,4 +1,4 @@
-"""Rules of the flags of an MMDiT: what they decide, exclude, and say of its weights."""
+"""Rules of an MMDiT's flags: what they decide and exclude, and which describe weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_ext.video.networks.network import Sections
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """Return the configuration with its model section filled in from the MMDiT's size and flags.
+    """Return the configuration with the section ``model`` filled in from the MMDiT's flags.
 
     Sizes that do not fit together raise ConfigError.
     """
@@ -24,7 +24,7 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def rules(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
-    """Return a sentence if ``--guidance`` is given to a model that is not told it."""
+    """Return an error if ``--guidance`` is given to a model without that input; else []."""
     mmdit = config.section(MMDiTConfig)
     if mmdit.guidance_embed or mmdit.guidance == default_of(mmdit, "guidance"):
         return []
@@ -32,7 +32,7 @@ def rules(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
 
 
 def stored_model(stored: Mapping[str, Any], name: str) -> Sections:
-    """Return the flags of a checkpoint that describe its MMDiT, by section."""
+    """Return the flags in a checkpoint that describe its MMDiT, by section and field."""
     # What else its model's section holds follows from these.
     names = ("hidden_size", "num_attention_heads")
     model = {name: stored["model"][name] for name in names}

@@ -1,4 +1,4 @@
-"""Wan's networks (arXiv:2503.20314), bidirectional or causal: all that only these networks have."""
+"""The networks of Wan (arXiv:2503.20314), bidirectional or causal; this package is their code."""
 
 from megatron_ext.train.task import later
 from megatron_ext.video.config.window import WINDOW

@@ -1,8 +1,8 @@
 """Options of a Wan network, and self-attention of frame blocks over cached and new frames.
 
-All queries of a frame block attend to the same frames. The keys of these frames are selected, and
-no mask is needed. Keys are rotated by their absolute frame before they are cached, so the order of
-cached frames does not matter.
+All queries of a frame block attend to the same frames, so the keys of these frames are selected,
+and no mask is needed. Keys are rotated by their absolute frame before they are cached, so the order
+of cached frames does not matter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class AttentionPlan:
 
     Attributes:
         past: numbers of the cached frames, whose keys come before those of the new frames.
-        blocks: for each block its slice of the new frames, and the slices of key frames it sees.
+        blocks: for each block, (its slice of the new frames, the slices of the key frames that it
+            sees).
     """
 
     past: tuple[int, ...]
@@ -61,7 +62,7 @@ class AttentionPlan:
 
 
 def _slices(indices: Iterable[int]) -> tuple[slice, ...]:
-    """Return ascending indices as slices, one for each run of consecutive indices."""
+    """Return ascending indices as slices, one for each run of adjacent indices."""
     slices: list[slice] = []
     for index in indices:
         if slices and slices[-1].stop == index:
@@ -83,7 +84,7 @@ class FrameAttention:
         self.trades_heads = trades_heads
 
     def exchange(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Trade all heads of the rank's tokens for some heads of all tokens, with ``trades_heads``.
+        """With ``trades_heads``, trade all heads of the rank's tokens for some heads of all tokens.
 
         With m tokens a frame, ``[t, m, b, n, d]`` becomes ``[t, m * cp, b, n / cp, d]``. Without
         ``trades_heads`` the arguments are returned unchanged.
@@ -115,7 +116,7 @@ class FrameAttention:
         return torch.unflatten(rows, 0, (query.size(0), -1))
 
     def _keys(self, new: KeyValue, past: Sequence[KeyValue]) -> KeyValue:
-        """Return keys and values of all f frames, past then new: ``[f, tokens, b, heads, d]``."""
+        """Return keys and values of past, then of new frames: ``[f, tokens, b, heads, d]``."""
         collects = self.cp_group.size() > 1 and not self.trades_heads
         if not past:
             return self._collected(new) if collects else new
@@ -130,7 +131,10 @@ class FrameAttention:
         return self._collected(both) if collects else both
 
     def _collected(self, pair: KeyValue) -> KeyValue:
-        """Gather keys and values from all context-parallel ranks; backward sums the gradients."""
+        """Gather keys and values from all context-parallel ranks.
+
+        The backward pass sums the gradients of all ranks.
+        """
         stacked = torch.stack(pair, dim=2).flatten(0, 1)
         gathered = gather_from_sequence_parallel_region(
             stacked, tensor_parallel_output_grad=True, group=self.cp_group
@@ -163,7 +167,7 @@ class VideoDiTOptions:
 
     Attributes:
         window: window of causal attention, or None for bidirectional attention.
-        zero_head: start the last layer at zero, so that the untrained model predicts zero.
+        zero_head: whether the last layer starts at zero, so that the untrained model predicts zero.
         recompute_blocks: how many blocks, from the first on, save only their inputs in passes with
             gradient, and are recomputed in the backward pass.
         cp_comm_type: how context-parallel ranks attend to all tokens of the frames: ``all_gather``

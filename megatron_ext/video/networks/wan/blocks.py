@@ -127,7 +127,7 @@ class Embedder(Part):
         return embedded.transpose(0, 1)
 
     def conditioning(self, timesteps: Tensor, text: Tensor) -> Conditioning:
-        """Embed timesteps ``[b, f]`` and text ``[b, l, text_width]``, where l may be 0.
+        """Embed timesteps ``[b, f]`` and text ``[b, l, text_width]``; l is 0 if the text is cached.
 
         Every rank embeds the whole text and all timesteps. Under sequence parallelism the gradient
         of timesteps comes from the rank's own tokens, the gradient of text from all ranks' tokens.
@@ -141,7 +141,7 @@ class Embedder(Part):
 
 
 WithBias = tuple[Tensor, Tensor]
-"""The output of a linear layer, and the bias still to be added to it."""
+"""The output of a linear layer without its bias, and the bias to add."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class SelfAttention(Part):
         self.attention = FrameAttention(plan.groups.cp, trades_heads=trades_heads(plan))
 
     def forward(self, x: Tensor, number: int, run: Run) -> WithBias:
-        """Return the output ``[s, b, h]`` of block ``number``'s attention, and the bias to add."""
+        """Return (output ``[s, b, h]`` of self-attention in block ``number``, bias to add)."""
         fused, bias = self.linear_qkv(x)
         q, k, v = self.attention.exchange(*self._heads(fused, bias, run))
         past = run.cached.past_key_values(number) if run.cached is not None else ()
@@ -189,7 +189,7 @@ class SelfAttention(Part):
         return out
 
     def _heads(self, fused: Tensor, bias: Tensor, run: Run) -> tuple[Tensor, Tensor, Tensor]:
-        """Return normed, rotated queries and keys, and values, ``[t, m, b, heads, d]`` each."""
+        """Return queries and keys, normed and rotated, and values, ``[t, m, b, heads, d]`` each."""
         config = self.config
         total = None
         if self.tp_group.size() > 1:
@@ -200,7 +200,7 @@ class SelfAttention(Part):
 
 
 class CrossAttention(Part):
-    """Attention to all tokens of the text; padding, whose features are zero, is not masked."""
+    """Attention to all tokens of the text, including its padding, whose features are zero."""
 
     def __init__(self, plan: Blueprint) -> None:
         super().__init__(plan)
@@ -212,7 +212,7 @@ class CrossAttention(Part):
         self.linear_proj = row(plan, h, h)
 
     def forward(self, x: Tensor, text: Tensor, number: int, run: Run) -> WithBias:
-        """Return the output for x ``[s, b, h]`` and text ``[l, b, h]``, and the bias to add."""
+        """Return (output for x ``[s, b, h]`` and text ``[l, b, h]``, bias to add)."""
         projected, bias = self.linear_q(x)
         (query,) = heads_of(projected, 1, self.config.kv_channels)
         key, value = self._key_value(text, number, run.text)
@@ -222,7 +222,10 @@ class CrossAttention(Part):
         return out
 
     def _key_value(self, text: Tensor, number: int, cache: dict[int, KeyValue] | None) -> KeyValue:
-        """Return the text's keys and values, ``[l, b, n, d]``; ``cache``, if given, keeps them."""
+        """Return the text's keys and values, ``[l, b, n, d]`` each.
+
+        If ``cache`` is given, they are taken from it, or stored in it under the block's number.
+        """
         if cache is not None and number in cache:
             return cache[number]
         projected, bias = self.linear_kv(text)
@@ -234,7 +237,7 @@ class CrossAttention(Part):
 
 
 class Block(Part):
-    """Block ``number`` of the whole model; each frame may have its own modulation."""
+    """Block ``number`` of the whole model; frames may have modulations of their own."""
 
     def __init__(self, plan: Blueprint, number: int) -> None:
         super().__init__(plan)

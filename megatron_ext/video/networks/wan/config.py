@@ -51,7 +51,7 @@ class VideoDiTSizes(StreamedSizes):
 
     @property
     def axes_dim(self) -> tuple[int, int, int]:
-        """Return how many features of a head RoPE rotates by frame, by row and by column."""
+        """Return the numbers of a head's features that RoPE rotates by frame, row and column."""
         space = 2 * (self.head_dim // 6)
         return self.head_dim - 2 * space, space, space
 
@@ -66,7 +66,7 @@ SIZES = {
     "1.3b": VideoDiTSizes(1536, 12, 8960, 30),
     "14b": VideoDiTSizes(5120, 40, 13824, 40),
 }
-"""Named sizes; ``1.3b`` and ``14b`` are those of Wan 2.1 text to video (arXiv:2503.20314)."""
+"""Sizes of the video DiT by name; ``1.3b`` and ``14b`` are Wan 2.1's (arXiv:2503.20314)."""
 
 
 BIDIRECTIONAL = "video-dit"
@@ -75,19 +75,20 @@ CAUSAL = "causal-video-dit"
 
 
 def is_causal(config: RunConfig) -> bool:
-    """Return whether the network of a run of flow matching has causal attention."""
+    """Return whether the network of a flow matching run has causal attention."""
     return config.section(VideoConfig).video_model == CAUSAL
 
 
 @dataclass(frozen=True)
 class VideoDiTConfig(Changeable):
-    """The flags of a video DiT that ``--task flow`` trains.
+    """The flags that only a video DiT of ``--task flow`` has.
 
-    A streaming run can start from a checkpoint of this video DiT. The flags that also apply to the
-    networks of streaming are in `WindowConfig`.
+    `WindowConfig` has the flags that also apply to the networks of streaming. A streaming run can
+    start from a checkpoint of a video DiT.
 
     Attributes:
-        dit_channels, dit_text_width: latent channels and text features of the data.
+        dit_channels: latent channels of the data.
+        dit_text_width: features of the data's text tokens.
     """
 
     SECTION: ClassVar[str] = "video_dit"
@@ -103,7 +104,7 @@ class VideoDiTConfig(Changeable):
 
     @property
     def sizes(self) -> VideoDiTSizes:
-        """Return the named size with the channels and text width of the data."""
+        """Return the named size with latent channels and text width of the data."""
         named = SIZES[self.video_dit_size]
         return dataclasses.replace(
             named,

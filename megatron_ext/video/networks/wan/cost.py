@@ -1,4 +1,4 @@
-"""Formulas of the video DiT (`video.networks.wan`): weights, activations, operations, traffic."""
+"""The cost formulas of the video DiT: weights, activations, operations and traffic."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class DiTNetwork(StreamedCost):
 
     Attributes:
         plan: the new and cached frames to which each block of frames attends.
-        num_times: number f of timesteps of a clip: 1, or one for each frame.
+        num_times: number f of timesteps of a clip: 1, or as many as it has frames.
     """
 
     model: VideoDiTSizes
@@ -64,7 +64,7 @@ class DiTNetwork(StreamedCost):
 
     @classmethod
     def of(cls, config: RunConfig, clip: Clip) -> DiTNetwork:
-        """Return the formulas for one bucket's clips and a resolved configuration's video DiT."""
+        """Return the formulas for a resolved configuration's video DiT on clips of one bucket."""
         plan = AttentionPlan.bidirectional(clip.frames)
         dit = config.section(VideoDiTConfig)
         if is_causal(config):
@@ -75,7 +75,7 @@ class DiTNetwork(StreamedCost):
         return cls(config, ranks, dit.sizes, clip, plan, times)
 
     def blocks_of_stages(self, num_stages: int) -> Sequence[range]:
-        """Return the indices of each stage's blocks; stages differ by at most one block."""
+        """Return the range of block indices of each stage; stages differ by at most one block."""
         return stage_blocks(self.model.num_blocks, num_stages)
 
     def weights(self, stage: Stage) -> list[Weight]:
@@ -84,7 +84,7 @@ class DiTNetwork(StreamedCost):
 
     @cached_property
     def block_bytes(self) -> BlockBytes:
-        """Return the byte counts of a block's tensors, with a row for each image token."""
+        """Return the sizes of a block's tensors in bytes, for all image tokens."""
         x = self.sizes
         return BlockBytes(x, self.model.hidden_size, self.clip.num_image // x.cp * x.b)
 
@@ -96,7 +96,7 @@ class DiTNetwork(StreamedCost):
     def boundary(self) -> int:
         """Return the bytes sent to the next stage, ``[s + 7 f + l, b, h]``.
 
-        The rows are s hidden states, 7 for each of f timesteps, and l text tokens.
+        The rows are s tokens, 7 rows for each of f timesteps, and l text tokens.
         """
         rows = 7 * self.num_times * self.sizes.b + self._text_rows
         return self.block_bytes.stream + rows * self.model.hidden_size * self.sizes.width
@@ -121,7 +121,7 @@ class DiTNetwork(StreamedCost):
         return in_order(*parts)
 
     def _entering(self) -> LayerBytes:
-        """Return the memory of the embedder: packed latents, the text's MLP, and the timesteps."""
+        """Return the memory of the embedder: of packed latents, text and timesteps."""
         x = self.sizes
         model = self.model
         h = self.model.hidden_size
@@ -136,14 +136,17 @@ class DiTNetwork(StreamedCost):
         )
 
     def _selected(self) -> int:
-        """Return how many frames' keys and values attention copies; each copy of a frame counts."""
+        """Return the number of frames of which attention copies keys and values.
+
+        A frame that is copied several times is counted several times.
+        """
         frames = sum(_count(seen) for _, seen in self.plan.blocks if len(seen) > 1)
         if self.plan.past:
             frames += len(self.plan.past) + self.clip.frames
         return frames
 
     def _self_attention(self) -> int:
-        """Return the bytes that self-attention keeps between its two projections."""
+        """Return the bytes that self-attention keeps between its input and output projection."""
         x = self.sizes
         width = self.block_bytes
         h = self.model.hidden_size
@@ -171,7 +174,7 @@ class DiTNetwork(StreamedCost):
 
     @property
     def _trains(self) -> bool:
-        """Return whether all weights are trained, rather than only adapters."""
+        """Return whether the model's own weights are trained, not only LoRA adapters."""
         return self.config.lora.lora_rank is None
 
     def _adapters(self) -> int:
@@ -213,7 +216,7 @@ class DiTNetwork(StreamedCost):
         return self.kept_in_8_bits(block, alone=alone, shared=width.cut(h))
 
     def without_gradient(self) -> int:
-        """Return the most bytes of activations that a pass without gradient holds at a time."""
+        """Return the peak bytes of activations in a pass without gradient."""
         width = self.block_bytes
         h = self.model.hidden_size
         wide = 2 * width.cut(3 * h) if self.sizes.half else 0
@@ -228,7 +231,7 @@ class DiTNetwork(StreamedCost):
         return LayerBytes(kept, 2 * width.stream)
 
     def _attended(self) -> list[tuple[int, int]]:
-        """Return, for each block of frames, its number of tokens and the number it attends to."""
+        """Return, for each block of frames, (its tokens, tokens to which it attends)."""
         per_frame = self.clip.rows * self.clip.columns
         return [
             ((own.stop - own.start) * per_frame, _count(seen) * per_frame)
@@ -249,7 +252,7 @@ class DiTNetwork(StreamedCost):
         return self.in_8_bits(block)
 
     def _run_again(self, stage: Stage) -> int:
-        """Return how many blocks of a stage the backward pass runs again."""
+        """Return the number of a stage's blocks that the backward pass computes again."""
         limit = self.config.section(WindowConfig).recompute_blocks - min(stage.layers)
         return max(0, min(len(stage.layers), limit))
 

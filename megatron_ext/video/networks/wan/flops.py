@@ -1,7 +1,7 @@
 """Floating-point operations of a video DiT, as the training log counts them.
 
-Only matrix products count. Bidirectional attention counts all pairs of tokens, causal attention
-only the keys that each query attends to. Recomputation does not count.
+Only matrix products are counted: for bidirectional attention those of all pairs of tokens, for
+causal attention those of each query with the keys that it attends to. Recomputation is not counted.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def flops_of_pass(
     """Return the operations of a forward pass without gradient, summed over model-parallel ranks.
 
     Keys and values of the text are not counted if the cache holds them. ``model`` may be the chunk
-    of any rank; the other arguments are those of `VideoDiT.forward`.
+    of any rank; the other arguments are those of its `forward`.
     """
     batch, frames, _, height, width = x.shape
     per_frame = height * width // model.sizes.patch_size**2
@@ -72,9 +72,9 @@ def flops_of_pass(
 def _frames_seen(
     window: FrameWindow | None, new: range, present: Set[int]
 ) -> Iterable[tuple[int, int]]:
-    """Return, for each block of new frames, its number of frames and the number it attends to.
+    """Return, for each block of new frames, (its frames, frames to which it attends).
 
-    Keys exist only for frames in ``present``. Without a window all new frames are one block.
+    Only frames in ``present`` have keys. Without a window all new frames are one block.
     """
     if window is None:
         return [(len(new), len(new))]
@@ -95,8 +95,8 @@ def flops_of_sample(
     """Return the operations of a video DiT on one sample in a pass without gradient.
 
     Args:
-        attended: for each block of frames, its number of tokens and the number it attends to.
-        num_times: number of timesteps: 1, or one for each frame.
+        attended: for each block of frames, (its tokens, tokens to which it attends).
+        num_times: number of timesteps: 1, or as many as there are frames.
         embeds_text: whether the pass computes the text's embedding, keys and values.
     """
     h = sizes.hidden_size

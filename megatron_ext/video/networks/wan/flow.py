@@ -42,11 +42,11 @@ from megatron_ext.video.step import (
 )
 
 MAX_TIMESTEP = 1000.0
-"""The timestep at time 1, where there is only noise."""
+"""The timestep at time 1, which is pure noise."""
 
 
 class WanMicrobatch(FlowMicrobatch):
-    """A micro-batch of a Wan network, whose stages send each other timesteps and text too."""
+    """A micro-batch of a Wan network; its stages also send each other timesteps and text."""
 
     @property
     def boundary_inputs(self) -> Mapping[str, Any]:
@@ -54,7 +54,7 @@ class WanMicrobatch(FlowMicrobatch):
 
 
 class WanBatchBuilder(FlowBatchBuilder):
-    """A builder of a Wan network's micro-batches, which consist of whole latents."""
+    """Builds the micro-batches of a Wan network, which consist of whole latents."""
 
     microbatch = WanMicrobatch
 
@@ -69,7 +69,7 @@ class WanBatchBuilder(FlowBatchBuilder):
         return torch.cat([first, later], dim=1)
 
     def _own(self, whole: FlowTargets, num_text: int) -> FlowTargets:
-        """Return all targets; a token has its weight on one context-parallel rank, 0 on others."""
+        """Return all targets; a token's weight is 0 except on one context-parallel rank."""
         times = whole.times
         num_tokens = whole.weights.size(1)
         if times.dim() == 2:
@@ -91,12 +91,15 @@ class WanBatchBuilder(FlowBatchBuilder):
 
 
 class VideoDiTVelocity(ParallelVelocity):
-    """A velocity predictor with a `VideoDiT`, whose last stage returns all tokens on each rank."""
+    """Predicts velocities with a `VideoDiT`; its last stage returns all tokens on each rank."""
 
     gives_parts = False
 
     def of_shape(self, shape: LatentShape) -> Velocity:
-        """Return a predictor for latents (t, h, w); raise DataError if patches do not fit."""
+        """Return a function that predicts the velocity of latents of shape (t, h, w).
+
+        DataError is raised if patches do not divide the shape.
+        """
         grid(shape, self.patch_size)
         return partial(self.predict_whole, shape)
 
@@ -104,7 +107,10 @@ class VideoDiTVelocity(ParallelVelocity):
     def predict_whole(
         self, shape: LatentShape, x: Tensor, t: Tensor, text: Tensor, pooled: Tensor, cond: Tensor
     ) -> Tensor:
-        """Return the velocity of a clip's tokens on every rank; ignore ``pooled`` and ``cond``."""
+        """Return the velocity of a clip's tokens on every rank.
+
+        ``pooled`` and ``cond`` are not used.
+        """
         inputs = {
             "x": unpack(x, shape, self.patch_size).transpose(1, 2),
             "timesteps": MAX_TIMESTEP * t,
@@ -118,7 +124,10 @@ class VideoDiTVelocity(ParallelVelocity):
 
 
 class WanFlow(FlowNetwork):
-    """A run's Wan network, which predicts the velocity of whole latents."""
+    """The Wan network of a run in the form that flow matching uses.
+
+    It predicts the velocity of whole latents.
+    """
 
     builder = WanBatchBuilder
     chunk = VideoDiT
@@ -142,7 +151,10 @@ class WanFlow(FlowNetwork):
         return wan_options(self.config.section(WindowConfig), self.config.parallel, causal=causal)
 
     def checked(self) -> RunConfig:
-        """Return the configuration unchanged; raise ConfigError if ranks cannot split the model."""
+        """Return the configuration unchanged.
+
+        ConfigError is raised if the ranks cannot split the model.
+        """
         sizes = self.sizes
         parallel = self.config.parallel
         stage_blocks(sizes.num_blocks, num_stages(parallel))

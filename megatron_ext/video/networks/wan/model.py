@@ -23,7 +23,7 @@ from megatron_ext.video.networks.wan.pointwise import ModulationTable, modulated
 
 
 class Head(Part):
-    """Output head: LayerNorm modulated by a learned table and timesteps, then a linear layer."""
+    """The output head: LayerNorm modulated by a learned table and time, then a linear layer."""
 
     def __init__(self, plan: Blueprint) -> None:
         super().__init__(plan)
@@ -34,7 +34,7 @@ class Head(Part):
         mark_replicated(self.linear, plan.config)
 
     def forward(self, hidden: Tensor, time: Tensor) -> Tensor:
-        """Return patches ``[s, b, c * p * p]`` for ``[s, b, h]`` and f timesteps, ``[f, b, h]``."""
+        """Return patches ``[s, b, c * p * p]`` of tokens ``[s, b, h]`` at times ``[f, b, h]``."""
         shift, scale = self.modulation(time.unsqueeze(2))
         return self.linear(modulated_frames_alone(hidden, shift, scale))  # type: ignore[no-any-return]
 
@@ -59,7 +59,7 @@ class VideoDiT(VideoChunk):
         self.head = Head(plan) if self.post_process else None
 
     def boundary_shape(self, x: Tensor, timesteps: Tensor, text: Tensor) -> list[int]:
-        """Return the shape of the tensor between stages for these inputs, ``[s + r, b, h]``.
+        """Return the shape of the tensor that stages send each other, ``[s + r, b, h]``.
 
         The last r = 7 f + l rows hold f timesteps and l text tokens of each sample.
         """
@@ -82,7 +82,8 @@ class VideoDiT(VideoChunk):
         Args:
             chunk_frames: number of newest frames that may be run again, for example to train on a
                 rollout's blocks, or by recomputation. None means one block, as in sampling.
-            capacity_frames: frames that the cache holds; None means as few as the chunk needs.
+            capacity_frames: number of frames that the cache holds; None means as few as
+                ``chunk_frames`` need.
 
         Raises:
             ConfigError: the model is not causal, is on several pipeline stages, or the capacity is
@@ -126,7 +127,8 @@ class VideoDiT(VideoChunk):
             text: ``[b, l, text_width]``, with zeros as padding.
             cache: keys and values of earlier frames; with None, frames attend only to each other.
             first_frame: absolute number of the first frame.
-            update_cache: write the keys and values of these frames to the cache, detached.
+            update_cache: whether to write the keys and values of these frames, detached, to the
+                cache.
 
         Returns:
             On the last stage the flow ``noise - x0``, ``[b, t, c, h, w]``, on every rank. On other
@@ -203,7 +205,7 @@ class VideoDiT(VideoChunk):
     def _enter(
         self, x: Tensor, timesteps: Tensor, text: Tensor, tokens: FrameTokens
     ) -> tuple[Tensor, Conditioning]:
-        """Return hidden states and conditioning, embedded here or sent by the previous stage."""
+        """Return (hidden states, conditioning), embedded here or sent by the previous stage."""
         if self.embedder is not None:
             hidden = self.embedder.tokens(x, tokens)
             return hidden, self.embedder.conditioning(timesteps, text)

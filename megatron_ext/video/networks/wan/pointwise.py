@@ -1,7 +1,7 @@
 """The pointwise parts of a Wan network: modulation and gates for each frame, and norms.
 
-The functions are pure and compile to one graph each; see `layers.compiled`. Modulation is the sum
-of a learned table and a projection of the frame's timestep.
+The functions are pure, and each compiles to one graph. Modulation is the sum of a learned table and
+a projection of the frame's timestep.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ModulationTable(torch.nn.Module):
 
 
 def modulated_frames(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Return ``(1 + scale) * LN(x) + shift`` for the tokens of f frames, x ``[s, b, h]``.
+    """Return ``(1 + scale) * LN(x) + shift`` for x ``[s, b, h]``, the tokens of f frames.
 
     Each frame has its own shift and scale, ``[f, 1, b, h]``.
     """
@@ -70,12 +70,12 @@ def add_gated(x: Tensor, output: Tensor, gate: Tensor) -> Tensor:
 
 
 def _frames(x: Tensor, part: Tensor) -> Tensor:
-    """Return x ``[s, b, h]`` as ``[f, s / f, b, h]``, where ``part`` has f frames."""
+    """Return x ``[s, b, h]`` as ``[f, s / f, b, h]``; f is the number of frames of ``part``."""
     return torch.unflatten(x, 0, (part.size(0), -1))
 
 
 class FullWidthRMSNorm(Part):
-    """RMSNorm of queries or keys over the features of all heads, which are split over the ranks.
+    """RMSNorm of queries or keys over the features of all heads; ranks hold different heads.
 
     In ``y = x / sqrt(mean(x^2) + eps) * weight`` (arXiv:1910.07467) the mean covers all h features,
     so the tensor-parallel ranks sum their squares. Each rank holds the scales of its own heads,
@@ -123,7 +123,10 @@ def squares(x: Tensor) -> Tensor:
 
 
 def scaled(x: Tensor, total: Tensor, weight: Tensor, width: int, eps: float) -> Tensor:
-    """RMS-normalize ``[..., n, d]``, given sums of squares ``[...]`` over ``width`` features."""
+    """Return ``[..., n, d]`` RMS-normalized.
+
+    ``total`` are sums of squares ``[...]`` over ``width`` features.
+    """
     scale = torch.rsqrt(total / width + eps)
     return (x.to(_exact(x)) * scale[..., None, None]).to(x.dtype) * weight.view(x.shape[-2:])
 
@@ -155,7 +158,7 @@ def _with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def summed(sums: Tensor, group: ProcessGroup) -> Tensor:
-    """All-reduce ``sums``, and in backward their gradients, since all ranks use the result."""
+    """All-reduce ``sums``, and in backward their gradients, as all ranks use the result."""
     total: Tensor = copy_to_tensor_model_parallel_region(
         reduce_from_tensor_model_parallel_region(sums, group=group), group=group
     )
@@ -167,7 +170,7 @@ def _modulated(x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor]:
 
 
 residual_and_modulated = FusedResidual(_modulated)
-"""``[s, b, h]`` and its `modulated_frames`."""
+"""A function that returns x ``[s, b, h]``, and x modulated by each frame's shift and scale."""
 
 
 @compiled
@@ -186,7 +189,7 @@ def gated_and_normed(
     norm_bias: Tensor,
     spec: Norm,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``x + gate * (output + bias)``, and that sum normed as ``spec`` says."""
+    """Return (the sum ``x + gate * (output + bias)``, the sum normed as ``spec`` says)."""
     hidden = add_gated(x, output + bias, gate)
     return hidden, norm(hidden, weight, norm_bias, spec)
 
@@ -195,16 +198,17 @@ def gated_and_normed(
 def added_and_modulated(
     x: Tensor, output: Tensor, bias: Tensor, shift: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return ``x + output + bias``, and that sum normed and modulated frame by frame."""
+    """Return (the sum ``x + output + bias``, the sum normed and modulated frame by frame)."""
     hidden = x + (output + bias)
     return hidden, modulated_frames(hidden, shift, scale)
 
 
 @compiled
 def squares_of_heads(qkv: Tensor, bias: Tensor, head_dim: int) -> Tensor:
-    """Return each token's sums of squares of this rank's queries and keys, ``[2, s, b]``.
+    """Return the sum of squares of each token's query and of its key, over this rank's heads.
 
-    ``qkv`` is the projection's output ``[s, b, n * 3 * d]`` before the bias is added.
+    The result is ``[2, s, b]``. ``qkv`` is the projection's output ``[s, b, n * 3 * d]`` before the
+    bias is added.
     """
     heads = torch.unflatten(qkv + bias, -1, (-1, 3, head_dim))
     return torch.stack([squares(x) for x in heads.unbind(-2)[:2]])
@@ -228,7 +232,8 @@ def heads(
     Args:
         qkv: m tokens of each of t frames from each of ``parts`` ranks, as
             ``[parts * t * m, b, n * 3 * d]``: for each head its query, key and value.
-        total: `squares_of_heads`, summed over the ranks; None if this rank has all heads.
+        total: sums of squares ``[2, s, b]`` over the heads of all ranks; None if this rank has all
+            heads.
         q_weight, k_weight: scales of the norms, this rank's ``[n * d]``.
         cos, sin: result of `attention.frame_rotary_table`.
         sizes: head size d, hidden size h (all heads' width), and epsilon.

@@ -1,4 +1,4 @@
-"""Rules of the flags of a video DiT: what they decide, exclude, and say of its weights."""
+"""Rules of a video DiT's flags: what they decide and exclude, and which describe weights."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megatron_ext.video.networks.wan.config import CAUSAL, VideoDiTConfig, is_ca
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """Return the configuration with its model section filled in from ``--video-dit-size``."""
+    """Return the configuration with the section ``model`` filled in from ``--video-dit-size``."""
     fields = config.section(VideoDiTConfig).sizes.transformer_fields()
     return dataclasses.replace(config, model=model_of(fields, config.model))
 
 
 def rules(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
-    """Return a sentence for each fault in the flags of a video DiT, and each that it ignores."""
+    """Return an error for each fault in the flags of a video DiT, and each flag that it ignores."""
     model = f"`--video-model {config.section(VideoConfig).video_model}`"
     errors = [
         FlagError(
@@ -58,13 +58,16 @@ def rules(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
 
 
 def stored_model(stored: Mapping[str, Any], name: str) -> Sections:
-    """Return the flags of a checkpoint that describe its video DiT, by section."""
+    """Return the flags in a checkpoint that describe its video DiT, by section and field."""
     window = stored_window(stored) if name == CAUSAL else {}
     return {"video_dit": dict(stored["video_dit"]), "streaming": window}
 
 
 def restated(stored: Mapping[str, Any], kind: str, builds: str) -> Sections:
-    """Return size, channels and window of one kind's video DiT as another kind names them."""
+    """Return size, channels and window of a checkpoint's video DiT as flags of another kind.
+
+    ``stored`` is the checkpoint's configuration, ``kind`` its kind, and ``builds`` the other kind.
+    """
     streaming = stored["streaming"]
     dit = stored["video_dit"]
     size = dit["video_dit_size"]

@@ -1,4 +1,4 @@
-"""Wan's causal network as streaming trains it."""
+"""The causal network of Wan in the form that streaming uses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_ext.video.networks.wan.model import VideoDiT
 
 
 class StreamedWan(StreamedNetwork):
-    """Wan's network: generator with a window, critic and teacher without one."""
+    """Wan's network: a generator with a window, a critic and a teacher without one."""
 
     chunk = VideoDiT
 

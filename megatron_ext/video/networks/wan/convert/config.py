@@ -24,7 +24,9 @@ CLASSES = {
     "WanModel": Naming.ORIGINAL,
     "CausalWanModel": Naming.ORIGINAL,
 }
-"""Classes that can be converted; Self-Forcing and LongLive derive CausalWanModel from WanModel."""
+"""Classes of public weights that can be converted, each with its naming of tensors.
+
+Self-Forcing and LongLive derive CausalWanModel from WanModel."""
 _PATCH = (1, 2, 2)
 _USUAL_HEAD = 128
 _FREE: dict[Naming, dict[str, int]] = {
@@ -37,7 +39,7 @@ _FREE: dict[Naming, dict[str, int]] = {
         "text_dim": 4096,
     },
 }  # fmt: skip
-"""Entries of config.json that decide the sizes, with the defaults of the classes."""
+"""Entries of config.json that decide the sizes, with the default values of each class."""
 _SETTLED: dict[Naming, dict[str, Any]] = {
     Naming.DIFFUSERS: {
         "patch_size": _PATCH,
@@ -58,7 +60,7 @@ _SETTLED: dict[Naming, dict[str, Any]] = {
         "eps": EPSILON,
     },
 }
-"""Entries whose only value that the video DiT supports is the default of the classes."""
+"""Entries of config.json of which the video DiT supports only the default of the class."""
 _OUTPUT = {
     Naming.DIFFUSERS: ("in_channels", "out_channels"),
     Naming.ORIGINAL: ("in_dim", "out_dim"),
@@ -116,9 +118,9 @@ def understand(raw: Mapping[str, Any], path: Path) -> WanModel:
 def understand_shapes(
     shapes: Mapping[str, tuple[int, ...]], naming: Naming, path: Path
 ) -> WanModel:
-    """Return the model at ``path``, inferred from ``shapes``, those of its tensors by name.
+    """Return the model at ``path``, inferred from the shapes of its tensors by name.
 
-    No shape shows the number of heads; it is taken from a named size of the same hidden size.
+    No shape shows the number of heads, so it is taken from a named size of the same hidden size.
     Tensors that are not Wan's, or whose sizes match no named size, raise CheckpointError.
     """
 
@@ -160,7 +162,7 @@ def _named(values: list[int], naming: Naming, path: Path) -> WanModel:
             return WanModel(name, sizes, naming)
 
     def distance(name: str) -> float:
-        """Return how far a named size is from the model, by the sum of absolute log ratios."""
+        """Return the distance of a named size from the model: the sum of absolute log ratios."""
         pairs = ((getattr(same[name], x), getattr(described, x)) for x in _COMPARED)
         return sum(abs(math.log(x / y)) for x, y in pairs)
 

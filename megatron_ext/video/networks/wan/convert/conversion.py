@@ -1,4 +1,4 @@
-"""Wan's public weights, in and out, as the tools ask for them."""
+"""Wan's conversion of public weights, as the tools use it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_ext.video.networks.wan.convert.weights import SUFFIXES, import_wan
 
 
 class WanConversion(Conversion):
-    """Weights of Wan 2.1, with the names of diffusers or of the original repository."""
+    """Reads and writes weights of Wan 2.1, named as in diffusers or in the original repository."""
 
     title = "Wan"
     namings = tuple(naming.value for naming in Naming)

@@ -35,7 +35,7 @@ from megatron_ext.video.networks.wan.convert.weights import STEM
 from megatron_ext.video.streaming.config import StreamingConfig
 
 _PARTS = ("embedder.", "blocks.", "head.")
-"""Beginnings of the names of a video DiT's parameters."""
+"""The beginnings of the names of a video DiT's parameters."""
 
 
 def export_wan(
@@ -55,10 +55,11 @@ def export_wan(
         load: folder of checkpoints.
         target: new folder for config.json and safetensors.
         step: iteration; None takes the latest.
-        dtype: dtype to write; None keeps the run's.
+        dtype: dtype to write; None keeps that of the run.
         max_shard_size: largest size of one file, in bytes or as text like ``"5GB"``.
         network: the network to write, ``"generator"`` or ``"critic"``.
-        ema: write the generator's averaged weights (``--ema-decay``) in place of the last ones.
+        ema: whether to write the generator's averaged weights (``--ema-decay``) in place of the
+            last ones.
         naming: whether tensors and entries of config.json get diffusers' or the original's names.
 
     Raises:
@@ -93,7 +94,7 @@ def export_wan(
 
 
 def _check_stored(path: Path, sizes: VideoDiTSizes, prefix: str) -> None:
-    """Check that the tensors ``prefix...`` of a checkpoint are exactly those of a video DiT.
+    """Check that the tensors of a checkpoint with a prefix are exactly those of a video DiT.
 
     A CheckpointError names the first tensor that is missing, has another shape, or is unknown.
     """

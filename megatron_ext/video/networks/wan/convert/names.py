@@ -1,14 +1,14 @@
 """Maps the video DiT's parameters, and their adapters, to the tensors of Wan 2.1.
 
 Sources: ``wan/modules/model.py`` of the original repository (Wan-Video/Wan2.1) and
-``models/transformers/transformer_wan.py`` of diffusers. Four things differ beside the names:
+``models/transformers/transformer_wan.py`` of diffusers. Besides the names, four things differ:
 
 - ``linear_qkv`` and ``linear_kv`` are fused head by head: the rows of a head's query, key and value
   follow one another. The weight of ``linear_qkv`` is ``[n, 3, d, h]``, flattened to ``[3 h, h]``.
-  Tensor parallelism, which gives each rank contiguous rows, therefore gives it whole heads.
+  Therefore tensor parallelism, which gives each rank contiguous rows, gives it whole heads.
 - ``patch_in`` is a linear layer over the numbers of a patch, in the order channel, row, column. Wan
   has a convolution: ``[h, c, 1, p, p]``.
-- The head outputs the numbers of a patch in the same order; Wan's is row, column, channel.
+- Our head outputs the numbers of a patch in this order too; Wan's order is row, column, channel.
 - Modulation tables have no leading axis: ``[6, h]``, in Wan ``[1, 6, h]``.
 """
 
@@ -45,7 +45,7 @@ MODULES = {
     "embedder.time_projection": ("condition_embedder.time_proj", "time_projection.1"),
     _HEAD: ("proj_out", "head.head"),
 }
-"""Modules outside of the blocks: our names to (diffusers' name, the original's name)."""
+"""Modules outside of the blocks: our name to (diffusers' name, name in the original repository)."""
 BLOCK_MODULES = {
     "self_attention.linear_qkv": ("attn1.to_{q,k,v}", "self_attn.{q,k,v}"),
     "self_attention.q_norm": ("attn1.norm_q", "self_attn.norm_q"),
@@ -60,7 +60,7 @@ BLOCK_MODULES = {
     "linear_fc1": ("ffn.net.0.proj", "ffn.0"),
     "linear_fc2": ("ffn.net.2", "ffn.2"),
 }
-"""Modules of a block in order, like `MODULES`; the parts of fused ones are in braces."""
+"""Modules of a block in order, as in `MODULES`; parts of fused modules are listed in braces."""
 _TABLE = "modulation.weight"
 _NAMES = {
     f"blocks.{_TABLE}": ("scale_shift_table", "modulation"),
@@ -71,7 +71,7 @@ _NAMES = {
     for ours, (diffusers, original) in modules.items()
     for kind in ("weight", "bias")
 }
-"""Our parameters to Wan's two names; names of blocks are given without the block's number."""
+"""Our names of parameters, each with Wan's two names; those in blocks lack the block's number."""
 
 
 def shapes(sizes: VideoDiTSizes) -> dict[str, tuple[int, ...]]:

@@ -1,7 +1,7 @@
 """Imports weights of Wan 2.1 as a checkpoint of the video DiT.
 
-The weights lie in a folder of safetensors, or in a file of torch.save. Memory holds one copy of
-them and, in addition, the tensors of one parameter.
+The weights lie in a folder of safetensors, or in a file of torch.save. The peak memory is one copy
+of the weights plus the tensors of one parameter.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ from megatron_ext.video.networks.wan.model import VideoDiT
 from megatron_ext.video.streaming.config import StreamingConfig
 
 STEM = "diffusion_pytorch_model"
-"""Beginning of the names of the safetensors files, in both namings."""
+"""The beginning of the names of the safetensors files, with either naming of tensors."""
 SUFFIXES = (".pt", ".pth", ".bin")
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
-"""Parts that torch's wrappers add to names; files of averaged weights may have them."""
+"""Parts of names that torch's wrappers add; files of averaged weights may have them."""
 _PREFIX = "model."
-"""Prefix that Self-Forcing's wrapper of the network adds to names."""
+"""The prefix that Self-Forcing's wrapper of the network adds to names."""
 
 
 @contextmanager
@@ -90,11 +90,11 @@ def open_wan(source: Path, entry: str | None) -> Iterator[tuple[WanModel, Tensor
 
 
 class TensorFile:
-    """The tensors of a file of torch.save, mapped into memory; see `TensorSource`.
+    """The tensors of a file of torch.save, mapped into memory.
 
-    ``entry`` is the key of the file that holds them, such as ``"generator_ema"``. None takes the
-    whole file if it is a dictionary of tensors, else its only key with tensors. A file that cannot
-    be read, has no tensors there, or has several keys to choose from raises CheckpointError.
+    ``entry`` is the key in the file under which they are, such as ``"generator_ema"``. None takes
+    the whole file if it is a dictionary of tensors, else its only key with tensors. A file that
+    cannot be read, has no tensors there, or has several keys to choose from raises CheckpointError.
     """
 
     def __init__(self, path: Path, entry: str | None) -> None:
@@ -109,7 +109,10 @@ class TensorFile:
         return set(self._tensors)
 
     def dtypes(self) -> dict[str, str]:
-        """Return each tensor's dtype, e.g. ``"bfloat16"``; CheckpointError for a quantized one."""
+        """Return each tensor's dtype, such as ``"bfloat16"``, by name.
+
+        CheckpointError is raised for a quantized tensor.
+        """
         dtypes = {name: str(x.dtype).removeprefix("torch.") for name, x in self._tensors.items()}
         for name, kind in dtypes.items():
             check_dtype(self.folder, name, kind, kind)
@@ -119,12 +122,15 @@ class TensorFile:
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
     def tensor(self, name: str) -> Tensor:
-        """Return the tensor ``name``; `check_tensors` makes sure beforehand that it exists."""
+        """Return the tensor ``name``, which must exist."""
         return self._tensors[name]
 
 
 def _chosen(path: Path, entry: str | None) -> Mapping[str, Tensor]:
-    """Return the tensors under a key; None takes the file's only dictionary of tensors."""
+    """Return the tensors under the key ``entry`` of a file of torch.save, by name.
+
+    None takes the file's only dictionary of tensors.
+    """
     # No code that the file may hold is run. One from before torch 1.6 is no archive, and cannot be
     # mapped.
     content = plain_content(path, path, mmap=zipfile.is_zipfile(path))
@@ -159,7 +165,7 @@ def import_wan(
     Args:
         source: folder with config.json and safetensors, or a file of torch.save.
         save: folder for the checkpoint.
-        dtype: dtype of the checkpoint; None keeps the source's.
+        dtype: dtype of the checkpoint; None keeps that of the source.
         entry: key in a torch.save file; None takes the file's only dictionary of tensors.
 
     Returns:
@@ -214,7 +220,7 @@ def fill(chunk: VideoDiT, naming: Naming, tensors: TensorSource) -> None:
 
 
 def check_tensors(sizes: VideoDiTSizes, naming: Naming, tensors: TensorSource) -> None:
-    """Check that the names and shapes of the tensors are exactly those of a model of these sizes.
+    """Check that names and shapes of tensors are exactly those of a model of these sizes.
 
     A CheckpointError names the first tensor that is missing, has another shape, or is unknown.
     """
