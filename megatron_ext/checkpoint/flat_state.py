@@ -119,7 +119,10 @@ def _inner(part: Any) -> Any:
 
 
 def optimizer_state(optimizer: MegatronOptimizer, model: list[Any], place: Place) -> dict[str, Any]:
-    """Return the state of an optimizer, or of a chain of them, as live tensors without copies."""
+    """Return the state of an optimizer, or of a chain of them, as live tensors without copies.
+
+    ``place`` is this rank's place in the layout.
+    """
     records = []
     for part in parts_of(optimizer):
         groups = getattr(_inner(part), "param_groups", [])

@@ -407,8 +407,9 @@ _FIELDS: dict[type, dict[str, tuple[type, ...]]] = {
     },
     planner.BytesIOWriteData: {"nbytes": _COUNT},
 }
-"""The classes of an index, with the allowed types of their fields; `_ANY` is any value of the
-machine. Fields that other releases of torch add are ignored."""
+"""The classes of an index, with the allowed types of their fields; `_ANY` is any value that a
+`Machine` makes. Fields that other releases of torch add are ignored.
+"""
 _RECORDS = {kind: fields for kind, fields in _FIELDS.items() if fields}
 _NEEDED = {
     kind: {

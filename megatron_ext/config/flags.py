@@ -80,7 +80,7 @@ def _plain(value: float) -> str:
 COUNT = Range(1)
 NATURAL = Range(0)
 LONG_COUNT = Range(1, LARGEST_LONG)
-"""A number of samples."""
+"""Range of a flag that counts samples, from 1."""
 LONG_NATURAL = Range(0, LARGEST_LONG)
 SIZE = Range(1, 10**6)
 """A width, a number of layers or experts, or a number of ranks that share them."""

@@ -141,10 +141,10 @@ def _fresh_numbers(order: SampleOrder, taken: Taken, begin: int, end: int) -> In
 def _windows(
     order: SampleOrder, source: int, begin: int, end: int, low: int, high: int
 ) -> tuple[Ints, Ints]:
-    """Return the windows with numbers ``low`` to ``high`` - 1 that hold any of the tokens.
+    """Return the windows that hold any token from ``begin`` to ``end`` - 1, and their first tokens.
 
-    Windows are numbered through all epochs. The second array is the first token of each window,
-    which may lie past the circle's end.
+    Only windows ``low`` to ``high`` - 1 are returned, numbered through all epochs. The first token
+    may lie past the circle's end.
     """
     count = order.sources[source].windows
     epochs = np.arange(low // count, (high - 1) // count + 1, dtype=np.int64)

@@ -31,7 +31,7 @@ from megatron_ext.disk.reading import is_count
 from megatron_ext.errors import DataError
 
 BLOCK = 1024
-"""Number of samples that are located together."""
+"""Number of successive samples that are computed at once."""
 _BLOCKS_KEPT = 16
 _ORDER, _SHIFT = 1, 2
 """Purposes of keys: to permute the windows of an epoch, and to choose its first token."""

@@ -137,7 +137,7 @@ class PackedOrder(SampleOrder):
         return epochs, blocks, samples
 
     def windows_at(self, source: int, epochs: Ints, places: Ints) -> Ints:
-        """Return the positions of packed samples in the order of reading, over all epochs.
+        """Return where packed samples stand in the order of reading, as numbers through all epochs.
 
         ``places`` says which samples: place p of an epoch is sample p % `block_samples` of its
         block p // `block_samples`.

@@ -123,7 +123,7 @@ def _ranks(values: Words, sizes: Words, keys: Words) -> Words:
 
 
 def _values_of_ranks(ranks: Words, sizes: Words, keys: Words) -> Words:
-    """Return the value of each rank: the inverse of `_ranks`."""
+    """Return the value that has each rank (see `_ranks`) among the values below its size."""
     weights, is_inside = _weights(sizes, keys)
     order = np.lexsort((weights, ~is_inside), axis=1)
     values = np.take_along_axis(order, ranks.astype(np.int64)[:, None], axis=1)[:, 0]

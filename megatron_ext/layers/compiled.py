@@ -296,7 +296,7 @@ class FusedResidual:
     def _recomputing(
         function: Callable[..., tuple[Tensor, ...]],
     ) -> Callable[..., tuple[Tensor, ...]]:
-        """Return the argument ``gradients`` that recomputes ``function`` to compute gradients."""
+        """Return the default of ``gradients``, which recomputes ``function`` for gradients."""
 
         def gradients(
             residual_gradient: Tensor, plan: tuple[int, tuple[int, ...]], *args: Any

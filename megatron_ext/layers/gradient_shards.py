@@ -112,8 +112,8 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
 
     From the first forward pass of a step on, ``main_grad`` of a parameter is its whole gradient;
     call `writable` before writing to it. Once the gradients are finished, and until the next step,
-    it is this rank's part of the sums, which may be empty. The gradients of ``buffers`` are the
-    sums.
+    it is this rank's part of the sum over the ranks, which may be empty. In each buffer of
+    ``buffers``, ``grad_data`` holds these sums.
 
     Args:
         bucket_size: number of parameters at which a bucket is closed, on every pipeline stage.

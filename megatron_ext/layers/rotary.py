@@ -78,8 +78,9 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(wavelengths: Tensor, dim: int, base: float, scaling: RopeScaling) -> Tensor:
-    """Return YaRN's frequencies, divided along a ramp over the channels (arXiv:2309.00071, eq.
-    23).
+    """Return YaRN's frequencies: low ones are divided by the factor (arXiv:2309.00071, eq. 23).
+
+    A linear ramp over the channels joins the low frequencies to the high ones, which are kept.
     """
 
     def channel(rotations: float) -> float:

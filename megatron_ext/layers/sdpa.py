@@ -51,10 +51,10 @@ CUDNN_GENERATIONS = (9, 10)
 CUDNN_ANY_LENGTH = 91501
 CUDNN_OF_TORCH_2_8 = 91002
 CUDNN_TILE = 128
-"""Lengths and versions of cuDNN that are trusted.
+"""Versions of cuDNN, and the sequence lengths that are safe with them.
 
-From version `CUDNN_ANY_LENGTH` on, any length is; from `CUDNN_OF_TORCH_2_8` on, multiples of
-`CUDNN_TILE`, the length of a tile of its kernels.
+From version `CUDNN_ANY_LENGTH` on, any length is safe. From `CUDNN_OF_TORCH_2_8` on, multiples of
+`CUDNN_TILE` are, the length of a tile of cuDNN's kernels.
 """
 
 FLASH_3 = "FA3"

@@ -89,7 +89,7 @@ class Progress:
 
     @property
     def average_note(self) -> str | None:
-        """Return a clause on how much of the averages is still their start; None if very little."""
+        """Return a clause on the share of the initial weights in the averages; None if tiny."""
         share = self.average_start
         if not self.average_updates or share is None or share < 1e-3:
             return None

@@ -33,7 +33,7 @@ def split_tokens(x: Flags) -> int:
 
 
 def depth_weight(x: Flags) -> str:
-    """Return a sentence on how far 0.16 is off in the weight of the last MTP depth."""
+    """Return a sentence on the error of megatron-core 0.16 in the weight of the last MTP depth."""
     length = x.size("--seq-length", 0)
     if x.masked or not length:
         return "A depth weighs by the targets it keeps; 12 % off with ragged masks as measured."
@@ -472,4 +472,4 @@ RULES: dict[str, tuple[Rule, ...]] = {
         ),
     ),
 }
-"""Rules by number of a defect; the first rule that holds decides. Defects not here need no flag."""
+"""Rules by number of a defect; the first that holds decides. Defects without rules need no flag."""

@@ -20,8 +20,10 @@ TWELVE = (
     "SIGKILL", "SIGSTOP", "SIGSEGV", "exception", "slow rank", "memory", "full disk",
     "NaN gradient", "corrupt checkpoint", "bit flip", "failed fsync", "lost socket",
 )  # fmt: skip
-"""The faults that can be injected everywhere; "memory kill" needs a control group with a limit. A
-damaged checkpoint must not directly follow a failed save, which is reported some steps later."""
+"""The faults that can be injected everywhere, in the order of a campaign; "memory kill" is not
+among them, since it needs a control group with a limit. "corrupt checkpoint" does not directly
+follow a failed save, which is reported only some steps later.
+"""
 ENDING = {"SIGKILL", "SIGSTOP", "SIGSEGV", "exception", "memory", "memory kill", "lost socket"}
 """Faults that end or stop a rank whatever it is doing, so that they may strike at any moment."""
 MOMENTS = ("step", "data", "forward", "backward", "reduce", "update")

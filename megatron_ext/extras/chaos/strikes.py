@@ -234,7 +234,7 @@ def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def cut_connection(target: Target) -> None:
-    """Shut down the TCP connection that carried the most bytes; in a fork, all are gloo's."""
+    """Shut down the TCP connection that carried the most bytes; a forked rank has only gloo's."""
     busiest = max(_connections(), key=lambda pair: pair[0], default=None)
     if busiest is None:
         raise InjectedFault("this process has no TCP connection")

@@ -328,7 +328,7 @@ class RecordWriter:
         self.write("start", iteration=iteration, sample=sample, **facts)
 
     def _take_over(self, iteration: int, sample: int, folder: str) -> History:
-        """Write another folder's history up to a step, if its record contains it; return it."""
+        """Write and return the history up to a step in another folder; empty if unknown there."""
         try:
             history = StepRecord(folder).history(iteration)
         except ConfigError:

@@ -377,7 +377,7 @@ def _blocks(ledger: Ledger, *, with_lost: bool) -> Iterator[dict[str, Any]]:
 
 
 def main(argv: Sequence[str], description: str) -> int:
-    """Answer from a ledger; return the exit code, 2 after a user error, which is printed."""
+    """Answer a question about a run's record; return 0, or 2 after an error, which is printed."""
     args = parser_of(description).parse_args(argv)
     width = None if sys.stdout.isatty() else 160
     console = Console(width=width, highlight=False, markup=False)

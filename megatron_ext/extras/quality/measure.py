@@ -121,7 +121,12 @@ class Duplicates:
 
 @dataclass
 class Quality:
-    """All statistics of datasets; `documents` of the `available` documents were examined."""
+    """All statistics of datasets.
+
+    Attributes:
+        available: number of documents in the datasets.
+        documents: number of documents that were examined.
+    """
 
     datasets: list[str]
     available: int
@@ -259,7 +264,7 @@ class _View:
         return Excerpt(len(span.tokens), len(span.places), places, text)
 
     def duplicates(self, leaders: Ints) -> Duplicates:
-        """Return the statistics of duplicate groups, given each document's leader."""
+        """Return statistics of duplicate groups, given the first document of each one's group."""
         later = np.flatnonzero(leaders != np.arange(len(leaders)))
         firsts, counts = np.unique(leaders[later], return_counts=True)
         largest = []

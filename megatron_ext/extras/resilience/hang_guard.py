@@ -38,7 +38,7 @@ _SECONDS_OF_A_SIGN = 2.0
 
 @contextmanager
 def hang_guard(config: RunConfig, rank: int) -> Iterator[None]:
-    """Let watchers query this rank; if torchrun has started it, let it watch as well."""
+    """Let watchers query this rank; in a run that torchrun has started, also watch the others."""
     folder = host_folder()
     with watchdog(folder, rank), _watching(config, folder):
         yield

@@ -38,7 +38,10 @@ def spans(events: Sequence[Sequence[Any]]) -> Iterator[tuple[float, float, str]]
 
 
 def first_time(ranks: Sequence[dict[str, Any]]) -> float:
-    """Return the time at which the drawing starts: the last few steps, or the last few seconds."""
+    """Return the time at which the drawing starts.
+
+    From then on there are the last few steps, but at most the last few seconds.
+    """
     steps = [e[0] for rank in ranks for e in rank["events"] if e[1] == "STEP"]
     last = sorted({round(time, 3) for time in steps})[-_STEPS_SHOWN * len(ranks) :]
     events = [e[0] for rank in ranks for e in rank["events"]]

@@ -33,7 +33,7 @@ Differences = dict[int, list[str]]
 
 
 class Rerun(Callback):
-    """Wraps the steps of a run, according to ``--rerun-mode`` and ``--rerun-interval``."""
+    """Computes steps again to detect faults, as ``--rerun-mode`` and ``--rerun-interval`` say."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

@@ -21,7 +21,7 @@ COMPUTES = frozenset({"forward", "backward", "reduce", "update"})
 some ranks do that.
 """
 _LEAST_STEPS = 3
-"""Number of whole steps that must be exceeded to measure only whole steps."""
+"""If every rank has more whole steps than this, only whole steps are measured."""
 
 Span = tuple[float, float]
 

@@ -37,7 +37,7 @@ class Evidence:
 
     @staticmethod
     def of_crash(folder: Path, rank: int) -> Evidence:
-        """Return the last stacks that a crashed process may have left."""
+        """Return the last stacks of rank ``rank``, which it may have written when it crashed."""
         return Evidence(crash=_text(_crash(folder, rank)))
 
 

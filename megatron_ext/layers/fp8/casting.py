@@ -65,7 +65,7 @@ KNOWN_SCALE = compiled(matrices.known_scale)
 def cast_with(
     x: Tensor, scale: Tensor, dtype: torch.dtype, layout: Wanted, noted: Tensor | None = None
 ) -> Layouts:
-    """Do the same as `matrices.quantize_with`, on a GPU in a single kernel."""
+    """Cast a matrix to 8 bits like `matrices.quantize_with`; on a GPU in a single kernel."""
     kernels = kernels_for(x)
     function = matrices.quantize_with if kernels is None else kernels.cast
     layouts: Layouts = function(x, scale, dtype, layout, noted)
@@ -75,9 +75,10 @@ def cast_with(
 def cast_by_magnitude(
     x: Tensor, amax: Tensor, dtype: torch.dtype, layout: Wanted, *, varies: bool
 ) -> Pass:
-    """Do the same as `matrices.quantize` for a whole matrix, on a GPU in a single kernel.
+    """Cast a matrix to 8 bits like `matrices.quantize`, with a single scale.
 
-    ``amax`` ``[]`` is the largest magnitude; for ``varies`` see `Function`.
+    On a GPU this is a single kernel. ``amax`` ``[]`` is the largest magnitude; for ``varies`` see
+    `Function`.
     """
     kernels = kernels_for(x)
     if kernels is None:

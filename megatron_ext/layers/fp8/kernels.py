@@ -204,7 +204,10 @@ def _launch(
     activation: str,
     gated: bool,
 ) -> None:
-    """Launch a kernel on matrices with at least one row; it writes to the given tensors."""
+    """Launch the kernel ``name`` on matrices with at least one row.
+
+    It writes its results to ``scales``, ``noted``, ``rows`` and ``columns``, where not None.
+    """
     kernel, (block_m, block_k) = _KERNELS[name]
     m, k = inputs[0].shape
     more: dict[str, Any] = {"scales": scales}
@@ -269,7 +272,7 @@ def cast(
 
 
 def cast_by_magnitude(x: Tensor, amax: Tensor, dtype: torch.dtype, layout: Wanted) -> Pass:
-    """Do the same as `matrices.quantize` with the largest magnitude ``[]``, in a single kernel."""
+    """Cast a matrix to 8 bits like `matrices.quantize`, by its largest magnitude ``amax``."""
     scales = x.new_empty(2, dtype=torch.float32)
     rows, columns = _run("cast", [x], x.size(1), dtype, layout, amax, None, scales)
     scale, inverse = scales.unbind()

@@ -234,7 +234,7 @@ class AmaxHistories:
             scaling.has_history = before
 
     def forget(self) -> None:
-        """Drop the check that `advance` has begun: loaded histories replace what it checks."""
+        """Drop a pending answer about the histories, since loaded ones have replaced them."""
         self._pending = None
 
     @torch.no_grad()

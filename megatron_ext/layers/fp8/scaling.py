@@ -194,7 +194,9 @@ class Scaling(torch.nn.Module):
         return _pair(*self._quantize(x, role, "both" if columns else "rows"))
 
     def gradient(self, x: Tensor, *, columns: bool) -> Pair:
-        """Return the output's gradient ``[m, k]`` in 8 bits; cast it unless it was handed over.
+        """Return the output's gradient ``[m, k]`` in 8 bits, cast here or by the next layer.
+
+        If the next layer has handed over an 8-bit gradient, ``x`` is only its placeholder.
 
         Raises:
             RuntimeError: a gradient was handed over, but ``x`` is not its placeholder.
@@ -226,7 +228,8 @@ class Scaling(torch.nn.Module):
     def across(self, x: Tensor, role: Role, rows: Quantized) -> Quantized:
         """Return ``[m, k]`` in 8 bits such that its transpose fits a product that sums over m.
 
-        With one scale for the tensor this is ``rows``, the matrix that `rows` has returned for it.
+        ``rows`` is the result of the method `rows` for ``x``. With one scale for the whole tensor
+        it fits this product too, and is returned.
         """
         return rows
 
