@@ -24,8 +24,8 @@ if __name__ == "__main__":
     end_on_interrupt()
 
 from megatron_ext.config.flags import COUNT
-from megatron_ext.data.indexed import plain_prefix
 from megatron_ext.errors import ConfigError, MegatronExtError
+from megatron_ext.text.data.blend import plain_prefix
 from megatron_ext.text.data.inspect import (
     digest_path,
     digests_of,

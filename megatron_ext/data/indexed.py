@@ -63,11 +63,6 @@ def is_address(prefix: str | os.PathLike[str]) -> bool:
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", os.fspath(prefix)) is not None
 
 
-def plain_prefix(prefix: str) -> str:
-    """Return the path of a ``file://`` address; return any other prefix unchanged."""
-    return "/" + prefix[7:].lstrip("/") if prefix.startswith("file://") else prefix
-
-
 @dataclass(frozen=True)
 class IndexInfo:
     """The header and sizes of one indexed dataset; only multimodal ones have modes."""

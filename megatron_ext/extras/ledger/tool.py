@@ -16,7 +16,6 @@ from rich.table import Table
 
 from megatron_ext import limits
 from megatron_ext.config.flags import NATURAL
-from megatron_ext.data.indexed import plain_prefix
 from megatron_ext.disk.events import read_events
 from megatron_ext.disk.writing import open_new
 from megatron_ext.errors import ConfigError, MegatronExtError
@@ -24,6 +23,7 @@ from megatron_ext.extras.ledger.counts import Use, check_of, compare, uses
 from megatron_ext.extras.ledger.documents import Documents, Rows
 from megatron_ext.extras.ledger.ledger import Ledger, Read
 from megatron_ext.extras.ledger.step_record import Steps
+from megatron_ext.text.data.blend import plain_prefix
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
 

@@ -8,13 +8,17 @@ from typing import Any
 
 from megatron.core.datasets.utils import get_blend_from_list
 
-from megatron_ext.data.indexed import plain_prefix
 from megatron_ext.disk.reading import UnreadableFile, is_count, read_json, read_text
 from megatron_ext.errors import DataError
 from megatron_ext.text.data.config import DataConfig, is_number
 
 SPLITS = ("train", "valid", "test")
 Blend = tuple[list[str], list[float] | None]
+
+
+def plain_prefix(prefix: str) -> str:
+    """Return the path of a ``file://`` address; return any other prefix unchanged."""
+    return "/" + prefix[7:].lstrip("/") if prefix.startswith("file://") else prefix
 
 
 @dataclass(frozen=True)
