@@ -251,7 +251,7 @@ class EmaConfig:
     """Whether the run only samples, with the averaged weights."""
 
     def resolved(self) -> EmaConfig:
-        """Return a copy that has a start and a warm-up by default, if there is an average."""
+        """Return a copy; if there are averages, a missing start or warm-up gets its default."""
         if not self.ema_decay:
             return self
         start = 1 if self.ema_start is None else self.ema_start

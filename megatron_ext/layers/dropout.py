@@ -23,7 +23,7 @@ from megatron_ext.layers.context_parallel import slices_of
 from megatron_ext.layers.pointwise import masked_bias_dropout_add
 
 _BITS = (1 << 63) - 1
-"""Seeds must be nonnegative 64-bit integers."""
+"""A mask that turns an integer into a seed: a nonnegative 64-bit integer."""
 _STATE = "first-sample-of-the-micro-batch"
 
 

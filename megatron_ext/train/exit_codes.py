@@ -98,7 +98,10 @@ def code_of_nodes(code: int, folder: Path | None) -> int:
 
 
 def main(words: list[str]) -> int:
-    """Print the meaning of the exit code in ``words``; return 0 if a restart makes sense."""
+    """Print the meaning of the exit code in ``words``.
+
+    Return 0 if a restart makes sense, 1 if not, and another code if ``words`` are wrong.
+    """
     if len(words) != 1 or not words[0].isdecimal():
         print("usage: python -m megatron_ext.train.exit_codes CODE", file=sys.stderr)
         return EXIT_CODE_USER_ERROR

@@ -172,7 +172,10 @@ class Task(TaskFlags):
         return dataclasses.replace(self, **changes)
 
     def with_sections(self, *kinds: type) -> Task:
-        """Return a copy with further sections of flags, also restored from checkpoints."""
+        """Return a copy with further sections of flags.
+
+        With ``--use-checkpoint-args``, the checkpoint gives the values of these sections, too.
+        """
 
         def stored_model(stored: Mapping[str, Any], given: RunConfig) -> Mapping[str, Any]:
             own = {name: stored.get(name, {}) for name in named(kinds)}

@@ -273,7 +273,7 @@ def side_errors(fp8: Fp8Config, sides: Sequence[Side]) -> Iterator[FlagError]:
 
 
 def _attention_sides(run: RunConfig) -> Sequence[Side]:
-    """Return the widths of attention's projections: name, width, and the ranks that share it."""
+    """Return the widths of attention's projections: name, width, and number of sharing ranks."""
     own = run.attention_sides()
     if own is not None:
         return own

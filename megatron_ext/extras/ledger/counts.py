@@ -65,8 +65,9 @@ def uses(ledger: Ledger) -> list[Use]:
 
 
 Same = tuple[int, int, int]
-"""Key and tokens of a source, and the number of equal sources before it in the order. It does not
-depend on where the data is stored."""
+"""Key and tokens of a source, and the number of equal sources before it in the order. This tuple is
+the same wherever the data is stored.
+"""
 Key = tuple[Same, int, bool, Phase]
 """A source, the tokens of a window, whether documents are packed, and a phase.
 
