@@ -84,7 +84,7 @@ class FrameAttention:
         self.trades_heads = trades_heads
 
     def exchange(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """With ``trades_heads``, trade all heads of the rank's tokens for some heads of all tokens.
+        """Trade all heads of the rank's tokens for some heads of all tokens, if ``trades_heads``.
 
         With m tokens a frame, ``[t, m, b, n, d]`` becomes ``[t, m * cp, b, n / cp, d]``. Without
         ``trades_heads`` the arguments are returned unchanged.
