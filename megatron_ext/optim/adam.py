@@ -81,7 +81,10 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that an update reads (all but the copy) and writes (no gradient)."""
+        """Return the bytes that an update reads and writes.
+
+        It reads all tensors except ``copy``, and writes all except the gradient.
+        """
         sizes = [tensor.numel() * tensor.element_size() for tensor in self.tensors]
         return sum(sizes[:4]) + sum(sizes[1:])
 

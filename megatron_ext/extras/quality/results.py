@@ -22,7 +22,8 @@ _TEXT = 72
 def check_output(flag: str, path: Path | None) -> None:
     """Raise a ConfigError early if a file cannot be written, before hours of work are lost.
 
-    The suffix of a list of duplicates decides between parquet and jsonl.
+    The file of ``--duplicates-out`` must also end in ``.parquet`` or ``.jsonl``, which selects its
+    format.
     """
     if path is None:
         return
