@@ -139,7 +139,7 @@ _VIDEO = "entry network naming".split()
 
 
 def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """Return those of the options ``names`` that were given on the command line, with values."""
+    """Return the options, of ``names``, that were given on the command line, with their values."""
     values = {name: getattr(args, name, None) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 

@@ -61,7 +61,7 @@ DEFAULT = "tp2,tp2sp,pp2,pp2vpp2,cp2,cp2a2a,dp2,tp2pp2"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run all layouts and print the table; return the exit code."""
+    """Train in all layouts and print the table of differences; return the exit code."""
     own = list(argv[: argv.index("--")]) if "--" in argv else list(argv)
     words = list(argv[len(own) + 1 :])
     parser = argparse.ArgumentParser(

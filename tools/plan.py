@@ -113,7 +113,7 @@ def read_video(
 
 
 def parsed(words: Sequence[str], program: TaskChoice, world_size: int, gpu: str) -> ParsedArgs:
-    """Parse flags for a dry run, and print notes on them; the GPUs of the run are not needed."""
+    """Parse the flags of a run for a dry run without its GPUs; print notes on the flags."""
     planned = {"dry_run": True, "dry_run_gpu": gpu}
     arguments = parse_args(words, program, world_size=world_size, device="cuda", defaults=planned)
     for note in arguments.notes:

@@ -38,20 +38,19 @@ _CUTS = (
     "decoder_last_pipeline_num_layers",
     "num_layers_per_virtual_pipeline_stage",
 )
-"""Names of fields that count the layers of a stage; a pattern has two letters per layer, so they
-are unclear."""
+"""Names of fields that count the layers of a stage; a pattern refuses them."""
 _CUTS_WITHOUT_STAGES = (
     "num_virtual_stages_per_pipeline_rank",
     "pipeline_model_parallel_layout",
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
-"""Names of fields that cut the layers into stages; a pattern with ``|`` does so itself."""
+"""Names of fields that cut the layers into stages; a pattern with ``|`` refuses them."""
 
 
 @dataclass(frozen=True)
 class HybridConfig:
-    """The flag that builds a GPT as megatron-core's HybridModel; the spelling is Megatron-LM's."""
+    """The flag that builds a GPT as megatron-core's HybridModel, with Megatron-LM's name."""
 
     hybrid_layer_pattern: str | None = flag(
         None,
@@ -126,7 +125,10 @@ def read_pattern(text: str) -> Pattern:
 
 
 def resolve_hybrid(config: RunConfig) -> RunConfig:
-    """Return the configuration with the flags that describe the GPT of the pattern."""
+    """Return the configuration with the flags that describe the GPT of a pattern.
+
+    Without ``--hybrid-layer-pattern`` it is returned unchanged.
+    """
     text = config.section(HybridConfig).hybrid_layer_pattern
     if text is None:
         return config

@@ -143,7 +143,7 @@ def megatron_task(
 
 @dataclass
 class _Current:
-    """The state of the run that Megatron-LM keeps in global variables; None before a run."""
+    """The state of a run that Megatron-LM keeps in global variables; None before the run."""
 
     tokenizer: Tokenizer | None = None
     args: argparse.Namespace | None = None
@@ -185,7 +185,7 @@ MEGATRON_DEFAULTS: dict[str, Any] = {
     "logits_load_kd_loss_alpha": 1.0,
     "logits_load_ignore_errors": False,
 }
-"""Attributes, by name, that `get_args` adds: Megatron-LM's programs read them, but no flag sets
+"""Attributes that `get_args` adds, with values: Megatron-LM's programs read them, but no flag sets
 them."""
 
 
@@ -325,7 +325,7 @@ def _begun(value: T | None, name: str) -> T:
 
 
 def core_transformer_config_from_args(_args: argparse.Namespace) -> Any:
-    """Return the TransformerConfig of this run, whatever the argument."""
+    """Return the TransformerConfig of this run; the argument is not used."""
     return _current.transformer_config
 
 
@@ -367,7 +367,7 @@ def get_blend_and_blend_per_split(
 
 
 def build_tokenizer(_args: argparse.Namespace) -> Tokenizer:
-    """Return the tokenizer of the run, whatever the argument is."""
+    """Return the tokenizer of the run; the argument is not used."""
     return get_tokenizer()
 
 

@@ -145,10 +145,10 @@ def gpt_forward_step(
 
 
 def text_step_stats(run: Run, num_microbatches: int) -> StepStats:
-    """Return the samples, tokens and FLOPs of a step.
+    """Return the numbers of samples, tokens and FLOPs of a step.
 
-    Samples are the global batch size; tokens and FLOPs are those of the rows of
-    ``num_microbatches`` micro-batches per replica.
+    The samples are the global batch size. Tokens and FLOPs are those of all rows,
+    ``num_microbatches`` micro-batches on each replica.
     """
     rows = num_microbatches * run.batch_size.samples_per_microbatch
     length = run.seq_length

@@ -49,8 +49,7 @@ from megatron_ext.train.task import STEP_FLAGS, Datasets, Task, TaskChoice, late
 DIRECT = "megatron_ext.text.data.splits"
 """The module of the direct order of samples; only runs in that order import it."""
 INDEXED = "megatron_ext.text.data.checked"
-"""The module of megatron-core's order of samples in files; runs on made-up data do not import it.
-"""
+"""The module of megatron-core's order of samples; runs on made-up data do not import it."""
 
 
 def training_rules(given: RunConfig, run: RunConfig) -> list[str]:
@@ -104,7 +103,7 @@ def gpt_inputs(config: RunConfig) -> list[Callable[[], Any]]:
 
 
 def with_tokenizer(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
-    """Build the tokenizer of the flags; return (configuration, tokenizer).
+    """Build the tokenizer that the flags give; return (completed configuration, tokenizer).
 
     The configuration is completed by the padded vocabulary size.
     """
@@ -139,7 +138,7 @@ def is_direct(config: RunConfig) -> bool:
 
 
 def separator_warnings(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
-    """Return warnings about ends of documents that a pretraining run misreads or has no loss on."""
+    """Return warnings about ends of documents that pretraining misreads, or has no loss on."""
     module = DIRECT if is_direct(config) else INDEXED
     warnings: list[str] = later(f"{module}:separator_warnings")(config, tokenizer)
     return warnings

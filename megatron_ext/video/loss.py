@@ -62,7 +62,10 @@ def shift(times: Tensor, factor: float) -> Tensor:
 
 
 def timesteps(config: FlowConfig, normals: Tensor, factor: float) -> Tensor:
-    """Map standard normal samples to as many shifted training times in [0, 1], in float32."""
+    """Return training times in [0, 1] for standard normal numbers, one for each, in float32.
+
+    The times are shifted by `shift` with ``factor``.
+    """
     u = config.timestep_mean + config.timestep_std * normals.float()
     return shift(torch.sigmoid(u), factor)
 
@@ -184,6 +187,6 @@ def x0_from_flow(x_t: Tensor, flow: Tensor, sigma: Tensor) -> Tensor:
 
 
 def spread(sigma: Tensor, x: Tensor) -> Tensor:
-    """Return sigma ``[]``, ``[b]`` or ``[b, t]`` in float64, reshaped to broadcast over ``x``."""
+    """Return sigma, ``[]``, ``[b]`` or ``[b, t]``, in float64, with axes added to fit ``x``."""
     sigma = sigma.to(x.device, torch.float64)
     return sigma.view(*sigma.shape, *[1] * (x.dim() - sigma.dim()))

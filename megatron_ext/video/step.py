@@ -135,7 +135,7 @@ class FlowBatchBuilder(ABC):
 
     @abstractmethod
     def _own(self, whole: FlowTargets, num_text: int) -> FlowTargets:
-        """Return the part of the whole sequence's targets that belongs to this rank."""
+        """Return this rank's part of the targets ``whole``, those of the whole sequence."""
 
     @abstractmethod
     def _inputs(

@@ -88,7 +88,7 @@ class AttentionConfig(LayerSection):
         return {**dataclasses.asdict(self), "window_attn_skip_freq": pattern}
 
     def torch_only(self) -> list[str]:
-        """Return those of the given flags that only the torch layers follow."""
+        """Return the given flags that only the torch layers follow."""
         capped = self.attn_logit_softcapping is not None
         return ["--attn-logit-softcapping"] if capped else []
 
@@ -217,7 +217,7 @@ class LatentAttentionConfig(LayerSection):
         return frozenset() if self.multi_latent_attention else names - {"multi_latent_attention"}
 
     def errors(self, config: RunConfig) -> Iterator[FlagError]:
-        """Yield an error if a part of latent attention shall be recomputed but there is none."""
+        """Yield an error if parts of latent attention are to be recomputed but there are none."""
         model = config.model
         modules = model.recompute_modules or ()
         selective = model.recompute_granularity == "selective"

@@ -175,7 +175,7 @@ class MoEConfig(LayerSection):
         return {"--moe-router-fusion": "2.7.0"} if fuses else {}
 
     def errors(self, config: RunConfig) -> Iterator[FlagError]:
-        """Yield an error for each fault in these flags, and for each flag that experts exclude."""
+        """Yield an error for each fault in the flags of experts, and each flag they exclude."""
         if self.num_experts is None:
             yield from _errors_without_experts(config)
             return

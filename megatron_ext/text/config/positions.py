@@ -163,7 +163,7 @@ class PositionConfig(LayerSection):
         }
 
     def torch_only(self) -> list[str]:
-        """Return those of the given flags that only the torch layers follow."""
+        """Return the given flags that only the torch layers follow."""
         magnitude = 1.0
         try:
             scaling = self.resolved().scaling()

@@ -1,4 +1,4 @@
-"""The configuration sections of a text run, and values and errors that follow from several."""
+"""The configuration sections of a text run; values and errors that involve several sections."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SECTIONS = (
 
 
 def resolve_text(config: RunConfig) -> RunConfig:
-    """Return the configuration with the values of the text tenant that follow from other values."""
+    """Return the configuration with the values that the text tenant derives from other values."""
     config = resolve_hybrid(config)
     data = config.section(DataConfig)
     sft = config.section(SftConfig)

@@ -60,8 +60,8 @@ class Settings:
     def refuse(self, key: str, value: Any = None, advice: str = "use a model without it") -> None:
         """Raise a CheckpointError, since the converted model could not do what an entry says.
 
-        ``key`` names the entry; ``value`` is shown in its place if given; ``advice`` ends the
-        message.
+        ``key`` names the entry; the message shows ``value``, by default the entry's value, and ends
+        with ``advice``.
         """
         shown = self[key] if value is None else value
         raise CheckpointError(
@@ -98,7 +98,7 @@ class Gpt:
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any]) -> Gpt:
-        """Return sections that have these values; other fields have defaults or derived values."""
+        """Return sections with the given values; other fields have defaults or derived values."""
 
         def section(kind: type[Any]) -> Any:
             names = {field.name for field in dataclasses.fields(kind)} & fields.keys()
@@ -175,7 +175,7 @@ class Family:
 
 
 def architecture_of(gpt: Gpt) -> Fields:
-    """Return the fields by which two models compute the same function, for a comparison."""
+    """Return the fields that must be equal for two models to compute the same function."""
     model = gpt.model
     moe = gpt.moe
     positions = gpt.positions
@@ -207,7 +207,7 @@ def differences(ours: Fields, theirs: Fields) -> list[tuple[str, Any, Any]]:
 
 
 def words_of(fields: Mapping[str, Any]) -> list[str]:
-    """Return the words of a command line that set these fields; defaults are left out."""
+    """Return the words of a command line that set the given fields; defaults are left out."""
     words: list[str] = []
     for section, kind in SECTIONS.items():
         for flag in flags_of(section, kind):

@@ -118,7 +118,7 @@ class Table:
     exact: tuple[str, ...] = ()
 
     def is_exact(self, tensor: str) -> bool:
-        """Tell whether the tensor of this name stays in float32, whatever the model's dtype."""
+        """Tell whether a tensor stays in float32, whatever the model's dtype."""
         return tensor.endswith(self.exact) if self.exact else False
 
     def runs(self, name: str, rows: int, num_layers: int) -> list[Run] | None:

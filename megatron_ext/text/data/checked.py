@@ -176,7 +176,10 @@ def build_checked_datasets(
     sizes: Sequence[int | None],
     is_built_on_rank: Callable[[], bool],
 ) -> Datasets:
-    """Check a run's indexed datasets, and build its splits; see `gpt.build_blend`."""
+    """Check a run's indexed datasets, and build its train, valid and test split.
+
+    ``sizes`` has the number of samples of each split; None means one epoch.
+    """
     data = config.section(DataConfig)
     spec = training_blend(data)
     data_files = check_inputs(data, config.model, spec, tokenizer, sizes)

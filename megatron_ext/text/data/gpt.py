@@ -157,7 +157,10 @@ def build_mock_datasets(
     sizes: Sequence[int | None],
     is_built_on_rank: Callable[[], bool],
 ) -> Datasets:
-    """Build the splits of made-up documents; see `build_blend`."""
+    """Build the train, valid and test split of made-up documents.
+
+    ``sizes`` has the number of samples of each split; None means one epoch.
+    """
     core_config = dataset_config(config, BlendSpec(None, None), tokenizer, "mock")
     return build_blend(MockGPTDataset, core_config, sizes, is_built_on_rank)
 
@@ -168,7 +171,7 @@ def build_blend(
     sizes: Sequence[int | None],
     is_built_on_rank: Callable[[], bool],
 ) -> Datasets:
-    """Build train, valid and test with ``sizes`` samples; a size of None means one epoch.
+    """Build the train, valid and test split with ``sizes`` samples each; None means one epoch.
 
     All ranks call this together.
     """

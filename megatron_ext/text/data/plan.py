@@ -55,7 +55,7 @@ class RunPlan:
 
 
 def schedule_of(config: RunConfig) -> Schedule:
-    """Return the stages of ``--data-schedule``; without it, one stage with the given datasets."""
+    """Return the stages of ``--data-schedule``; without it, one stage with the given data."""
     data = config.section(DataConfig)
     length = config.model.seq_length
     assert length is not None
@@ -136,7 +136,7 @@ def split_span(config: RunConfig, prefix: str, split: int) -> TokenSpan:
 
 
 def checked_span(span: TokenSpan, split: int, window: int) -> TokenSpan:
-    """Return ``span`` unchanged; raise a DataError if it has fewer than ``window`` tokens.
+    """Return ``span`` unchanged; raise a DataError if it has fewer tokens than a sample.
 
     A sample has ``window`` tokens; ``split`` is the number of the split, for the error.
     """
@@ -152,7 +152,7 @@ def checked_span(span: TokenSpan, split: int, window: int) -> TokenSpan:
 def history_of(config: RunConfig) -> tuple[dict[str, Any] | None, int, int]:
     """Return (data order, consumed samples, steps) of the checkpoint from which a run resumes.
 
-    Return (None, 0, 0) for a new run.
+    The data order has JSON values; a new run has (None, 0, 0).
     """
     checkpoint = find(config.checkpoint)
     if checkpoint is None or checkpoint.weights_only:

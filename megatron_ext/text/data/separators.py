@@ -18,7 +18,7 @@ from megatron_ext.data.indexed import Array, Index, bin_path
 from megatron_ext.text.tokenizers.base import NO_TOKEN, Tokenizer
 
 SAMPLED_TOKENS = 1 << 20
-"""The number of a dataset's first tokens in which the ends of documents are compared."""
+"""The number of a dataset's first tokens in which the ends of documents are examined."""
 
 
 def padding_id(tokenizer: Tokenizer, *, allow_ambiguous: bool = False) -> int:
@@ -53,7 +53,10 @@ class Endings:
 
 
 def endings_of(ids: Array, ends: Array) -> Endings:
-    """Return the endings of documents in ``ids``; ``ends`` has the indices of their last tokens."""
+    """Return the endings of documents in ``ids``, an array of token ids.
+
+    ``ends`` has the indices of the documents' last tokens.
+    """
     last = ids[ends]
     return Endings(len(ends), Counter(last.tolist()), ids)
 
@@ -137,7 +140,7 @@ def _about_other_ends(
 def appended_warnings(tokenizer: Tokenizer, eod: int) -> list[str]:
     """Return warnings about the token ``eod`` that preprocessing appends to documents.
 
-    The warnings are about what a run with the same tokenizer would misread.
+    They tell what a training run with the same tokenizer would misread.
     """
     sentences = []
     if eod == padding_id(tokenizer):

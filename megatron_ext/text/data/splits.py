@@ -119,9 +119,10 @@ def _report(config: RunConfig, plan: RunPlan) -> None:
 
 
 def _check_lengths(config: RunConfig, plan: RunPlan, consumed: int) -> None:
-    """Raise a ConfigError if a sample length in the rest of the schedule does not fit.
+    """Raise a ConfigError for a sample length in ``--data-schedule`` that a run cannot have.
 
-    It must fit the ranks that divide a sequence, and the kernels.
+    The ranks must be able to divide a sequence, and flags that fix its length must not be given.
+    Stages before sample ``consumed`` are not checked.
     """
     path = config.section(DataConfig).data_schedule
     stages = plan.order.stages[plan.order.stage_at(consumed) :]

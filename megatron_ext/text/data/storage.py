@@ -69,7 +69,10 @@ class StorageNotes(Callback):
 
 
 def note_of(counts: dict[str, int]) -> str:
-    """Return a sentence on a machine's requests; ``counts`` has the names of `COUNTS`."""
+    """Return a sentence on a machine's requests to object storage.
+
+    ``counts`` has the names of `block_cache.COUNTS`.
+    """
     bad = counts["failed"] + counts["given_up"] + counts["short"]
     share = bad / max(1, counts["requests"])
     lost = counts["not_kept"]

@@ -1,4 +1,7 @@
-"""Presents our models to lm-eval as a model class, and runs its tasks; needs lm-eval installed."""
+"""Presents our models to lm-eval as a model class of its own, and runs its tasks.
+
+The package lm_eval must be installed.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,10 @@ BLOCK = 512
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """A text of which the tokens from index ``first`` on, at least 1, get a log-probability."""
+    """A text, of which the tokens from index ``first`` on are scored by their log-probabilities.
+
+    ``first`` is at least 1.
+    """
 
     ids: tuple[int, ...]
     first: int
@@ -177,7 +180,7 @@ class ModelService:
         return at_target - logits.logsumexp(-1), logits.argmax(-1) == targets
 
     def _share(self, entries: Sequence[T]) -> list[T]:
-        """Return this replica's share of a list: every dp-th entry."""
+        """Return this replica's share of a list: one of every dp entries, for dp replicas."""
         context = self.forward.context
         return list(entries[context.dp_rank :: context.layout.data_parallel_size])
 
@@ -193,7 +196,7 @@ class ModelService:
 
 
 def _batches(rows: Sequence[tuple[int, ScoreRequest]]) -> list[list[tuple[int, ScoreRequest]]]:
-    """Group numbered requests in order, so that a group has at most PROMPT_TOKENS tokens.
+    """Group numbered requests in order, so that a group has at most `PROMPT_TOKENS` tokens.
 
     A longer text is a group by itself.
     """
@@ -210,7 +213,10 @@ def _batches(rows: Sequence[tuple[int, ScoreRequest]]) -> list[list[tuple[int, S
 
 
 def _from_rank_0(order: Any) -> Any:
-    """Broadcast ``order`` from rank 0 and return it; elsewhere the argument is ignored."""
+    """Return the object ``order`` of rank 0 on every rank.
+
+    On other ranks the argument is ignored.
+    """
     objects = [order]
     torch.distributed.broadcast_object_list(objects, src=0)
     return objects[0]

@@ -14,11 +14,13 @@ from megatron_ext.text.generation.sampling import Chooser, Sampling
 from megatron_ext.text.tokenizers.base import Tokenizer
 
 PROMPT_TOKENS = 8192
-"""The most tokens of new prompts in one forward pass; a single longer prompt is admitted too."""
+"""The largest number of tokens of new prompts in one forward pass.
+
+A single longer prompt is admitted too."""
 CONTEXT = 8
-"""The number of a prompt's last tokens that are decoded with the new ones, to get spaces right."""
+"""The number of a prompt's last tokens that are decoded with new tokens, to get spaces right."""
 UNFINISHED = "\ufffd"
-"""The character for bytes of an incomplete character; later tokens may complete it."""
+"""The character that decoding gives for an incomplete character, which later tokens complete."""
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,8 @@ class PackedForward:
     def any_left(self, has_texts: bool) -> bool:
         """Tell whether a further call of `run` is needed.
 
-        It is if this replica has texts left or, where experts are spread over replicas, if any has.
+        It is needed if this replica has texts left or, where experts are spread over replicas, if
+        any replica has.
         """
         if not self._in_step:
             return has_texts
@@ -229,7 +230,10 @@ class PackedForward:
         return whole
 
     def _micro_batches(self, texts: Sequence[NewTokens]) -> list[MicroBatch]:
-        """Split texts into micro-batches of about equally many; pad these to one length."""
+        """Split texts into micro-batches with about equally many texts each.
+
+        All micro-batches are padded to the same number of tokens.
+        """
         count = min(self.context.layout.pipeline_model_parallel_size, max(1, len(texts)))
         bounds = [len(texts) * i // count for i in range(count + 1)]
         groups = [texts[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]

@@ -54,7 +54,7 @@ class Prompt:
 
 
 def read_prompts(generation: GenerationConfig) -> list[Prompt]:
-    """Return the prompts that the flags or their file give.
+    """Return the prompts that the flags give, by themselves or in a file.
 
     Raise a DataError for a file that is unreadable or has no prompt.
     """
@@ -153,7 +153,7 @@ class Encoder:
         return dated_tokenizer(chat, given)
 
     def __call__(self, prompt: Prompt) -> list[int]:
-        """Return the tokens of a prompt; raise a DataError if it has none."""
+        """Return the tokens of a prompt; raise a DataError if there are none."""
         if self._chat is not None:
             content = prompt.content
             messages = content
@@ -205,7 +205,10 @@ def encoded_requests(
     sampling: Sampling,
     positions: int,
 ) -> list[Request]:
-    """Return a request for each prompt, numbered from 0."""
+    """Return a request for each prompt, numbered from 0.
+
+    DataError is raised for a prompt that leaves none of the model's ``positions`` free.
+    """
     requests = []
     for number, prompt in enumerate(prompts):
         ids = encode(prompt)

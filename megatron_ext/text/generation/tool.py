@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 NOT_STORED = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "mtp_num_layers")
 """Flags that are not taken from a checkpoint.
 
-Generating drops no token of an expert, and uses no MTP depth."""
+They limit the tokens of an expert or add MTP depths, neither of which generation does."""
 TYPING_TIMEOUT = 24 * 60.0
 """How many minutes the other ranks wait while the user types."""
 
@@ -146,7 +146,10 @@ def run_model(
 
 
 def _stored_model(stored: Mapping[str, Any], program: Task, load: str) -> dict[str, Any]:
-    """Return the flags in a stored configuration that determine what the model computes."""
+    """Return the values of the flags that determine what the model of a checkpoint computes.
+
+    ``stored`` is the configuration in the checkpoint ``load``.
+    """
     if "tokenizer" not in stored:
         raise ConfigError(
             f"`--load` ({load}) must be a checkpoint of pretrain_gpt.py, but holds another kind of "
@@ -236,8 +239,8 @@ class Writer:
         """Complete requests; return the completions in order on the reporting rank, elsewhere [].
 
         ``on_text`` gets the pieces of each text while it is written. Requests are assigned to
-        replicas in turn. The replica of the reporting rank gets the first, so that a single text
-        can be shown while it is written.
+        replicas in turn. The replica of the reporting rank gets the first request, so that a single
+        text can be shown while it is written.
         """
         replicas = self.context.layout.data_parallel_size
         turn = replicas - 1 - self.context.dp_rank

@@ -1,4 +1,4 @@
-"""GPT: one pipeline chunk of megatron-core's GPTModel or HybridModel, with our MTP losses."""
+"""Builds a pipeline chunk of a GPT from megatron-core's GPTModel or HybridModel."""
 
 from collections.abc import Callable
 from typing import Any

@@ -40,7 +40,10 @@ from megatron_ext.text.model.language import TextModel
 
 
 class HalfLayer(TransformerLayer):
-    """A transformer layer with only attention or only an MLP, and the number of the whole layer."""
+    """A transformer layer with only attention or only an MLP.
+
+    Its number is that of the whole layer to which it belongs.
+    """
 
     def __init__(
         self, config: TransformerConfig, *args: Any, layer_number: int, **kwargs: Any
@@ -138,7 +141,7 @@ class HybridStack(CoreHybridStack):  # type: ignore[misc]
         sharded_offsets: tuple[Any, ...] | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return the sharded state, named as a GPT's TransformerBlock names it."""
+        """Return the sharded state, with the names that a GPT's TransformerBlock uses."""
         metadata = metadata or {}
         by_number = metadata.get("non_homogeneous_layers") or metadata.get("singleton_local_shards")
         by_number = by_number or self.config.moe_layer_freq not in (0, 1)

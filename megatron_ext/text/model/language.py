@@ -1,4 +1,4 @@
-"""The base of our GPTModel and HybridModel: the forward pass to the loss, and our MTP losses."""
+"""The base class of our GPTModel and HybridModel, with the forward pass and our MTP losses."""
 
 import copy
 from typing import Any
@@ -61,7 +61,7 @@ class TextModel(LanguageModule):  # type: ignore[misc]
         mtp_targets: MTPTargets | None = None,
         hidden_states_only: bool = False,
     ) -> Tensor:
-        """Run this chunk; under context parallelism, s is the length of the local sequence.
+        """Run this chunk on a micro-batch; under context parallelism, s is the local length.
 
         Args:
             input_ids, position_ids, labels: ``[b, s]``.

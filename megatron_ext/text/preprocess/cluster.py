@@ -28,14 +28,16 @@ from megatron_ext.text.preprocess.parts import (
 from megatron_ext.text.tokenizers.fast import InexactEngine
 
 _SECONDS_FOR_FILES = 30.0
-"""The seconds after which a file of another machine must be visible here; NFS may delay files."""
+"""The seconds after which a file that another machine wrote must be visible here.
+
+On NFS it may be late."""
 
 
 class Cluster(Protocol):
     """Runs tasks that encode parts, in one attempt after another."""
 
     def submit(self, numbers: Sequence[int]) -> None:
-        """Submit the tasks of an attempt to encode parts."""
+        """Submit tasks that encode the parts with these numbers, for one attempt."""
         ...
 
     def running(self, left: Sequence[int]) -> bool:
@@ -124,7 +126,7 @@ class Watch:
 
 
 def save_job(job: Job) -> None:
-    """Write the file in the work directory from which tasks build the same job."""
+    """Write the file in the work directory from which tasks build this job."""
     about = {"options": asdict(job.options), "key": job.key, "fast": job.fast, "cwd": os.getcwd()}
     about["kind"] = type(job.options).__name__
     replace_file(job.folder / "job.json", json.dumps(about))

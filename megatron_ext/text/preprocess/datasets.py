@@ -227,7 +227,10 @@ def publish_datasets(
 
 
 def _remove_other_shards(options: PreprocessOptions, count: int) -> None:
-    """Remove shards of an earlier run that the ``count`` shards of this run do not replace."""
+    """Remove shards of an earlier run that this run does not overwrite.
+
+    This run has ``count`` shards.
+    """
     for key in options.json_keys:
         before, after = options.dataset_prefix(key, "*").rsplit("*", 1)
         for kind in ("idx", "bin"):

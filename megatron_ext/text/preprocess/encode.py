@@ -142,13 +142,13 @@ def _read_leniently(line: bytes, keys: Sequence[str], complaint: str) -> Any:
 
 
 UNREAD = "unread key "
-"""The kind of counts for keys of lines that nothing reads."""
+"""The name, in the report's counts, for keys of lines that nothing reads."""
 TWICE = "twice the key "
-"""The kind of counts for keys that a line has more than once."""
+"""The name, in the report's counts, for keys that a line has more than once."""
 EMPTY = "empty text under "
-"""The kind of counts for empty texts, by their key."""
+"""The name, in the report's counts, for empty texts; they are counted by their key."""
 ENDS_WITHIN = "end of document within a text"
-"""The kind of counts for end-of-document tokens that are spelled out within texts."""
+"""The name, in the report's counts, for end-of-document tokens spelled out within texts."""
 _CHECKED_CHARACTERS = 16_384
 """The longest text, in characters, on which the fast engine is checked during the run.
 
@@ -198,7 +198,7 @@ Write = Callable[[int, int, Encoded], None]
 """A callback ``(key, stream, encoded)`` that writes documents; key and stream are indices, from 0.
 """
 Tally = Callable[[Mapping[str, Mapping[str, int]]], None]
-"""A callback that adds counts, by kind and name, to those of the report."""
+"""A callback that adds counts, given by kind and name, to the counts of the report."""
 
 
 Splitter = Callable[[str], list[str]]

@@ -21,7 +21,7 @@ from megatron_ext.text.preprocess.packed import BLOCK_BYTES, MAX_LINE_BYTES
 _NO_TEXTS = frozenset(
     ".arrow .bz2 .feather .gz .jsonl .parquet .tar .tgz .warc .xz .zip .zst".split()
 )
-"""Suffixes of files that are no single text, and so cannot be in a folder of texts."""
+"""Suffixes of files that hold many documents or none, and so are refused in a folder of texts."""
 
 
 def files_of(folder: str) -> list[str]:
@@ -129,7 +129,7 @@ def list_spans(path: str, part_bytes: int) -> Iterator[tuple[int, int, int]]:
 
 
 def paths_in_list(path: str, start: int, end: int) -> list[str]:
-    """Return the paths of the texts that the bytes [start, end) of a list name."""
+    """Return the paths of the texts in the bytes [start, end) of a list of texts."""
     with open(path, "rb") as stream:
         stream.seek(start)
         return [json.loads(line)[0] for line in stream.read(end - start).splitlines()]

@@ -213,7 +213,7 @@ def _spans(
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (start, end, bytes of input) of each part of a source.
 
-    Start and end are those of `Part`.
+    Start and end are in the units that `Part` has for this kind of source.
     """
     if source.packing == "texts":
         yield from folders.list_spans(source.path, part_bytes)

@@ -127,7 +127,7 @@ def encode_part(job: Job, number: int, advance: Advance) -> None:
 def _encode_lines(
     job: Job, part: Part, writer: PartWriter, lines: Sequence[bytes], first: int
 ) -> int:
-    """Encode lines of a part and write them; return the number of documents.
+    """Encode lines of a part and write the documents; return how many they are.
 
     ``first`` is the number of the first line in the part.
     """
@@ -143,9 +143,9 @@ def _encode_lines(
 
 
 def _bad_line(part: Part, number: int, reason: str) -> DataError:
-    """Return the error that tells which line ended the run, and why.
+    """Return the error that names the line that ended the run, and the reason.
 
-    ``number`` is the number of the line in the part.
+    ``number`` is the line's number in the part, from 0.
     """
     file, line = place_of(part, number)
     unit = "item" if part.packing == "array" else "line"

@@ -41,7 +41,7 @@ from megatron_ext.text.preprocess.packed import MAX_LINE_BYTES
 
 _FORMAT = 3
 REFUSED = "refused "
-"""The kind of counts for refused lines, by the reason without its details."""
+"""The name, in the report's counts, for refused lines; they are counted by their reason."""
 SLURM_JOB = "slurm_job"
 """The name of the file that has the number of the Slurm job array encoding the parts."""
 _MAX_REJECTED_BYTES = 1 << 40
@@ -143,7 +143,7 @@ class PartWriter:
         self._counts["documents"] += documents
 
     def tally(self, counts: Mapping[str, Mapping[str, int]]) -> None:
-        """Add counts for the report, given by kind and name."""
+        """Add counts to those of the report; they are given by kind and name."""
         for kind, named in counts.items():
             total = self._tally.setdefault(kind, {})
             for name, count in named.items():

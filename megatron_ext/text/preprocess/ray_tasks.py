@@ -104,9 +104,9 @@ def _task_of(root: str) -> Callable[..., str]:
 
 
 def _connect(workers: int, say: Say) -> tuple[Any, bool]:
-    """Connect to a cluster, or start Ray here; return the module ray, and whether this was done.
+    """Connect to a cluster, or start Ray on this machine.
 
-    The second value is False if this process had been connected before.
+    Return (the module ray, whether this call has connected it); an existing connection is kept.
     """
     try:
         import ray

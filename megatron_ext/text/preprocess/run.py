@@ -326,7 +326,7 @@ def _remarks(markers: Sequence[PartMarker], path: Path) -> list[str]:
 
 
 def _counted(markers: Sequence[PartMarker], kind: str) -> dict[str, int]:
-    """Sum the counts of one kind over all parts; return them by name, largest first."""
+    """Sum the counts of one kind over all parts; return them by name, the largest first."""
     counts: Counter[str] = Counter()
     for marker in markers:
         counts.update(marker.tally.get(kind, {}))

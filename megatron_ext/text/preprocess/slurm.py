@@ -175,7 +175,10 @@ class SlurmArrays:
         return clauses, any(states.get(i, "COMPLETED") == "COMPLETED" for i in tasks)
 
     def _states(self) -> dict[int, str]:
-        """Return the last state of each task, by its index; {} if Slurm keeps no accounts."""
+        """Return the last state of each task, by the task's index.
+
+        Return {} if Slurm keeps no accounts.
+        """
         if shutil.which("sacct") is None:
             return {}
         words = "--noheader --parsable2 --allocations --array --format JobID,State".split()

@@ -40,7 +40,7 @@ from megatron_ext.text.tokenizers.fast import InexactEngine
 
 
 def options_of(saved: dict[str, Any]) -> PreprocessOptions:
-    """Return the options that the coordinating process saved, changed to run on one machine.
+    """Return the options of a run that its coordinating process saved, to run on one machine.
 
     ``saved`` is the content of the job's file.
     """
@@ -84,9 +84,9 @@ def job_of(folder: Path, saved: dict[str, Any]) -> Job:
 
 
 def encode(folder: Path, saved: dict[str, Any], numbers: list[int]) -> None:
-    """Encode the parts with these numbers, except finished parts.
+    """Encode the parts with the given numbers, unless they are finished.
 
-    Raise a DataError if there are no such parts.
+    Raise a DataError if there are no parts with these numbers.
     """
     job = job_of(folder, saved)
     if max(numbers, default=0) >= len(job.parts):
@@ -117,7 +117,7 @@ def attempt(folder: Path, key: str, work: Callable[[], None]) -> Sequence[str]:
 
 
 def encode_by_ray(folder: str, key: str, number: int) -> str:
-    """Encode one part in a process of Ray; return "", or the reason of an error of the disk.
+    """Encode one part in a process of Ray; return "", or why a file could not be read or written.
 
     Another error that a further attempt would meet is written to a file.
     """

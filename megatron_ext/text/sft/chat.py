@@ -58,7 +58,10 @@ class ChatTokenizer(Protocol):
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Raise a ConfigError for keywords of `apply_chat_template` that this module sets itself."""
+    """Raise a ConfigError if keywords of the user are ones that this module passes itself.
+
+    The keywords are those of `apply_chat_template`.
+    """
     for name in kwargs:
         if name in _RESERVED_KEYWORDS:
             raise ConfigError.about(
@@ -207,7 +210,10 @@ class RefusedByTemplate(DataError):
 
 
 def _refusal(template: Template, count: int) -> str | None:
-    """Return why a template refuses the first ``count`` messages; None if it does not."""
+    """Return the reason why a template refuses the first ``count`` messages.
+
+    Return None if it accepts them.
+    """
     try:
         template.text(count)
     except RefusedByTemplate as error:
@@ -216,7 +222,7 @@ def _refusal(template: Template, count: int) -> str | None:
 
 
 def _described(message: Message) -> str:
-    """Return the role of a message, its keys and its missing keys, as text for an error."""
+    """Return a message's role, its keys and the keys that it lacks, as text for an error."""
     names = [name for key in message for name in _names_below(message[key], key) if key != "role"]
     needed = ["content", *(["tool_call_id"] if message["role"] == "tool" else [])]
     lacking = [key for key in needed if key not in message]
@@ -234,7 +240,7 @@ def _described(message: Message) -> str:
 
 
 def _texts_below(value: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of each text at any depth in a value; ``name`` is that of the value."""
+    """Yield (name, text) for each text at any depth in a value; ``name`` is the value's name."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _texts_below(item, f"{name}.{key}")
@@ -265,7 +271,7 @@ def _reason(error: Exception) -> str:
 
 
 CONTENT_VERSION = 1
-"""The version of tokens and masks, to be raised whenever the same rows give other ones."""
+"""The version of the tokenization, to be raised whenever rows give other tokens or masks."""
 
 
 @dataclass(frozen=True)
@@ -423,7 +429,7 @@ def with_date(source: str, day: datetime.date) -> str:
 
 
 _DIRECTIVES = (*(f"-{letter}" for letter in "dmyjHIMS"), *"aAbBcdDeFGhHIjmMpSTuUVwWxXyYZz")
-"""The directives of `strftime` that the macro knows; for the time of the day it gives midnight."""
+"""The directives of `strftime` that a template with a fixed day can write; the time is midnight."""
 
 
 def read_template(flag: str | None, path: str) -> str:
@@ -501,7 +507,10 @@ def _digest(value: Any) -> str:
 
 @lru_cache(maxsize=64)
 def reads_variable(source: str, name: str) -> bool:
-    """Tell whether the template ``source`` reads a variable; True if it cannot be parsed."""
+    """Tell whether the template ``source`` reads the variable ``name``.
+
+    Return True if the template cannot be parsed.
+    """
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     try:
         tree = environment.parse(_GENERATION.sub("", source))
@@ -511,7 +520,7 @@ def reads_variable(source: str, name: str) -> bool:
 
 
 def key_of(*values: Any) -> str:
-    """Return a digest of JSON values, 20 hexadecimal digits, for the name of a file."""
+    """Return a digest of JSON values as 20 hexadecimal digits, to be part of a file's name."""
     return _digest(values)[:20]
 
 
@@ -612,9 +621,9 @@ def _over(loop: nodes.For, names: set[str]) -> bool:
 
 
 def _aliased(node: nodes.Assign, names: set[str]) -> nodes.Name | None:
-    """Return the variable that an assignment copies, if it is one of ``names``.
+    """Return the one of ``names`` whose value an assignment copies.
 
-    The copy is whole or without the first item. Return None for any other assignment.
+    The copy is whole or without its first item. Return None for any other assignment.
     """
     value = node.node
     if isinstance(value, nodes.Getitem) and isinstance(value.arg, nodes.Slice):

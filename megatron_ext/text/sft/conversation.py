@@ -50,7 +50,9 @@ _LAYOUTS = (
     ({"instruction", "output"}, "alpaca"),
     ({"question", "answer"}, "prompt-response"),
 )
-"""The columns that identify a layout of rows, each with its `--sft-row-format` for an error."""
+"""The columns by which a layout of rows is recognized, each with its `--sft-row-format`.
+
+An error can thus recommend the layout."""
 
 
 _NUMBER = re.compile(r"\[\d+\]")
@@ -131,7 +133,7 @@ def plain(value: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a JSON value without its keys of value null, at any depth; nulls in lists stay."""
+    """Return a JSON value without keys of value null, at any depth; nulls in lists stay."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -140,7 +142,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def _is_nothing(value: Any) -> bool:
-    """Tell whether a value is empty: tables fill columns that a row lacks with such values."""
+    """Tell whether a value is empty, like those with which tables fill columns that a row lacks."""
     return value is None or value in ("", [], {})
 
 
@@ -257,10 +259,7 @@ class _Row:
         return items
 
     def _messages(self) -> tuple[list[tuple[str, Message]], list[bool]]:
-        """Return (name, message) of each message, and whether messages without a mask are trained.
-
-        The second list has a value for each message.
-        """
+        """Return two lists: (name, message) of each message; whether to train it without a mask."""
         layout = self.sft.sft_row_format
         if layout == "sharegpt":
             listed = self._from_sharegpt()
@@ -302,7 +301,7 @@ class _Row:
         return _numbered(column, messages)
 
     def _system_column(self, listed: Sequence[tuple[str, Message]]) -> list[tuple[str, Message]]:
-        """Return (name, message) of the system message in a system column, in a list.
+        """Return a list with (name, message) of the system message in a system column.
 
         The list is empty if the row has no such column.
         """
@@ -352,7 +351,7 @@ class _Row:
         ]
 
     def _from_prompt_completion(self) -> tuple[list[tuple[str, Message]], list[bool]]:
-        """Return (name, message) of each message of prompt and completion, and whether to train it.
+        """Return two lists: (name, message) of each message; whether to train it.
 
         Only messages of the completion are trained.
         """
@@ -402,7 +401,7 @@ class _Row:
         return listed
 
     def _checked(self, message: Message, name: str) -> tuple[Message, bool | None]:
-        """Check a message; return it without its mask, and whether its mask trains it.
+        """Check a message; return (message without its mask, whether the mask trains it).
 
         The second value is None if the message has no mask.
         """
@@ -425,7 +424,7 @@ class _Row:
         return kept, self._mask(message, name, role)
 
     def _mask(self, message: Message, name: str, role: str) -> bool | None:
-        """Return whether the mask of a message trains it; None if it has no mask."""
+        """Return whether the mask of a message says to train it; None if it has no mask."""
         masks = {key: message[key] for key in MASKS if message.get(key) is not None}
         for key, mask in masks.items():
             if mask not in (0, 1):
@@ -537,7 +536,10 @@ def _holds_messages(text: str) -> bool:
 
 
 def not_json(error: UnreadableFile) -> str:
-    """Return why a text is not JSON: the reason of an error without "it is no valid JSON"."""
+    """Return the reason of an error without the words "it is no valid JSON".
+
+    Messages of this module have other words in their place.
+    """
     return error.reason.removeprefix("it is no valid JSON: ")
 
 

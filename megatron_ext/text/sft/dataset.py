@@ -353,7 +353,7 @@ def open_splits(config: RunConfig, tokenizer: Tokenizer) -> Splits:
 
 
 def build_splits(config: RunConfig, tokenizer: Tokenizer, *_: Any) -> Datasets:
-    """Build the splits and plan their steps, on every rank; see `Task.datasets`.
+    """Build the splits and plan their steps, on every rank.
 
     A split without conversations is None. Ranks that read no data need the plans too. Raise a
     ConfigError if data or chat template are not given, a DataError for unusable data.

@@ -22,9 +22,9 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 _CACHE_SIZE = 64
 
 _forms: dict[str, str] = {}
-"""Results of `_argument_form`, the form of tool arguments, by the source of the template."""
+"""The form of tool arguments that a template takes, by the source of the template."""
 _takes_parts: dict[str, bool] = {}
-"""Results of `_takes_lists`, whether lists of parts are taken, by the source of the template."""
+"""Whether a template takes lists of parts, by the source of the template."""
 
 
 def fitted(template: Template, sft: SftConfig) -> Template:

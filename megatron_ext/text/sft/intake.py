@@ -40,7 +40,7 @@ class Intake:
     dropped: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: "Intake") -> None:
-        """Add the counts of other rows to these."""
+        """Add the counts of other rows to the counts of these rows."""
         for name in self.__dataclass_fields__:
             getattr(self, name).update(getattr(other, name))
 
@@ -66,7 +66,7 @@ class Intake:
         return ", ".join(f"{count:,} {name}" for name, count in self.counts.items() if count)
 
     def notes(self) -> list[str]:
-        """Return a sentence on the values that were converted; an empty list if none was."""
+        """Return sentences on the values that were converted; [] if none was."""
         return self._sentences("changed")
 
     def warnings(self) -> list[str]:

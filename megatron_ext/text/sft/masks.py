@@ -62,7 +62,8 @@ def tokenize_samples(
 
     A conversation is one sample; with ``--sft-split-turns`` each trained turn is a sample. The
     counts in ``conversation.intake`` get what was converted for the template, and what the template
-    leaves out. Raise the errors of `tokenize_conversation`.
+    leaves out. Raise a ConfigError if there is no chat template, a DataError if ids or mask cannot
+    be found.
     """
     kwargs = sft.template_kwargs
     if kwargs.get("chat_template") is None and not tokenizer.chat_template:
@@ -92,9 +93,9 @@ def _tokenized_samples(template: Template, sft: SftConfig) -> list[TokenizedConv
 
 
 def _split(template: Template) -> list[Template]:
-    """Return one template per trained turn, with the messages up to it; only this turn is trained.
+    """Return a template for each trained turn, with the conversation up to this turn.
 
-    If no turn is trained, return the given template.
+    Only this turn is trained in it. If no turn is trained, return the given template.
     """
     conversation = template.conversation
     turns = [index for index, trained in enumerate(conversation.trained) if trained]
@@ -257,7 +258,7 @@ _MISMATCH = (
 
 
 def _end_of_prefix(template: Template, whole: list[int], count: int) -> int | None:
-    """Return the number of tokens that the first ``count`` messages have in ``whole``, all tokens.
+    """Return the number of tokens that the first ``count`` messages have in the tokens ``whole``.
 
     Return None if ``whole`` does not begin with their tokens.
     """

@@ -19,7 +19,7 @@ from megatron_ext.data.samplers import Ints, Row, shuffled
 from megatron_ext.errors import ConfigError, DataError
 
 EVEN_ENOUGH = 1000
-"""Rows are no longer swapped once the cost of the busiest rank is at most 1/1000 above the mean."""
+"""Rows are no longer swapped once the costliest rank is at most 1/1000 above the mean cost."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def balance(costs: ArrayLike, num_ranks: int) -> list[list[int]]:
 
 
 def _deal(weights: Ints, num_groups: int, most: int) -> list[list[int]]:
-    """Assign indices to groups; each index, costliest first, goes to the cheapest group with room.
+    """Assign indices to groups: each, costliest first, to the cheapest group that has room.
 
     ``weights`` are the costs of the indices; a group has room for ``most`` indices.
     """
@@ -168,9 +168,9 @@ def _swap_rows(ranks: Ints, weights: Ints) -> None:
 
 
 def small_ends(members: Sequence[int], weights: Ints) -> list[int]:
-    """Return ``members``, micro-batches, in an order whose first and last ones are cheap.
+    """Return ``members``, micro-batches, in an order that begins and ends with cheap ones.
 
-    Pipeline stages idle at the ends. ``weights`` are the costs by micro-batch.
+    Pipeline stages idle at both ends. ``weights`` are the costs by micro-batch.
     """
     rising = sorted(members, key=lambda member: (int(weights[member]), member))
     return rising[::2] + rising[1::2][::-1]

@@ -201,12 +201,12 @@ def preprocess_sft(options: SftPreprocessOptions, say: Say = say_to_stderr) -> R
 
 
 def chat_of(options: SftPreprocessOptions) -> Chat:
-    """Return the tokenizer, chat template and options that the options of preprocessing give."""
+    """Return the tokenizer, chat template and options of conversations that ``options`` give."""
     return build_chat(build_tokenizer(options.tokenizer), options.tokenizer, options.sft)
 
 
 def with_fixed_date(options: SftPreprocessOptions) -> SftPreprocessOptions:
-    """Return the options with the date that the template writes fixed.
+    """Return the options with a fixed date for the template to write.
 
     Workers on all machines, and on later days, then write the same date.
     """

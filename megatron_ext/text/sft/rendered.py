@@ -42,7 +42,7 @@ class Leaf:
 
 @dataclass
 class Unrendered:
-    """The values that a template leaves out of a text (``absent``) or writes in part (``partly``).
+    """The values that a template does not write (``absent``) or writes in part (``partly``).
 
     Both are keyed by the path of the value.
     """
@@ -130,7 +130,7 @@ def _other(value: Any, first: str, last: str) -> Any:
 
 
 def _marks_in(value: Any, first: str, last: str) -> tuple[str, ...]:
-    """Return the texts that show that a value changed by `_other` was written.
+    """Return the texts by which one sees that a value changed by `_other` was written.
 
     ``first`` and ``last`` are the marks that `_other` has put into ``value``.
     """
@@ -181,7 +181,7 @@ def _below(value: Any, path: Path) -> Iterator[Leaf]:
 
 
 def _is_constant(value: Any, path: Path) -> bool:
-    """Tell whether a value is a `type` that never changes: "function" or "text"."""
+    """Tell whether a value is a `type` whose value is always the same: "function" or "text"."""
     is_call = len(path) == 5 and path[2] == "tool_calls"
     is_tool = len(path) == 3 and path[0] == "tools"
     is_part = len(path) == 5 and path[2] == "content"

@@ -46,7 +46,7 @@ def has_intake(prefix: str | os.PathLike[str]) -> bool:
 
 
 def prefix_of(name: str) -> str:
-    """Return the prefix of a store, given that prefix or the one of its dataset of ids."""
+    """Return the prefix of a store, given that prefix or the prefix of its dataset of ids."""
     return name.removesuffix(_SUFFIX)
 
 
@@ -130,7 +130,10 @@ conversation's first token, then t, ``[n + 1]``; token ids ``[t]``; masks ``[t]`
 
 
 class SftStore:
-    """The conversations of a store, in input order; raise a DataError if it is damaged."""
+    """The conversations of a store, in the order of the input.
+
+    A DataError is raised if the store is damaged.
+    """
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix

@@ -52,7 +52,10 @@ class _Excess(Exception):
 
 
 class _Budget:
-    """The steps and the time that are left to one rendering; its operators check their results."""
+    """The steps and the time that one rendering has left, with methods that check them.
+
+    Other methods apply operators and check the size of their results.
+    """
 
     def __init__(self) -> None:
         self.start()
@@ -131,7 +134,7 @@ class _Counting(NodeTransformer):
 
 
 def _check_constants(tree: nodes.Template) -> None:
-    """Raise an _Excess for large powers of constants.
+    """Raise an _Excess if a template has large powers of constants.
 
     jinja2 computes such powers while it compiles the template, where `_Budget` cannot stop it.
     """

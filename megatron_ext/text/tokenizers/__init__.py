@@ -85,8 +85,7 @@ _FILES_OF_TYPE = {
     for kind, library in _LIBRARY_OF_TYPE.items()
     if library == "sentencepiece"
 }
-"""For each type of tokenizer, the flags that name its files, each with a description of the file.
-"""
+"""The flags that name the files of a tokenizer, by its type; each with words for the file."""
 
 
 def check_files(settings: TokenizerConfig) -> None:
@@ -211,7 +210,10 @@ def _vocab_size(size: int | None, kind: str) -> int:
 
 
 def _check_metadata(path: str | None, kind: str) -> None:
-    """Raise a ConfigError if a metadata file names another library than that of ``kind``."""
+    """Raise a ConfigError if a metadata file names another library than a tokenizer has.
+
+    ``kind`` is the type of the tokenizer.
+    """
     if path is None:
         return
     require_file("--tokenizer-metadata", path, "a JSON file", kind)

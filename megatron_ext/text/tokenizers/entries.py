@@ -16,7 +16,7 @@ from megatron_ext.disk.reading import read_json
 from megatron_ext.errors import DataError
 
 NAMED = tuple(f"{name}_token" for name in ("eos", "bos", "unk", "sep", "pad", "cls", "mask"))
-"""The keys of named special tokens."""
+"""The keys of special tokens that have a name, such as `eos_token`."""
 LISTED = ("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder")
 """The keys of lists and mappings of further special tokens."""
 DESCRIBING = tuple(
@@ -38,7 +38,7 @@ USUAL = {
     "truncation_side": "right",
     "use_default_system_prompt": False,
 }
-"""Ignored entries with their default values; nothing is lost by ignoring them at these values."""
+"""Ignored entries and their default values; at these values, nothing is lost by ignoring them."""
 _ENDLESS = 10**20
 """The least `model_max_length` that means no limit; transformers writes such a number."""
 _BOOLEANS = ("add_prefix_space", "split_special_tokens", "add_bos_token", "add_eos_token")
@@ -236,7 +236,7 @@ def _tokens_of(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _templates_without_effect(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of templates in tokenizer_config.json that are never used."""
+    """Yield the paths of templates in tokenizer_config.json that are never used."""
     given = config.get("chat_template")
     if given is None:
         return
@@ -252,7 +252,7 @@ def _templates_without_effect(folder: Path, config: Mapping[str, Any]) -> Iterat
 
 
 def _tokenizes_alike(raw: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
-    """Tell whether a loaded tokenizer tokenizes as its tokenizer.json says.
+    """Tell whether a loaded tokenizer keeps all that its tokenizer.json says of tokenizing.
 
     ``raw`` is the content of the file, ``state`` the content that the tokenizer would save.
     """
@@ -326,7 +326,10 @@ def _lost(raw: Any, state: Any, kind: Any) -> Iterator[str]:
 def _not_kept(
     raw: Any, state: Any, path: tuple[Any, ...] = ()
 ) -> Iterator[tuple[tuple[Any, ...], bool]]:
-    """Yield each entry of ``raw`` that ``state`` lacks or changes: (path, whether it is there)."""
+    """Yield (path, whether ``state`` has it) of each entry that ``state`` lacks or changes.
+
+    The entries are those of ``raw``, both nested JSON values.
+    """
     if isinstance(raw, dict) and isinstance(state, dict):
         for key, value in raw.items():
             if key not in state:

@@ -160,9 +160,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _complete(named: Mapping[str, str]) -> dict[str, str]:
-    """Return special tokens by name, with missing ones of two pairs filled in.
+    """Return special tokens by name, completed in two pairs: eos and sep, bos and cls.
 
-    Of eos and sep, and of bos and cls, a missing one gets the text of the other.
+    A missing token of a pair gets the text of the other.
     """
     out = dict(named)
     for one, other in (("eos_token", "sep_token"), ("bos_token", "cls_token")):

@@ -15,7 +15,7 @@ HASHED = "hashed"
 T5_CLIP = "t5-clip"
 UMT5 = "umt5"
 FOLDERS = {HASHED: (), T5_CLIP: ("t5_path", "clip_path"), UMT5: ("t5_path",)}
-"""The options that give the folders of each text encoder, by name of the encoder."""
+"""The options that give folders of models, by name of the text encoder that needs them."""
 
 HASHED_WIDTH = 64
 
@@ -114,9 +114,9 @@ class TextEncoderConfig:
 
 WINDOWS = ("first", "uniform", "all", "scenes")
 UNIFORM_WINDOWS = 4
-"""The number of windows of a clip without --video-window-count."""
+"""The default number of windows of a clip (--video-window-count)."""
 SCENE_THRESHOLD = 0.3
-"""The change between frames that begins a scene, without --video-scene-threshold."""
+"""The change between frames, from 0 to 1, that begins a scene by default."""
 
 WHITE = "white"
 _COLOURS = {WHITE: (255, 255, 255), "black": (0, 0, 0), "grey": (128, 128, 128)}
@@ -281,7 +281,7 @@ class EncodeConfig:
 
 
 def encode_of(manifest: Mapping[str, Any]) -> EncodeConfig:
-    """Return the flags with which a dataset was encoded; defaults for those that it lacks.
+    """Return the flags with which a dataset was encoded; defaults if its manifest lacks some.
 
     Values of a wrong type raise DataError.
     """

@@ -124,12 +124,13 @@ UNUSED_IN_STREAMING = (
 _SHIFTS = "shift_base_tokens shift_base shift_max_tokens shift_max shift_by_length".split()
 
 SHAPE_FLAGS = ("hidden_size", "num_attention_heads")
-"""Flags of the engine that are refused for networks whose named size decides these sizes."""
+"""Flags of the engine for sizes that a network's named size decides; such networks refuse them."""
 QK_NORMS = "the norms of its queries and keys never decay"
 """The reason why ``--apply-wd-to-qk-layernorm`` is refused, for messages."""
 
 STREAMING_START = 200
-"""The default of ``--ema-start``, the first step that is averaged, in streaming; as in LongLive."""
+"""The default in streaming of ``--ema-start``, the first step that is averaged; it is LongLive's.
+"""
 
 
 def resolve_flow(config: RunConfig) -> RunConfig:
@@ -365,9 +366,9 @@ def _unknown_to_network(config: RunConfig) -> list[FlagError]:
 
 
 def _streaming_or(field: str) -> str:
-    """Return words for a message: the task and the networks that take a flag of streaming.
+    """Return words for a message: the task, and the networks that take the flag ``field`` too.
 
-    ``field`` is the name of the flag's field.
+    The flag is one of streaming.
     """
     names = [
         name for name in NETWORKS if field in network_named(name).streaming_flags.get(name, ())
@@ -377,7 +378,7 @@ def _streaming_or(field: str) -> str:
 
 
 def _flow_errors(config: RunConfig, resolved: RunConfig) -> list[str]:
-    """Return an error for each fault in flags of flow matching that no network decides."""
+    """Return an error for each fault in flags of flow matching, by rules for all networks."""
     sections = config.by_name()
     video = config.section(VideoConfig)
     modes = set(config.section(ConditionConfig).modes)

@@ -265,7 +265,7 @@ class SampleConfig(UsersOwn):
 MODES = tuple(
     "t2v i2v_head i2v_tail i2v_loop v2v_head v2v_tail v2v_head_easy v2v_tail_easy".split()
 )
-"""Names of the condition modes; tensors of modes hold indices into it."""
+"""The names of the condition modes; tensors of modes hold indices into this tuple."""
 
 REFERENCE_LOSSES = ("masked", "all", "trimmed")
 

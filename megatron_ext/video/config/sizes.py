@@ -1,4 +1,4 @@
-"""The sizes that all video networks have, and the fields of the section ``model`` from them."""
+"""The sizes that all video networks have, and the fields of the engine that they determine."""
 
 from __future__ import annotations
 

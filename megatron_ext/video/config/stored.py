@@ -14,8 +14,9 @@ from megatron_ext.video.networks.lookup import network_named, streamed
 from megatron_ext.video.networks.network import STREAMING, Sections, VideoNetwork
 
 _SIZES = ("generator_size", "critic_size", "teacher_size", "latent_channels")
-"""Flags of streaming that decide its networks, besides those of window, codec, encoder and
-adapters."""
+"""Flags that decide the sizes of streaming's networks.
+
+Those of window, codec, encoder and adapters matter too, and are listed elsewhere."""
 
 
 def stored_video_model(stored: Mapping[str, Any], config: RunConfig) -> Sections:

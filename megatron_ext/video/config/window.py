@@ -121,5 +121,8 @@ class WindowConfig:
 
     @property
     def blocks(self) -> FrameBlocks:
-        """Return the blocks of frames, even if other flags of the window do not fit together."""
+        """Return the blocks of frames that the flags give.
+
+        The other flags of the window need not fit.
+        """
         return FrameBlocks(max(1, self.frame_block), first_alone=self.independent_first_frame)

@@ -62,7 +62,10 @@ class BlockBytes:
 
     @property
     def whole(self) -> int:
-        """Return the bytes of the residual stream ``[s, b, h]`` without sequence parallelism."""
+        """Return the bytes of the residual stream ``[s, b, h]`` with all s tokens.
+
+        Sequence parallelism does not split it here.
+        """
         return self.rows * self.h * self.ranks.width
 
     def cut(self, width: int) -> int:
@@ -163,7 +166,7 @@ class ClipNetwork(Network):
         return 4 * ring(x.cp) * head if self.trades_heads else 2.0 * (x.cp - 1) * head
 
     def mlp(self, inner: int) -> LayerBytes:
-        """Return the memory of an MLP of width ``inner``; outputs of fc1 and GELU are kept."""
+        """Return the memory of an MLP of width ``inner``; it keeps the outputs of fc1 and GELU."""
         width = self.block_bytes
         x = self.sizes
         tensor = width.cut(inner)
@@ -191,7 +194,7 @@ class ClipNetwork(Network):
         return LayerBytes(block.kept - saved, block.transient)
 
     def in_8_bits(self, block: Flops) -> Flops:
-        """Return ``block`` with its linear layers' operations counted as 8-bit in an fp8 run.
+        """Return ``block`` with the operations of its linear layers in 8 bits, in an fp8 run.
 
         The products for gradients of weights are in 8 bits only with ``--fp8-wgrad``.
         """
@@ -216,7 +219,7 @@ class ClipNetwork(Network):
 
 @dataclass(frozen=True)
 class StreamedCost(ClipNetwork):
-    """Formulas for the cost of a network that streaming runs with and without gradient."""
+    """Formulas for the cost of a network that streaming runs both with and without gradient."""
 
     @abstractmethod
     def without_gradient(self) -> int:

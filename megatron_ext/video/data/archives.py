@@ -23,7 +23,7 @@ CLIP_SUFFIXES = IMAGE_SUFFIXES | {
     ".wmv", ".asf", ".3gp", ".3g2", ".mts", ".m2ts", ".m2v", ".vob", ".ogg", ".h264", ".hevc",
     ".avif", ".heic", ".heif", ".mjpeg",
 }  # fmt: skip
-"""The suffixes of members that are clips."""
+"""The suffixes by which members of a tar file are taken for clips."""
 _MOST_LINKS = 8
 """The longest chain of links to a file; a longer chain is taken for a cycle."""
 

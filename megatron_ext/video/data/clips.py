@@ -119,11 +119,14 @@ def read_list(
 
 _KINDS = "csv, tsv, json, jsonl or parquet list, a tar file or a folder of clips"
 _METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
-"""The names of lists in Hugging Face's folders of videos."""
+"""The names that lists of clips have in Hugging Face's folders of videos."""
 
 
 def _metadata_in(folder: Path) -> Path | None:
-    """Return the list of clips in a folder, with a name of `_METADATA`; None if there is none."""
+    """Return the path of the list of clips in a folder; None if there is none.
+
+    Its name is one of `_METADATA`.
+    """
     return next((folder / name for name in _METADATA if (folder / name).is_file()), None)
 
 
@@ -185,7 +188,10 @@ def _text_of(clip: Path, name: str) -> Path | None:
 
 
 def _clips_of(archive: Path, unused: Counter[str]) -> Iterator[Clip]:
-    """Yield the clips of a tar file; count columns and members that are not used in ``unused``."""
+    """Yield the clips of a tar file.
+
+    Columns and members that are not used are counted in ``unused``.
+    """
     for member, row, others in archives.samples_in(archive):
         if member is not None:
             own = {name: value for name, value in row.items() if name not in lists.PATHS}

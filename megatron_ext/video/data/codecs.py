@@ -97,7 +97,7 @@ def codec_from_manifest(
 
 
 OVERLAP = 9
-"""The number of latent frames that are decoded again before a part, by VAEs without a cache."""
+"""The number of latent frames before a part that a VAE without a cache decodes again."""
 
 BlockDecoder = Callable[[Tensor], Tensor]
 """A function from the next latents ``[b, c, t, h, w]`` of b videos to pixels ``[b, 3, f, H, W]``.

@@ -340,7 +340,7 @@ def _probe_all(
 def _probe(config: EncodeConfig, clip: Clip) -> _Probed | Dropped:
     """Read the properties that planning needs from a clip.
 
-    If the clip is dropped, its number is set later.
+    A dropped clip gets its number later.
     """
     if not clip.caption:
         return Dropped(0, clip.path, Drop.NO_CAPTION)
@@ -372,7 +372,7 @@ def sample_rate(planned: PlannedClip, config: EncodeConfig) -> float:
 
 
 def rate_report(planned: Sequence[PlannedClip], config: EncodeConfig) -> list[str]:
-    """Return lines about clips that repeat frames or run at another rate than their files."""
+    """Return lines about clips that repeat frames or play at another rate than their files."""
     lines = []
     moving = [p for p in planned if p.bucket.num_frames > 1]
     changed = [p for p in moving if abs(p.shape.speed - 1) > _SAME_SPEED]

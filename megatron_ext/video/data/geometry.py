@@ -68,7 +68,7 @@ def _size(budget: int, ratio: float) -> tuple[int, int]:
 
 
 def nearest_size(resolution: str, height: int, width: int) -> tuple[int, int]:
-    """Return the size (height, width) of a resolution that is nearest to a frame in aspect ratio.
+    """Return the size (height, width) of a resolution whose aspect ratio is nearest to a frame's.
 
     Ratios are compared by their logarithms; ``height`` and ``width`` are those of the frame.
     """
@@ -197,7 +197,7 @@ def _whole(value: Any) -> int:
 
 
 SMALLEST_SHARE = 0.8
-"""A clip may enter a resolution, and is enlarged, if it has at least this share of its pixels."""
+"""The least share of a resolution's pixels that a clip must have to be enlarged to it."""
 
 
 class Drop(str, Enum):
@@ -230,7 +230,7 @@ class ClipShape:
 
 
 _SAME_RATE = 1.01
-"""The factor by which a clip's rate may exceed the cap, as a header often says 24.02 for 24."""
+"""The factor by which a clip's rate may exceed the cap; headers often say 24.02 for 24."""
 
 
 def subsampling(

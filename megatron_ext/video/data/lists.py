@@ -21,7 +21,9 @@ from megatron_ext.errors import ConfigError, DataError
 PATHS = ("path", "file_name", "video")
 CAPTIONS = ("text", "caption", "prompt")
 SCORES = ("motion", "motion_score")
-"""The names that the column of motion scores may have; the first with a value in a row is taken."""
+"""The names that a column of motion scores may have.
+
+Of several such columns, the first with a value in a row is taken."""
 KNOWN = (
     f"{', '.join(PATHS[:-1])} or {PATHS[-1]}, with {', '.join(CAPTIONS[:-1])} or {CAPTIONS[-1]}, "
     f"and, if wanted, fps and {' or '.join(SCORES)}"

@@ -163,10 +163,10 @@ _ENTRIES = {
     "fps": ("a number above 0", lambda x: _NUMBER[1](x) and x > 0),
     "fingerprint": _TEXT,
 }
-"""The required entries of a manifest, and of what they hold.
+"""The required entries of a manifest.
 
-A value is described by a dict, by a list with one item for all its items, or by (description,
-check)."""
+The value of an entry is described by a dict, by a list with one item for all its items, or by
+(description, check)."""
 _SIZES = {
     ("text_encoder", HASHED): {"width": _SIZE, "pooled_width": _SIZE},
     ("codec", PATCH): {

@@ -37,7 +37,7 @@ _TURNED = (5, 6, 7, 8)
 _ORIENTATION = 0x0112
 _WITH_ALPHA = ("RGBA", "RGBa", "LA", "La", "PA")
 _NO_DURATION = 0.1
-"""The seconds for which viewers show a frame without a duration."""
+"""The seconds for which viewers show a frame that has no duration."""
 
 
 def is_picture(path: ClipFile) -> bool:

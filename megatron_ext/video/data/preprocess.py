@@ -77,7 +77,9 @@ _PARTS = "parts"
 """The folder in a dataset that holds parts: encoded clips whose shard is not finished."""
 _MOST_CLIPS_OF_A_PART = 16
 _PARTS_OF_A_WORKER = 4
-"""The least number of parts per worker; with few parts, workers would wait long for the last."""
+"""The least number of parts per worker.
+
+With few parts, workers would wait long for the last one."""
 
 
 def preprocess(options: VideoPreprocessOptions, say: Say = say_to_stderr) -> None:
@@ -416,7 +418,7 @@ def _remove_missing_rows(
 
 
 def _new_names(register: Register, on_disk: Iterable[str]) -> Iterator[str]:
-    """Yield names for new shards, in order; no name of a shard in use is among them."""
+    """Yield names for new shards, in order; names in use are left out."""
     names = {*on_disk, *register.shards()}
     first = max((shards.number_of(name) for name in names), default=-1) + 1
     return map(shards.shard_name, count(first))

@@ -69,7 +69,7 @@ class Register:
         return _hash(self.options)
 
     def shards(self) -> dict[str, list[Entry]]:
-        """Return the entries of each shard, in order, by the name of the shard."""
+        """Return the entries by the name of their shard, in the order of samples."""
         shards: dict[str, list[Entry]] = {}
         for entry in self.entries:
             if entry.shard is not None:

@@ -117,7 +117,7 @@ class BucketSteps:
         return members.micro_batch_size * (1 if self.mixed else self._per_step)
 
     def _share(self, count: int, size: int) -> int:
-        """Return how many groups of ``size`` are in ``count``; with ``whole``, round up."""
+        """Return how many groups of ``size`` clips are in ``count``; with ``whole``, round up."""
         return -(-count // size) if self.whole else count // size
 
     def _num_units(self, members: Members) -> int:
@@ -132,7 +132,7 @@ class BucketSteps:
 
     @property
     def never_taken(self) -> dict[Bucket, int]:
-        """Return the buckets that do not fill a unit, each with the number that a unit needs."""
+        """Return the buckets with too few clips for a unit, each with the size of a unit."""
         return {b: self._unit(m) for b, m in self.buckets.items() if not self._num_units(m)}
 
     def filled(self, bucket: Bucket, clips: Sequence[int]) -> list[int]:

@@ -136,7 +136,7 @@ def manifest_of(config: RunConfig) -> dict[str, Any]:
 
 
 def null_text_of(config: RunConfig, manifest: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the embeddings of the empty caption from the training data, ``[l, d]`` and ``[e]``."""
+    """Return the empty caption's embeddings in the training data: ``[l, d]`` and pooled ``[e]``."""
     paths = _training_paths(config)
     if config.section(VideoConfig).online_encoding:
         return open_videos(config, paths).null_text
@@ -211,9 +211,9 @@ def build_video_datasets(
     sizes: Sequence[int | None],
     is_built_on_rank: Callable[[], bool],
 ) -> Datasets:
-    """Return the training and validation splits.
+    """Return the training and the validation split.
 
-    Every rank needs both, to plan its steps.
+    Every rank needs both, to plan its steps. Only ``config`` is used.
     """
     train = open_split(config)
     valid = None
@@ -398,7 +398,7 @@ def _clips_of_steps(steps: BucketSteps, dp_rank: int, first_step: int) -> Iterat
 
 
 def _on_all_ranks(batch: VideoBatch | None, device: torch.device, group: Any) -> VideoBatch:
-    """Broadcast the first tensor-parallel rank's batch to its group; return it on ``device``."""
+    """Broadcast a batch from the first rank of a tensor-parallel group; return it on ``device``."""
     tensors = {} if batch is None else batch.tensors()
     tensors = {name: to_device(tensor, device) for name, tensor in tensors.items()}
     if group.size() == 1:

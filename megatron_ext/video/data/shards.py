@@ -100,7 +100,7 @@ def to_storage(tensor: Tensor, storage: str) -> NDArray[Any]:
 
 
 def dtype_of(field: str, storage: str) -> np.dtype[Any]:
-    """Return the dtype in which one field is stored on disk."""
+    """Return the dtype in which a field, such as ``latents``, is stored on disk."""
     numbers = np.int16 if storage == "bfloat16" else np.float32
     return np.dtype({"geometry": np.int32, "caption": np.uint8}.get(field, numbers))
 
@@ -213,7 +213,8 @@ class Field:
     def shaped(self, row: int, storage: str, *shape: int) -> Tensor:
         """Return the values of one clip in ``shape``, which may contain one -1.
 
-        They have the stored dtype. If their number does not fit the shape, DataError is raised.
+        The values have the stored dtype. If their number does not fit the shape, DataError is
+        raised.
         """
         values = self[row]
         tensor = torch.from_numpy(values)

@@ -21,10 +21,11 @@ _SIDE = 8
 _BANDS = 24
 _BITS_OF_BAND = 16
 _CLOSE = 0.05
-"""The largest distance between mean colours of near duplicates, as a share of their range over all
-clips."""
+"""The largest distance between mean colours of near duplicates.
+
+It is a share of the range that mean colours have over all clips."""
 _FLAT = 1e-3
-"""The largest standard deviation of a flat clip, as a share of that of all clips."""
+"""The largest standard deviation of a flat clip, relative to that of all clips."""
 
 
 class NearDuplicates:

@@ -1,4 +1,4 @@
-"""Builds text encoders, which hash words or are models of transformers.
+"""Builds text encoders: one that hashes words, and others that are models of transformers.
 
 MMDiT networks use T5 and CLIP, Wan networks use UMT5.
 """
@@ -159,7 +159,8 @@ def is_cut(tokenizer: Any, caption: str, length: int) -> bool:
 def read_settings(name: str, path: str) -> dict[str, Any]:
     """Return the config.json in the folder ``path``.
 
-    ConfigError is raised if it cannot be read; it names ``name``, the option that gives the folder.
+    ConfigError is raised if it cannot be read; ``name`` is the option that gives the folder, for
+    the message.
     """
     try:
         return read_json_object(Path(path) / "config.json", not_finite=True)

@@ -20,8 +20,9 @@ _ROUNDING = 1.1e-3
 """The largest rounding error of a timestamp, in seconds: Matroska counts milliseconds, and so do
 files that were converted from it."""
 _SNAP = 0.02
-"""The relative distance below which the rate of a clip with a varying rate is taken as a usual
-rate."""
+"""The relative distance from a usual rate below which a clip has that rate.
+
+It is used for clips whose rate varies."""
 _ON_GRID = 0.1
 """The distance from a whole frame number, in frames, below which a time is taken as exact."""
 

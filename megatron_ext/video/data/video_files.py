@@ -165,24 +165,23 @@ def scene_times(path: ClipFile, threshold: float) -> list[float]:
 
 _SCENE_WIDTH = 320
 _SEEK_AFTER = 4.0
-"""The seconds before the first wanted frame of a video from which on seeking is used.
-
-An earlier frame is reached by decoding from the start."""
+"""The time of a wanted frame, in seconds, above which a video is sought, not decoded from the
+start."""
 _SEEK_BEFORE = (1.0, 8.0)
 """The seconds before a wanted frame to which to seek.
 
 The second number is tried if the first leads to a frame after the wanted one. Seeking in recorded
 broadcasts is imprecise."""
 _LATEST = Fraction(1, 2)
-"""The seconds by which decoding times may decrease: cheap recorders write them out of order."""
+"""The seconds by which decoding times may decrease, as cheap recorders write them out of order."""
 _FILTERED_BEFORE = 0.25
 """The least number of seconds to decode before a wanted frame, since filters use earlier frames."""
 
 
 def _near(container: Any, stream: Any, seconds: float) -> Iterator[Any] | None:
-    """Return the first frame of a stream, then its frames from a key frame before a time on.
+    """Return the first frame of a stream, then the frames from shortly before a time on.
 
-    ``seconds`` is the time after the first frame. Return None if seeking in the file fails.
+    The time is ``seconds`` after the first frame. Return None if seeking in the file fails.
     """
     first = next(_decoded(container, stream), None)
     if first is None or first.pts is None or not first.time_base:
@@ -452,17 +451,20 @@ def _size(stream: Any, frame: Any) -> tuple[int, int]:
 
 
 _UNIT = 1 << 16
-"""One, in the fixed-point numbers of a display matrix."""
+"""The number that stands for 1 in the fixed-point numbers of a display matrix."""
 _LEVEL = math.radians(1)
-"""The angle by which a rotation may differ from a multiple of a right angle to be taken as that."""
+"""The angle by which a rotation may differ from a multiple of a right angle.
+
+Such a rotation is taken as that multiple."""
 _TRANSPOSED = {
     (True, True): "cclock_flip",
     (True, False): "clock",
     (False, True): "cclock",
     (False, False): "clock_flip",
 }
-"""The direction of FFmpeg's filter transpose, by whether b and c in a display matrix are positive.
-"""
+"""The direction of FFmpeg's filter transpose, by the signs of b and c in a display matrix.
+
+The keys are (b > 0, c > 0)."""
 
 
 def _upright(frame: Any) -> list[Step]:

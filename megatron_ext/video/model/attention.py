@@ -64,7 +64,11 @@ def frame_rotary_table(
 
 
 def _angles(positions: Tensor, axes_dim: Sequence[int], theta: float, dtype: torch.dtype) -> Tensor:
-    """Return ``positions[..., i] * theta ** (-2j / axes_dim[i])`` for all pairs j of all axes i."""
+    """Return the rotary angles of positions ``[..., number of axes]``.
+
+    They are ``positions[..., i] * theta ** (-2j / axes_dim[i])`` for all pairs j of features of all
+    axes i.
+    """
     angles = []
     for axis, width in enumerate(axes_dim):
         exponents = torch.arange(0, width, 2, device=positions.device, dtype=dtype) / width

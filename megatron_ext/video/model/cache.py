@@ -22,7 +22,7 @@ from megatron_ext.video.model.window import FrameWindow, KeyValue
 
 @dataclass(frozen=True)
 class CacheShape:
-    """The shape of one frame's cached keys on this rank, in each of ``num_blocks`` blocks."""
+    """The shape of one frame's keys on this rank, and the number of blocks that cache them."""
 
     num_blocks: int
     tokens: int
@@ -178,9 +178,9 @@ class KVCache:
         return [self._held.get(f) for f in frames]
 
     def write(self, first_frame: int, new: Mapping[int, KeyValue]) -> None:
-        """Store keys and values ``[t, tokens, b, heads, d]`` of t consecutive frames.
+        """Store keys and values of t frames from ``first_frame`` on.
 
-        ``new`` has them by block.
+        ``new`` has them by block, ``[t, tokens, b, heads, d]``.
         """
         frames = range(first_frame, first_frame + new[0][0].size(0))
         frames_by_age = sorted({*self._held, *frames})
@@ -214,7 +214,10 @@ class KVCache:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`; raise CheckpointError if its shapes differ."""
+        """Restore the cache from the result of `state_dict`.
+
+        CheckpointError is raised if shapes differ.
+        """
         own = [*self.keys, *self.values]
         given = [*state["keys"], *state["values"]]
         if [x.shape for x in own] != [x.shape for x in given]:
@@ -323,7 +326,8 @@ class TextMemo:
     def _is_of(self, text: Tensor) -> bool:
         """Return whether ``text`` equals the stored text.
 
-        It does if it is the tensor that was copied, unchanged, or if the values are equal.
+        The stored tensor itself, unless it was written to since, is equal without a comparison of
+        values.
         """
         if self._source is not None:
             source, version = self._source
@@ -334,9 +338,9 @@ class TextMemo:
         return copy.shape == text.shape and torch.equal(copy, text.to(copy))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the text and its keys and values as they are.
+        """Return the text with its keys and values.
 
-        They are saved, since later weights might not reproduce them.
+        Keys and values are saved, since later weights might not reproduce them.
         """
         return {"text": self.text, "key_values": dict(self.key_values)}
 

@@ -204,14 +204,17 @@ class Modulation(torch.nn.Linear):
 
 
 def start_at_zero(linear: torch.nn.Linear) -> None:
-    """Set weight and bias to zero, which the initialization by name leaves unchanged."""
+    """Set weight and bias to zero.
+
+    The later initialization of parameters by name leaves them at zero.
+    """
     torch.nn.init.zeros_(linear.weight)
     if linear.bias is not None:
         torch.nn.init.zeros_(linear.bias)
 
 
 def mark_new_branch(module: torch.nn.Module) -> None:
-    """Let ``--finetune`` load a checkpoint that lacks the parameters of ``module``, a new one."""
+    """Mark a module as new: ``--finetune`` loads checkpoints that lack its parameters."""
     for parameter in module.parameters():
         parameter.new_branch = True  # type: ignore[attr-defined]
 

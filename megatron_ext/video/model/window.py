@@ -10,7 +10,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.window import FrameBlocks, WindowConfig
 
 KeyValue = tuple[Tensor, Tensor]
-"""Keys and values of the same tokens."""
+"""A pair of tensors: keys and values of the same tokens."""
 
 
 @dataclass(frozen=True)

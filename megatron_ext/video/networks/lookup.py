@@ -47,7 +47,7 @@ def _part(place: str) -> Any:
 
 
 def streamed() -> VideoNetwork:
-    """Return the network that streaming trains, the first of the table that it can train."""
+    """Return the network that streaming trains: the first in the table that it can train."""
     return next(network for network in all_networks() if network.streamed is not None)
 
 

@@ -44,7 +44,7 @@ STREAMING = "streaming"
 ``--video-model``."""
 
 Sections = Mapping[str, Mapping[str, Any]]
-"""Values of flags, by name of the section and then by field."""
+"""Values of flags: a mapping by name of the section, of mappings by field."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -174,7 +174,10 @@ class FlowNetwork(ABC):
 
     @abstractmethod
     def recomputing(self, mode: str) -> RunConfig:
-        """Return the configuration with all blocks recomputed if ``mode`` is "full", else none."""
+        """Return the configuration with all blocks recomputed, or none.
+
+        ``mode`` is "full" for all blocks.
+        """
 
     @abstractmethod
     def sampled(
@@ -183,7 +186,10 @@ class FlowNetwork(ABC):
         """Return a predictor of velocities for a sampler; ``chunks`` are the model on this rank."""
 
     def velocity(self, output: Tensor) -> Tensor:
-        """Return the predicted velocity of tokens with targets, from the last stage's output."""
+        """Return the predicted velocity of the tokens that have targets.
+
+        ``output`` is the output of the last stage.
+        """
         return output
 
     def forward_step(
@@ -239,7 +245,7 @@ class StreamedNetwork(ABC):
 
     @abstractmethod
     def weights(self, lora: LoraConfig, sizes: Any, tp: int, stage: Stage) -> list[Weight]:
-        """Return a stage's parameters on one of ``tp`` ranks, in the order of its module's."""
+        """Return a stage's parameters on one of ``tp`` ranks, in the order of its module."""
 
     @abstractmethod
     def on_clip(self, config: RunConfig, ranks: Ranks, sizes: Any, clip: Clip) -> StreamedCost:

@@ -29,11 +29,11 @@ _FRAGMENTED = {"movflags": "frag_keyframe+empty_moov+default_base_moof", "flush_
 """Options by which a file can be played while it is written, without an index in memory."""
 _FRAGMENT = 2  # seconds
 _HD = (1280, 720)
-"""The least width and height, one of which suffices, of video that players show in BT.709.
+"""A width and a height; players show video of at least one of them in BT.709.
 
 They assume BT.601 for smaller video without a tag."""
 _BT709, _BT601, _LIMITED = 1, 6, 1
-"""The numbers of the two matrices in ITU-T H.273, and FFmpeg's number for the range 16 to 235."""
+"""The numbers of two colour matrices in ITU-T H.273, and of the range 16 to 235 in FFmpeg."""
 
 
 class Mp4Writer:
@@ -99,7 +99,7 @@ class Mp4Writer:
 
 
 def as_bytes(pixels: Tensor) -> NDArray[np.uint8]:
-    """Return pixels ``[P, 3, f, H, W]`` as bytes ``[P, f, H, W, 3]``, clamped to [-1, 1] before."""
+    """Clamp pixels ``[P, 3, f, H, W]`` to [-1, 1]; return them as bytes ``[P, f, H, W, 3]``."""
     scaled = ((pixels.detach().float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
     frames: NDArray[np.uint8] = scaled.cpu().permute(0, 2, 3, 4, 1).contiguous().numpy()
     return frames

@@ -117,7 +117,10 @@ def shape_of(sample: SampleConfig, manifest: Mapping[str, Any]) -> SampleShape:
 def build_codec_of(
     codec: CodecConfig, manifest: Mapping[str, Any], device: torch.device | None = None
 ) -> VideoCodec:
-    """Build the codec that a dataset's manifest names; for a VAE, ``codec`` gives the folder."""
+    """Build the codec that a dataset's manifest names.
+
+    For a VAE, ``codec`` gives the folder.
+    """
     return codec_from_manifest(manifest, None if codec.codec == PATCH else codec.codec, device)
 
 

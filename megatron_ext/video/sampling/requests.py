@@ -336,7 +336,7 @@ def encode_requests(
 
 
 def _encoded(encoder: TextEncoder, captions: Sequence[str]) -> Text:
-    """Encode captions one by one, to limit the memory of large encoders."""
+    """Return encoded captions; they are encoded one by one, which bounds the memory."""
     pairs = [encoder.encode([caption]) for caption in captions]
     return Text(*(torch.cat(parts).cpu() for parts in zip(*pairs, strict=True)))
 
@@ -398,7 +398,7 @@ def _placed(
     codec: VideoCodec,
     conditions: ConditionConfig,
 ) -> Tensor:
-    """Return latents ``[c, t, h, w]``: a request's reference frames in place, zero elsewhere."""
+    """Return latents ``[c, t, h, w]`` with a request's reference frames, zero elsewhere."""
     placed = []
     if request.reference is not None:
         clip = Clip(request.reference, request.text)

@@ -1,6 +1,6 @@
 """Estimates the memory of ``--task streaming``: three networks, the cache, the passes of a step.
 
-`STREAMING_COST` replaces the usual report of a plan by `report`.
+`STREAMING_COST` puts the function `report` in place of the usual plan of a run.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class StreamingMemory:
 def streaming_memory(config: RunConfig) -> StreamingMemory:
     """Return the memory of a rank.
 
-    The configuration must have its text width and sequence length set, as `prepare.sized` does.
+    The configuration must have its text width and sequence length set.
     """
     formulas = _Formulas(config)
     networks = (formulas.trained("generator"), formulas.trained("critic"), formulas.teacher())
@@ -186,7 +186,7 @@ class _Formulas:
         return self._network.on_clip(config, self._ranks, self._streaming.sizes(role), clip)
 
     def _on_block(self) -> StreamedCost:
-        """Return the cost formulas of the generator for a block, with a full attention window."""
+        """Return the cost formulas of the generator for a block that sees a full window."""
         clip = self._clip(self._streaming.frame_block)
         sizes = self._streaming.sizes()
         return self._network.on_block(self._config, self._ranks, sizes, clip, self._window)

@@ -35,7 +35,10 @@ def can_grow(streaming: StreamingConfig, current: int, length: int) -> bool:
 
 
 def num_clips(streaming: StreamingConfig, length: int) -> int:
-    """Return the number of clips of a sequence of ``length`` frames if each adds the fewest."""
+    """Return the number of clips in a sequence of ``length`` frames.
+
+    Each clip is taken to add the fewest frames.
+    """
     return 1 + (length - streaming.chunk_frames) // streaming.min_new_frames
 
 
@@ -127,9 +130,9 @@ def switch_frame(streaming: StreamingConfig, seed: int, sequence: int) -> int | 
 def new_frames(
     streaming: StreamingConfig, seed: int, sequence: int, clip: int, *, remaining: int
 ) -> int:
-    """Return the number of frames that a clip adds: whole blocks, at most ``remaining``.
+    """Return the number of frames that a clip adds to its sequence.
 
-    The clip is not the first of its sequence.
+    They are whole blocks, at most ``remaining``. The clip is not the first of its sequence.
     """
     most = min(streaming.max_new_frames, remaining)
     choices = range(streaming.min_new_frames, most + 1, streaming.frame_block)
@@ -139,7 +142,7 @@ def new_frames(
 def exit_steps(
     streaming: StreamingConfig, seed: int, sequence: int, clip: int, *, blocks: int, steps: int
 ) -> tuple[int, ...]:
-    """Return the last denoising step, counted from 0, of each block of a clip."""
+    """Return, for each block of a clip, its last denoising step, counted from 0."""
     if streaming.last_step_only:
         return (steps - 1,) * blocks
     source = generator(seed, sequence, f"streaming exits {clip}")

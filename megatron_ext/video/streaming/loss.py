@@ -243,8 +243,8 @@ def sid_losses(
 ) -> Tensor:
     """Return the score identity loss L_S of each frame, ``[b, t]`` float64.
 
-    Arguments and symbols are those of `dmd_direction`; ``alpha`` is that of L_S. The normaliser
-    mean|X - r| gets no gradient. The loss of a sample with r = X is 0.
+    Arguments and symbols are those of `dmd_direction`; ``alpha`` is a parameter of L_S. The
+    normaliser mean|X - r| gets no gradient. The loss of a sample with r = X is 0.
     """
     real = _guided(conditional, unconditional, scale)
     gap = real - fake.double()

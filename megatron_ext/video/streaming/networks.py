@@ -126,7 +126,7 @@ def build_critic(
 
 
 def of_role(config: RunConfig, role: Role) -> RunConfig:
-    """Return the configuration of a run that has the network ``role`` as its model."""
+    """Return the configuration of a run that trains the network ``role`` as its model."""
     model = config.section(StreamingConfig).described(config.model, role)
     return dataclasses.replace(config, model=model)
 
@@ -161,7 +161,7 @@ def load_weights(
 
 
 def network_of(name: str | None) -> Network:
-    """Return the `Network` of the critic if ``name`` is "critic", else that of the generator."""
+    """Return the flow predictor of the critic if ``name`` is "critic", else of the generator."""
     if name != CRITIC:
         return Network(build_network)
     return Network(

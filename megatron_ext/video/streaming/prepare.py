@@ -89,7 +89,7 @@ def sized(config: RunConfig) -> RunConfig:
 
 
 def coverage(streaming: StreamingConfig, accumulation: int) -> str:
-    """Return a clause for the log on how many of a sequence's clips train the generator."""
+    """Return a clause for the log: how many clips of a sequence train the generator."""
     start = f"the generator is trained in one of {streaming.generator_interval} steps"
     trained = num_trained_clips(streaming)
     if trained is None:
@@ -158,7 +158,10 @@ def _words(numbers: Sequence[int]) -> str:
 
 
 def _check_latents(streaming: StreamingConfig, codec: CodecConfig, *, samples: bool) -> None:
-    """Raise ConfigError if patches or codec do not fit the latents, or a codec is not used."""
+    """Raise ConfigError if patches or codec do not fit the latents.
+
+    A codec that is given but not used is an error too.
+    """
     sizes = streaming.sizes()
     if any(x % sizes.patch_size for x in streaming.latent_size):
         raise ConfigError.about(

@@ -35,7 +35,7 @@ BlockNoise = Callable[[int, int], Tensor]
 """A function from (first frame of a block, step) to the block's noise ``[b, t, c, h, w]``."""
 
 WRITE_BACK = -1
-"""The step for which `BlockNoise` returns the noise for writing a block into the cache."""
+"""The step to pass to `BlockNoise` for the noise of writing a block into the cache."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from megatron_ext.video.streaming.rollout import (
 )
 
 NEVER = -1
-"""The value of `SequenceState.switch_frame` for a sequence without a switch."""
+"""The value of `SequenceState.switch_frame` for a sequence that does not switch prompts."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class StreamingSequence:
 
     @property
     def coming(self) -> tuple[int, int]:
-        """Return the numbers of the next sequence and of its first sample in the run."""
+        """Return (number of the next sequence, number of its first sample), counted in the run."""
         s = self.state
         replica = self.replica
         if s is None:

@@ -126,7 +126,7 @@ class StreamingRunner(StepRunner):
 
     @property
     def _networks(self) -> dict[Pass, TrainedNetwork]:
-        """Return critic and generator by the names of the passes that train them."""
+        """Return the critic and the generator, each by the name of its pass."""
         return {"critic": self.critic, "generator": self.generator}
 
     def model_steps(self, steps: int) -> int:
@@ -187,7 +187,7 @@ class StreamingRunner(StepRunner):
         return self._result(reports, updates)
 
     def _advance_schedules(self, updates: dict[Pass, UpdateResult], num_samples: int) -> None:
-        """Count the step, and advance all learning rates, also those of untrained networks."""
+        """Count the step, and advance all learning rates, even those of untrained networks."""
         self.extra_state.steps += 1
         for kind, network in self._networks.items():
             if kind in updates:

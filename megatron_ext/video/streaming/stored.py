@@ -94,7 +94,10 @@ class StreamingState:
     def state_to_load(
         self, path: Path, metadata: dict[str, Any], *, with_optimizer: bool
     ) -> dict[str, Any]:
-        """Check that a checkpoint fits; return the state to load, without what it does not have."""
+        """Check that a checkpoint fits; return the sharded state to load from it.
+
+        Objects that the checkpoint lacks are left out.
+        """
 
         def names() -> set[str]:
             entries = set(stored_entries(path))

@@ -166,7 +166,7 @@ class ParallelTeacher(torch.nn.Module):
         return _gathered(flow, self._peers)[: x.size(0)]
 
     def _predicted(self, rows: tuple[Tensor, ...], num_microbatches: int) -> Tensor:
-        """Return the flow for n samples in micro-batches.
+        """Return the flow for n samples, which are run in micro-batches.
 
         ``rows`` are (latents, timesteps, texts), each ``[n, ...]``.
         """

@@ -78,7 +78,7 @@ class MMDiTNetwork(ClipNetwork):
 
     @property
     def boundary(self) -> int:
-        """Return the bytes sent to the next stage: tokens and one vector, ``[s + 1, b, h]``."""
+        """Return the bytes sent to the next stage: all tokens and one vector, ``[s + 1, b, h]``."""
         return self.block_bytes.stream + self._vector
 
     @property
@@ -127,7 +127,7 @@ class MMDiTNetwork(ClipNetwork):
     def _layers(self, name: str, *, double: bool) -> list[Weight]:
         """Return the parameters of a single block, or of one stream of a ``double`` block.
 
-        ``name`` is the beginning of their names.
+        ``name`` is the beginning of the parameters' names.
         """
         x = self.model
         tp = self.sizes.tp
@@ -159,12 +159,12 @@ class MMDiTNetwork(ClipNetwork):
         return in_order(*parts)
 
     def layer(self) -> LayerBytes:
-        """Return the memory of a double or a single block, of which the model has more."""
+        """Return the memory of a double or a single block, whichever there are more of."""
         singles = self.model.num_single_blocks > self.model.num_double_blocks
         return self._single_block() if singles else self._double()
 
     def _recomputed(self, stage: Stage) -> tuple[int, int]:
-        """Return (double, single) blocks of a stage that the backward pass computes again."""
+        """Return the numbers of double and single blocks of a stage that are recomputed."""
         flags = self.config.section(MMDiTConfig)
         first = min(stage.layers)
         doubles = sum(map(self._is_double, stage.layers))
@@ -199,7 +199,7 @@ class MMDiTNetwork(ClipNetwork):
     def _attended(self, *, joins: bool) -> int:
         """Return the bytes that attention keeps.
 
-        ``joins`` adds a joint copy of text and image.
+        ``joins`` tells whether text and image are first copied into one tensor.
         """
         width = self.block_bytes
         h = self.model.hidden_size

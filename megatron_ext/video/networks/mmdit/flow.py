@@ -75,7 +75,7 @@ class MMDiTBatchBuilder(FlowBatchBuilder):
 
 
 def _references(batch: VideoBatch, modes: Sequence[int], config: ConditionConfig) -> Tensor:
-    """Return latents ``[b, c, t, h, w]`` with each clip's reference frames, and zeros elsewhere."""
+    """Return latents ``[b, c, t, h, w]`` with the reference frames of each clip, zero elsewhere."""
     placed = []
     latents = batch.latents
     for row, mode in enumerate(modes):

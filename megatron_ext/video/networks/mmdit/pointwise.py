@@ -34,7 +34,7 @@ def _modulated_and_statistics(x: Tensor, shift: Tensor, scale: Tensor) -> tuple[
 def _gradients(
     beside: Tensor, of_y: Tensor, x: Tensor, shift: Tensor, scale: Tensor, *statistics: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of x, shift and scale of a modulated norm, given that of its output.
+    """Return the gradients of x, shift and scale of a modulated norm; ``of_y`` is its output's.
 
     ``beside``, the gradient of x as a residual, is added to that of x.
     """
@@ -87,7 +87,7 @@ def _streams_gradients(
     num_text: int,
     *rest: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of the inputs that ``plan`` asks for.
+    """Return the gradients of those inputs that ``plan`` lists.
 
     ``rest`` are 4 shifts and scales, then 4 statistics, text first.
     """
@@ -157,7 +157,10 @@ def add_and_modulate_streams(hidden: Tensor, *parts: Tensor) -> tuple[Tensor, Te
 def _split(
     qkv: Tensor, bias: Tensor | None, q_weight: Tensor, k_weight: Tensor, spec: Norm
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split ``[s, b, n * 3 * d]`` plus bias into normed queries and keys, and values."""
+    """Return normed queries, normed keys and values from a projection ``[s, b, n * 3 * d]``.
+
+    ``bias`` is added first.
+    """
     if bias is not None:
         qkv = qkv + bias
     d = q_weight.size(0)
@@ -209,8 +212,8 @@ def joint_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values of [text; image], ``[s, b, n, d]`` each.
 
-    Queries and keys are normed and rotated. Text and image have norms and biases of their own; the
-    arguments are those of `heads` for each.
+    Queries and keys are normed and rotated. Text and image have projections, biases and norms of
+    their own; each ``qkv`` is ``[s, b, n * 3 * d]`` before the bias is added.
     """
     txt = _split(txt_qkv, txt_bias, txt_q_weight, txt_k_weight, spec)
     img = _split(img_qkv, img_bias, img_q_weight, img_k_weight, spec)

@@ -91,7 +91,10 @@ class Conditioning(NamedTuple):
     text: Tensor
 
     def rows(self) -> Tensor:
-        """Return one tensor ``[7 f + l, b, h]``, with 7 rows per timestep and 1 per text token."""
+        """Return the conditioning as one tensor ``[7 f + l, b, h]``.
+
+        It has 7 rows per timestep, for time and modulation, and 1 per text token.
+        """
         modulation = torch.unflatten(self.modulation, -1, (6, -1)).permute(0, 2, 1, 3).flatten(0, 1)
         return torch.cat((self.time, modulation, self.text))
 
@@ -166,7 +169,7 @@ class Run:
 
 
 class SelfAttention(Part):
-    """Self-attention of frames; a window, if set, limits the frames that each frame sees."""
+    """Self-attention of the tokens of all frames, or only of those within a window."""
 
     def __init__(self, plan: Blueprint) -> None:
         super().__init__(plan)
@@ -224,7 +227,7 @@ class CrossAttention(Part):
     def _key_value(self, text: Tensor, number: int, cache: dict[int, KeyValue] | None) -> KeyValue:
         """Return the text's keys and values, ``[l, b, n, d]`` each.
 
-        If ``cache`` is given, they are taken from it, or stored in it under the block's number.
+        A ``cache`` is read under the block's ``number``; if it lacks them, it is filled.
         """
         if cache is not None and number in cache:
             return cache[number]

@@ -71,7 +71,7 @@ SIZES = {
 
 BIDIRECTIONAL = "video-dit"
 CAUSAL = "causal-video-dit"
-"""Values of ``--video-model`` of the network with bidirectional and with causal attention."""
+"""Names of Wan's network in ``--video-model``, with bidirectional and with causal attention."""
 
 
 def is_causal(config: RunConfig) -> bool:
@@ -104,7 +104,7 @@ class VideoDiTConfig(Changeable):
 
     @property
     def sizes(self) -> VideoDiTSizes:
-        """Return the named size with latent channels and text width of the data."""
+        """Return the named size, with the latent channels and the text width of the data."""
         named = SIZES[self.video_dit_size]
         return dataclasses.replace(
             named,

@@ -231,7 +231,7 @@ class DiTNetwork(StreamedCost):
         return LayerBytes(kept, 2 * width.stream)
 
     def _attended(self) -> list[tuple[int, int]]:
-        """Return, for each block of frames, (its tokens, tokens to which it attends)."""
+        """Return (number of tokens, number of tokens attended to) of each block of frames."""
         per_frame = self.clip.rows * self.clip.columns
         return [
             ((own.stop - own.start) * per_frame, _count(seen) * per_frame)

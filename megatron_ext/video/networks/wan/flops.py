@@ -72,7 +72,7 @@ def flops_of_pass(
 def _frames_seen(
     window: FrameWindow | None, new: range, present: Set[int]
 ) -> Iterable[tuple[int, int]]:
-    """Return, for each block of new frames, (its frames, frames to which it attends).
+    """Return, for each block of new frames, the number of its frames and of those it attends to.
 
     Only frames in ``present`` have keys. Without a window all new frames are one block.
     """
@@ -95,7 +95,8 @@ def flops_of_sample(
     """Return the operations of a video DiT on one sample in a pass without gradient.
 
     Args:
-        attended: for each block of frames, (its tokens, tokens to which it attends).
+        attended: for each block of frames, (number of its tokens, number of tokens to which it
+            attends).
         num_times: number of timesteps: 1, or as many as there are frames.
         embeds_text: whether the pass computes the text's embedding, keys and values.
     """

@@ -46,7 +46,7 @@ MAX_TIMESTEP = 1000.0
 
 
 class WanMicrobatch(FlowMicrobatch):
-    """A micro-batch of a Wan network; its stages also send each other timesteps and text."""
+    """A micro-batch of a Wan network, whose stages send each other timesteps and text too."""
 
     @property
     def boundary_inputs(self) -> Mapping[str, Any]:
@@ -69,7 +69,10 @@ class WanBatchBuilder(FlowBatchBuilder):
         return torch.cat([first, later], dim=1)
 
     def _own(self, whole: FlowTargets, num_text: int) -> FlowTargets:
-        """Return all targets; a token's weight is 0 except on one context-parallel rank."""
+        """Return all targets.
+
+        A token has its weight on one context-parallel rank, and weight 0 on others.
+        """
         times = whole.times
         num_tokens = whole.weights.size(1)
         if times.dim() == 2:

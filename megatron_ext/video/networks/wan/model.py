@@ -34,7 +34,10 @@ class Head(Part):
         mark_replicated(self.linear, plan.config)
 
     def forward(self, hidden: Tensor, time: Tensor) -> Tensor:
-        """Return patches ``[s, b, c * p * p]`` of tokens ``[s, b, h]`` at times ``[f, b, h]``."""
+        """Return patches ``[s, b, c * p * p]`` of tokens ``[s, b, h]``.
+
+        ``time`` are f embedded timesteps, ``[f, b, h]``.
+        """
         shift, scale = self.modulation(time.unsqueeze(2))
         return self.linear(modulated_frames_alone(hidden, shift, scale))  # type: ignore[no-any-return]
 

@@ -70,7 +70,7 @@ def add_gated(x: Tensor, output: Tensor, gate: Tensor) -> Tensor:
 
 
 def _frames(x: Tensor, part: Tensor) -> Tensor:
-    """Return x ``[s, b, h]`` as ``[f, s / f, b, h]``; f is the number of frames of ``part``."""
+    """Return x ``[s, b, h]`` as ``[f, s / f, b, h]``; f is the length of ``part``."""
     return torch.unflatten(x, 0, (part.size(0), -1))
 
 

@@ -71,7 +71,8 @@ _NAMES = {
     for ours, (diffusers, original) in modules.items()
     for kind in ("weight", "bias")
 }
-"""Our names of parameters, each with Wan's two names; those in blocks lack the block's number."""
+"""Our names of parameters, each with its two names in Wan; those in blocks lack the block's number.
+"""
 
 
 def shapes(sizes: VideoDiTSizes) -> dict[str, tuple[int, ...]]:
