@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron_ext.checkpoint.conversion import read_settings
-from megatron_ext.errors import CheckpointError, ConfigError, MegatronExtError
+from megatron_ext.errors import CheckpointError, ConfigError, FlagError, MegatronExtError
 from megatron_ext.text.convert.families import FAMILIES
 from megatron_ext.text.convert.family import (
     Family,
@@ -365,14 +365,18 @@ def _check_like(gpt: Gpt, like: HuggingFaceModel) -> None:
         )
 
 
-def disagreements(given: Gpt, model: HuggingFaceModel) -> list[str]:
-    """Return a sentence on each flag of a run that contradicts the config.json of its weights.
+def disagreements(given: Gpt, model: HuggingFaceModel) -> list[FlagError]:
+    """Return an error for each flag of a run that contradicts the config.json of its weights.
 
     ``given`` has the flags of the run, ``model`` the config.json.
     """
     theirs = architecture_of(model.sections())
     return [
-        f"{_flag(name)} is {ours!r}, but {model.path} says {other!r}, with which its weights were "
-        "trained; leave the flag out."
+        FlagError(
+            _flag(name),
+            None,
+            f"is {ours!r}, but {model.path} says {other!r}, with which its weights were trained",
+            "leave the flag out",
+        )
         for name, ours, other in differences(architecture_of(given), theirs)
     ]
