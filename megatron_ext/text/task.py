@@ -133,7 +133,7 @@ def prepare_gpt(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
 
 
 def is_direct(config: RunConfig) -> bool:
-    """Return whether samples are in the direct order, which needs no index."""
+    """Return whether ``--data-order`` is ``direct``, which needs no index of the samples."""
     return config.section(DataConfig).data_order == "direct"
 
 

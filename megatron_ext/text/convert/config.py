@@ -171,7 +171,7 @@ def _without_effect(raw: dict[str, Any], settings: Settings, config: Any) -> tup
 def _is_taken_over(scaling: Any, settings: Settings) -> bool:
     """Tell whether transformers kept everything in the entry `rope_scaling` of a config.json.
 
-    Version 4 writes this entry, and version 5 reads it as part of `rope_parameters`. ``settings``
+    transformers 4 writes this entry, and transformers 5 moves it to `rope_parameters`. ``settings``
     has the entries as transformers read them.
     """
     read = settings.values.get("rope_parameters") or settings.values.get("rope_scaling") or {}

@@ -72,7 +72,7 @@ class LatentSizes:
 
     @property
     def kept(self) -> int:
-        """Return the elements per token kept of the channels in `small` and of their norms."""
+        """Return the elements per token that `small` channels and their norms keep for backward."""
         return self.small + (self.norms * (self.query_rank + self.rank))
 
     def matrices(self, tp: int) -> list[Linear]:

@@ -259,7 +259,7 @@ class DirectDataset(StepDataset):
         return text[:, :-1], labels, numbers
 
     def _fill(self, tokens: Array, labels: Array, pieces: Pieces, own: Ints, length: int) -> None:
-        """Copy pieces of ``length`` tokens, of indices ``own``, into ``tokens`` and ``labels``.
+        """Copy the pieces numbered ``own``, ``length`` tokens each, into ``tokens`` and ``labels``.
 
         Each goes into the row that it belongs to. If ``tokens`` and ``labels`` are the same array,
         copy each piece and the token after it.

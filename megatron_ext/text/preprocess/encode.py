@@ -219,7 +219,7 @@ class BlockEncoder(Protocol):
 
 @dataclass
 class TextEncoder:
-    """A `BlockEncoder` of the texts under ``keys`` in each line.
+    """Encodes the texts under ``keys`` of each line in a block of lines.
 
     Line i of an input part goes to output stream ``i % streams``. The id ``eod``, unless it is
     None, is appended to each document that is not empty. If ``fast`` is given, it encodes in place

@@ -25,7 +25,7 @@ _SAMPLE_BYTES = 8192
 
 
 class TextEncoding:
-    """The `Encoding` that makes one document of each text in a line.
+    """Makes one document of token ids of each text in a line.
 
     Raise a ConfigError if documents should end with a token that the tokenizer lacks.
     """

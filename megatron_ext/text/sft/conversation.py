@@ -142,7 +142,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def _is_nothing(value: Any) -> bool:
-    """Tell whether a value is empty, like those with which tables fill columns that a row lacks."""
+    """Tell whether a value is empty; tables store such values in columns that a row lacks."""
     return value is None or value in ("", [], {})
 
 

@@ -210,11 +210,11 @@ def _token_at(offsets: Sequence[tuple[int, int]], character: int) -> int | None:
 
 
 def _by_prefixes(template: Template, *, realign: bool) -> TokenizedConversation:
-    """Return ids and mask by tokenizing the messages before each trained turn, and with it.
+    """Return ids and mask, by tokenizing the messages before and up to each trained turn.
 
     Both prefixes end at an assistant turn, never within a group of tool messages. So a template
     that merges a group of tool messages writes it as in the whole conversation. ``realign``
-    searches for turns whose tokens differ there.
+    searches for turns whose tokens differ in the whole conversation.
     """
     conversation = template.conversation
     whole = template.ids(len(conversation.messages))
@@ -231,7 +231,7 @@ def _by_prefixes(template: Template, *, realign: bool) -> TokenizedConversation:
 
 
 def _exact_span(template: Template, whole: list[int], turn: int) -> tuple[int, int]:
-    """Return (start, end) of an assistant turn's tokens in ``whole``, all tokens.
+    """Return (start, end) of an assistant turn's tokens in the tokens ``whole``.
 
     The start is after the generation prompt.
 

@@ -68,7 +68,7 @@ KEYS = ("document", "mask")
 
 @dataclass(frozen=True)
 class ConversationEncoder:
-    """A `BlockEncoder` that turns a conversation into two documents: its token ids and its mask."""
+    """Turns each conversation of a block of lines into two documents: token ids and mask."""
 
     chat: Chat
 
@@ -164,7 +164,7 @@ class SftPreprocessOptions(PreprocessOptions):
 
 
 class ConversationEncoding:
-    """The `Encoding` that turns each line into two documents, token ids and mask."""
+    """Makes two documents, token ids and mask, of the conversation in each line."""
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
@@ -201,7 +201,7 @@ def preprocess_sft(options: SftPreprocessOptions, say: Say = say_to_stderr) -> R
 
 
 def chat_of(options: SftPreprocessOptions) -> Chat:
-    """Return the tokenizer, chat template and options of conversations that ``options`` give."""
+    """Return the `Chat` (tokenizer, chat template and their options) that ``options`` describe."""
     return build_chat(build_tokenizer(options.tokenizer), options.tokenizer, options.sft)
 
 

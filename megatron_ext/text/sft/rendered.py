@@ -251,7 +251,7 @@ def _lines_are_in(value: Any, whole: str) -> bool:
 def report_unrendered(
     conversation: Conversation, unrendered: Unrendered, sft: SftConfig, intake: Intake
 ) -> None:
-    """Count the values that the template leaves out in ``intake``; refuse the row if it matters.
+    """Count, in ``intake``, what the template leaves out; refuse a row that loses important values.
 
     Raise a DataError for the first message, tool, tool call or reasoning of a trained turn that is
     left out. ``--sft-on-unrendered note`` counts them instead.

@@ -38,7 +38,10 @@ class Members:
     def of_shares(
         cls, shares: Sequence[tuple[Sequence[int], int]], micro_batch_size: int
     ) -> Members:
-        """Return members whose epochs take a given number of clips from each set of clips."""
+        """Return members whose epochs take a given number of clips from each set of clips.
+
+        ``shares`` has, for each set, (numbers of its clips, how many of them an epoch takes).
+        """
         clips = cls((), micro_batch_size, shares).of_epoch(0)
         return cls(clips.tolist(), micro_batch_size, shares)
 

@@ -173,7 +173,7 @@ _SEEK_BEFORE = (1.0, 8.0)
 The second number is tried if the first leads to a frame after the wanted one. Seeking in recorded
 broadcasts is imprecise."""
 _LATEST = Fraction(1, 2)
-"""The seconds by which decoding times may decrease, as cheap recorders write them out of order."""
+"""The seconds by which decoding times may decrease; cheap recorders write some out of order."""
 _FILTERED_BEFORE = 0.25
 """The least number of seconds to decode before a wanted frame, since filters use earlier frames."""
 
@@ -320,7 +320,7 @@ def _lacks_times(container: Any) -> bool:
 
 
 def _in_order(frames: Iterator[Any]) -> Iterator[Any]:
-    """Yield frames, each with the time of the packet after which it was decoded."""
+    """Yield the frames with increasing times: of the packets after which they were decoded."""
     last: int | None = None
     for frame in frames:
         if frame.dts is not None and (last is None or frame.dts > last):

@@ -71,7 +71,7 @@ def passes(streaming: StreamingConfig, step: int, accumulation: int = 1) -> tupl
 def clips_seen(streaming: StreamingConfig, trained_clips: int, accumulation: int = 1) -> set[int]:
     """Return the indices of a sequence's clips that train the generator in some sequence.
 
-    Each sequence has ``trained_clips`` clips that train a network; the indices count only these.
+    ``trained_clips`` clips of each sequence train a network; they alone are numbered, from 0.
     """
     cycle = [
         kind

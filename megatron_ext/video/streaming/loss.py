@@ -243,8 +243,15 @@ def sid_losses(
 ) -> Tensor:
     """Return the score identity loss L_S of each frame, ``[b, t]`` float64.
 
-    Arguments and symbols are those of `dmd_direction`; ``alpha`` is a parameter of L_S. The
-    normaliser mean|X - r| gets no gradient. The loss of a sample with r = X is 0.
+    L_S is a frame's mean of (r - f) (r - X - alpha (r - f)) / mean|X - r|; it is 0 for a sample
+    with r = X. The divisor mean|X - r| of a sample gets no gradient.
+
+    Args:
+        latents: X, whole clips ``[b, t, c, h, w]``.
+        fake: f, the clean latents that the critic predicts.
+        conditional, unconditional: the teacher's predictions under the prompt and the negative
+            prompt, which are combined to r.
+        scale: w of the guidance.
     """
     real = _guided(conditional, unconditional, scale)
     gap = real - fake.double()

@@ -117,8 +117,8 @@ class StreamingSequence:
     Attributes:
         state: the state; None before the first sequence.
         first: the numbers in the run of the next sequence and of its first sample, used while
-            ``state`` is None. A resumed run that cannot load the old sequence begins after that
-            one.
+            ``state`` is None. A resumed run that cannot load its old sequence takes the numbers
+            after it.
     """
 
     def __init__(

@@ -188,7 +188,7 @@ def heads(
         qkv: output of the projection before its ``bias`` is added, ``[s, b, n * 3 * d]``: for each
             head its query, key and value.
         q_weight, k_weight: scales of the norms, ``[d]``.
-        cos, sin: result of `attention.rotary_table`, ``[s, b, 1, d / 2]``.
+        cos, sin: cosines and sines of the rotary angles, ``[s, b, 1, d / 2]``.
     """
     query, key, value = _split(qkv, bias, q_weight, k_weight, spec)
     # A compiled function may return no view of its argument.

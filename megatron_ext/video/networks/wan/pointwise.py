@@ -227,15 +227,15 @@ def heads(
     num_parts: int,
     num_frames: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries and keys, normed and rotated, and values, ``[t, parts * m, b, n, d]`` each.
+    """Return queries and keys, normed and rotated, and values, ``[t, P * m, b, n, d]`` each.
 
     Args:
-        qkv: m tokens of each of t frames from each of ``parts`` ranks, as
-            ``[parts * t * m, b, n * 3 * d]``: for each head its query, key and value.
+        qkv: m tokens of each of t frames from each of P = ``num_parts`` ranks, as
+            ``[P * t * m, b, n * 3 * d]``: for each head its query, key and value.
         total: sums of squares ``[2, s, b]`` over the heads of all ranks; None if this rank has all
             heads.
         q_weight, k_weight: scales of the norms, this rank's ``[n * d]``.
-        cos, sin: result of `attention.frame_rotary_table`.
+        cos, sin: cosines and sines of the rotary angles.
         sizes: head size d, hidden size h (all heads' width), and epsilon.
     """
     head_dim, width, eps = sizes

@@ -66,7 +66,7 @@ def stored_model(stored: Mapping[str, Any], name: str) -> Sections:
 def restated(stored: Mapping[str, Any], kind: str, builds: str) -> Sections:
     """Return size, channels and window of a checkpoint's video DiT as flags of another kind.
 
-    ``stored`` is the checkpoint's configuration, ``kind`` its kind, and ``builds`` the other kind.
+    ``stored`` is the checkpoint's configuration, ``kind`` names its network, ``builds`` the other.
     """
     streaming = stored["streaming"]
     dit = stored["video_dit"]
