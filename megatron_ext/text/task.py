@@ -178,7 +178,7 @@ def text_source(
 def storage_notes(run: Run) -> Callback | None:
     """Return the callback that reports requests to object storage.
 
-    Return None unless samples are in the direct order, the only one that reads from there.
+    Return None unless ``--data-order`` is ``direct``; other orders do not read from object storage.
     """
     if not is_direct(run.config):
         return None

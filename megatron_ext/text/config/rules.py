@@ -144,7 +144,7 @@ SHAPE_SECTIONS = {
     "attention": AttentionConfig,
     "latent_attention": LatentAttentionConfig,
 }
-"""The classes of the sections that have the fields of `SHAPE`, by name."""
+"""The classes, by section name, of the sections that describe the shape of a model."""
 SHAPE = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups "
     "group_query_attention max_position_embeddings position_embedding_type rotary_base "

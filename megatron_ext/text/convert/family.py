@@ -121,7 +121,7 @@ class Gpt:
 
 
 SECTIONS = {**SHAPE_SECTIONS, **named((MoEConfig,))}
-"""The classes of the sections of a `Gpt`, by name."""
+"""The classes, by section name, of the sections that describe the architecture of a GPT."""
 Write = Callable[[Gpt], dict[str, Any]]
 
 

@@ -71,7 +71,7 @@ class Run:
     expert: int | None
 
     def shape(self, ours: Sequence[int]) -> tuple[int, ...]:
-        """Return the smallest shape that the tensor can have if it contains this run.
+        """Return the smallest shape that a tensor of transformers must have to hold this run.
 
         ``ours`` is the shape of our parameter.
         """

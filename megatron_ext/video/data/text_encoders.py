@@ -151,7 +151,7 @@ def tokenized(tokenizer: Any, captions: Sequence[str], length: int) -> Any:
 
 
 def is_cut(tokenizer: Any, caption: str, length: int) -> bool:
-    """Tell whether `tokenized` would cut a caption to ``length`` tokens."""
+    """Tell whether a caption has more than ``length`` tokens, and so would lose its end."""
     # `verbose=False` avoids a warning about captions that are too long for the model.
     return len(tokenizer(caption, truncation=False, verbose=False)["input_ids"]) > length
 

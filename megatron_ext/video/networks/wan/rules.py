@@ -24,7 +24,7 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def rules(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
-    """Return an error for each fault in the flags of a video DiT, and each that it ignores."""
+    """Return an error for each faulty flag of a video DiT, and each flag without effect on it."""
     model = f"`--video-model {config.section(VideoConfig).video_model}`"
     errors = [
         FlagError(
