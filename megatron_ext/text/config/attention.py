@@ -191,9 +191,10 @@ class LatentAttentionConfig(LayerSection):
         )
 
     def attention_sides(self, config: RunConfig) -> Sequence[Side] | None:
-        """Return the inputs and outputs of attention's projections, to check what ranks can shard.
+        """Return (name, width, number of ranks that share it) of each side of attention's
+        projections.
 
-        Return None if attention is not multi-latent.
+        A side is an input or output. Return None if attention is not multi-latent.
         """
         if not self.multi_latent_attention:
             return None

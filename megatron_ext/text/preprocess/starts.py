@@ -31,9 +31,9 @@ _OTHER_ENCODINGS = {
 _ARRAY = re.compile(rb"\s*\[\s*(\{|\]|$)")
 _SPACE = re.compile(r"[ \t\r\n]*")
 _CUT_WITHIN = 16
-"""An item may be cut off if its error is at most so many characters before the end.
+"""An item with an error this many characters or fewer before the end may have been cut off.
 
-The end is that of the text read so far; an error farther before it means a wrong item."""
+The end is that of the text read so far. An item with an error farther before it is wrong."""
 
 
 def is_blank(line: bytes) -> bool:

@@ -92,7 +92,7 @@ class Template:
             self._kwargs["tools"] = list(conversation.tools)
 
     def of(self, conversation: Conversation) -> "Template":
-        """Return this template for another conversation, and with its tools."""
+        """Return a copy of this template for another conversation and that conversation's tools."""
         return Template(self.tokenizer, conversation, self._given)
 
     @cached_property

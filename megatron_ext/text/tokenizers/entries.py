@@ -293,9 +293,9 @@ def part_at_fault(raw: Any, kind: Any) -> str | None:
 
 
 def _state(kind: Any, content: Any) -> Any:
-    """Load the content of a tokenizer.json by the class ``kind``; return what it would save.
+    """Return what `tokenizers` saves after it has loaded the content of a tokenizer.json.
 
-    Return None if `tokenizers` cannot load it. ``kind`` is `tokenizers.Tokenizer`.
+    Return None if `tokenizers` cannot load it. ``kind`` is the class `tokenizers.Tokenizer`.
     """
     try:
         return json.loads(kind.from_str(json.dumps(content)).to_str())

@@ -86,7 +86,7 @@ class KVCache:
         self.reset()
 
     def reset(self, *, keep_sink: bool = False) -> None:
-        """Drop the cached text and all cached frames; ``keep_sink`` spares the sink frames only."""
+        """Drop the cached text and all cached frames; with ``keep_sink`` keep the sink frames."""
         last_kept = self.window.sink if keep_sink else 0
         self._held = {f: entry for f, entry in self._held.items() if f < last_kept}
         self._absent_before = 0

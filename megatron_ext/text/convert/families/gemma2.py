@@ -31,7 +31,7 @@ def read_scales(settings: Settings) -> Fields:
 
 
 def write_scales(gpt: Gpt) -> dict[str, Any]:
-    """Return the entries of config.json from which `read_scales` reads the fields of ``gpt``."""
+    """Return the entries of config.json that give the scale of scores and the two soft caps."""
     scale = gpt.attention.softmax_scale or (gpt.model.kv_channels or 1) ** -0.5
     scalar = round(scale**-2, 6)
     own: dict[str, Any] = {
