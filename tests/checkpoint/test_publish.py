@@ -10,6 +10,7 @@ import pytest
 
 from megatron_ext.checkpoint import publish
 from megatron_ext.checkpoint.files import folder_of, published, replaced_folder_of
+from megatron_ext.checkpoint.run_record import RUN_VARIABLE, own_checkpoints
 from megatron_ext.config.output import CheckpointConfig
 
 FILES = 6
@@ -89,3 +90,22 @@ def test_what_cannot_be_removed_is_an_error_and_no_endless_loop(
     monkeypatch.setattr(shutil, "rmtree", refuse)
     with pytest.raises(PermissionError):
         publish.prepare(tmp_path, 4)
+
+
+def test_a_restart_knows_its_own_checkpoints_also_those_saved_over_older_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUN_VARIABLE, "a")
+    for iteration in (2, 4):
+        checkpoint(folder_of(tmp_path, iteration))
+    assert own_checkpoints(tmp_path, again=False) == []
+    assert own_checkpoints(tmp_path, again=True) == []
+    checkpoint(folder_of(tmp_path, 3))
+    assert own_checkpoints(tmp_path, again=True) == [3]
+    shutil.rmtree(folder_of(tmp_path, 2))
+    checkpoint(folder_of(tmp_path, 2))
+    os.utime(folder_of(tmp_path, 2), ns=(1, 1))
+    assert own_checkpoints(tmp_path, again=True) == [3, 2]
+    # Another run finds all of them there at its first start, also if it is told of a restart.
+    monkeypatch.setenv(RUN_VARIABLE, "b")
+    assert own_checkpoints(tmp_path, again=True) == []

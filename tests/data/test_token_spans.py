@@ -157,6 +157,13 @@ def test_damaged_files_are_told_in_a_sentence(tmp_path: Path) -> None:
     prefix = tmp_path / "docs"
     _write(prefix)
     span = open_span(str(prefix), 0, None, mapped=False)
+    # A file that is longer than its index, such as that of another dataset, holds other texts.
+    os.truncate(f"{prefix}.bin", 2002)
+    for mapped in (True, False):
+        with pytest.raises(
+            DataError, match=r"docs.bin has 2002 bytes, but .* \(2000 bytes\); copy"
+        ):
+            open_span(str(prefix), 0, None, mapped=mapped)
     os.truncate(f"{prefix}.bin", 1000)
     with pytest.raises(DataError, match=r"docs.bin has 1000 bytes, but its index counts 1000 tok"):
         open_span(str(prefix), 0, None)

@@ -11,6 +11,8 @@ from megatron_ext.errors import DataError
 from megatron_ext.losses.linear_cross_entropy import weighted_linear_cross_entropy
 from megatron_ext.losses.standalone import StepLoss
 from megatron_ext.losses.vocabulary import VocabularyHead
+from megatron_ext.parallel.context import ParallelContext
+from tests.ranks import ranks
 
 V, H = 11, 6
 
@@ -86,3 +88,29 @@ def test_labels_outside_the_head_are_refused(label: int, own: bool) -> None:
         weighted_linear_cross_entropy(
             hidden, weight, labels, torch.ones(labels.shape), tp_group=None, sequence_parallel=False
         )
+
+
+def only_log_prob(hidden: Tensor, head: VocabularyHead, inputs: Mapping[str, Tensor]) -> Tensor:
+    return -head.log_prob(head.logits(hidden), inputs["labels"])
+
+
+@ranks(tp=2)
+def test_a_loss_of_ones_own_takes_the_labels_of_all_parts_of_a_head(
+    context: ParallelContext,
+) -> None:
+    """Compare with cross-entropy over the whole head, whose rows two ranks share."""
+    head = torch.randn(2 * H, H, generator=torch.Generator().manual_seed(1))
+    batches = [(hidden, labels.where(labels < 0, labels + 1)) for hidden, labels in parts()]
+    assert max(int(labels.max()) for _, labels in batches) >= H
+    loss = StepLoss(head.chunk(2)[context.tp_rank], token_losses=only_log_prob,
+                    group=context.pgs.dp, tp_group=context.pgs.tp)  # fmt: skip
+    steps = loss.of_step([labels for _, labels in batches])
+    total = sum(float(part(x).loss.detach()) for (x, _), part in zip(batches, steps, strict=True))
+    logits = torch.cat([(x.detach() @ head.T).flatten(0, 1) for x, _ in batches])
+    want = F.cross_entropy(logits, torch.cat([labels.T.flatten() for _, labels in batches]))
+    assert total == pytest.approx(float(want), rel=1e-5)
+    hidden, labels = batches[0]
+    labels[0, 2] = 2 * H
+    (part,) = loss.of_step([labels])
+    with pytest.raises(DataError, match=f"A label is {2 * H}, but the head has {2 * H} rows"):
+        part(hidden)

@@ -10,7 +10,9 @@ import pytest
 
 from megatron_ext.checkpoint.files import published
 from megatron_ext.disk.events import read_events
+from megatron_ext.errors import CheckpointError
 from megatron_ext.train.run import Run
+from megatron_ext.train.saves import Saves
 from tests.checkpoint.tiny import whole_tensors
 from tests.training_runs import SMALL, train_on_ranks, train_steps, training_rows, without
 
@@ -107,6 +109,29 @@ def test_a_failed_save_is_told_and_counted_and_the_last_one_is_repeated(
     code, _ = train_on_ranks(BACKGROUND, save=tmp_path / "never")
     assert code == 2 and published(tmp_path / "never") == []
     assert "The checkpoint of iteration 4 could not be saved: " in capfd.readouterr().err
+
+
+def test_a_failed_save_is_due_again_until_one_works(tmp_path: Path) -> None:
+    faults = [CheckpointError("full"), CheckpointError("full"), None, None]
+
+    def write(*, waits: bool) -> None:
+        assert not waits
+        if (fault := faults.pop(0)) is not None:
+            raise fault
+
+    saves = Saves(str(tmp_path), 0, tolerant=True)
+    assert not saves.must_repeat() and not saves.newest_has_failed()
+    assert not saves.save(write, 1, is_last=False)
+    assert saves.newest_has_failed() and saves.must_repeat()
+    assert not saves.save(write, 2, is_last=False)
+    # A second failure is tried again a step later.
+    assert [saves.must_repeat() for _ in range(2)] == [False, True]
+    assert saves.save(write, 4, is_last=False)
+    assert not saves.newest_has_failed() and saves.num_failed == 2
+    assert not any(saves.must_repeat() for _ in range(40))
+    assert saves.save(write, 50, is_last=False) and not any(saves.must_repeat() for _ in range(40))
+    found = [(event["kind"], event["iteration"]) for event in read_events(tmp_path)]
+    assert found == [("save_failed", 1), ("save_failed", 2), ("saved", 4), ("saved", 50)]
 
 
 @pytest.mark.slow

@@ -229,6 +229,31 @@ def test_accumulation_is_one_large_batch(normalization: str, cp_size: int) -> No
         assert torch.allclose(one, other, rtol=1e-6, atol=1e-6 * float(other.abs().max()))
 
 
+@pytest.mark.parametrize("normalization", ["per_token", "per_sample"])
+def test_a_mean_of_means_does_not_depend_on_where_the_image_tokens_are(normalization: str) -> None:
+    """Average the losses of two ranks, of which one holds most of a clip's image tokens."""
+    prediction, mask = random(B, N, D, seed=2), mask_of(*NAMES)
+    wanted = targets(mask, normalization)
+    counts = StepCounts(mask.sum(), wanted.weights.sum(), torch.zeros(0), B)
+    for cut in (7, N // 2, N):
+        for i in range(B):
+            means = []
+            for here in (slice(0, cut), slice(cut, N)):
+                part = FlowTargets(
+                    wanted.velocity[i : i + 1, here], wanted.weights[i : i + 1, here],
+                    wanted.times[i : i + 1], wanted.modes[i : i + 1],
+                    usual_weight=wanted.weights[i].sum() / 2,
+                )  # fmt: skip
+                share = share_of_step(
+                    part.weights, counts, per_token=False, usual_weight=part.usual_weight
+                )
+                predicted = prediction[i : i + 1, here]
+                loss, count, _ = flow_matching_loss(predicted, targets=part, share=share)
+                means.append(float(loss) / max(1, int(count)))
+            want = mean_of_tokens(prediction[i], wanted.velocity[i], mask[i])
+            assert sum(means) / 2 == pytest.approx(float(want), rel=1e-5), (cut, i)
+
+
 def test_reports_by_quarter_and_mode_add_up_also_where_tokens_have_times() -> None:
     prediction, wanted = random(B, N, D), targets(mask_of(*NAMES))
     names = ("t2v", "i2v_head", "i2v_tail", "i2v_loop")

@@ -1,5 +1,6 @@
 """A killed run goes on from its snapshots, and ends with the bits of an undisturbed run."""
 
+import functools
 import math
 import os
 import shutil
@@ -18,7 +19,8 @@ from megatron_ext.disk.events import read_events
 from megatron_ext.disk.host_folder import FOLDER_VARIABLE
 from megatron_ext.extras.resilience.memory import Machines, MemoryCheckpoints
 from megatron_ext.extras.resilience.peers import own_files
-from megatron_ext.extras.resilience.recovery import Recovery
+from megatron_ext.extras.resilience.recovery import HeldSnapshot, Recovery, choose
+from megatron_ext.parallel.grid import Layout
 from megatron_ext.video.task import VIDEO
 from tests.checkpoint.tiny import build, manager
 from tests.extras.resilience.faulty_runs import (
@@ -28,7 +30,7 @@ from tests.extras.resilience.faulty_runs import (
     same_end,
     start,
 )
-from tests.ranks import ranks
+from tests.ranks import layout_of, ranks
 from tests.training_runs import SMALL, without
 from tests.video.streaming import runs
 
@@ -216,6 +218,33 @@ def test_snapshots_may_be_newer_than_the_newest_intact_checkpoint(tmp_path: Path
     with killed_run(flags, tmp_path / "killed", 2) as killed:
         told, _ = go_on(flags, killed, 2, "again", newest_checkpoint)
     assert told == "memory 3"
+
+
+def _held(layout: Layout, iteration: int, *, copies: bool = False) -> list[HeldSnapshot]:
+    """Return a snapshot of each rank on a machine of its own, or its copy on the next one."""
+    size = layout.world_size
+    return [
+        HeldSnapshot(
+            f"m{(rank + copies) % size}", f"{iteration}.{rank}", rank, iteration, layout, copies
+        )
+        for rank in range(size)
+    ]
+
+
+def test_the_newest_whole_set_of_snapshots_is_chosen_whatever_the_number_of_replicas() -> None:
+    mine, other = layout_of(tp=2, dp=1), layout_of(tp=2, dp=2)
+    machines = ["m0", "m1"]
+    older = [*_held(mine, 4), *_held(mine, 4, copies=True), *_held(other, 2)]
+    newer = _held(other, 6)
+    chosen = functools.partial(choose, layout=mine, machines=machines)
+    assert chosen([*older, *newer], newer_than=0) == newer
+    assert chosen([*newer[1:], *older], newer_than=0) == older[:2]
+    # At one iteration this layout's own snapshots need no resharding.
+    assert chosen([*newer, *_held(mine, 6)], newer_than=0) == _held(mine, 6)
+    # A copy stands in for a snapshot that is lost.
+    assert chosen([*older[1:], *newer[1:]], newer_than=0) == [older[2], older[1]]
+    assert chosen([*older, *newer], newer_than=6) is None
+    assert chosen(_held(layout_of(tp=1, dp=2), 8), newer_than=0) is None
 
 
 @pytest.mark.slow

@@ -11,17 +11,18 @@ import pytest
 
 from megatron_ext.config.precision import Fp8Config
 from megatron_ext.device.gpus import GPUS
+from megatron_ext.device.host import this_host
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.layers.transformer_config import check_core
 from megatron_ext.planning.hardware import gpu_named
-from megatron_ext.planning.memory import memory
+from megatron_ext.planning.memory import check_host_memory, memory
 from megatron_ext.planning.network import Volume
 from megatron_ext.planning.report import model_parameters
 from megatron_ext.planning.state import rank_state
 from megatron_ext.planning.step_time import estimate, rank_volume
 from megatron_ext.text.cost.flops import flops_per_sample
 from megatron_ext.text.cost.network import GptNetwork, with_recomputation
-from megatron_ext.text.task import padded_to_ranks
+from megatron_ext.text.task import GPT, padded_to_ranks
 from tests.planning.measure import (
     TOLERANCE,
     check_peak,
@@ -53,6 +54,29 @@ def test_layers_with_a_window_count_the_keys_in_it() -> None:
     assert scores[3] == whole
     seen = sum(min(at, left) + 0.5 for at in range(length)) / sum(at + 0.5 for at in range(length))
     assert scores[:3] == [pytest.approx(seen * whole, rel=1e-3)] * 3
+
+
+def test_a_run_that_only_evaluates_needs_memory_for_its_weights_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A weight takes 4 bytes; to train it, 4 for its gradient and 8 for Adam's moments more."""
+    words = (
+        "--num-layers 1 --hidden-size 256 --num-attention-heads 4 --seq-length 4 "
+        "--max-position-embeddings 4 --micro-batch-size 1 --global-batch-size 1 --lr 1e-3 "
+        "--mock-data --tokenizer-type NullTokenizer --vocab-size 2000 --padded-vocab-size 2048"
+    )
+    training = config_of(f"{words} --train-iters 1")
+    evaluating = config_of(f"{words} --train-iters 1 --skip-train --eval-iters 1")
+    params = model_parameters(memory(GptNetwork.of(training)))
+    for factor, allowed in ((3, []), (10, [evaluating]), (24, [evaluating, training])):
+        host = dataclasses.replace(this_host(), memory=factor * params)
+        monkeypatch.setattr("megatron_ext.planning.memory.this_host", lambda host=host: host)
+        for config in (evaluating, training):
+            if config in allowed:
+                check_host_memory(config, GPT.cost)
+            else:
+                with pytest.raises(ConfigError, match="make the model or the micro-batch smaller"):
+                    check_host_memory(config, GPT.cost)
 
 
 def test_full_recomputation_repeats_the_layers() -> None:

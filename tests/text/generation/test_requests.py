@@ -14,7 +14,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.text.convert.training import HuggingFaceConfig
 from megatron_ext.text.generation.config import GenerationConfig
 from megatron_ext.text.generation.decode import Completion
-from megatron_ext.text.generation.requests import Encoder, Prompt
+from megatron_ext.text.generation.requests import Encoder, Prompt, end_tokens
 from megatron_ext.text.generation.tool import Terminal
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from tests.text.tiny import END, hf_folder
@@ -114,3 +114,17 @@ def test_a_line_parts_the_prompt_from_the_answer(capsys: pytest.CaptureFixture[s
     texts = [Completion(0, "4", (), "eos"), Completion(1, "yes", (), "eos")]
     Terminal(prompts, streams=False).finish(texts)
     assert capsys.readouterr().out == "\n[1] 2+2?\n→ 4\n\n[2] so?\n→ yes\n"
+
+
+@pytest.mark.parametrize(("given", "more"), [(None, set()), (3, {3}), ([3, 5], {3, 5})])
+def test_a_text_ends_at_the_end_of_document_and_at_the_models_own_end_tokens(
+    tmp_path: Path, given: int | list[int] | None, more: set[int]
+) -> None:
+    folder = folder_of(tmp_path / "t", None)
+    entries = {} if given is None else {"eos_token_id": given}
+    (folder / "generation_config.json").write_text(json.dumps(entries))
+    settings = TokenizerConfig("HuggingFaceTokenizer", str(folder))
+    end = Backend.from_file(str(folder / "tokenizer.json")).token_to_id(END)
+    assert end not in more
+    config = RunConfig().with_section(GenerationConfig(), settings)
+    assert end_tokens(config, build_tokenizer(settings)) == {end, *more}

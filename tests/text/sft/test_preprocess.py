@@ -211,6 +211,8 @@ def test_a_run_keeps_the_date_of_its_stores(
     # The next day continues with the same texts, unless another day is asked for.
     assert text_of(chat_on("2026-03-10")) == "09 Mar 2026"
     assert text_of(chat_on("2026-03-10", "2024-07-26")) == "26 Jul 2024"
+    # Of several dates that the stores have, the latest counts.
+    assert text_of(chat_on("2026-03-11")) == "09 Mar 2026"
     old = open_stores("--data-path", [path], chat=chat_on("2026-03-09"), cache=None, vocab_size=999)
     with pytest.raises(
         DataError, match=r"the date 2026-03-09, but `--sft-date` \(2024-07-26\) is an"

@@ -1,6 +1,7 @@
 """Tokenizers: ids, sizes and special ids are those of megatron-core for the same flags."""
 
 import argparse
+import base64
 import dataclasses
 import json
 import shutil
@@ -63,6 +64,21 @@ def test_equals_core(case: str) -> None:
     assert (ours.vocab_size, ours.eod) == (theirs.vocab_size, theirs.eod)
     assert (ours.eos, ours.pad) == (theirs.eos, theirs.pad)
     assert ours.bos == (-1 if theirs.bos is None else theirs.bos)
+
+
+def test_tiktoken_cuts_words_before_capitals_unless_v1_is_asked_for(tmp_path: Path) -> None:
+    """Replace a merge by one of a small and a capital letter, which only v1 leaves together."""
+    entries = json.loads(tiny.tiktoken_file().read_text())
+    merged = entries[-1]["rank"]
+    entries[-1]["token_bytes"] = base64.b64encode(b"aB").decode()
+    model = tmp_path / "tiktoken.json"
+    model.write_text(json.dumps(entries))
+    for pattern, count in ((None, 2), ("v2", 2), ("v1", 1)):
+        chosen = dataclasses.replace(tiktoken(tiktoken_pattern=pattern), tokenizer_model=str(model))
+        ours, theirs = build_tokenizer(chosen), tiny.cores_tokenizer(chosen)
+        assert len(ours.tokenize("aB")) == count
+        assert (merged + 20 in ours.tokenize("xaBy aB")) == (count == 1)
+        assert ours.tokenize("xaBy aB") == theirs.tokenize("xaBy aB")
 
 
 def test_null_equals_core() -> None:

@@ -105,6 +105,28 @@ def test_weights_and_state_are_exact_in_every_layout(context: ParallelContext, l
         fake_world.check_state(VIDEO.choose(config), network_of(config).planned(clip))
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_only_the_first_blocks_of_a_model_are_run_again_on_its_stages(
+    number: int, long: Path
+) -> None:
+    """Recompute the block of the first of two stages, or those of both."""
+    flags = [*COMMON, *f"{DIT} {PP2} --video-data-path {long}".split()]
+    kept, again = (
+        configuration([*flags, "--recompute-blocks", str(count)], VIDEO) for count in (0, number)
+    )
+    (clip,) = planned_clips(kept)
+    without, recomputed = (network_of(x).planned(clip) for x in (kept, again))
+    assert [list(stage.layers) for stage in recomputed.stages()] == [[0], [1]]
+    for stage in recomputed.stages():
+        plain, flops = without.flops(stage), recomputed.flops(stage)
+        if stage.layers[0] < number:
+            assert flops.again == plain.linear and flops.scores_again == plain.scores
+            assert recomputed.activations(stage).kept < without.activations(stage).kept / 2
+        else:
+            assert flops == plain
+            assert recomputed.activations(stage) == without.activations(stage)
+
+
 @pytest.mark.parametrize("network", ["", DIT, f"{CAUSAL} {CP2}"])
 def test_a_shape_is_priced_as_data_of_this_shape(network: str, long: Path) -> None:
     of_data = configuration([*COMMON, *network.split(), "--video-data-path", str(long)], VIDEO)
