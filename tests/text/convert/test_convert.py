@@ -1,6 +1,7 @@
 """Models of transformers' own classes go to our layouts and back, bit for bit."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -305,3 +306,36 @@ def test_no_weight_is_lost(source: Path, tmp_path: Path) -> None:
     said = f"{path} holds `output_layer.adapter`, which the exported model would not have; export"
     assert in_child(refused, tmp_path / "text").startswith(said)
     assert not (tmp_path / "back").exists()
+
+
+class Answering(torch.nn.Linear):
+    """A model that answers with given logits, whatever it is asked."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        super().__init__(1, 1)
+        self.logits = logits
+
+    def forward(self, *_: Any) -> torch.Tensor:
+        return self.logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_verified_logits_may_differ_by_rounding_but_are_never_without_a_value(
+    dtype: torch.dtype, source: Path
+) -> None:
+    """Compare 3 tokens; ours are in fp32, and have further logits for the padding."""
+    model = huggingface.read_model(source)
+    tokens = torch.arange(3)[None]
+    theirs = torch.randn(1, 3, model.vocab_size, generator=torch.Generator().manual_seed(0))
+    theirs[0, 0, 0] = -8.0
+
+    def compare(place: int, difference: float) -> str:
+        ours = torch.cat([theirs, torch.full((1, 3, 4), torch.nan)], dim=2)
+        ours[0, 1, place] += difference
+        return huggingface.compare_logits(Answering(ours).to(dtype), model, tokens, theirs)
+
+    limit = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
+    assert "differ from those of transformers by" in compare(7, 8 * 0.9 * limit)
+    for difference in (8 * 1.1 * limit, -8 * 1.1 * limit, math.nan, math.inf):
+        with pytest.raises(CheckpointError, match="more than .*; do not use the imported model"):
+            compare(7, difference)
