@@ -212,9 +212,9 @@ def _token_at(offsets: Sequence[tuple[int, int]], character: int) -> int | None:
 def _by_prefixes(template: Template, *, realign: bool) -> TokenizedConversation:
     """Return ids and mask, by tokenizing the messages before and up to each trained turn.
 
-    Both prefixes end at an assistant turn, never within a group of tool messages. So a template
-    that merges a group of tool messages writes it as in the whole conversation. ``realign``
-    searches for turns whose tokens differ in the whole conversation.
+    Neither list of messages ends within a group of tool messages, so templates that merge such a
+    group write it as in the whole conversation. ``realign`` searches for turns whose tokens differ
+    in the whole conversation.
     """
     conversation = template.conversation
     whole = template.ids(len(conversation.messages))

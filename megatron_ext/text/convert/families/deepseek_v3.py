@@ -72,7 +72,7 @@ def read_latent(settings: Settings) -> Fields:
 
 
 def write_latent(gpt: Gpt) -> dict[str, Any]:
-    """Return the entries of config.json from which `read_latent` reads the fields of ``gpt``."""
+    """Return the entries of config.json that describe the latent attention of ``gpt``."""
     scaling: dict[str, Any] | None = None
     if gpt.latent.rope_type == "yarn":
         scaling = {
@@ -116,7 +116,7 @@ def read_experts(settings: Settings, ranking: int) -> Fields:
 
 
 def write_experts(gpt: Gpt) -> dict[str, Any]:
-    """Return the entries of config.json from which `read_experts` reads the fields of ``gpt``."""
+    """Return the entries of config.json that describe the experts of ``gpt``."""
     holds = gpt.moe.expert_layers(gpt.model.num_layers or 0)
     width = gpt.moe.moe_ffn_hidden_size or gpt.model.ffn_hidden_size or 1
     return {

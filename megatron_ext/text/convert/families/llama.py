@@ -104,7 +104,7 @@ def read_scaling_of(settings: Settings, given: dict[str, Any]) -> Fields:
 
 
 def write_rotary(gpt: Gpt) -> dict[str, Any]:
-    """Return the entries of config.json from which `read_rotary` reads the fields of ``gpt``."""
+    """Return the entries of config.json that describe the rotary positions of ``gpt``."""
     entries: dict[str, Any] = {
         "rope_theta": gpt.positions.rotary_base,
         "rope_scaling": write_scaling(gpt),
@@ -146,7 +146,7 @@ def read_window(settings: Settings) -> Fields:
 
 
 def write_window(gpt: Gpt) -> dict[str, Any]:
-    """Return the entry of config.json from which `read_window` reads that field of ``gpt``."""
+    """Return the entry of config.json with the number of tokens in the window of ``gpt``."""
     window = gpt.attention.window_size
     return {"sliding_window": None if window is None else window[0] + 1}
 
@@ -243,7 +243,7 @@ def read_with_biases(settings: Settings) -> Fields:
 
 
 def write_with_biases(gpt: Gpt) -> dict[str, Any]:
-    """Return the entries of config.json from which `read_with_biases` reads ``gpt``'s fields."""
+    """Return the entries of config.json for a Llama model, with those of its biases."""
     biases = {"attention_bias": gpt.model.add_proj_bias, "mlp_bias": gpt.model.add_mlp_bias}
     return write(gpt) | biases
 

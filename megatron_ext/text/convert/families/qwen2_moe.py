@@ -25,7 +25,7 @@ def read_experts(settings: Settings) -> Fields:
 
 
 def write_experts(gpt: Gpt) -> dict[str, Any]:
-    """Return the entries of config.json from which `read_experts` reads the fields of ``gpt``."""
+    """Return the entries of config.json that describe the experts of ``gpt``."""
     holds = gpt.moe.expert_layers(gpt.model.num_layers or 0)
     return {
         "decoder_sparse_step": 1,
