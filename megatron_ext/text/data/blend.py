@@ -118,10 +118,8 @@ def training_blend(data: DataConfig) -> BlendSpec:
     """
     spec = read_blend(data)
     if not spec.prefixes():
-        raise DataError(
-            "No training data is given; use `--data-path` PREFIX, `--train-data-path` PREFIX "
-            "or `--mock-data`."
-        )
+        remedy = "use `--data-path` PREFIX, `--train-data-path` PREFIX or `--mock-data`"
+        raise DataError.about("No training data", None, "is given", remedy)
     return spec
 
 
