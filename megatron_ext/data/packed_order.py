@@ -117,9 +117,14 @@ class PackedOrder(SampleOrder):
         return windows
 
     def _places(self, sources: Ints, windows: Ints) -> tuple[Ints, Ints, Ints]:
-        """Return epoch, block of the epoch, and index in the block of some packed samples.
+        """Return where packed samples are: epoch, block in the epoch, and index in the block.
 
-        ``windows`` are their positions in the order of reading, counted through all epochs.
+        A block is a range of samples that are packed together.
+
+        Args:
+            sources: the source of each sample.
+            windows: the position of each sample in the order in which its source is read, counted
+                through all epochs.
         """
         counts = self._windows[sources]
         keys = self._keys[sources]

@@ -76,10 +76,11 @@ latent_heads = compiled(split_latent_heads)
 
 
 class LatentAttention(Attention):  # type: ignore[misc]
-    """Multi-latent self-attention; its config has megatron-core's sizes and our fusions.
+    """Multi-latent self-attention (arXiv:2405.04434).
 
-    In its config, ``kv_channels`` is the number of channels of a value, and ``softmax_scale`` is
-    set.
+    Its TransformerConfig is a `StepTransformerConfig` with the fields of megatron-core's
+    MLATransformerConfig. ``kv_channels`` is the number of channels of a value, and
+    ``softmax_scale`` has been set.
 
     Attributes:
         recomputes_heads: whether to free queries, keys and values after attention, and recompute

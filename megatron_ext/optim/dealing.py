@@ -50,11 +50,14 @@ def _length(piece: slice) -> int:
 
 
 def deal(shards: Sequence[tuple[Matrix, Shard]], group: ProcessGroup | None) -> list[list[Dealt]]:
-    """Assign an owner to each matrix; return the matrices in rounds, which all ranks do together.
+    """Assign an owner to each matrix; return the matrices in rounds, the same on all ranks.
 
-    Without ``group``, this rank updates all of each weight. In each round every rank with matrices
-    left takes at least one, and more as long as they have fewer than `ROUND` elements together. All
-    ranks call this together, with the same matrices in the same order.
+    In each round every rank with matrices left takes at least one, and more as long as they have
+    fewer than `ROUND` elements together. All ranks call this together, with the same matrices in
+    the same order.
+
+    Args:
+        group: the ranks that share the weights; None if this rank updates each weight alone.
     """
     own = [(shard.start, shard.start + shard.main.numel()) for _, shard in shards]
     pieces = [own]

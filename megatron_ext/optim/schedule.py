@@ -105,7 +105,7 @@ class Schedule(OptimizerParamScheduler):  # type: ignore[misc]
     wd_incr_steps: float
 
     def state_dict(self) -> dict[str, Any]:
-        """Return megatron-core's state, with the length of the last phase if there is one."""
+        """Return megatron-core's state, and with ``--lr-decay-style WSD`` the decay's length."""
         state: dict[str, Any] = super().state_dict()
         return {**state, WSD: self.wsd_decay_steps} if self.lr_decay_style == "WSD" else state
 

@@ -135,11 +135,14 @@ def no_targets() -> Reproduced:
 
 
 def weight_of_a_target(targets: tuple[int, ...], *rows: int) -> list[float]:
-    """Return, for each of the sequences ``rows``, its first target's weight over the right weight.
+    """Return the weight of a target of the first MTP depth, as a multiple of the right weight.
 
-    The right weight is the scaling factor (0.1) divided by the number of the depth's targets in the
-    whole step; the step's gradient is divided by the main loss's targets. Each sequence is a
-    micro-batch.
+    The right weight is the scaling factor (0.1) divided by the number of targets that this depth
+    has in the whole step.
+
+    Args:
+        targets: number of targets of the main loss in each sequence; each is a micro-batch.
+        rows: indices of sequences; one weight is returned for each, that of its first target.
     """
     step = _on_one_rank(targets)
     right = 0.1 / sum(max(count - 1, 0) for count in targets)

@@ -310,7 +310,12 @@ class _Launch:
         self._steps = row if done > 0 else self._steps
 
     def _gap(self, end: float, after: _TimeRow | None) -> None:
-        """Add the time between two rows, which may be due to a fault, up to the row ``after``."""
+        """Account for the time from the last row to ``end``, which may be due to a fault.
+
+        Args:
+            end: the time at which the gap ends, as a Unix time.
+            after: the row that follows the gap; None if it ends with the launch.
+        """
         faults = [f for f in self._faults if self._cursor <= f.time <= end]
         restarted = after is not None and after.generation > 0
         same = self._before is not None and after is not None

@@ -1,9 +1,10 @@
 """Detects slow ranks (stragglers) by the time that each rank computes, without its waits.
 
-A collective begins for all ranks when the last one arrives; until then, the others wait. Waits for
-messages are in phase "bubble". The rest of a step is a rank's own time. It is compared with the
-time of ranks with equal work, which have the same pipeline rank. A rank without such a twin is
-compared with its own earlier time, relative to the change of all others.
+A collective begins for all ranks when the last one arrives; until then, the others wait. The time
+in which a stage waits for messages is the recorder's phase "bubble". The rest of a step is a rank's
+own time. It is compared with the time of ranks with equal work, which have the same pipeline rank.
+A rank without such a twin is compared with its own earlier time, relative to the change of all
+others.
 """
 
 from __future__ import annotations

@@ -228,7 +228,10 @@ class AmaxHistories:
         return self._pending, [scaling.has_history for scaling in self.scalings]
 
     def set_marks(self, marks: tuple[Any, list[bool]]) -> None:
-        """Restore a result of `marks` from before a step, to compute the step again."""
+        """Restore which layers have complete histories, and what is awaited, of before a step.
+
+        ``marks`` is what `marks` returned then. The step can be computed again afterwards.
+        """
         self._pending, has_history = marks
         for scaling, before in zip(self.scalings, has_history, strict=True):
             scaling.has_history = before

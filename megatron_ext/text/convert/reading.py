@@ -216,9 +216,9 @@ class WeightFolder(TensorFolder):
 
 
 def weight_shards(chunk: torch.nn.Module) -> Iterator[Shard]:
-    """Yield the shards of an unwrapped chunk that a model of transformers has too.
+    """Yield this rank's shards of the weights and buffers that a Hugging Face model has too.
 
-    These are all weights and buffers except adapters and the scale histories of fp8.
+    ``chunk`` is an unwrapped model chunk. Adapters and the scale histories of fp8 are left out.
     """
     for shard in shards_of(chunk, buffers=True):
         if MARK not in shard.name and not shard.name.endswith(HISTORY):

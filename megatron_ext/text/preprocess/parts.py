@@ -1,12 +1,14 @@
 """The files of encoded parts in `<prefix>.parts/`, from which a killed run is resumed.
 
-The files `<stem>.k<key>.s<stream>.bin`, `.len` and `.doc` hold a part's tokens, tokens per sequence
-and sequences per document; `<stem>.rejected` holds refused lines. The marker `<part>.<plan>.json`
-appears last, by a rename: if it exists, the files are complete.
+A plan cuts the input of a run into numbered parts. For each key of the JSON rows (number k) and
+each stream of tokens (number s), the files `<stem>.k<k>.s<s>.bin`, `.len` and `.doc` hold a part's
+tokens, tokens per sequence and sequences per document; `<stem>.rejected` holds refused lines. The
+marker `p<part>.<plan>.json` appears last, by a rename: if it exists, the files are complete, and it
+holds their stem.
 
 A worker can outlive its killed run, on this machine or another one. Such a worker must not write
-into the files of the next run. Therefore the stem has a random number, and the marker's name has
-the key of the plan.
+into the files of the next run. Therefore a stem is the part's number and a random one, and the
+marker's name holds the random name of the plan.
 """
 
 import json

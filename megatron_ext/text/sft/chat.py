@@ -565,10 +565,15 @@ def end_finder(template: Template, count: int, whole: str) -> FindEnd:
 
 
 def _marked_ends(template: Template, count: int, whole: str) -> dict[int, int] | None:
-    """Return, for each n, the length in characters of the first n messages in ``whole``.
+    """Return, for each n, the number of characters of a rendered conversation up to message n.
 
-    The template is applied once, with a mark before each message. Return None if it cannot be
-    marked, or if the marks change its text.
+    The template is applied to the conversation once more, with a mark before each message. Return
+    None if the template's source has no place for marks, or if they change the text.
+
+    Args:
+        template: a template with its conversation.
+        count: number of messages of the conversation.
+        whole: the text of the conversation without marks.
     """
     source = marked_source(template.source())
     if source is None or count < 2 or _MARK in whole:
