@@ -156,6 +156,13 @@ def reason_replicas_differ(kind: str, layouts: Sequence[Layout]) -> str | None:
     return None
 
 
+def reason_continuation_differs(shown: str) -> str | None:
+    """Return why what a run printed as it went on lets its numbers differ, or None."""
+    if "the cache of past frames is made anew" in shown:
+        return "a cache of past frames that is made anew differs a little from the lost one"
+    return None
+
+
 def tolerance_of(words: Sequence[str], key: str, steps: int) -> float:
     """Return the largest relative difference of a logged value between layouts.
 

@@ -19,6 +19,7 @@ from tests.combinations.draw import Case, has
 from tests.combinations.exceptions import (
     NOT_IN_LOGS,
     is_averaged,
+    reason_continuation_differs,
     reason_layouts_differ,
     reason_replicas_differ,
     reason_restart_differs,
@@ -230,6 +231,7 @@ def _elsewhere(bench: Bench, name: str, first: Ended, layout: Layout, at: int = 
         second = bench.run("c" if at else "d", goes_on(bench, at) if at else (), layout)
         if not bench.trained(second, goes_on=at > 0):
             reason = f"refused: {second.err.strip()}"
+        reason = reason or reason_continuation_differs(second.out)
     if reason:
         bench.verdict.excused[name] = reason
     elif not _vocabularies_differ(bench, name, first, second):
