@@ -278,7 +278,7 @@ def test_the_help_of_the_training_program_names_the_audit(
     with pytest.raises(SystemExit) as end:
         pretrain_gpt(["--audit", "--help"])
     assert end.value.code == 0
-    assert "With ``--audit``\nnothing is trained" in capsys.readouterr().out
+    assert "``--audit`` it does not train: it names" in capsys.readouterr().out
 
 
 def test_an_audit_needs_no_torch() -> None:

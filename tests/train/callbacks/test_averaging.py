@@ -90,7 +90,7 @@ def test_a_step_that_only_the_device_knows_counts_if_it_was_applied(applied: boo
     run: Any = SimpleNamespace(ema=ema, config=every, runner=runner, progress=progress)
     with torch.no_grad():
         linear.weight += 1
-    update = SimpleNamespace(known=False, flag=torch.tensor(applied))
+    update = SimpleNamespace(is_read=False, flag=torch.tensor(applied))
     result: Any = SimpleNamespace(model_update=update)
     WeightAverage(run).after_update(result)
     wanted = start + (1 - DECAY) * applied
