@@ -13,7 +13,7 @@ from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.samplers import Epochs, Ints, Row, StepPlan, StepSampler, shuffled
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.text.config.moe import MoEConfig
+from megatron_ext.text.config.rules import SECTIONS
 from megatron_ext.text.sft.dataset import cost_model
 from megatron_ext.text.sft.packing import (
     BudgetEpochs,
@@ -32,7 +32,7 @@ def of_sizes(h: int, f: int, n: int, **more: Any) -> CostModel:
     """Return the cost of a dense model, of one layer without a head unless ``more`` says so."""
     sizes = {"kv_channels": h // n, "num_layers": 1, "padded_vocab_size": 0, **more}
     model = ModelConfig(hidden_size=h, ffn_hidden_size=f, num_attention_heads=n, **sizes)
-    return cost_model(RunConfig(model=model, sections=(MoEConfig(),)))
+    return cost_model(RunConfig(model=model, sections=tuple(kind() for kind in SECTIONS)))
 
 
 MODEL = of_sizes(
