@@ -59,9 +59,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if gone:
             raise pytest.UsageError(f"{SLOW_CASES} names tests that are gone: {sorted(gone)}")
     if share := config.getoption("--slow-share"):
-        elsewhere = [item for item in items if _slow_elsewhere(item, share)]
-        config.hook.pytest_deselected(items=elsewhere)
-        items[:] = [item for item in items if not _slow_elsewhere(item, share)]
+        elsewhere = {item for item in items if _slow_elsewhere(item, share)}
+        config.hook.pytest_deselected(items=list(elsewhere))
+        items[:] = [item for item in items if item not in elsewhere]
     if torch.cuda.is_available():
         return
     for item in items:
