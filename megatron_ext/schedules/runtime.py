@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.pipeline_parallel.schedules import (
-    clear_embedding_activation_buffer,
     deallocate_output_tensor,
-    finish_embedding_wgrad_compute,
     forward_step_calc_loss,
     set_current_microbatch,
 )
@@ -185,13 +183,9 @@ class PipelineEngine:
         step.masks = masks
         step.collect_non_loss_data = collect_non_loss_data
         transformer_config = self.transformer_config
-        on_last = self.context.is_last_stage
         finalizes = transformer_config.finalize_model_grads_func is not None and not forward_only
         if self.graphs and not forward_only:
             self._prepare_graphs(most_in_flight(step.actions, plan.placement))
-        embedding = None
-        if finalizes:
-            embedding = clear_embedding_activation_buffer(transformer_config, self.chunks, on_last)
         recorder = self.context.recorder
         if step.sync is not None:
             step.sync.start()
@@ -213,9 +207,6 @@ class PipelineEngine:
                 step.sync.finish()
         self.num_targets = step.num_targets
         if finalizes:
-            finish_embedding_wgrad_compute(
-                transformer_config, embedding, on_last, self.context.pgs.tp
-            )
             with recorder.phase("reduce"):
                 for chunk in self.chunks:
                     zero_untouched(chunk)

@@ -3,16 +3,19 @@
 import itertools
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.parallel_state import RankGenerator
+from rich.table import Table
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.errors import ConfigError
+from megatron_ext.parallel.__main__ import grid_table, group_table, main
 from megatron_ext.parallel.context import ParallelContext, embedding_ranks, peers, secondary_groups
 from megatron_ext.parallel.grid import DENSE_GROUPS, EXPERT_GROUPS, Layout
 from tests.ranks import ranks, run_on_ranks
@@ -138,6 +141,59 @@ def test_the_command_prints_the_grid_without_torch() -> None:
     done = run_python("-c", code, *flags.split(), seconds=60)
     assert "[0,8] [1,9]" in done.stdout  # pipelines
     assert "[0,2,4,6] [1,3,5,7]" in done.stdout  # replicas
+
+
+def rows_of(table: Table) -> list[tuple[str, ...]]:
+    return list(zip(*([str(cell) for cell in column.cells] for column in table.columns)))  # noqa: B905
+
+
+def test_the_tables_hold_each_rank_and_each_kind_of_group() -> None:
+    layout = Layout(8, 2, 2, expert_model_parallel_size=2)
+    positions = rows_of(grid_table(layout))
+    assert len(positions) == 8
+    assert positions[6] == ("6", "0", "0", "1", "1")
+    groups = {name: (size, ranks) for name, size, ranks in rows_of(group_table(layout))}
+    assert groups["tp"] == ("2", "[0,1] [2,3] [4,5] [6,7]")
+    assert groups["tp-dp-cp"] == ("4", "[0-3] [4-7]")
+    assert groups["dp"] == ("2", "[0,2] [1,3] [4,6] [5,7]")
+    assert groups["expert ep"] == ("2", "[0,2] [1,3] [4,6] [5,7]")
+    assert groups["expert tp-ep-pp"] == ("8", "[0-7]")
+    # Groups of one rank are left out.
+    assert "cp" not in groups and "expert dp" not in groups
+
+
+def test_groups_of_experts_are_shown_when_they_differ_from_the_dense_ones() -> None:
+    def kinds(layout: Layout) -> list[str]:
+        return [row[0] for row in rows_of(group_table(layout)) if row[0].startswith("expert")]
+
+    assert kinds(Layout(4, 2)) == []
+    assert kinds(Layout(4, 2, expert_tensor_parallel_size=1)) == ["expert dp"]
+    assert kinds(Layout(4, 1, expert_model_parallel_size=2)) == [
+        "expert ep", "expert tp-ep", "expert tp-ep-pp", "expert dp",
+    ]  # fmt: skip
+
+
+def test_the_command_takes_switches_and_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--world-size 8 --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping"
+    assert main(words.split()) == 0
+    assert "[0,1] [2,3] [4,5] [6,7]" in capsys.readouterr().out  # pipelines
+
+
+def test_a_layout_follows_the_flags_of_a_run() -> None:
+    flags = ParallelConfig(
+        world_size=8,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=4,
+        virtual_pipeline_model_parallel_size=2,
+        pipeline_schedule="zb-v",
+        use_tp_pp_dp_mapping=True,
+    )
+    layout = Layout.from_config(flags)
+    assert layout == Layout(8, 2, 4, 1, 1, None, 2, use_tp_pp_dp_mapping=True, v_shape=True)
+    assert [layout.placement.rank_of(stage) for stage in range(8)] == [0, 1, 2, 3, 3, 2, 1, 0]
+    interleaved = Layout.from_config(replace(flags, pipeline_schedule="interleaved"))
+    assert [interleaved.placement.rank_of(stage) for stage in range(8)] == [0, 1, 2, 3] * 2
+    assert Layout(24, 2, 3, 2).model_parallel_size == 12
 
 
 def test_the_command_refuses_in_one_sentence() -> None:

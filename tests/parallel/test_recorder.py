@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.parallel.board import BOARD, MAX_NAMES, PHASES, RING, Board, EventKind
+from megatron_ext.parallel.board import (
+    BOARD,
+    BOUNDLESS,
+    MAX_NAMES,
+    PHASES,
+    RING,
+    Board,
+    EventKind,
+    Word,
+)
 from megatron_ext.parallel.recorder import Recorder, open_recorder
 from megatron_ext.schedules.plan import Action, Kind
 
@@ -63,6 +72,28 @@ def test_a_reader_sees_phases_actions_messages_and_steps(
     assert board.read()[0].ended
 
 
+def test_the_messages_of_a_rank_name_peer_0_and_weight_gradients_are_backward(
+    board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = open_slot(board, 0, tmp_path, monkeypatch)
+    for kind, peer in (
+        (Kind.SEND_GRADIENT, 0),
+        (Kind.WEIGHT, None),
+        (Kind.INPUT, None),
+        (Kind.BACKWARD, None),
+    ):
+        with recorder.action(Action(kind, 1, 1, peer=peer), peer):
+            pass
+    [seen] = board.read()
+    begun = [(e.name, e.phase, e.peer) for e in seen.events if e.kind is EventKind.BEGIN]
+    assert begun == [
+        ("send gradient", "bubble", 0),
+        ("W", "backward", -1),
+        ("I", "backward", -1),
+        ("B", "backward", -1),
+    ]
+
+
 def test_each_phase_has_its_own_time_and_all_sum_to_the_time_that_passed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -89,6 +120,34 @@ def test_each_phase_has_its_own_time_and_all_sum_to_the_time_that_passed(
     }  # fmt: skip
 
 
+def test_a_save_has_the_time_of_the_phases_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now)
+    recorder = Recorder()
+    recorder.step(1)
+    with recorder.phase("save"), recorder.phase("update"):
+        now += 2_000_000_000
+    assert recorder.seconds == {"save": 2}
+
+
+def test_the_mean_step_follows_the_latest_steps(
+    board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After 16 steps each new one counts for a sixteenth."""
+    now = 0
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now)
+    recorder = open_slot(board, 0, tmp_path, monkeypatch)
+    mean = 0.0
+    for number in range(1, 41):
+        recorder.step(number)
+        seconds = 1 if number < 30 else 5
+        with recorder.phase("forward"):
+            now += seconds * 1_000_000_000
+        mean += (seconds - mean) / min(number, 16)
+    recorder.step(41)
+    assert board.read()[0].mean_step == pytest.approx(mean, rel=1e-6)
+
+
 def test_the_mean_step_does_not_count_saves_and_evaluations(
     board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,8 +166,12 @@ def test_the_mean_step_does_not_count_saves_and_evaluations(
 
 def test_listeners_hear_each_event_with_its_action() -> None:
     heard: list[tuple[str, int, Any]] = []
+    heard_second: list[tuple[str, int, Any]] = []
     recorder = Recorder()
-    recorder.listeners.append(lambda *event: heard.append(event))
+    recorder.listeners += [
+        lambda *event: heard.append(event),
+        lambda *event: heard_second.append(event),
+    ]
     action = Action(Kind.BACKWARD, 1, 0)
     recorder.step(2)
     with recorder.action(action):
@@ -123,6 +186,7 @@ def test_listeners_hear_each_event_with_its_action() -> None:
         ("renamed", 2, None),
         ("save", 2, "end"),
     ]
+    assert heard_second == heard
 
 
 def test_an_error_is_marked_in_the_phase_that_raised_it(
@@ -188,6 +252,47 @@ def test_a_reader_never_sees_a_torn_event(board: Board, tmp_path: Path) -> None:
         writer.join()
 
 
+def test_a_slot_without_events_is_at_its_start(
+    board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = time.monotonic()
+    recorder = open_slot(board, 1, tmp_path, monkeypatch)
+    after = time.monotonic()
+    seen = board.read_slot(1)
+    assert seen is not None and board.read_slot(0) is None
+    assert before <= seen.started <= after
+    assert (seen.phase, seen.last, seen.last_time) == ("start", None, seen.started)
+    assert (seen.rank, seen.world_size, seen.looked, seen.seconds) == (5, 6, 0.0, {})
+    slot = board.slot(1)
+    slot.set(Word.LOOKED, 2_500_000_000)
+    for number in range(4):
+        recorder.mark(f"mark {number}")
+    seen = board.read_slot(1, num_events=2)
+    assert seen is not None and seen.last is not None
+    assert seen.looked == 2.5
+    assert [event.name for event in seen.events] == ["mark 2", "mark 3"]
+    assert seen.last_time == seen.last.time > seen.events[0].time
+    assert {"start", "other", "save", "evaluate"} == BOUNDLESS
+
+
+def test_a_long_name_is_cut_and_hides_no_other(
+    board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = open_slot(board, 0, tmp_path, monkeypatch)
+    recorder.mark("a" * 60)
+    recorder.mark("b")
+    assert [event.name for event in board.read()[0].events] == ["a" * 47, "b"]
+
+
+def test_only_the_owner_reads_a_board(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        Board(tmp_path / "own", 1)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "own").stat().st_mode & 0o777 == 0o600
+
+
 def test_a_new_process_starts_with_an_empty_slot(
     board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +323,9 @@ def test_a_board_without_room_leaves_a_recorder_that_only_sums(
     with recorder.phase("forward"):
         pass
     assert recorder.seconds.keys() >= {"forward", "other"}
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    open_recorder(tmp_path)
+    assert capsys.readouterr().out == ""
 
 
 def test_names_beyond_the_room_share_the_last_one(

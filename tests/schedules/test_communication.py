@@ -1,5 +1,8 @@
 """How long messages are kept in memory, in plans of all schedules and in a step of Gloo ranks."""
 
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -114,3 +117,32 @@ def test_steps_after_the_first_look_at_no_list_of_actions() -> None:
 def test_bytes_of_messages_do_not_grow_with_micro_batches(schedule: str, chunks: int) -> None:
     arguments = {"schedule": schedule, "num_microbatches": 48}
     run_on_ranks(check_bytes, layout_of(schedule, 2, chunks), arguments)
+
+
+def length_of(microbatch: int) -> int:
+    return 9 - microbatch
+
+
+def check_lengths(context: ParallelContext, schedule: str) -> None:
+    """The sizes of messages are known ahead here; every wait names the other end's global rank."""
+    engine, _ = engine_of(schedule, context, length=-9)
+    waits: list[tuple[str, int]] = []
+    recorder = context.recorder
+    waiting = recorder.waiting
+
+    def noted(kind: str, microbatch: int, stage: int, peer: int) -> AbstractContextManager[None]:
+        waits.append((kind, peer))
+        return waiting(kind, microbatch, stage, peer)
+
+    recorder.waiting = noted  # type: ignore[method-assign]
+    engine.run(step, range(5), 5, [(length_of(i), 1, 2) for i in range(5)])
+    other = (context.rank + 2) % 4
+    assert waits and {peer for _, peer in waits} == {other}
+    assert {kind for kind, _ in waits} >= {"receive input" if context.pp_rank else "send output"}
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zb-v", 2)])
+def test_each_micro_batch_has_messages_of_its_own_shape(schedule: str, chunks: int) -> None:
+    """There are two pipelines, of the ranks 0 and 2, and of 1 and 3."""
+    layout = replace(layout_of(schedule, 2, chunks), world_size=4)
+    run_on_ranks(check_lengths, layout, {"schedule": schedule})

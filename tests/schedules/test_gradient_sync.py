@@ -1,8 +1,10 @@
 """When the reduction of gradients starts, and that it changes none of them."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,9 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from torch import Tensor
 
 from megatron_ext.parallel.context import ParallelContext, seed_everything
+from megatron_ext.schedules.communication import GradientSync
+from megatron_ext.schedules.orders import build_plan
+from megatron_ext.schedules.plan import COMPUTE, Kind
 from megatron_ext.text.task import GPT
 from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run
@@ -81,6 +86,96 @@ def _compare(context: ParallelContext, words: str, *, in_place: bool = False) ->
     for event in events:
         steps.append([]) if event == "step" else steps[-1].append(event)
     return steps
+
+
+class FakeChunk:
+    """Notes what is asked of a model chunk with two buckets, one of them of experts."""
+
+    params_with_grad: tuple[Tensor, ...] = ()
+
+    def __init__(self, number: int, events: list[str]) -> None:
+        self.number = number
+        self.events = events
+        self.bucket_groups = [self.bucket("dense")]
+        self.expert_parallel_bucket_groups = [self.bucket("expert")]
+
+    def bucket(self, name: str) -> Any:
+        return SimpleNamespace(
+            per_param_grad_ready_counts={"a": 1},
+            params=["a", "b"],
+            is_first_batch=True,
+            grad_reduce_handle=None,
+            start_grad_sync=lambda: self.events.append(f"reduce {name} {self.number}"),
+        )
+
+    def parameters(self) -> int:
+        return self.number
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        yield
+        self.events.append(f"resume {self.number}")
+
+    def start_grad_sync(self, _: int) -> None:
+        self.events.append(f"reduce all of {self.number}")
+
+
+def synced(
+    schedule: str, rank: int, num_chunks: int, *, aligned: bool
+) -> tuple[list[str], list[FakeChunk]]:
+    """Return the events of one rank's step of two micro-batches on two pipeline ranks."""
+    events: list[str] = []
+    chunks = [FakeChunk(number, events) for number in range(num_chunks)]
+    plan = build_plan(schedule, pipeline_size=2, num_microbatches=2, num_chunks=num_chunks)
+    hooks: Any = SimpleNamespace(
+        no_sync_func=[chunk.no_sync for chunk in chunks],
+        grad_sync_func=[chunk.start_grad_sync for chunk in chunks] if aligned else None,
+        param_sync_func=lambda number: events.append(f"gather {number}"),
+    )
+    sync = GradientSync(chunks, hooks, plan.ranks[rank], plan.placement)
+    sync.start()
+    for action in plan.ranks[rank]:
+        chunk = plan.placement.chunk_of(action.stage)
+        if action.kind is Kind.FORWARD:
+            sync.before_forward(chunk)
+        elif action.kind in (Kind.BACKWARD, Kind.INPUT):
+            sync.before_backward(action)
+        if action.kind in COMPUTE:
+            events.append(f"{action.kind.value}{action.microbatch} {chunk}")
+            if action.kind is not Kind.FORWARD:
+                sync.computed(action)
+    sync.finish()
+    return events, chunks
+
+
+def test_gradients_are_reduced_during_or_after_the_last_backward_pass() -> None:
+    during = ["gather 0", "F0 0", "F1 0", "B0 0", "resume 0", "B1 0"]
+    during += ["reduce dense 0", "reduce expert 0"]
+    # The first stage of a rank with one chunk never waits for its last backward pass to end.
+    for aligned in (False, True):
+        assert synced("1f1b", 0, 1, aligned=aligned)[0] == during
+    after = ["gather 0", "F0 0", "B0 0", "F1 0", "B1 0", "resume 0", "reduce all of 0"]
+    assert synced("1f1b", 1, 1, aligned=True)[0] == after
+    events, _ = synced("1f1b", 1, 1, aligned=False)
+    assert events.index("resume 0") == events.index("B1 0") - 1
+    # Deferred weight gradients complete the gradients, not those of the input.
+    events, _ = synced("zb-h1", 0, 1, aligned=False)
+    assert events[-3:] == ["W1 0", "resume 0", "reduce all of 0"]
+
+
+def test_weights_are_gathered_a_chunk_ahead() -> None:
+    events, _ = synced("interleaved", 0, 2, aligned=True)
+    assert events[:3] == ["gather 0", "gather 1", "F0 0"]
+    assert [event for event in events if event.startswith("gather")] == ["gather 0", "gather 1"]
+    last = {chunk: max(i for i, e in enumerate(events) if e == f"B1 {chunk}") for chunk in (0, 1)}
+    for chunk, place in last.items():
+        assert events[place + 1 : place + 3] == [f"resume {chunk}", f"reduce all of {chunk}"]
+
+
+def test_an_incomplete_count_of_the_first_step_is_forgotten() -> None:
+    _, (chunk,) = synced("1f1b", 0, 1, aligned=False)
+    buckets = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+    assert [bucket.per_param_grad_ready_counts for bucket in buckets] == [{}, {}]
 
 
 @ranks(dp=2)

@@ -1,15 +1,17 @@
-"""Plans of 2,000 random shapes are complete, in order, free of deadlock and within memory."""
+"""Plans of many shapes are complete, in order, free of deadlock and within memory."""
 
 import random
 from collections import Counter, deque
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib.image import imread
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.grid import Placement
+from megatron_ext.schedules import picture
 from megatron_ext.schedules.__main__ import main
 from megatron_ext.schedules.orders import SCHEDULES, build_plan
 from megatron_ext.schedules.picture import text
@@ -74,6 +76,114 @@ def test_random_plans_are_complete_and_free_of_deadlock_and_within_memory() -> N
             assert errors(plan, capacity=capacity) == [], case
         for rank, peak in enumerate(price(plan).peak_activations):
             assert peak <= activation_limit(plan, rank, group), (case, rank)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_small_plans_are_complete_and_free_of_deadlock_and_within_memory(schedule: str) -> None:
+    """The number of micro-batches is below, at and above the sizes of the pipeline and groups."""
+    for size in (1,) if schedule == "no-pipelining" else (1, 2, 3, 4):
+        for chunks in {"interleaved": (2, 3), "zb-v": (2,)}.get(schedule, (1,)):
+            for group in (size, size + 1) if schedule == "interleaved" else (None,):
+                for number in (1, 2, 3, 4, 5, 6):
+                    plan = build_plan(
+                        schedule,
+                        pipeline_size=size,
+                        num_microbatches=number,
+                        num_chunks=chunks,
+                        group_size=group,
+                    )
+                    case = (size, chunks, group, number)
+                    for capacity in (0, None):
+                        assert errors(plan, capacity=capacity) == [], case
+                    for rank, peak in enumerate(price(plan).peak_activations):
+                        assert peak <= activation_limit(plan, rank, group or size), (case, rank)
+
+
+def computed(plan: Plan, rank: int) -> str:
+    """Return a rank's computations such as ``F0 B0``; later chunks have small letters."""
+    words = []
+    for action in plan.ranks[rank]:
+        if action.kind in COMPUTE:
+            word = f"{action.kind.value}{action.microbatch}"
+            words.append(word.lower() if plan.placement.chunk_of(action.stage) else word)
+    return " ".join(words)
+
+
+def test_micro_batches_that_fill_no_group_join_the_last_one() -> None:
+    """Only if they are fewer than the ranks: here groups of 2, with 5, and of 4, with 6."""
+
+    def interleaved(number: int, group: int) -> list[str]:
+        plan = build_plan(
+            "interleaved",
+            pipeline_size=2,
+            num_microbatches=number,
+            num_chunks=2,
+            group_size=group,
+        )
+        return [computed(plan, rank) for rank in range(2)]
+
+    first, second = interleaved(5, 2)
+    assert [word for word in first.split() if word[0] in "fF"] == (
+        "F0 F1 f0 f1 F2 F3 F4 f2 f3 f4".split()
+    )
+    # Rank 0 warms up with two passes for the later rank, and with the largest group of chunk 0.
+    assert first.startswith("F0 F1 f0 f1 F2 F3 b0 ")
+    assert second.startswith("F0 F1 f0 f1 b0 ")
+    first, _ = interleaved(6, 4)
+    assert [word for word in first.split() if word[0] in "fF"] == (
+        "F0 F1 F2 F3 f0 f1 f2 f3 F4 F5 f4 f5".split()
+    )
+
+
+def test_an_evaluation_runs_as_many_micro_batches_through_a_chunk_as_there_are_ranks() -> None:
+    plan = build_plan(
+        "interleaved", pipeline_size=2, num_microbatches=3, num_chunks=2, forward_only=True
+    )
+    assert [computed(plan, rank) for rank in range(2)] == ["F0 F1 f0 f1 F2 f2"] * 2
+    # Without a backward pass, nothing is kept for one.
+    assert price(plan).peak_activations == [1, 1]
+
+
+@pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (3.0, 1.0, 1.0), (1.0, 4.0, 2.0)])
+def test_receives_come_before_what_ends_after_the_message_is_ready(
+    times: tuple[float, float, float],
+) -> None:
+    durations = Durations(*times)
+    for schedule, chunks in (("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("zb-v", 2)):
+        plan = build_plan(
+            schedule,
+            pipeline_size=3,
+            num_microbatches=6,
+            num_chunks=chunks,
+            durations=durations,
+        )
+        timed = price(plan, durations).timeline
+        ends = {gives(entry.action): entry.end for rank in timed for entry in rank}
+        for actions in plan.ranks:
+            for place, action in enumerate(actions):
+                if action.kind not in RECEIVES:
+                    continue
+                forward = action.kind is Kind.RECEIVE_INPUT
+                source = action.stage - 1 if forward else action.stage + 1
+                kind = Kind.FORWARD if forward else Kind.INPUT
+                ready = ends[kind, action.microbatch, source]
+                before = [ends[gives(a)] for a in actions[:place] if a.kind in COMPUTE]
+                after = [ends[gives(a)] for a in actions[place:] if a.kind in COMPUTE]
+                assert max(before, default=0) <= ready <= min(after), (schedule, action)
+
+
+def test_orders_of_zb_v_follow_the_given_times() -> None:
+    times = Durations(1.0, 3.0, 1.0)
+    common = {"pipeline_size": 4, "num_microbatches": 8, "num_chunks": 2}
+    tuned = build_plan("zb-v", durations=times, **common)  # type: ignore[arg-type]
+    even = build_plan("zb-v", **common)  # type: ignore[arg-type]
+    assert price(tuned, times).makespan < price(even, times).makespan
+
+
+def test_what_a_computation_takes() -> None:
+    times = Durations(1.0, 3.0, 5.0)
+    kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+    assert [times.of(kind) for kind in kinds] == [1.0, 8.0, 3.0, 5.0]
 
 
 def changed(plan: Plan, rank: int, actions: list[Action]) -> Plan:
@@ -142,6 +252,11 @@ def test_every_stage_is_placed_once(size: int) -> None:
     [
         ("gpipe", {}, "The schedule `gpipe` must be one of no-pipelining, 1f1b, "),
         ("zb-v", {"num_chunks": 1}, "The schedule `zb-v` needs 2 chunks on each rank, not 1."),
+        (
+            "interleaved",
+            {},
+            "The schedule `interleaved` needs 2 or more chunks on each rank, not 1.",
+        ),
         ("1f1b", {"num_chunks": 2}, "The schedule `1f1b` needs 1 chunks on each rank, not 2."),
         ("no-pipelining", {}, "The schedule `no-pipelining` is for 1 rank, not 4."),
         (
@@ -294,6 +409,9 @@ def test_latency_of_messages_makes_a_step_longer() -> None:
     plan = build_plan("1f1b", pipeline_size=3, num_microbatches=1)
     # Two messages there and two back.
     assert price(plan, latency=0.5).makespan == price(plan).makespan + 4 * 0.5
+    # In a V shape, the last rank hands its own output to itself.
+    plan = build_plan("zb-v", pipeline_size=2, num_microbatches=1, num_chunks=2)
+    assert price(plan, latency=0.5).makespan == price(plan).makespan + 4 * 0.5
 
 
 def test_1f1b_as_text_and_second_chunks_in_small_letters() -> None:
@@ -308,6 +426,40 @@ def test_1f1b_as_text_and_second_chunks_in_small_letters() -> None:
     assert "f0-i0-" in lines[0]
 
 
+def test_the_shortest_computation_has_three_columns() -> None:
+    times = Durations(1.0, 2.0, 1.0)
+    plan = build_plan("no-pipelining", pipeline_size=1, num_microbatches=1)
+    assert text(plan, price(plan, times)) == "rank 0 |F0-B0-------|"
+    plan = build_plan("zb-h1", pipeline_size=1, num_microbatches=101)
+    row = text(plan, price(plan))
+    assert len(row) == len("rank 0 ||") + 3 * 101 * 3
+    assert row.endswith("F10I10W10|")
+
+
+def test_the_picture_has_a_box_for_each_computation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(picture, "write_figure", lambda figure, path: drawn.append(figure))
+    plan = build_plan("zb-v", pipeline_size=2, num_microbatches=2, num_chunks=2)
+    cost = price(plan, Durations(1.0, 2.0, 3.0))
+    picture.save(plan, cost, tmp_path / "plan.png")
+    (axes,) = drawn[0].axes
+    boxes = [
+        (x.get_x(), x.get_y() + 0.45, x.get_width(), bool(x.get_hatch())) for x in axes.patches
+    ]
+    wanted = [
+        (entry.start, rank, entry.end - entry.start, entry.action.stage >= 2)
+        for rank, entries in enumerate(cost.timeline)
+        for entry in entries
+    ]
+    assert boxes == [pytest.approx(each) for each in wanted]
+    assert [x.get_text() for x in axes.texts][:2] == ["0", "1"]
+    assert axes.get_xlim() == (0, cost.makespan)
+    names = [x.get_text() for x in axes.get_legend().get_texts()]
+    assert names == ["forward", "input gradient", "weight gradient"]
+
+
 def test_command_draws_and_prices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.png"
     words = f"--schedule zb-v --pipeline-size 4 --microbatches 16 --png {path}".split()
@@ -320,6 +472,27 @@ def test_command_draws_and_prices(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert height > 100 and width > 1000
     assert main("--pipeline-size 2 --microbatches 4 --times 10 11 9".split()) == 0
     assert "step time 150, bubble 30 (20.0%)" in capsys.readouterr().out
+    one = "--pipeline-size 3 --microbatches 1"
+    assert main(f"{one} --latency 0.5".split()) == 0
+    assert "step time 11, " in capsys.readouterr().out
+    assert main(f"{one} --forward-only".split()) == 0
+    assert "step time 3, " in capsys.readouterr().out
+    groups = "--schedule interleaved --pipeline-size 2 --microbatches 8 --group-size 4"
+    assert main(groups.split()) == 0
+    assert "of all its layers: 3.5, 2.5" in capsys.readouterr().out
+    words = "--schedule zb-v --pipeline-size 4 --microbatches 8 --times 2 6 2"
+    assert main(words.split()) == 0
+    tuned = price(
+        build_plan(
+            "zb-v",
+            pipeline_size=4,
+            num_microbatches=8,
+            num_chunks=2,
+            durations=Durations(1.0, 3.0, 1.0),
+        ),
+        Durations(1.0, 3.0, 1.0),
+    )
+    assert f"step time {tuned.makespan:g}, " in capsys.readouterr().out
 
 
 def test_activations_stay_until_the_weight_gradients() -> None:

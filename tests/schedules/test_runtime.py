@@ -1,7 +1,10 @@
 """The runtime against megatron-core's own functions and against plain torch arithmetic."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,13 +12,15 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from megatron_ext.config.precision import CudaGraphConfig
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.layers.weight_gradients import DeferredWeightGradients
 from megatron_ext.losses.contract import pair
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Layout
+from megatron_ext.schedules.forward import collect_outputs, evaluating, forward_engine
 from megatron_ext.schedules.orders import SCHEDULES
-from megatron_ext.schedules.runtime import PipelineEngine
+from megatron_ext.schedules.runtime import PipelineEngine, records_graphs
 from tests.ranks import ranks, run_on_ranks
 from tests.training_runs import TINY, curve, mock_data, train
 
@@ -283,3 +288,152 @@ def test_zb_h1_puts_weight_gradients_off(context: ParallelContext) -> None:
     # Rank r is r micro-batches late.
     assert late == context.pp_rank + 1
     assert chunks[0].weight.grad is not None
+
+
+class Decoder(torch.nn.Module):
+    """Holds one layer that learns which micro-batch it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [SimpleNamespace(current_microbatch=None)]
+
+
+class Watched(Stage):
+    """A stage that notes what it is told before each forward pass."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.decoder = Decoder()
+        self.told: list[tuple[int, bool]] = []
+        self.is_first = False
+
+    def set_is_first_microbatch(self) -> None:
+        self.is_first = True
+
+    def forward(self, microbatch: int) -> Tensor:
+        (layer,) = self.decoder.layers
+        self.told.append((layer.current_microbatch, self.is_first))
+        self.is_first = False
+        return super().forward(microbatch)
+
+
+@ranks()
+def test_a_chunk_learns_its_micro_batch_and_that_weights_are_new(context: ParallelContext) -> None:
+    engine, (chunk,) = engine_of("no-pipelining", context)
+    engine.chunks = [watched := Watched(1.5, 3, None)]
+    for _ in range(2):
+        engine.run(step, range(3), 3, (3, 1, 2))
+    assert watched.told == [(0, True), (1, False), (2, False)] * 2
+    assert chunk.calls == []
+
+
+@ranks()
+def test_only_a_training_step_reduces_and_finalizes_gradients(context: ParallelContext) -> None:
+    engine, chunks = engine_of("no-pipelining", context)
+    for name in ("params_with_grad", "bucket_groups", "expert_parallel_bucket_groups"):
+        vars(chunks[0])[name] = []
+    finalized: list[Any] = []
+    synced: list[str] = []
+
+    @contextmanager
+    def no_sync() -> Iterator[None]:
+        synced.append("suspended")
+        yield
+        synced.append("resumed")
+
+    config: Any = engine.transformer_config
+    config.finalize_model_grads_func = lambda *given, **named: finalized.append((given, named))
+    config.no_sync_func = no_sync
+    vars(chunks[0])["start_grad_sync"] = None
+    with torch.no_grad():
+        engine.run(step, range(2), 2, (3, 1, 2), forward_only=True)
+    assert (finalized, synced) == ([], [])
+    for asked in (True, False):
+        engine.run(step, range(2), 2, (3, 1, 2), force_all_reduce=asked)
+    expected = {"pg_collection": context.pgs}
+    assert finalized == [
+        ((chunks, None), {**expected, "force_all_reduce": asked}) for asked in (True, False)
+    ]
+    assert synced == ["suspended", "resumed"] * 2
+
+
+class Slots:
+    """Stands in for the graphs of a chunk."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.events: list[str] = []
+
+    def capture(self, number: int) -> None:
+        self.events.append(f"capture {number}")
+        if number < 9:
+            self.num_slots = number
+
+    def switch(self, on: bool) -> None:
+        self.events.append("on" if on else "off")
+
+
+@ranks()
+def test_a_step_records_the_graphs_that_it_lacks(context: ParallelContext) -> None:
+    engine, _ = engine_of("no-pipelining", context)
+    graphs: Any = [Slots(0), Slots(2), Slots(2), Slots(2)]
+    engine.graphs = graphs
+    engine._prepare_graphs([1, 2, 3, 9])
+    assert [each.events for each in graphs] == [
+        ["capture 1", "on"],
+        ["on"],
+        ["capture 3", "on"],
+        # The layers could not be recorded, so they run as they are.
+        ["capture 9", "off"],
+    ]
+    engine.graphs = graphs = [Slots(0)]
+    with torch.no_grad():
+        engine.run(step, range(2), 2, (3, 1, 2), forward_only=True)
+    assert graphs[0].events == []
+    engine.run(step, range(2), 2, (3, 1, 2))
+    assert graphs[0].events == ["capture 1", "on"]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "device", "expected"),
+    [("local", "cuda", True), ("local", "cpu", False), ("none", "cuda", False)],
+)
+def test_when_layers_are_recorded(implementation: str, device: str, expected: bool) -> None:
+    assert records_graphs(CudaGraphConfig(cuda_graph_impl=implementation), device) is expected
+
+
+@pytest.mark.parametrize(
+    ("layout", "schedule"),
+    [
+        (Layout(1), "1f1b"),
+        (Layout(4, 1, 2, virtual_pipeline_model_parallel_size=2), "interleaved"),
+        (Layout(4, 1, 2, virtual_pipeline_model_parallel_size=2, v_shape=True), "zb-v"),
+    ],
+    ids=str,
+)
+def test_forward_passes_follow_the_placement_of_the_stages(
+    layout: Layout, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    context: Any = SimpleNamespace(placement=layout.placement)
+    engine = forward_engine([], SimpleNamespace(), context)  # type: ignore[arg-type]
+    assert engine.schedule == schedule
+
+
+@ranks()
+def test_outputs_are_collected_after_each_call_that_comes_before(context: ParallelContext) -> None:
+    engine, _ = engine_of("no-pipelining", context)
+    before: list[int] = []
+    inputs = [{"microbatch": 4}, {"microbatch": 2}]
+    outputs = collect_outputs(engine, inputs, (3, 1, 2), before.append)
+    assert before == [0, 1]
+    assert [output[0, 0, 0].tolist() for output in outputs] == [5.0, 3.0]
+
+
+def test_modes_are_restored_after_an_error() -> None:
+    chunk = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Dropout())
+    chunk[1].eval()
+    with pytest.raises(ZeroDivisionError), evaluating([chunk]):
+        assert not any(module.training for module in chunk.modules())
+        raise ZeroDivisionError
+    assert [module.training for module in chunk.modules()] == [True, True, False]

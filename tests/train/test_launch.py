@@ -1,5 +1,8 @@
 """Ranks that fail, hang or are killed end all the others, with their reason shown."""
 
+import errno
+import gc
+import json
 import os
 import signal
 import subprocess
@@ -8,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,11 +19,36 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron_ext.device import Device
-from megatron_ext.errors import ConfigError, loader_ends_with_parent
+from megatron_ext.errors import (
+    EXIT_CODE_INTERRUPTED,
+    ConfigError,
+    MachineFault,
+    MegatronExtError,
+    loader_ends_with_parent,
+)
 from megatron_ext.parallel.context import init_groups
 from megatron_ext.parallel.grid import Layout
-from megatron_ext.train.exit_codes import EXIT_CODE_NO_ANSWER, EXIT_CODE_NO_MEMORY
-from megatron_ext.train.launch import check_launcher, fork_ranks, launch, refuse, run_rank
+from megatron_ext.train import launch as module
+from megatron_ext.train.exit_codes import (
+    EXIT_CODE_LOST_CONTACT,
+    EXIT_CODE_NO_ANSWER,
+    EXIT_CODE_NO_MEMORY,
+    EXIT_CODE_RESIZED,
+    EXIT_CODE_SIGNAL,
+)
+from megatron_ext.train.exit_signal import ExitSignal
+from megatron_ext.train.launch import (
+    _forked,
+    _run_started_rank,
+    check_launcher,
+    fork_ranks,
+    launch,
+    launch_of,
+    refuse,
+    run_rank,
+)
+from megatron_ext.train.supervision import Supervision
+from megatron_ext.train.supervisor import SignalForwarder
 
 CPU = Device("cpu", "gloo")
 
@@ -44,7 +73,7 @@ def _signal(number: int) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
 
 
-def _fail(error: Exception) -> None:
+def _fail(error: BaseException) -> Any:
     raise error
 
 
@@ -315,5 +344,217 @@ def test_a_variable_of_a_launcher_that_is_no_number_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "two")
+    monkeypatch.setenv("RANK", "1")
     with pytest.raises(ConfigError, match=r"variable `WORLD_SIZE` \(two\) must be a number"):
         check_launcher()
+    # The error is printed at once, as by a process that no launcher has started.
+    assert "WORLD_SIZE" not in os.environ and "RANK" not in os.environ
+
+
+def test_when_a_launch_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system counts the start of a process in ticks, a hundredth of a second long."""
+    for name in ("RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "1"])
+    process = psutil.Process()
+    program = launch_of(["--lr", "1"])
+    assert program.started == pytest.approx(process.create_time(), abs=1.1)
+    assert program.ends_itself
+    # Called by another program, with flags of its own, it begins now.
+    called = launch_of(["--lr", "2"])
+    assert called.started == pytest.approx(time.time(), abs=0.5)
+    monkeypatch.setenv("RANK", "0")
+    assert not launch_of(["--lr", "1"]).ends_itself
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setattr(module, "_start_of", lambda pid: float(pid))
+    monkeypatch.setattr(module, "is_under_torchrun", lambda: True)
+    of_agent = launch_of(["--lr", "1"])
+    assert (of_agent.started, of_agent.ends_itself) == (os.getppid(), False)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (MachineFault("The disk is gone."), 1, "The disk is gone."),
+        (ConfigError("Wrong."), 2, "Wrong."),
+        (OSError(errno.ENFILE, "Too many open files in system"), 1, "This machine has as many"),
+        (RuntimeError("gloo/transport Connection closed"), EXIT_CODE_LOST_CONTACT, "lost its"),
+        (RuntimeError("gloo/transport Timed out"), EXIT_CODE_NO_ANSWER, "waited in vain"),
+        (SystemExit(3), 1, "Traceback"),
+    ],
+)
+def test_the_message_and_the_code_of_a_rank_that_fails(
+    error: BaseException,
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
+    monkeypatch.setattr(module, "_SECONDS_FOR_RANK_0_OF_A_RUN", 0.2)
+    monkeypatch.setenv("RANK", "3")
+    start = time.monotonic()
+    assert run_rank(lambda: _fail(error)) == code
+    # Rank 0 goes first with an error that all ranks may raise.
+    assert (time.monotonic() - start >= 0.2) == isinstance(error, MegatronExtError)
+    assert capsys.readouterr().err.startswith(f"[rank 3] {said}")
+    message = json.loads((tmp_path / "error").read_text())["message"]["message"]
+    assert message.startswith(f"[rank 3] {said}")
+
+
+def test_an_interruption_of_a_rank_is_told_to_torchrun_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
+    assert run_rank(lambda: _fail(KeyboardInterrupt())) == EXIT_CODE_INTERRUPTED
+    assert capsys.readouterr().err == ""
+    assert "interrupted" in (tmp_path / "error").read_text()
+
+
+def test_a_launch_tells_its_code_once() -> None:
+    told: list[int] = []
+    assert launch(lambda: 3, nproc_per_node=1, device=CPU, tell=told.append) == 3
+    assert launch(lambda: 4, nproc_per_node=2, device=CPU, tell=told.append) == 4
+    assert launch(lambda: None, nproc_per_node=1, device=CPU, tell=told.append) == 0
+    assert told == [3, 4, 0]
+
+
+def test_the_only_rank_leaves_what_was_set_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "5")
+    monkeypatch.delenv("RANK", raising=False)
+    seen: list[str] = []
+
+    def main() -> None:
+        seen.extend(os.environ[name] for name in ("RANK", "LOCAL_WORLD_SIZE"))
+
+    assert launch(main, nproc_per_node=1, device=CPU) == 0
+    assert seen == ["0", "1"]
+    assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("1", "5")
+    assert "RANK" not in os.environ
+
+
+def test_one_rank_that_may_be_restarted_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    class Restarts(Supervision):
+        max_restarts = 2
+
+        def run(self, fork: Any, main_of: Any, *, timeout_minutes: float, exit_signal: Any) -> int:
+            asked.append(timeout_minutes)
+            return 9
+
+    options: Any = {"nproc_per_node": 1, "device": CPU, "timeout_minutes": 4}
+    assert launch(lambda: 3, supervision=Restarts(), **options) == 9
+    assert asked == [4]
+
+
+@pytest.mark.parametrize("exit_signal", [None, signal.SIGUSR1])
+def test_ranks_on_gpus_are_started_by_torchrun(
+    exit_signal: signal.Signals | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(
+        "megatron_ext.train.torchrun.run_torchrun", lambda words: started.append(words) or 6
+    )
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "1"])
+    supervision = Supervision()
+    supervision.max_restarts = 0
+    watched = ExitSignal(exit_signal)
+    options: Any = {"nproc_per_node": 4, "device": Device("cuda", "nccl"), "timeout_minutes": 2.5}
+    options |= {"exit_signal": watched, "supervision": supervision}
+    assert launch(lambda: 3, **options) == 6
+    saves = ["--shutdown-timeout=150"] if exit_signal else []
+    assert started == [
+        ["--standalone", "--nproc-per-node=4", "--max-restarts=0", *saves, "train.py", "--lr", "1"]
+    ]
+    # A signal that has come already leaves nothing to start.
+    watched.came = True
+    assert launch(lambda: 3, **options) == 125
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize("given", [None, "3"])
+def test_forked_ranks_share_the_cores(
+    given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setattr(os, "cpu_count", lambda: 7)
+    before = torch.get_num_threads()
+
+    def main() -> int:
+        (tmp_path / str(_rank())).write_text(str(torch.get_num_threads()))
+        return 0
+
+    assert fork_ranks(main, 2) == 0
+    threads = "3" if given is None else str(before)
+    assert [path.read_text() for path in tmp_path.iterdir()] == [threads] * 2
+    # What the ranks had in common with this process may be collected again.
+    assert gc.get_freeze_count() == 0
+
+
+def test_the_environment_of_a_restart_comes_before_that_of_its_ranks(tmp_path: Path) -> None:
+    def main() -> int:
+        (tmp_path / str(_rank())).write_text(os.environ["LOCAL_WORLD_SIZE"])
+        return 0
+
+    forwarder = SignalForwarder()
+    with _forked(main, 2, forwarder, {"LOCAL_WORLD_SIZE": "8"}):
+        for pid in forwarder.children:
+            os.waitpid(pid, 0)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["8"] * 2
+
+
+class Left(Exception):
+    """Stands for the end of the process."""
+
+
+@pytest.mark.parametrize(
+    ("rank", "code", "elastic", "restarts", "told", "leaves_folder", "ends_agent"),
+    [
+        ("0", 1, False, True, [1], True, False),
+        ("1", 1, False, True, [], True, False),
+        ("0", EXIT_CODE_RESIZED, True, True, [EXIT_CODE_RESIZED], False, False),
+        ("0", EXIT_CODE_SIGNAL, False, True, [EXIT_CODE_SIGNAL], True, True),
+        ("0", EXIT_CODE_SIGNAL, False, False, [EXIT_CODE_SIGNAL], True, False),
+        ("0", EXIT_CODE_SIGNAL, True, True, [EXIT_CODE_SIGNAL], True, False),
+    ],
+)
+def test_the_end_of_a_rank_that_torchrun_has_started(
+    rank: str,
+    code: int,
+    elastic: bool,
+    restarts: bool,
+    told: list[int],
+    leaves_folder: bool,
+    ends_agent: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[Any] = []
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(module, "is_under_torchrun", lambda: True)
+    monkeypatch.setattr(module, "end_with_parent", lambda *_: None)
+    monkeypatch.setattr(module, "parent_at_start", lambda: 77)
+    monkeypatch.setattr(module, "restarts_by_torchrun", lambda: restarts)
+    monkeypatch.setattr(module, "leave_exit_code", lambda code: events.append(("code", code)))
+    monkeypatch.setattr(module, "leave_host_folder", lambda: events.append("folder"))
+    monkeypatch.setattr(os, "kill", lambda pid, number: events.append((pid, number)))
+
+    def leave(code: int) -> None:
+        raise Left(code)
+
+    monkeypatch.setattr(module, "_leave", leave)
+    supervision = Supervision()
+    supervision.is_elastic = elastic
+    said: list[int] = []
+    with pytest.raises(Left, match=str(code)):
+        _run_started_rank(lambda: code, ExitSignal(None), said.append, supervision)
+    assert said == told
+    assert events == [
+        ("code", code),
+        *["folder"] * leaves_folder,
+        *[(77, signal.SIGTERM)] * ends_agent,
+    ]
