@@ -1,4 +1,4 @@
-"""What a process does at the exit signal, and the sentence about the work that a run has lost."""
+"""The exit signal, and the sentence about the work that a run has lost by a signal."""
 
 import os
 import signal
